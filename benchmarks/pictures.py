@@ -25,7 +25,8 @@ from rich.console import Console
 from launcher import paths, site
 from launcher.observe import report
 from launcher.observe.live import View
-from launcher.observe.tensorboard import free_port
+from launcher.observe.servers import free_port
+from launcher.observe.tensorboard import PORTS
 from launcher.runs.directory import Run
 from launcher.runs.states import state_of
 from launcher.runs.sweeps import runs_of
@@ -112,7 +113,7 @@ def watch_picture(runs: list[Run]) -> None:
 
 def tensorboard_picture(runs: list[Run]) -> None:
     """The curves of all runs."""
-    port = free_port(None)
+    port = free_port(None, PORTS)
     argv = [sys.executable, "-m", "launcher", "tensorboard", *(run.name for run in runs)]
     with served([*argv, "--port", str(port)], port) as url:
         picture(f"{url}/#scalars", FOLDER / "tensorboard.png", "light", 30_000)
@@ -127,7 +128,7 @@ def mlflow_picture(runs: list[Run]) -> None:
     names = {each.name for each in versions if each.tags.get("run") == runs[0].name}
     if not names:
         sys.exit(f"{runs[0].name} is not registered: cookbook register {runs[0].name} --as NAME")
-    port = free_port(None)
+    port = free_port(None, PORTS)
     argv = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with served(argv, port) as url:

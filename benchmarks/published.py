@@ -20,7 +20,8 @@ from launcher.recipes.sweep import Cell
 from launcher.sizing.cells import PredictedSweep
 from launcher.sizing.gpus import by_name
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import GIB, StepConfig, step_of
+from launcher.sizing.recipe_step import step_of
+from launcher.sizing.step_config import GIB, StepConfig
 
 # In one direction, as configs/gpus.yaml has it for cards without NVLink.
 PCIE_4_GBS = 32.0

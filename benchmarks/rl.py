@@ -22,7 +22,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "configs/recipes/demo_grpo.yaml"
-# The 100 prompts are four updates each epoch: of a rest TRL makes none, and we a small one.
+# The 100 prompts are four updates each epoch; neither trainer updates on a rest.
 UPDATES, ANSWERS, GROUP, NEW_TOKENS, RATE, WARMUP = 100, 200, 8, 4, 1e-3, 5
 WINDOWS = 10
 # Student's t for 95 %, both sides, by degrees of freedom.

@@ -15,7 +15,8 @@ from launcher.recipes import recipe
 from launcher.sizing.compute import Reached
 from launcher.sizing.gpus import Gpu, by_name
 from launcher.sizing.model import shape_of
-from launcher.sizing.step_config import StepConfig, step_of
+from launcher.sizing.recipe_step import step_of
+from launcher.sizing.step_config import StepConfig
 from launcher.sizing.step_time import Links, step_time
 from runspec.layout import Layout
 from runspec.shape import Attention, Block, Matrix, Shape, Vector

@@ -49,6 +49,20 @@ def site_packages() -> Path | None:
     return next(paths.venv_root().glob("lib/python*/site-packages"), None)
 
 
+def package_folders(python: Path) -> list[Path]:
+    """Return the folders that an interpreter's environment has its packages in, [] if unknown.
+
+    Of an environment that sees those of its base, not all are known.
+    """
+    root = python.parent.parent
+    own, config = next(root.glob("lib/python*/site-packages"), None), root / "pyvenv.cfg"
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    if own is None or re.search(r"(?m)^include-system-site-packages\s*=\s*true", text):
+        return []
+    lines = (line for file in own.glob("*.pth") for line in file.read_text("utf-8").splitlines())
+    return [own, *(own / line for line in lines if line and not line.startswith(("#", "import ")))]
+
+
 def packages() -> dict[str, str]:
     """Return the installed packages and their versions, read from their folders' names."""
     folder = site_packages()

@@ -15,7 +15,7 @@ from typing import Any
 
 from runspec.adapters import KINDS, declared, name_of
 from runspec.files import read_json, write_text
-from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.model import TRANSFORMERS
 from runspec.shape import Shape
 
 _CONFIGS = Path(__file__).parents[1] / "configs"

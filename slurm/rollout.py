@@ -217,7 +217,11 @@ class Supervisor:
             self._write()
 
     def _asked_to_end(self) -> bool:
-        return (self._folder / files.ROLLOUT_END).exists()
+        """Also by another start of the run, on a job whose first node Slurm had given up."""
+        with suppress(OSError):
+            secret = (self._folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
+            return secret != self._secret or (self._folder / files.ROLLOUT_END).exists()
+        return False
 
     def _died(self, replica: Replica, reason: str) -> None:
         death = {"time": time.time(), "replica": replica.index, "node": replica.node}

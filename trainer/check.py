@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runspec.description import config_file
 from runspec.hints import nearest
-from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.model import TRANSFORMERS
 from runspec.layout import StepFacts
 from trainer import config as configs
 from trainer import groups, optimizers

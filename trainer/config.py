@@ -16,8 +16,9 @@ from runspec import yamlrules
 from runspec.adapters import is_quantised
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
-from runspec.keys.fields import STREAM, TRANSFORMERS
+from runspec.keys.fields import STREAM
 from runspec.keys.key import REQUIRED, Key, children, faults, unused
+from runspec.keys.model import TRANSFORMERS
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig as TrainConfig
 from runspec.keys.train import notes, recomputed, with_train_on_input

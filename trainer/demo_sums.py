@@ -1,8 +1,8 @@
 """Make a tiny model that adds digits, right a third of the time: python -m trainer.demo_sums FOLDER
 
-It is trained for some seconds on right sums, then on sums of which a third are right. Beside it
-lie the prompts of configs/recipes/demo_grpo.yaml, prompts.jsonl. Nothing is downloaded, and the
-same seed gives the same files on the same machine.
+It is trained for some seconds on right sums, then on random ones until it is right in a third of
+its answers. Beside it lie the prompts of configs/recipes/demo_grpo.yaml, prompts.jsonl. Nothing is
+downloaded, and the same seed gives the same files on the same machine.
 """
 
 import argparse
@@ -28,8 +28,8 @@ ARCHITECTURE = {
     "max_position_embeddings": 32,
     "tie_word_embeddings": False,
 }
-# Steps on right sums, then at a tenth of the rate on those of which so many are right.
-STEPS, MIXED_STEPS, RIGHT, RATE = 120, 60, 0.35, 5e-3
+# Steps on right sums; then at a fiftieth of the rate on random ones, until so many are right.
+STEPS, MOST_RANDOM_STEPS, RIGHT, RATE = 200, 200, 0.35, 5e-3
 HIGHEST = 18  # the largest sum of two digits
 
 
@@ -96,15 +96,28 @@ def _trained(tokenizer: Any, seed: int, steps: int) -> Any:
     labels = [own + [-100] * (3 - len(own)) for own in answers]
     asked, tokens = torch.tensor(prompts), torch.tensor(labels)
     masked = torch.full_like(asked, -100)
-    for step in range(steps + MIXED_STEPS):
-        right = 1.0 if step < steps else RIGHT
-        if step == steps:
-            optimizer.param_groups[0]["lr"] = RATE / 10
-        sums = [a + b if draw.random() < right else draw.randint(0, HIGHEST) for a, b in PAIRS]
+    right = [a + b for a, b in PAIRS]
+
+    def outputs(sums: list[int]) -> Any:
         own = tokens[sums]
         ids = torch.cat([asked, own.clamp_min(0)], 1)
-        loss = model(ids, labels=torch.cat([masked, own], 1)).loss
-        loss.backward()
+        return model(ids, labels=torch.cat([masked, own], 1))
+
+    def share_right() -> float:
+        """How likely the right answer is, on average."""
+        own = tokens[right]
+        with torch.no_grad():
+            logits = outputs(right).logits[:, asked.shape[1] - 1 : -1]
+        log_probs = logits.log_softmax(-1).gather(-1, own.clamp_min(0)[..., None])[..., 0]
+        return float(log_probs.masked_fill(own < 0, 0).sum(1).exp().mean())
+
+    for step in range(steps + MOST_RANDOM_STEPS):
+        if step == steps:
+            optimizer.param_groups[0]["lr"] = RATE / 50
+        if step >= steps and share_right() <= RIGHT:
+            break
+        sums = right if step < steps else [draw.randint(0, HIGHEST) for _ in PAIRS]
+        outputs(sums).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model

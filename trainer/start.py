@@ -103,11 +103,15 @@ def _answering_for_collectives() -> Iterator[None]:
         return
     from torch.distributed.elastic.control_plane import worker_main
 
-    with ExitStack() as server:
-        # It warns that it listens; the log of a rank that is killed at once must stay empty.
-        with _silent_stderr():
-            server.enter_context(worker_main())
+    server = ExitStack()
+    # It warns that it listens, and that it ends, at a level at which torch warns of more.
+    with _silent_stderr():
+        server.enter_context(worker_main())
+    try:
         yield
+    finally:
+        with _silent_stderr():
+            server.close()
 
 
 @contextmanager

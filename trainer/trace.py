@@ -15,9 +15,6 @@ import json
 import math
 import os
 import sys
-import weakref
-from collections.abc import Callable, Collection
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -27,17 +24,15 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainer import groups
 from trainer.config import TrainConfig, arguments_of, load
 from trainer.errors import ConfigError
-from trainer.layers import attention
 from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.base import method as method_of
 from trainer.layers.batch import Documents, MicroBatch, TopK
+from trainer.layers.traced_attention import attend_as_on_a_gpu
+from trainer.memory_tracker import MemoryTracker
 from trainer.models import build as models
 from trainer.models.builder import Builder, teacher_config
 from trainer.models.decoder import Decoder
@@ -50,104 +45,6 @@ from trainer.parallel.world import World
 # Two depths tell how much each phase grows per block; deeper models are extrapolated linearly.
 # Where blocks differ, these are the least, and they end and grow by whole periods.
 DEPTHS = (3, 5)
-
-
-class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive, and the peak in each phase.
-
-    A storage counts once however many tensors view it, from the operator that made it until
-    nothing refers to it. FSDP2 frees and allocates storages by `resize_`, which is counted too.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self.peaks: dict[str, int] = {}
-        # Tells micro-steps apart, because gradients are not reduced after each.
-        self.suffix = ""
-        self._phase = "setup"
-        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        self._paused = False
-        self._patches = ExitStack()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether torch.compile takes no notice of this mode, instead of compiling nothing."""
-        return True
-
-    def enter(self, phase: str) -> None:
-        """Count towards `phase` from here on."""
-        self._phase = phase + self.suffix
-        self._note()
-
-    def count(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage; for tensors from before the tracker was entered."""
-        key, size = id(storage), storage.nbytes()
-        before, reference = self._alive.get(key, (0, None))
-        if reference is None:
-            reference = weakref.ref(storage, lambda _: self._forget(key))
-        if size != before:
-            self.now += size - before
-            self._alive[key] = size, reference
-            self._note()
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the operator and count what it made."""
-        if DTensor in types:
-            # It must first come down to operators on local tensors.
-            return NotImplemented
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            # On fake tensors it would make a copy; on real ones it does not.
-            return args[0]
-        result = func(*args, **(kwargs or {}))
-        if not self._paused:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self.count(leaf.untyped_storage())
-        return result
-
-    def _forget(self, key: int) -> None:
-        size, _ = self._alive.pop(key)
-        self.now -= size
-
-    def _note(self) -> None:
-        self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), self.now)
-
-    def __enter__(self) -> "MemoryTracker":
-        """Also watch what no operator shows."""
-        resize = torch.UntypedStorage.resize_
-        infer = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> None:
-            resize(storage, size)
-            if id(storage) in self._alive:
-                self.count(storage)
-
-        def infer_shapes(*args: Any) -> Any:
-            # DTensor computes global shapes by running operators on them; that is no memory.
-            self._paused = True
-            try:
-                return infer(*args)
-            finally:
-                self._paused = False
-
-        for owner, function, replacement in (
-            (torch.UntypedStorage, "resize_", resize_),
-            (ShardingPropagator, "_propagate_tensor_meta_non_cached", infer_shapes),
-        ):
-            self._patches.enter_context(mock.patch.object(owner, function, replacement))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        """Stop watching."""
-        super().__exit__(*error)
-        self._patches.close()
 
 
 @dataclass(frozen=True)
@@ -215,7 +112,7 @@ class FakeBuilder(Builder):
         backend = {activations.COMPILE_BACKEND: "aot_eager_decomp_partition"}
         with mock.patch.dict(os.environ, backend):
             models.lay_out(module, config, self.world, output_chunks, frozen)
-        _attend_as_on_a_gpu(module, config)
+        attend_as_on_a_gpu(module, config.dtype)
         with self.fake:
             module.to_empty(device=self.world.device)
         _fill_buffers(module, self.fake)
@@ -318,82 +215,6 @@ def _count_tensors(module: Decoder, tracker: MemoryTracker) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         tracker.count(local.untyped_storage())
-
-
-def _attend_as_on_a_gpu(module: Decoder, config: TrainConfig) -> None:
-    """Let attention keep for backward what its kernels on a GPU keep, in bf16."""
-    for layer in attention.layers(module):
-        # How many documents there are is not known of fake tensors.
-        layer.one_by_one = False
-    if config.dtype != "bf16":
-        return
-    attention.use_flash_attention(module, torch.bfloat16)
-    layers = attention.layers(module)
-    if any(layer.varlen_attention is None for layer in layers):
-        attention.use_flex_attention(module, torch.device("cpu"))
-        for layer in layers:
-            layer.flex_attention = _in_place_of_flex_attention
-
-
-def _in_place_of_flex_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    return_lse: bool = False,
-    **_: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """FlexAttention, which runs on GPUs only: [batch, heads, length, width] each."""
-    output = _attention(query, key, value)
-    return output if return_lse else output[0]
-
-
-def _attention_sizes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, length, _ = query.shape
-    # As the model reads it: [batch, length, heads, width].
-    output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    return output, query.new_empty(batch, heads, length, dtype=torch.float32)
-
-
-def _gradient_sizes(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    sums: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _operator(name: str, sizes: Callable[..., Any]) -> Any:
-    """An operator that computes nothing, and whose results have these sizes.
-
-    Compilers do not look into it: one that saw what the gradients' does would find that it needs
-    no saved tensor.
-    """
-    operator = torch.library.custom_op(f"slurm_cookbook::{name}", sizes, mutates_args=())
-    operator.register_fake(sizes)
-    return operator
-
-
-# As fused attention it keeps its three inputs, its output and the logarithm of each row's sum.
-_attention = _operator("traced_attention", _attention_sizes)
-_attention_gradients = _operator("traced_attention_gradients", _gradient_sizes)
-
-
-def _keep_attention(ctx: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _attention_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, ...]:
-    gradients: tuple[torch.Tensor, ...] = _attention_gradients(gradient, *ctx.saved_tensors)
-    return gradients
-
-
-_attention.register_autograd(_attention_backward, setup_context=_keep_attention)
 
 
 def _spread_rows(batch: MicroBatch, module: Decoder, config: TrainConfig, world: World) -> None:

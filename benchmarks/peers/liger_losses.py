@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers import trl_rl
+
 VALUES = Path(__file__).parents[2] / "tests/trainer/liger_losses.json"
 PAIRS, TOKENS, VOCABULARY = 6, 5, 13
 
@@ -33,6 +35,36 @@ def inputs() -> dict[str, Any]:
         "student": drawn(TOKENS, VOCABULARY),
         "teacher": drawn(TOKENS, VOCABULARY),
     }
+
+
+def policy_losses() -> dict[str, Any]:
+    """Those of policy optimisation, on the answers of benchmarks.peers.trl_rl."""
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction as Grpo
+
+    given = {n: torch.tensor(v, dtype=torch.float64) for n, v in trl_rl.inputs().items()}
+    mask = (torch.arange(trl_rl.LONGEST) < torch.tensor(trl_rl.LENGTHS).unsqueeze(1)).double()
+    values: dict[str, Any] = {}
+    for name, (loss_type, level, beta, truncates) in trl_rl.CASES.items():
+        policy = given["policy"].clone().requires_grad_()
+        ratio = (given["old"] - given["sampled"]).exp().clamp(max=trl_rl.CAP)
+        loss, _ = Grpo.ppo_loss_fn(
+            policy,
+            mask,
+            given["advantages"],
+            mask,
+            ref_per_token_logps=given["reference"],
+            old_per_token_logps=given["old"],
+            epsilon_low=trl_rl.LOW,
+            epsilon_high=trl_rl.HIGH,
+            beta=beta,
+            loss_type=loss_type,
+            max_completion_length=trl_rl.LONGEST,
+            importance_sampling_level=level,
+            vllm_is_ratio=ratio if truncates else None,
+        )
+        loss.backward()
+        values[name] = {"loss": loss.item(), "gradient": policy.grad.tolist()}
+    return values
 
 
 def main() -> None:
@@ -78,6 +110,7 @@ def main() -> None:
         loss = Jsd.distillation_loss_fn(student, teacher, beta)
         loss.backward()
         found[f"jsd-{beta}"] = {"loss": loss.item(), "gradient": student.grad.tolist()}
+    found |= policy_losses()
     version = importlib.metadata.version("liger-kernel")
     content = {"liger_kernel": version, "inputs": given, "values": found}
     VALUES.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

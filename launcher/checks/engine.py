@@ -8,8 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from launcher import paths, venv
+from launcher import paths, venv, yamlfile
 from launcher.checks import Context, Finding, Skipped, failed, ok
+from launcher.recipes.recipe import Recipe
 from runspec.files import read_json_or_none, write_text
 
 SUBJECT = "engine config"
@@ -51,11 +52,19 @@ def config(context: Context) -> Iterable[Finding]:
         failed(
             SUBJECT,
             f"{engine.records.name} has no key {key!r}{f' (did you mean {hint}?)' if hint else ''}",
-            "correct it in its config file, or as parameters in the recipe",
+            _where(recipe, key),
         )
         for key, hint in unknown.items()
     ]
     return faults or [ok(SUBJECT, f"{engine.records.name} knows all keys")]
+
+
+def _where(recipe: Recipe, key: str) -> str:
+    """Return what to do with a key: where it is given."""
+    source = Path(str(recipe.config.get("config_read_from") or recipe.path))
+    name = key if "config_read_from" in recipe.config else f"parameters.{key}"
+    line = yamlfile.line_of(source, name) if source.is_file() else None
+    return f"correct it in {source}, line {line}" if line else f"correct parameters.{key}"
 
 
 def _place(python: str) -> Path:

@@ -61,12 +61,19 @@ def _named_faults(environment: Environment, context: Context) -> Iterator[Findin
     image = environment.image or ""
     file = Path(image)
     if image.startswith(("/", "./")) and context.here(file) and not file.exists():
-        yield failed(SUBJECT, f"there is no image {image}", "change environment.image")
+        yield failed(
+            SUBJECT,
+            f"there is no image {image}",
+            f"correct environment.image in {environment.place}",
+        )
     for bind in environment.binds:
         source = Path(bind.partition(":")[0])
         if context.here(source) and not source.exists():
             yield failed(
-                SUBJECT, f"binds: there is no {source}", "--on-nodes PATH if only the nodes have it"
+                SUBJECT,
+                f"environment.binds: there is no {source}",
+                f"correct it in {environment.place}, or give --on-nodes {source} if only the nodes "
+                "have it",
             )
     for option in environment.options:
         if option.startswith(("--container-name", "--name")):
@@ -114,7 +121,8 @@ def _probe(environment: Environment, context: Context, gpus: bool) -> str:
     if environment.is_container:
         binds = "\n".join(environment.binds)
         command = ["enter_container", environment.kind, str(environment.image), binds]
-        lines.append(shlex.join([*command, *environment.options]))
+        # Where the user stands need not be bound; a job starts in its run.
+        lines += ['cd "$RUN_DIR"', shlex.join([*command, *environment.options])]
     python = f"exec {render.python(environment, interpreter)}"
     wanted = [",".join(_needs(recipe)), "yes" if gpus else "no"]
     wanted += [str(paths.REPO_ROOT), *_paths(context.config)]
@@ -150,20 +158,24 @@ def _here(script: str) -> tuple[int, list[str]]:
 _NOISE = re.compile(
     r"Exited with exit code|Terminating StepId|support for cpu binding|^Try |: spank|: write to un"
 )
+_MODULES = (
+    "module: command not found",
+    "name it in environment.modules, which finds the command first",
+)
 # What a program says that cannot be started, and what helps.
 _REMEDIES = (
     ("RLIMIT", "set default_ulimits in podman's containers.conf: a node's own are lower"),
     ("keep-id requires", "ask for subordinate ids (/etc/subuid), or options: [--userns=host]"),
     ("cgroups in hybrid mode", 'set runtime = "runc" in podman\'s containers.conf'),
     ("unrecognized option '--container", "this Slurm has no Pyxis: use kind: apptainer or podman"),
-    ("module: command not found", "name it in environment.modules, which finds the command first"),
+    _MODULES,
     ("failed to import", "correct environment.image, or import it first with enroot import"),
     ("short-name", "name its registry, too, such as docker.io/library/NAME"),
     ("initializing source", "correct environment.image, or pull it first with podman pull"),
     ("Exec format error", "the image or the interpreter is for another architecture: see uname -m"),
     ("not found", "its runtime is not installed there: load it in environment.setup"),
     ("cannot execute", "the image or the interpreter is for another architecture: see uname -m"),
-    ("o such file", "environment.python must be a path inside"),
+    ("o such file", "correct environment.python; in a container it is a path inside"),
 )
 
 
@@ -182,14 +194,19 @@ def _told(environment: Environment, code: int, lines: list[str]) -> list[Finding
             what, remedy = own[0][0] + f" ({others})" * bool(others), own[0][2]
         elif not remedy:  # a line of its set-up; the reason is what it printed
             what += f": {text}" * bool(text)
-            remedy = next((r for sign, r in _REMEDIES if sign in what), f"see {environment.place}")
+            is_own = any(repr(line) in what for line in environment.setup)
+            place = (
+                f"environment.setup in {environment.place}" if is_own else "the site's job_setup"
+            )
+            remedy = _MODULES[1] if _MODULES[0] in what else f"correct it in {place}"
         findings.append(failed(SUBJECT, what, remedy))
     if findings:
         return findings
     ended = next((content for kind, _, content in marked if kind == "found"), None)
     if ended is not None:
         return [ok(SUBJECT, f"{environment.title}: {ended}")]
-    remedy = next((r for sign, r in _REMEDIES if sign in text), f"see {environment.place}")
+    signs = (r for sign, r in _REMEDIES if sign.lower() in text.lower())
+    remedy = next(signs, f"see {environment.place}")
     return [
         failed(
             SUBJECT, f"the environment {environment.title} does not start ({code}): {text}", remedy

@@ -91,7 +91,7 @@ def script(context: Context) -> Iterable[Finding]:
     if script is None:
         return [ok("script", name)]
     if folder is None:
-        return _imports(script, None)
+        return _imports(context, script, None)
     if not folder.is_dir():
         message, remedy = f"code_root {folder} is no folder", "give the one that holds your code"
     elif not script.is_file():
@@ -104,15 +104,22 @@ def script(context: Context) -> Iterable[Finding]:
         remedy = f"git add -f {script.relative_to(folder)}"
     else:
         why = snapshot.fault(folder)
-        return [failed("script", why)] if why else _imports(script, folder)
+        return [failed("script", why)] if why else _imports(context, script, folder)
     return [failed("script", message, remedy)]
 
 
-def _imports(script: Path, code_root: Path | None) -> list[Finding]:
-    lacks, install = "which the virtual environment lacks", f"{venv.python()} -m pip install"
+def _imports(context: Context, script: Path, code_root: Path | None) -> list[Finding]:
+    inside = context.recipe.environment
+    python = str((inside and inside.interpreter(context.cluster.root)) or venv.python())
+    # A container's, and one that is not built yet, are not there to be looked into.
+    known = not (inside and inside.is_container) and Path(python).is_absolute()
+    folders = venv.package_folders(Path(python)) if known else []
+    built = inside and inside.dependencies
+    lacks = f"which {Path(python).parent.parent} lacks"
+    remedy = "add {0} to environment.dependencies" if built else f"{python} -m pip install {{0}}"
     missing = [
-        failed("script", f"{script.name} imports {name}, {lacks}", f"{install} {name}")
-        for name in stock.missing_imports(script, code_root)
+        failed("script", f"{script.name} imports {name}, {lacks}", remedy.format(name))
+        for name in stock.missing_imports(script, folders, code_root)
     ]
     return missing or [ok("script", str(script))]
 

@@ -8,9 +8,10 @@ from launcher.checks import Context, Finding, Skipped, existing_parent, failed, 
 from launcher.errors import RecipeFault, SlurmFault
 from launcher.runs.directory import runs_root
 from launcher.sizing import gpus
-from launcher.sizing.memory import checkpoint_bytes, export_bytes
+from launcher.sizing.memory import checkpoint_bytes, export_bytes, transfer_bytes
+from launcher.sizing.recipe_step import step_of
 from launcher.sizing.search import Predictor, remedies
-from launcher.sizing.step_config import GIB, StepConfig, step_of
+from launcher.sizing.step_config import GIB, StepConfig
 from runspec.weights import parameter_count, ranks_for
 
 
@@ -99,8 +100,11 @@ def disk(context: Context) -> Iterable[Finding]:
     # One more than is kept is there while it is written, and the best one beside those.
     kept = int(config.get("keep_last_n_checkpoints") or 2) + 1 + bool(config.get("dataset_val"))
     checkpoint, export = checkpoint_bytes(step), export_bytes(step)
-    needed, free = kept * checkpoint + export, shutil.disk_usage(folder).free
+    # A version stays until the next one is there.
+    transfer = 2 * transfer_bytes(step)
+    needed, free = kept * checkpoint + export + transfer, shutil.disk_usage(folder).free
     shown = f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f}"
+    shown += ", weights for the rollout nodes" if transfer else ""
     shown += f" and the export, {free / GIB:.1f} GiB free in {folder}"
     if needed <= free:
         return [ok("disk space", shown)]

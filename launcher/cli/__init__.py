@@ -4,6 +4,7 @@ import gc
 import sys
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ _COMMANDS = {
     "track": ("track", "Write runs to MLflow or W&B."),
     "clean": ("clean", "List or remove caches and leftovers, with their sizes."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
+    "notebook": ("notebook", "Start Jupyter on a node, as a small job."),
     "init": ("remote", "Install the kit on a cluster from this machine, and check it."),
     "fetch": ("remote", "Copy a run's model, adapter or logs from the cluster to this machine."),
     "forward": ("remote", "Forward a port of this machine to a node of a run."),
@@ -75,7 +77,7 @@ _GROUPS = {
     ),
     "Look": (
         "cookbook logs last -f",
-        "status watch logs results diff report profile tensorboard track",
+        "status watch logs results diff report profile tensorboard notebook track",
     ),
     "Deliver": (
         "cookbook serve last",
@@ -93,16 +95,14 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in _COMMANDS:
             ctx.fail(f"No such command {cmd_name!r}{nearest(cmd_name, _COMMANDS)}.")
-        try:
-            module = import_module(f"launcher.cli.{_COMMANDS[cmd_name][0]}")
-        except ModuleNotFoundError as error:
-            if str(error.name).partition(".")[0] in ("launcher", "runspec"):
-                raise
+        # All that is not of a laptop alone renders templates, or lists what the checkout holds.
+        if cmd_name not in _OF_THIS_MACHINE and find_spec("jinja2") is None:
             raise UsageFault(
-                f"{error.name} is not installed: this machine has only the part for --host NAME "
-                f"(cookbook --host NAME {cmd_name} ...); the whole kit is installed with: "
-                "bash setup.sh"
-            ) from error
+                f"{cmd_name} runs on a cluster: cookbook --host NAME {cmd_name} ...; this machine "
+                "has only the part of the kit for that. Install the kit on a cluster with: "
+                "cookbook init --host NAME, or on this machine with: bash setup.sh"
+            )
+        module = import_module(f"launcher.cli.{_COMMANDS[cmd_name][0]}")
         gc.freeze()
         gc.enable()
         # eval is a function of Python's own.

@@ -18,6 +18,7 @@ from launcher.checks.doctor.nodes import table
 from launcher.checks.samples import read as read_samples
 from launcher.cli import common
 from launcher.cli.common import note
+from launcher.cli.number import FloatRange, IntRange
 from launcher.cli.samples import lines as sample_lines
 from launcher.recipes import recipe as recipe_file
 from launcher.workflows import registered
@@ -32,7 +33,7 @@ from runspec import files
 @common.flag("--local", help="Check for submit --local: Slurm is not queried.")
 @click.option(
     "--samples",
-    type=click.IntRange(min=1),
+    type=IntRange(min=1),
     metavar="N",
     help="Also print the first N samples with their trained tokens marked, and count the tokens "
     "of the first 1,000.",
@@ -99,13 +100,13 @@ def check(
 )
 @click.option(
     "--nodes",
-    type=click.IntRange(min=1),
+    type=IntRange(min=1),
     help="With --node-check or --drill: number of nodes. [default of --drill: 2]",
 )
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(min=1, max=3600),
+    type=FloatRange(min=1, max=3600),
     metavar="SECONDS",
     help="How long the job may wait to start. [default: 3; with --node-check 60, with --drill "
     "or --rehearse 600]",

@@ -12,6 +12,7 @@ import click
 
 from launcher import site as sites
 from launcher.cli import completion
+from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
 from runspec.since import FORMS, moment
 
@@ -81,7 +82,7 @@ def own_options(command: Command) -> Command:
 
 def resource_options(command: Command) -> Command:
     """Add the most common requests to Slurm to a command."""
-    number = click.IntRange(min=1)
+    number = IntRange(min=1)
     options = (
         ("--nodes", number, None, "Number of nodes."),
         ("--gpus-per-node", number, None, "GPUs per node, with one rank each."),

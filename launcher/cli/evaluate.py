@@ -11,6 +11,7 @@ from launcher import site as sites
 from launcher.checks import preflight
 from launcher.cli import common, completion
 from launcher.cli.common import note, tell_submitted
+from launcher.cli.number import IntRange
 from launcher.cli.runs import interruption_told
 from launcher.cli.status import watch_to_the_end
 from launcher.errors import RunFault, UsageFault
@@ -34,7 +35,7 @@ from launcher.workflows import submit as submission
 )
 @common.resource_options
 @click.option(
-    "--samples", type=click.IntRange(min=0), default=0, help="Number of differing answers to show."
+    "--samples", type=IntRange(min=0), default=0, help="Number of differing answers to show."
 )
 @common.flag("--results", "only_results", help="Show the newest result; start nothing.")
 @common.flag(

@@ -8,8 +8,10 @@ import click
 from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, note, runs_root
+from launcher.cli.number import IntRange
 from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import logs as log_files
+from launcher.observe import servers
 from launcher.observe import tensorboard as server
 from launcher.observe.first_error import first_error as first_failure
 from launcher.observe.lines import read, tail_start
@@ -19,7 +21,7 @@ from launcher.runs.directory import Run
 from launcher.runs.find import every, find, none_yet
 from launcher.runs.sweeps import runs_of
 
-_COUNT = click.IntRange(min=0)
+_COUNT = IntRange(min=0)
 
 
 @click.command()
@@ -123,7 +125,7 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
 @click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...", shell_complete=completion.runs)
 @click.option(
     "--port",
-    type=click.IntRange(1024, 65535),
+    type=IntRange(1024, 65535),
     help="Port on 127.0.0.1. [default: the first free from 6006]",
 )
 @flag("--on-node", help="Serve on a node, in a small job; Ctrl-C ends it.")
@@ -155,8 +157,9 @@ def tensorboard(
         if wanted:
             runs_of(site.root, wanted)  # a wrong name is told before the job waits
         resources = sites.with_site_defaults(Resources.of(asked), site)
-        sys.exit(server.serve_on_node(wanted, resources, site, cluster))
+        sys.exit(servers.on_node("tensorboard", wanted, resources, site, cluster))
     chosen = runs_of(site.root, wanted) if wanted else every(root)
     if not chosen:
         raise UnknownRun(none_yet(root))
-    sys.exit(server.serve(chosen, server.free_port(port), note, jump or site.jump_host))
+    port = servers.free_port(port, server.PORTS)
+    sys.exit(server.serve(chosen, port, note, jump or site.jump_host))

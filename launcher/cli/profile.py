@@ -7,6 +7,7 @@ import click
 from launcher import yamlfile
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, json_option, note, runs_root
+from launcher.cli.number import IntRange
 from launcher.errors import CookbookError
 from launcher.observe import profile as profiles
 from launcher.runs.find import find
@@ -16,7 +17,7 @@ from runspec import files
 @click.command()
 @click.argument("run", default="last", shell_complete=completion.runs)
 @click.option(
-    "--top", type=click.IntRange(min=1), default=8, show_default=True, help="Number of operators."
+    "--top", type=IntRange(min=1), default=8, show_default=True, help="Number of operators."
 )
 @json_option
 @cluster_option

@@ -11,6 +11,7 @@ from launcher import executors, paths, venv
 from launcher import site as sites
 from launcher.cli import common
 from launcher.cli.common import cluster_option, flag, json_option, note
+from launcher.cli.number import FloatRange, IntRange
 from launcher.errors import UsageFault
 from launcher.workflows import endpoint as endpoints
 
@@ -24,10 +25,10 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--output", "target", type=_FILE, help="File for one JSON line per question, in order."
 )
-@click.option("--in-flight", type=click.IntRange(min=1), help="Concurrent requests. [default: 16]")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Maximum answer length.")
-@click.option("--temperature", type=click.FloatRange(min=0), help="0: greedy decoding.")
-@click.option("--seed", type=click.IntRange(min=0), help="Seed of the sampling.")
+@click.option("--in-flight", type=IntRange(min=1), help="Concurrent requests. [default: 16]")
+@click.option("--max-tokens", type=IntRange(min=1), help="Maximum answer length.")
+@click.option("--temperature", type=FloatRange(min=0), help="0: greedy decoding.")
+@click.option("--seed", type=IntRange(min=0), help="Seed of the sampling.")
 @flag("--stream", help="Print the answer while it is generated.")
 @flag("--offline", help="NAME is a MODEL: answer the file in a job, without a server.")
 @common.resource_options

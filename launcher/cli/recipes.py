@@ -11,6 +11,7 @@ from launcher import site as sites
 from launcher import yamlfile
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, own_options, recipe_arguments
+from launcher.cli.number import FloatRange, IntRange
 from launcher.recipes import entries
 from launcher.recipes import recipe as recipe_file
 from launcher.sizing import gpus
@@ -93,17 +94,17 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 @click.option(
     "--gpu", metavar="KIND", help="GPU type: h100-80, a100-40, l40s ... See configs/gpus.yaml."
 )
-@click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.")
-@click.option("--gpus-per-node", type=click.IntRange(min=1), help="GPUs per node.")
+@click.option("--nodes", type=IntRange(min=1), help="Number of nodes.")
+@click.option("--gpus-per-node", type=IntRange(min=1), help="GPUs per node.")
 @click.option(
     "--mfu",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    type=FloatRange(min=0, max=1, min_open=True),
     help="Model FLOPs utilisation that a run on one node has shown (mfu in its metrics); all times "
     "are predicted from it. [default: computed from kernels' published speeds]",
 )
 @click.option(
     "--tokens",
-    type=click.IntRange(min=1),
+    type=IntRange(min=1),
     metavar="N",
     help="Tokens to train, for time and cost. [default: an epoch of a local file, else a million]",
 )
@@ -116,7 +117,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 )
 @click.option(
     "--network",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FloatRange(min=0, min_open=True),
     metavar="GBITS",
     help="Gbit/s per GPU between nodes, for --scaling, --tune and --compare. "
     "[default: the cluster's, or the GPU's]",

@@ -9,6 +9,7 @@ from launcher import paths
 from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, json_option, note
+from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
 from launcher.observe.text import plain
 from launcher.tracking import gates
@@ -40,9 +41,7 @@ def register(model: str, name: str, copy: bool, as_json: bool, cluster: str | No
 @click.command()
 @click.argument("name")
 @click.option("--to", "alias", type=_ALIAS, help="Alias to assign.")
-@click.option(
-    "--version", "number", type=click.IntRange(min=1), help="Version. [default: the candidate]"
-)
+@click.option("--version", "number", type=IntRange(min=1), help="Version. [default: the candidate]")
 @click.option(
     "--gates", "rules", default="default", show_default=True, help="Name or YAML file of the gates."
 )

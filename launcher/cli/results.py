@@ -10,6 +10,7 @@ import click
 from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, json_option, note, runs_root, since_option
+from launcher.cli.number import FloatRange
 from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import diff as comparison
 from launcher.observe.results import FORMATS, compare, ordered, shown
@@ -28,9 +29,7 @@ _NEWEST = 20
 @click.option(
     "--sort", metavar="COLUMN", help="Column name as in --format json; -COLUMN: highest first."
 )
-@click.option(
-    "--price", type=click.FloatRange(min=0), help="Price of a GPU-hour. [default: the site's]"
-)
+@click.option("--price", type=FloatRange(min=0), help="Price of a GPU-hour. [default: the site's]")
 @cluster_option
 def results(
     wanted: tuple[str, ...],
@@ -82,9 +81,7 @@ def results(
     type=click.Path(path_type=Path, dir_okay=False),
     help="Output file. [default: report.html in the run's directory, or here for several runs]",
 )
-@click.option(
-    "--price", type=click.FloatRange(min=0), help="Price of a GPU-hour. [default: the site's]"
-)
+@click.option("--price", type=FloatRange(min=0), help="Price of a GPU-hour. [default: the site's]")
 @cluster_option
 def report(
     wanted: tuple[str, ...], output: Path | None, price: float | None, cluster: str | None

@@ -15,9 +15,10 @@ from launcher import paths, venv
 from launcher import site as sites
 from launcher.cli import common, completion
 from launcher.cli.common import note
+from launcher.cli.number import FloatRange, IntRange
 from launcher.errors import EndpointFault, UsageFault
 from launcher.executors import choose, title
-from launcher.observe.tensorboard import listening, tunnel
+from launcher.observe.servers import listening, tunnel
 from launcher.runs.directory import Run
 from launcher.site import Site
 from launcher.workflows import endpoint as endpoints
@@ -40,14 +41,14 @@ from runspec.endpoint import reachable
 )
 @common.resource_options
 @click.option(
-    "--port", type=click.IntRange(1024, 65535), help="Port of the gateway. [default: a free one]"
+    "--port", type=IntRange(1024, 65535), help="Port of the gateway. [default: a free one]"
 )
 @common.flag("--local", help="Serve on this host, without Slurm.")
 @common.flag("--no-wait", help="Do not wait until it is ready, and start no gateway.")
 @common.flag("--replace", help="Replace the running deployment of NAME without interruption.")
 @click.option(
     "--share",
-    type=click.FloatRange(0, 1),
+    type=FloatRange(0, 1),
     help="Add it beside the running versions, with this share of requests.",
 )
 @click.option("--list", "listed", is_flag=True, help="List the endpoints.")
@@ -63,12 +64,8 @@ from runspec.endpoint import reachable
 @click.option("--add-key", metavar="NAME", help="Create an API key for --user, and print it once.")
 @click.option("--revoke-key", metavar="NAME", help="Revoke the API key of --user.")
 @click.option("--user", metavar="USER", help="User of --add-key or --revoke-key.")
-@click.option(
-    "--requests-per-day", type=click.IntRange(min=1), help="With --add-key: limit per UTC day."
-)
-@click.option(
-    "--tokens-per-day", type=click.IntRange(min=1), help="With --add-key: limit per UTC day."
-)
+@click.option("--requests-per-day", type=IntRange(min=1), help="With --add-key: limit per UTC day.")
+@click.option("--tokens-per-day", type=IntRange(min=1), help="With --add-key: limit per UTC day.")
 @click.option("--adjust", metavar="NAME", hidden=True, help="Submit and end jobs by the load.")
 @common.json_option
 @common.cluster_option

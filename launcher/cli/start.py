@@ -13,6 +13,7 @@ from launcher import site as sites
 from launcher.checks import faults_of
 from launcher.cli import common
 from launcher.cli.common import note
+from launcher.cli.number import IntRange
 from launcher.cli.samples import lines as sample_lines
 from launcher.errors import UsageFault
 from launcher.workflows import start as workflow
@@ -31,16 +32,16 @@ from launcher.workflows import start as workflow
 )
 @click.option(
     "--samples",
-    type=click.IntRange(min=0),
+    type=IntRange(min=0),
     default=3,
     show_default=True,
     metavar="N",
     help="Number of samples to print.",
 )
 @click.option("--data", "own_data", metavar="DATA", help="With a config: data in place of its own.")
-@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="With a config: nodes.")
+@click.option("--nodes", type=IntRange(min=1), metavar="N", help="With a config: nodes.")
 @click.option(
-    "--gpus-per-node", type=click.IntRange(min=1), metavar="G", help="With a config: GPUs per node."
+    "--gpus-per-node", type=IntRange(min=1), metavar="G", help="With a config: GPUs per node."
 )
 @click.option(
     "--entry",

@@ -13,6 +13,7 @@ from launcher import executors
 from launcher import site as sites
 from launcher.cli import common, completion
 from launcher.cli.common import note
+from launcher.cli.number import IntRange
 from launcher.executors import Executor
 from launcher.recipes import sweep as sweeps_of_the_kit
 from launcher.runs.sweeps import SweepDirectory, find
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     "words", nargs=-1, metavar="[NAME] [KEY=VALUE]...", shell_complete=completion.sweeps
 )
 @common.resource_options
-@click.option("--parallel", type=click.IntRange(min=1), help="Maximum number of concurrent runs.")
+@click.option("--parallel", type=IntRange(min=1), help="Maximum number of concurrent runs.")
 @common.flag("--fitting", help="Leave out the cells that are predicted not to fit.")
 @common.flag(
     "--dry-run", help="Print the prediction of every cell and the job arrays; submit nothing."

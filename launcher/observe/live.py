@@ -80,6 +80,8 @@ class View:
             parts.append(Text(plain(state.detail), style="dim", no_wrap=True, overflow="ellipsis"))
         parts += [self._progress(run, state), *self._curve(width - 4), self._speed(run)]
         attempts = [_attempt(each) for each in run.attempts[-3:]]
+        if not state.ended and (roles := rollouts.roles(run)):
+            parts.append(Text(plain(roles), no_wrap=True, overflow="ellipsis"))
         parts += [] if state.ended else [Text(line, no_wrap=True) for line in gpu_use.lines(run)]
         parts += [Text(each, no_wrap=True, overflow="ellipsis") for each in attempts]
         room = max(1, height - len(parts) - 2)

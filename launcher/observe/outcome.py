@@ -145,7 +145,7 @@ def predicted_gib(
     """Return the peak memory per GPU that `cookbook estimate` computes, None if it cannot."""
     # Imported late: most commands compute no memory.
     from launcher.sizing.memory import StepMemory
-    from launcher.sizing.step_config import step_of
+    from launcher.sizing.recipe_step import step_of
 
     if not nodes or not gpus_per_node:
         return None

@@ -1,5 +1,6 @@
 """What is seen of reinforcement learning: figures of the newest step, and sampled answers."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ CHARTS = {
     "clip/high": "Share clipped above",
     "seconds/generate": "Seconds to generate, per rollout",
     "seconds/score": "Seconds to score, per rollout",
+    "seconds/transfer": "Seconds of a transfer of weights, per rollout",
     "seconds/update": "Seconds of updates, per rollout",
 }
 
@@ -62,6 +64,7 @@ def figures(row: Mapping[str, Any]) -> list[str]:
                 "answers/failed": ("failed", percent),
                 "seconds/generate": ("generate", seconds),
                 "seconds/score": ("score", seconds),
+                "seconds/transfer": ("transfer", seconds),
                 "seconds/update": ("update", seconds),
             }
         ),
@@ -77,6 +80,20 @@ def figures(row: Mapping[str, Any]) -> list[str]:
     )
     has = isinstance(row.get("answers/tokens"), int | float)
     return [line for line in lines if line] if has else []
+
+
+def roles(run: Run) -> str:
+    """Return how ranks and replicas of a run with rollout nodes are, in a line; else nothing."""
+    state = files.read_json_or_none(run.path / files.ROLLOUT_STATE)
+    if not isinstance(state, dict):
+        return ""
+    count = Counter(str(each.get("state")) for each in state.get("replicas", []))
+    how = ", ".join(f"{number} {name}" for name, number in count.items())
+    text = f"ranks: {run.progress.get('state', 'starting')}; rollout replicas: {how}"
+    if deaths := state.get("deaths"):
+        last = deaths[-1]
+        text += f"; last one ended: {last['replica']} on {last['node']}, {last['reason']}"
+    return text
 
 
 def samples(run: Run) -> Iterator[str]:

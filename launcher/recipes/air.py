@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import venv
-from launcher.errors import RecipeFault
+from launcher.errors import RecipeFault, nearest
 
 _KEYS = {"command", "compute"}
 _KNOWN = _KEYS | {
@@ -23,6 +23,7 @@ _KNOWN = _KEYS | {
     "timeout_minutes",
     "parameters",
 }
+_BLOCKS = ("compute", "environment", "code_source", "env_variables", "secrets", "parameters")
 _TYPE = re.compile(r"GPU_(\d+)x(\w+)")
 # What Databricks' base environments bring to each workload.
 _BASE = ("torch", "mlflow", "PyYAML")
@@ -37,7 +38,7 @@ def is_workload(config: Mapping[str, Any]) -> bool:
 
 def recipe(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the recipe that a workload means; RecipeFault lists all that it cannot mean here."""
-    faults = [f"{each}, in {path}" for each in _faults(config)]
+    faults = [f"{each}, in {path}" for each in _faults(config, path.parent)]
     if faults:
         raise RecipeFault(faults)
     count, per_node = _accelerators(config["compute"])
@@ -70,8 +71,11 @@ def _unused(config: Mapping[str, Any]) -> str:
 
 
 def _accelerators(compute: Mapping[str, Any]) -> tuple[int, int]:
-    kind = _TYPE.fullmatch(str(compute.get("accelerator_type")))
-    return int(compute.get("num_accelerators") or 0), int(kind[1]) if kind else 0
+    kind, count = (
+        _TYPE.fullmatch(str(compute.get("accelerator_type"))),
+        compute.get("num_accelerators"),
+    )
+    return count if type(count) is int else 0, int(kind[1]) if kind else 0
 
 
 def _root(source: Mapping[str, Any]) -> str | None:
@@ -84,34 +88,50 @@ def _texts(variables: Mapping[str, Any]) -> dict[str, str]:
     return {str(name): str(value) for name, value in variables.items()}
 
 
-def _faults(config: Mapping[str, Any]) -> Iterator[str]:
-    for key in sorted(config.keys() - _KNOWN - _OWN):
-        yield f"{key}: this key of air's has no meaning on a Slurm cluster: leave it out"
-    compute = config.get("compute")
-    if not isinstance(compute, Mapping):
-        yield "compute must be a block with num_accelerators and accelerator_type"
-    else:
-        count, per_node = _accelerators(compute)
-        if not per_node:
-            yield f"compute.accelerator_type must be such as GPU_8xH100, got {compute!r}"
-        elif count < 1 or count % per_node:
-            yield (
-                f"compute.num_accelerators must be a multiple of {per_node}, the GPUs of a node of "
-                f"{compute['accelerator_type']}, got {count}"
-            )
-        for key in sorted(compute.keys() - {"num_accelerators", "accelerator_type"}):
-            yield f"compute.{key}: Slurm has no such pool: use resources.partition, qos or account"
+def _faults(config: Mapping[str, Any], place: Path) -> Iterator[str]:
+    for key in sorted(map(str, config.keys() - _KNOWN - _OWN)):
+        if near := nearest(key, _KNOWN):
+            yield f"{key}: unknown key{near}"
+        else:
+            yield f"{key}: this key of air's has no meaning on a Slurm cluster: leave it out"
+    blocks = [key for key in _BLOCKS if not isinstance(config.get(key) or {}, Mapping)]
+    for key in blocks:
+        yield f"{key} must be a block of keys and values, got {config[key]!r}"
+    if blocks:
+        return
+    compute = config["compute"] or {}
+    count, per_node = _accelerators(compute)
+    if not per_node:
+        given = compute.get("accelerator_type")
+        yield f"compute.accelerator_type must be such as GPU_8xH100 or GPU_1xA10, got {given!r}"
+    elif count < 1 or count % per_node:
+        given = compute.get("num_accelerators")
+        yield (
+            f"compute.num_accelerators must be a multiple of {per_node}, the GPUs of a node of "
+            f"{compute.get('accelerator_type')}, got {given!r}"
+        )
+    for key in sorted(compute.keys() - {"num_accelerators", "accelerator_type"}):
+        near = nearest(key, ("num_accelerators", "accelerator_type"))
+        remedy = "Slurm has no such pool: use resources.partition, qos or account"
+        yield f"compute.{key}: {f'unknown key{near}' if near else remedy}"
+    for key, least in (("max_retries", 0), ("timeout_minutes", 1)):
+        number = config.get(key)
+        if number is not None and (type(number) is not int or number < least):
+            yield f"{key} must be a number of {least} or more, got {number!r}"
     if not str(config.get("command") or "").strip():
         yield "command is empty"
-    yield from _source_faults(config.get("code_source") or {})
+    yield from _source_faults(config.get("code_source") or {}, place)
     yield from _environment_faults(config.get("environment") or {})
     for variable, place in (config.get("secrets") or {}).items():
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(place)):
             yield f"secrets.{variable} must be scope/key, got {place!r}"
 
 
-def _source_faults(source: Mapping[str, Any]) -> Iterator[str]:
+def _source_faults(source: Mapping[str, Any], place: Path) -> Iterator[str]:
     inner = source.get("snapshot") or {}
+    if not isinstance(inner, Mapping):
+        yield f"code_source.snapshot must be a block with root_path, got {inner!r}"
+        return
     for block, keys, known in (
         ("code_source", source.keys(), {"type", "snapshot", "root_path"}),
         ("code_source.snapshot", inner.keys(), {"root_path"}),
@@ -120,8 +140,11 @@ def _source_faults(source: Mapping[str, Any]) -> Iterator[str]:
             yield f"{block}.{key}: only the folder as it is can be copied: check out the commit"
     if source.get("type", "snapshot") != "snapshot":
         yield f"code_source.type must be snapshot, got {source['type']!r}"
-    if source and not _root(source):
+    root = _root(source)
+    if source and not root:
         yield "code_source has no root_path"
+    elif root and not (place / Path(root).expanduser()).is_dir():
+        yield f"code_source.snapshot.root_path: {root} is no folder: its path counts from {place}"
 
 
 def _environment_faults(environment: Mapping[str, Any]) -> Iterator[str]:

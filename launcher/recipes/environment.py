@@ -59,7 +59,7 @@ class Environment:
     @property
     def place(self) -> str:
         """The file that its lines are in."""
-        return f"configs/environments/{self.name}.yaml" if self.name else "environment: (recipe)"
+        return f"configs/environments/{self.name}.yaml" if self.name else "the recipe"
 
     @cached_property
     def digest(self) -> str:

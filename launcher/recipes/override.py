@@ -50,8 +50,11 @@ def _apply_one(config: dict[str, Any], text: str) -> None:
         inner = parent.get(part)
         if inner is None and (adds or _is_known(config, parts[: depth + 1])):
             inner = parent[part] = {}
-        if not isinstance(inner, dict):
+        if inner is None:
             raise _unknown(".".join(parts[: depth + 1]), parent, text)
+        if not isinstance(inner, dict):
+            where = ".".join(parts[: depth + 1])
+            raise UsageFault(f"{where} is {inner!r}, and holds no keys: fix the override {text!r}")
         parent = inner
     leaf = parts[-1]
     if removes:
@@ -90,9 +93,10 @@ def _unknown(key: str, parent: Mapping[str, Any], text: str) -> UsageFault:
         return UsageFault(f"the override {text!r}: {why}")
     block, _, name = key.rpartition(".")
     hint = nearest(name, [*parent, *children(all_keys(), block)])
-    return UsageFault(
-        f"unknown key {key!r}{hint} in the override {text!r}: write +{key}=... to add it anyway"
-    )
+    message = f"unknown key {key!r}{hint} in the override {text!r}"
+    if text.startswith("~"):
+        return UsageFault(f"{message}: there is nothing to remove")
+    return UsageFault(f"{message}: fix it, or write +{text} to add it anyway")
 
 
 def _changed_type(old: Any, new: Any) -> str | None:

@@ -11,8 +11,9 @@ from launcher.errors import UsageFault
 from launcher.recipes import override
 from runspec import prepared
 from runspec.adapters import KINDS, LORA, OF_LORA, TORCHTUNE_RANK
-from runspec.keys.fields import FILE_SOURCES, TRANSFORMERS
+from runspec.keys.fields import FILE_SOURCES
 from runspec.keys.key import Fault
+from runspec.keys.model import TRANSFORMERS
 
 FOLDERS_TOKENIZER = {
     "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
@@ -75,16 +76,35 @@ def _option(name: str, value: str) -> str:
     return f"{name} {shlex.quote(value)}"
 
 
-def use_whole_paths(config: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Let a file that was typed count from the shell's folder: a job runs in another."""
+def use_whole_paths(
+    config: dict[str, Any], overrides: Sequence[str], files: Sequence[Path]
+) -> None:
+    """Let a file that was typed count from the shell's folder, and one that a recipe names from
+    that recipe's: a job runs in another.
+
+    Args:
+        files: the recipe, and those that it extends.
+    """
     for key in prepared.BLOCKS:
         block = config.get(key)
-        if not isinstance(block, dict) or f"{key}.data_files" not in _by_key(overrides):
+        if not isinstance(block, dict) or not block.get("data_files"):
             continue
-        if is_local(block.get("data_files")):
-            names = block["data_files"]
-            whole = [str(Path(name).expanduser().absolute()) for name in listed(names)]
-            block["data_files"] = whole if isinstance(names, list) else whole[0]
+        names = block["data_files"]
+        typed = f"{key}.data_files" in _by_key(overrides)
+        source = {**_block(config, "dataset"), **block}.get("source")
+        if not (is_local(names) if typed else source in FILE_SOURCES):
+            continue
+        for folder in [Path.cwd()] if typed else [file.parent.absolute() for file in files]:
+            places = [folder / Path(str(name)).expanduser() for name in listed(names)]
+            if typed or all(map(_exists, places)):
+                whole = [str(place) for place in places]
+                block["data_files"] = whole if isinstance(names, list) else whole[0]
+                break
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a file; a name may have wildcards."""
+    return path.is_file() or any(path.parent.glob(path.name))
 
 
 def _use_data(config: dict[str, Any], name: str, overrides: Mapping[str, str]) -> str:

@@ -12,10 +12,10 @@ from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipes import entries, extend, override, own, stock, validate
 from runspec import adapters, prepared
 from runspec.keys.common import COMMON
-from runspec.keys.fields import TRANSFORMERS
 from runspec.keys.key import NAME as NAME
 from runspec.keys.key import NAME_RULE as NAME_RULE
 from runspec.keys.key import Fault, unused
+from runspec.keys.model import TRANSFORMERS
 from runspec.keys.train import with_train_on_input
 
 if TYPE_CHECKING:
@@ -338,6 +338,17 @@ def find(name: str) -> Path:
     raise RecipeFault(fault)
 
 
+def _split(name: str) -> tuple[str, str]:
+    """Return the entry and the file of trl:FILE, another trainer's config; "" for no entry."""
+    prefix, colon, file = name.partition(":")
+    if not colon or f"{prefix}:" not in entries.ENTRIES:
+        return "", name
+    engine = entries.ENTRIES[f"{prefix}:"].engine
+    if engine and engine.overrides == "file" and file.endswith((".yaml", ".yml")):
+        return f"{prefix}:", file
+    raise RecipeFault(f"{name} is an entry, and no file: write entry: {name} in a recipe")
+
+
 def load(
     name: str,
     overrides: Iterable[str] = (),
@@ -351,8 +362,13 @@ def load(
     key) or '~key.path' (removes one). resources are those given by options such as --nodes. data
     and model take the place of the recipe's own: see `launcher.recipes.own`.
     """
-    path = find(name)
+    prefix, file = _split(name)
+    path = find(file)
     config, files = extend.read(path)
+    if prefix and "entry" in config:
+        raise RecipeFault(f"{path} has its own entry: name the file without {prefix}")
+    if prefix:
+        config = {"entry": f"{prefix}{path.name}"}
     if "command" in config and "entry" not in config:
         from launcher.recipes import air  # hardly any file is one
 
@@ -373,7 +389,7 @@ def load(
     inputs, more = _own_inputs(config, path, overrides, data, model)
     texts += more
     texts += override.apply(config, overrides)
-    own.use_whole_paths(config, overrides)
+    own.use_whole_paths(config, overrides, files)
     if config.get("rewards"):
         from launcher.recipes import rewards  # few recipes have some
 

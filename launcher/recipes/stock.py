@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -97,13 +98,15 @@ def entry_of(path: Path, builder: str) -> str | None:
     return "sft" if is_ours else f"torchtune:{name}"
 
 
-def missing_imports(script: Path, code_root: Path | None = None) -> list[str]:
+def missing_imports(
+    script: Path, packages: Sequence[Path], code_root: Path | None = None
+) -> list[str]:
     """Return the packages that a script imports at its top and the environment does not have.
 
-    code_root is the folder of the user's own modules.
+    packages are the folders of the environment's packages, none if they are not known; code_root is
+    the folder of the user's own modules.
     """
-    packages = site_packages()
-    if packages is None:
+    if not packages:
         return []
     try:
         body = ast.parse(script.read_text(encoding="utf-8")).body
@@ -115,7 +118,7 @@ def missing_imports(script: Path, code_root: Path | None = None) -> list[str]:
             wanted += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             wanted.append(node.module)
-    folders = [packages, script.parent, *([code_root] if code_root else [])]
+    folders = [*packages, script.parent, *([code_root] if code_root else [])]
     names = {name.partition(".")[0] for name in wanted} - sys.stdlib_module_names
     return sorted(name for name in names if not any(_holds(folder, name) for folder in folders))
 

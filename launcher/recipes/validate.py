@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from launcher.recipes.entries import Entry
-from runspec.keys.environment import CONTAINERS
+from runspec.keys.environment import CONTAINERS, ENVIRONMENT
 from runspec.keys.key import Fault
 from runspec.keys.key import faults as key_faults
 from runspec.variables import owned_variables
@@ -29,6 +29,7 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     )
     yield from entry.faults(config)
     yield from _rollout_faults(config.get("resources"), entry)
+    yield from _staleness_faults(config)
     yield from variable_faults(config.get("env"), "env")
     yield from environment_faults(config.get("environment"), "environment.")
     yield from _secrets_faults(config.get("secrets"))
@@ -44,6 +45,8 @@ def environment_faults(given: Any, start: str = "") -> Iterator[Fault]:
         return
     yield from variable_faults(given.get("variables"), f"{start}variables")
     kind = given.get("kind") or "venv"
+    if kind not in ENVIRONMENT["kind"].choices:
+        return  # what belongs to it is not known
     container = kind in CONTAINERS
     for key, fits in (
         ("image", container),
@@ -78,6 +81,17 @@ def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
     if given.get("spare_nodes"):
         yield Fault(
             key, f"{key}: not with spare_nodes: a lost node requeues the job; leave one out"
+        )
+
+
+def _staleness_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+    resources = config.get("resources")
+    rollout = resources.get("rollout") if isinstance(resources, dict) else None
+    if config.get("max_staleness") and rollout in (None, "same"):
+        yield Fault(
+            "max_staleness",
+            "max_staleness: only rollout nodes sample ahead of the trainer; set "
+            "resources.rollout=1 or more, or leave it out",
         )
 
 

@@ -57,6 +57,7 @@ class Command:
         self._records = wire.Records()
         self._listening: dict[str, Any] = {}
         self._out_there, self._written = "", b""
+        self._tree_there = ""
         self._argv, self._output = _output_there(argv)
         self._tree, self._entries = None, b""
         if argv[0] in SENDING:
@@ -109,6 +110,7 @@ class Command:
             self._tree.send(session, wire.unpacked(payload), self._say)
             header, _ = session.receive()
         self._out_there = header["out"]
+        self._tree_there = header["tree"] or self._tree_there
         if self._listening:
             self._forward()  # the new connection has no forwarded port
         # Not as an exception, which would come in the middle of a record.
@@ -151,6 +153,11 @@ class Command:
         if self._output is not None:
             there = f"{self._out_there}/{self._output.name}"
             data = data.replace(there.encode(), str(self._output).encode())
+        if kind == wire.ERR and self._tree and self._tree_there:
+            # A message names the user's own file.
+            for name, path in self._tree.elsewhere():
+                data = data.replace(f"{self._tree_there}/{name}".encode(), str(path).encode())
+            data = data.replace(self._tree_there.encode(), str(self._tree.root).encode())
         stream = sys.stdout if kind == wire.OUT else sys.stderr
         stream.flush()
         stream.buffer.write(data)

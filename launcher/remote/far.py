@@ -85,10 +85,10 @@ def _run(
     asked: BinaryIO, client: BinaryIO, root: Path, header: dict[str, Any], payload: bytes
 ) -> None:
     """Start a session's command unless it was started, and send its records from a byte on."""
-    folder = _session(root, header["session"])
+    folder, tree = _session(root, header["session"]), None
     if not folder.is_dir():
         _remove_old(root)
-        tree, code = None, paths.REPO_ROOT
+        code = paths.REPO_ROOT
         if payload:
             entries = [
                 (str(name), str(sha), bool(runs)) for name, sha, runs in wire.unpacked(payload)
@@ -102,7 +102,7 @@ def _run(
             if header["kit"]:
                 code = tree
         _start(folder, root, header, tree, code)
-    wire.send(client, {"out": str(folder / runner.OUT)})
+    wire.send(client, {"out": str(folder / runner.OUT), "tree": str(tree) if tree else ""})
     _stream(asked, client, folder, header["offset"])
 
 

@@ -24,6 +24,8 @@ LIMIT_NAMED = 4 * 2**30
 # In the sent tree, files that lie elsewhere on this machine.
 _ELSEWHERE = ".elsewhere"
 _YAML = (".yaml", ".yml")
+# A word that ends so and names nothing here is mistyped, or a file of the cluster.
+_FILES = (*_YAML, ".csv", ".json", ".jsonl", ".parquet", ".py")
 _MIB = 2**20
 
 
@@ -50,8 +52,9 @@ class Tree:
             self._hashes[name] = hashlib.sha256(text).hexdigest(), False
         return sorted((name, *each) for name, each in self._hashes.items())
 
-    def size(self) -> int:
-        return sum(path.stat().st_size for path in self.files.values())
+    def elsewhere(self) -> list[tuple[str, Path]]:
+        """Return the files that do not lie in the tree, with their names in what is sent."""
+        return [each for each in self.files.items() if each[0].startswith(f"{_ELSEWHERE}/")]
 
     def send(self, session: Session, missing: dict[str, int], say: Callable[[str], None]) -> None:
         """Send the contents that the cluster lacks, each from the byte on that it has."""
@@ -137,7 +140,8 @@ def _add_tree(tree: Tree) -> None:
             continue
         size = path.stat().st_size
         if size > LIMIT_FILE:
-            tree.left_out.append(f"{name} ({size / _MIB:.0f} MiB)")
+            limit = f"above {LIMIT_FILE >> 20} MiB only files that are named are sent"
+            tree.left_out.append(f"{name} ({size / _MIB:.0f} MiB; {limit})")
             continue
         tree.files[name] = path
         total += size
@@ -164,7 +168,11 @@ def _sent_word(word: str, tree: Tree) -> str:
 
 def _sent_value(value: str, tree: Tree) -> str:
     path = Path(value).expanduser() if value else None
-    if path is None or len(value) > 4000 or not path.exists():
+    if path is None or len(value) > 4000:
+        return value
+    if not path.exists():
+        if path.suffix in _FILES and not path.is_absolute() and "://" not in value:
+            tree.left_out.append(f"{value} (not on this machine: it is looked for on the cluster)")
         return value
     if path.is_dir():
         inside = path.resolve().is_relative_to(tree.root)

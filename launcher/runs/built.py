@@ -52,14 +52,39 @@ def solve(environment: Environment) -> list[str]:
     PreflightFault holds uv's reason in one line.
     """
     _check_uv(environment)
-    argv = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-strip-markers"]
-    argv += ["--python", str(venv.python()), "-"]
-    if environment.pins:
-        argv += ["--constraint", str(venv.pins())]
-    done = _uv(argv, "\n".join(environment.dependencies))
+    done = _compile(environment, environment.pins)
+    if done.returncode and environment.pins:
+        # Without the kit's versions it may be another reason, which no pins=false would help.
+        alone = _compile(environment, pins=False)
+        if alone.returncode == 0:
+            raise PreflightFault(_reason(environment, done.stderr, pinned=True))
+        done = alone
     if done.returncode:
         raise PreflightFault(_reason(environment, done.stderr))
     return [line.strip() for line in done.stdout.splitlines() if "==" in line]
+
+
+def _compile(
+    environment: Environment, pins: bool, without: str = ""
+) -> "subprocess.CompletedProcess[str]":
+    """Let uv solve the dependencies; without: a package that is left out, with what it needs."""
+    argv = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-strip-markers"]
+    argv += ["--python", str(venv.python()), "-"]
+    if pins:
+        argv += ["--constraint", str(venv.pins())]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        if without:
+            # An override takes the place of all requirements of that name.
+            file.write(f"{without}; python_version < '3'\n")
+            file.flush()
+            argv += ["--override", file.name]
+        return _uv(argv, "\n".join(environment.dependencies))
+
+
+def _package(line: str) -> tuple[str, str]:
+    """Return the name and the version of a line of uv's answer."""
+    name, _, version = line.partition(";")[0].strip().partition("==")
+    return venv.plain_name(name), version
 
 
 def build(environment: Environment, root: Path, say: Callable[[str], None]) -> Path:
@@ -96,12 +121,17 @@ def ensure(environment: Environment | None, root: Path, say: Callable[[str], Non
 def _fill(environment: Environment, path: Path) -> None:
     wanted = solve(environment)
     if environment.pins:
-        # What the kit's own environment has is shared with it.
+        # What the kit's own environment has is shared with it: its build of torch, too, which may
+        # need other packages than that of the registry (those of CUDA).
         there = {(venv.plain_name(n), v.partition("+")[0]) for n, v in venv.packages().items()}
-        pairs = [(line, *line.partition(";")[0].strip().split("==")) for line in wanted]
-        wanted = [
-            line for line, name, version in pairs if (venv.plain_name(name), version) not in there
-        ]
+        new = {_package(line): line for line in wanted if _package(line) not in there}
+        if not any(name == "torch" for name, _ in new):
+            kept = {
+                _package(line)[0]
+                for line in _compile(environment, True, "torch").stdout.splitlines()
+            }
+            new = {pair: line for pair, line in new.items() if pair[0] in kept}
+        wanted = list(new.values())
     done = _uv(
         ["venv", "--quiet", "--clear", "--relocatable", "--python", str(venv.python()), str(path)]
     )
@@ -144,8 +174,8 @@ def _uv(argv: Sequence[str], text: str = "") -> "subprocess.CompletedProcess[str
     return subprocess.run([str(_program()), *argv], input=text, capture_output=True, text=True)
 
 
-def _reason(environment: Environment, output: str) -> str:
-    """Return uv's reason in one line, and what to do."""
+def _reason(environment: Environment, output: str, pinned: bool = False) -> str:
+    """Return uv's reason in one line, and what to do; pinned: the kit's versions are the reason."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", output)
     text = " ".join(re.sub(r"[^\x20-\x7e\n]", " ", text).split())
     # It reads them from its standard input.
@@ -153,11 +183,11 @@ def _reason(environment: Environment, output: str) -> str:
     text = re.sub(
         r"^(error: )?(No solution found when resolving dependencies\W*(cause\W*)?)?", "", text
     )
-    remedy = "change them"
-    is_theirs = re.search("no version of|not found in the package registry|parse requirement", text)
-    if environment.pins and not is_theirs:
-        remedy += ", or set environment.pins=false for an environment without the kit's versions"
-    return f"environment.dependencies cannot be built: {text[:600].rstrip('.')}: {remedy}"
+    reason = f"environment.dependencies cannot be built: {text[:600].rstrip('.')}"
+    if not pinned:
+        return f"{reason}: correct them in {environment.place}"
+    remedy = "leave yours out, or set environment.pins=false for an environment without them"
+    return f"{reason}; versions that you did not ask for are the kit's ({venv.pins()}): {remedy}"
 
 
 def listed(root: Path) -> list[Built]:

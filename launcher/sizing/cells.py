@@ -16,8 +16,9 @@ from launcher.recipes.recipe import Recipe
 from launcher.sizing.estimate import epoch_of
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import host_bytes
+from launcher.sizing.recipe_step import step_of
 from launcher.sizing.search import Prediction, Predictor
-from launcher.sizing.step_config import FP32, GIB, StepConfig, step_of
+from launcher.sizing.step_config import FP32, GIB, StepConfig
 
 _HEADS = ("CELL", "GPUS", "PEAK GiB", "VERDICT", "TOK/S/GPU", "EPOCH")
 

@@ -14,9 +14,18 @@ from launcher import venv
 from launcher.errors import PreflightFault, UsageFault
 from launcher.recipes.recipe import Recipe
 from launcher.sizing import gpus
-from launcher.sizing.memory import StepMemory, checkpoint_bytes, export_bytes, host_bytes
+from launcher.sizing.memory import (
+    StepMemory,
+    checkpoint_bytes,
+    export_bytes,
+    host_bytes,
+    replica,
+    replica_host_bytes,
+    transfer_bytes,
+)
+from launcher.sizing.recipe_step import step_of
 from launcher.sizing.search import METHODS, Prediction, Predictor, remedies, settings
-from launcher.sizing.step_config import GIB, StepConfig, step_of
+from launcher.sizing.step_config import GIB, StepConfig
 from runspec.keys.fields import STREAM
 from runspec.step import kept_bytes
 
@@ -105,35 +114,53 @@ class Estimate:
         self.step, self.gpu = step, gpus.by_name(gpu)
         self.predictor = Predictor(step, self.gpu, mfu, network_gbits)
         self.memory = StepMemory(step)
+        # Of a GPU of the rollout nodes; {} without them.
+        self.replica = replica(step, self.gpu.memory_gib * GIB)
         # Of a teacher's pass, if every token is trained.
         self.kept_bytes = kept_bytes(step.top_k) if step.top_k else 0
-        self.fits = self.memory.peak / GIB <= self.gpu.usable_gib
+        peak_gib = max(self.memory.peak, sum(self.replica.values())) / GIB
+        self.fits = peak_gib <= self.gpu.usable_gib
         self.tokens, self.tokens_are, samples = epoch_of(config, step)
         if recipe.entry.method.samples_answers:
             group = config.get("group_size") or recipe.entry.method.keys()["group_size"].default
             samples *= int(group)
+            updates = round(1 / step.on_policy_share)
+            often = f", each in {updates} updates" if updates > 1 else ""
+            self.tokens_are = f"an epoch of {samples:,} answers, as long as can be{often}"
+            samples *= updates
             self.tokens = samples * step.length
-            self.tokens_are = f"an epoch of {samples:,} answers, as long as can be"
         if tokens is not None:
             samples = round(samples * tokens / self.tokens)
             self.tokens, self.tokens_are = tokens, f"{tokens:,} tokens, as given"
         # Answers that are generated count by samples, below.
         trained = replace(step, on_policy_share=0.0)
-        self.prediction = Prediction(trained, self.memory.peak / GIB, self.fits, self.predictor)
+        self.prediction = Prediction(trained, peak_gib, self.fits, self.predictor)
         self.tokens_per_second_per_gpu = self.prediction.rate
-        rate = self.tokens_per_second_per_gpu * step.layout.ranks
+        rate = self.tokens_per_second_per_gpu * step.gpus
         # Of the pass over the data before the first step, by its FLOPs.
         share = step.flops.once / step.flops.model / int(config.get("epochs") or 1)
         self.hours_before = self.tokens / rate / 3600 * share
-        self.hours_generating = 0.0
+        self.hours_generating = self.hours_transfer = 0.0
+        # Seconds of each phase of a rollout, of methods that sample answers.
+        self.rollout_s: dict[str, float] = {}
         if step.on_policy_share:
-            from launcher.sizing.step_time import generation_s
+            from launcher.sizing.step_time import generation_s, transfer_s
 
             each = generation_s(step, self.gpu, self.predictor.links)
-            count = step.answers_per_step * step.layout.data_parallel
-            self.hours_generating = each * samples / count / 3600
-        self.hours = self.tokens / rate / 3600 + self.hours_before + self.hours_generating
-        self.cost = None if price is None else self.hours * step.layout.ranks * price
+            steps = samples / (step.answers_per_step * step.layout.data_parallel)
+            # What replicas generate while the ranks update takes no time of its own.
+            beside = self.prediction.time.seconds if step.max_staleness else 0.0
+            self.hours_generating = max(0.0, each - beside) * steps / 3600
+            self.hours_transfer = transfer_s(step) * steps / 3600
+            if step.keeps_sampled:
+                phases = {"generate": each, "transfer": transfer_s(step)}
+                phases |= {"update": self.prediction.time.seconds}
+                if not step.replicas:
+                    del phases["transfer"]
+                self.rollout_s = {n: s / step.on_policy_share for n, s in phases.items()}
+        self.hours = self.tokens / rate / 3600 + self.hours_before
+        self.hours += self.hours_generating + self.hours_transfer
+        self.cost = None if price is None else self.hours * step.gpus * price
         self.currency = currency
         self.remedies = [] if self.fits else [*remedies(self.predictor)]
         compares = compares and not step.top_k
@@ -157,6 +184,7 @@ class Estimate:
             "peak_gib": round(memory.peak / GIB, 3),
             "peak_phase": memory.peak_phase,
             "terms_gib": {k: round(v / GIB, 3) for k, v in memory.terms.items() if v},
+            "replica_gib": {k: round(v / GIB, 3) for k, v in self.replica.items() if v},
             "phases_gib": {k: round(sum(v.values()) / GIB, 3) for k, v in memory.phases.items()},
             "layout": vars(step.layout),
             "step": {
@@ -178,7 +206,9 @@ class Estimate:
             "hours": self.hours,
             "hours_before": self.hours_before,
             "hours_generating": self.hours_generating,
-            "gpu_hours": self.hours * step.layout.ranks,
+            "hours_transfer": self.hours_transfer,
+            "rollout_s": self.rollout_s,
+            "gpu_hours": self.hours * step.gpus,
             "cost": self.cost,
             "remedies": [vars(each) for each in self.remedies],
             "compare": [
@@ -259,7 +289,10 @@ def _layout(step: StepConfig) -> str:
         parts.append(f"{layout.replicate} data-parallel replicas")
     if step.cpu_offload:
         parts.append("weights and optimizer on the CPU")
-    return ", ".join(parts) or "the whole model on each"
+    text = ", ".join(parts) or "the whole model on each"
+    if step.replicas:
+        text += f"; {step.rollout_nodes} x {step.gpus_per_node} more generate"
+    return text
 
 
 def _settings(step: StepConfig) -> str:
@@ -303,6 +336,14 @@ def _memory(estimate: Estimate) -> Iterator[str]:
         f"{gpu.usable_gib:.1f} GiB usable\n"
         f"the largest part is {largest}: {change}"
     )
+    if estimate.replica:
+        yield "Memory per GPU of the rollout nodes; computed, not measured"
+        terms = sorted(estimate.replica.items(), key=lambda term: -term[1])
+        for name, size in (*terms, ("sum", sum(estimate.replica.values()))):
+            if size / GIB >= 0.005:
+                yield f"  {name:<20} {size / GIB:8.2f} GiB"
+    if host := replica_host_bytes(estimate.step, gpu.memory_gib * GIB):
+        yield f"on the CPU of each rollout node: {host / GIB:.0f} GiB of its replicas' base models"
     if host := host_bytes(estimate.step):
         yield f"on the CPU of each node: {host / GIB:.0f} GiB of weights and optimizer state"
 
@@ -322,6 +363,8 @@ def _remedies(estimate: Estimate) -> Iterator[str]:
 
 
 def _time_and_disk(estimate: Estimate) -> Iterator[str]:
+    from launcher.sizing.step_time import STORAGE_BYTES_PER_S
+
     step, took, prediction = estimate.step, estimate.hours, estimate.prediction
     mfu, hfu, (low, high) = prediction.time.mfu, prediction.time.hfu, prediction.range
     again = f", HFU {100 * hfu:.0f} %" if hfu > 1.005 * mfu else ""
@@ -334,6 +377,14 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
             f"  {'':<20} {part:.0f} % of it: the generated answers, each as long as can be "
             f"({step.new_tokens} tokens)\n"
         )
+    if estimate.rollout_s:
+        phases = ", ".join(f"{n} {s:.3g} s" for n, s in estimate.rollout_s.items())
+        before += f"  {'each rollout':<20} {phases}\n"
+    if step.replicas:
+        before += (
+            f"  {'':<20} a transfer of {_size(transfer_bytes(step)).strip()}, by storage of an "
+            f"assumed {STORAGE_BYTES_PER_S / 1e9:g} GB/s\n"
+        )
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
     exported = "adapter"
     if step.exports_model:
@@ -343,7 +394,7 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
         f"  {'tokens/s/GPU':<20} {prediction.rate:8,.0f}, between {low:,.0f} and {high:,.0f}; MFU "
         f"{100 * mfu:.0f} %{again}\n"
         f"  {'by':<20} {estimate.predictor.basis}\n"
-        f"  {'time':<14} {duration(took):>14}, {took * step.layout.ranks:.3g} GPU-hours{cost}\n"
+        f"  {'time':<14} {duration(took):>14}, {took * step.gpus:.3g} GPU-hours{cost}\n"
         f"  {'of':<20} {estimate.tokens_are}\n"
         f"{before}"
         "Disk"

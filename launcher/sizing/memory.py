@@ -140,7 +140,7 @@ class _Phases:
             terms = self._terms(0.0, self.entry, gathered, logits=made)
             yield "teacher's pass, top k", terms
             return
-        if self.step.on_policy_share:
+        if self.step.on_policy_share and not self.step.replicas:
             yield "generating answers", self._terms(0.0) | {"generation": self._generation()}
         for number, model in enumerate(self.frozen, 1):
             yield f"frozen model {number}, first layer", self._frozen_begin(model)
@@ -237,33 +237,12 @@ class _Phases:
         return self._terms(self.accumulated, other.entry, gathered, logits=logits, working=working)
 
     def _generation(self) -> float:
-        """The whole policy, as transformers' class; the keys and values of rows that are as long
-        as can be; what a layer works with over the prompts, and their mask; the logits of one token
-        of each row.
-        """
-        step, shape, e = self.step, self.step.shape, self.step.element_bytes
-        batch = step.answers_at_once if step.keeps_sampled else step.batch
-        alone = replace(step, layout=Layout(), method="full", checkpointing="full", batch=batch)
-        width = step.answer_positions
-        rows = step.answers_at_once * width
-        cache = (
-            2
-            * e
-            * rows
-            * sum(
-                count * block.attention.kv_width for block, count in shape.blocks if block.attention
-            )
-        )
-        working = max(activations.forward_working(alone, block) for block, _ in shape.blocks)
-        # In the dtype of the computation; in fp32 as scores, their noise and their sum, and where
-        # their log-probabilities are kept a copy of them.
-        copies = 4 if step.keeps_sampled else 3
-        logits = step.answers_at_once * shape.vocab * (e + copies * FP32)
-        # Which prompts see what, as they are padded: of one and of all rows, a byte each.
-        working += width**2 * (1 + step.answers_at_once)
-        # While it is gathered, one table is there as it is trained, too.
-        gathered = step.weight_bytes * shape.vocab * shape.dim
-        return e * shape.parameters + max(cache + working + logits, gathered)
+        """What `generation` says; and while the policy is gathered, one table as it is trained."""
+        step = self.step
+        terms = generation(step)
+        weights = terms.pop("weights")
+        gathered = step.weight_bytes * step.shape.vocab * step.shape.dim
+        return weights + max(sum(terms.values()), gathered)
 
     def _forward(self) -> Iterator[tuple[str, Terms]]:
         """First layer: the root and the first unit after it lie gathered twice, in the
@@ -364,6 +343,60 @@ class _Phases:
         return terms
 
 
+# Answers -----------------------------------------------------------------------------------------
+
+
+def generation(step: StepConfig) -> Terms:
+    """What the policy takes to answer, as transformers' class: its weights; the keys and values of
+    rows that are as long as can be; what a layer works with over the prompts, and their mask; the
+    logits of one token of each row.
+    """
+    shape, e = step.shape, step.element_bytes
+    batch = step.answers_at_once if step.keeps_sampled else step.batch
+    alone = replace(step, layout=Layout(), method="full", checkpointing="full", batch=batch)
+    width = step.answer_positions
+    each = sum(count * b.attention.kv_width for b, count in shape.blocks if b.attention)
+    # In the dtype of the computation; in fp32 as scores, their noise and their sum, and where
+    # their log-probabilities are kept a copy of them.
+    copies = 4 if step.keeps_sampled else 3
+    working = max(activations.forward_working(alone, block) for block, _ in shape.blocks)
+    return {
+        "weights": e * shape.parameters,
+        "keys and values": 2 * e * step.answers_at_once * width * each,
+        "logits": step.answers_at_once * shape.vocab * (e + copies * FP32),
+        # Which prompts see what, as they are padded: of one and of all rows, a byte each.
+        "working memory": working + width**2 * (1 + step.answers_at_once),
+    }
+
+
+def replica(step: StepConfig, memory: float) -> Terms:
+    """What a replica on a GPU of so many bytes takes; nothing without rollout nodes."""
+    if not step.replicas:
+        return {}
+    on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
+    return {**generation(step), "base model": on_gpu}
+
+
+def replica_host_bytes(step: StepConfig, memory: float) -> float:
+    """CPU memory of a rollout node: its replicas' base models, if they are on no GPU."""
+    if not step.replicas or _base_is_on_gpu(step, memory):
+        return 0.0
+    return step.gpus_per_node * _base_model(step)
+
+
+def _base_is_on_gpu(step: StepConfig, memory: float) -> bool:
+    """Whether it takes less than a third: trainer/replica.py."""
+    return 3 * step.element_bytes * step.shape.parameters < memory
+
+
+def _base_model(step: StepConfig) -> float:
+    """What a replica merges an adapter into, as it is trained."""
+    if step.adapter is None:
+        return 0.0
+    alone = replace(step, layout=Layout(), replicas=0, fp32_master=False, cpu_offload=False)
+    return _Phases(alone).state["weights"]
+
+
 # Outside the GPUs ---------------------------------------------------------------------------------
 
 
@@ -377,6 +410,15 @@ def export_bytes(step: StepConfig) -> float:
     if not step.exports_model:
         return step.trainable * step.element_bytes
     return step.shape.parameters * step.element_bytes
+
+
+def transfer_bytes(step: StepConfig) -> float:
+    """What a transfer to rollout nodes writes: the whole weights, or what an adapter trains."""
+    if not step.replicas:
+        return 0.0
+    if step.is_full:
+        return step.element_bytes * step.shape.parameters
+    return step.weight_bytes * step.trainable
 
 
 def host_bytes(step: StepConfig) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from launcher import paths, venv
 from launcher.errors import RecipeFault
 from runspec.description import SHIPPED, Subject
-from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.model import TRANSFORMERS
 from runspec.shape import Shape
 
 # What the trainer said in this process, by the name of the description's file.

@@ -2,8 +2,9 @@
 
 `Scaling`: how fast it would be on more nodes and in other layouts, from what its ranks send.
 `Tuning`: its fastest settings that fit. Tried are these layouts, with and without each kind of
-activation checkpointing, and every way to split a step's rows into micro-steps. The rows per step,
-and so what is learned, stay the same. Nothing is measured: what is close in this table is for a
+activation checkpointing, and every way to split a step's rows into micro-steps; with sampled
+answers also how many of the job's nodes train, and how many generate. The rows per step, and so
+what is learned, stay the same. Nothing is measured: what is close in this table is for a
 benchmark to decide.
 """
 
@@ -173,7 +174,7 @@ class Tuning:
         self.own = predictor.of(predictor.own)
         modes = [{"checkpointing": mode} for mode in search.CHECKPOINTING]
         candidates = search.settings(
-            predictor.own, layout=layouts, rows=self._rows, checkpointing=modes
+            predictor.own, split=_splits, layout=layouts, rows=self._rows, checkpointing=modes
         )
         fitting = [each for each in map(predictor.of, candidates) if each.fits]
         fitting.sort(key=lambda each: -each.rate)
@@ -234,6 +235,12 @@ class Tuning:
                 "neither the recipe nor a setting near it fits; --compare shows whether more GPUs, "
                 "LoRA or QLoRA do"
             )
+
+
+def _splits(step: StepConfig) -> Iterator[int]:
+    """How many of the job's nodes may train, if others can generate."""
+    nodes = step.nodes + step.rollout_nodes
+    return iter(range(nodes, 0, -1) if step.keeps_sampled else (nodes,))
 
 
 def _line(prediction: Prediction, text: str) -> str:

@@ -15,10 +15,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from launcher.sizing.gpus import Gpu
-from launcher.sizing.memory import StepMemory
+from launcher.sizing.memory import StepMemory, replica
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.adapters import USUAL_RANK
-from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.model import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
 
 if TYPE_CHECKING:
@@ -71,6 +71,17 @@ def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
     return _to_layout(step, (layout.tensor_parallel, replicas), nodes)
 
 
+def _to_split(step: StepConfig, nodes: int) -> StepConfig | None:
+    """So many of the job's nodes train, and the others generate; all of them take turns."""
+    others = step.nodes + step.rollout_nodes - nodes
+    moved = _to_nodes(step, nodes)
+    return moved and replace(
+        moved,
+        replicas=others * step.gpus_per_node,
+        max_staleness=step.max_staleness if others else 0,
+    )
+
+
 def _to_method(step: StepConfig, method: str) -> StepConfig:
     """Full, LoRA or QLoRA, with the recipe's own adapter if it has one."""
     if method.removeprefix("q") == step.method.removeprefix("q"):
@@ -87,6 +98,7 @@ def _to_method(step: StepConfig, method: str) -> StepConfig:
 # Any other move takes fields of the step.
 _MOVES: dict[str, Callable[[StepConfig, Any], StepConfig | None]] = {
     "nodes": _to_nodes,
+    "split": _to_split,
     "layout": _to_layout,
     "method": _to_method,
 }
@@ -143,6 +155,12 @@ def _keys(step: StepConfig) -> Iterator[str]:
         yield "loss._component_=trainer.layers.loss.LinearCrossEntropy"
     if step.cpu_offload:
         yield "fsdp_cpu_offload=true"
+    if step.keeps_sampled:
+        if step.generation_batch:
+            yield f"generation_batch_size={step.generation_batch}"
+        yield f"resources.nodes={step.nodes}"
+        yield f"resources.rollout={step.rollout_nodes or 'same'}"
+        yield f"max_staleness={step.max_staleness}"
 
 
 def _base(step: StepConfig) -> str:
@@ -275,7 +293,8 @@ class Predictor:
 
     def of(self, step: StepConfig) -> Prediction:
         """Return what is predicted of a setting."""
-        peak_gib = StepMemory(step).peak / GIB
+        of_replica = sum(replica(step, self.gpu.memory_gib * GIB).values())
+        peak_gib = max(StepMemory(step).peak, of_replica) / GIB
         return Prediction(step, peak_gib, peak_gib <= self.gpu.usable_gib, self)
 
 
@@ -306,6 +325,8 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
         yield {"fields": [{"loss": "linear", "chunks": 0}]}
     if step.accumulation > 1 and step.fsdp:
         yield {"fields": [{"sync_each": True}]}
+    if step.keeps_sampled and step.answers_at_once > 1:
+        yield {"fields": [{"generation_batch": step.answers_at_once // 2}]}
     if step.batch > 1:
         rows = step.batch * step.accumulation
         yield {"fields": [{"batch": 1, "accumulation": rows, "sync_each": step.fsdp}]}

@@ -21,6 +21,7 @@ from launcher.errors import UsageFault
 from launcher.sizing.communication import Message, messages
 from launcher.sizing.compute import Compute, Reached
 from launcher.sizing.gpus import Gpu
+from launcher.sizing.memory import transfer_bytes
 from launcher.sizing.step_config import StepConfig
 from runspec.flops import utilisation
 from runspec.layout import Layout
@@ -128,6 +129,8 @@ class Links:
 
 # A step ------------------------------------------------------------------------------------------
 
+# Bytes per second of shared storage at which weights are written, and read by each node: assumed.
+STORAGE_BYTES_PER_S = 1e9
 # When messages are sent that no layer hides; see launcher.sizing.communication.Message.
 ENDS = ("start", "loss", "turn", "end", "step")
 
@@ -247,7 +250,8 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     can be.
 
     It is gathered once. Each token reads all weights, or waits for the products; the prompts are
-    one forward pass, of rows as long as can be.
+    one forward pass, of rows as long as can be. Replicas on rollout nodes share the batches of all
+    ranks.
     """
     if not step.on_policy_share:
         return 0.0
@@ -255,12 +259,24 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     weights = step.element_bytes * step.shape.parameters
     across = layout.shard * layout.tensor_parallel > step.gpus_per_node
     link = links.between_gbs if across else links.within_gbs
+    if step.replicas:
+        batches = math.ceil(step.answers_per_step / step.answers_at_once) * layout.data_parallel
+        turns = math.ceil(batches / step.replicas)
+        size, length = step.answers_at_once, step.length
+        products = 2 * step.shape.active_parameters / compute.flops_per_s
+        token = max(weights / compute.bytes_per_s, size * products)
+        return step.on_policy_share * turns * (size * length * products + step.new_tokens * token)
     gather = weights / (REACHED * link * 1e9) if layout.ranks > layout.replicate else 0.0
     products = 2 * step.shape.parameters / compute.flops_per_s
     token = max(weights / compute.bytes_per_s, step.answers_at_once * products)
     prompts = step.accumulation * step.batch * step.length * products
     answers = step.answers_per_step / step.answers_at_once * step.new_tokens * token
     return step.on_policy_share * (gather + prompts + answers)
+
+
+def transfer_s(step: StepConfig) -> float:
+    """Seconds per step, on average, in which weights are written and read by replicas."""
+    return step.on_policy_share * 2 * transfer_bytes(step) / STORAGE_BYTES_PER_S
 
 
 def step_time(
@@ -272,7 +288,9 @@ def step_time(
     parts = parts_of(step, gpu, reached).slower(pace)
     forward, backward = parts.forward, parts.backward
     computing = parts.in_all(depth, micro_steps)
-    computing += pace * generation_s(step, gpu, links, reached)
+    generating = pace * generation_s(step, gpu, links, reached)
+    if not step.max_staleness:
+        computing += generating
 
     sent = _traffic(step, links)
     fore = sent["forward"] / (depth * micro_steps)
@@ -285,10 +303,11 @@ def step_time(
     waiting += micro_steps * (depth - 1) * (fore.beside(forward) - forward)
     waiting += (micro_steps - reductions) * (depth - 1) * (back.beside(backward) - backward)
     waiting += reductions * (depth - 1) * ((back + reduced).beside(backward) - backward)
-    seconds = computing + waiting
+    # Replicas that are ahead generate while the ranks update.
+    seconds = max(computing + waiting, generating) + transfer_s(step)
     tensor_parallel = sum(traffic.waited for when, traffic in sent.items() if when != "step")
     tokens = step.rows_per_step * step.tokens // step.batch
-    ranks, peak = step.layout.ranks, gpu.bf16_tflops
+    ranks, peak = step.gpus, gpu.bf16_tflops
     return StepTime(
         seconds,
         tensor_parallel,

@@ -71,11 +71,6 @@ class Converted:
         return f"a recipe with entry: {self.peer.prefix}{entry} and config: {self.file}"
 
 
-def is_config(name: str) -> bool:
-    """Whether what cookbook start got is a config of a trainer, and not data."""
-    return name.endswith((".yaml", ".yml"))
-
-
 def recognised(file: Path) -> tuple[Peer, dict[str, Any]]:
     """Return whose config a file is, by its keys, and its content.
 

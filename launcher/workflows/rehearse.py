@@ -20,7 +20,8 @@ from launcher.runs import directory
 from launcher.runs.directory import runs_root
 from launcher.site import Site
 from launcher.sizing import gpus
-from launcher.sizing.step_config import StepConfig, step_of
+from launcher.sizing.recipe_step import step_of
+from launcher.sizing.step_config import StepConfig
 from launcher.workflows.prepare import missing, prepare
 from launcher.workflows.submit import context, plan, refuse
 from runspec import files

@@ -83,6 +83,13 @@ class GrpoConfig(TrainConfig):
         "falls by up to 1.",
         0,
     )
+    max_staleness: int = setting(
+        "count",
+        "With resources.rollout: of how many rollouts before the present one the weights may be "
+        "that sample the answers. 0: they are the present ones, and training waits for answers. "
+        "More needs importance_cap; 1 is enough to sample while the step before is trained.",
+        0,
+    )
     mask_truncated: bool = setting(
         "flag", "Do not train on answers that max_new_tokens cut.", False
     )

@@ -180,7 +180,8 @@ class Key:
         if value is None or (isinstance(value, str) and "${" in value):
             return None  # a reference is checked when it has its value
         if not (value in self.choices if self.choices else KINDS[self.kind].test(value)):
-            return f"{self.name} must be {self.expects}, got {value!r}"
+            hint = nearest(str(value), self.choices)
+            return f"{self.name} must be {self.expects}, got {value!r}{hint}"
         return f"{self.name} is refused: {self.refused}" if self.refused and value else None
 
 

@@ -15,11 +15,11 @@ from runspec.keys.fields import (
     DataKeys,
     LayoutKeys,
     LoggingKeys,
-    ModelKeys,
     PrecisionKeys,
     TrainingKeys,
 )
 from runspec.keys.key import Key, keys_of
+from runspec.keys.model import ModelKeys
 from runspec.layout import FP8_MULTIPLE
 
 # Builders of torchtune's whose train_on_input is true if a config leaves it out; here it is false.

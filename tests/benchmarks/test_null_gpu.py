@@ -12,7 +12,7 @@ from benchmarks import null_gpu
 from benchmarks.null_gpu import __main__ as command
 from launcher.recipes import recipe as recipes
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import step_of
+from launcher.sizing.recipe_step import step_of
 
 ROOT = Path(null_gpu.__path__[0]).parents[1]
 

@@ -11,7 +11,7 @@ from launcher.checks.doctor.ask import NodeReport
 from launcher.checks.doctor.rehearsal import Part, Scene, findings, page
 from launcher.recipes import recipe as recipes
 from launcher.sizing import gpus
-from launcher.sizing.step_config import step_of
+from launcher.sizing.recipe_step import step_of
 from tests.launcher.kit import Kit, report
 
 GPU = gpus.by_name("h100-80")

@@ -1,16 +1,23 @@
 """Faults of a run whose answers are generated on nodes of their own."""
 
+import errno
 import json
 import os
 import signal
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.kit import attempts, ended, processes_of
+from runspec import files
+from tests.failing_storage import FailingStorage
+from tests.faults.conftest import user_of
+from tests.faults.kit import attempts, ended, processes_of, processes_of_node
 from tests.launcher.kit import Kit, checkpoints, losses, ranks_of, report, until
 from trainer import demo_sums
 
@@ -114,3 +121,149 @@ def test_a_cancelled_job_leaves_nothing_and_resumes(user: Kit, in_turns: Path):
     assert user.cookbook("resume", run.name).returncode == 0
     user.wait(run, "COMPLETED")
     assert_equal(run, in_turns)
+
+
+@contextmanager
+def slow(process: int, share: float) -> Iterator[None]:
+    """A process that runs for this share of the time."""
+    ends = threading.Event()
+
+    def throttle() -> None:
+        with suppress(ProcessLookupError):
+            while not ends.is_set():
+                os.kill(process, signal.SIGSTOP)
+                ends.wait(1 - share)
+                os.kill(process, signal.SIGCONT)
+                time.sleep(share)
+
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGCONT)
+
+
+@pytest.mark.named
+def test_a_replica_that_is_slow_is_waited_for(user: Kit, in_turns: Path):
+    _, run = user.submit(*RUN, "resources.rollout=1")
+    reaches(run, 10)
+    with slow(replica(run), 0.1):
+        reaches(run, 20)
+    ended(user, run, "COMPLETED", timeout=300)
+    assert rollout(run)["deaths"] == [] and len(attempts(run)) == 1
+    assert_equal(run, in_turns)
+
+
+@contextmanager
+def in_place_of(run: Path, does: Callable[[], None]) -> Iterator[None]:
+    """A server that says it is the run's replica, and does this when weights come to it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            does()
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    path = run / ".rollout/replica_0.json"
+    before = json.loads(path.read_text())
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever).start()
+    files.write_json(path, before | {"host": "127.0.0.1", "port": server.server_port})
+    try:
+        yield
+    finally:
+        files.write_json(path, before)
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_in_the_transfer_changes_no_loss(user: Kit, in_turns: Path):
+    _, run = user.submit(*RUN, "resources.rollout=1")
+    reaches(run, 10)
+    killed: list[int] = []
+    with in_place_of(run, lambda: killed.append(kill_rank(run))):
+        until(lambda: attempts(run), 60, lambda: report(run))
+    lines = ended(user, run, "COMPLETED")
+    assert killed and [line["cause"] for line in lines] == ["killed", "finished"], report(run)
+    assert rollout(run)["deaths"] == []
+    assert_equal(run, in_turns)
+
+
+def kill_rank(run: Path) -> int:
+    rank = ranks_of(run, PROGRAM)[0]
+    os.kill(rank, signal.SIGKILL)
+    return rank
+
+
+@pytest.mark.named
+@pytest.mark.parametrize("part", [".rollout/.weights", "rollouts.jsonl"])
+def test_a_full_disk_ends_the_run_which_resumes(user: Kit, in_turns: Path, tmp_path: Path, part):
+    """Of the transfer of weights, and of the log of answers."""
+    storage = FailingStorage(tmp_path)
+    env = [f"+env.{key}={value}" for key, value in storage.env.items()]
+    _, run = user.submit(*RUN, "resources.rollout=1", *env)
+    reaches(run, 10)
+    storage.fail(f"{run.name}/{part}", errno.ENOSPC)
+    (line,) = ended(user, run, "FAILED")
+    assert line["cause"] == "no_space" and "No space left on device" in line["message"], line
+    storage.recover()
+    assert user.cookbook("resume", run.name).returncode == 0
+    user.wait(run, "COMPLETED")
+    assert_equal(run, in_turns)
+
+
+@pytest.mark.named
+def test_a_time_limit_and_a_requeue_change_no_loss(slurm, user: Kit, in_turns: Path):
+    job, run = user.submit(*RUN, "resources.rollout=1")
+    reaches(run, 10)
+    slurm.run(["scancel", "--batch", "--signal=USR1", job])
+    until(lambda: attempts(run), 60, lambda: report(run))
+    until(lambda: len(attempts(run)) == 1 and ranks_of(run, PROGRAM), 120, lambda: report(run))
+    reaches(run, max(checkpoints(run)) + 10)
+    slurm.run(["scontrol", "requeue", job])
+    first, *_, last = ended(user, run, "COMPLETED", timeout=300)
+    assert (first["cause"], last["restart_count"]) == ("time_limit", 2), report(run)
+    assert_equal(run, in_turns)
+
+
+@pytest.mark.named
+def test_a_controller_that_is_away_as_a_replica_dies(new_cluster, root: Path, in_turns: Path):
+    with new_cluster("roles-away", "--requeue-delay", "5") as cluster:
+        user = user_of(cluster, root)
+        _, run = user.submit(*RUN, "resources.rollout=1")
+        reaches(run, 10)
+        (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
+        os.kill(controller, signal.SIGKILL)
+        os.kill(replica(run), signal.SIGKILL)
+        time.sleep(12)  # longer than Slurm's own time-out of a message
+        cluster.start_dead_daemons()
+        lines = ended(user, run, "COMPLETED", timeout=300)
+        assert lines[-1]["restart_count"] == 0, report(run)
+        assert_equal(run, in_turns)
+
+
+@pytest.mark.named
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_lost_node_is_replaced(new_cluster, root: Path, in_turns: Path, node: str):
+    """The one that trains, and the one that generates."""
+    shape = ("--nodes", "3", "--requeue-delay", "5", "--set", "SlurmdTimeout=6")
+    with new_cluster(f"roles-{node}", *shape) as cluster:
+        user = user_of(cluster, root)
+        job, run = user.submit(*RUN, "resources.rollout=1")
+        reaches(run, 10)
+        for process in processes_of_node(node, job, cluster.state):
+            os.kill(process, signal.SIGKILL)
+        *_, last = ended(user, run, "COMPLETED", timeout=300)
+        status = json.loads((run / "status.json").read_text())
+        used = {*status["nodes"], *status["rollout_nodes"]}
+        assert used == {"n1", "n2", "n3"} - {node} and last["restart_count"] == 1, report(run)
+        assert_equal(run, in_turns)

@@ -16,6 +16,7 @@ from launcher.errors import RecipeFault
 from launcher.recipes import recipe
 from launcher.runs import built
 from launcher.site import Site, complete
+from runspec import files
 from runspec.states import process_start
 from slurm import probe
 from slurm.tether import descendants
@@ -115,8 +116,11 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "{setup: ['module() { return 1; }'], modules: [nosuch]}",
         "module avail",
     ),
-    "a setup line that fails": ("{setup: ['false']}", "'false' failed"),
-    "an interpreter that does not exist": ("{python: /no/python}", "must be a path inside"),
+    "a setup line that fails": (
+        "{setup: ['false']}",
+        "'false' failed: correct it in environment.setup in the recipe",
+    ),
+    "an interpreter that does not exist": ("{python: /no/python}", "correct environment.python"),
     "another architecture": ("{python: PLACE/other}", "another architecture"),
     "a stale container": ("{kind: podman, image: i, options: [--name=x]}", "stale"),
     "a plugin of NCCL that is missing": (
@@ -183,7 +187,8 @@ def inject(fault: str, injected: dict[str, str]) -> tuple[list[str], str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_with_its_remedy(fault, injected):
+def test_a_fault_is_found_with_its_remedy(fault, injected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # no container binds it
     given, words = inject(fault, injected)
     site = Site(gpu="h100-80" if "GPU" in given else None)
     asked = recipe.load("demo", [each for each in given if each != "GPU"])
@@ -249,10 +254,13 @@ print(p.pid, flush=True); p.wait()"
 @pytest.mark.named
 def test_dependencies_are_built_once_and_removed_if_unused(tmp_path):
     """Needs a package index."""
-    one = loaded("{dependencies: [humanize==4.9.0]}").environment
+    wanted = ["humanize==4.9.0", "trl==1.16.0"]
+    one = loaded(f"{{dependencies: {wanted}}}").environment
     assert one is not None
     said: list[str] = []
     path = built.build(one, tmp_path, said.append)
+    # trl needs torch, and the registry's torch needs the libraries of CUDA.
+    assert files.read_json(path / "cookbook.json")["packages"] == wanted
     began = time.monotonic()
     assert built.build(one, tmp_path, said.append) == path
     assert time.monotonic() - began < 1 and len(said) == 2
@@ -261,6 +269,6 @@ def test_dependencies_are_built_once_and_removed_if_unused(tmp_path):
     done = subprocess.run([moved / "bin/python", "-c", code], capture_output=True, text=True)
     assert done.stdout == "4.9.0\n", done.stderr
     moved.rename(path)
-    assert [each.dependencies for each in built.listed(tmp_path)] == [["humanize==4.9.0"]]
+    assert [each.dependencies for each in built.listed(tmp_path)] == [wanted]
     built.remove(tmp_path, path.name[:6])
     assert built.listed(tmp_path) == []

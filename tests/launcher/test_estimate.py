@@ -15,11 +15,13 @@ from launcher.checks import Context, Skipped, size
 from launcher.errors import RecipeFault
 from launcher.executors import choose
 from launcher.recipes import recipe as recipes
-from launcher.sizing import model, step_config
+from launcher.sizing import model, recipe_step
 from launcher.sizing.estimate import Estimate
 from launcher.sizing.model import shape_of
 from tests.launcher.kit import Kit
 from tests.model_sizes import MIXTRAL
+
+pytestmark = pytest.mark.usefixtures("fast_trainer")
 
 GOLDEN = Path(__file__).parent / "golden"
 RECIPE = """
@@ -129,7 +131,7 @@ def test_the_update_is_the_one_that_the_trainer_makes(component, given, update):
     from trainer import optimizers
 
     block = {"_component_": component, "lr": 1e-4, **given}
-    assert step_config._optimizer(block)["update"] == update
+    assert recipe_step.optimizer_of(block)["update"] == update
     chosen = optimizers.build(block, [torch.nn.Parameter(torch.zeros(2, 2))]).defaults
     assert bool(chosen["fused"]) == (update == "fused")
 

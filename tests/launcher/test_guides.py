@@ -21,7 +21,8 @@ from launcher.errors import CookbookError
 from launcher.recipes import recipe as recipes
 from launcher.recipes import sweep
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import GIB, step_of
+from launcher.sizing.recipe_step import step_of
+from launcher.sizing.step_config import GIB
 from launcher.workflows import convert
 from tests.launcher.kit import Kit, losses, until
 from tests.launcher.test_examples import ended

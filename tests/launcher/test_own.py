@@ -242,3 +242,20 @@ def test_what_this_version_does_not_have_is_said_with_the_way_on(override, reaso
         recipes.load("demo", (override,))
     (fault,) = raised.value.faults
     assert reason in fault
+
+
+def test_data_files_of_a_recipe_count_from_its_folder(tmp_path, monkeypatch):
+    """A job runs elsewhere; what is not there stays as it is, such as a name on the hub."""
+    file = written(tmp_path / "mine.jsonl", [{"question": "a", "answer": "b"}])
+    (tmp_path / "sub").mkdir()
+    for name, data in (("base", "mine.jsonl"), ("other", "absent.jsonl"), ("all", "*.jsonl")):
+        (tmp_path / f"{name}.yaml").write_text(f"extends: demo\ndataset: {{data_files: {data}}}\n")
+    (tmp_path / "sub" / "mine.yaml").write_text("extends: ../base.yaml\n")
+    monkeypatch.chdir(tmp_path / "sub")
+    for name, wanted in (
+        ("mine.yaml", file),
+        ("../base.yaml", f"{tmp_path}/sub/../mine.jsonl"),
+        ("../all.yaml", f"{tmp_path}/sub/../*.jsonl"),
+        ("../other.yaml", "absent.jsonl"),
+    ):
+        assert recipes.load(name).config["dataset"]["data_files"] == wanted

@@ -13,11 +13,8 @@ from launcher.errors import PreflightFault, RecipeFault
 from launcher.executors import choose
 from launcher.recipes import recipe as recipes
 from launcher.recipes import rewards, stock
-from launcher.recipes.entries import all_keys
 from launcher.site import Site, complete
-from runspec.keys.__main__ import markdown
 from runspec.keys.common import COMMON
-from runspec.keys.key import KINDS, REQUIRED, may_change
 from runspec.keys.train import recomputed
 
 MODELS = ["llama1b", "llama3b", "llama8b", "llama70b", "qwen7b", "qwen32b", "qwen72b"]
@@ -232,14 +229,16 @@ def test_a_stock_recipe_for_one_gpu_gets_no_more():
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed here")
+@pytest.mark.usefixtures("fast_trainer")
 def test_what_the_environment_lacks_is_found_before_the_queue():
     path = stock.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
-    told = "\n".join(preflight.faults(checks.Context(recipe, Site(), executor=choose(True))))
-    assert "imports lm_eval, which the virtual environment lacks" in told
-    assert "pip install lm_eval" in told
+    text = "\n".join(preflight.faults(checks.Context(recipe, Site(), executor=choose(True))))
+    assert f"imports lm_eval, which {paths.venv_root()} lacks" in text
+    assert "pip install lm_eval" in text
 
 
+@pytest.mark.usefixtures("fast_trainer")
 def test_pickled_weights_are_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     overrides = [
@@ -468,37 +467,3 @@ def test_exclusive_nodes_come_with_their_memory():
     site = Site(resources={"exclusive": True, "mem": "7G", "cpus_per_gpu": 3})
     resources = complete(recipes.load("llama1b_lora"), site).resources
     assert (resources.mem, resources.cpus_per_gpu) == ("7G", 3)
-
-
-def test_the_page_of_keys_is_what_the_table_says():
-    page = (paths.REPO_ROOT / "docs" / "keys.md").read_text()
-    assert page == markdown(), "python -m runspec.keys > docs/keys.md"
-    for name in all_keys():
-        assert f"| `{name}` |" in page
-
-
-def test_every_key_of_the_table_is_of_a_kind_and_in_a_block():
-    for name, key in all_keys().items():
-        assert key.choices or key.kind in KINDS, name
-        assert key.help.endswith(".") and "\n" not in key.help, name
-        assert key.default in (None, REQUIRED) or key.fault(key.default) is None, name
-        block = name.rpartition(".")[0]
-        assert not block or "block" in all_keys()[block].kind or all_keys()[block].is_open, name
-
-
-@pytest.mark.parametrize(
-    ("name", "may"),
-    [
-        ("optimizer.lr", True),
-        ("optimizer._component_", False),
-        ("epochs", True),
-        ("model.lora_rank", False),
-        ("resources.nodes", True),
-        ("profiler.ranks", True),
-        ("dataset_val.split", True),
-        ("dataset.split", False),
-        ("nothing", False),
-    ],
-)
-def test_which_keys_may_change_when_a_run_resumes(name, may):
-    assert may_change(all_keys(), name) is may

@@ -18,7 +18,8 @@ from launcher.sizing.activations import recomputed_elements
 from launcher.sizing.communication import Message, messages
 from launcher.sizing.compute import DENSE, OTHER, Compute, Reached, grouped_by
 from launcher.sizing.model import shape_of
-from launcher.sizing.step_config import StepConfig, step_of
+from launcher.sizing.recipe_step import step_of
+from launcher.sizing.step_config import StepConfig
 from launcher.sizing.step_time import Links, step_time
 from runspec.layout import Layout
 from tests.launcher.kit import Kit

@@ -10,8 +10,8 @@ from launcher.errors import UsageFault
 from launcher.recipes import recipe as recipes
 from launcher.sizing.estimate import Estimate
 from launcher.sizing.predictions import SHOWN, Tuning
+from launcher.sizing.recipe_step import step_of
 from launcher.sizing.search import Prediction, settings
-from launcher.sizing.step_config import step_of
 from tests.launcher.kit import Kit
 
 
@@ -140,3 +140,32 @@ def test_time_and_cost_of_so_many_tokens():
     assert f"GPU-hours, {found.cost:,.2f} EUR" in text
     assert "36,000,000,000 tokens, as given" in text
     assert found.as_json()["cost"] == found.cost
+
+
+@pytest.mark.long
+def test_rollout_nodes_are_counted_and_their_split_is_tried() -> None:
+    def of(*given: str) -> Estimate:
+        return Estimate(recipes.load("qwen3_8b_grpo_lora", given), Path("/x"), "h100-80")
+
+    same, apart, more = of(), of("resources.rollout=1"), of("resources.rollout=4")
+    assert "generating answers" in same.memory.phases.keys() - apart.memory.phases.keys()
+    assert (same.step.gpus, apart.step.gpus, more.step.gpus) == (8, 16, 40)
+    assert apart.replica["weights"] == 2 * apart.step.shape.parameters and not same.replica
+    # As many replicas as ranks; more of them have no work, unless requests are smaller.
+    seconds = [each.rollout_s["generate"] for each in (same, apart, more)]
+    assert seconds[1] == seconds[2] == pytest.approx(seconds[0], rel=0.02)
+    assert of("resources.rollout=4", "generation_batch_size=8").rollout_s["generate"] < seconds[2]
+    # A transfer is written and read: fp32 for bf16 would be twice as much.
+    full = of("resources.rollout=1", "model.lora_rank=null")
+    assert full.rollout_s["transfer"] == pytest.approx(4e-9 * full.step.shape.parameters)
+    assert apart.rollout_s["transfer"] < full.rollout_s["transfer"] / 90
+    # The trainer waits for the answers: with all GPUs in both phases each of them is shorter.
+    found = Tuning(apart.predictor)
+    assert found.changes(found.faster[0]).endswith("resources.nodes=2 resources.rollout=same")
+    assert found.faster[0].step.gpus == 16
+    # If it goes on meanwhile, the longer phase is what a rollout takes.
+    ahead = of("resources.rollout=1", "max_staleness=1", "importance_cap=2")
+    took = Tuning(ahead.predictor).own.time.seconds
+    phases = ahead.rollout_s
+    assert took == pytest.approx(max(phases["generate"], phases["update"]) + phases["transfer"])
+    assert ahead.hours < 0.6 * apart.hours

@@ -1,5 +1,6 @@
 """cookbook watch: the live view on a terminal, and plain lines where there is none."""
 
+import io
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from launcher.observe import steps
 from launcher.observe import watch as watching
@@ -206,6 +208,20 @@ def test_the_live_view_shows_the_newest_of_many_step_lines(tmp_path):
     view.panel(State("RUNNING", "the job"), 100, 30)
     kept = list(view._lines)
     assert kept[-2:] == [step_line(59), "saved"] and not any("step  58/" in each for each in kept)
+
+
+def test_the_live_view_shows_both_roles(tmp_path):
+    run = made(tmp_path, NAMES[0])
+    replicas = [{"replica": n, "node": f"n{n}", "state": "ready", "restarts": n} for n in (1, 2)]
+    death = {"replica": 2, "node": "n2", "reason": "killed by SIGKILL", "time": 1.0}
+    roles = {"replicas": [*replicas, {"state": "starting"}], "deaths": [death]}
+    (run.path / "rollout.json").write_text(json.dumps(roles))
+    shown = Console(width=150, file=io.StringIO())
+    shown.print(View(run).panel(State("RUNNING", "the job"), 150, 30))
+    assert (
+        "rollout replicas: 2 ready, 1 starting; last one ended: 2 on n2, killed by SIGKILL"
+        in shown.file.getvalue()
+    )
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class Cluster:
 
     def authenticate(self) -> None:
         """Type the code of the day."""
-        done = self.ssh("-MNf", "cluster")
+        done = self.ssh("-Nf", "-o", "ControlMaster=auto", "cluster")
         assert done.returncode == 0, done.stderr
 
     def hang_up(self) -> None:
@@ -147,8 +147,12 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
-    """Start two login nodes that share all their files. As root they ask for a second factor."""
+def cluster(folder: Path, variables: str = "") -> Iterator[Cluster]:
+    """Start two login nodes that share all their files. As root they ask for a second factor.
+
+    Args:
+        variables: NAME=VALUE of each login shell, with a space between two.
+    """
     root = os.geteuid() == 0
     key, host_key = folder / "user", folder / "host"
     for each in (key, host_key):
@@ -178,7 +182,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             f"Port {port}\nListenAddress 127.0.0.1\nHostKey {host_key}\nStrictModes no\n"
             f"AuthorizedKeysFile {key}.pub\nPidFile none\nLogLevel VERBOSE\nMaxSessions 50\n"
             f"PermitRootLogin yes\nPasswordAuthentication no\n{two if root else 'UsePAM no'}\n"
-            f"SetEnv COOKBOOK_ROOT={shared} COOKBOOK_VENV={sys.prefix}\n"
+            f"SetEnv COOKBOOK_ROOT={shared} COOKBOOK_VENV={sys.prefix} {variables}\n"
         )
         with open(folder / f"sshd{number}.log", "wb") as log:
             argv = [sshd, "-D", "-e", "-f", config]

@@ -1,5 +1,7 @@
 """The laptop's side alone: what it imports, what it reads, how its words become the cluster's."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,22 +18,68 @@ from runspec.keys.key import faults
 
 # What Windows lacks, and what the light half does not install.
 ABSENT = (
-    "fcntl", "pwd", "grp", "termios", "pty", "resource", "torch", "transformers", "datasets",
-    "tensorboard", "huggingface_hub", "jinja2", "rich",
+    "fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty",
+    "torch", "transformers", "datasets", "tensorboard", "huggingface_hub", "jinja2", "rich",
 )  # fmt: skip
+ABSENT_IN_OS = (
+    "chown", "fork", "forkpty", "getegid", "geteuid", "getgid", "getpgid", "getuid", "killpg",
+    "mkfifo", "nice", "openpty", "setsid", "statvfs", "uname",
+)  # fmt: skip
+WINDOWS_SIGNALS = ("SIGABRT", "SIGFPE", "SIGILL", "SIGINT", "SIGSEGV", "SIGTERM")
+# Instead of ssh: no master connection, and the command runs here.
+SSH = """
+import subprocess, sys
+if "-O" in sys.argv: sys.exit(255)
+if "-G" not in sys.argv: sys.exit(subprocess.run(["bash", "-c", sys.argv[-1]]).returncode)
+"""
 
 
-def test_the_client_needs_only_click_and_yaml_on_any_system():
+@pytest.mark.parametrize(
+    ("words", "status", "printed"),
+    [
+        (["fetch", "--help"], 0, "--adapter"),
+        (["status"], 2, "status runs on a cluster: cookbook --host NAME status"),
+        pytest.param(["--host", "a", "status"], 0, "no run in", marks=pytest.mark.long),
+        pytest.param(
+            ["--host", "a", "check", "none.yaml"],
+            2,
+            r"there is no 'nothing' for /\S*client_needs\S*/none.yaml:",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_the_client_needs_only_click_and_yaml_on_any_system(tmp_path, words, status, printed):
+    """Commands on the cluster, the tree that is sent, and Ctrl-C, without what is posix alone."""
     code = f"""
-import sys
+import os, signal, sys
 for name in {ABSENT!r}:
     sys.modules[name] = None
+for name in {ABSENT_IN_OS!r}:
+    delattr(os, name)
+for name in [name for name in dir(signal) if name.startswith("SIG") and name[3] != "_"]:
+    if name not in {WINDOWS_SIGNALS!r}:
+        delattr(signal, name)
 import launcher.cli, launcher.cli.remote
 from launcher.remote import client, fetch, hosts, install, ports, ssh, tree
-launcher.cli.cookbook(["--host", "local", "fetch", "--help"])
+launcher.cli.main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "--adapter" in done.stdout, done.stderr
+    (tmp_path / "ssh.py").write_text(SSH)
+    (tmp_path / ".config/slurm-cookbook").mkdir(parents=True)
+    (tmp_path / ".config/slurm-cookbook/config.yaml").write_text(f"kits: {{a: {paths.REPO_ROOT}}}")
+    (tmp_path / "none.yaml").write_text("extends: nothing\n")
+    env = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "COOKBOOK_ROOT": str(tmp_path / "shared"),
+        "COOKBOOK_VENV": sys.prefix,
+        "COOKBOOK_SSH": f"{sys.executable} {tmp_path / 'ssh.py'}",
+        "PYTHONPATH": str(paths.REPO_ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == status, done.stderr
+    assert re.search(printed, done.stdout + done.stderr), done.stderr
 
 
 def test_the_users_file_names_the_host(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from launcher.errors import RecipeFault
 from launcher.recipes import recipe, stock
-from launcher.sizing.step_config import step_of
+from launcher.sizing.recipe_step import step_of
 from runspec.keys.sft import SftConfig
 from runspec.layout import NEED_WHOLE_PARAMETERS
 from tests.trainer.forks import run

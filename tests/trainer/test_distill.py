@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from launcher.sizing import gpus
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import step_of
+from launcher.sizing.recipe_step import step_of
 from launcher.sizing.step_time import Links, step_time
 from tests.trainer.runs import (
     assert_same_curve,

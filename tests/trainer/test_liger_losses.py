@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.peers.liger_losses import VALUES
+from benchmarks.peers.trl_rl import CASES
 from trainer.layers.divergence import Divergence, distillation_loss
 from trainer.layers.log_probs import Factors
 from trainer.objectives import preference_losses as losses
@@ -47,7 +48,8 @@ def assert_same(name: str, loss: torch.Tensor, at: torch.Tensor) -> None:
 
 
 def test_nothing_of_ligers_is_left_out() -> None:
-    assert {*PAIRS, "jsd-0.0", "jsd-0.3", "jsd-1.0"} == CONTENT["values"].keys()
+    tested = {*PAIRS, "jsd-0.0", "jsd-0.3", "jsd-1.0", *CASES}  # the last in test_policy_losses
+    assert tested == CONTENT["values"].keys()
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from runspec.keys.fields import STREAM, TRANSFORMERS
+from runspec.keys.fields import STREAM
+from runspec.keys.model import TRANSFORMERS
 from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (
     assert_same_curve,

@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launcher.sizing.memory import state_bytes
-from launcher.sizing.step_config import step_of
+from launcher.sizing.recipe_step import step_of
 from runspec.keys.fields import STREAM
 from runspec.tokens import grown, new_tokens
 from tests.trainer.pairs import write_pairs

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from launcher.cli import cookbook
 from launcher.recipes import entries
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import step_of
+from launcher.sizing.recipe_step import step_of
 from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (
     ROOT,

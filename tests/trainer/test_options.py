@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from launcher.sizing.memory import state_bytes
-from launcher.sizing.step_config import step_of
+from launcher.sizing.recipe_step import step_of
 from runspec.keys.sft import SftConfig
 from tests.trainer.runs import (
     assert_same_curve,

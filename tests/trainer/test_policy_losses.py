@@ -1,4 +1,7 @@
-"""Policy optimisation's losses and gradients against TRL's: python -m benchmarks.peers.trl_rl."""
+"""Policy optimisation's losses and gradients against TRL's and Liger's.
+
+python -m benchmarks.peers.trl_rl and python -m benchmarks.peers.liger_losses make their values.
+"""
 
 import json
 import math
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.peers import liger_losses
 from benchmarks.peers.trl_rl import CAP, CASES, HIGH, LENGTHS, LONGEST, LOW, VALUES
 from trainer.data.batches import Collator, Row
 from trainer.layers.batch import MicroBatch
@@ -15,6 +19,10 @@ from trainer.objectives import policy_losses as losses
 from trainer.objectives.policy_losses import LogProbs, Rule
 
 CONTENT = json.loads(VALUES.read_text())
+THEIRS = {
+    "trl": CONTENT["values"],
+    "liger": json.loads(liger_losses.VALUES.read_text())["values"],
+}
 MASK = torch.arange(LONGEST) < torch.tensor(LENGTHS).unsqueeze(1)
 
 
@@ -32,9 +40,12 @@ def given(name: str) -> torch.Tensor:
     return torch.tensor(CONTENT["inputs"][name], dtype=torch.float64)[MASK]
 
 
-@pytest.mark.parametrize("name", [*CASES, "rloo"])
-def test_losses_and_gradients_are_trls(name: str) -> None:
-    wanted, policy = CONTENT["values"][name], given("policy").requires_grad_()
+# Liger has no RLOO.
+@pytest.mark.parametrize(
+    ("peer", "name"), [("trl", "rloo"), *((peer, name) for peer in THEIRS for name in CASES)]
+)
+def test_losses_and_gradients_are_theirs(peer: str, name: str) -> None:
+    wanted, policy = THEIRS[peer][name], given("policy").requires_grad_()
     beta = CASES[name][2] if name in CASES else 0.0
     cap = CAP if name == "dapo-truncated" else None
     rule = Rule(name.partition("-")[0], LOW, HIGH, beta, cap, LONGEST)

@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks import preference
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import step_of
+from launcher.sizing.recipe_step import step_of
 from runspec.keys.preference import DpoConfig
 from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (

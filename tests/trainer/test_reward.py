@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import step_of
-from runspec.keys.fields import TRANSFORMERS
+from launcher.sizing.recipe_step import step_of
+from runspec.keys.model import TRANSFORMERS
 from runspec.keys.reward import RewardConfig
 from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import step_of
+from launcher.sizing.recipe_step import step_of
 from runspec.keys.distill import TeachConfig, teach_notes
 from tests.trainer.runs import (
     assert_same_curve,

@@ -15,7 +15,8 @@ from torch._dynamo.utils import counters
 from launcher.recipes import recipe as recipes
 from launcher.sizing.estimate import trace as ask_for_trace
 from launcher.sizing.memory import StepMemory
-from launcher.sizing.step_config import GIB, step_of
+from launcher.sizing.recipe_step import step_of
+from launcher.sizing.step_config import GIB
 from runspec.keys.sft import SftConfig
 from tests.trainer.transformers_cases import write
 from tests.trainer.transformers_runs import BY_OPERATION, TP, config_of

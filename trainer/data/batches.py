@@ -201,13 +201,14 @@ def _fp32(values: np.ndarray) -> torch.Tensor:
 class Batches:
     """Global batches in a fixed order, split over the ranks that see different data.
 
-    Each epoch is a permutation by (seed, epoch). Nothing is dropped: the last global batch of an
-    epoch may have fewer rows, and is filled up by masked ones, which add nothing to the loss. As
-    one step takes one global batch, the step is the data position.
+    Each epoch is a permutation by (seed, epoch). Nothing is dropped, unless `drops_rest`: the last
+    global batch of an epoch may have fewer rows, and is filled up by masked ones, which add nothing
+    to the loss. As one step takes one global batch, the step is the data position.
 
     Args:
         seed: of the order; None keeps the rows' own.
         workers: processes that read ahead; 0 reads when a batch is asked for.
+        drops_rest: an epoch ends with its last full global batch, if it has any.
     """
 
     def __init__(
@@ -222,10 +223,12 @@ class Batches:
         max_steps_per_epoch: int | None = None,
         max_steps: int | None = None,
         workers: int = 0,
+        drops_rest: bool = False,
     ) -> None:
         self.rows, self.size = rows, len(rows)
         self.samples_per_step = batch_size * micro_steps * world.data_size
-        steps = -(-self.size // self.samples_per_step)
+        full, rest = divmod(self.size, self.samples_per_step)
+        steps = full if drops_rest and full else full + (rest > 0)
         self.steps_per_epoch = min(steps, max_steps_per_epoch or steps)
         steps = self.steps_per_epoch * epochs
         self.total_steps = min(steps, max_steps or steps)
@@ -383,6 +386,7 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
         max_steps_per_epoch=config.max_steps_per_epoch,
         max_steps=config.max_steps,
         workers=workers(config, world),
+        drops_rest=config.samples_answers,
     )
     own = validation(config, world, tokenizer, form)
     if own is not None:

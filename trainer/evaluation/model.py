@@ -72,14 +72,6 @@ class Answerer:
         # Virtual tokens of prompt and prefix tuning take positions, too.
         self.limit = positions - ((adapter or {}).get("num_virtual_tokens") or 0)
 
-    @property
-    def template_hash(self) -> str | None:
-        """Hash of the chat template, None if prompts are taken as they are."""
-        if self.settings["template"] == "none":
-            return None
-        text = self.tokenizer.chat_template or ""
-        return hashlib.sha256(str(text).encode()).hexdigest()[:16]
-
     def prompt_text(self, sample: Sample, task: dict[str, Any]) -> str:
         """Return what the model reads before it answers."""
         if self.settings["template"] == "none":

@@ -16,7 +16,7 @@ from torch import nn
 from runspec import tokens
 from runspec.adapters import LORA, OF_LORA, is_built_in, own_adapters
 from runspec.description import family_of
-from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.model import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, linear, nf4, noise

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from runspec import files
-from runspec.keys.fields import TRANSFORMERS
+from runspec.keys.model import TRANSFORMERS
 from trainer.config import TrainConfig
 from trainer.data.batches import Data
 from trainer.errors import ConfigError

@@ -25,6 +25,7 @@ from trainer.models.builder import Builder
 from trainer.objectives import policy_losses as losses
 from trainer.objectives import reward_model as judges
 from trainer.objectives import whole
+from trainer.objectives.ahead import Ahead, Drawn
 from trainer.objectives.base import LossSum, Models, Objective
 from trainer.objectives.policy_losses import LogProbs, Rule
 from trainer.objectives.rollout_log import Rollout, RolloutLog
@@ -62,6 +63,8 @@ class PolicyOptimisation(Objective):
     _prompts: PromptBatches
     _sampler: Sampler
     _pool: Pool
+    _ahead: Ahead
+    _number = 0
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:
@@ -99,6 +102,10 @@ class PolicyOptimisation(Objective):
             faults.append("reference: adapter_off needs a new adapter; set reference=model")
         if config.overlong_tokens > config.max_new_tokens:
             faults.append("overlong_tokens: must be at most max_new_tokens")
+        if config.max_staleness and config.importance_cap is None:
+            faults.append("max_staleness: older weights sample the answers; set importance_cap=2")
+        if config.max_staleness and judges.blocks(config.rewards):
+            faults.append("max_staleness: a reward model works beside no update; set 0")
         faults += pool.faults(config.rewards, config.reward_timeout)
         policy = Path(str(config.tokenizer.get("path") or config.model_folder))
         return faults + (judges.faults(config.rewards, policy) if config.rewards else [])
@@ -182,6 +189,7 @@ class PolicyOptimisation(Objective):
         )
         self._tail = following(self._sampler.tokenizer, []) if folders else []
         self._log = RolloutLog(config, world, self._sampler.tokenizer)
+        self._ahead = Ahead(config, world, self._sampler, self._prompts, self._draw)
         for name, block in config.rewards.items():
             world.say(f"reward     {name}: {block['function']}, weight {self._weights[name]:g}")
 
@@ -240,44 +248,43 @@ class PolicyOptimisation(Objective):
 
     # Rollouts -------------------------------------------------------------------------------------
 
-    def _sampled(self, models: Models, given: list[MicroBatch], step: int) -> list[Answer]:
-        """This rank's answers of a step; all ranks call this together."""
-        config, world = self.config, self.world
-        began, scored_s = time.monotonic(), 0.0
+    def _draw(self, given: list[MicroBatch], number: int) -> Drawn:
+        """This rank's answers of the rollout of this number; nothing of it concerns other ranks."""
+        config, scored_s = self.config, 0.0
         prompts = [each for batch in given for each in prompts_of(batch)]
-        size, rounds = config.group_size, 1
+        step, size, rounds = number * config.updates_per_rollout, config.group_size, 1
         if config.zero_variance == "resample":
             rounds += config.max_resamples
         groups: list[list[Answer]] = [[] for _ in prompts]
         scores: list[list[Scores]] = [[] for _ in prompts]
         rewards = torch.full((len(prompts), size), torch.nan, dtype=torch.float64)
-        resampled = 0
+        resampled, wanted = 0, list(range(len(prompts)))
+        for turn in range(rounds if self.world.data_weight else 0):
+            resampled += len(wanted) if turn else 0
+            asked = [
+                Asked(*prompts[index], f"answer {step} {prompts[index][0]} {answer} {turn}")
+                for index in wanted
+                for answer in range(size)
+            ]
+            answers, played = self._answered("dataset", asked)
+            before = time.monotonic()
+            scored = self._scored("dataset", answers, played)
+            scored_s += time.monotonic() - before
+            for place, index in enumerate(wanted):
+                own = slice(place * size, (place + 1) * size)
+                groups[index], scores[index] = answers[own], scored[own]
+                rewards[index] = self._rewards(answers[own], scored[own])
+            equal = losses.without_variance(rewards).tolist()
+            wanted = [index for index in wanted if equal[index]]
+            if not wanted:
+                break
+        return Drawn(groups, scores, rewards, resampled, scored_s)
 
-        def sample() -> None:
-            nonlocal resampled, scored_s
-            wanted = list(range(len(prompts)))
-            for turn in range(rounds if world.data_weight else 0):
-                resampled += len(wanted) if turn else 0
-                asked = [
-                    Asked(*prompts[index], f"answer {step} {prompts[index][0]} {number} {turn}")
-                    for index in wanted
-                    for number in range(size)
-                ]
-                answers, played = self._answered("dataset", asked)
-                before = time.monotonic()
-                scored = self._scored("dataset", answers, played)
-                scored_s += time.monotonic() - before
-                for place, index in enumerate(wanted):
-                    own = slice(place * size, (place + 1) * size)
-                    groups[index], scores[index] = answers[own], scored[own]
-                    rewards[index] = self._rewards(answers[own], scored[own])
-                equal = losses.without_variance(rewards).tolist()
-                wanted = [index for index in wanted if equal[index]]
-                if not wanted:
-                    break
-
-        with self._sampler.holding(models):
-            world.on_all(sample)
+    def _sampled(self, models: Models, given: list[MicroBatch], step: int) -> list[Answer]:
+        """This rank's answers of a step; all ranks call this together."""
+        config, world, size = self.config, self.world, self.config.group_size
+        began, self._number = time.monotonic(), step // config.updates_per_rollout
+        groups, scores, rewards, resampled, scored_s = self._ahead.take(models, given, self._number)
         self._log.failures(self._pool.messages)
         if config.beta and config.loss == "rloo":
             rewards = self._less_kl(models, groups, rewards)
@@ -295,9 +302,12 @@ class PolicyOptimisation(Objective):
             ]
             for group, own in enumerate(groups)
         ]
-        self._log.add(step, Rollout(trained, scores, rewards, equal, resampled))
+        self._log.add(step, Rollout(trained, scores, rewards, equal, resampled, self._number))
         transfer_s = self._sampler.transfer_s
-        self._log.took(time.monotonic() - began - scored_s - transfer_s, scored_s, transfer_s)
+        waited_s = time.monotonic() - began - transfer_s
+        # Ahead, scores are made while the step before is trained.
+        waited_s -= 0.0 if config.max_staleness else scored_s
+        self._log.took(waited_s, scored_s, transfer_s)
         flat = [answer for own in trained for answer in own]
         flat += [Answer(0, [], [], [], False)] * (config.prompts_per_step * size - len(flat))
         # Ranks of a tensor-parallel group train on the same tokens, whatever their GPUs round.
@@ -408,7 +418,8 @@ class PolicyOptimisation(Objective):
     def _validation(self, models: Models, batch: MicroBatch) -> LossSum:
         """Minus the sum of the rewards of greedy answers; one without a score counts as 0."""
         if not self._sampler.held:
-            self._sampler.hold(models)
+            self._ahead.rest()
+            self._sampler.hold(models, self._number)
         asked = [Asked(sample, prompt, "") for sample, prompt in prompts_of(batch)]
 
         def sample() -> tuple[list[float], dict[str, float]]:

@@ -4,7 +4,8 @@ from typing import ClassVar
 
 import torch
 
-from runspec.keys.fields import STREAM, TRANSFORMERS
+from runspec.keys.fields import STREAM
+from runspec.keys.model import TRANSFORMERS
 from runspec.keys.pretrain import PretrainConfig
 from runspec.keys.train import TrainConfig
 from trainer.data import stream

@@ -8,27 +8,39 @@ any replica answers it alike: one that dies or hangs costs the time of its reque
 import http.client
 import json
 import os
+import queue
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
 from runspec import files
 from trainer.errors import RolloutError
 from trainer.models.build import Model
 from trainer.objectives import whole
+from trainer.parallel import fsdp
+from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
+from trainer.storage import weights
 
 POLL_S = 0.2
 # A request that a replica answers with an error is asked so often in all.
 TRIES = 3
+CPU = torch.device("cpu")
+# What takes longer than so many times the longest of the others, and a second, is late.
+LATE = 2
 
-# New tokens of each prompt, and their log-probabilities.
-Sampled = tuple[list[list[int]], list[list[float]]]
+
+class Sampled(NamedTuple):
+    """New tokens of each prompt, their log-probabilities, and the weights: see Answer.version."""
+
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    version: int = -1
 
 
 class Request(NamedTuple):
@@ -69,41 +81,76 @@ class Replicas:
             return None
         return world.on_all(lambda: cls(run_dir / files.ROLLOUT, count, world, limit_s))
 
-    def send(self, model: Model) -> None:
+    def send(self, model: Model, rollout: int) -> None:
         """Write the present weights, and have the replicas load them; all ranks call this.
+
+        With an adapter these are what is trained: replicas have the base model. Requests that are
+        sent from now on are for these; others may still be answered by those before.
+
+        Args:
+            rollout: whose weights they are; it is in the version.
 
         Raises:
             RolloutError: no replica took them in time.
         """
-        self._number += 1
-        self.version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}"
-        is_main = self._world.is_main
-        given: dict[str, torch.Tensor] = {}
-        for name, tensor in whole.tensors(model, is_main, torch.device("cpu")):
-            given[name] = tensor.contiguous()
-        self._world.on_main(lambda: self._transfer(given))
-
-    def _transfer(self, given: dict[str, torch.Tensor]) -> None:
-        path = self._folder / files.WEIGHTS.format(self.version)
+        world, self._number = self._world, self._number + 1
+        version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}.{rollout}"
+        path = self._folder / files.WEIGHTS.format(version)
         temporary = path.with_name(f".{path.name}.tmp")
-        save_file(given, temporary)
-        os.replace(temporary, path)
-        # Every answer by the version before is there.
-        for old in self._folder.glob(files.WEIGHTS.format("*")):
-            if old != path:
-                old.unlink(missing_ok=True)
-        body = {"version": self.version}
-        deadline = time.monotonic() + self._limit_s
-        with ThreadPoolExecutor(self._count) as threads:
-            # One that is starting, or dies, loads them with its first request.
-            faults = list(
-                threads.map(lambda index: self._tried(index, "/weights", body, deadline), self._all)
-            )
-        if all(isinstance(each, TimeoutError) for each in faults):
-            raise RolloutError(
-                f"transfer of weights {self.version} to {self._named(0)}: not done within "
-                f"{self._limit_s:.0f} s"
-            )
+        shapes, dtypes, tensors = sent(model, world.is_main)
+
+        def begin() -> weights.SafetensorsWriter:
+            # Versions that nobody asks for any more, or what a killed rank was writing.
+            in_use = self._folder / files.WEIGHTS.format(self.version)
+            for pattern in (files.WEIGHTS.format("*"), f".{files.WEIGHTS.format('*')}.tmp"):
+                for old in self._folder.glob(pattern):
+                    if old != in_use:
+                        old.unlink(missing_ok=True)
+            return weights.SafetensorsWriter(temporary, shapes, dtypes)
+
+        def end() -> None:
+            if writer is not None:
+                writer.close()
+            os.replace(temporary, path)
+            if self._number == 1:
+                size = path.stat().st_size / 1e6
+                world.say(f"rollouts   {self._count} replicas, {size:,.2f} MB of weights for each")
+            self._transfer(version)
+
+        writer = world.on_main(begin)
+        for tensor in tensors:
+            if writer is not None:
+                writer.add(tensor.cpu())
+        world.on_main(end)
+        self.version = version
+
+    def _transfer(self, version: str) -> None:
+        """Have the replicas load the weights. One that is starting, late, or dies, loads them with
+        its first request.
+        """
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        began, body = time.monotonic(), {"version": version}
+        deadline = limit = began + self._limit_s
+
+        def ask(index: int) -> None:
+            answers.put(self._tried(index, "/weights", body, deadline))
+
+        for index in range(self._count):
+            threading.Thread(target=ask, args=[index], daemon=True).start()
+        for number in range(self._count):
+            try:
+                answer = answers.get(timeout=max(0.0, limit - time.monotonic()))
+            except queue.Empty:
+                answer = TimeoutError()
+            if isinstance(answer, dict):
+                limit = min(limit, _late(time.monotonic() - began) + began)
+            elif not isinstance(answer, TimeoutError):
+                continue
+            elif number + 1 == self._count and limit == deadline:
+                raise RolloutError(
+                    f"transfer of weights {version} to {self._named(0)}: not done within "
+                    f"{self._limit_s:.0f} s"
+                )
 
     def sample(self, requests: Sequence[Request]) -> list[Sampled]:
         """Answer each request, on as many replicas at once as there are.
@@ -111,39 +158,44 @@ class Replicas:
         Raises:
             RolloutError: no replica answered in time, or the requests themselves fail.
         """
-        with ThreadPoolExecutor(self._count) as threads:
-            return list(threads.map(self._answer, range(len(requests)), requests))
-
-    def _answer(self, place: int, request: Request) -> Sampled:
-        body = {"version": self.version, **request._asdict()}
-        deadline, refused = time.monotonic() + self._limit_s, 0
-        index = (self._world.data_rank + place) % self._count
-        fault: Any = None
-        while time.monotonic() < deadline:
-            answer = self._tried(index, "/generate", body, deadline)
-            if isinstance(answer, dict):
-                return answer["tokens"], answer["log_probs"]
-            fault = answer or fault
-            refused += isinstance(answer, _Refused)
-            if refused == TRIES:
-                raise RolloutError(f"{self._named(index)}: {fault}")
+        asked = _Asked(requests, self._limit_s)
+        first = self._world.data_rank
+        for place in range(self._count):
+            index = (first + place) % self._count
+            threading.Thread(target=self._work, args=[asked, index], daemon=True).start()
+        while not asked.wait(POLL_S):
             if failed := files.read_json_or_none(self._folder / files.NO_REPLICA):
-                raise RolloutError(str(failed.get("message")))
-            index = (index + 1) % self._count
-            time.sleep(POLL_S)
-        reason = f"the last one said: {fault}" if fault else "none is ready"
-        raise RolloutError(
-            f"generating: no rollout replica answered within {self._limit_s:.0f} s: {reason}"
-        )
+                asked.fail(str(failed.get("message")))
+        if asked.failure:
+            raise RolloutError(asked.failure)
+        return [asked.answers[place] for place in range(len(requests))]
 
-    @property
-    def _all(self) -> range:
-        return range(self._count)
+    def _work(self, asked: "_Asked", index: int) -> None:
+        """Let a replica answer requests until there are none."""
+        while not asked.is_over:
+            place = asked.take() if self._known(index) else None
+            if place is None:
+                time.sleep(POLL_S)
+                continue
+            began = time.monotonic()
+            body = {"version": self.version, **asked.requests[place]._asdict()}
+            answer = self._tried(index, "/generate", body, asked.deadline)
+            if isinstance(answer, dict):
+                rollout = int(answer["version"].rpartition(".")[2])
+                sampled = Sampled(answer["tokens"], answer["log_probs"], rollout)
+                asked.answered(place, sampled, time.monotonic() - began)
+            else:
+                asked.give_back(place, self._named(index), answer)
+                time.sleep(POLL_S)
+
+    def _known(self, index: int) -> dict[str, Any] | None:
+        """Where a replica listens; None if it does not."""
+        known = files.read_json_or_none(self._folder / files.REPLICA.format(index))
+        return known if isinstance(known, dict) else None
 
     def _tried(self, index: int, path: str, body: dict[str, Any], deadline: float) -> Any:
         """Return a replica's answer, or the error that there was; None if it is not ready."""
-        known = files.read_json_or_none(self._folder / files.REPLICA.format(index))
-        if not isinstance(known, dict):
+        if (known := self._known(index)) is None:
             return None
         try:
             return post(known, path, body, self._secret, deadline - time.monotonic())
@@ -151,8 +203,126 @@ class Replicas:
             return error
 
     def _named(self, index: int) -> str:
-        known = files.read_json_or_none(self._folder / files.REPLICA.format(index)) or {}
-        return f"rollout replica {index} on {known.get('node', 'no node')}"
+        return f"rollout replica {index} on {(self._known(index) or {}).get('node', 'no node')}"
+
+
+class _Asked:
+    """Requests that replicas share: each takes the next one, and at the end one that is late.
+
+    Every answer to a request is the same, so the first one counts.
+    """
+
+    def __init__(self, requests: Sequence[Request], limit_s: float) -> None:
+        self.requests, self._limit_s = requests, limit_s
+        self.deadline = time.monotonic() + limit_s
+        self.answers: dict[int, Sampled] = {}
+        self.failure = ""
+        self._waiting = deque(range(len(requests)))
+        # Since when the others are asked, by place; and how often they were refused.
+        self._since: dict[int, float] = {}
+        self._refused: Counter[int] = Counter()
+        self._longest, self._fault = 0.0, "none is ready"
+        self._changed = threading.Condition()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all are answered, or cannot be."""
+        return bool(self.failure) or len(self.answers) == len(self.requests)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end for so long; return whether it has come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_over, seconds)
+        if not self.is_over and time.monotonic() >= self.deadline:
+            self.fail(
+                f"generating: no rollout replica answered within {self._limit_s:.0f} s: "
+                f"{self._fault}"
+            )
+        return self.is_over
+
+    def fail(self, message: str) -> None:
+        """End it with this message."""
+        with self._changed:
+            self.failure = self.failure or message
+            self._changed.notify_all()
+
+    def take(self) -> int | None:
+        """The place of a request that nobody answers, or of one that is late; None without any."""
+        with self._changed:
+            now = time.monotonic()
+            place = self._waiting.popleft() if self._waiting else None
+            if place is None and self._since and self.answers:
+                oldest = min(self._since, key=lambda each: self._since[each])
+                if now - self._since[oldest] > _late(self._longest):
+                    place = oldest
+            if place is not None:
+                self._since[place] = now
+            return place
+
+    def answered(self, place: int, answer: Sampled, took_s: float) -> None:
+        """Keep an answer."""
+        with self._changed:
+            if place not in self.answers:
+                self._longest = max(self._longest, took_s)
+            self.answers.setdefault(place, answer)
+            self._since.pop(place, None)
+            self._changed.notify_all()
+
+    def give_back(self, place: int, name: str, fault: Any) -> None:
+        """Let another replica answer a request; the end, if several have refused it."""
+        with self._changed:
+            if place in self.answers:
+                return
+            if place not in self._waiting:
+                self._waiting.append(place)
+            self._since.pop(place, None)
+            if fault is not None:
+                self._fault = f"the last one said: {fault}"
+            self._refused[place] += isinstance(fault, _Refused)
+        if self._refused[place] == TRIES:
+            self.fail(f"{name}: {fault}")
+
+
+def _late(longest: float) -> float:
+    return LATE * longest + 1
+
+
+class Sent(NamedTuple):
+    """Shapes and dtypes by name, and in their order the tensors."""
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    tensors: Iterator[torch.Tensor]
+
+
+def sent(model: Model, wanted: bool) -> Sent:
+    """What a replica makes the weights of: with an adapter its parameters and what is trained
+    beside it, as they are.
+
+    All ranks go through the tensors together; only those that want them get some.
+    """
+    if model.module.adapter is None:
+        shapes, values = whole.shapes(model), whole.tensors(model, wanted, CPU)
+        return Sent(shapes, dict.fromkeys(shapes, model.dtype), (each for _, each in values))
+    fsdp.reshard(model.module)
+    own = dict(trained(model))
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for parameter in own.values():
+            tensor = full_tensor(parameter.detach())
+            if wanted:
+                yield tensor
+
+    shapes = {name: tuple(each.shape) for name, each in own.items()}
+    return Sent(shapes, {name: each.dtype for name, each in own.items()}, tensors())
+
+
+def trained(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a model's adapter, and those that are trained beside it."""
+    module = model.module
+    for name, parameter in weights.named_parameters(module):
+        if module.is_adapter(name) or module.is_saved(name):
+            yield name, parameter
 
 
 def post(

@@ -20,7 +20,7 @@ class Rollout(NamedTuple):
     """The groups of a step on a rank, with their scores.
 
     rewards: fp64 [groups, group_size], NaN for none. equal: whether those of a group are equal.
-    resampled: how many groups were sampled again.
+    resampled: how many groups were sampled again. number: of the rollout.
     """
 
     groups: list[list[Answer]]
@@ -28,6 +28,7 @@ class Rollout(NamedTuple):
     rewards: torch.Tensor
     equal: list[bool]
     resampled: int
+    number: int
 
 
 class RolloutLog:
@@ -36,7 +37,7 @@ class RolloutLog:
     def __init__(self, config: GrpoConfig, world: World, tokenizer: Any) -> None:
         self._config, self._world, self._tokenizer = config, world, tokenizer
         self._sums: dict[str, float] = defaultdict(float)
-        self._longest = 0
+        self._longest = self._most_stale = 0
         self._said: set[tuple[str, str]] = set()
         self._begun = False
         self._since: float | None = None
@@ -45,11 +46,14 @@ class RolloutLog:
     def add(self, step: int, rollout: Rollout) -> None:
         """Count the answers of the step of this index, and write some of them."""
         own = self._counted(rollout) if self._world.data_weight else {}
-        lengths = [len(each.tokens) for group in rollout.groups for each in group]
-        for of_rank, longest in self._world.gather((own, max(lengths, default=0))):
+        answers = [each for group in rollout.groups for each in group]
+        longest = max((len(each.tokens) for each in answers), default=0)
+        versions = [each.version for each in answers if each.version >= 0]
+        stale = rollout.number - min(versions, default=rollout.number)
+        for of_rank, length, age in self._world.gather((own, longest, stale)):
             for name, value in of_rank.items():
                 self._sums[name] += value
-            self._longest = max(self._longest, longest)
+            self._longest, self._most_stale = max(self._longest, length), max(self._most_stale, age)
         self._sums["rollouts"] += 1
         if self._world.is_main and self._config.logged_rollouts:
             self._write(step, rollout)
@@ -79,12 +83,13 @@ class RolloutLog:
         conversation, if there is an environment; answers/cut: share that max_new_tokens ended;
         answers/masked: share that is not trained; answers/failed: share without a score, because a
         function hung, died or raised. groups/zero_variance: share whose rewards are equal;
-        groups/resampled: how many were sampled again, per group. seconds/generate, seconds/score,
+        groups/resampled: how many were sampled again, per group. staleness and staleness/most, with
+        rollout nodes: how many rollouts old the weights were. seconds/generate, seconds/score,
         seconds/transfer (of weights to rollout nodes), seconds/update: per rollout, of the slowest
         rank; the last one of rank 0, of the rollouts that were followed by another.
         """
-        figures, longest = self._sums, self._longest
-        self._sums, self._longest = defaultdict(float), 0
+        figures, longest, most_stale = self._sums, self._longest, self._most_stale
+        self._sums, self._longest, self._most_stale = defaultdict(float), 0, 0
 
         def mean(name: str, over: str) -> float | None:
             return figures[name] / figures[over] if figures[over] else None
@@ -106,6 +111,14 @@ class RolloutLog:
             "answers/failed": mean("failed", "answers"),
             "groups/zero_variance": mean("equal", "groups"),
             "groups/resampled": mean("resampled", "groups"),
+            **(
+                {
+                    "staleness": mean("stale", "versions"),
+                    "staleness/most": most_stale,
+                }
+                if figures["versions"]
+                else {}
+            ),
             "seconds/generate": mean("generate", "rollouts"),
             "seconds/score": mean("score", "rollouts"),
             **({"seconds/transfer": mean("transfer", "rollouts")} if figures["transfer"] else {}),
@@ -135,6 +148,9 @@ class RolloutLog:
         own["cut"] = sum(not each.ended for each in answers)
         own["masked"] = sum(each.advantage is None for each in answers)
         own["equal"], own["resampled"] = sum(rollout.equal), rollout.resampled
+        versions = [each.version for each in answers if each.version >= 0]
+        own["versions"] = len(versions)
+        own["stale"] = sum(rollout.number - each for each in versions)
         for each in (each for group in rollout.scores for each in group):
             own["failed"] += each.failed
             for name, score in each.scores.items():

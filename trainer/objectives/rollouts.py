@@ -47,7 +47,8 @@ class Answer(NamedTuple):
     log_probs: the sampler's, of each token that it drew. ended: by
     itself, and not because max_new_tokens was reached. advantage: None for one that is not trained.
     old: the log-probabilities of the trainer's policy at that time; [] if it is the current one.
-    sampled: which tokens were drawn, and are trained; [] if all of them.
+    sampled: which tokens were drawn, and are trained; [] if all of them. version: of which rollout
+    the weights were that drew it; -1 if not from rollout nodes.
     """
 
     sample: int
@@ -58,6 +59,7 @@ class Answer(NamedTuple):
     advantage: float | None = None
     old: list[float] = []  # noqa: RUF012, never changed
     sampled: list[bool] = []  # noqa: RUF012, never changed
+    version: int = -1
 
 
 @dataclass
@@ -193,21 +195,21 @@ class Sampler:
         self.transfer_s = 0.0
 
     @contextmanager
-    def holding(self, models: Models) -> Iterator[None]:
+    def holding(self, models: Models, rollout: int) -> Iterator[None]:
         """Hold the whole policy's present weights inside; all ranks call this together."""
-        self.hold(models)
+        self.hold(models, rollout)
         try:
             yield
         finally:
             self.release()
 
-    def hold(self, models: Models) -> None:
+    def hold(self, models: Models, rollout: int) -> None:
         """Gather the policy's present weights; all ranks call this together."""
         began = time.monotonic()
         if self._replicas is None:
             self._whole.gather(models.policy)
         else:
-            self._replicas.send(models.policy)
+            self._replicas.send(models.policy, rollout)
             self.transfer_s = time.monotonic() - began
         self.held = True
 
@@ -215,6 +217,11 @@ class Sampler:
         """Give the memory back."""
         self._whole.free()
         self.held = False
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether rollout nodes answer."""
+        return self._replicas is not None
 
     def answers(
         self, asked: Sequence[Asked], vocabulary: int, greedy: bool = False
@@ -247,13 +254,16 @@ class Sampler:
             sampled = self._replicas.sample(requests)
         else:
             sampled = [sample(self._whole, each, self.ends) for each in requests]
-        for part, (new, log_probs) in zip(parts, sampled, strict=True):
-            for index, row, of_row in zip(part, new, log_probs, strict=True):
+        for part, of_part in zip(parts, sampled, strict=True):
+            for index, row, of_row in zip(part, of_part.tokens, of_part.log_probs, strict=True):
                 end = next((n + 1 for n, token in enumerate(row) if token in self.ends.tokens), 0)
                 count = min(end or len(row), rooms[index])
                 ended = bool(end) and count == end
                 answers[index] = answers[index]._replace(
-                    tokens=row[:count], log_probs=of_row[:count], ended=ended
+                    tokens=row[:count],
+                    log_probs=of_row[:count],
+                    ended=ended,
+                    version=of_part.version,
                 )
         return answers
 
@@ -263,7 +273,7 @@ def sample(engine: whole.Engine, asked: Request, ends: whole.Ends) -> Sampled:
     """Generate what a request asks for."""
     draw = _Draw(asked.temperature, asked.seeds, asked.vocabulary, engine.device)
     new = engine.generate(asked.prompts, asked.room, draw, ends)
-    return new, torch.stack(draw.log_probs, 1).tolist()
+    return Sampled(new, torch.stack(draw.log_probs, 1).tolist())
 
 
 def trace(models: Models, config: GrpoConfig, world: World) -> None:

@@ -95,6 +95,21 @@ class Ends(NamedTuple):
         return cls(tokens, getattr(tokenizer, "pad_id", 0))
 
 
+def _parts(model: Model) -> dict[str, weights.Parts]:
+    """By name in the class, the parameters (plain name, parameter) in a tensor's rows."""
+    by_name = {
+        model.module.peft_name(key): parts
+        for key, parts in weights.hub_tensors(model.module).items()
+        if key is not None
+    }
+    return by_name | {name: [(name, parameter)] for name, parameter in _stacked(model.module)}
+
+
+def shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Of the whole weights, by their names in the class."""
+    return {name: weights.hub_shape(parts) for name, parts in _parts(model).items()}
+
+
 def tensors(model: Model, wanted: bool, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the whole weights by their names in the class, in the model's dtype.
 
@@ -102,21 +117,16 @@ def tensors(model: Model, wanted: bool, device: torch.device) -> Iterator[tuple[
     """
     fsdp.reshard(model.module)
     layers = export.layers_of(model)
-    by_name = {
-        key and model.module.peft_name(key): parts
-        for key, parts in weights.hub_tensors(model.module).items()
-    }
-    by_name |= {name: [(name, parameter)] for name, parameter in _stacked(model.module)}
-    for name, parts in by_name.items():
+    for name, parts in _parts(model).items():
         rows = (
             model.module.to_hub(plain, export.gather(model, layers, step))
             for plain, parameter in parts
             for step in export.steps_of(model, plain, parameter)
         )
-        if not wanted or name is None:
-            deque(rows, 0)
-        else:
+        if wanted:
             yield name, _joined(rows, weights.hub_shape(parts), model.dtype, device)
+        else:
+            deque(rows, 0)
 
 
 class Engine:

@@ -31,11 +31,6 @@ def prepare(base: nn.Module) -> None:
             experts.prepare(module, _activation, transposed=module.is_transposed)
 
 
-def weighs_inputs(base: nn.Module) -> bool:
-    """Whether routers multiply what goes into the experts, not what comes out."""
-    return any(_is(module, "Llama4TextMoe") for module in base.modules())
-
-
 def is_router(module: nn.Module) -> bool:
     """Whether a linear layer is a router, which `_llama4_forward` computes."""
     return _is(module, "Llama4Router")

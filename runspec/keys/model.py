@@ -1,0 +1,207 @@
+"""The keys of the model, its adapters, its tokenizer and its folder."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from runspec.keys.key import REQUIRED, Key, setting
+
+# model._component_ of a model that its folder's config.json names: transformers has the code.
+TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+class ModelKeys:
+    """Model."""
+
+    model: dict[str, Any] = setting(
+        "open block",
+        "The model and its adapters. Without _component_ (or with transformers) the config.json "
+        "in checkpointer.checkpoint_dir defines the model, and model.lora_rank trains adapters. "
+        "With a torchtune builder, a plain one trains all weights, lora_* trains adapters, and "
+        "qlora_* trains adapters on a 4-bit base.",
+        {"_component_": TRANSFORMERS},
+        inner=(
+            Key("_component_", "text", "transformers, or a builder's dotted path.", TRANSFORMERS),
+            Key(
+                "adapter",
+                "text",
+                "What is trained instead of all weights: lora, dora, ia3, prompt, prefix, or the "
+                "dotted path of an adapter of your own. Default: lora if lora_rank is set, or if "
+                "the builder is torchtune's lora_*.",
+            ),
+            Key(
+                "lora_modules",
+                "texts",
+                "What gets LoRA, by the last part of its name: linear layers, such as q_proj, and "
+                "embed_tokens and lm_head; not for torchtune builders. Default: all linear layers "
+                "of the blocks.",
+            ),
+            Key(
+                "lora_attn_modules",
+                "texts",
+                "LoRA on q_proj, k_proj, v_proj, output_proj; for torchtune builders.",
+            ),
+            Key(
+                "apply_lora_to_mlp",
+                "flag",
+                "Also LoRA on the MLP layers; for torchtune builders.",
+                False,
+            ),
+            Key(
+                "lora_rank",
+                "positive",
+                "LoRA rank: a higher rank learns more and needs more memory. Default: 8 for "
+                "torchtune's lora_*, else no LoRA.",
+            ),
+            Key(
+                "lora_alpha",
+                "number",
+                "LoRA updates are scaled by lora_alpha / lora_rank. Default: 16 for torchtune's "
+                "lora_*, else twice the rank.",
+            ),
+            Key("lora_dropout", "rate", "Dropout on the input of LoRA layers.", 0.0),
+            Key(
+                "modules_to_save",
+                "texts",
+                "Beside an adapter, what is trained whole: embed_tokens, lm_head (torchtune's "
+                "builders: tok_embeddings, output).",
+            ),
+            Key("use_dora", "flag", "DoRA: also train a magnitude per row.", False),
+            Key(
+                "use_rslora",
+                "flag",
+                "rsLoRA: updates are scaled by lora_alpha / sqrt(lora_rank), for high ranks.",
+                False,
+            ),
+            Key(
+                "lora_plus_ratio",
+                "number",
+                "LoRA+: the learning rate of B over that of A, such as 16; optimizer.lr is A's.",
+            ),
+            Key(
+                "rank_pattern",
+                "open block",
+                "Ranks of single layers, by the end of a layer's name or a regular expression: "
+                "{down_proj: 32}.",
+            ),
+            Key("alpha_pattern", "open block", "The same of lora_alpha."),
+            Key(
+                "init_lora_weights",
+                "kaiming | gaussian | orthogonal | pissa",
+                "What A and B begin as: kaiming and gaussian set B to zero; orthogonal sets "
+                "neither, and their product is zero; pissa takes the largest singular values out "
+                "of the weights. Default: kaiming.",
+            ),
+            Key(
+                "num_virtual_tokens",
+                "positive",
+                "Virtual tokens before each document, for adapter: prompt and prefix. Default: 20.",
+            ),
+            Key(
+                "prompt_init",
+                "text | random | vocabulary",
+                "What a prompt begins as: the embeddings of prompt_init_text, random numbers, or "
+                "the embeddings of random tokens. Default: text.",
+            ),
+            Key(
+                "prefix_init",
+                "text | random",
+                "What a prefix begins as: the base model's keys and values of prompt_init_text, "
+                "or random numbers. Default: text.",
+            ),
+            Key(
+                "prompt_init_text",
+                "text",
+                "The text that a prompt or a prefix begins as, such as the task in one sentence; "
+                "repeated or cut to num_virtual_tokens. Default: a general instruction.",
+            ),
+            Key(
+                "target_modules",
+                "texts",
+                "Linear layers that get (IA)3, by the last part of their names. Default: as PEFT, "
+                "k_proj, v_proj and the last layer of the MLP; q_proj instead of k_proj for Qwen "
+                "and Gemma.",
+            ),
+            Key(
+                "quantize_base",
+                "base",
+                "Keep the frozen base in 4 bits, as qlora_* does (true or nf4), or in 8 (fp8: e4m3 "
+                "with a scale for each 64 inputs; half the memory and traffic of bf16).",
+                False,
+            ),
+        ),
+    )
+    tokenizer: dict[str, Any] = setting(
+        "component",
+        "Builder of the tokenizer, with its chat template.",
+        REQUIRED,
+        inner=(
+            Key("path", "text", "Folder or file of the tokenizer."),
+            Key(
+                "chat_template",
+                "any",
+                "A chat template in the place of the folder's: its file, or its text.",
+            ),
+            Key(
+                "chat_template_kwargs",
+                "open block",
+                "Arguments of the chat template, such as {enable_thinking: false}.",
+            ),
+            Key(
+                "new_tokens",
+                "any",
+                "Tokens to add to the vocabulary: a list of texts, or a file with one per line. "
+                "Embedding and output head grow by their rows, which begin as the mean of the "
+                "others.",
+            ),
+            Key(
+                "max_seq_len",
+                "positive",
+                "Maximum sample length, or length of a packed row, in tokens. A longer sample "
+                "is truncated; a plain text is split.",
+            ),
+        ),
+    )
+    checkpointer: dict[str, Any] = setting(
+        "open block",
+        "The model's folder.",
+        REQUIRED,
+        inner=(
+            Key(
+                "checkpoint_dir",
+                "text",
+                "Folder of config.json and weights.",
+                REQUIRED,
+                may_change=True,
+            ),
+            Key(
+                "checkpoint_files",
+                "any",
+                "Weight files. Default: all *.safetensors in it.",
+                may_change=True,
+            ),
+            Key(
+                "model_type",
+                "text",
+                "torchtune's name of the model family: LLAMA3.",
+                may_change=True,
+            ),
+            Key("adapter_checkpoint", "text", "Adapter to start from (safetensors)."),
+            Key(
+                "recipe_checkpoint",
+                "text",
+                "State of a torchtune run.",
+                refused=(
+                    "the trainer cannot read the state of a torchtune run; start from its "
+                    "weights with checkpointer.checkpoint_dir, or from its adapter with "
+                    "checkpointer.adapter_checkpoint"
+                ),
+            ),
+            Key(
+                "output_dir",
+                "text",
+                "Folder for checkpoints.",
+                unused="checkpoints go to the run's directory",
+            ),
+        ),
+    )
