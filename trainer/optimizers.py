@@ -23,6 +23,8 @@ from trainer.parallel import gradients
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 # Keys of a schedule's block that are shares of the run's steps, and what they become.
 SHARES = {"warmup_ratio": "num_warmup_steps", "decay_ratio": "num_decay_steps"}
+# All keys of a schedule's block that are not its component's.
+SCHEDULE_KEYS = (*SHARES, "warmup_start_factor")
 # What schedules of torch need and nothing here can give them.
 UNUSABLE_SCHEDULES = {
     f"torch.optim.lr_scheduler.{name}": need
@@ -218,7 +220,7 @@ def _in_steps(block: dict[str, Any], steps: int) -> dict[str, Any]:
                 f"lr_scheduler.{share}: must be a share of all steps, from 0 to 1, without {name}"
             )
         block = block | {name: math.ceil(block[share] * steps)}
-    return {k: v for k, v in block.items() if k not in (*SHARES, "warmup_start_factor")}
+    return {k: v for k, v in block.items() if k not in SCHEDULE_KEYS}
 
 
 def schedule_arguments(factory: Callable[..., Any], block: dict[str, Any]) -> set[str]:

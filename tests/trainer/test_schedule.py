@@ -16,6 +16,7 @@ from trainer.objectives.sft import SupervisedFineTuning
 
 TORCH = "torch.optim.lr_scheduler."
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
+COSINE = "transformers.get_cosine_with_min_lr_schedule_with_warmup"
 STEPS = 12
 # Each with what it gives after `STEPS` steps from a rate of 3e-3.
 CYCLE = {"_component_": f"{TORCH}OneCycleLR", "max_lr": 3e-3}
@@ -83,8 +84,8 @@ def test_the_cosine_is_torchtunes(warmup: int, cycles: float) -> None:
 @pytest.mark.parametrize(("warmup", "start"), [(4, 0.1), (1, 0.5), (0, 0.1)])
 def test_a_warm_up_begins_at_a_share_of_the_rate(warmup: int, start: float) -> None:
     """The formula is NeMo Automodel's OptimizerParamScheduler's, which is Megatron's."""
-    name, least = "transformers.get_cosine_with_min_lr_schedule_with_warmup", 3e-4
-    block = {"_component_": name, "num_warmup_steps": warmup, "min_lr": least}
+    least = 3e-4
+    block = {"_component_": COSINE, "num_warmup_steps": warmup, "min_lr": least}
     rates = [rate for rate, _ in stepped(block | {"warmup_start_factor": start}, 0)]
     rate, expected = ADAMW["lr"], []
     for step in range(STEPS):
@@ -102,9 +103,19 @@ def test_a_warm_up_begins_at_a_share_of_the_rate(warmup: int, start: float) -> N
         stepped({"_component_": f"{TORCH}LinearLR", "warmup_start_factor": start}, 0)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+WARM_COSINE = {
+    "_component_": COSINE,
+    "warmup_ratio": 0.1,
+    "warmup_start_factor": 0.1,
+    "min_lr": 1e-6,
+}
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, COSINE])
 def test_check_takes_it(name: str, tmp_path: Path, model_folder: Path, dataset: Path) -> None:
-    block = {"_component_": f"{TORCH}{name}", **SCHEDULES[name]}
+    block = WARM_COSINE
+    if name in SCHEDULES:
+        block = {"_component_": f"{TORCH}{name}", **SCHEDULES[name]}
     path = write_config(tmp_path, model_folder, dataset, lr_scheduler=block)
     assert check.faults(read_yaml(path), SupervisedFineTuning) == []
 
