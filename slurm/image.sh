@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by slurm/node.sh if the site's start_from is image, and run by the job script at its end.
+# Sourced by slurm/node.sh and slurm/job.sh if the site's start_from is image, and run at a job's end.
 # Mounts the images of the virtual environment and of the kit's code, so that the ranks of a node open
 # none of their files on the shared filesystem. If that fails, the node uses these files, and says why.
 
@@ -22,6 +22,17 @@ start_from_images() { # folder for this attempt's mounts on the node's own disk
   [ -z "$reason" ] || printf 'cookbook: node %s opens the files of %s one by one: %s\n' "$NODE_NAME" "$VENV" "$reason"
   # At the end of an attempt Slurm kills this loop with the step: then the job script unmounts.
   { trap '' TERM INT HUP; while kill -0 $$; do sleep 2; done; release_images "$folder"; } >/dev/null 2>&1 </dev/null &
+}
+
+# Sets JOB_VENV and JOB_CODE, from which the job script starts its own programs. The nodes mount the
+# images themselves.
+start_job_from_images() {
+  local VENV=$VENV COOKBOOK=$COOKBOOK NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
+  local folder=${TMPDIR:-/tmp}/cookbook-$UID
+  mkdir -m 700 "$folder" 2>/dev/null
+  if [ -O "$folder" ] && [ ! -L "$folder" ]; then start_from_images "$folder/images/$SLURM_JOB_ID.job"; fi
+  # shellcheck disable=SC2034  # slurm/record.sh uses them
+  JOB_VENV=$VENV JOB_CODE=$COOKBOOK
 }
 
 # Mounts an image at a folder. Prints the reason if it cannot.

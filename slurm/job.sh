@@ -39,6 +39,11 @@ if [ -z "${KEEP_LOGS:-}" ]; then KEEP_LOGS=all && ((NODES <= 16)) || KEEP_LOGS=f
 under_slurm || KEEP_LOGS=all
 export KEEP_LOGS
 
+if [ -n "${ENV_IMAGE:-}" ] && under_slurm; then
+  source "$COOKBOOK/slurm/image.sh"
+  start_job_from_images
+fi
+
 # Sets ATTEMPT, LOGS, HOSTS, HEAD_ADDR, HEAD_PORT and ONE_HOST. Returns false if nothing is left to do.
 begin_attempt() {
   [ "${NEXT:-run}" = run ] || return 1
@@ -256,7 +261,7 @@ wait_for() {
 # Runs a program that monitors the attempt, and restarts it if it dies.
 look_after() {
   local pid
-  until PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m "$1" "$LAUNCHED"; do
+  until job_python "$1" "$LAUNCHED"; do
     for _ in {1..5}; do
       sleep 1
       # This script may have been killed while the ranks continue.

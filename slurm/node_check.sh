@@ -46,6 +46,23 @@ print("missing " + " ".join(missing) if missing else "finds torch and torchtune"
   report import_ms $(($(now_ms) - started))
 }
 
+# How long the environment's files take to open, and whether this node can mount an image of them.
+check_start() {
+  local program answer
+  [ -x "$VENV/bin/python" ] || return 0
+  program='import glob, itertools, sys, time
+names = list(itertools.islice(glob.iglob(sys.argv[1] + "/lib/python*/site-packages/*/*.py"), 500))
+began = time.monotonic()
+for name in names:
+    with open(name, "rb", buffering=0) as file:
+        file.read(1)
+print(len(names), round(1e6 * (time.monotonic() - began)))'
+  if answer=$(timeout 60 "$VENV/bin/python" -I -S -c "$program" "$VENV" 2>/dev/null); then report opened "$answer"; fi
+  answer=no
+  if [ -w /dev/fuse ] && { command -v squashfuse_ll || command -v squashfuse; } >/dev/null; then answer=yes; fi
+  report mounts "$answer"
+}
+
 # What `compile: true` needs on a node: a C compiler and Python's headers.
 check_compiler() {
   local name headers
@@ -125,6 +142,8 @@ check_disk
 check_network
 check_gpus
 check_files
+# Before Python has read the environment.
+if [ "$FULL" = yes ]; then check_start; fi
 check_python
 check_compiler
 if [ "$FULL" = yes ]; then

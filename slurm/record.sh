@@ -5,9 +5,16 @@
 # loses one in a hundred signals that arrive while it reads a $(...).
 exec {ANSWERS}<> <(:)
 
-# One small Python program writes the run's records. It needs only the standard library. -P prevents
-# imports from the folder in which the job was submitted.
-record_once() { PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.attempt "$@"; }
+# Runs one of the job script's own programs, which need only the standard library: from the images if
+# they are mounted. -P prevents imports from the folder in which the job was submitted.
+job_python() { # module arguments
+  local venv=${JOB_VENV:-$VENV} code=${JOB_CODE:-$COOKBOOK}
+  [ -x "$venv/bin/python" ] || venv=$VENV code=$COOKBOOK
+  PYTHONPATH=$code "$venv/bin/python" -P -m "$@"
+}
+
+# One small program writes the run's records.
+record_once() { job_python slurm.attempt "$@"; }
 
 # The same, repeated until it succeeds: a filesystem that is missing or read-only for a minute, or a
 # kill, must not end the run. Returns 0 on success, 3 if no attempt follows and the program has

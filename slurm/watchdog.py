@@ -20,7 +20,6 @@ from typing import Any
 
 from runspec import files
 from runspec.states import process_start
-from slurm.flight import waiting
 from slurm.history import used_up
 
 POLL_S = 1.0
@@ -175,6 +174,9 @@ def record(logs: Path, fault: dict[str, Any]) -> None:
     named = ", ".join(f"rank {rank} on {node} {symptom}" for rank, node, symptom in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     message = f"{fault['message']}: {named}{more}" if slow else fault["message"]
+    # Most runs never hang, and its modules are many files of a shared filesystem.
+    from slurm.flight import waiting
+
     if wait := waiting(logs):
         message += f"; {wait}"
     # A node is named, and later left out, only if a single rank is at fault.

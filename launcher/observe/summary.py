@@ -103,7 +103,7 @@ def _limit(run: Run, state: State, limit: str | None) -> str:
     """Say the job's time limit, and how much of it is left to a job that runs."""
     if not limit:
         return ""
-    text = f", time limit {limit}"
+    text = f", time limit {limit}{' min' * limit.isdigit()}"
     if state.word != "RUNNING" or (began := run.job_began) is None:
         return text
     try:

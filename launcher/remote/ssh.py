@@ -3,6 +3,7 @@
 COOKBOOK_SSH is the program with its options, as GIT_SSH_COMMAND is for git.
 """
 
+import math
 import os
 import queue
 import shlex
@@ -23,6 +24,8 @@ from launcher.remote.hosts import Host
 _FAILED = 255
 # Used if the user's configuration names no control socket. %C: a hash of user, host and port.
 _OWN_SOCKET = "~/.ssh/cookbook-%C"
+# A host that has not answered for so long is said to be silent.
+_SILENT_S = 10
 # A lost connection is waited for so long.
 _WAIT_S = 600
 _WINDOWS = os.name == "nt"
@@ -39,7 +42,7 @@ class Session:
     turns: how often an answer was waited for after something was sent.
     """
 
-    def __init__(self, argv: list[str]) -> None:
+    def __init__(self, argv: list[str], silent: Callable[[], None] = lambda: None) -> None:
         self._words = tempfile.TemporaryFile()  # noqa: SIM115, closed in close()
         # Ctrl-C is for us: ssh must live on to carry the last words.
         apart: dict[str, Any] = {"start_new_session": True}
@@ -54,6 +57,7 @@ class Session:
         self._came: queue.Queue[bytes] = queue.Queue(64)
         self._rest = b""
         self._ended, self._sent, self.turns, self.received = False, False, 0, 0
+        self._silent, self._patient_until = silent, time.monotonic() + _SILENT_S
         threading.Thread(target=self._read_all, daemon=True).start()
         self.greeting: dict[str, Any] | None = None
 
@@ -110,6 +114,9 @@ class Session:
             try:
                 self._rest = self._came.get(timeout=0.2)
             except queue.Empty:
+                if self.greeting is None and time.monotonic() > self._patient_until:
+                    self._patient_until = math.inf
+                    self._silent()
                 if once:
                     return False
                 continue
@@ -188,8 +195,8 @@ class Connection:
     def _run(self, arguments: list[str]) -> "subprocess.CompletedProcess[bytes] | None":
         argv = [*self._program, *arguments]
         try:
-            return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
-        except FileNotFoundError:
+            return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
             return None
 
     def _has_master(self) -> bool:
@@ -205,7 +212,9 @@ class Connection:
     @property
     def opening(self) -> str:
         """The command that opens a master connection, with one authentication."""
-        argv = [*self._program, "-MNf", "-o", "ServerAliveInterval=15", *self._socket]
+        # Not -M, which leaves the socket of a connection that died, and then shares nothing.
+        argv = [*self._program, "-Nf", "-o", "ControlMaster=auto"]
+        argv += ["-o", "ServerAliveInterval=15", *self._socket]
         return shlex.join([*argv, self.host.name]).replace(f"'{_OWN_SOCKET}'", _OWN_SOCKET)
 
     def argv(self, command: str) -> list[str]:
@@ -234,10 +243,20 @@ class Connection:
     def open(self) -> Session:
         """Start the cluster's side of the kit."""
         try:
-            self.sessions.append(Session(self.argv(shell(self.host, "launcher.remote.far"))))
+            argv = self.argv(shell(self.host, "launcher.remote.far"))
+            self.sessions.append(Session(argv, self._say_silent))
         except FileNotFoundError as error:
             raise RemoteFault(_NO_SSH) from error
         return self.sessions[-1]
+
+    def _say_silent(self) -> None:
+        name = self.host.name
+        message = f"{name} has not answered for {_SILENT_S} s; waiting (Ctrl-C stops this)"
+        if self.master:
+            argv = [*self._program, *self._socket, "-O", "exit", name]
+            ends = shlex.join(argv).replace(f"'{_OWN_SOCKET}'", _OWN_SOCKET)
+            message += f". A connection that died is ended with: {ends}"
+        self._say(message)
 
     def fault(self, session: Session, message: str) -> RemoteFault:
         """Return what to tell if a call ended before the cluster's side had begun."""

@@ -138,7 +138,11 @@ def make_environment(
     """
     built.ensure(recipe.environment, cluster.root, say)
     if image.is_used(cluster, recipe):
-        image.ensure(cluster.root, kit or code.present(cluster.root), say)
+        try:
+            image.ensure(cluster.root, kit or code.present(cluster.root), say)
+        except PreflightFault as fault:
+            # Each node says in its log that there is none.
+            say(f"warning: the nodes open the files one by one: {fault}")
 
 
 def record(planned: PlannedRun, named: bool = True, **more: Any) -> Run:

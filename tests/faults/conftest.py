@@ -36,6 +36,8 @@ def undisturbed(user: Kit) -> Iterator[Undisturbed]:
     _, run = user.submit(*SHORT)
     told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", "INTERRUPTED")
     assert told["state"] == "COMPLETED", report(run)
+    log = (run / "logs" / "0" / "rank_0.log").read_text()
+    assert "WorkerServer" not in log, "torch's server for the watchdog is no news to the user"
     return Undisturbed(run)
 
 

@@ -65,10 +65,13 @@ def block(kind: str, place: Path) -> str:
     base = Path(os.path.realpath(sys.executable)).parent.parent
     binds = json.dumps(["/usr:/usr:ro", *map(str, (base, sys.prefix, paths.REPO_ROOT))])
     image = f"image: {place}/image, python: {sys.prefix}/bin/python, binds: {binds}"
+    # Apptainer itself if it is installed; the stand-in comes first in the user's PATH.
+    apptainer = shutil.which("apptainer") or "apptainer"
     own = {
         "venv": f"python: {sys.prefix}/bin/python",
         "conda": f"conda: llm, conda_root: {place}",
         "modules": f"setup: [export MODULEPATH={place}/modules], modules: [llm]",
+        "apptainer": f"{image}, setup: [export APPTAINER={apptainer}]",
         "podman": f"{image}, setup: [export CONTAINERS_CONF={place}/podman.conf]",
     }
     return f"+environment={{kind: {kind}, {own.get(kind, image)}}}"

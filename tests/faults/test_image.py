@@ -1,17 +1,20 @@
 """A run whose nodes start from images: what they mount, what is left, and what else they use."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launcher import venv
+from launcher.errors import PreflightFault
 from launcher.runs import image
 from launcher.runs.code import Code
 from tests.faults.kit import SHORT, Undisturbed, ended, rank, trains
@@ -95,15 +98,20 @@ def test_python_starts_from_the_image_and_is_unmounted_with_the_node(
         ("cut", "is damaged: remove it"),
         ("gone", "it cannot read"),
         ("tools", "no squashfuse"),
+        ("refused", "no squashfuse with /dev/fuse, and may not mount"),
+        ("full", "it cannot make"),
     ],
 )
 def test_a_node_that_cannot_mount_opens_the_files_and_says_why(
-    images: Path, tmp_path: Path, harm: str, reason: str
+    images: Path, tmp_path: Path, harm: str, reason: str, request: pytest.FixtureRequest
 ) -> None:
     file, path = tmp_path / "image.sqsh", None
     if harm == "cut":
         file.write_bytes(images.read_bytes()[: 2**20])
-    elif harm == "tools":
+    elif harm == "full":
+        file = images
+        small_disk(tmp_path / "mounts", "nr_inodes=1", request)
+    elif harm in ("tools", "refused"):
         # Nor may this user mount it by the kernel.
         file, path = images, str(tmp_path / "bin")
         Path(path).mkdir()
@@ -120,9 +128,63 @@ def test_a_node_that_cannot_mount_opens_the_files_and_says_why(
             "sleep",
         ):
             Path(path, name).symlink_to(str(shutil.which(name)))
+        if harm == "refused":
+            program = Path(path, "squashfuse")
+            program.write_text(
+                "#!/bin/bash\necho fusermount3: mount failed: not permitted >&2\nexit 1\n"
+            )
+            program.chmod(0o755)
     note, environment, _, prefix = start(file, tmp_path / "mounts", path)
     assert reason in note and "opens the files of" in note
-    assert environment == prefix == sys.prefix and not mounts(tmp_path)
+    assert environment == prefix == sys.prefix
+    assert not mounts(tmp_path / "mounts" / "1.0.0")
+
+
+def environs(module: str) -> list[str]:
+    """The environments of processes that run a module of the kit."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"-m\0{module}\0" in (process / "cmdline").read_text():
+                found.append((process / "environ").read_text())
+    return found
+
+
+def small_disk(folder: Path, options: str, request: pytest.FixtureRequest) -> None:
+    """Mount a filesystem on which hardly anything has room."""
+    if os.geteuid():
+        pytest.skip("needs root, to mount a small filesystem")
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
+    request.addfinalizer(lambda: subprocess.run(["umount", "-l", folder], check=True))
+
+
+def test_a_full_disk_leaves_no_part_of_an_image(
+    small: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    small_disk(root, "size=256k", request)
+    monkeypatch.setenv("COOKBOOK_VENV", str(small))
+    with pytest.raises(PreflightFault, match=r"room in|check the disk"):
+        image.ensure(root, Code(root / "code" / "abc"), lambda text: None)
+    assert [file.name for file in (root / "images").iterdir()] == [".lock"]
+
+
+@pytest.mark.named
+def test_a_run_whose_images_cannot_be_made_uses_the_shared_files(
+    user: Kit, small: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "site.yaml").write_text("start_from: image\n")
+    (tmp_path / "mksquashfs").write_text("#!/bin/sh\necho FATAL ERROR: no room >&2\nexit 1\n")
+    (tmp_path / "mksquashfs").chmod(0o755)
+    own = {"COOKBOOK_CLUSTERS": str(tmp_path), "COOKBOOK_VENV": str(small)}
+    own["PATH"] = f"{tmp_path}:{user.env['PATH']}"
+    user = replace(user, env={**user.env, **own})
+    done = user.cookbook("submit", "--json", *SHORT, "--cluster", "site")
+    assert "warning: the nodes open the files one by one: mksquashfs: FATAL" in done.stderr
+    run = Path(json.loads(done.stdout)["path"])
+    ended(user, run, "COMPLETED")
+    assert "one by one: it cannot read" in (run / "logs/0/node_1.log").read_text()
 
 
 def test_a_killed_rank_and_what_is_left_mounted(
@@ -135,6 +197,9 @@ def test_a_killed_rank_and_what_is_left_mounted(
     trains(run)
     environ = Path(f"/proc/{rank(run, 1)}/environ").read_text()
     assert "/environment/small" in environ.partition("VIRTUAL_ENV=")[2].partition("\0")[0]
+    # The job script's own programs, too.
+    (environ,) = [each for each in environs("slurm.watchdog") if f"RUN_DIR={run}\0" in each]
+    assert ".job/code\0" in environ.partition("\0PYTHONPATH=")[2]
     os.kill(rank(run, 1), signal.SIGKILL)
     first, second = ended(user, run, "COMPLETED")
     assert (first["exit_code"] != 0, second["cause"]) == (True, "finished"), report(run)

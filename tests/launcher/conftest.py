@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
+from tests import forked
 from tests.launcher.kit import FAKE_TOKEN, Kit
+from tests.launcher.venv import make as make_venv
 
 
 @pytest.fixture(scope="session")
@@ -29,24 +31,40 @@ def cache(tmp_path_factory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def kit(slurm, shared) -> Iterator[Kit]:
+def venv(tmp_path_factory, cache) -> Path:
+    """The tests' own virtual environment, whose trainer answers from forks."""
+    forked.lease(forked.TRAINER)
+    return make_venv(tmp_path_factory.mktemp("own") / "venv", forked.session())
+
+
+@pytest.fixture
+def fast_trainer(venv, monkeypatch) -> None:
+    """What asks the trainer in this process uses it, too."""
+    monkeypatch.setenv("COOKBOOK_VENV", str(venv))
+
+
+@pytest.fixture(scope="session")
+def kit(slurm, shared, venv) -> Iterator[Kit]:
     """A user on the one-host Slurm, with a hub token that must never get out."""
     env = {key: value for key, value in slurm.env.items() if not key.startswith("COOKBOOK_")}
-    yield Kit({**env, "COOKBOOK_ROOT": str(shared), "HF_TOKEN": FAKE_TOKEN}, shared)
+    own = {"COOKBOOK_ROOT": str(shared), "COOKBOOK_VENV": str(venv), "HF_TOKEN": FAKE_TOKEN}
+    yield Kit(env | own, shared)
 
 
 @pytest.fixture
-def user(plain_env, tmp_path) -> Kit:
+def user(plain_env, tmp_path, venv) -> Kit:
     """A user with an empty shared folder and no Slurm configured."""
     env = {key: value for key, value in plain_env.items() if not key.startswith("COOKBOOK_")}
-    return Kit({**env, "COOKBOOK_ROOT": str(tmp_path / "shared")}, tmp_path / "shared")
+    own = {"COOKBOOK_ROOT": str(tmp_path / "shared"), "COOKBOOK_VENV": str(venv)}
+    return Kit(env | own, tmp_path / "shared")
 
 
 @pytest.fixture
-def slurm_user(slurm, tmp_path) -> Kit:
+def slurm_user(slurm, tmp_path, venv) -> Kit:
     """A user with an empty shared folder on the one-host Slurm."""
     env = {key: value for key, value in slurm.env.items() if not key.startswith("COOKBOOK_")}
-    return Kit({**env, "COOKBOOK_ROOT": str(tmp_path / "shared")}, tmp_path / "shared")
+    own = {"COOKBOOK_ROOT": str(tmp_path / "shared"), "COOKBOOK_VENV": str(venv)}
+    return Kit(env | own, tmp_path / "shared")
 
 
 @pytest.fixture(scope="session")

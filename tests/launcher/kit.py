@@ -2,10 +2,11 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from launcher.runs.directory import Run
+from tests import forked
 
 # Looks like a token, so that a leak of it can be searched for.
 FAKE_TOKEN = "hf_" + "Fake0Token1For2The3Tests4Only"
@@ -30,6 +32,10 @@ class Kit:
 
     def cookbook(self, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Run the command to its end, as a shell would."""
+        if read_at_start(self.env) == read_at_start(os.environ):
+            return forked.run(
+                forked.LAUNCHER, forked.LAUNCHER, arguments, self.env, timeout=timeout
+            )
         return subprocess.run(
             [sys.executable, "-m", "launcher", *arguments],
             env=self.env,
@@ -72,6 +78,12 @@ class Kit:
         folder = self.root / "runs"
         found = sorted(folder.iterdir()) if folder.is_dir() else []
         return [entry for entry in found if entry.name != ".data_cache"]
+
+
+def read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that Python and the launcher read when they are started or imported."""
+    names = ("PYTHON", "LANG", "LC_", "LD_", "COOKBOOK_CLUSTERS")
+    return {key: value for key, value in env.items() if key.startswith(names)}
 
 
 def _modified(path: Path) -> int | None:

@@ -298,7 +298,7 @@ def test_a_resume_takes_other_nodes_and_keys_and_refuses_what_makes_another_run(
     marker.touch()
     names = ("recipe.yaml", "train.yaml", "job.sbatch", "submission.json")
     before = {name: (path / name).read_text() for name in names}
-    for name in ("SLURM_CONF", "COOKBOOK_ROOT"):
+    for name in ("SLURM_CONF", "COOKBOOK_ROOT", "COOKBOOK_VENV"):
         monkeypatch.setenv(name, kit.env[name])
     for overrides, options, told in (
         (["seed=8"], {}, "seed may not change at resume, from 0 to 8: leave it out, or make"),

@@ -21,6 +21,8 @@ from launcher.sizing.model import shape_of
 from tests.launcher.kit import Kit
 from tests.model_sizes import MIXTRAL
 
+pytestmark = pytest.mark.usefixtures("fast_trainer")
+
 GOLDEN = Path(__file__).parent / "golden"
 RECIPE = """
 description: A 70B model, full fine-tuning

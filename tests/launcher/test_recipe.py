@@ -229,6 +229,7 @@ def test_a_stock_recipe_for_one_gpu_gets_no_more():
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed here")
+@pytest.mark.usefixtures("fast_trainer")
 def test_what_the_environment_lacks_is_found_before_the_queue():
     path = stock.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
@@ -237,6 +238,7 @@ def test_what_the_environment_lacks_is_found_before_the_queue():
     assert "pip install lm_eval" in text
 
 
+@pytest.mark.usefixtures("fast_trainer")
 def test_pickled_weights_are_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     overrides = [

@@ -17,6 +17,8 @@ from launcher.executors import choose
 from launcher.recipes import recipe as recipes
 from launcher.site import Site
 
+pytestmark = pytest.mark.usefixtures("fast_trainer")
+
 QA = paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl"
 
 

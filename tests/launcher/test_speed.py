@@ -8,6 +8,8 @@ import pytest
 from launcher import paths
 
 
+# Quick are the tests of what a command imports, and of the time of an estimate.
+@pytest.mark.long
 @pytest.mark.alone
 def test_the_benchmark_meets_its_targets(kit):
     argv = [sys.executable, paths.REPO_ROOT / "benchmarks" / "launcher.py", "--check"]

@@ -18,6 +18,8 @@ from launcher.workflows import start as workflow
 from launcher.workflows.start import _by_steps, _Settings
 from tests.launcher.kit import Kit
 
+pytestmark = pytest.mark.usefixtures("fast_trainer")
+
 QA = paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl"
 
 

@@ -109,7 +109,7 @@ class Cluster:
 
     def authenticate(self) -> None:
         """Type the code of the day."""
-        done = self.ssh("-MNf", "cluster")
+        done = self.ssh("-Nf", "-o", "ControlMaster=auto", "cluster")
         assert done.returncode == 0, done.stderr
 
     def hang_up(self) -> None:

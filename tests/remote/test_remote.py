@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import RemoteFault, UsageFault
-from launcher.remote import client, fetch, hosts, install
+from launcher.remote import client, fetch, hosts, install, ssh
 from launcher.remote.client import Command
 from launcher.remote.hosts import Host
 from launcher.remote.ssh import Connection
@@ -85,7 +85,7 @@ def test_without_a_connection_the_command_that_opens_it_is_told(cluster, project
     if os.geteuid() == 0:
         assert done.returncode == 1 and cluster.prompts == before
         assert re.fullmatch(
-            r"error: there is no open .* with: ssh -F \S+ -MNf .* cluster\n", done.stderr
+            r"error: there is no open .* with: ssh -F \S+ -Nf .* cluster\n", done.stderr
         )
         cluster.authenticate()
         assert cluster.prompts == before + 1
@@ -94,6 +94,33 @@ def test_without_a_connection_the_command_that_opens_it_is_told(cluster, project
         assert cluster.prompts == before + 1
     done = cluster.cookbook("status", "--json", cwd=project)
     assert done.returncode == 0 and json.loads(done.stdout) == []
+
+
+def test_the_command_that_is_told_replaces_a_connection_that_died(cluster, monkeypatch):
+    """Its socket is left, as by a laptop that was switched off."""
+    for name, value in cluster.env.items():
+        monkeypatch.setenv(name, value)
+    pid = re.search(r"pid=(\d+)", cluster.ssh("-O", "check", "cluster").stderr)
+    os.kill(int(pid[1]), signal.SIGKILL)
+    assert (cluster.folder / "cm").exists()
+    connection = Connection(Host("cluster"), print)
+    assert not connection.master
+    subprocess.run(connection.opening.split(), env=cluster.env, check=True, timeout=60)
+    assert Connection(Host("cluster"), print).master
+
+
+def test_a_host_that_does_not_answer_is_named(cluster, project, monkeypatch):
+    monkeypatch.setattr(ssh, "_SILENT_S", 0.5)
+    for name, value in cluster.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(project)
+    cluster.network.delay_s = 0.6
+    said: list[str] = []
+    with client.ExitStack() as stack:
+        connection = Connection(Host("cluster", str(kit.paths.REPO_ROOT)), said.append)
+        assert Command(connection, ["status"], said.append, stack).run() == 0
+    master = re.escape(f"ssh -F {cluster.folder}/config -O exit cluster")
+    assert re.fullmatch(rf"cluster has not answered for 0.5 s; waiting .* {master}", said[0])
 
 
 def test_faults_and_exit_codes_are_those_of_the_cluster(cluster, project, monkeypatch):

@@ -1,11 +1,9 @@
-"""What a rank or a command of the trainer imports, for the process that forks.py forks."""
+"""What a rank or a command of the trainer imports, for the process that tests/forked.py forks."""
 
-import gc
 from importlib import import_module
 
 # The trainer imports many of these when it needs them, which would be once more in each fork.
 for name in (
-    "tests.trainer.forks",
     "trainer.models.torchtune.compat",
     "trainer.models.transformers.source",
     "trainer.check",
@@ -29,7 +27,3 @@ for name in (
     "transformers.models.auto.modeling_auto",
 ):
     import_module(name)
-
-# Objects that no fork's garbage collection visits stay in memory that all forks share.
-gc.collect()
-gc.freeze()

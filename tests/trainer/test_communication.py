@@ -347,19 +347,21 @@ class SentTracker(trace.MemoryTracker):
         return result
 
 
-def traced(model: str, ranks: int, layers: int, changes: dict[str, Any]) -> Counter:
-    """The messages of two steps; in a process of its own, as torch keeps meshes by their shape."""
+def main(arguments: list[str]) -> None:
+    """Print the messages of two steps; in a process of its own, as torch keeps meshes by shape."""
+    model, ranks, layers, changes = json.loads(arguments[0])
     SentTracker.found = Counter()
     trace.MemoryTracker = SentTracker
     trace.trace(configs.parse(recipe(model, **changes)), ranks, layers)
-    return SentTracker.found
+    print(json.dumps([[*message, count] for message, count in SentTracker.found.items()]))
 
 
 def assert_as_traced(model: str, ranks: int, **changes: Any) -> None:
     layers = 3
-    forks.ensure_server()
-    with forks.CONTEXT.Pool(1) as pool:
-        found = pool.apply(traced, (model, ranks, layers, changes))
+    asked = json.dumps([model, ranks, layers, changes])
+    done = forks.run("tests.trainer.test_communication", asked)
+    assert done.returncode == 0, done.stderr
+    found = Counter({(kind, size): count for kind, size, count in json.loads(done.stdout)})
     step = step_of(recipe(model, **changes), 1, ranks)
     step = replace(step, shape=step.shape.cut(layers))
     # The trace has no other ranks to agree with.
