@@ -150,7 +150,8 @@ def _clock(seconds: object) -> str:
 def _results(run: Run, state: State) -> Iterator[tuple[str, str]]:
     """Yield the curve, the model's answers and the places of results."""
     board = run.path / files.TENSORBOARD
-    yield "loss", _curve(run.metrics)
+    yield "loss", _curve(run.metrics, "loss")
+    yield "reward", _curve(run.metrics, "reward")
     yield from _samples(run)
     logs = _if_there(run.path / files.LATEST_LOGS) or _if_there(run.path / files.JOB_LOG)
     yield "logs", logs
@@ -183,17 +184,15 @@ def _if_there(path: Path) -> str:
     return str(path) if path.exists() else ""
 
 
-def _curve(metrics: list[dict[str, Any]]) -> str:
-    """Return the first and the last loss, and four between them of a longer run."""
+def _curve(metrics: list[dict[str, Any]], name: str) -> str:
+    """Return the first and the last value, and four between them of a longer run."""
     points = [
-        (row.get("step"), row["loss"])
-        for row in metrics
-        if isinstance(row.get("loss"), int | float)
+        (row.get("step"), row[name]) for row in metrics if isinstance(row.get(name), int | float)
     ]
     if not points:
         return ""
     middle = [points[len(points) * k // 5][1] for k in range(1, 5)] if len(points) > 10 else []
-    through = f" through {', '.join(f'{loss:.3g}' for loss in middle)}" if middle else ""
+    through = f" through {', '.join(f'{value:.3g}' for value in middle)}" if middle else ""
     (first, begin), (last, end) = points[0], points[-1]
     return f"{begin:.3f} at step {first} -> {end:.3f} at step {last}{through}"
 

@@ -192,6 +192,20 @@ def test_an_epoch_holds_each_sample_once_on_any_number_of_ranks(changes: dict, b
         assert sorted(found) == wanted
 
 
+def test_prompts_that_fill_no_step_wait_for_another_epoch(build: Any) -> None:
+    rows = build(**packed()).training.rows
+    alone = distributed.World(0, 1, 0, torch.device("cpu"), None, Layout())
+    size = len(rows) - 1
+    kept = Batches(rows, alone, size, seed=5, epochs=2)
+    dropped = Batches(rows, alone, size, seed=5, epochs=2, drops_rest=True)
+    assert (kept.steps_per_epoch, kept.total_steps) == (2, 4)
+    assert (dropped.steps_per_epoch, dropped.total_steps) == (1, 2)
+    epochs = [set(indices) for indices in dropped._index_lists(0)]
+    assert [len(epoch) for epoch in epochs] == [size, size] and epochs[0] != epochs[1]
+    # The only step of an epoch is not left out.
+    assert Batches(rows, alone, size + 5, drops_rest=True).steps_per_epoch == 1
+
+
 # Kinds of datasets
 
 

@@ -114,7 +114,8 @@ class Replicas:
             os.replace(temporary, path)
             if self._number == 1:
                 size = path.stat().st_size / 1e6
-                world.say(f"rollouts   {self._count} replicas, {size:,.2f} MB of weights for each")
+                noun = f"{self._count} replica{'s' if self._count > 1 else ''}"
+                world.say(f"rollouts   {noun}, {size:,.2f} MB of weights in each transfer")
             self._transfer(version)
 
         writer = world.on_main(begin)

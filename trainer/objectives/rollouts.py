@@ -91,7 +91,9 @@ class PromptBatches:
         steps = inner.total_steps * self._repeats
         self.total_steps = min(steps, config.max_steps or steps)
         self.current: list[Answer] = []
-        self._described = f"{config.group_size} answers each"
+        rest = max(0, inner.size - inner.steps_per_epoch * inner.samples_per_step)
+        left = f", {rest} samples left out of each epoch" if rest else ""
+        self._described = f"{config.group_size} answers each{left}"
 
     def epoch_of(self, step: int) -> int:
         """As Batches.epoch_of."""
