@@ -64,7 +64,9 @@ class Converted:
         """How the trainer itself runs the config under this kit's launch."""
         programs, entry = engines.ENGINES[self.peer.prefix].programs, self.draft.entry
         if not programs:
-            return f"cookbook submit {shlex.quote(str(self.file))} --nodes 1 --gpus-per-node 8"
+            nodes, gpus = self.draft.nodes or 1, self.draft.gpus_per_node or 8
+            command = f"cookbook submit {shlex.quote(str(self.file))}"
+            return f"{command} --nodes {nodes} --gpus-per-node {gpus}"
         if entry not in programs:
             lora = self.draft.method != "full"
             entry = "finetune_lora" if lora else "finetune_full"
