@@ -152,7 +152,8 @@ def test_what_it_does_not_go_with_is_said_at_once(
     with pytest.raises(ConfigError) as raised:
         load(path)
     assert [fault.partition(";")[0] for fault in raised.value.faults] == [
-        "fp8_recipe_name must be one of tensorwise, rowwise, got 'blockwise'",
+        "fp8_recipe_name must be one of tensorwise, rowwise, got 'blockwise' "
+        "(did you mean rowwise?)",
         "enable_fp8_training: needs bf16 weights",
         "enable_fp8_training: the base is quantised already",
     ]
