@@ -81,6 +81,8 @@ def test_a_successor_and_killed_processes_fail_no_request_and_lose_none(
         os.kill(engine_of(user, run), signal.SIGKILL)
         gateway = json.loads((user.root / "endpoints" / name / "gateway.json").read_text())
         os.kill(gateway["pid"], signal.SIGKILL)
+        # Until the kernel has ended it, it counts as running, and nothing is to be done.
+        until(lambda: not Path(f"/proc/{gateway['pid']}").exists(), 30)
         kept = user.cookbook("serve", "--keep", name, "--once")
         assert kept.returncode == 0 and url.removesuffix("/v1") in kept.stderr, kept.stderr
         with asking(user, name, tmp_path / "again", 12):
