@@ -1,7 +1,6 @@
 """cookbook notebook: Jupyter in a small job, with a stand-in for Jupyter itself."""
 
 import signal
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -13,7 +12,7 @@ from launcher.executors.slurm import Partition
 from launcher.observe import servers
 from launcher.recipes.recipe import Resources
 from launcher.site import Site
-from tests.launcher.kit import Kit, until
+from tests.launcher.kit import Kit, served_by_a_job, until
 
 # Answers with the folder that it serves, to whom has the token.
 JUPYTER = """
@@ -36,17 +35,9 @@ def test_a_notebook_has_a_token_and_ends_with_its_job(kit: Kit, slurm, tmp_path:
     program.write_text(f"#!{sys.executable}\n{JUPYTER}")
     program.chmod(0o755)
 
-    def queued() -> str:
-        return slurm.run(["squeue", "--noheader", "--name=cookbook-notebook"]).stdout
-
-    argv = [sys.executable, "-m", "launcher", "notebook", "--gpus", "1"]
-    argv += ["--jupyter", str(program), "--folder", str(tmp_path)]
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        server = subprocess.Popen(
-            argv, env={**kit.env, "COOKBOOK_LISTENING": str(listening)}, stdout=file, stderr=file
-        )
-    try:
+    argv = ["notebook", "--gpus", "1", "--jupyter", str(program), "--folder", str(tmp_path)]
+    own = {"COOKBOOK_LISTENING": str(listening)}
+    with served_by_a_job(kit, slurm, argv, tmp_path / "log", own) as (queued, log):
         until(listening.is_file, 60, log.read_text)
         host, port, path = listening.read_text().split()
         with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as answer:
@@ -54,11 +45,6 @@ def test_a_notebook_has_a_token_and_ends_with_its_job(kit: Kit, slurm, tmp_path:
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(f"http://{host}:{port}/?token=other", timeout=10)
         assert queued()
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(30)
-    assert server.returncode == 0 and "Traceback" not in log.read_text()
-    until(lambda: not queued(), 30)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.kit import FAKE_TOKEN, Kit, losses, until
+from tests.launcher.kit import FAKE_TOKEN, Kit, losses, served_by_a_job, until
 
 SHORT = ["--recipe", "demo", "--nodes", "2", "max_steps=30", "~generate"]
 # Where there is none, the pages are not looked at.
@@ -195,24 +195,13 @@ def test_tensorboard_shows_curves_and_traces_on_loopback_only(kit: Kit, demo) ->
 @pytest.mark.long
 def test_tensorboard_on_a_node_ends_with_its_job(kit: Kit, demo, slurm, tmp_path) -> None:
     run, _ = demo
-    log = tmp_path / "log"
-
-    def queued() -> str:
-        return slurm.run(["squeue", "--noheader", "--name=cookbook-tensorboard"]).stdout
-
-    with log.open("w") as file:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "launcher", "tensorboard", run.name, "--on-node"],
-            env=kit.env,
-            stdout=file,
-            stderr=file,
-        )
-    try:
+    argv = ["tensorboard", run.name, "--on-node"]
+    with served_by_a_job(kit, slurm, argv, tmp_path / "log") as (queued, log):
         pattern = r"ssh -N -J (\S+) -L (\d+):127\.0\.0\.1:\2 "
-        told = until(lambda: re.search(pattern, log.read_text()), 60, log.read_text)
+        way = until(lambda: re.search(pattern, log.read_text()), 60, log.read_text)
         # The way to the node leads through the host on which this was typed.
-        assert told[1].endswith(socket.getfqdn()) or told[1].endswith(socket.gethostname())
-        tags = f"http://127.0.0.1:{told[2]}/data/plugin/scalars/tags"
+        assert way[1].endswith(socket.getfqdn()) or way[1].endswith(socket.gethostname())
+        tags = f"http://127.0.0.1:{way[2]}/data/plugin/scalars/tags"
 
         def shown() -> bool:
             try:
@@ -223,11 +212,6 @@ def test_tensorboard_on_a_node_ends_with_its_job(kit: Kit, demo, slurm, tmp_path
 
         until(shown, 60, log.read_text)
         assert queued()
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(30)
-    assert server.returncode == 0 and "Traceback" not in log.read_text()
-    until(lambda: not queued(), 30)
 
 
 # The queue ----------------------------------------------------------------------------------
