@@ -39,7 +39,7 @@ from trainer.trace import trace
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3, "weight_decay": 0.1}
 MUON = {
     "_component_": "torch.optim.Muon",
-    "lr": 2e-2,
+    "lr": 5e-3,
     "weight_decay": 0.1,
     "fused": True,
     "betas": [0.9, 0.95],
@@ -94,7 +94,7 @@ def by_muon(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     ids = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in ids]
     return [
-        torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1),
+        torch.optim.Muon(matrices, lr=5e-3, weight_decay=0.1),
         torch.optim.AdamW(others, lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95)),
     ]
 
@@ -103,8 +103,9 @@ def by_muon(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     ("block", "theirs", "tolerance"),
     [
         pytest.param(ADAMW | FREE, by_adamw, 1e-5, id="adamw"),
-        # It rounds to bf16 inside.
-        pytest.param(MUON, by_muon, 2e-4, id="muon"),
+        # It rounds to bf16 inside: gradients that differ by 1e-6 of their size move the plain
+        # loop's own losses by 8e-5. A rate that is 1 % off moves them by 2e-3.
+        pytest.param(MUON, by_muon, 1e-4, id="muon"),
     ],
 )
 def test_an_optimizers_losses_equal_a_plain_loops(
