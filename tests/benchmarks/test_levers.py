@@ -60,7 +60,10 @@ def results_of(parts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "part",
-    [pytest.param(p, marks=[pytest.mark.long] if p == "block" else []) for p in levers.PARTS],
+    [
+        pytest.param(p, marks=[pytest.mark.long] if p in ("block", "fp8") else [])
+        for p in levers.PARTS
+    ],
 )
 def test_every_variant_of_a_part_is_measured_and_matches_its_reference(part):
     records = list(levers.run_part(part, TINY))

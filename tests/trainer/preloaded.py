@@ -2,6 +2,8 @@
 
 from importlib import import_module
 
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
 # The trainer imports many of these when it needs them, which would be once more in each fork.
 for name in (
     "trainer.models.torchtune.compat",
@@ -11,8 +13,17 @@ for name in (
     "trainer.generate",
     "trainer.sft",
     "trainer.trace",
+    "trainer.data.instructions",
+    "trainer.layers.adapters.lora",
+    "trainer.models.torchtune.decoder",
+    "trainer.models.torchtune.fit",
+    "trainer.models.torchtune.hub",
+    "trainer.storage.export",
+    "trainer.storage.sharded",
     "datasets.packaged_modules.json.json",
+    "scipy.io",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -24,6 +35,12 @@ for name in (
     "torchtune.models.llama3_2",
     "torchtune.modules.loss",
     "torchtune.training.lr_schedulers",
+    "transformers.generation.utils",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_python",
 ):
     import_module(name)
+
+# transformers makes this table, of a thousand regular expressions, at the first question.
+get_checkpoint_conversion_mapping("llama")

@@ -111,22 +111,30 @@ def test_twenty_steps_equal_pefts_module_in_a_plain_loop(
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
-    """Every kind on one process and in every layout, on packed rows."""
+def alone(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
+    """Every kind on one process, on packed rows."""
     root = tmp_path_factory.mktemp("kinds")
+    for kind in KINDS:
+        given = {"save_every_n_steps": 3} | PACKED
+        train(config(root / f"{kind}-one", model_folder, dataset, kind, **given))
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(alone: Path, model_folder: Path, dataset: Path) -> Path:
+    """Every kind in every layout, beside those on one process."""
     starts: dict[int, list[Path]] = {}
     for kind in KINDS:
-        for name, (ranks, changes) in {"one": (1, {}), **LAYOUTS}.items():
-            folder = root / f"{kind}-{name}"
+        for name, (ranks, changes) in LAYOUTS.items():
             given = {"save_every_n_steps": 3} | PACKED | changes
-            path = config(folder, model_folder, dataset, kind, **given)
+            path = config(alone / f"{kind}-{name}", model_folder, dataset, kind, **given)
             starts.setdefault(ranks, []).append(path)
     with pytest.MonkeyPatch.context() as patch:
         # Not the usual compiler, whose code for CPUs takes long.
         patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
         for ranks, paths in starts.items():
             train(*paths, ranks=ranks)
-    return root
+    return alone
 
 
 @pytest.mark.long
@@ -156,9 +164,9 @@ def test_packed_equals_padded(kind: str, tmp_path: Path, model_folder: Path, dat
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_peft_loads_the_export(kind: str, runs: Path, world: distributed.World) -> None:
-    own = load(runs / f"{kind}-one/train.yaml")
-    folder = runs / f"{kind}-one/export/adapter"
+def test_peft_loads_the_export(kind: str, alone: Path, world: distributed.World) -> None:
+    own = load(alone / f"{kind}-one/train.yaml")
+    folder = alone / f"{kind}-one/export/adapter"
     base = AutoModelForCausalLM.from_pretrained(own.model_folder)
     plain = base(TOKENS).logits
     found = peft.PeftModel.from_pretrained(base, folder).eval()(TOKENS).logits[:, -20:]

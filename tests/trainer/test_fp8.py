@@ -106,6 +106,7 @@ def world() -> Iterator[distributed.World]:
     distributed.stop()
 
 
+@pytest.mark.long
 def test_full_training_follows_bf16_and_leaves_plain_weights(
     tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
 ) -> None:

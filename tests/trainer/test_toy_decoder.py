@@ -152,6 +152,7 @@ def test_what_does_not_fit_is_refused(
         load(path)
 
 
+@pytest.mark.long
 def test_it_is_submitted_like_any_recipe(tmp_path: Path, toy_folder: Path, dataset: Path) -> None:
     """By cookbook submit --local, with the model's package allowed by the user's shell."""
     content = yaml.safe_load(
