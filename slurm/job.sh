@@ -214,6 +214,7 @@ launch_nodes() {
   local limit=()
   if [ -n "${TIMEOUT_S:-}" ]; then limit=(timeout --kill-after=60 "$TIMEOUT_S"); fi
   if under_slurm; then
+    if [ -n "${ENV_IMAGE:-}" ] && [ -n "${COPY_IMAGES_TO:-}" ]; then copy_images; fi
     # Slurm never cleans up a step that lost a node: the step keeps its resources on the other nodes.
     local beside=()
     [ -z "${SILENT:-}${OLD_STEPS:-}" ] || beside=(--overlap --mem=0)

@@ -39,6 +39,7 @@ _BATCH = ("batch_size", "gradient_accumulation_steps")
 _OF_THE_SHELL = (
     "export VENV=",
     "export ENV_IMAGE=",
+    "export COPY_IMAGES_TO=",
     "export COOKBOOK_ROOT=",
     "export COOKBOOK_COMPONENTS=",
 )

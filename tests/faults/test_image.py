@@ -141,6 +141,38 @@ def test_a_node_that_cannot_mount_opens_the_files_and_says_why(
     assert not mounts(tmp_path / "mounts" / "1.0.0")
 
 
+def test_a_copy_that_is_not_whole_is_passed_over(images: Path, tmp_path: Path) -> None:
+    """Each node mounts its own copy, or the shared image: another user's file is no copy."""
+    copy = tmp_path / f"cookbook-{os.geteuid()}-7-{images.name}"
+    whole = images.read_bytes()
+    cases = {"whole": (whole, copy), "cut": (whole[: 2**20], images), "none": (None, images)}
+    for name, (content, mounted) in cases.items():
+        copy.unlink(missing_ok=True)
+        if content is not None:
+            copy.write_bytes(content)
+        script = f'source "{ROOT}/slurm/image.sh"; nearest "{images}"'
+        own = {"COPY_IMAGES_TO": str(tmp_path), "SLURM_JOB_ID": "7", "NODE_NAME": "n1"}
+        done = subprocess.run(
+            ["bash", "-c", script], env={**os.environ, **own}, capture_output=True, text=True
+        )
+        assert done.stdout == f"{mounted}\n"
+        assert ("reads" in done.stderr) == (name != "whole"), done.stderr
+    copy.symlink_to(images)
+    done = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, **own}, capture_output=True, text=True
+    )
+    assert (done.stdout, "has no copy" in done.stderr) == (f"{images}\n", True)
+
+
+def mounted_by_squashfuse(image: Path) -> bool:
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (process / "cmdline").read_text()
+            if "squashfuse" in command and f"\0{image}\0" in command:
+                return True
+    return False
+
+
 def environs(module: str) -> list[str]:
     """The environments of processes that run a module of the kit."""
     found = []
@@ -188,16 +220,40 @@ def test_a_run_whose_images_cannot_be_made_uses_the_shared_files(
     assert "one by one: it cannot read" in (run / "logs/0/node_1.log").read_text()
 
 
+@pytest.mark.named
+def test_nodes_without_room_for_a_copy_mount_the_shared_image(
+    user: Kit, small: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    small_disk(tmp_path / "disk", "size=64k,mode=1777", request)
+    site = f"start_from: image\ncopy_images_to: {tmp_path}/disk\n"
+    (tmp_path / "site.yaml").write_text(site)
+    own = {"COOKBOOK_CLUSTERS": str(tmp_path), "COOKBOOK_VENV": str(small)}
+    user = replace(user, env={**user.env, **own})
+    _, run = user.submit(*SHORT, "--cluster", "site")
+    ended(user, run, "COMPLETED")
+    assert "not every node has a copy of environment-" in (run / "logs/job.log").read_text()
+    log = (run / "logs/0/node_1.log").read_text()
+    assert "on the shared filesystem: " in log and "one by one" not in log
+
+
 def test_a_killed_rank_and_what_is_left_mounted(
     user: Kit, small: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    (tmp_path / "site.yaml").write_text("start_from: image\nlogs: failing\n")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "site.yaml").write_text(
+        f"start_from: image\ncopy_images_to: {disk}\nlogs: failing\n"
+    )
     own = {"COOKBOOK_CLUSTERS": str(tmp_path), "COOKBOOK_VENV": str(small)}
     user = replace(user, env={**user.env, **own})
     _, run = user.submit(*SHORT, "--cluster", "site")
     trains(run)
     environ = Path(f"/proc/{rank(run, 1)}/environ").read_text()
     assert "/environment/small" in environ.partition("VIRTUAL_ENV=")[2].partition("\0")[0]
+    # From copies that Slurm sent: of the environment and of the code.
+    copies = sorted(disk.iterdir())
+    assert [file.name.split("-")[3] for file in copies] == ["code", "environment"]
+    assert mounted_by_squashfuse(copies[1])
     # The job script's own programs, too.
     (environ,) = [each for each in environs("slurm.watchdog") if f"RUN_DIR={run}\0" in each]
     assert re.search(r"(^|\0)PYTHONPATH=\S+/images/\d+\.job/code\0", environ)
@@ -216,3 +272,4 @@ def test_a_killed_rank_and_what_is_left_mounted(
     assert not [
         line for line in Path("/proc/mounts").read_text().splitlines() if "/images/" in line
     ]
+    assert not any(disk.iterdir())

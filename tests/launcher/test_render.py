@@ -151,6 +151,7 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
         "gpu_request: gpus\nresources: {node: 2, mem: lots}\nenvironment: {HF_TOKEN: x, 'a b': 1,"
         " NODES: 1, SLURM_JOB_ID: 1, SRUN_CPUS_PER_TASK: 1}\n"
         'job_setup: ["a\\nb"]\nnetwork_interfaces: ib0\nnode_paths: [local]\n'
+        "copy_images_to: tmp\n"
     )
     with pytest.raises(RecipeFault) as fault:
         cluster.load("bad")
@@ -166,9 +167,11 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
         "job_setup must be a list of strings",
         "node_paths holds whole paths",
         "did you mean network_interface",
+        "copy_images_to is a folder of each node, from / on, got 'tmp'",
+        "copy_images_to is used with start_from: image only",
     ):
         assert part in told
-    assert len(fault.value.faults) == 10
+    assert len(fault.value.faults) == 12
 
 
 def test_spare_nodes_are_asked_for_and_wait(fixed):
@@ -187,7 +190,8 @@ def test_a_site_may_start_from_images(fixed, tmp_path, monkeypatch):
         record.parent.mkdir(parents=True)
         (environment / "pyvenv.cfg").write_text("home = /usr/bin\n")
         record.write_text(f"a.py,sha256={number},1\n")
-        text = script("demo", Site(start_from="image"))
+        text = script("demo", Site(start_from="image", copy_images_to="/dev/shm"))
+        assert "export COPY_IMAGES_TO=/dev/shm " in text
         named += re.findall(
             r"^export ENV_IMAGE=(/shared/images/environment-\w+\.sqsh) ", text, re.M
         )
