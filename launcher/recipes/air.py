@@ -160,7 +160,7 @@ def _wanted(config: Mapping[str, Any]) -> list[str]:
     wanted = [str(each) for each in (config.get("environment") or {}).get("dependencies") or []]
     if all(map(_met, wanted)):
         return []
-    names = {venv.plain_name(re.split(r"[\[<>=!~; @]", each, maxsplit=1)[0]) for each in wanted}
+    names = set(map(venv.required, wanted))
     return [*wanted, *(name for name in _BASE if venv.plain_name(name) not in names)]
 
 

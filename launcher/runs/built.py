@@ -155,11 +155,7 @@ def _check_uv(environment: Environment) -> None:
     if "COOKBOOK_VENV" not in os.environ:
         raise PreflightFault(f"there is no {_program()}, which builds dependencies: bash setup.sh")
     installed = {venv.plain_name(name) for name in venv.packages()}
-    missing = [
-        each
-        for each in environment.dependencies
-        if venv.plain_name(re.split(r"[=<>!~\[; ]", each)[0]) not in installed
-    ]
+    missing = [each for each in environment.dependencies if venv.required(each) not in installed]
     raise PreflightFault(
         f"COOKBOOK_VENV: {paths.venv_root()} lacks {', '.join(missing)}, and uv, which would build "
         f"them: {venv.python()} -m pip install {' '.join(missing)}"
