@@ -47,7 +47,7 @@ def inside(context: Context) -> Iterable[Finding]:
     if not step.pending:
         lines = [*(line for _, line in step.lines), *step.message.split(" | ")]
         # Pyxis starts a step within this one, and both put the task's number before a line.
-        return _told(environment, step.exit_code, [re.sub(r"^(\d+: )+", "", x) for x in lines])
+        return _told(environment, step.exit_code, [re.sub(r"^(\d+:( |$))+", "", x) for x in lines])
     if environment.is_container:
         raise Skipped(f"no node was free within {_WAIT_S} s to look inside {environment.title}")
     # A login node has no GPUs.
@@ -183,7 +183,7 @@ def _told(environment: Environment, code: int, lines: list[str]) -> list[Finding
     """Return the findings of the probe's output."""
     marked = [line[2:].partition(" ") for line in lines if line.startswith("@ ")]
     plain = [line.strip() for line in lines if line.strip() and not line.startswith("@ ")]
-    rest = [line for line in plain if not _NOISE.search(line)] or plain
+    rest = [line for line in plain if not _NOISE.search(line)]
     text = " ".join(rest)[-400:]
     findings = []
     for _, _, content in (each for each in marked if each[0] == "fault"):
@@ -205,6 +205,7 @@ def _told(environment: Environment, code: int, lines: list[str]) -> list[Finding
     ended = next((content for kind, _, content in marked if kind == "found"), None)
     if ended is not None:
         return [ok(SUBJECT, f"{environment.title}: {ended}")]
+    text = text or " ".join(plain)[-400:]
     signs = (r for sign, r in _REMEDIES if sign.lower() in text.lower())
     remedy = next(signs, f"see {environment.place}")
     return [
