@@ -369,7 +369,7 @@ def load(
         raise RecipeFault(f"{path} has its own entry: name the file without {prefix}")
     if prefix:
         config = {"entry": f"{prefix}{path.name}"}
-    if "command" in config and "entry" not in config:
+    if "entry" not in config and {"command", "compute", "code_source"} & config.keys():
         from launcher.recipes import air  # hardly any file is one
 
         config = air.recipe(config, path) if air.is_workload(config) else config

@@ -170,6 +170,16 @@ def test_what_a_workload_cannot_mean_here_is_refused_by_name(tmp_path):
         assert words in told
 
 
+@pytest.mark.parametrize("key", ["command", "compute"])
+def test_a_workload_that_lacks_a_key_is_named_as_such(tmp_path, key):
+    lacking = {name: value for name, value in WORKLOAD.items() if name != key}
+    (tmp_path / "src").mkdir()
+    with pytest.raises(RecipeFault) as caught:
+        planned(tmp_path, lacking)
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"{key} is missing: it needs ")
+
+
 def test_what_a_script_imports_is_looked_for_in_its_environment(tmp_path):
     (tmp_path / "train.py").write_text("import notthere\n")
     content = {"entry": "script:train.py", "resources": RESOURCES}
