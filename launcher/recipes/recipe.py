@@ -342,6 +342,8 @@ def _split(name: str) -> tuple[str, str]:
     """Return the entry and the file of trl:FILE, another trainer's config; "" for no entry."""
     prefix, colon, file = name.partition(":")
     if not colon or f"{prefix}:" not in entries.ENTRIES:
+        if colon and Path(file).is_file():
+            entries.find(f"{prefix}:{file}")
         return "", name
     engine = entries.ENTRIES[f"{prefix}:"].engine
     if engine and engine.overrides == "file" and file.endswith((".yaml", ".yml")):
