@@ -12,8 +12,9 @@ import pytest
 
 from launcher import executors, paths, render
 from launcher.checks import Context, findings, inside
-from launcher.errors import RecipeFault
+from launcher.errors import PreflightFault, RecipeFault
 from launcher.recipes import recipe
+from launcher.recipes.environment import Environment
 from launcher.runs import built
 from launcher.site import Site, complete
 from runspec import files
@@ -251,6 +252,39 @@ print(p.pid, flush=True); p.wait()"
     if number == signal.SIGTERM:
         assert process_start(rank) is None, "the outer process lasts as long as the inner one"
     until(lambda: process_start(rank) is None, 20)
+
+
+WHEEL = """
+import zipfile
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    with zipfile.ZipFile(f"{folder}/own-1.0-py3-none-any.whl", "w") as file:
+        file.writestr("own.py", "VALUE = 1")
+        info = "Metadata-Version: 2.1\\nName: own\\nVersion: 1.0\\n"
+        file.writestr("own-1.0.dist-info/METADATA", info)
+        file.writestr("own-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nTag: py3-none-any\\n")
+        file.writestr("own-1.0.dist-info/RECORD", "")
+    return "own-1.0-py3-none-any.whl"
+"""
+
+
+def test_a_dependency_by_its_address_is_built_or_says_why_not(tmp_path):
+    """Needs no package index."""
+    for folder, backend in (("own", WHEEL), ("broken", "import not_there")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "backend.py").write_text(backend)
+        (tmp_path / folder / "pyproject.toml").write_text(
+            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+            f'[project]\nname = "{folder}"\nversion = "1.0"\n'
+        )
+
+    def built_of(folder: str) -> Path:
+        environment = Environment(dependencies=(f"{folder} @ file://{tmp_path}/{folder}",))
+        return built.build(environment, tmp_path / "shared", lambda text: None)
+
+    python = built_of("own") / "bin/python"
+    assert subprocess.run([python, "-c", "import own; assert own.VALUE"]).returncode == 0
+    with pytest.raises(PreflightFault, match="No module named 'not_there': name a wheel of it"):
+        built_of("broken")
 
 
 @pytest.mark.named
