@@ -116,9 +116,9 @@ def _imports(context: Context, script: Path, code_root: Path | None) -> list[Fin
     known = not (inside and inside.is_container) and Path(python).is_absolute()
     folders = venv.package_folders(Path(python)) if known else []
     lacks = f"which {Path(python).parent.parent} lacks"
-    remedy = Environment().remedy + f", or {python} -m pip install {{}}"
-    if inside:
-        remedy = inside.remedy
+    remedy = inside.remedy if inside else f"{Environment().remedy}, or {python} -m pip install {{}}"
+    if code_root:
+        remedy += f"; if it is your own, put it into {code_root}"
     missing = [
         failed("script", f"{script.name} imports {name}, {lacks}", remedy.replace("{}", name))
         for name in stock.missing_imports(script, folders, code_root)
