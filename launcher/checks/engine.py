@@ -10,10 +10,13 @@ from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.checks import Context, Finding, Skipped, failed, ok
+from launcher.checks.inside import named_faults, started
+from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe
 from runspec.files import read_json_or_none, write_text
 
 SUBJECT = "engine config"
+_SCHEMA = paths.REPO_ROOT / "engines" / "schema.py"
 _LIMIT_S = 300
 
 
@@ -23,17 +26,23 @@ def config(context: Context) -> Iterable[Finding]:
     engine = recipe.entry.engine
     if engine is None:
         return []
-    name, inside = engine.records.name, recipe.environment
-    content = recipe.train_config(context.cluster.root, "run")
-    python = str((inside and inside.interpreter(context.cluster.root)) or venv.python())
-    if inside and (inside.is_container or not Path(python).is_file()):
+    name, environment = engine.records.name, recipe.environment
+    keys = _keys(recipe.train_config(context.cluster.root, "run"))
+    question = [engine.schema, engine.program(recipe.target), json.dumps(keys)]
+    python = str((environment and environment.interpreter(context.cluster.root)) or venv.python())
+    if environment and (environment.is_container or "/" not in python):
+        answer = _ask_inside(environment, context, name, question)
+    elif Path(python).is_file():
+        answer = _ask(python, name, question)
+    else:
         raise Skipped(f"{name} is asked once its environment is built")
-    answer = _ask(python, engine.schema, engine.program(recipe.target), _keys(content))
     if package := answer.get("missing"):
-        message = f"{_place(python)} lacks {package}, which {name} needs"
-        install = f"{python} -m pip install {' '.join(engine.dependencies)}"
-        other = "environment.python" if inside else "COOKBOOK_VENV"
-        return [failed(SUBJECT, message, f"{install}, or name another environment in {other}")]
+        place = f"the environment {environment.title}" if environment else str(paths.venv_root())
+        remedy = f"{python} -m pip install {{}}, or name another environment in COOKBOOK_VENV"
+        remedy = (environment.remedy if environment else remedy).replace(
+            "{}", " ".join(engine.dependencies)
+        )
+        return [failed(SUBJECT, f"{place} lacks {package}, which {name} needs", remedy)]
     if why := answer.get("absent"):
         return [failed(SUBJECT, f"{name}: {why}", "correct it, or name another environment")]
     if why := answer.get("broken"):
@@ -67,11 +76,6 @@ def _where(recipe: Recipe, key: str) -> str:
     return f"correct it in {source}, line {line}" if line else f"correct parameters.{key}"
 
 
-def _place(python: str) -> Path:
-    """Return the environment of an interpreter."""
-    return paths.venv_root() if python == str(venv.python()) else Path(python).parent.parent
-
-
 def _keys(content: dict[str, Any]) -> dict[str, Any]:
     """Return the keys alone, and what _target_ names: the runs of a sweep ask the same."""
     return {
@@ -80,25 +84,38 @@ def _keys(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ask(python: str, engine: str, program: str, keys: dict[str, Any]) -> dict[str, Any]:
-    question = json.dumps([engine, program, keys, python, venv.packages()])
-    name = hashlib.sha256(question.encode()).hexdigest()
-    kept = paths.user_cache() / "checks" / f"engine_{name}.json"
+def _ask_inside(
+    environment: Environment, context: Context, name: str, question: list[str]
+) -> dict[str, Any]:
+    """Ask in a container, or where modules or conda say what Python is."""
+    if any(named_faults(environment, context)):
+        raise Skipped(f"{name} cannot be asked in {environment.title}")
+    words = ["-P", str(_SCHEMA), *question]
+    _, lines = started(environment, context, lambda gpus: words)
+    printed = [line for line in lines if line.startswith("{")]
+    try:
+        return dict(json.loads(printed[-1]))
+    except (ValueError, IndexError) as error:
+        message = next(filter(None, map(str.strip, reversed(lines))), "no message")
+        raise Skipped(f"{name} does not answer in {environment.title}: {message}") from error
+
+
+def _ask(python: str, name: str, question: list[str]) -> dict[str, Any]:
+    content = json.dumps([*question, python, venv.packages()])
+    key = hashlib.sha256(content.encode()).hexdigest()
+    kept = paths.user_cache() / "checks" / f"engine_{key}.json"
     if isinstance(answer := read_json_or_none(kept), dict):
         return answer
     with TemporaryDirectory() as place:
-        file = Path(place) / "config.json"
-        file.write_text(json.dumps(keys), encoding="utf-8")
-        script = paths.REPO_ROOT / "engines" / "schema.py"
-        argv = [python, "-P", str(script), engine, program, str(file)]
+        argv = [python, "-P", str(_SCHEMA), *question]
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=_LIMIT_S, cwd=place)
             answer = dict(json.loads(done.stdout.splitlines()[-1]))
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise Skipped(f"{engine} does not answer with {python}: {error}") from error
+            raise Skipped(f"{name} does not answer with {python}: {error}") from error
         except (ValueError, IndexError) as error:
             message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Skipped(f"{engine} does not answer with {python}: {message}") from error
+            raise Skipped(f"{name} does not answer with {python}: {message}") from error
     if "unknown" in answer:
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, json.dumps(answer))

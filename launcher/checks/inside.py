@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from launcher import paths, render
@@ -25,17 +25,35 @@ def inside(context: Context) -> Iterable[Finding]:
     environment = context.recipe.environment
     if environment is None:
         return [ok(SUBJECT, "the kit's virtual environment")]
-    if faults := [*_named_faults(environment, context)]:
+    if faults := [*named_faults(environment, context)]:
         return faults
-    root = context.cluster.root
-    if environment.dependencies and not built.is_built(environment, root):
+    if environment.dependencies and not built.is_built(environment, context.cluster.root):
         count = len(built.solve(environment))
         return [ok(SUBJECT, f"{count} packages are built at submission")]
+    needs = ",".join(_needs(context.recipe))
+    there = [str(paths.REPO_ROOT), *_paths(context.config)]
+    return _told(
+        environment,
+        *started(
+            environment,
+            context,
+            lambda gpus: ["-m", "slurm.probe", needs, "yes" if gpus else "no", *there],
+        ),
+    )
+
+
+def started(
+    environment: Environment, context: Context, words: Callable[[bool], list[str]]
+) -> tuple[int, list[str]]:
+    """Start the environment's Python as a job would; return its exit status and what it printed.
+
+    words: its arguments, given whether GPUs have to be there.
+    """
     # A container's runtime refuses to bind a folder that is not there; the run will make it.
-    root.mkdir(parents=True, exist_ok=True)
-    script = _probe(environment, context, bool(context.cluster.gpu))
+    context.cluster.root.mkdir(parents=True, exist_ok=True)
+    script = _script(environment, context, words(bool(context.cluster.gpu)))
     if not context.executor.queued:
-        return _told(environment, *_here(script))
+        return _here(script)
     resources = context.resources
     options = ["--job-name=cookbook-probe", "--nodes=1"]
     if context.cluster.gpu_request == "gpus-per-node":
@@ -47,14 +65,14 @@ def inside(context: Context) -> Iterable[Finding]:
     if not step.pending:
         lines = [*(line for _, line in step.lines), *step.message.split(" | ")]
         # Pyxis starts a step within this one, and both put the task's number before a line.
-        return _told(environment, step.exit_code, [re.sub(r"^(\d+:( |$))+", "", x) for x in lines])
+        return step.exit_code, [re.sub(r"^(\d+:( |$))+", "", line) for line in lines]
     if environment.is_container:
         raise Skipped(f"no node was free within {_WAIT_S} s to look inside {environment.title}")
     # A login node has no GPUs.
-    return _told(environment, *_here(_probe(environment, context, False)))
+    return _here(_script(environment, context, words(False)))
 
 
-def _named_faults(environment: Environment, context: Context) -> Iterator[Finding]:
+def named_faults(environment: Environment, context: Context) -> Iterator[Finding]:
     """Yield what is wrong without starting anything."""
     if environment.kind == "pyxis" and not context.executor.queued:
         yield failed(SUBJECT, "Pyxis is a plugin of Slurm's srun", "leave --local out")
@@ -93,9 +111,9 @@ def _needs(recipe: Recipe) -> list[str]:
     return ["trainer", "torch"] * (entry.checked == "complete" or entry.purpose == "evaluate")
 
 
-def _probe(environment: Environment, context: Context, gpus: bool) -> str:
-    """Return the shell script of the probe."""
-    root, recipe = context.cluster.root, context.recipe
+def _script(environment: Environment, context: Context, words: list[str]) -> str:
+    """Return the shell script that starts the environment's Python."""
+    root = context.cluster.root
     values = {
         "COOKBOOK": paths.REPO_ROOT,
         "VENV": paths.venv_root(),
@@ -123,10 +141,7 @@ def _probe(environment: Environment, context: Context, gpus: bool) -> str:
         command = ["enter_container", environment.kind, str(environment.image), binds]
         # Where the user stands need not be bound; a job starts in its run.
         lines += ['cd "$RUN_DIR"', shlex.join([*command, *environment.options])]
-    python = f"exec {render.python(environment, interpreter)}"
-    wanted = [",".join(_needs(recipe)), "yes" if gpus else "no"]
-    wanted += [str(paths.REPO_ROOT), *_paths(context.config)]
-    lines.append(f"{python} -m slurm.probe {shlex.join(wanted)}")
+    lines.append(f"exec {render.python(environment, interpreter)} {shlex.join(words)}")
     return "\n".join(lines)
 
 
