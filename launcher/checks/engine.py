@@ -3,39 +3,55 @@
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.checks import Context, Finding, Skipped, failed, ok
-from launcher.checks.inside import named_faults, started
-from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe
 from runspec.files import read_json_or_none, write_text
 
 SUBJECT = "engine config"
-_SCHEMA = paths.REPO_ROOT / "engines" / "schema.py"
+SCHEMA = paths.REPO_ROOT / "engines" / "schema.py"
 _LIMIT_S = 300
 
 
 def config(context: Context) -> Iterable[Finding]:
     """Ask the engine, in the jobs' environment, for the keys that it knows."""
-    recipe = context.recipe
+    if context.recipe.entry.engine is None or is_asked_inside(context):
+        return []
+    name, python = context.recipe.entry.engine.records.name, _python(context)
+    if not Path(python).is_file():
+        raise Skipped(f"{name} is asked once its environment is built")
+    return judged(context, _ask(python, name, question(context)))
+
+
+def is_asked_inside(context: Context) -> bool:
+    """Whether only a job's start finds the engine: in a container, by conda, by modules."""
+    environment = context.recipe.environment
+    if context.recipe.entry.engine is None or environment is None:
+        return False
+    return environment.is_container or "/" not in _python(context)
+
+
+def question(context: Context) -> list[str]:
+    """Return what engines/schema.py is given; an engine's entry alone has one."""
+    engine = context.recipe.entry.engine
+    if engine is None:
+        return []
+    keys = _keys(context.recipe.train_config(context.cluster.root, "run"))
+    return [engine.schema, engine.program(context.recipe.target), json.dumps(keys)]
+
+
+def judged(context: Context, answer: Mapping[str, Any]) -> list[Finding]:
+    """Return the findings of its answer."""
+    recipe, environment, python = context.recipe, context.recipe.environment, _python(context)
     engine = recipe.entry.engine
     if engine is None:
         return []
-    name, environment = engine.records.name, recipe.environment
-    keys = _keys(recipe.train_config(context.cluster.root, "run"))
-    question = [engine.schema, engine.program(recipe.target), json.dumps(keys)]
-    python = str((environment and environment.interpreter(context.cluster.root)) or venv.python())
-    if environment and (environment.is_container or "/" not in python):
-        answer = _ask_inside(environment, context, name, question)
-    elif Path(python).is_file():
-        answer = _ask(python, name, question)
-    else:
-        raise Skipped(f"{name} is asked once its environment is built")
+    name = engine.records.name
     if package := answer.get("missing"):
         place = f"the environment {environment.title}" if environment else str(paths.venv_root())
         remedy = f"{python} -m pip install {{}}, or name another environment in COOKBOOK_VENV"
@@ -76,28 +92,18 @@ def _where(recipe: Recipe, key: str) -> str:
     return f"correct it in {source}, line {line}" if line else f"correct parameters.{key}"
 
 
+def _python(context: Context) -> str:
+    """Return the ranks' interpreter, as a path or as a name in PATH."""
+    environment = context.recipe.environment
+    return str((environment and environment.interpreter(context.cluster.root)) or venv.python())
+
+
 def _keys(content: dict[str, Any]) -> dict[str, Any]:
     """Return the keys alone, and what _target_ names: the runs of a sweep ask the same."""
     return {
         key: _keys(value) if isinstance(value, dict) else value if key == "_target_" else None
         for key, value in content.items()
     }
-
-
-def _ask_inside(
-    environment: Environment, context: Context, name: str, question: list[str]
-) -> dict[str, Any]:
-    """Ask in a container, or where modules or conda say what Python is."""
-    if any(named_faults(environment, context)):
-        raise Skipped(f"{name} cannot be asked in {environment.title}")
-    words = ["-P", str(_SCHEMA), *question]
-    _, lines = started(environment, context, lambda gpus: words)
-    printed = [line for line in lines if line.startswith("{")]
-    try:
-        return dict(json.loads(printed[-1]))
-    except (ValueError, IndexError) as error:
-        message = next(filter(None, map(str.strip, reversed(lines))), "no message")
-        raise Skipped(f"{name} does not answer in {environment.title}: {message}") from error
 
 
 def _ask(python: str, name: str, question: list[str]) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def _ask(python: str, name: str, question: list[str]) -> dict[str, Any]:
     if isinstance(answer := read_json_or_none(kept), dict):
         return answer
     with TemporaryDirectory() as place:
-        argv = [python, "-P", str(_SCHEMA), *question]
+        argv = [python, "-P", str(SCHEMA), *question]
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=_LIMIT_S, cwd=place)
             answer = dict(json.loads(done.stdout.splitlines()[-1]))

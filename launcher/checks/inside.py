@@ -1,14 +1,15 @@
 """Whether an environment of a record works: its Python is started once, before the queue."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from launcher import paths, render
-from launcher.checks import Context, Finding, Skipped, failed, ok
+from launcher.checks import Context, Finding, Skipped, engine, failed, ok, skipped
 from launcher.executors import slurm
 from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe
@@ -25,33 +26,28 @@ def inside(context: Context) -> Iterable[Finding]:
     environment = context.recipe.environment
     if environment is None:
         return [ok(SUBJECT, "the kit's virtual environment")]
-    if faults := [*named_faults(environment, context)]:
+    if faults := [*_named_faults(environment, context)]:
         return faults
     if environment.dependencies and not built.is_built(environment, context.cluster.root):
         count = len(built.solve(environment))
         return [ok(SUBJECT, f"{count} packages are built at submission")]
-    needs = ",".join(_needs(context.recipe))
-    there = [str(paths.REPO_ROOT), *_paths(context.config)]
-    return _told(
-        environment,
-        *started(
-            environment,
-            context,
-            lambda gpus: ["-m", "slurm.probe", needs, "yes" if gpus else "no", *there],
-        ),
-    )
+    code, lines = _started(environment, context)
+    answers = [line for line in lines if line.startswith("{")]
+    findings = _told(environment, code, [line for line in lines if line not in answers])
+    if not engine.is_asked_inside(context) or any(each.state == "failed" for each in findings):
+        return findings
+    try:
+        return [*findings, *engine.judged(context, dict(json.loads(answers[-1])))]
+    except (ValueError, IndexError):
+        message = next((line for line in reversed(lines) if line.strip()), "no message")
+        return [*findings, skipped(engine.SUBJECT, f"no answer in {environment.title}: {message}")]
 
 
-def started(
-    environment: Environment, context: Context, words: Callable[[bool], list[str]]
-) -> tuple[int, list[str]]:
-    """Start the environment's Python as a job would; return its exit status and what it printed.
-
-    words: its arguments, given whether GPUs have to be there.
-    """
+def _started(environment: Environment, context: Context) -> tuple[int, list[str]]:
+    """Start the environment's Python as a job would; return its exit status and its output."""
     # A container's runtime refuses to bind a folder that is not there; the run will make it.
     context.cluster.root.mkdir(parents=True, exist_ok=True)
-    script = _script(environment, context, words(bool(context.cluster.gpu)))
+    script = _script(environment, context, bool(context.cluster.gpu))
     if not context.executor.queued:
         return _here(script)
     resources = context.resources
@@ -69,10 +65,10 @@ def started(
     if environment.is_container:
         raise Skipped(f"no node was free within {_WAIT_S} s to look inside {environment.title}")
     # A login node has no GPUs.
-    return _here(_script(environment, context, words(False)))
+    return _here(_script(environment, context, False))
 
 
-def named_faults(environment: Environment, context: Context) -> Iterator[Finding]:
+def _named_faults(environment: Environment, context: Context) -> Iterator[Finding]:
     """Yield what is wrong without starting anything."""
     if environment.kind == "pyxis" and not context.executor.queued:
         yield failed(SUBJECT, "Pyxis is a plugin of Slurm's srun", "leave --local out")
@@ -111,8 +107,8 @@ def _needs(recipe: Recipe) -> list[str]:
     return ["trainer", "torch"] * (entry.checked == "complete" or entry.purpose == "evaluate")
 
 
-def _script(environment: Environment, context: Context, words: list[str]) -> str:
-    """Return the shell script that starts the environment's Python."""
+def _script(environment: Environment, context: Context, gpus: bool) -> str:
+    """Return the shell script that looks around, and asks an engine for its keys."""
     root = context.cluster.root
     values = {
         "COOKBOOK": paths.REPO_ROOT,
@@ -141,7 +137,14 @@ def _script(environment: Environment, context: Context, words: list[str]) -> str
         command = ["enter_container", environment.kind, str(environment.image), binds]
         # Where the user stands need not be bound; a job starts in its run.
         lines += ['cd "$RUN_DIR"', shlex.join([*command, *environment.options])]
-    lines.append(f"exec {render.python(environment, interpreter)} {shlex.join(words)}")
+    python = render.python(environment, interpreter)
+    wanted = [",".join(_needs(context.recipe)), "yes" if gpus else "no"]
+    wanted += [str(paths.REPO_ROOT), *_paths(context.config)]
+    last = f"exec {python} -m slurm.probe {shlex.join(wanted)}"
+    if engine.is_asked_inside(context):
+        words = ["-P", str(engine.SCHEMA), *engine.question(context)]
+        last = f"{last.removeprefix('exec ')} && exec {python} {shlex.join(words)}"
+    lines.append(last)
     return "\n".join(lines)
 
 

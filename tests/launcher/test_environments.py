@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher import executors, paths, render
-from launcher.checks import Context, engine, findings, inside
+from launcher.checks import Context, findings, inside
 from launcher.errors import PreflightFault, RecipeFault
 from launcher.recipes import recipe
 from launcher.recipes.environment import Environment
@@ -223,7 +223,7 @@ def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeyp
     path.write_text("model_name_or_path: m\ndataset_name: d\nlearning_rte: 1\n")
     asked = recipe.load(f"trl:{path}", [f"+environment={block}"])
     context = Context(asked, Site(shared_root=str(tmp_path)), executors.choose(True))
-    (found,) = findings(engine.SUBJECT, engine.config, context)
+    *_, found = findings("environment", inside.inside, context)
     assert found.state == "failed", found.line
     assert "TRL has no key 'learning_rte' (did you mean learning_rate?)" in found.line
 
