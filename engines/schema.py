@@ -1,8 +1,8 @@
-"""Names the keys of an engine's config that the engine does not know: schema.py ENGINE PROGRAM FILE
+"""Names the keys of an engine's config that the engine does not know: schema.py ENGINE PROGRAM KEYS
 
 Runs in the engine's environment, before the queue; prints {"unknown": {KEY: HINT}}, {"missing":
 PACKAGE}, {"absent": WHAT} if the engine has no such program, or {"broken": MESSAGE} if it cannot be
-imported. FILE holds the config's keys as JSON; of the values only those of _target_ are needed.
+imported. KEYS are the config's, as JSON; of the values only those of _target_ are needed.
 Several engines ignore a key that they do not know, and train without it.
 """
 
@@ -204,9 +204,8 @@ def unknown(content: Mapping[str, Any], known: Tree, above: str = "") -> dict[st
 
 
 def main() -> None:
-    engine, program, file = sys.argv[1:]
-    with open(file, encoding="utf-8") as text:
-        content = json.load(text)
+    engine, program, keys = sys.argv[1:]
+    content = json.loads(keys)
     try:
         faults = unknown(content, SCHEMAS[engine](program, content))
         answer: dict[str, Any] = {"unknown": faults}

@@ -96,6 +96,11 @@ def plain_name(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
+def required(dependency: str) -> str:
+    """Return the plain name of the package that a requirement such as trl[vllm]==1.16.0 names."""
+    return plain_name(re.split(r"[\[<>=!~; @]", dependency.strip(), maxsplit=1)[0])
+
+
 class TorchBuild(NamedTuple):
     """The installed torch: its version, and the CUDA or ROCm version that it is built for."""
 

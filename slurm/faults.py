@@ -51,7 +51,7 @@ _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 # A Python traceback: its frames, the exception and its message.
 _TRACEBACK = re.compile(
-    r"^Traceback \(most recent call last\):\n((?:[ \t].*\n)+)([A-Za-z_][\w.]*)(?:: ?(.*))?$",
+    r"^Traceback \(most recent call last\):\n((?:[ \t].*\n)+)([A-Za-z_][\w.]*)(?::\s*(.*))?$",
     re.MULTILINE,
 )
 _FRAME = re.compile(r'^ +File "([^"<]+)", line (\d+)', re.MULTILINE)
@@ -108,7 +108,9 @@ def describe(error: dict[str, Any]) -> str:
     if rank is not None:
         where = f"rank {rank} on {host}: "
     lines = str(error.get("message", "")).splitlines() or ["no message"]
-    return f"{where}{error.get('type', 'error')}: {lines[0]}"
+    # The trainer's own records begin with the exception's name.
+    kind = f"{error.get('type', 'error')}: "
+    return f"{where}{kind}{lines[0].removeprefix(kind)}"
 
 
 def fault(message: str) -> dict[str, Any]:

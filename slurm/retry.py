@@ -3,6 +3,8 @@
 slurm/attempt.py collects the input, slurm/job.sh carries the decision out. Standard library only.
 """
 
+import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 from runspec.states import STOPPED_EARLY
 from slurm.faults import NODE_FAILURE, SIGKILL, describe, first_error
 
+_MISSING = "missing_package"
 # By the type of the error that ended the attempt.
 _CAUSES = {
     "Killed": "killed",
@@ -29,6 +32,9 @@ _CAUSES = {
     "NetworkTimeout": "network_timeout",
     "NonFiniteLossError": "non_finite_loss",
     "ConfigError": "user_error",
+    "ModuleNotFoundError": _MISSING,
+    "ImportError": _MISSING,
+    "PackageNotFoundError": _MISSING,
     "OutOfMemory": "out_of_memory",
     "OutOfMemoryError": "out_of_memory",
     "MemoryError": "out_of_memory",
@@ -38,6 +44,13 @@ _NO_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+)
+# Of an ImportError about a library: a node may lack its driver's, and another one has it.
+_LIBRARY = "cannot open shared object file"
+# What Python, its metadata, transformers, and a package's own check say of a package.
+_PACKAGE = re.compile(
+    r"No module named '?([^\s'.]+)|No package metadata was found for ([\w.-]+)"
+    r"|requires the (\w+) library|pip3? install (?:-\S+ )*[\"'`]?([\w.-]*\w)"
 )
 # By Slurm's state of the job.
 _ENDED = {
@@ -80,7 +93,11 @@ def _cause(error: dict[str, Any]) -> str:
     kind, message = str(error.get("type")), str(error.get("message"))
     if kind == "RuntimeError" and any(text in message for text in _NO_MEMORY):
         return "out_of_memory"
-    return _CAUSES.get(kind, "error")
+    # A traceback names the exceptions of packages with their module.
+    cause = _CAUSES.get(kind.rpartition(".")[2], "error")
+    if cause == "error" and "pip install " in message:
+        return _MISSING
+    return "error" if cause == _MISSING and _LIBRARY in message else cause
 
 
 def _slurm_reason(state: str, lost: list[str]) -> Reason:
@@ -162,6 +179,27 @@ class AttemptEnd:
         return self.reason.cause == "out_of_memory"
 
     @property
+    def lacks_package(self) -> bool:
+        """Whether the environment lacks a package: no earlier attempt of the job found it.
+
+        If one did, the files of the environment are missing on a node for now.
+        """
+        return self.reason.cause == _MISSING and self.cause_before in (None, _MISSING)
+
+    @property
+    def how_to_add(self) -> str:
+        """Which environment lacks which package, and what adds it."""
+        named, own = _PACKAGE.search(str(self.error.get("message"))), os.environ.get("VENV")
+        place = os.environ.get("ENV_TITLE") or f"the environment {own}"
+        if named is None:
+            return f"the packages of {place} do not fit together: change environment.dependencies"
+        remedy = os.environ.get("ENV_REMEDY") or (
+            f"add {{}} to environment.dependencies in the recipe, or {own}/bin/python -m pip "
+            "install {}"
+        )
+        return f"{place} lacks it: {remedy.replace('{}', next(filter(None, named.groups())))}"
+
+    @property
     def unexplained_stop(self) -> bool:
         return self.reason.cause == "stopped"
 
@@ -226,6 +264,7 @@ RULES = (
     Rule("FAILED", "failed", lambda e: e.used_up and e.stopped, "{end.used_up}", "budget"),
     Rule(STOPPED_EARLY, "failed", lambda e: e.worse and e.stopped, "{end.worse}", "stopped_early"),
     # What a retry cannot fix, or has not fixed often enough.
+    Rule("FAILED", "failed", lambda e: e.lacks_package, "{end.reason.message}; {end.how_to_add}"),
     Rule("FAILED", "failed", lambda e: e.error.get("permanent")),
     Rule("FAILED", "failed", lambda e: e.out_of_memory and e.memory_is_result),
     Rule("FAILED", "failed", lambda e: e.out_of_memory and e.cause_before == "out_of_memory",

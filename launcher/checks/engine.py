@@ -3,7 +3,7 @@
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,26 +14,51 @@ from launcher.recipes.recipe import Recipe
 from runspec.files import read_json_or_none, write_text
 
 SUBJECT = "engine config"
+SCHEMA = paths.REPO_ROOT / "engines" / "schema.py"
 _LIMIT_S = 300
 
 
 def config(context: Context) -> Iterable[Finding]:
     """Ask the engine, in the jobs' environment, for the keys that it knows."""
-    recipe = context.recipe
+    if context.recipe.entry.engine is None or is_asked_inside(context):
+        return []
+    name, python = context.recipe.entry.engine.records.name, _python(context)
+    if not Path(python).is_file():
+        raise Skipped(f"{name} is asked once its environment is built")
+    return judged(context, _ask(python, name, question(context)))
+
+
+def is_asked_inside(context: Context) -> bool:
+    """Whether only a job's start finds the engine: in a container, by conda, by modules."""
+    environment = context.recipe.environment
+    if context.recipe.entry.engine is None or environment is None:
+        return False
+    return environment.is_container or "/" not in _python(context)
+
+
+def question(context: Context) -> list[str]:
+    """Return what engines/schema.py is given; an engine's entry alone has one."""
+    engine = context.recipe.entry.engine
+    if engine is None:
+        return []
+    keys = _keys(context.recipe.train_config(context.cluster.root, "run"))
+    return [engine.schema, engine.program(context.recipe.target), json.dumps(keys)]
+
+
+def judged(context: Context, answer: Mapping[str, Any]) -> list[Finding]:
+    """Return the findings of its answer."""
+    recipe, environment, python = context.recipe, context.recipe.environment, _python(context)
     engine = recipe.entry.engine
     if engine is None:
         return []
-    name, inside = engine.records.name, recipe.environment
-    content = recipe.train_config(context.cluster.root, "run")
-    python = str((inside and inside.interpreter(context.cluster.root)) or venv.python())
-    if inside and (inside.is_container or not Path(python).is_file()):
-        raise Skipped(f"{name} is asked once its environment is built")
-    answer = _ask(python, engine.schema, engine.program(recipe.target), _keys(content))
+    name = engine.records.name
     if package := answer.get("missing"):
-        message = f"{_place(python)} lacks {package}, which {name} needs"
-        install = f"{python} -m pip install {' '.join(engine.dependencies)}"
-        other = "environment.python" if inside else "COOKBOOK_VENV"
-        return [failed(SUBJECT, message, f"{install}, or name another environment in {other}")]
+        place = f"the environment {environment.title}" if environment else str(paths.venv_root())
+        remedy = f"{python} -m pip install {{}}, or name another environment in COOKBOOK_VENV"
+        remedy = (environment.remedy if environment else remedy).replace(
+            "{}", " ".join(engine.dependencies)
+        )
+        return [failed(SUBJECT, f"{place} lacks {package}, which {name} needs", remedy)]
     if why := answer.get("absent"):
         return [failed(SUBJECT, f"{name}: {why}", "correct it, or name another environment")]
     if why := answer.get("broken"):
@@ -67,9 +92,10 @@ def _where(recipe: Recipe, key: str) -> str:
     return f"correct it in {source}, line {line}" if line else f"correct parameters.{key}"
 
 
-def _place(python: str) -> Path:
-    """Return the environment of an interpreter."""
-    return paths.venv_root() if python == str(venv.python()) else Path(python).parent.parent
+def _python(context: Context) -> str:
+    """Return the ranks' interpreter, as a path or as a name in PATH."""
+    environment = context.recipe.environment
+    return str((environment and environment.interpreter(context.cluster.root)) or venv.python())
 
 
 def _keys(content: dict[str, Any]) -> dict[str, Any]:
@@ -80,25 +106,22 @@ def _keys(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ask(python: str, engine: str, program: str, keys: dict[str, Any]) -> dict[str, Any]:
-    question = json.dumps([engine, program, keys, python, venv.packages()])
-    name = hashlib.sha256(question.encode()).hexdigest()
-    kept = paths.user_cache() / "checks" / f"engine_{name}.json"
+def _ask(python: str, name: str, question: list[str]) -> dict[str, Any]:
+    content = json.dumps([*question, python, venv.packages()])
+    key = hashlib.sha256(content.encode()).hexdigest()
+    kept = paths.user_cache() / "checks" / f"engine_{key}.json"
     if isinstance(answer := read_json_or_none(kept), dict):
         return answer
     with TemporaryDirectory() as place:
-        file = Path(place) / "config.json"
-        file.write_text(json.dumps(keys), encoding="utf-8")
-        script = paths.REPO_ROOT / "engines" / "schema.py"
-        argv = [python, "-P", str(script), engine, program, str(file)]
+        argv = [python, "-P", str(SCHEMA), *question]
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=_LIMIT_S, cwd=place)
             answer = dict(json.loads(done.stdout.splitlines()[-1]))
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise Skipped(f"{engine} does not answer with {python}: {error}") from error
+            raise Skipped(f"{name} does not answer with {python}: {error}") from error
         except (ValueError, IndexError) as error:
             message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Skipped(f"{engine} does not answer with {python}: {message}") from error
+            raise Skipped(f"{name} does not answer with {python}: {message}") from error
     if "unknown" in answer:
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, json.dumps(answer))

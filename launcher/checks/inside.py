@@ -1,5 +1,6 @@
 """Whether an environment of a record works: its Python is started once, before the queue."""
 
+import json
 import os
 import re
 import shlex
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from launcher import paths, render
-from launcher.checks import Context, Finding, Skipped, failed, ok
+from launcher.checks import Context, Finding, Skipped, engine, failed, ok, skipped
 from launcher.executors import slurm
 from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe
@@ -27,15 +28,28 @@ def inside(context: Context) -> Iterable[Finding]:
         return [ok(SUBJECT, "the kit's virtual environment")]
     if faults := [*_named_faults(environment, context)]:
         return faults
-    root = context.cluster.root
-    if environment.dependencies and not built.is_built(environment, root):
+    if environment.dependencies and not built.is_built(environment, context.cluster.root):
         count = len(built.solve(environment))
         return [ok(SUBJECT, f"{count} packages are built at submission")]
+    code, lines = _started(environment, context)
+    answers = [line for line in lines if line.startswith("{")]
+    findings = _told(environment, code, [line for line in lines if line not in answers])
+    if not engine.is_asked_inside(context) or any(each.state == "failed" for each in findings):
+        return findings
+    try:
+        return [*findings, *engine.judged(context, dict(json.loads(answers[-1])))]
+    except (ValueError, IndexError):
+        message = next((line for line in reversed(lines) if line.strip()), "no message")
+        return [*findings, skipped(engine.SUBJECT, f"no answer in {environment.title}: {message}")]
+
+
+def _started(environment: Environment, context: Context) -> tuple[int, list[str]]:
+    """Start the environment's Python as a job would; return its exit status and its output."""
     # A container's runtime refuses to bind a folder that is not there; the run will make it.
-    root.mkdir(parents=True, exist_ok=True)
-    script = _probe(environment, context, bool(context.cluster.gpu))
+    context.cluster.root.mkdir(parents=True, exist_ok=True)
+    script = _script(environment, context, bool(context.cluster.gpu))
     if not context.executor.queued:
-        return _told(environment, *_here(script))
+        return _here(script)
     resources = context.resources
     options = ["--job-name=cookbook-probe", "--nodes=1"]
     if context.cluster.gpu_request == "gpus-per-node":
@@ -47,11 +61,11 @@ def inside(context: Context) -> Iterable[Finding]:
     if not step.pending:
         lines = [*(line for _, line in step.lines), *step.message.split(" | ")]
         # Pyxis starts a step within this one, and both put the task's number before a line.
-        return _told(environment, step.exit_code, [re.sub(r"^(\d+: )+", "", x) for x in lines])
+        return step.exit_code, [re.sub(r"^(\d+:( |$))+", "", line) for line in lines]
     if environment.is_container:
         raise Skipped(f"no node was free within {_WAIT_S} s to look inside {environment.title}")
     # A login node has no GPUs.
-    return _told(environment, *_here(_probe(environment, context, False)))
+    return _here(_script(environment, context, False))
 
 
 def _named_faults(environment: Environment, context: Context) -> Iterator[Finding]:
@@ -93,9 +107,9 @@ def _needs(recipe: Recipe) -> list[str]:
     return ["trainer", "torch"] * (entry.checked == "complete" or entry.purpose == "evaluate")
 
 
-def _probe(environment: Environment, context: Context, gpus: bool) -> str:
-    """Return the shell script of the probe."""
-    root, recipe = context.cluster.root, context.recipe
+def _script(environment: Environment, context: Context, gpus: bool) -> str:
+    """Return the shell script that looks around, and asks an engine for its keys."""
+    root = context.cluster.root
     values = {
         "COOKBOOK": paths.REPO_ROOT,
         "VENV": paths.venv_root(),
@@ -123,10 +137,14 @@ def _probe(environment: Environment, context: Context, gpus: bool) -> str:
         command = ["enter_container", environment.kind, str(environment.image), binds]
         # Where the user stands need not be bound; a job starts in its run.
         lines += ['cd "$RUN_DIR"', shlex.join([*command, *environment.options])]
-    python = f"exec {render.python(environment, interpreter)}"
-    wanted = [",".join(_needs(recipe)), "yes" if gpus else "no"]
+    python = render.python(environment, interpreter)
+    wanted = [",".join(_needs(context.recipe)), "yes" if gpus else "no"]
     wanted += [str(paths.REPO_ROOT), *_paths(context.config)]
-    lines.append(f"{python} -m slurm.probe {shlex.join(wanted)}")
+    last = f"exec {python} -m slurm.probe {shlex.join(wanted)}"
+    if engine.is_asked_inside(context):
+        words = ["-P", str(engine.SCHEMA), *engine.question(context)]
+        last = f"{last.removeprefix('exec ')} && exec {python} {shlex.join(words)}"
+    lines.append(last)
     return "\n".join(lines)
 
 
@@ -183,7 +201,7 @@ def _told(environment: Environment, code: int, lines: list[str]) -> list[Finding
     """Return the findings of the probe's output."""
     marked = [line[2:].partition(" ") for line in lines if line.startswith("@ ")]
     plain = [line.strip() for line in lines if line.strip() and not line.startswith("@ ")]
-    rest = [line for line in plain if not _NOISE.search(line)] or plain
+    rest = [line for line in plain if not _NOISE.search(line)]
     text = " ".join(rest)[-400:]
     findings = []
     for _, _, content in (each for each in marked if each[0] == "fault"):
@@ -205,6 +223,7 @@ def _told(environment: Environment, code: int, lines: list[str]) -> list[Finding
     ended = next((content for kind, _, content in marked if kind == "found"), None)
     if ended is not None:
         return [ok(SUBJECT, f"{environment.title}: {ended}")]
+    text = text or " ".join(plain)[-400:]
     signs = (r for sign, r in _REMEDIES if sign.lower() in text.lower())
     remedy = next(signs, f"see {environment.place}")
     return [

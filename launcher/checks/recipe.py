@@ -13,6 +13,7 @@ from typing import Any
 from launcher import paths, venv
 from launcher.checks import Context, Finding, Skipped, failed, files, ok, unreadable
 from launcher.recipes import rewards, stock
+from launcher.recipes.environment import Environment
 from launcher.runs import snapshot
 from launcher.runs.directory import runs_root
 from runspec.files import DATA_CACHE, KEPT_TEACHERS, read_json_or_none, write_json
@@ -114,11 +115,12 @@ def _imports(context: Context, script: Path, code_root: Path | None) -> list[Fin
     # A container's, and one that is not built yet, are not there to be looked into.
     known = not (inside and inside.is_container) and Path(python).is_absolute()
     folders = venv.package_folders(Path(python)) if known else []
-    built = inside and inside.dependencies
     lacks = f"which {Path(python).parent.parent} lacks"
-    remedy = "add {0} to environment.dependencies" if built else f"{python} -m pip install {{0}}"
+    remedy = inside.remedy if inside else f"{Environment().remedy}, or {python} -m pip install {{}}"
+    if code_root:
+        remedy += f"; if it is your own, put it into {code_root}"
     missing = [
-        failed("script", f"{script.name} imports {name}, {lacks}", remedy.format(name))
+        failed("script", f"{script.name} imports {name}, {lacks}", remedy.replace("{}", name))
         for name in stock.missing_imports(script, folders, code_root)
     ]
     return missing or [ok("script", str(script))]

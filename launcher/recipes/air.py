@@ -12,12 +12,10 @@ from typing import Any
 from launcher import venv
 from launcher.errors import RecipeFault, nearest
 
-_KEYS = {"command", "compute"}
-_KNOWN = _KEYS | {
-    "experiment_name",
+# Two of these make a file a workload, also if a key that it needs is missing.
+_MARKS = {"command", "compute", "code_source", "env_variables", "experiment_name"}
+_KNOWN = _MARKS | {
     "environment",
-    "code_source",
-    "env_variables",
     "secrets",
     "max_retries",
     "timeout_minutes",
@@ -33,7 +31,7 @@ _OWN = {"resources", "tracking", "max_gpu_hours", "notify", "share", "stop_signa
 
 def is_workload(config: Mapping[str, Any]) -> bool:
     """Whether a YAML file is a workload of air's."""
-    return "entry" not in config and config.keys() >= _KEYS
+    return "entry" not in config and len(config.keys() & _MARKS) > 1
 
 
 def recipe(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -99,9 +97,11 @@ def _faults(config: Mapping[str, Any], place: Path) -> Iterator[str]:
         yield f"{key} must be a block of keys and values, got {config[key]!r}"
     if blocks:
         return
-    compute = config["compute"] or {}
+    compute = config.get("compute") or {}
     count, per_node = _accelerators(compute)
-    if not per_node:
+    if not compute:
+        yield "compute is missing: it needs num_accelerators and accelerator_type"
+    elif not per_node:
         given = compute.get("accelerator_type")
         yield f"compute.accelerator_type must be such as GPU_8xH100 or GPU_1xA10, got {given!r}"
     elif count < 1 or count % per_node:
@@ -119,7 +119,7 @@ def _faults(config: Mapping[str, Any], place: Path) -> Iterator[str]:
         if number is not None and (type(number) is not int or number < least):
             yield f"{key} must be a number of {least} or more, got {number!r}"
     if not str(config.get("command") or "").strip():
-        yield "command is empty"
+        yield "command is missing: it needs the shell lines that each node runs"
     yield from _source_faults(config.get("code_source") or {}, place)
     yield from _environment_faults(config.get("environment") or {})
     for variable, place in (config.get("secrets") or {}).items():
@@ -160,7 +160,7 @@ def _wanted(config: Mapping[str, Any]) -> list[str]:
     wanted = [str(each) for each in (config.get("environment") or {}).get("dependencies") or []]
     if all(map(_met, wanted)):
         return []
-    names = {venv.plain_name(re.split(r"[\[<>=!~; @]", each, maxsplit=1)[0]) for each in wanted}
+    names = set(map(venv.required, wanted))
     return [*wanted, *(name for name in _BASE if venv.plain_name(name) not in names)]
 
 

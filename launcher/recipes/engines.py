@@ -234,14 +234,21 @@ def read(config: dict[str, Any], path: Path, engine: Engine, prefix: str, target
 
 
 def default_environment(config: dict[str, Any], engine: Engine) -> None:
-    """Give a recipe that names no environment the engine's packages, unless they are installed."""
-    if not engine.dependencies or config.get("environment"):
+    """Give a recipe the engine's packages, unless they are installed.
+
+    Dependencies that the recipe names are built beside them; another environment is used as it is.
+    """
+    given = config.get("environment") or {}
+    own = given.get("dependencies") if isinstance(given, dict) else None
+    if given and not isinstance(own, list):
         return
-    installed = {venv.plain_name(name) for name in venv.packages()}
-    names = [venv.plain_name(each.partition("==")[0]) for each in engine.dependencies]
-    if not installed.issuperset(names):
-        block = {"dependencies": list(engine.dependencies), "pins": engine.pins}
-        config["environment"] = block
+    named = {venv.required(str(each)) for each in own or []}
+    missing = [each for each in engine.dependencies if venv.required(each) not in named]
+    shared = not given or given.get("pins", engine.pins)
+    installed = {venv.plain_name(name) for name in venv.packages()} if shared else set()
+    if not installed.issuperset(map(venv.required, missing)):
+        wanted = [*missing, *(own or [])]
+        config["environment"] = {"pins": engine.pins, **given, "dependencies": wanted}
 
 
 def recognised(content: Mapping[str, Any]) -> str | None:

@@ -201,7 +201,7 @@ def find(name: str) -> Entry:
             raise RecipeFault(f"entry {name!r}: this version has no {why}")
         known = ", ".join(f"{each}..." if each.endswith(":") else each for each in ENTRIES)
         raise RecipeFault(
-            f"entry {name!r} is not known{nearest(name, ENTRIES)}: it is one of {known} "
+            f"entry {name!r} is not known{nearest(prefix + colon, ENTRIES)}: it is one of {known} "
             "(cookbook recipes --key entry)"
         )
     return row

@@ -61,6 +61,17 @@ class Environment:
         """The file that its lines are in."""
         return f"configs/environments/{self.name}.yaml" if self.name else "the recipe"
 
+    @property
+    def remedy(self) -> str:
+        """What to do about a package that it lacks; {} in the text is the package."""
+        if self.is_container:
+            return f"use an image that has {{}}, in {self.place}"
+        if self.conda:
+            return f"conda activate {self.conda} && python -m pip install {{}}"
+        if self.python and not self.dependencies:
+            return f"{self.python} -m pip install {{}}"
+        return f"add {{}} to environment.dependencies in {self.place}"
+
     @cached_property
     def digest(self) -> str:
         """What names the folder that its dependencies are built into: all that they depend on."""

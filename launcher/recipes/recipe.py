@@ -342,6 +342,8 @@ def _split(name: str) -> tuple[str, str]:
     """Return the entry and the file of trl:FILE, another trainer's config; "" for no entry."""
     prefix, colon, file = name.partition(":")
     if not colon or f"{prefix}:" not in entries.ENTRIES:
+        if colon and Path(file).is_file():
+            entries.find(f"{prefix}:{file}")
         return "", name
     engine = entries.ENTRIES[f"{prefix}:"].engine
     if engine and engine.overrides == "file" and file.endswith((".yaml", ".yml")):
@@ -369,7 +371,7 @@ def load(
         raise RecipeFault(f"{path} has its own entry: name the file without {prefix}")
     if prefix:
         config = {"entry": f"{prefix}{path.name}"}
-    if "command" in config and "entry" not in config:
+    if "entry" not in config and {"command", "compute", "code_source"} & config.keys():
         from launcher.recipes import air  # hardly any file is one
 
         config = air.recipe(config, path) if air.is_workload(config) else config

@@ -47,7 +47,7 @@ def is_built(environment: Environment, root: Path) -> bool:
 
 
 def solve(environment: Environment) -> list[str]:
-    """Return all packages that its dependencies need, as NAME==VERSION.
+    """Return all packages that its dependencies need, as NAME==VERSION or NAME @ URL.
 
     PreflightFault holds uv's reason in one line.
     """
@@ -61,7 +61,7 @@ def solve(environment: Environment) -> list[str]:
         done = alone
     if done.returncode:
         raise PreflightFault(_reason(environment, done.stderr))
-    return [line.strip() for line in done.stdout.splitlines() if "==" in line]
+    return _packages(done.stdout)
 
 
 def _compile(
@@ -81,10 +81,13 @@ def _compile(
         return _uv(argv, "\n".join(environment.dependencies))
 
 
+def _packages(answer: str) -> list[str]:
+    return [line.strip() for line in answer.splitlines() if "==" in line or " @ " in line]
+
+
 def _package(line: str) -> tuple[str, str]:
-    """Return the name and the version of a line of uv's answer."""
-    name, _, version = line.partition(";")[0].strip().partition("==")
-    return venv.plain_name(name), version
+    """Return the name and the version of a package of uv's answer; a URL is no version."""
+    return venv.required(line), line.partition(";")[0].strip().partition("==")[2]
 
 
 def build(environment: Environment, root: Path, say: Callable[[str], None]) -> Path:
@@ -126,10 +129,8 @@ def _fill(environment: Environment, path: Path) -> None:
         there = {(venv.plain_name(n), v.partition("+")[0]) for n, v in venv.packages().items()}
         new = {_package(line): line for line in wanted if _package(line) not in there}
         if not any(name == "torch" for name, _ in new):
-            kept = {
-                _package(line)[0]
-                for line in _compile(environment, True, "torch").stdout.splitlines()
-            }
+            alone = _compile(environment, True, "torch").stdout
+            kept = {_package(line)[0] for line in _packages(alone)}
             new = {pair: line for pair, line in new.items() if pair[0] in kept}
         wanted = list(new.values())
     done = _uv(
@@ -155,11 +156,7 @@ def _check_uv(environment: Environment) -> None:
     if "COOKBOOK_VENV" not in os.environ:
         raise PreflightFault(f"there is no {_program()}, which builds dependencies: bash setup.sh")
     installed = {venv.plain_name(name) for name in venv.packages()}
-    missing = [
-        each
-        for each in environment.dependencies
-        if venv.plain_name(re.split(r"[=<>!~\[; ]", each)[0]) not in installed
-    ]
+    missing = [each for each in environment.dependencies if venv.required(each) not in installed]
     raise PreflightFault(
         f"COOKBOOK_VENV: {paths.venv_root()} lacks {', '.join(missing)}, and uv, which would build "
         f"them: {venv.python()} -m pip install {' '.join(missing)}"
@@ -177,6 +174,15 @@ def _uv(argv: Sequence[str], text: str = "") -> "subprocess.CompletedProcess[str
 def _reason(environment: Environment, output: str, pinned: bool = False) -> str:
     """Return uv's reason in one line, and what to do; pinned: the kit's versions are the reason."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", output)
+    if source := re.search(r"Failed to build `([^`]+)`", text):
+        printed = [line.strip() for line in text.partition("\nhint:")[0].splitlines()]
+        why = next(filter(None, reversed(printed)))
+        name = source[1].partition("==")[0].partition(" @ ")[0]
+        return (
+            f"environment.dependencies cannot be built: {source[1]} comes as source, and its build "
+            f"fails: {why}: name a wheel of it ({name} @ URL), or install it by hand into an "
+            "environment of your own (environment.python)"
+        )
     text = " ".join(re.sub(r"[^\x20-\x7e\n]", " ", text).split())
     # It reads them from its standard input.
     text = re.sub(r"(Couldn't parse requirement) in `-` at position \d+ cause: ", r"\1: ", text)

@@ -110,7 +110,7 @@ def submit(
         prepare(wanted, say)
         refuse(preflight.faults(context(planned, checked.executor, checked.elsewhere), skip))
     make_environment(recipe, cluster, say)
-    if recipe.entry.engine and recipe.environment and not skip:
+    if recipe.entry.engine and recipe.environment and recipe.environment.dependencies and not skip:
         # Only now can it be asked for its keys.
         refuse(checks.faults_of(checks.findings(engine.SUBJECT, engine.config, checked)))
     run = record(planned)

@@ -14,6 +14,7 @@ import pytest
 
 from launcher import paths
 from runspec import files
+from runspec.keys.environment import CONTAINERS
 from tests.conftest import SlurmCluster, running_cluster
 from tests.faults import containers
 from tests.faults.conftest import user_of
@@ -123,7 +124,25 @@ def test_nothing_is_left_after_scancel(kind, user, pyxis, place, record_property
 
 
 @pytest.mark.named
-@pytest.mark.parametrize("kind", ["modules", "pyxis", "apptainer", "podman"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_has_the_same_figures_in_it(kind, user, place, model):
+    shared = user.root / "models" / f"evaluated-{kind}"
+    shutil.copytree(model, shared)
+
+    def figures(*more: str) -> dict:
+        words = ["--watch", "tasks.likelihood.limit=64", "tasks.answers.limit=16"]
+        asked = user.cookbook("eval", str(shared), *words, "max_new_tokens=8", *more)
+        assert asked.returncode == 0, asked.stdout + asked.stderr
+        told = json.loads(user.cookbook("eval", str(shared), "--results", "--json").stdout)
+        return {**{name: task["metrics"] for name, task in told["tasks"].items()}, "": told["run"]}
+
+    before, inside = figures(), figures(block(kind, place))
+    assert inside.pop("") != before.pop("") and inside == before
+    assert inside.keys() == {"likelihood", "answers"}
+
+
+@pytest.mark.named
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_serves_from_it_and_nothing_is_left(kind, user, place, model):
     # The shared folder is always bound.
     shared = shutil.copytree(model, user.root / "models" / kind)
@@ -132,7 +151,7 @@ def test_an_engine_serves_from_it_and_nothing_is_left(kind, user, place, model):
     run = next(run for run in user.runs() if f"-serve-{kind}-" in run.name)
     (engine,) = [pid for pid in processes_of(run) if "transformers_engine" in command(pid)]
     roots = {os.stat(f"/proc/{pid}/root/etc").st_ino for pid in (engine, os.getpid())}
-    assert len(roots) == (1 if kind == "modules" else 2), "the engine has the image's files"
+    assert len(roots) == 1 + (kind in CONTAINERS), "the engine has the image's files"
     (front,) = ranks_of(run, "serving.replica").values()
     assert os.stat(f"/proc/{front}/root/etc").st_ino == os.stat("/etc").st_ino
     asked = user.cookbook("query", kind, "What is a partition?")

@@ -32,6 +32,8 @@ BROKEN_PEER = {**CRASH, "rank": 0, "time": 4.0, "message": "Connection reset by 
 KILLED = {**CRASH, "rank": 2, "time": 6.0, "type": "Killed", "message": "killed by SIGKILL"}
 NO_MEMORY = {**CRASH, "rank": None, "type": "OutOfMemory", "message": "oom-kill"}
 GPU_MEMORY = {**CRASH, "type": "OutOfMemoryError", "permanent": True}
+NO_PACKAGE = {**CRASH, "type": "ImportError", "message": "cannot import name 'x' from 'y'"}
+NO_LIBRARY = "libcuda.so.1: cannot open shared object file: No such file or directory"
 CONFIG = {
     **CRASH,
     "rank": 1,
@@ -103,6 +105,18 @@ def judged(**changes):
             ("FAILED", "failed", "out_of_memory"),
         ),
         ({"errors": [GPU_MEMORY]}, ("FAILED", "failed", "out_of_memory")),
+        # No retry installs a package; if an attempt before found it, a node's files are missing.
+        ({"errors": [NO_PACKAGE]}, ("FAILED", "failed", "missing_package")),
+        (
+            {"errors": [NO_PACKAGE], "cause_before": "killed"},
+            ("RETRYING", "run", "missing_package"),
+        ),
+        (
+            {"errors": [NO_PACKAGE], "cause_before": "missing_package"},
+            ("FAILED", "failed", "missing_package"),
+        ),
+        # Another node may have the library.
+        ({"errors": [{**NO_PACKAGE, "message": NO_LIBRARY}]}, ("RETRYING", "run", "error")),
         ({"not_started": "Unable to contact", "fruitless": 9}, ("RETRYING", "run", "controller")),
         ({"stop_asked": True, "errors": [CRASH]}, ("REQUEUED", "requeue", "error")),
         ({"stop_asked": True, "fruitless": 4}, ("FAILED", "failed", "time_limit")),
@@ -119,6 +133,26 @@ def judged(**changes):
 )
 def test_the_verdict(changes, expected):
     assert judged(**changes) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "name"),
+    [
+        ("ModuleNotFoundError", "No module named 'a.b'", "a"),
+        ("importlib.metadata.PackageNotFoundError", "No package metadata was found for a-b", "a-b"),
+        ("ImportError", "Llama requires the SentencePiece library but", "SentencePiece"),
+        ("ValueError", "PEFT is missing. Make sure to run `pip install -U peft`. (u.py:2)", "peft"),
+        ("ImportError", "cannot import name 'x' from 'y'", None),
+    ],
+)
+def test_a_missing_package_is_named_with_what_adds_it(monkeypatch, kind, message, name):
+    monkeypatch.setenv("VENV", "/v")
+    end = AttemptEnd(1, {}, [{**CRASH, "type": kind, "message": message}], max_retries=3)
+    verdict = decide(end)
+    assert (verdict.state, verdict.cause) == ("FAILED", "missing_package")
+    add = f"environment /v lacks it: add {name} to environment.dependencies in the recipe, or "
+    add += f"/v/bin/python -m pip install {name}"
+    assert verdict.message.endswith(add if name else "change environment.dependencies")
 
 
 def test_the_named_error_is_the_one_that_the_others_follow_from():
@@ -407,6 +441,7 @@ def test_a_run_whose_steps_are_not_finite_is_not_started_again(run_dir):
     ("code", "kind", "message"),
     [
         ("import no_such_module", "ModuleNotFoundError", "No module named 'no_such_module'"),
+        ("raise ImportError('\\nX requires the Y library')", "ImportError", "X requires the Y"),
         ("json.loads('{')", "json.decoder.JSONDecodeError", "Expecting property name enclosed"),
         ("raise Overflow('too much')", "Overflow", "too much"),
     ],

@@ -92,6 +92,19 @@ def test_an_override_reaches_the_engines_file_and_an_unknown_one_does_not(tmp_pa
         planned(tmp_path, {**content, "entry": "trl:sfd"})
 
 
+def test_dependencies_of_a_recipe_are_built_beside_the_engines_own(tmp_path):
+    def built(entry, **environment):
+        content = {"entry": entry, "resources": RESOURCES, "environment": environment}
+        return planned(tmp_path, {**content, "parameters": {}}).recipe.environment
+
+    assert built("trl:sft", dependencies=["peft"]).dependencies == ("trl==1.16.0", "peft")
+    named = built("trl:sft", dependencies=["trl[peft]>=1.15"])
+    assert named.dependencies == ("trl[peft]>=1.15",) and named.pins
+    alone = built("litgpt:pretrain", dependencies=["einops"])
+    assert alone.dependencies[::4] == ("litgpt==0.5.13", "einops") and not alone.pins
+    assert built("trl:sft", python="/trl/bin/python").dependencies == ()
+
+
 @pytest.mark.parametrize("entry", ["command", "command:echo $NODE_RANK"])
 def test_shell_lines_run_once_per_node(tmp_path, entry):
     lines = {"command": "echo it's\necho $NODE_RANK\n"} if entry == "command" else {}
@@ -155,6 +168,16 @@ def test_what_a_workload_cannot_mean_here_is_refused_by_name(tmp_path):
         "secrets.KEY must be scope/key",
     ):
         assert words in told
+
+
+@pytest.mark.parametrize("key", ["command", "compute"])
+def test_a_workload_that_lacks_a_key_is_named_as_such(tmp_path, key):
+    lacking = {name: value for name, value in WORKLOAD.items() if name != key}
+    (tmp_path / "src").mkdir()
+    with pytest.raises(RecipeFault) as caught:
+        planned(tmp_path, lacking)
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"{key} is missing: it needs ")
 
 
 def test_what_a_script_imports_is_looked_for_in_its_environment(tmp_path):

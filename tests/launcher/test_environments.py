@@ -12,8 +12,9 @@ import pytest
 
 from launcher import executors, paths, render
 from launcher.checks import Context, findings, inside
-from launcher.errors import RecipeFault
+from launcher.errors import PreflightFault, RecipeFault
 from launcher.recipes import recipe
+from launcher.recipes.environment import Environment
 from launcher.runs import built
 from launcher.site import Site, complete
 from runspec import files
@@ -199,6 +200,34 @@ def test_a_fault_is_found_with_its_remedy(fault, injected, tmp_path, monkeypatch
     assert any(each.state == "failed" and words in each.line for each in found), found
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["apptainer", "conda"])
+def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if kind == "apptainer" and (os.geteuid() or not shutil.which("gcc")):
+        pytest.skip("the tests' Apptainer needs root and gcc")
+    (tmp_path / "etc/profile.d").mkdir(parents=True)
+    (tmp_path / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS={tmp_path}\n{CONDA}")
+    (tmp_path / "own").symlink_to(sys.prefix)
+    own = {
+        "apptainer": "image: PLACE/image, python: PREFIX/bin/python, "
+        "setup: ['PATH=PLACE/bin:$PATH'], binds: ['/usr:/usr:ro', OWN, PREFIX, REPO]",
+        "conda": f"conda: own, conda_root: {tmp_path}",
+    }
+    block = f"{{kind: {kind}, {own[kind]}, "
+    # TRL's script alone is a stand-in.
+    block += "prefix: [env, 'PYTHONPATH=REPO/tests/faults/standins:REPO']}"
+    for name, value in injected.items():
+        block = block.replace(name, value)
+    path = tmp_path / "mine.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d\nlearning_rte: 1\n")
+    asked = recipe.load(f"trl:{path}", [f"+environment={block}"])
+    context = Context(asked, Site(shared_root=str(tmp_path)), executors.choose(True))
+    *_, found = findings("environment", inside.inside, context)
+    assert found.state == "failed", found.line
+    assert "TRL has no key 'learning_rte' (did you mean learning_rate?)" in found.line
+
+
 @pytest.mark.named
 @pytest.mark.parametrize("fault", FAULTS)
 def test_check_and_submit_refuse_it(fault, injected, slurm, tmp_path):
@@ -251,6 +280,39 @@ print(p.pid, flush=True); p.wait()"
     if number == signal.SIGTERM:
         assert process_start(rank) is None, "the outer process lasts as long as the inner one"
     until(lambda: process_start(rank) is None, 20)
+
+
+WHEEL = """
+import zipfile
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    with zipfile.ZipFile(f"{folder}/own-1.0-py3-none-any.whl", "w") as file:
+        file.writestr("own.py", "VALUE = 1")
+        info = "Metadata-Version: 2.1\\nName: own\\nVersion: 1.0\\n"
+        file.writestr("own-1.0.dist-info/METADATA", info)
+        file.writestr("own-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nTag: py3-none-any\\n")
+        file.writestr("own-1.0.dist-info/RECORD", "")
+    return "own-1.0-py3-none-any.whl"
+"""
+
+
+def test_a_dependency_by_its_address_is_built_or_says_why_not(tmp_path):
+    """Needs no package index."""
+    for folder, backend in (("own", WHEEL), ("broken", "import not_there")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "backend.py").write_text(backend)
+        (tmp_path / folder / "pyproject.toml").write_text(
+            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+            f'[project]\nname = "{folder}"\nversion = "1.0"\n'
+        )
+
+    def built_of(folder: str) -> Path:
+        environment = Environment(dependencies=(f"{folder} @ file://{tmp_path}/{folder}",))
+        return built.build(environment, tmp_path / "shared", lambda text: None)
+
+    python = built_of("own") / "bin/python"
+    assert subprocess.run([python, "-c", "import own; assert own.VALUE"]).returncode == 0
+    with pytest.raises(PreflightFault, match="No module named 'not_there': name a wheel of it"):
+        built_of("broken")
 
 
 @pytest.mark.named

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,19 @@ def test_a_failing_script_is_told_in_its_own_words_and_not_tried_again(kit: Kit,
     assert told["state"] == "FAILED"
     assert "ValueError: no such tokenizer" in told["detail"], report(run)
     assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_missing_package_is_named_with_its_remedy_and_not_tried_again(kit: Kit, tmp_path):
+    # The check before the queue sees only what is imported by an import statement.
+    code = "import importlib\nimportlib.import_module('not_there.deep')\n"
+    path = project(tmp_path, code, max_retries=3, environment={"python": sys.executable})
+    _, run = kit.submit("--recipe", str(path), "--nodes", "1", "--local")
+    kit.wait(run, "FAILED", "COMPLETED")
+    (line,) = (json.loads(each) for each in (run / "attempts.jsonl").read_text().splitlines())
+    assert line["cause"] == "missing_package", report(run)
+    assert "ModuleNotFoundError: No module named 'not_there' (train.py:2)" in line["message"]
+    remedy = f"the environment of the recipe (venv) lacks it: {sys.executable} -m pip install "
+    assert line["message"].endswith(remedy + "not_there")
 
 
 @pytest.mark.parametrize("redact", [True, False])
