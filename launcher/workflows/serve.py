@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import time
@@ -96,7 +97,6 @@ def launch(
     Each replica is a job: the loss of a node ends one of them, and Slurm starts that one again.
     """
     model = models.resolve(site, asked.model)
-    _make(endpoint)
     file = config_file(asked.config)
     given = {
         "endpoint": endpoint.name,
@@ -114,7 +114,9 @@ def launch(
     recipe = sites.complete(recipe, site, executors.named(asked.executor))
     _check(recipe, asked)
     runs: list[Run] = []
+    is_new = not endpoint.folder.exists()
     try:
+        _make(endpoint)
         for _ in range(count):
             planned = submission.plan(recipe, site, f"serve-{endpoint.name}"[:64])
             checked = submission.context(planned, executors.named(asked.executor))
@@ -124,6 +126,8 @@ def launch(
         for run in runs:
             with suppress(CookbookError):
                 cancel(run)
+        if is_new:
+            shutil.rmtree(endpoint.folder, ignore_errors=True)
         raise
     place = runs[0].path if runs else endpoint.folder
     settings = dict(recipe.train_config(site.root, str(place)))

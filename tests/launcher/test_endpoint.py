@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +118,10 @@ def test_a_slow_start_makes_it_due_earlier_and_a_missing_job_is_made_up_for(endp
     endpoints.tell(endpoint.folder, "a", {"state": "ready", "run": run.name, "start_s": 1500})
     going, count, reason = keep.due(Site(), endpoint, served, [run])
     assert (list(going), count) == ([run], 1) and f"the time limit of {run.name} is" in reason
+
+
+def test_what_cannot_be_served_leaves_no_endpoint(user, model):
+    given = ("environment={kind: venv, python: /nowhere/bin/python}",)
+    done = user.cookbook("serve", str(model), "--name", "intent", "--local", *given)
+    assert done.returncode == 1 and "/nowhere/bin/python" in done.stderr
+    assert not [*Path(user.env["COOKBOOK_ROOT"]).glob("endpoints/*")]
