@@ -326,6 +326,8 @@ check_slurm
 
 case $WANT in
   env)
+    # cookbook init says itself what comes next, on another machine.
+    [ -z "${COOKBOOK_INIT:-}" ] || exit 0
     say ''
     say "ready. Next:"
     say "  source $VENV/bin/activate"

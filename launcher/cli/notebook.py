@@ -13,6 +13,7 @@ from launcher.errors import UsageFault
 from launcher.observe import notebook as jupyter
 from launcher.observe import servers
 from launcher.recipes.recipe import Resources
+from launcher.runs.directory import Run
 from launcher.runs.find import find
 
 
@@ -50,6 +51,8 @@ def notebook(
     asked = {key: value for key, value in given.items() if value is not None}
     if here and beside:
         raise UsageFault("--here and --beside exclude each other")
+    if beside and run is None:
+        raise UsageFault("--beside needs RUN: cookbook notebook RUN --beside")
     if asked and (here or beside):
         raise UsageFault(f"--{min(asked)} cannot be used with --here or --beside: leave it out")
     chosen = find(runs_root(cluster), run) if run else None
@@ -57,22 +60,25 @@ def notebook(
     shown = Path(folder).expanduser().absolute() if folder else default
     if not shown.is_dir():
         raise UsageFault(f"--folder {folder} is no folder")
+    job, nodes = _running(chosen) if chosen and beside else ("", [])
     found = jupyter.program(program)
     if here or jump:
         port = servers.free_port(None, jupyter.PORTS)
         sys.exit(jupyter.serve(found, shown, port, note, jump or site.jump_host))
     argv = ["--jupyter", str(found), "--folder", str(shown)]
     if beside:
-        if chosen is None:
-            raise UsageFault("--beside needs RUN: cookbook notebook RUN --beside")
-        nodes = chosen.status.get("nodes") or []
-        job = chosen.job_id or ""
-        if chosen.status.get("state") != "RUNNING" or not nodes or not job.isdigit():
-            raise UsageFault(
-                f"{chosen.name} runs on no node now: leave --beside out, and the notebook gets a "
-                "job of its own"
-            )
         sys.exit(servers.beside("notebook", argv, job, nodes[0], site, cluster))
     gpus = asked.pop("gpus", 0)
     resources = sites.with_site_defaults(Resources.of(asked), site)
     sys.exit(servers.on_node("notebook", argv, resources, site, cluster, int(gpus)))
+
+
+def _running(run: Run) -> tuple[str, list[str]]:
+    """Return the job and the nodes of a run that runs now."""
+    nodes, job = run.status.get("nodes") or [], run.job_id or ""
+    if run.status.get("state") != "RUNNING" or not nodes or not job.isdigit():
+        raise UsageFault(
+            f"{run.name} runs on no node now: leave --beside out, and the notebook gets a job of "
+            "its own"
+        )
+    return job, nodes

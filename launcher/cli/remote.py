@@ -90,5 +90,8 @@ def init(ctx: click.Context, name: str | None, kit: str | None, torch: str | Non
     host = hosts.chosen(name) if name else _host(ctx)
     if host is None:
         raise UsageFault("init needs a host other than this machine: --host NAME")
+    if kit and Path(kit).is_relative_to(Path.home()):
+        # The shell has expanded ~, but that is another folder there.
+        kit = Path(kit).relative_to(Path.home()).as_posix()
     connection = Connection(hosts.Host(host.name, kit or host.kit), note)
     sys.exit(install.install(connection, paths.REPO_ROOT, torch, note))

@@ -30,8 +30,7 @@ _MOST_BREAKS = 6
 
 def run(host: Host, argv: Sequence[str], say: Callable[[str], None]) -> int:
     """Run a command there and return its exit status."""
-    # A shell that starts this in the background makes it ignore Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _end_with_signals()
     connection = Connection(host, say)
     try:
         with ExitStack() as stack:
@@ -184,8 +183,6 @@ class Command:
 
 def hold(say: Callable[[str], None]) -> None:
     """Keep a port open until Ctrl-C: what listens there goes on without it."""
-    # A shell that starts this in the background makes it ignore Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         while True:
             time.sleep(1)
@@ -198,6 +195,7 @@ def forward(
     """Forward a port of this machine to the same of a run's first node, until Ctrl-C."""
     from launcher.remote.ports import forwarded
 
+    _end_with_signals()
     asked = {"do": "nodes", "run": run, "cluster": cluster}
 
     def ask(session: Session) -> dict[str, Any]:
@@ -207,7 +205,7 @@ def forward(
     connection = Connection(host, say)
     answer = with_connection(connection, ask)
     if not answer["nodes"]:
-        raise RemoteFault(f"{answer['run']} has no nodes yet: see why with: cookbook status {run}")
+        raise RemoteFault(f"{answer['run']} runs on no node now: see: cookbook status {run}")
     with forwarded(connection, answer["nodes"][0], port) as own:
         say(f"open: http://127.0.0.1:{own}/   ({answer['nodes'][0]}; Ctrl-C here closes it)")
         hold(say)
@@ -226,7 +224,7 @@ def with_connection(connection: Connection, once: Callable[[Session], Any]) -> A
             return once(session)
         except Broken as error:
             if session.greeting is None and not (greeted or connection.dropped()):
-                raise connection.fault(session, str(error)) from error
+                raise connection.fault(session.exit_code, str(error)) from error
             greeted = True
             breaks = breaks + 1 if session.received < 2**10 else 1
             if breaks > _MOST_BREAKS:
@@ -237,6 +235,16 @@ def with_connection(connection: Connection, once: Callable[[Session], Any]) -> A
             connection.again(breaks)
         finally:
             session.close()
+
+
+def _end_with_signals() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt, and a kill or a closed terminal SystemExit: a port that
+    the master connection forwards would stay open."""
+    # A shell that starts this in the background makes it ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):  # Windows has no SIGHUP
+            signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
 
 
 def _option(argv: Sequence[str], name: str) -> str | None:

@@ -19,7 +19,7 @@ from launcher import __version__, paths
 from launcher import site as sites
 from launcher.errors import CookbookError, RunFault, UnknownRun, UsageFault
 from launcher.remote import runner, wire
-from launcher.remote.store import Store
+from launcher.remote.store import Store, private
 from launcher.runs import directory, find
 from runspec import files as names
 
@@ -37,7 +37,6 @@ _PARTS = {
 
 def main() -> None:
     """Answer one client."""
-    os.umask(0o077)
     # What is imported or started here prints nothing between our bytes.
     client = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -56,7 +55,8 @@ def main() -> None:
             _run(asked, client, root, header, payload)
         elif header["do"] == "nodes":
             run = find.find(directory.runs_root(root), header["run"])
-            wire.send(client, {"run": run.name, "nodes": run.status.get("nodes") or []})
+            nodes = run.status.get("nodes") if run.status.get("state") == "RUNNING" else None
+            wire.send(client, {"run": run.name, "nodes": nodes or []})
         else:
             _send_files(asked, client, root, header)
     except CookbookError as error:
@@ -69,16 +69,10 @@ def main() -> None:
         pass
 
 
-def _sessions(root: Path) -> Path:
-    folder = paths.sent(root) / "sessions"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def _session(root: Path, name: str) -> Path:
     if not re.fullmatch(r"[0-9a-f]{16}", name):
         raise UsageFault(f"{name!r} is no session")
-    return _sessions(root) / name
+    return private(root, "sessions") / name
 
 
 def _run(
@@ -132,7 +126,7 @@ def _start(folder: Path, root: Path, header: dict[str, Any], tree: Path | None, 
 
 def _remove_old(root: Path) -> None:
     now = time.time()
-    for folder in _sessions(root).iterdir():
+    for folder in private(root, "sessions").iterdir():
         with suppress(OSError):
             newest = max(each.stat().st_mtime for each in [folder, *folder.iterdir()])
             if now - newest > _KEPT_S:

@@ -10,10 +10,10 @@ from pathlib import Path
 from launcher.errors import RemoteFault, UsageFault
 from launcher.remote import tree
 from launcher.remote.hosts import chosen, remember
-from launcher.remote.ssh import Connection, folder, shell
+from launcher.remote.ssh import LOST, Connection, folder, shell
 
-# One login shell for all steps; each says what it does. The kit's own checkout stays as it is.
-_SCRIPT = """
+# The kit's own checkout stays as it is.
+_COPY = """
 set -eu
 mkdir -p {kit}
 cd {kit}
@@ -24,8 +24,6 @@ else
   tar -xzf -
   echo "copied the kit to {name}:$PWD" >&2
 fi
-exec </dev/null
-bash setup.sh {options}
 """
 
 
@@ -49,28 +47,51 @@ def install(
             "init copies a checkout of the kit, and this is none: clone it with git, and run "
             "cookbook init in its environment"
         )
+    if host.kit.split() != [host.kit]:
+        raise UsageFault(f"--kit {host.kit}: job scripts cannot handle a space in a path")
+    say(_copy(connection, _packed(source, files)))
     options = shlex.join(["--torch", torch]) if torch else ""
-    script = _SCRIPT.format(kit=folder(host.kit), name=host.name, options=options)
-    _step(connection, f"exec bash -lc {shlex.quote(script)}", _packed(source, files), "setup.sh")
-    _step(connection, shell(host, "launcher.remote.site_file"), b"", "the site file")
-    code = _step(connection, shell(host, "launcher", "doctor"), b"", None)
+    setup = f"cd {folder(host.kit)} && COOKBOOK_INIT=1 exec bash setup.sh {options}"
+    _step(connection, f"exec bash -lc {shlex.quote(setup)}", "setup.sh")
+    _step(connection, shell(host, "launcher.remote.site_file"), "the site file")
+    code = _step(connection, shell(host, "launcher", "doctor"), None)
     file, first = remember(host), chosen(None)
     say(f"wrote {file}: commands go to {first.name if first else 'this machine'} without --host")
+    cookbook = "cookbook" if first and first.name == host.name else f"cookbook --host {host.name}"
     say("next:")
     if code:
-        say("  fix what doctor found above, then look again with: cookbook doctor")
-    say("  cookbook submit demo --nodes 2 --watch")
+        say(f"  fix what doctor found above, then look again with: {cookbook} doctor")
+    say(f"  {cookbook} submit demo --nodes 2 --watch")
     return code
 
 
-def _step(connection: Connection, command: str, data: bytes, what: str | None) -> int:
-    done = subprocess.run(connection.argv(command), input=data)
-    if done.returncode == 255:
-        raise connection.closed()
+def _copy(connection: Connection, packed: bytes) -> str:
+    """Copy the kit, and return what the host says about it."""
+    host = connection.host
+    script = _COPY.format(kit=folder(host.kit), name=host.name)
+    command = connection.argv(f"exec bash -lc {shlex.quote(script)}")
+    done = subprocess.run(command, input=packed, stderr=subprocess.PIPE)
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    if done.returncode == LOST:
+        raise connection.fault(LOST, "; ".join(lines[-4:]))
+    if done.returncode:
+        raise RemoteFault(
+            f"cannot copy the kit to {host.kit} on {host.name}: {'; '.join(lines[:2])}: give "
+            "another folder with --kit"
+        )
+    return "\n".join(lines)
+
+
+def _step(connection: Connection, command: str, what: str | None) -> int:
+    host = connection.host
+    again = "run the same command again; finished parts are kept"
+    done = subprocess.run(connection.argv(command), stdin=subprocess.DEVNULL)
+    if done.returncode == LOST:
+        raise RemoteFault(f"the connection to {host.name} was lost: {again}")
     if done.returncode and what:
         raise RemoteFault(
-            f"{what} failed on {connection.host.name}, for the reason above: fix it, and run the "
-            "same command again; finished parts are kept"
+            f"{what} failed on {host.name}, for the reason above: fix it, or give another folder "
+            f"with --kit, and {again}"
         )
     return done.returncode
 

@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from launcher.remote import wire
 from launcher.remote.hosts import Host
 
 # ssh's own status if the connection failed, and not the command.
-_FAILED = 255
+LOST = 255
 # Used if the user's configuration names no control socket. %C: a hash of user, host and port.
 _OWN_SOCKET = "~/.ssh/cookbook-%C"
 # A host that has not answered for so long is said to be silent.
@@ -29,7 +30,7 @@ _SILENT_S = 10
 # A lost connection is waited for so long.
 _WAIT_S = 600
 _WINDOWS = os.name == "nt"
-_NO_SSH = "there is no ssh on this machine: install OpenSSH's client"
+_REMEDY = "install OpenSSH's client, or name it with COOKBOOK_SSH"
 
 
 class Broken(Exception):
@@ -174,7 +175,11 @@ class Connection:
     def __init__(self, host: Host, say: Callable[[str], None]) -> None:
         self.host = host
         self._say = say
-        self._program = shlex.split(os.environ.get("COOKBOOK_SSH") or "ssh", posix=not _WINDOWS)
+        # On Windows \ is no escape, and quotes around a path stay.
+        given = shlex.split(os.environ.get("COOKBOOK_SSH") or "ssh", posix=not _WINDOWS)
+        self._program = [part.strip('"') for part in given] if _WINDOWS else given
+        if shutil.which(self._program[0]) is None:
+            raise RemoteFault(f"there is no {self._program[0]} on this machine: {_REMEDY}")
         self._socket = (
             [] if _WINDOWS or self._configured() else ["-o", f"ControlPath={_OWN_SOCKET}"]
         )
@@ -184,10 +189,9 @@ class Connection:
     def _configured(self) -> bool:
         """Whether the user's own configuration names a control socket for the host."""
         done = self._run(["-G", self.host.name])
-        if done is None:
-            raise RemoteFault(_NO_SSH)
-        if done.returncode:
-            raise RemoteFault(f"ssh cannot read its configuration: {_last(done.stderr)}")
+        if done is None or done.returncode:
+            message = _last(done.stderr) if done else "ssh -G gives no answer"
+            raise RemoteFault(f"ssh cannot read its configuration: {message}")
         lines = done.stdout.decode(errors="replace").lower().splitlines()
         paths = [line.split()[1] for line in lines if line.startswith("controlpath ")]
         return bool(paths) and paths[0] != "none"
@@ -196,7 +200,7 @@ class Connection:
         argv = [*self._program, *arguments]
         try:
             return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
-        except (FileNotFoundError, subprocess.TimeoutExpired):
+        except subprocess.TimeoutExpired:
             return None
 
     def _has_master(self) -> bool:
@@ -215,7 +219,7 @@ class Connection:
         # Not -M, which leaves the socket of a connection that died, and then shares nothing.
         argv = [*self._program, "-Nf", "-o", "ControlMaster=auto"]
         argv += ["-o", "ServerAliveInterval=15", *self._socket]
-        return shlex.join([*argv, self.host.name]).replace(f"'{_OWN_SOCKET}'", _OWN_SOCKET)
+        return shlex.join([*argv, self.host.name])
 
     def argv(self, command: str) -> list[str]:
         """Return the ssh call that runs a shell's command there."""
@@ -233,7 +237,7 @@ class Connection:
         """Ask the master connection to forward a port, or to end that."""
         done = self._run([*self._socket, "-O", what, *rule, self.host.name])
         if done is None or done.returncode:
-            message = _last(done.stderr) if done else "there is no ssh"
+            message = _last(done.stderr) if done else "no answer"
             raise RemoteFault(f"ssh -O {what} {' '.join(rule)}: {message}")
 
     def forwarding(self, rule: list[str]) -> list[str]:
@@ -242,43 +246,37 @@ class Connection:
 
     def open(self) -> Session:
         """Start the cluster's side of the kit."""
-        try:
-            argv = self.argv(shell(self.host, "launcher.remote.far"))
-            self.sessions.append(Session(argv, self._say_silent))
-        except FileNotFoundError as error:
-            raise RemoteFault(_NO_SSH) from error
+        argv = self.argv(shell(self.host, "launcher.remote.far"))
+        self.sessions.append(Session(argv, self._say_silent))
         return self.sessions[-1]
 
     def _say_silent(self) -> None:
         name = self.host.name
         message = f"{name} has not answered for {_SILENT_S} s; waiting (Ctrl-C stops this)"
         if self.master:
-            argv = [*self._program, *self._socket, "-O", "exit", name]
-            ends = shlex.join(argv).replace(f"'{_OWN_SOCKET}'", _OWN_SOCKET)
+            ends = shlex.join([*self._program, *self._socket, "-O", "exit", name])
             message += f". A connection that died is ended with: {ends}"
         self._say(message)
 
-    def fault(self, session: Session, message: str) -> RemoteFault:
+    def fault(self, exit_code: int | None, message: str) -> RemoteFault:
         """Return what to tell if a call ended before the cluster's side had begun."""
         name = self.host.name
-        if session.exit_code != _FAILED:
+        if exit_code != LOST:
             summary = f"{name} has no working kit in {self.host.kit} ({message or 'no answer'})"
             return RemoteFault(
                 f"{summary}: install it with: cookbook init --host {name}, or name its folder in "
                 "~/.config/slurm-cookbook/config.yaml"
             )
-        refused = "denied" in message or "authentication" in message.lower()
-        if not self.master and refused:
-            return self.closed()
-        return RemoteFault(f"cannot connect to {name}: {message or 'ssh gave no reason'}")
-
-    def closed(self) -> RemoteFault:
-        """Return what to tell if the user has to authenticate."""
+        if self.master or not ("denied" in message or "authentication" in message.lower()):
+            return RemoteFault(
+                f"cannot connect to {name}: {message or 'ssh gave no reason'}: see why with: "
+                f"{shlex.join([*self._program, name])}"
+            )
         if _WINDOWS:
             remedy = "load your key with: ssh-add (OpenSSH for Windows shares no connections)"
         else:
             remedy = f"authenticate once, for all commands of the day, with: {self.opening}"
-        return RemoteFault(f"there is no open connection to {self.host.name}: {remedy}")
+        return RemoteFault(f"there is no open connection to {name}: {remedy}")
 
     def again(self, attempt: int) -> None:
         """Wait until a lost connection can be tried again.

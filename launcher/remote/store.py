@@ -24,14 +24,23 @@ from launcher.remote import wire
 Entry = tuple[str, str, bool]
 
 
+def private(root: Path, name: str) -> Path:
+    """Return a folder of what laptops have sent, made if it is not there; only this user enters it.
+
+    By the mode of the folder around it: by a umask, all that a command makes would be private too.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    paths.sent(root).mkdir(mode=0o700, exist_ok=True)
+    folder = paths.sent(root) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 class Store:
     """What was sent to one shared folder."""
 
     def __init__(self, root: Path) -> None:
-        self._files = paths.sent(root) / "files"
-        self.trees = paths.sent(root) / "trees"
-        for folder in (self._files, self.trees):
-            folder.mkdir(parents=True, exist_ok=True)
+        self._files, self.trees = private(root, "files"), private(root, "trees")
 
     def tree(self, entries: Sequence[Entry]) -> Path:
         """Return where a tree lies, whether it does already or not."""
