@@ -54,6 +54,16 @@ def sent(root: Path) -> Path:
     return root / f"sent-{os.getuid()}"
 
 
+# The same file of a laptop lies in another tree once anything beside it has changed.
+_SENT_TREE = re.compile(r".*/sent-\d+/trees/[0-9a-f]{64}/")
+
+
+def own_name(path: str) -> str:
+    """Return the path in its tree of a file that a laptop has sent, and any other path as it is."""
+    inside, count = _SENT_TREE.subn("", path, count=1)
+    return os.path.normpath(inside) if count else path
+
+
 def venv_root() -> Path:
     """Return the virtual environment of jobs: COOKBOOK_VENV, or the one this command runs in."""
     chosen = os.environ.get("COOKBOOK_VENV")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher import paths
 from launcher.observe.outcome import configuration, outcome
 from launcher.observe.text import number, percent, plain
 from launcher.runs.directory import Run
@@ -76,7 +77,8 @@ def _data(record: Mapping[str, Any]) -> dict[str, Any]:
     given = record.get("data")
     listed = given if isinstance(given, list) else []
     files = [each for each in listed if isinstance(each, dict)]
-    return {str(each.get("file")): each.get("sha256") or each.get("bytes") for each in files}
+    name = paths.own_name
+    return {name(str(each.get("file"))): each.get("sha256") or each.get("bytes") for each in files}
 
 
 def _code(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Difference]:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from launcher import yamlfile
+from launcher import paths, yamlfile
 from launcher.errors import CookbookError
 from launcher.observe import gpu_use
 from launcher.observe.status import row
@@ -33,7 +33,14 @@ def configuration(run: Run) -> dict[str, Any]:
 
 def settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a resolved recipe says of the training, by dotted keys."""
-    return dict(leaves({key: each for key, each in recipe.items() if key not in _NOT_SETTINGS}))
+    known = leaves({key: each for key, each in recipe.items() if key not in _NOT_SETTINGS})
+    return {key: _own_names(value) for key, value in known}
+
+
+def _own_names(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_own_names(each) for each in value]
+    return paths.own_name(value) if isinstance(value, str) else value
 
 
 def leaves(block: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -41,7 +41,7 @@ _WIDEST = 32
 # Of so many runs, what was read of those that have ended is kept for the next time.
 _MANY = 64
 # Another one when the keys of an outcome or their meaning change.
-_FORMAT = 2
+_FORMAT = 3
 FORMATS = ("table", "csv", "json", "markdown")
 
 

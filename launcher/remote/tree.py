@@ -168,7 +168,8 @@ def _sent_word(word: str, tree: Tree) -> str:
 
 def _sent_value(value: str, tree: Tree) -> str:
     path = Path(value).expanduser() if value else None
-    if path is None or len(value) > 4000:
+    # {out}: where the command writes what this machine gets.
+    if path is None or len(value) > 4000 or value.startswith("{out}/"):
         return value
     if not path.exists():
         if path.suffix in _FILES and not path.is_absolute() and "://" not in value:

@@ -193,6 +193,16 @@ def test_diff_says_whether_only_one_thing_changed(tmp_path):
     assert told[-1].startswith("4 things changed (1 in configuration, 2 in code, 1 in packages)")
 
 
+def test_the_same_file_in_two_trees_that_a_laptop_sent_is_no_difference(tmp_path):
+    runs = []
+    for name, inside in (("a", "sub/../x.jsonl"), ("b", "x.jsonl"), ("c", "y.jsonl")):
+        file = f"/shared/sent-1000/trees/{name * 64}/{inside}"
+        data = [{"file": file, "sha256": "1"}]
+        runs.append(made(tmp_path, name, {"dataset": {"data_files": [file]}}, data=data))
+    assert diff.differences(*runs[:2]) == []
+    assert len(diff.differences(*runs[1:])) == 3  # the setting; one file less, one more
+
+
 def test_the_data_is_part_of_the_provenance(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text("{}\n")

@@ -142,15 +142,26 @@ COMMANDS = [
     ["report", "last"],
     ["check", "mine.yaml", "--local"],
     ["submit", "mine.yaml", "--dry-run"],
+    ["watch", "{run}"],
+    ["results"],
+    ["diff", "{run}", "last"],
+    ["cancel", "{run}"],
+    ["resume", "{run}"],
+    ["sweep", "demo_settings", "--dry-run"],
+    ["eval", "none", "--local"],
+    ["prepare", "none.yaml"],
+    ["registry"],
+    ["query", "none", "mine.yaml"],
 ]
 
 
 def test_round_trips(cluster, project, run, monkeypatch, capfd):
-    """Two at most, with a tree that was never sent, in one ssh call."""
+    """Two at most, with a tree that was never sent, in one ssh call, whatever the command says."""
     for name, value in cluster.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(project)
     monkeypatch.setattr(client, "__version__", "0.0.1")
+    run.write("status.json", {**run.status, "state": "COMPLETED"})
     cluster.network.delay_s = 0.025  # 50 ms there and back
     for command in [*COMMANDS, ["fetch", run.name]]:
         before, began = cluster.calls, time.monotonic()
@@ -159,7 +170,8 @@ def test_round_trips(cluster, project, run, monkeypatch, capfd):
             if command[0] == "fetch":
                 fetch.fetch(connection, run.name, "export", None, None, print)
             else:
-                Command(connection, command, print, stack).run()
+                words = [word.format(run=run.name) for word in command]
+                Command(connection, words, print, stack).run()
         trips, took_s = sum(each.turns for each in connection.sessions), time.monotonic() - began
         assert cluster.calls - before == len(connection.sessions) == 1
         assert trips <= 2, command
@@ -284,7 +296,9 @@ def test_two_clients_at_once(cluster, project):
     assert not found
 
 
-def test_a_port_is_forwarded_and_closed(cluster, project, run):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_port_is_forwarded_and_closed(cluster, project, run, number):
+    """Also if the terminal is closed: the master connection, which has the port, lives on."""
     (run.path / "tensorboard").mkdir()
     process = cluster.start("tensorboard", run.name, cwd=project)
     assert process.stderr
@@ -294,9 +308,9 @@ def test_a_port_is_forwarded_and_closed(cluster, project, run):
             address = found[1].decode()
             break
     assert json.load(urllib.request.urlopen(f"{address}data/runs")) == []
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     process.communicate(timeout=30)
-    assert process.returncode == 0
+    assert process.returncode == (0 if number == signal.SIGINT else 128 + number)
     with pytest.raises(OSError):
         urllib.request.urlopen(address)
 
@@ -306,7 +320,7 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
     for name, value in cluster.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOME", str(tmp_path))
-    source, there = tmp_path / "source", tmp_path / "my kit"
+    source, there = tmp_path / "source", tmp_path / "my&kit"
     for part in ("configs", "launcher", "runspec", "slurm", "templates"):
         shutil.copytree(kit.paths.REPO_ROOT / part, source / part)
     (source / "setup.sh").write_text('echo "set up with $*" >&2\n')
@@ -316,7 +330,7 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
     connection, said = Connection(Host("cluster", str(there)), print), []
     code = install.install(connection, source, "cu126", said.append)
     out, err = capfd.readouterr()
-    assert "set up with --torch cu126" in err and "copied the kit to cluster:" in err
+    assert "set up with --torch cu126" in err and said[0] == f"copied the kit to cluster:{there}"
     # There is no Slurm behind these login nodes, which both say.
     assert "no site file is written, because" in err and code == 1 and "Slurm" in out
     assert (there / "launcher/remote/far.py").is_file() and not (there / "runs.log").exists()
@@ -329,5 +343,11 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
     (source / "setup.sh").write_text("exit 3\n")
     with pytest.raises(RemoteFault, match=r"setup\.sh failed on cluster"):
         install.install(connection, source, None, said.append)
+    for host, fault in (
+        (Host("cluster", str(source / "setup.sh")), r"cannot copy the kit to \S+ on cluster: mkdir"),
+        (Host("cluster.invalid"), "cannot connect to cluster.invalid: ssh: .*: see why with: ssh"),
+    ):
+        with pytest.raises(RemoteFault, match=fault):
+            install.install(Connection(host, print), source, None, said.append)
     with pytest.raises(UsageFault, match="this is none"):
         install.install(connection, tmp_path, None, said.append)
