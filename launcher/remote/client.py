@@ -116,6 +116,12 @@ class Command:
         before = signal.signal(signal.SIGINT, self._press)
         try:
             return self._read(session)
+        except SystemExit:
+            if self._listening:  # a server serves only this machine; other commands go on
+                with suppress(Broken):
+                    session.send({"interrupt": True})
+                    session.message()
+            raise
         finally:
             signal.signal(signal.SIGINT, before)
 
@@ -169,7 +175,7 @@ class Command:
             name = self.connection.host.name
             self._say(
                 f"note: this machine has version {__version__} of the kit, {name} has {theirs}: "
-                "update the older one"
+                f"update the older one; the cluster's with: cookbook init --host {name}"
             )
 
     def _forward(self) -> None:

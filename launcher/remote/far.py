@@ -48,7 +48,8 @@ def main() -> None:
         if header["protocol"] != wire.PROTOCOL:
             raise UsageFault(
                 f"this machine's kit has version {header['version']}, the cluster's {__version__}, "
-                "and they cannot talk to each other: update the older one"
+                "and they cannot talk to each other: update the older one; the cluster's with: "
+                "cookbook init --host NAME"
             )
         root = sites.load(header.get("cluster")).root
         if header["do"] == "run":

@@ -12,8 +12,9 @@ from launcher import paths, yamlfile
 from launcher import site as sites
 from launcher.errors import UsageFault
 from launcher.executors.slurm import Nodes, Partition
-from launcher.remote import hosts, site_file, tree, wire
+from launcher.remote import hosts, site_file, ssh, tree, wire
 from launcher.remote.client import _output_there
+from launcher.runs.directory import Run
 from runspec.keys.key import faults
 
 # What Windows lacks, and what the light half does not install.
@@ -41,6 +42,12 @@ if "-G" not in sys.argv: sys.exit(subprocess.run(["bash", "-c", sys.argv[-1]]).r
         (["status"], 2, "status runs on a cluster: cookbook --host NAME status"),
         pytest.param(["--host", "a", "status"], 0, "no run in", marks=pytest.mark.long),
         pytest.param(
+            ["--host", "a", "fetch", "last", "--logs"],
+            0,
+            "1 files, 0.0 MiB, verified by SHA-256",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             ["--host", "a", "check", "none.yaml"],
             2,
             r"there is no 'nothing' for /\S*client_needs\S*/none.yaml:",
@@ -67,6 +74,11 @@ launcher.cli.main()
     (tmp_path / ".config/slurm-cookbook").mkdir(parents=True)
     (tmp_path / ".config/slurm-cookbook/config.yaml").write_text(f"kits: {{a: {paths.REPO_ROOT}}}")
     (tmp_path / "none.yaml").write_text("extends: nothing\n")
+    if "fetch" in words:
+        made = Run(tmp_path / "shared" / "runs" / "20261122-151728-demo-abcd")
+        (made.path / "logs").mkdir(parents=True)
+        (made.path / "logs" / "job.log").write_text("one line\n")
+        made.write("submission.json", {"recipe": "demo", "jobs": [], "asked": {}})
     env = {
         **os.environ,
         "HOME": str(tmp_path),
@@ -133,6 +145,16 @@ def test_outside_git_only_what_is_named_is_sent(tmp_path, monkeypatch):
     assert sorted(found.files) == ["a.csv", "c.yaml"] and not found.kit
     found, _ = tree.collect(["submit", "demo"])
     assert not found.files
+    found, _ = tree.collect(["query", "a", "--output", "{out}/b.jsonl"])
+    assert not found.left_out
+
+
+def test_windows_paths_in_the_name_of_the_ssh_program(monkeypatch):
+    monkeypatch.setattr(ssh, "_WINDOWS", True)
+    monkeypatch.setattr(ssh.shutil, "which", lambda program: program)
+    monkeypatch.setenv("COOKBOOK_SSH", r'"C:\Program Files\OpenSSH\ssh.exe" -F C:\me\config')
+    wanted = [r"C:\Program Files\OpenSSH\ssh.exe", "-F", r"C:\me\config", "-T"]
+    assert ssh.Connection(hosts.Host("a"), print).argv("true")[:4] == wanted
 
 
 def test_the_kits_own_checkout_is_sent_with_its_commit(monkeypatch):

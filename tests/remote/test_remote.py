@@ -201,6 +201,9 @@ def test_the_tree_is_sent_once_and_as_it_is(cluster, project):
         path.read_text() for path in (kit.paths.sent(cluster.root) / "trees").glob("*/train.py")
     ]
     assert {first, "print(2)\n"} <= set(trees)
+    # Only what was sent is private: the models and data of the command are for the group too.
+    modes = [folder.stat().st_mode & 0o777 for folder in (cluster.root, project / "sub")]
+    assert modes[0] == modes[1] and kit.paths.sent(cluster.root).stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
@@ -311,6 +314,8 @@ def test_a_port_is_forwarded_and_closed(cluster, project, run, number):
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == (0 if number == signal.SIGINT else 128 + number)
+    left = subprocess.run(["pgrep", "-f", f"launcher tensorboard {run.name}"], capture_output=True)
+    assert not left.stdout
     with pytest.raises(OSError):
         urllib.request.urlopen(address)
 
@@ -344,7 +349,10 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
     with pytest.raises(RemoteFault, match=r"setup\.sh failed on cluster"):
         install.install(connection, source, None, said.append)
     for host, fault in (
-        (Host("cluster", str(source / "setup.sh")), r"cannot copy the kit to \S+ on cluster: mkdir"),
+        (
+            Host("cluster", str(source / "setup.sh")),
+            r"cannot copy the kit to \S+ on cluster: mkdir",
+        ),
         (Host("cluster.invalid"), "cannot connect to cluster.invalid: ssh: .*: see why with: ssh"),
     ):
         with pytest.raises(RemoteFault, match=fault):
