@@ -141,7 +141,7 @@ def _add_tree(tree: Tree) -> None:
         size = path.stat().st_size
         if size > LIMIT_FILE:
             limit = f"above {LIMIT_FILE >> 20} MiB only files that are named are sent"
-            tree.left_out.append(f"{name} ({size / _MIB:.0f} MiB; {limit})")
+            tree.left_out.append(f"{name} ({size / _MIB:.1f} MiB; {limit})")
             continue
         tree.files[name] = path
         total += size

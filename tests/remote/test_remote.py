@@ -188,7 +188,7 @@ def test_the_tree_is_sent_once_and_as_it_is(cluster, project):
     dry = ["submit", "../mine.yaml", "--dry-run", f"dataset_val.data_files={elsewhere}"]
     done = cluster.cookbook(*dry, cwd=project / "sub")
     assert done.returncode == 0, done.stderr
-    assert "not sent: data.bin (11 MiB; above 10 MiB" in done.stderr and "of 5 files" in done.stderr
+    assert "not sent: data.bin (11.0 MiB; above 10 MiB" in done.stderr and "of 5 files" in done.stderr
     before = cluster.network.sent["up"]
     done = cluster.cookbook(*dry, cwd=project / "sub")
     assert "sent " not in done.stderr.replace("not sent", "")
