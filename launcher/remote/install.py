@@ -12,6 +12,8 @@ from launcher.remote import tree
 from launcher.remote.hosts import chosen, remember
 from launcher.remote.ssh import LOST, Connection, folder, shell
 
+# What was copied, so that the next copy removes what is no part of the kit any more.
+_LIST = ".cookbook-files"
 # The kit's own checkout stays as it is.
 _COPY = """
 set -eu
@@ -21,7 +23,12 @@ if [ -e .git ]; then
   cat >/dev/null
   echo "{name}:$PWD is a git checkout: its files are left as they are" >&2
 else
+  [ ! -f {list} ] || mv {list} {list}-before
   tar -xzf -
+  if [ -f {list}-before ]; then
+    LC_ALL=C comm -23 {list}-before {list} | tr '\\n' '\\0' | xargs -0 rm -f --
+    rm {list}-before
+  fi
   echo "copied the kit to {name}:$PWD" >&2
 fi
 """
@@ -68,7 +75,7 @@ def install(
 def _copy(connection: Connection, packed: bytes) -> str:
     """Copy the kit, and return what the host says about it."""
     host = connection.host
-    script = _COPY.format(kit=folder(host.kit), name=host.name)
+    script = _COPY.format(kit=folder(host.kit), name=host.name, list=_LIST)
     command = connection.argv(f"exec bash -lc {shlex.quote(script)}")
     done = subprocess.run(command, input=packed, stderr=subprocess.PIPE)
     lines = done.stderr.decode(errors="replace").strip().splitlines()
@@ -99,9 +106,12 @@ def _step(connection: Connection, command: str, what: str | None) -> int:
 def _packed(source: Path, names: list[str]) -> bytes:
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz", compresslevel=6) as archive:
-        for name in names:
-            if (source / name).is_file():
-                archive.add(source / name, name, filter=_nobodys)
+        present = [name for name in names if (source / name).is_file()]
+        for name in present:
+            archive.add(source / name, name, filter=_nobodys)
+        member, text = tarfile.TarInfo(_LIST), "".join(f"{name}\n" for name in present).encode()
+        member.size = len(text)
+        archive.addfile(member, io.BytesIO(text))
     return data.getvalue()
 
 

@@ -188,7 +188,9 @@ def test_the_tree_is_sent_once_and_as_it_is(cluster, project):
     dry = ["submit", "../mine.yaml", "--dry-run", f"dataset_val.data_files={elsewhere}"]
     done = cluster.cookbook(*dry, cwd=project / "sub")
     assert done.returncode == 0, done.stderr
-    assert "not sent: data.bin (11.0 MiB; above 10 MiB" in done.stderr and "of 5 files" in done.stderr
+    assert (
+        "not sent: data.bin (11.0 MiB; above 10 MiB" in done.stderr and "of 5 files" in done.stderr
+    )
     before = cluster.network.sent["up"]
     done = cluster.cookbook(*dry, cwd=project / "sub")
     assert "sent " not in done.stderr.replace("not sent", "")
@@ -346,6 +348,8 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
     ]
     assert hosts.chosen(None) == Host("cluster", str(there))
     (source / "setup.sh").write_text("exit 3\n")
+    (source / "launcher/remote/far.py").unlink()
+    (there / "configs/recipes/own.yaml").write_text("extends: demo\n")
     with pytest.raises(RemoteFault, match=r"setup\.sh failed on cluster"):
         install.install(connection, source, None, said.append)
     for host, fault in (
