@@ -20,10 +20,10 @@ from runspec import files
 class Served:
     """One version that an endpoint serves: what was asked for, and the runs that do it.
 
-    model: as it was named. version: which one that was, such as support-intent v2. executor: the
-    name of what runs its jobs. replicas: how many runs are wanted; those that have ended stay among
-    the runs until the version is replaced. max_replicas: the gateway wants from `replicas` to so
-    many by the load; None: always the same.
+    model: the run, the folder or models:/NAME@ALIAS. version: which one that was, such as
+    support-intent v2. executor: the name of what runs its jobs. replicas: how many runs are wanted;
+    those that have ended stay among the runs until the version is replaced. max_replicas: the
+    gateway wants from `replicas` to so many by the load; None: always the same.
     """
 
     model: str

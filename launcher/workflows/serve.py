@@ -132,7 +132,11 @@ def launch(
     place = runs[0].path if runs else endpoint.folder
     settings = dict(recipe.train_config(site.root, str(place)))
     names = [run.name for run in runs]
-    return changed(asked, version=model.name, runs=names), runs, settings
+    # A later launch must not mean another model: `last`, or a part of a name. An alias may move.
+    folder = model.run is None or "/" in asked.model or Path(asked.model).is_dir()
+    own = str(model.folder) if folder else model.name
+    meant = asked.model if model.version else own
+    return changed(asked, model=meant, version=model.name, runs=names), runs, settings
 
 
 def _check(recipe: Recipe, asked: Served) -> None:
