@@ -125,3 +125,18 @@ def test_what_cannot_be_served_leaves_no_endpoint(user, model):
     done = user.cookbook("serve", str(model), "--name", "intent", "--local", *given)
     assert done.returncode == 1 and "/nowhere/bin/python" in done.stderr
     assert not [*Path(user.env["COOKBOOK_ROOT"]).glob("endpoints/*")]
+
+
+def test_an_endpoint_keeps_the_run_that_was_meant(endpoint, tmp_path, monkeypatch):
+    monkeypatch.delenv("COOKBOOK_ROOT", raising=False)
+    run = Run(tmp_path / "runs" / "20260101-000000-a-0001")
+    export = run.path / "export"
+    export.mkdir(parents=True)
+    run.write("submission.json", {"recipe": "demo", "jobs": [], "asked": {}})
+    for name in ("config.json", "tokenizer.json"):
+        (export / name).write_text("{}")
+    (export / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    for wanted, kept in (("last", run.name), ("a-0001", run.name), (str(export), str(export))):
+        asked = Served(wanted, "", executor="local")
+        new, _, _ = serve.launch(Site(shared_root=str(tmp_path)), endpoint, asked, 0, print)
+        assert (new.model, new.version) == (kept, run.name)
