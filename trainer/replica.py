@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +29,7 @@ from trainer.config import instantiate
 from trainer.models.build import DTYPES, build
 from trainer.objectives import whole
 from trainer.objectives.replicas import Request, trained
+from trainer.objectives.reward_model import RewardModel, served
 from trainer.objectives.rollouts import sample
 from trainer.parallel import world as distributed
 from trainer.parallel.device import choose
@@ -76,7 +77,10 @@ class Adapted:
 
 
 class Replica:
-    """A model with the weights of one version; it does one thing at a time."""
+    """A model with the weights of one version, and reward models.
+
+    The one generates and the others score one request at a time, each beside the other.
+    """
 
     def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
         self._config, self._folder = config, folder
@@ -84,6 +88,11 @@ class Replica:
         self._engine = whole.Engine(device)
         self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
         self._lock, self.version = threading.Lock(), ""
+        self._judging = threading.Lock()
+        self._judges = {
+            name: RewardModel(path, DTYPES[config.dtype], device)
+            for name, path in served(config.rewards).items()
+        }
 
     def weights(self, version: str) -> dict[str, Any]:
         """Have the weights of a version, which the trainer has written."""
@@ -97,6 +106,11 @@ class Replica:
             self._load(version)
             sampled = sample(self._engine, Request(**asked), self._ends)
         return {**sampled._asdict(), "version": version}
+
+    def score(self, name: str, documents: list[list[int]]) -> dict[str, Any]:
+        """The scores of documents, given by their tokens, by the reward model of this name."""
+        with self._judging:
+            return {"scores": self._judges[name].scores(documents)}
 
     def _load(self, version: str) -> None:
         if version == self.version:
@@ -124,7 +138,7 @@ class Replica:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers health at any time, and the rest in order."""
+    """Answers health at any time, and requests to a model in order."""
 
     daemon_threads = True
 
@@ -137,7 +151,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request: GET /health, POST /weights, POST /generate."""
+    """One request: GET /health, POST /weights, POST /generate, POST /score."""
 
     server: Server
 
@@ -150,8 +164,13 @@ class Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             return
         replica = self.server.replica
-        call = {"/weights": replica.weights, "/generate": replica.generate}.get(self.path)
-        if call is None:
+        calls: dict[str, Callable[..., dict[str, Any]]]
+        calls = {
+            "/weights": replica.weights,
+            "/generate": replica.generate,
+            "/score": replica.score,
+        }
+        if (call := calls.get(self.path)) is None:
             self._send(404, {"error": f"there is no {self.path}"})
             return
         try:
