@@ -7,6 +7,7 @@ secret: trainer/objectives/replicas.py. One that nobody asks for its health any 
 
 import hmac
 import json
+import math
 import os
 import socket
 import sys
@@ -28,7 +29,7 @@ from trainer import config as configs
 from trainer.config import instantiate
 from trainer.models.build import DTYPES, build
 from trainer.objectives import whole
-from trainer.objectives.replicas import Request, trained
+from trainer.objectives.replicas import TRIES, Request, trained
 from trainer.objectives.reward_model import RewardModel, served
 from trainer.objectives.rollouts import sample
 from trainer.parallel import world as distributed
@@ -88,7 +89,7 @@ class Replica:
         self._engine = whole.Engine(device)
         self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
         self._lock, self.version = threading.Lock(), ""
-        self._judging = threading.Lock()
+        self._judging, self._scoring_since = threading.Lock(), math.inf
         self._judges = {
             name: RewardModel(path, DTYPES[config.dtype], device)
             for name, path in served(config.rewards).items()
@@ -110,7 +111,16 @@ class Replica:
     def score(self, name: str, documents: list[list[int]]) -> dict[str, Any]:
         """The scores of documents, given by their tokens, by the reward model of this name."""
         with self._judging:
-            return {"scores": self._judges[name].scores(documents)}
+            self._scoring_since = time.monotonic()
+            try:
+                return {"scores": self._judges[name].scores(documents)}
+            finally:
+                self._scoring_since = math.inf
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a reward model is at a request that every rank has given up by now."""
+        return time.monotonic() - self._scoring_since > TRIES * self._config.reward_timeout
 
     def _load(self, version: str) -> None:
         if version == self.version:
@@ -158,7 +168,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self._allowed():
             self.server.asked = time.monotonic()
-            self._send(200, {"version": self.server.replica.version})
+            replica = self.server.replica
+            self._send(503 if replica.hangs else 200, {"version": replica.version})
 
     def do_POST(self) -> None:
         if not self._allowed():

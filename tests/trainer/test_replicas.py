@@ -6,6 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,14 +17,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from runspec import files
+from runspec.keys.grpo import GrpoConfig
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start, wait_for_step
 from tests.trainer.test_grpo import MODULE, TP, config, scorer
+from trainer import config as configs
 from trainer import demo_sums
-from trainer.objectives.replicas import Failed, Replicas, Request
+from trainer.objectives.replicas import TRIES, Failed, Replicas, Request, post
+from trainer.replica import Replica, Server
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 
@@ -121,6 +128,34 @@ def test_scores_that_a_replica_refuses_or_owes_are_failed_ones(tmp_path: Path) -
     (tmp_path / files.REPLICA.format(1)).unlink()
     (nobody,) = Replicas(tmp_path, 2, world, 0.5).score("m", 9.0, [[[0]]])
     assert isinstance(nobody, Failed) and nobody.said.endswith("0.5 s: none is ready")
+
+
+@pytest.mark.long
+def test_a_replica_whose_reward_model_hangs_is_unhealthy(tmp_path: Path) -> None:
+    """So that slurm/rollout.py starts it again."""
+    model, judge = tmp_path / "model", tmp_path / "judge"
+    demo_sums.make(model, steps=0)
+    block = {"function": "reward_model", "model": str(scorer(judge, model)), "served": True}
+    path = config(tmp_path / "run", model, rewards={"judge": block}, reward_timeout=0.1)
+    served = Replica(configs.load(path, GrpoConfig), tmp_path, torch.device("cpu"))
+    server = Server("127.0.0.1", served, "secret")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    known, asked = {"host": server.host, "port": server.server_port}, {"documents": [[0, 2, 1]]}
+    address = f"http://{server.host}:{server.server_port}/health"
+    health = urllib.request.Request(address, headers={"Authorization": "Bearer secret"})
+    (score,) = post(known, "/score", {"name": "judge", **asked}, "secret", 60.0)["scores"]
+    assert isinstance(score, float) and not served.hangs
+    ends = threading.Event()
+    served._judges["judge"].scores = lambda documents: ends.wait()  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError):
+        post(known, "/score", {"name": "judge", **asked}, "secret", 0.1)
+    assert urllib.request.urlopen(health).status == 200
+    time.sleep(TRIES * 0.1)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(health)
+    ends.set()
+    server.shutdown()
+    server.server_close()
 
 
 LORA = {"model": {"lora_rank": 4, "quantize_base": False}, "generation_batch_size": 16}
