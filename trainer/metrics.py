@@ -322,6 +322,8 @@ def progress_line(record: dict[str, Any], total_steps: int, epochs: int) -> str:
     if reward and record.get("answers/tokens") is not None:
         reward += f"{record['answers/tokens']:.0f} tok/answer, {record['answers/cut']:.0%} cut  "
         reward += f"entropy {_number(record['entropy'], 0, 2)}  "
+    if reward and record.get("staleness") is not None:
+        reward += f"staleness {record['staleness']:.2f}  "
     left = "" if record["left_s"] is None else f"  left {duration(record['left_s'])}"
     return (
         f"step {record['step']:>{width}}/{total_steps}  "

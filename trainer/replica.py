@@ -7,12 +7,13 @@ secret: trainer/objectives/replicas.py. One that nobody asks for its health any 
 
 import hmac
 import json
+import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,7 +29,8 @@ from trainer import config as configs
 from trainer.config import instantiate
 from trainer.models.build import DTYPES, build
 from trainer.objectives import whole
-from trainer.objectives.replicas import Request, trained
+from trainer.objectives.replicas import TRIES, Request, trained
+from trainer.objectives.reward_model import RewardModel, served
 from trainer.objectives.rollouts import sample
 from trainer.parallel import world as distributed
 from trainer.parallel.device import choose
@@ -76,7 +78,10 @@ class Adapted:
 
 
 class Replica:
-    """A model with the weights of one version; it does one thing at a time."""
+    """A model with the weights of one version, and reward models.
+
+    The one generates and the others score one request at a time, each beside the other.
+    """
 
     def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
         self._config, self._folder = config, folder
@@ -84,6 +89,11 @@ class Replica:
         self._engine = whole.Engine(device)
         self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
         self._lock, self.version = threading.Lock(), ""
+        self._judging, self._scoring_since = threading.Lock(), math.inf
+        self._judges = {
+            name: RewardModel(path, DTYPES[config.dtype], device)
+            for name, path in served(config.rewards).items()
+        }
 
     def weights(self, version: str) -> dict[str, Any]:
         """Have the weights of a version, which the trainer has written."""
@@ -97,6 +107,20 @@ class Replica:
             self._load(version)
             sampled = sample(self._engine, Request(**asked), self._ends)
         return {**sampled._asdict(), "version": version}
+
+    def score(self, name: str, documents: list[list[int]]) -> dict[str, Any]:
+        """The scores of documents, given by their tokens, by the reward model of this name."""
+        with self._judging:
+            self._scoring_since = time.monotonic()
+            try:
+                return {"scores": self._judges[name].scores(documents)}
+            finally:
+                self._scoring_since = math.inf
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a reward model is at a request that every rank has given up by now."""
+        return time.monotonic() - self._scoring_since > TRIES * self._config.reward_timeout
 
     def _load(self, version: str) -> None:
         if version == self.version:
@@ -124,7 +148,7 @@ class Replica:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers health at any time, and the rest in order."""
+    """Answers health at any time, and requests to a model in order."""
 
     daemon_threads = True
 
@@ -137,21 +161,27 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request: GET /health, POST /weights, POST /generate."""
+    """One request: GET /health, POST /weights, POST /generate, POST /score."""
 
     server: Server
 
     def do_GET(self) -> None:
         if self._allowed():
             self.server.asked = time.monotonic()
-            self._send(200, {"version": self.server.replica.version})
+            replica = self.server.replica
+            self._send(503 if replica.hangs else 200, {"version": replica.version})
 
     def do_POST(self) -> None:
         if not self._allowed():
             return
         replica = self.server.replica
-        call = {"/weights": replica.weights, "/generate": replica.generate}.get(self.path)
-        if call is None:
+        calls: dict[str, Callable[..., dict[str, Any]]]
+        calls = {
+            "/weights": replica.weights,
+            "/generate": replica.generate,
+            "/score": replica.score,
+        }
+        if (call := calls.get(self.path)) is None:
             self._send(404, {"error": f"there is no {self.path}"})
             return
         try:

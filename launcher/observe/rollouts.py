@@ -18,6 +18,8 @@ CHARTS = {
     "answers/cut": "Share of answers that max_new_tokens ended",
     "answers/failed": "Share of answers whose reward failed",
     "groups/zero_variance": "Share of groups with equal rewards",
+    "staleness": "Rollouts that the sampler's weights were behind, mean",
+    "staleness/most": "Rollouts that the sampler's weights were behind, at most",
     "entropy": "Entropy (nats per token)",
     "kl": "KL divergence from the model before training",
     "kl/sampler": "KL divergence between sampler and trainer",
@@ -75,6 +77,8 @@ def figures(row: Mapping[str, Any]) -> list[str]:
                 "kl/sampler": ("KL to the sampler", "{:.2g}"),
                 "clip/low": ("clipped below", percent),
                 "clip/high": ("above", percent),
+                "staleness": ("staleness", "{:.2f}"),
+                "staleness/most": ("at most", "{:.0f}"),
             }
         ),
     )

@@ -29,7 +29,7 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     )
     yield from entry.faults(config)
     yield from _rollout_faults(config.get("resources"), entry)
-    yield from _staleness_faults(config)
+    yield from _only_with_replicas(config)
     yield from variable_faults(config.get("env"), "env")
     yield from environment_faults(config.get("environment"), "environment.")
     yield from _secrets_faults(config.get("secrets"))
@@ -84,10 +84,21 @@ def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
         )
 
 
-def _staleness_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
     resources = config.get("resources")
     rollout = resources.get("rollout") if isinstance(resources, dict) else None
-    if config.get("max_staleness") and rollout in (None, "same"):
+    if rollout not in (None, "same"):
+        return
+    rewards = config.get("rewards")
+    for name, block in rewards.items() if isinstance(rewards, dict) else ():
+        if isinstance(block, dict) and block.get("served"):
+            key = f"rewards.{name}.served"
+            yield Fault(
+                key,
+                f"{key}: only rollout nodes serve a reward model; set resources.rollout=1 or more, "
+                "or leave it out",
+            )
+    if config.get("max_staleness"):
         yield Fault(
             "max_staleness",
             "max_staleness: only rollout nodes sample ahead of the trainer; set "

@@ -374,7 +374,8 @@ def replica(step: StepConfig, memory: float) -> Terms:
     if not step.replicas:
         return {}
     on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
-    return {**generation(step), "base model": on_gpu}
+    judges = float(step.element_bytes * step.in_served_models)
+    return {**generation(step), "base model": on_gpu, "reward models": judges}
 
 
 def replica_host_bytes(step: StepConfig, memory: float) -> float:

@@ -132,7 +132,11 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         updates = config.get("updates_per_rollout") or 1
         of_all = {"on_policy_share": 1 / int(updates), "new_tokens": int(most)}
         of_all |= {"keeps_sampled": True, "max_staleness": int(config.get("max_staleness") or 0)}
-        of_all |= {"in_reward_models": _in_reward_models(_block(config, "rewards"))}
+        rewards = _block(config, "rewards")
+        of_all |= {
+            key: _in_reward_models(rewards, is_served)
+            for key, is_served in (("in_reward_models", False), ("in_served_models", True))
+        }
         return of_all | {"generation_batch": at_once and int(at_once)}
     share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"
     if not share:
@@ -146,8 +150,10 @@ def _rollout_nodes(config: Mapping[str, Any]) -> int:
     return 0 if given in (None, "same") else int(given)
 
 
-def _in_reward_models(rewards: Mapping[str, Any]) -> int:
-    folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
+def _in_reward_models(rewards: Mapping[str, Any], is_served: bool) -> int:
+    blocks = [_block(rewards, name) for name in rewards]
+    own = [each for each in blocks if bool(each.get("served")) == is_served]
+    folders = [Path(str(each.get("model") or "")) for each in own]
     return sum(parameter_count(each) for each in folders if each.parts and each.is_dir())
 
 

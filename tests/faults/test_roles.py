@@ -19,6 +19,8 @@ from tests.failing_storage import FailingStorage
 from tests.faults.conftest import user_of
 from tests.faults.kit import attempts, ended, processes_of, processes_of_node
 from tests.launcher.kit import Kit, checkpoints, losses, ranks_of, report, until
+from tests.trainer.runs import metrics
+from tests.trainer.test_grpo import scorer
 from trainer import demo_sums
 
 RUN = [
@@ -267,3 +269,65 @@ def test_a_lost_node_is_replaced(new_cluster, root: Path, in_turns: Path, node: 
         used = {*status["nodes"], *status["rollout_nodes"]}
         assert used == {"n1", "n2", "n3"} - {node} and last["restart_count"] == 1, report(run)
         assert_equal(run, in_turns)
+
+
+HANGS = """
+import time
+
+def score(completions, answer):
+    if completions[0].startswith("1") and answer[0] == "9":
+        time.sleep(600)
+    return [float(completions[0] == answer[0])]
+"""
+
+
+@pytest.mark.named
+def test_a_reward_that_hangs_costs_its_answers(user: Kit, root: Path, tmp_path: Path):
+    """Of a run in turns and of one with rollout nodes the same ones, and a limit's time each."""
+    demo_sums.make(root / "models/demo-sums", steps=40)
+    (tmp_path / "own.py").write_text(HANGS)
+    own = ["max_steps=6", "save_every_n_steps=2", "reward_timeout=0.5"]
+    own += ["rewards={own: {function: " + f"{tmp_path}/own.py:score" + "}}"]
+    runs = []
+    for more in ([], ["resources.rollout=1"]):
+        _, run = user.submit(*RUN, *own, *more)
+        ended(user, run, "COMPLETED")
+        runs.append(run)
+    failed = [line["answers/failed"] for line in metrics(runs[1])]
+    assert 0 < sum(failed) / len(failed) < 0.1, failed
+    log = (runs[1] / "logs/0/rank_0.log").read_text()
+    assert log.count("note: reward own failed (timeout): took over 0.5 s") == 1
+    assert_equal(runs[1], runs[0])
+
+
+@pytest.mark.named
+def test_a_run_ahead_loses_no_step_and_keeps_its_bound(user: Kit, in_turns: Path):
+    """A replica that is killed, and then a rank: not the same losses, but all steps."""
+    _, run = user.submit(*RUN, "resources.rollout=1", "max_staleness=2", "importance_cap=2")
+    reaches(run, 10)
+    os.kill(replica(run), signal.SIGKILL)
+    until(lambda: rollout(run)["deaths"], 30, lambda: report(run))
+    reaches(run, 40)
+    os.kill(ranks_of(run, PROGRAM)[0], signal.SIGKILL)
+    lines = ended(user, run, "COMPLETED")
+    assert [line["cause"] for line in lines] == ["killed", "finished"], report(run)
+    logged = metrics(run)
+    assert [line["step"] for line in logged] == [*range(1, 121)]
+    assert max(line["staleness/most"] for line in logged) == 2
+    assert len(rollout(run)["deaths"]) == 1
+
+
+@pytest.mark.named
+def test_a_served_reward_model_comes_back_with_its_replica(user: Kit, in_turns: Path, root: Path):
+    """A replica that is stopped while it scores, against a run with the model on the trainer."""
+    judge = scorer(root / "judge", root / "models/demo-sums")
+    block = "+rewards.judge={function: reward_model, model: " + f"{judge}, weight: 0.1"
+    _, beside = user.submit(*RUN, block + "}")
+    ended(user, beside, "COMPLETED")
+    _, run = user.submit(*RUN, "resources.rollout=1", block + ", served: true}")
+    reaches(run, 10)
+    os.kill(replica(run), signal.SIGSTOP)
+    ended(user, run, "COMPLETED", timeout=240)
+    assert rollout(run)["deaths"][0]["reason"] == "did not answer for 20 s"
+    assert all(line["answers/failed"] == 0 for line in metrics(run))
+    assert_equal(run, beside)

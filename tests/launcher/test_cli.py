@@ -34,6 +34,11 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["submit", "demo", "output_dir=/tmp"], 2, "each run has its own directory in"),
         (["submit", "demo", "checkpointer.recipe_checkpoint=x"], 2, "cannot read the state of"),
         (["submit", "demo", "resources.rollout=2"], 2, "only entry: grpo generates answers"),
+        (
+            ["submit", "demo_grpo", "+rewards.correct.served=true"],
+            2,
+            "rewards.correct.served: only rollout nodes serve a reward model",
+        ),
         (["submit", "demo", "env=[A]"], 2, "env must be a block of 'key: value' lines"),
         (["submit", "demo", "+env.A=null"], 2, 'env.A has no value: write A: ""'),
         (["submit", "demo", "secrets=7"], 2, "secrets must be a list of names"),

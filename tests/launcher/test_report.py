@@ -138,6 +138,7 @@ def test_evaluations_and_what_the_log_of_an_endpoint_says_are_in_it(tmp_path):
 def test_rewards_and_sampled_answers_are_in_it(tmp_path):
     figures = {"reward": 0.5, "rewards/right": 0.25, "rewards/short": 1.0, "entropy": 0.7}
     figures |= {"answers/tokens": 12.5, "answers/cut": 0.125, "kl/sampler": 1e-7}
+    figures |= {"staleness": 1.5, "staleness/most": 2}
     run = made(tmp_path, **figures)
     (run.path / "recipe.yaml").write_text("rewards: {right: {}, short: {}}\n")
     answers = [
@@ -148,14 +149,19 @@ def test_rewards_and_sampled_answers_are_in_it(tmp_path):
     (run.path / "rollouts.jsonl").write_text(json.dumps(group) + "\n")
     report.write([run], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    for text in ("Sampled answers", "Reward by short", "Share of answers that max_new_tokens"):
+    for text in (
+        "Sampled answers",
+        "Reward by short",
+        "Share of answers that max_new_tokens",
+        "were behind, at most",
+    ):
         assert text in page
     assert "answer, reward 1, right 9, short none, 9 tokens:" in page and EVIL not in page
     assert "so 8" in page and "so 5" not in page and "and 6 answers between them" in page
     assert rollouts.figures(figures) == [
         "reward 0.500, right 0.250, short 1.000",
         "tokens per answer 12.5, cut 12.5%",
-        "entropy 0.7, KL to the sampler 1e-07",
+        "entropy 0.7, KL to the sampler 1e-07, staleness 1.50, at most 2",
     ]
     assert rollouts.figures({"loss": 1.0}) == []
 

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from launcher.errors import UsageFault
 from launcher.recipes import recipe as recipes
@@ -169,3 +171,17 @@ def test_rollout_nodes_are_counted_and_their_split_is_tried() -> None:
     phases = ahead.rollout_s
     assert took == pytest.approx(max(phases["generate"], phases["update"]) + phases["transfer"])
     assert ahead.hours < 0.6 * apart.hours
+
+
+def test_a_served_reward_model_is_on_the_rollout_nodes(tmp_path: Path) -> None:
+    save_file({"score.weight": torch.zeros(1, 10**6)}, tmp_path / "model.safetensors")
+    judge = ["+rewards.judge.function=reward_model", f"+rewards.judge.model={tmp_path}"]
+
+    def of(*given: str) -> Estimate:
+        return Estimate(recipes.load("qwen3_8b_grpo_lora", [*judge, *given]), Path("/x"), "h100-80")
+
+    beside, served = of(), of("resources.rollout=1", "+rewards.judge.served=true")
+    assert beside.memory.terms["reward models"] == served.replica["reward models"] == 2 * 10**6
+    assert not served.memory.terms.get("reward models")
+    found = Tuning(served.predictor)
+    assert all("rollout=same" not in found.changes(each) for each in found.faster)

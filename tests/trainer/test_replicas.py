@@ -2,63 +2,88 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from runspec import files
+from runspec.keys.grpo import GrpoConfig
 from tests.trainer.forks import environment
-from tests.trainer.runs import curve, finish, kill_at, metrics, start
-from tests.trainer.test_grpo import MODULE, TP, config
+from tests.trainer.runs import curve, finish, kill_at, metrics, start, wait_for_step
+from tests.trainer.test_grpo import MODULE, TP, config, scorer
+from trainer import config as configs
 from trainer import demo_sums
-from trainer.objectives.replicas import Replicas, Request
+from trainer.objectives.replicas import TRIES, Failed, Replicas, Request, post
+from trainer.replica import Replica, Server
+
+Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 
 
 @contextmanager
-def stand_ins(folder: Path, *waits: threading.Event) -> Iterator[list[list[int]]]:
-    """A server in each replica's place, which repeats its prompts once it may; what each got."""
-    got: list[list[int]] = [[] for _ in waits]
+def servers(folder: Path, *answers: Answer) -> Iterator[None]:
+    """A server in each replica's place, which says what its function does of a request."""
 
-    def handler(index: int, may: threading.Event) -> type[BaseHTTPRequestHandler]:
+    def handler(answer: Answer) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                got[index].append(asked["prompts"][0][0])
-                may.wait()
-                body = {"version": "0.1.7", "tokens": asked["prompts"], "log_probs": [[0.0]]}
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(json.dumps(body).encode())
+                status, body = answer({"path": self.path, **asked})
+                with suppress(BrokenPipeError):  # nobody waits any more
+                    self.send_response(status)
+                    self.end_headers()
+                    self.wfile.write(json.dumps(body).encode())
 
             def log_message(self, *arguments: Any) -> None: ...
 
         return Handler
 
-    servers = [
-        ThreadingHTTPServer(("127.0.0.1", 0), handler(index, may))
-        for index, may in enumerate(waits)
-    ]
-    for index, server in enumerate(servers):
+    started = [ThreadingHTTPServer(("127.0.0.1", 0), handler(each)) for each in answers]
+    for index, server in enumerate(started):
         threading.Thread(target=server.serve_forever).start()
-        known = {"host": "127.0.0.1", "port": server.server_port}
+        known = {"host": "127.0.0.1", "port": server.server_port, "node": f"n{index}"}
         (folder / files.REPLICA.format(index)).write_text(json.dumps(known))
     (folder / files.ROLLOUT_SECRET).write_text("secret")
     try:
-        yield got
+        yield
     finally:
-        for may, server in zip(waits, servers, strict=True):
-            may.set()
+        for server in started:
             server.shutdown()
             server.server_close()
+
+
+@contextmanager
+def stand_ins(folder: Path, *waits: threading.Event) -> Iterator[list[list[int]]]:
+    """Servers that repeat their prompts once they may; what each got."""
+    got: list[list[int]] = [[] for _ in waits]
+
+    def answer(index: int, may: threading.Event) -> Answer:
+        def call(asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            got[index].append(asked["prompts"][0][0])
+            may.wait()
+            return 200, {"version": "0.1.7", "tokens": asked["prompts"], "log_probs": [[0.0]]}
+
+        return call
+
+    with servers(folder, *(answer(*each) for each in enumerate(waits))):
+        try:
+            yield got
+        finally:
+            for may in waits:
+                may.set()
 
 
 @pytest.mark.long
@@ -76,6 +101,63 @@ def test_a_request_that_is_late_is_asked_of_another_replica(tmp_path: Path) -> N
     assert sorted(got[0]) == [*range(6)] and len(got[1]) <= 1
 
 
+@pytest.mark.long
+def test_scores_that_a_replica_refuses_or_owes_are_failed_ones(tmp_path: Path) -> None:
+    """A replica that is slow, and one that cannot score some documents."""
+    ends = threading.Event()
+
+    def answer(asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        ((first, *_), *_) = asked["documents"]
+        if first == 2:
+            ends.wait()
+        if first == 1:
+            return 500, {"error": "ValueError: no"}
+        return 200, {"scores": [float(sum(each)) for each in asked["documents"]]}
+
+    world: Any = SimpleNamespace(data_rank=0)
+    with servers(tmp_path, answer, answer):
+        parts = [[[0, 5], [0]], [[1]], [[2]], [[3]]]
+        good, refused, late, other = Replicas(tmp_path, 2, world, 60.0).score("m", 0.5, parts)
+        ends.set()
+    assert (good, other) == ([5.0, 0.0], [3.0])
+    assert isinstance(refused, Failed) and isinstance(late, Failed)
+    assert refused.kind == "raised" and refused.said.endswith("ValueError: no")
+    assert late.kind == "timeout" and late.said.endswith("took over 0.5 s")
+    # Nobody is there: the answers are lost, and not the run.
+    (tmp_path / files.REPLICA.format(0)).unlink()
+    (tmp_path / files.REPLICA.format(1)).unlink()
+    (nobody,) = Replicas(tmp_path, 2, world, 0.5).score("m", 9.0, [[[0]]])
+    assert isinstance(nobody, Failed) and nobody.said.endswith("0.5 s: none is ready")
+
+
+@pytest.mark.long
+def test_a_replica_whose_reward_model_hangs_is_unhealthy(tmp_path: Path) -> None:
+    """So that slurm/rollout.py starts it again."""
+    model, judge = tmp_path / "model", tmp_path / "judge"
+    demo_sums.make(model, steps=0)
+    block = {"function": "reward_model", "model": str(scorer(judge, model)), "served": True}
+    path = config(tmp_path / "run", model, rewards={"judge": block}, reward_timeout=0.1)
+    served = Replica(configs.load(path, GrpoConfig), tmp_path, torch.device("cpu"))
+    server = Server("127.0.0.1", served, "secret")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    known, asked = {"host": server.host, "port": server.server_port}, {"documents": [[0, 2, 1]]}
+    address = f"http://{server.host}:{server.server_port}/health"
+    health = urllib.request.Request(address, headers={"Authorization": "Bearer secret"})
+    (score,) = post(known, "/score", {"name": "judge", **asked}, "secret", 60.0)["scores"]
+    assert isinstance(score, float) and not served.hangs
+    ends = threading.Event()
+    served._judges["judge"].scores = lambda documents: ends.wait()  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError):
+        post(known, "/score", {"name": "judge", **asked}, "secret", 0.1)
+    assert urllib.request.urlopen(health).status == 200
+    time.sleep(TRIES * 0.1)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(health)
+    ends.set()
+    server.shutdown()
+    server.server_close()
+
+
 LORA = {"model": {"lora_rank": 4, "quantize_base": False}, "generation_batch_size": 16}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {"batch_size": 16, "generation_batch_size": 4}),
@@ -91,7 +173,7 @@ def replicas(run: Path, count: int) -> Iterator[None]:
     """So many replicas of a run, as its job script starts them."""
     folder, logs = run / files.ROLLOUT, run / "logs" / "0"
     folder.mkdir()
-    logs.mkdir(parents=True)
+    logs.mkdir(parents=True, exist_ok=True)
     (run / files.LATEST_LOGS).symlink_to("0")
     (folder / files.ROLLOUT_SECRET).write_text("secret")
     supervisor = subprocess.Popen(
@@ -140,21 +222,72 @@ def test_two_replicas_give_the_losses_of_none(
 
 
 @pytest.mark.long
-def test_replicas_work_ahead_within_the_bound(
+def test_a_served_reward_model_scores_as_one_beside_the_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, own = tmp_path / "model", {"max_staleness": 1, "importance_cap": 2.0}
+    """Also if its replica is killed: it is asked again."""
+    model, judge = tmp_path / "model", tmp_path / "judge"
     demo_sums.make(model, steps=10)
-    path = config(tmp_path / "ahead", model, updates_per_rollout=1, max_steps=8, **own)
+    scorer(judge, model)
+    block = {"function": "reward_model", "model": str(judge)}
+    own: dict[str, Any] = {"max_steps": 8, "updates_per_rollout": 1, "batch_size": 16}
+    rewards = {"correct": {"function": "exact_match", "column": "answer"}, "judge": block}
+    finish(start(config(tmp_path / "same", model, **own, rewards=rewards), module=MODULE))
+    rewards["judge"] = block | {"served": True}
+    path = config(tmp_path / "apart", model, **own, rewards=rewards)
+    assert "only rollout nodes serve it" in finish(start(path, module=MODULE), status=None)
     with replicas(path.parent, 1):
         monkeypatch.setenv("ROLLOUT_REPLICAS", "1")
-        kill_at(path, 4, module=MODULE)
+        process = start(path, attempt=1, module=MODULE)
+        wait_for_step(path, 3, process)
+        known = json.loads((path.parent / files.ROLLOUT / files.REPLICA.format(0)).read_text())
+        os.kill(known["pid"], signal.SIGKILL)
+        finish(process)
+    assert [
+        each["reason"]
+        for each in json.loads((path.parent / files.ROLLOUT_STATE).read_text())["deaths"]
+    ] == ["killed by SIGKILL"]
+    assert curve(path.parent) == curve(tmp_path / "same")
+    scores = [[line["rewards/judge"] for line in metrics(tmp_path / n)] for n in ("apart", "same")]
+    assert scores[0] == scores[1] and all(
+        line["answers/failed"] == 0 for line in metrics(path.parent)
+    )
+
+
+@pytest.mark.parametrize(
+    ("most", "at_once", "updates"),
+    [
+        pytest.param(1, 32, 1, marks=pytest.mark.long),
+        # Several updates, so that the replica has the time to be as far ahead as it may.
+        pytest.param(2, 32, 4, marks=pytest.mark.long),
+        pytest.param(3, 32, 4, marks=pytest.mark.named),
+        # Small requests: those of a rollout are answered by several weights.
+        pytest.param(2, 4, 1, marks=pytest.mark.named),
+    ],
+)
+def test_replicas_work_ahead_within_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, at_once: int, updates: int
+) -> None:
+    model, own = tmp_path / "model", {"max_staleness": most, "importance_cap": 2.0}
+    demo_sums.make(model, steps=10)
+    steps = 12 * updates
+    own |= {"generation_batch_size": at_once, "updates_per_rollout": updates, "max_steps": steps}
+    path = config(tmp_path / "ahead", model, **own)
+    with replicas(path.parent, 1):
+        monkeypatch.setenv("ROLLOUT_REPLICAS", "1")
+        kill_at(path, steps // 2, module=MODULE)
         output = finish(start(path, attempt=1, module=MODULE))
     first = int(output.partition("checkpoints/step_")[2].split()[0].rstrip(",;:"))
     lines = metrics(path.parent)
-    assert [line["step"] for line in lines] == [*range(1, 9)]
-    # Only the rollouts at a start are by the present weights; others began before the last update.
-    assert lines[0]["staleness"] == lines[first]["staleness"] == 0
-    assert all(line["staleness/most"] == 1 for line in (lines[1], *lines[first + 1 :]))
+    assert [line["step"] for line in lines] == [*range(1, steps + 1)]
+    for part in (lines[:first], lines[first:]):
+        # Only the rollouts at a start are by the present weights; others began before the last.
+        rollouts = [line for line in part if "staleness" in line]
+        ages = [line["staleness/most"] for line in rollouts]
+        assert ages[0] == 0 and max(ages) == most, ages
+        assert all(1 <= age <= min(most, n) for n, age in enumerate(ages[1:], 1)), ages
+        assert all(line["staleness"] <= line["staleness/most"] for line in rollouts)
+    assert "staleness 0.00" in output
     # The sampler's probabilities are those of the weights that it had.
-    assert abs(lines[0]["kl/sampler"]) < 1e-6 < lines[3]["kl/sampler"]
+    newest = [line["kl/sampler"] for line in lines if "staleness" in line]
+    assert abs(newest[0]) < 1e-6 < newest[3]

@@ -57,6 +57,13 @@ class Request(NamedTuple):
     temperature: float
 
 
+class Failed(NamedTuple):
+    """Why a request has no answer: raised or timeout, and what was said."""
+
+    kind: str
+    said: str
+
+
 class _Refused(Exception):
     """A replica answered with an error."""
 
@@ -159,7 +166,34 @@ class Replicas:
         Raises:
             RolloutError: no replica answered in time, or the requests themselves fail.
         """
-        asked = _Asked(requests, self._limit_s)
+        asked = _Asked("/generate", [each._asdict() for each in requests], self._limit_s)
+        self._ask(asked)
+        return [
+            Sampled(own["tokens"], own["log_probs"], int(own["version"].rpartition(".")[2]))
+            for own in asked.in_order()
+        ]
+
+    def score(
+        self, name: str, limit_s: float, parts: Sequence[list[list[int]]]
+    ) -> list[list[float] | Failed]:
+        """The scores of each part's documents by a reward model that the replicas hold.
+
+        What replicas refuse, or what takes longer than limit_s, has failed after some tries; a
+        replica that is started again is waited for.
+
+        Args:
+            name: the reward's.
+
+        Raises:
+            RolloutError: no replica can be started.
+        """
+        requests = [{"name": name, "documents": part} for part in parts]
+        asked = _Asked("/score", requests, self._limit_s, limit_s)
+        self._ask(asked)
+        return [own if isinstance(own, Failed) else own["scores"] for own in asked.in_order()]
+
+    def _ask(self, asked: "_Asked") -> None:
+        """Have as many replicas as there are answer requests; RolloutError if they cannot."""
         first = self._world.data_rank
         for place in range(self._count):
             index = (first + place) % self._count
@@ -169,7 +203,6 @@ class Replicas:
                 asked.fail(str(failed.get("message")))
         if asked.failure:
             raise RolloutError(asked.failure)
-        return [asked.answers[place] for place in range(len(requests))]
 
     def _work(self, asked: "_Asked", index: int) -> None:
         """Let a replica answer requests until there are none."""
@@ -179,12 +212,13 @@ class Replicas:
                 time.sleep(POLL_S)
                 continue
             began = time.monotonic()
-            body = {"version": self.version, **asked.requests[place]._asdict()}
-            answer = self._tried(index, "/generate", body, asked.deadline)
+            body = {**asked.requests[place]}
+            if asked.path == "/generate":
+                body["version"] = self.version
+            deadline = min(asked.deadline, began + asked.each_s)
+            answer = self._tried(index, asked.path, body, deadline)
             if isinstance(answer, dict):
-                rollout = int(answer["version"].rpartition(".")[2])
-                sampled = Sampled(answer["tokens"], answer["log_probs"], rollout)
-                asked.answered(place, sampled, time.monotonic() - began)
+                asked.answered(place, answer, time.monotonic() - began)
             else:
                 asked.give_back(place, self._named(index), answer)
                 time.sleep(POLL_S)
@@ -211,12 +245,23 @@ class _Asked:
     """Requests that replicas share: each takes the next one, and at the end one that is late.
 
     Every answer to a request is the same, so the first one counts.
+
+    Args:
+        limit_s: for all of them.
+        each_s: for each of them, which may fail then; None if none may.
     """
 
-    def __init__(self, requests: Sequence[Request], limit_s: float) -> None:
-        self.requests, self._limit_s = requests, limit_s
+    def __init__(
+        self,
+        path: str,
+        requests: Sequence[dict[str, Any]],
+        limit_s: float,
+        each_s: float | None = None,
+    ) -> None:
+        self.path, self.requests, self._limit_s = path, requests, limit_s
+        self.each_s, self._may_fail = each_s or limit_s, each_s is not None
         self.deadline = time.monotonic() + limit_s
-        self.answers: dict[int, Sampled] = {}
+        self.answers: dict[int, Any] = {}
         self.failure = ""
         self._waiting = deque(range(len(requests)))
         # Since when the others are asked, by place; and how often they were refused.
@@ -230,15 +275,21 @@ class _Asked:
         """Whether all are answered, or cannot be."""
         return bool(self.failure) or len(self.answers) == len(self.requests)
 
+    def in_order(self) -> list[Any]:
+        """The answers, in the order of the requests."""
+        return [self.answers[place] for place in range(len(self.requests))]
+
     def wait(self, seconds: float) -> bool:
         """Wait for the end for so long; return whether it has come."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_over, seconds)
         if not self.is_over and time.monotonic() >= self.deadline:
-            self.fail(
-                f"generating: no rollout replica answered within {self._limit_s:.0f} s: "
-                f"{self._fault}"
-            )
+            said = f"no rollout replica answered within {self._limit_s:g} s: {self._fault}"
+            if not self._may_fail:
+                self.fail(f"generating: {said}")
+            with self._changed:
+                for place in range(len(self.requests)):
+                    self.answers.setdefault(place, Failed("timeout", said))
         return self.is_over
 
     def fail(self, message: str) -> None:
@@ -260,7 +311,7 @@ class _Asked:
                 self._since[place] = now
             return place
 
-    def answered(self, place: int, answer: Sampled, took_s: float) -> None:
+    def answered(self, place: int, answer: Any, took_s: float) -> None:
         """Keep an answer."""
         with self._changed:
             if place not in self.answers:
@@ -279,9 +330,17 @@ class _Asked:
             self._since.pop(place, None)
             if fault is not None:
                 self._fault = f"the last one said: {fault}"
-            self._refused[place] += isinstance(fault, _Refused)
-        if self._refused[place] == TRIES:
-            self.fail(f"{name}: {fault}")
+            is_late = self._may_fail and isinstance(fault, TimeoutError)
+            self._refused[place] += is_late or isinstance(fault, _Refused)
+            if self._refused[place] < TRIES:
+                return
+            said = f"{name}: {f'took over {self.each_s:g} s' if is_late else fault}"
+            if self._may_fail:
+                self.answers[place] = Failed("timeout" if is_late else "raised", said)
+                self._waiting.remove(place)
+                self._changed.notify_all()
+                return
+        self.fail(said)
 
 
 def _late(longest: float) -> float:

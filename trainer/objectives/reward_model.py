@@ -1,18 +1,26 @@
-"""A reward model of `entry: reward` as a reward: frozen, whole on each GPU, beside the policy."""
+"""A reward model of `entry: reward` as a reward: frozen, whole on one GPU.
+
+It is beside the policy, or with `served` on each replica of the rollout nodes, which are asked.
+"""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from runspec import files
-from runspec.keys.grpo import REWARD_MODEL
+from runspec.keys.grpo import REWARD_MODEL, GrpoConfig
 from runspec.weights import base_of, gives_scores
 from trainer.errors import ConfigError
+from trainer.models.build import DTYPES
+from trainer.objectives.replicas import Failed, Replicas
+from trainer.parallel.world import World
 from trainer.storage.weights import SafetensorsSource
 
+NEEDS_NODES = "only rollout nodes serve it; set resources.rollout=1 or more, or served=false"
 SETTINGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -25,6 +33,11 @@ def blocks(rewards: Mapping[str, Any]) -> dict[str, Path]:
     }
 
 
+def served(rewards: Mapping[str, Any]) -> dict[str, Path]:
+    """Those of `blocks` that the replicas hold."""
+    return {name: folder for name, folder in blocks(rewards).items() if rewards[name].get("served")}
+
+
 def faults(rewards: Mapping[str, Any], policy: Path) -> list[str]:
     """Why folders hold no reward model that scores the policy's tokens; no weights are read.
 
@@ -34,6 +47,8 @@ def faults(rewards: Mapping[str, Any], policy: Path) -> list[str]:
     lines = []
     for name, folder in blocks(rewards).items():
         key = f"rewards.{name}.model"
+        if not isinstance(asked := rewards[name].get("served", False), bool):
+            lines.append(f"rewards.{name}.served: must be true or false, got {asked!r}")
         if not rewards[name].get("model"):
             lines.append(f"{key}: give the folder of a reward model, such as a run's export")
         elif not gives_scores(folder):
@@ -66,45 +81,102 @@ def _vocabulary(folder: Path) -> Any:
     return (content.get("model") or {}).get("vocab"), added
 
 
+def batches(documents: Sequence[Sequence[int]], rows: int) -> Iterator[list[int]]:
+    """Indices of documents that go through a model at once: of about the same length."""
+    order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
+    for begin in range(0, len(order), rows):
+        yield order[begin : begin + rows]
+
+
 class RewardModel:
     """Scores documents at their last token.
-
-    Args:
-        rows: documents that go through the model at once.
 
     Raises:
         ConfigError: transformers cannot load it.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, rows: int) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from trainer.evaluation.pairs import Scorer
+        from trainer.evaluation import pairs
 
-        model = Scorer(folder, {"dtype": SETTINGS[dtype]}, device).model
+        model = pairs.Scorer(folder, {"dtype": SETTINGS[dtype]}, device).model
         if hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()
         if not hasattr(model, "score"):
             raise ConfigError(f"{folder}: {type(model).__name__} has no score head")
-        self._model, self._device, self._rows = model.requires_grad_(False), device, rows
+        self._model, self._device = model.requires_grad_(False), device
 
     @torch.inference_mode()
     def scores(self, documents: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each, in their order. They go through it with others of about the length."""
-        scores = [0.0] * len(documents)
-        order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
-        for begin in range(0, len(order), self._rows):
-            own = order[begin : begin + self._rows]
-            lengths = torch.tensor([len(documents[index]) for index in own])
-            ids = torch.zeros(len(own), int(lengths.max()), dtype=torch.int64)
-            for row, index in enumerate(own):  # padded on the right: no token sees later ones
-                ids[row, : lengths[row]] = torch.tensor(documents[index])
-            mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).to(ids)
-            output = self._model.base_model(
-                input_ids=ids.to(self._device),
-                attention_mask=mask.to(self._device),
-                use_cache=False,
-            )
-            last = output.last_hidden_state[torch.arange(len(own)), lengths - 1]
-            for index, score in zip(own, self._model.score(last)[:, 0].tolist(), strict=True):
-                scores[index] = score
+        """The score of each; all go through it at once."""
+        lengths = torch.tensor([len(tokens) for tokens in documents])
+        ids = torch.zeros(len(documents), int(lengths.max()), dtype=torch.int64)
+        for row, tokens in enumerate(documents):  # padded on the right: no token sees later ones
+            ids[row, : lengths[row]] = torch.tensor(tokens)
+        mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).to(ids)
+        output = self._model.base_model(
+            input_ids=ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            use_cache=False,
+        )
+        last = output.last_hidden_state[torch.arange(len(documents)), lengths - 1]
+        scores: list[float] = self._model.score(last)[:, 0].tolist()
         return scores
+
+
+class Scorer:
+    """A reward model as a rank asks it, a batch of documents at a time.
+
+    Args:
+        ask: the scores of each batch, or why there are none.
+        failed: told of each score that there is not: its kind, and why.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[list[list[list[int]]]], Iterable[list[float] | Failed]],
+        rows: int,
+        failed: Callable[[str, str], None],
+    ) -> None:
+        self._ask, self._rows, self._failed = ask, rows, failed
+
+    def scores(self, documents: Sequence[Sequence[int]]) -> list[float | None]:
+        """The score of each document; None for one that failed."""
+        places = [*batches(documents, self._rows)]
+        scores: list[float | None] = [None] * len(documents)
+        asked = [[[*documents[index]] for index in part] for part in places]
+        for part, given in zip(places, self._ask(asked), strict=True):
+            for place, index in enumerate(part):
+                if isinstance(given, Failed):
+                    self._failed(given.kind, given.said)
+                else:
+                    scores[index] = given[place]
+        return scores
+
+
+def scorers(
+    config: GrpoConfig,
+    world: World,
+    replicas: Replicas | None,
+    failed: Callable[[str, str, str], None],
+) -> dict[str, Scorer]:
+    """The reward models by the reward's name; none on a rank that has no answers.
+
+    Args:
+        failed: as of `Scorer`, behind the reward's name.
+
+    Raises:
+        ConfigError: transformers cannot load one; nothing serves one.
+    """
+    found: dict[str, Scorer] = {}
+    apart, timeout_s = served(config.rewards), config.reward_timeout
+    for name, folder in blocks(config.rewards).items() if world.data_weight else ():
+        if name not in apart:
+            model = RewardModel(folder, DTYPES[config.dtype], world.device)
+            ask: Any = partial(map, model.scores)
+        elif replicas is not None:
+            ask = partial(replicas.score, name, timeout_s)
+        else:
+            raise ConfigError(f"rewards.{name}.served: {NEEDS_NODES}")
+        found[name] = Scorer(ask, config.batch_size, partial(failed, name))
+    return found

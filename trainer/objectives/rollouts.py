@@ -181,7 +181,8 @@ class Sampler:
 
     It is on this rank, or on rollout nodes, which get the weights of each rollout.
 
-    transfer_s: how long the last weights took to rollout nodes.
+    replicas: those of the rollout nodes; None without. transfer_s: how long the last weights took
+    to them.
 
     Raises:
         ConfigError: that class cannot take the weights.
@@ -192,7 +193,7 @@ class Sampler:
         self.tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
         self.ends = whole.Ends.of(self.tokenizer)
         self._whole = whole.Copy(config.model_folder, world)
-        self._replicas = Replicas.of(config.output_dir, world, config.rollout_timeout)
+        self.replicas = Replicas.of(config.output_dir, world, config.rollout_timeout)
         self.held = False
         self.transfer_s = 0.0
 
@@ -208,10 +209,10 @@ class Sampler:
     def hold(self, models: Models, rollout: int) -> None:
         """Gather the policy's present weights; all ranks call this together."""
         began = time.monotonic()
-        if self._replicas is None:
+        if self.replicas is None:
             self._whole.gather(models.policy)
         else:
-            self._replicas.send(models.policy, rollout)
+            self.replicas.send(models.policy, rollout)
             self.transfer_s = time.monotonic() - began
         self.held = True
 
@@ -219,11 +220,6 @@ class Sampler:
         """Give the memory back."""
         self._whole.free()
         self.held = False
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether rollout nodes answer."""
-        return self._replicas is not None
 
     def answers(
         self, asked: Sequence[Asked], vocabulary: int, greedy: bool = False
@@ -252,8 +248,8 @@ class Sampler:
             )
             for part in parts
         ]
-        if self._replicas is not None:
-            sampled = self._replicas.sample(requests)
+        if self.replicas is not None:
+            sampled = self.replicas.sample(requests)
         else:
             sampled = [sample(self._whole, each, self.ends) for each in requests]
         for part, of_part in zip(parts, sampled, strict=True):
