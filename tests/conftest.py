@@ -28,7 +28,6 @@ NEEDS_ACCOUNTING = pytest.mark.skipif(
 
 # What takes long, longest first: begun early, so that the workers end at about the same time.
 LONGEST = (
-    "test_fp8.py",
     "test_trace.py",
     "faults/",
     "test_runs.py",
