@@ -91,7 +91,7 @@ class Replica:
         self._lock, self.version = threading.Lock(), ""
         self._judging, self._scoring_since = threading.Lock(), math.inf
         self._judges = {
-            name: RewardModel(path, DTYPES[config.dtype], device)
+            name: RewardModel(path, config.dtype, device)
             for name, path in served(config.rewards).items()
         }
 

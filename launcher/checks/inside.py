@@ -140,11 +140,11 @@ def _script(environment: Environment, context: Context, gpus: bool) -> str:
     python = render.python(environment, interpreter)
     wanted = [",".join(_needs(context.recipe)), "yes" if gpus else "no"]
     wanted += [str(paths.REPO_ROOT), *_paths(context.config)]
-    last = f"exec {python} -m slurm.probe {shlex.join(wanted)}"
+    last = f"-m slurm.probe {shlex.join(wanted)}"
     if engine.is_asked_inside(context):
-        words = ["-P", str(engine.SCHEMA), *engine.question(context)]
-        last = f"{last.removeprefix('exec ')} && exec {python} {shlex.join(words)}"
-    lines.append(last)
+        lines.append(f"{python} {last} || exit")
+        last = shlex.join(["-P", str(engine.SCHEMA), *engine.question(context)])
+    lines.append(f"exec {python} {last}")
     return "\n".join(lines)
 
 

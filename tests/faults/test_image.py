@@ -150,37 +150,40 @@ def test_a_copy_that_is_not_whole_is_passed_over(images: Path, tmp_path: Path) -
         copy.unlink(missing_ok=True)
         if content is not None:
             copy.write_bytes(content)
-        script = f'source "{ROOT}/slurm/image.sh"; nearest "{images}"'
-        own = {"COPY_IMAGES_TO": str(tmp_path), "SLURM_JOB_ID": "7", "NODE_NAME": "n1"}
-        done = subprocess.run(
-            ["bash", "-c", script], env={**os.environ, **own}, capture_output=True, text=True
-        )
+        done = nearest(images, tmp_path)
         assert done.stdout == f"{mounted}\n"
         assert ("reads" in done.stderr) == (name != "whole"), done.stderr
     copy.symlink_to(images)
-    done = subprocess.run(
-        ["bash", "-c", script], env={**os.environ, **own}, capture_output=True, text=True
-    )
+    done = nearest(images, tmp_path)
     assert (done.stdout, "has no copy" in done.stderr) == (f"{images}\n", True)
 
 
-def mounted_by_squashfuse(image: Path) -> bool:
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            command = (process / "cmdline").read_text()
-            if "squashfuse" in command and f"\0{image}\0" in command:
-                return True
-    return False
+def nearest(image: Path, copies: Path) -> subprocess.CompletedProcess[str]:
+    """What a node of job 7 mounts for an image, and what it says."""
+    own = {"COPY_IMAGES_TO": str(copies), "SLURM_JOB_ID": "7", "NODE_NAME": "n1"}
+    return subprocess.run(
+        ["bash", "-c", f'source "{ROOT}/slurm/image.sh"; nearest "{image}"'],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+    )
 
 
 def environs(module: str) -> list[str]:
     """The environments of processes that run a module of the kit."""
     found = []
+    for process in processes(f"-m\0{module}\0"):
+        with suppress(OSError):
+            found.append((process / "environ").read_text())
+    return found
+
+
+def processes(part: str) -> Iterator[Path]:
+    """Folders in /proc of processes whose command line has a part, in which \\0 ends a word."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f"-m\0{module}\0" in (process / "cmdline").read_text():
-                found.append((process / "environ").read_text())
-    return found
+            if part in (process / "cmdline").read_text():
+                yield process
 
 
 def small_disk(folder: Path, options: str, request: pytest.FixtureRequest) -> None:
@@ -253,7 +256,8 @@ def test_a_killed_rank_and_what_is_left_mounted(
     # From copies that Slurm sent: of the environment and of the code.
     copies = sorted(disk.iterdir())
     assert [file.name.split("-")[3] for file in copies] == ["code", "environment"]
-    assert mounted_by_squashfuse(copies[1])
+    mounting = processes(f"\0{copies[1]}\0")
+    assert any("squashfuse" in (each / "cmdline").read_text() for each in mounting)
     # The job script's own programs, too.
     (environ,) = [each for each in environs("slurm.watchdog") if f"RUN_DIR={run}\0" in each]
     assert re.search(r"(^|\0)PYTHONPATH=\S+/images/\d+\.job/code\0", environ)

@@ -15,13 +15,11 @@ from runspec import files
 from runspec.keys.grpo import REWARD_MODEL, GrpoConfig
 from runspec.weights import base_of, gives_scores
 from trainer.errors import ConfigError
-from trainer.models.build import DTYPES
 from trainer.objectives.replicas import Failed, Replicas
 from trainer.parallel.world import World
 from trainer.storage.weights import SafetensorsSource
 
 NEEDS_NODES = "only rollout nodes serve it; set resources.rollout=1 or more, or served=false"
-SETTINGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def blocks(rewards: Mapping[str, Any]) -> dict[str, Path]:
@@ -91,15 +89,18 @@ def batches(documents: Sequence[Sequence[int]], rows: int) -> Iterator[list[int]
 class RewardModel:
     """Scores documents at their last token.
 
+    Args:
+        dtype: as in a config, such as bf16.
+
     Raises:
         ConfigError: transformers cannot load it.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, dtype: str, device: torch.device) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         from trainer.evaluation import pairs
 
-        model = pairs.Scorer(folder, {"dtype": SETTINGS[dtype]}, device).model
+        model = pairs.Scorer(folder, {"dtype": dtype}, device).model
         if hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()
         if not hasattr(model, "score"):
@@ -172,7 +173,7 @@ def scorers(
     apart, timeout_s = served(config.rewards), config.reward_timeout
     for name, folder in blocks(config.rewards).items() if world.data_weight else ():
         if name not in apart:
-            model = RewardModel(folder, DTYPES[config.dtype], world.device)
+            model = RewardModel(folder, config.dtype, world.device)
             ask: Any = partial(map, model.scores)
         elif replicas is not None:
             ask = partial(replicas.score, name, timeout_s)
