@@ -22,6 +22,7 @@ and what to type next; all faults that can be found are found before the error i
 from collections.abc import Iterable
 
 from runspec.hints import nearest as nearest
+from runspec.hints import nearest_key as nearest_key
 
 
 class CookbookError(Exception):

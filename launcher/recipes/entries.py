@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import RecipeFault, UsageFault, nearest
+from launcher.errors import RecipeFault, UsageFault, nearest, nearest_key
 from launcher.recipes import stock
 from runspec.keys.common import COMMAND, COMMON, ENGINE, SCRIPT
 from runspec.keys.distill import TeachConfig, teach_notes
@@ -226,10 +226,7 @@ def explain(name: str) -> dict[str, Any]:
     """Return what is known of a key, as JSON values; UsageFault with a hint if it is unknown."""
     known = all_keys()
     if name not in known:
-        last = {each.rpartition(".")[2]: each for each in known}
-        hint = nearest(name, known) or nearest(name, last)
-        if name in last:
-            hint = f" (did you mean {last[name]}?)"
+        hint = nearest(name, known) or nearest_key(name, known)
         raise UsageFault(f"there is no key {name!r}{hint}: docs/keys.md lists all keys")
     key = known[name]
     return {

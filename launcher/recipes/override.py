@@ -1,11 +1,11 @@
 """Overrides of a recipe on the command line: key.path=value, +key.path=value and ~key.path."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from launcher import yamlfile
-from launcher.errors import UsageFault, nearest
+from launcher.errors import UsageFault, nearest_key
 from launcher.recipes.entries import all_keys
 from launcher.recipes.extend import replace_older
 from runspec import prepared
@@ -51,7 +51,7 @@ def _apply_one(config: dict[str, Any], text: str) -> None:
         if inner is None and (adds or _is_known(config, parts[: depth + 1])):
             inner = parent[part] = {}
         if inner is None:
-            raise _unknown(".".join(parts[: depth + 1]), parent, text)
+            raise _unknown(config, ".".join(parts[: depth + 1]), parent, text)
         if not isinstance(inner, dict):
             where = ".".join(parts[: depth + 1])
             raise UsageFault(f"{where} is {inner!r}, and holds no keys: fix the override {text!r}")
@@ -59,12 +59,13 @@ def _apply_one(config: dict[str, Any], text: str) -> None:
     leaf = parts[-1]
     if removes:
         if leaf not in parent:
-            hint = nearest(leaf, parent)
+            start = key.removesuffix(leaf)
+            hint = nearest_key(leaf, [f"{start}{name}" for name in parent])
             raise UsageFault(f"the recipe has no key {key!r}{hint} to remove: leave out {text!r}")
         del parent[leaf]
         return
     if leaf not in parent and not adds and not _is_known(config, parts):
-        raise _unknown(key, parent, text)
+        raise _unknown(config, key, parent, text)
     value = yamlfile.parse(value_text, f"the override {text!r}")
     if key in prepared.BLOCKS:
         value = prepared.expanded(value, parent.get(leaf) or config.get("dataset"))
@@ -86,17 +87,28 @@ def _is_known(config: Mapping[str, Any], parts: list[str]) -> bool:
     return ".".join(parts) in all_keys()
 
 
-def _unknown(key: str, parent: Mapping[str, Any], text: str) -> UsageFault:
+def _unknown(
+    config: Mapping[str, Any], key: str, parent: Mapping[str, Any], text: str
+) -> UsageFault:
     from launcher.recipes import absent  # most overrides are right
 
     if why := absent.KEYS.get(key.partition(".")[0]):
         return UsageFault(f"the override {text!r}: {why}")
-    block, _, name = key.rpartition(".")
-    hint = nearest(name, [*parent, *children(all_keys(), block)])
+    block, dot, name = key.rpartition(".")
+    hint = nearest_key(name, [f"{block}{dot}{n}" for n in [*parent, *children(all_keys(), block)]])
+    # Its block may be what is missing.
+    hint = hint or nearest_key(name, [*_paths(config), *all_keys()])
     message = f"unknown key {key!r}{hint} in the override {text!r}"
     if text.startswith("~"):
         return UsageFault(f"{message}: there is nothing to remove")
     return UsageFault(f"{message}: fix it, or write +{text} to add it anyway")
+
+
+def _paths(block: Mapping[str, Any], start: str = "") -> Iterator[str]:
+    for name, value in block.items():
+        yield f"{start}{name}"
+        if isinstance(value, dict):
+            yield from _paths(value, f"{start}{name}.")
 
 
 def _changed_type(old: Any, new: Any) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import venv
-from launcher.errors import UsageFault
+from launcher.errors import UsageFault, nearest
 from runspec.keys.preference import DpoConfig
 
 SUFFIXES = {
@@ -81,6 +81,10 @@ def read(
         raise UsageFault(
             f"--data {name}: its name must end in one of {known}: rename or convert it"
         )
+    if not path.exists():
+        siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        again = "give an existing one, or prepared:NAME@SPLIT (cookbook data show)"
+        raise UsageFault(f"there is no file {path}{nearest(path.name, siblings)}: {again}")
     try:
         records = list(islice(_records(path, source), _READ))
     except UnicodeDecodeError as error:

@@ -62,7 +62,7 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["submit", "--recipe", "demo", "--name", "../../evil"], 2, "choose another --name"),
         (["submit", "--recipe", "demo", "--name", "-rf"], 2, "choose another --name"),
         (["submit", "--recipe", "demo", "--name", "%x"], 2, "choose another --name"),
-        (["submit", "--recipe", "demo", "optimizer.lrr=1"], 2, "did you mean lr?"),
+        (["submit", "--recipe", "demo", "optimizer.lrr=1"], 2, "did you mean optimizer.lr?"),
         (["submit", "--recipe", "demo", "batch_size=many"], 2, "must be a whole number, 1 or more"),
         (["submit", "--recipe", "demo", "--cluster", "nowhere"], 2, "there is no cluster file"),
         (
@@ -96,7 +96,7 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["doctor", "--nodes", "1"], 2, "--nodes requires --node-check"),
         (["doctor", "--cluster", "nowhere"], 2, "there is no cluster file"),
         (["download", "dmeo"], 2, "did you mean demo?"),
-        (["download", "demo", "hub.modle=a/b"], 2, "did you mean model?"),
+        (["download", "demo", "hub.modle=a/b"], 2, "did you mean hub.model?"),
         (["download", "llama8b_lora", "hub.model=llama"], 2, "a Hub repository such as"),
     ],
 )

@@ -187,7 +187,7 @@ def test_a_busy_cluster_is_not_waited_for(new_cluster, slurm_user: Kit):
 @pytest.mark.long
 def test_the_node_check_asks_every_node_and_adds_up_over_them(slurm_user: Kit):
     status, findings, answer = doctor(slurm_user, "--node-check")
-    assert status == 0, findings
+    assert status == 0, [finding for finding in findings if finding["state"] == "failed"]
     assert [row["node"] for row in answer["nodes"]] == ["n1", "n2"]
     for row in answer["nodes"]:
         assert (row["reached"], row["files"]) == ("yes", "shared")

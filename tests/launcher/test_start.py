@@ -115,7 +115,7 @@ def test_the_settings_follow_from_the_data(samples, tokens, packed, epochs, batc
 @pytest.mark.parametrize(
     ("data", "model", "reason"),
     [
-        ("none.csv", "Qwen/Qwen3-8B", "none.csv cannot be read: No such file"),
+        ("none.csv", "Qwen/Qwen3-8B", "none.csv: give an existing one"),
         ("my.docx", "Qwen/Qwen3-8B", "its name must end in one of"),
         ("here", "none", "--model none is no folder"),
     ],
