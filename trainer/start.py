@@ -51,6 +51,7 @@ def main(arguments: list[str], objective: type[Objective], task: Task | None = N
     path, rank, attempt = Path(arguments[0]), int(os.environ.get("RANK", 0)), _attempt()
     run_dir = path.absolute().parent
     _show_stacks_when_asked(run_dir / files.LOGS / str(attempt), rank)
+    faulthandler.enable()  # the rank's log says where Python was when a library crashed
     try:
         config = configs.load(path, objective.config_class)
         run_dir = config.output_dir
