@@ -20,6 +20,7 @@ def compare(out: Path, *arguments: str) -> tuple[dict, str]:
     return json.loads((out / "train.json").read_text()), (out / "train.md").read_text()
 
 
+@pytest.mark.long
 def test_an_engine_is_measured_or_skipped_with_a_reason(tmp_path: Path) -> None:
     peers = ["ours", "litgpt"]
     found, page = compare(

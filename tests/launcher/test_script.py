@@ -126,6 +126,7 @@ def test_a_secret_in_an_exception_reaches_no_record(kit: Kit, tmp_path, redact):
     assert found == (set() if redact else {"rank_0.log", "node_0.log"})
 
 
+@pytest.mark.long
 def test_an_attempt_that_takes_longer_than_the_timeout_is_ended(kit: Kit, tmp_path):
     path = project(tmp_path, "import time; time.sleep(600)\n", timeout="0:06", max_retries=5)
     _, run = kit.submit("--recipe", str(path))

@@ -61,6 +61,7 @@ def test_a_table_becomes_a_recipe(faq: Path, model: Path, tmp_path: Path, monkey
     assert "my_faq.yaml exists" in str(again.exception)
 
 
+@pytest.mark.long
 def test_a_table_of_hundreds_of_rows_is_split_for_validation(model: Path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))

@@ -51,6 +51,7 @@ def test_checking_a_config_needs_no_torch() -> None:
     assert run(code).stdout == "[]\n"
 
 
+@pytest.mark.long
 def test_only_a_recipe_that_names_torchtune_imports_it(tmp_path: Path, model_folder: Path) -> None:
     paths = {s: startup.write_run(tmp_path / s, model_folder, s) for s in startup.SOURCES}
     for path in paths.values():
