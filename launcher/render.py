@@ -97,8 +97,10 @@ def job_script(
         files=files,
         command=recipe.entry.command(recipe, config),
         inside=inside,
-        python='"$VENV/bin/python"' if recipe.entry.on_host else python(inside, interpreter),
+        python='"$VENV/bin/python"' if recipe.starts_engine else python(inside, interpreter),
         engine=python(inside, interpreter),
+        # What the engine runs in is not what the ranks run in.
+        on_host=recipe.starts_engine and not recipe.entry.on_host,
         within=within(inside),
         image=image.environment_file(cluster.root) if image.is_used(cluster, recipe) else None,
         answers=bool(recipe.entry.method and config.get("generate")),

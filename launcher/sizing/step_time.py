@@ -261,7 +261,7 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     link = links.between_gbs if across else links.within_gbs
     if step.replicas:
         batches = math.ceil(step.answers_per_step / step.answers_at_once) * layout.data_parallel
-        turns = math.ceil(batches / step.replicas)
+        turns = 1 if step.vllm else math.ceil(batches / step.replicas)
         size, length = step.answers_at_once, step.length
         products = 2 * step.shape.active_parameters / compute.flops_per_s
         token = max(weights / compute.bytes_per_s, size * products)
