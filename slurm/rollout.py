@@ -104,6 +104,8 @@ class Replica:
             return None
         status = self.process.poll()
         if status is not None:
+            if not self.launch:
+                self._signal(signal.SIGKILL)  # what it has started; srun does so itself
             reason = self.ended_for or self._reason(status)
             self.failures = 0 if self.state == "ready" else self.failures + 1
             self.process, self.state = None, "ended"

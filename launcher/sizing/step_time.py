@@ -274,6 +274,19 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     return step.on_policy_share * (gather + prompts + answers)
 
 
+def scoring_s(step: StepConfig, gpu: Gpu, reached: Reached | None = None) -> float:
+    """Seconds per step, on average, in which reward models score answers that are all as long as
+    can be: a forward pass. What functions take is not known.
+    """
+    numbers = float(step.in_reward_models)
+    if step.replicas:
+        numbers += step.in_served_models * step.layout.data_parallel / step.replicas
+    if not numbers:
+        return 0.0
+    products = 2 * numbers / Compute(step, gpu, reached).flops_per_s
+    return step.on_policy_share * step.answers_per_step * step.length * products
+
+
 def transfer_s(step: StepConfig) -> float:
     """Seconds per step, on average, in which weights are written and read by replicas."""
     return step.on_policy_share * 2 * transfer_bytes(step) / STORAGE_BYTES_PER_S
@@ -288,7 +301,7 @@ def step_time(
     parts = parts_of(step, gpu, reached).slower(pace)
     forward, backward = parts.forward, parts.backward
     computing = parts.in_all(depth, micro_steps)
-    generating = pace * generation_s(step, gpu, links, reached)
+    generating = pace * (generation_s(step, gpu, links, reached) + scoring_s(step, gpu, reached))
     if not step.max_staleness:
         computing += generating
 
@@ -303,7 +316,7 @@ def step_time(
     waiting += micro_steps * (depth - 1) * (fore.beside(forward) - forward)
     waiting += (micro_steps - reductions) * (depth - 1) * (back.beside(backward) - backward)
     waiting += reductions * (depth - 1) * ((back + reduced).beside(backward) - backward)
-    # Replicas that are ahead generate while the ranks update.
+    # Replicas that are ahead generate and score while the ranks update.
     seconds = max(computing + waiting, generating) + transfer_s(step)
     tensor_parallel = sum(traffic.waited for when, traffic in sent.items() if when != "step")
     tokens = step.rows_per_step * step.tokens // step.batch
