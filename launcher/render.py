@@ -92,6 +92,7 @@ def job_script(
         gpus=gpus,
         cpus_per_task=(resources.cpus_per_gpu or 0) * resources.gpus_per_node,
         signal_lead_s=signal_lead_s(cluster, resources),
+        rollout_gpus=int(config.get("rollout_gpus") or 1),
         own_environment=config.get("env") or {},
         own_packages=os.environ.get("COOKBOOK_COMPONENTS", ""),
         files=files,

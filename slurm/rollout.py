@@ -183,11 +183,12 @@ class Supervisor:
         nodes = os.environ["ROLLOUT_HOSTS"].split(",")
         addresses = os.environ["ROLLOUT_ADDRESSES"].split()
         addresses += addresses[-1:] * (len(nodes) - len(addresses))
-        per_node = int(os.environ["RANKS_PER_NODE"])
+        gpus = int(os.environ.get("ROLLOUT_GPUS") or 1)
+        per_node = int(os.environ["RANKS_PER_NODE"]) // gpus
         self._run_dir, self._folder = run_dir, run_dir / files.ROLLOUT
         self._secret = (self._folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
         self.replicas = [
-            Replica(number * per_node + local, node, address, local, run_dir, launch)
+            Replica(number * per_node + local, node, address, local * gpus, run_dir, launch)
             for number, (node, address) in enumerate(zip(nodes, addresses, strict=True))
             for local in range(per_node)
         ]

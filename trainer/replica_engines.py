@@ -122,14 +122,15 @@ class Adapted:
 
 
 class VllmEngine:
-    """A vLLM server on this replica's GPU, in the recipe's environment; many requests at a time.
+    """A vLLM server on this replica's GPUs, in the recipe's environment; many requests at a time.
 
     An adapter is loaded by its files, whole weights by a reload from theirs. vLLM has the endpoints
     for that with VLLM_SERVER_DEV_MODE and VLLM_ALLOW_RUNTIME_LORA_UPDATING (0.30:
     vllm/entrypoints/serve/dev and lora). It listens on a Unix socket in a private folder.
 
     Args:
-        held: bytes of its GPU that this process has.
+        device: the first of its GPUs.
+        held: bytes of that one that this process has.
     """
 
     at_once = _ANSWERS
@@ -152,8 +153,10 @@ class VllmEngine:
         }
         more = [str(each) for each in config.rollout_engine_args or ()]
         if device.type == "cuda":
-            index = device.index or 0
-            own["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+            places = range(device.index or 0, (device.index or 0) + config.rollout_gpus)
+            names = visible.split(",")
+            gpus = (names[place] if visible else str(place) for place in places)
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             if held and "--gpu-memory-utilization" not in more:
                 total = torch.cuda.get_device_properties(device).total_memory
                 more += ["--gpu-memory-utilization", f"{_SHARE - held / total:.2f}"]
@@ -284,6 +287,7 @@ def _arguments(config: GrpoConfig, socket: Path) -> list[str]:
     # Those of the trainer's softmax at the temperature, over all tokens: no top_k or top_p of the
     # model's generation_config.json.
     argv += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    argv += ["--tensor-parallel-size", str(config.rollout_gpus)]
     if length := config.tokenizer.get("max_seq_len"):
         argv += ["--max-model-len", str(length)]
     if rank := transfer.lora_rank(config):

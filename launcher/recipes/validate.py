@@ -88,9 +88,9 @@ def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
     resources = config.get("resources")
     rollout = resources.get("rollout") if isinstance(resources, dict) else None
     engine = config.get("rollout_engine") or "transformers"
-    if engine == "transformers" and config.get("rollout_engine_args"):
-        key = "rollout_engine_args"
-        yield Fault(key, f"{key}: only vLLM takes them; set rollout_engine=vllm, or leave it out")
+    for key, default in (("rollout_engine_args", []), ("rollout_gpus", 1)):
+        if engine == "transformers" and (config.get(key) or default) != default:
+            yield Fault(key, f"{key}: only for vLLM; set rollout_engine=vllm, or leave it out")
     tokenizer = config.get("tokenizer")
     if engine == "vllm" and isinstance(tokenizer, dict) and tokenizer.get("new_tokens"):
         key = "tokenizer.new_tokens"

@@ -377,7 +377,8 @@ def replica(step: StepConfig, memory: float) -> Terms:
     if step.vllm:
         # The rest of the GPU holds the keys and values of more answers.
         one = generation(replace(step, vllm=False, generation_batch=1))
-        return {**one, "reward models": judges}
+        split = {name: size / step.rollout_gpus for name, size in one.items()}
+        return {**split, "reward models": judges}
     on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
     return {**generation(step), "base model": on_gpu, "reward models": judges}
 

@@ -263,8 +263,8 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
         batches = math.ceil(step.answers_per_step / step.answers_at_once) * layout.data_parallel
         turns = 1 if step.vllm else math.ceil(batches / step.replicas)
         size, length = step.answers_at_once, step.length
-        products = 2 * step.shape.active_parameters / compute.flops_per_s
-        token = max(weights / compute.bytes_per_s, size * products)
+        products = 2 * step.shape.active_parameters / compute.flops_per_s / step.rollout_gpus
+        token = max(weights / compute.bytes_per_s / step.rollout_gpus, size * products)
         return step.on_policy_share * turns * (size * length * products + step.new_tokens * token)
     gather = weights / (REACHED * link * 1e9) if layout.ranks > layout.replicate else 0.0
     products = 2 * step.shape.parameters / compute.flops_per_s

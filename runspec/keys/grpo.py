@@ -115,6 +115,13 @@ class GrpoConfig(TrainConfig):
         "transformers",
         may_change=True,
     )
+    rollout_gpus: int = setting(
+        "positive",
+        "GPUs of a node that hold one vLLM server together (tensor parallel), for a model that is "
+        "too large for one.",
+        1,
+        may_change=True,
+    )
     rollout_engine_args: list[str] | None = setting(
         "texts", "Additional arguments of vLLM's server.", may_change=True
     )

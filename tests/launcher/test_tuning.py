@@ -181,6 +181,9 @@ def test_vllm_gets_all_answers_at_once_and_merges_nothing() -> None:
     one, two = of("resources.rollout=1"), of("resources.rollout=2")
     assert one.step.answers_at_once == 2 * two.step.answers_at_once == one.step.answers_per_step
     assert two.rollout_s["generate"] < one.rollout_s["generate"]
+    four = of("resources.rollout=1", "rollout_gpus=4")
+    assert four.replica["weights"] == one.replica["weights"] / 4
+    assert four.step.answers_at_once == 4 * one.step.answers_at_once
     assert one.replica.keys() == {
         *("weights", "keys and values", "logits", "working memory", "reward models")
     }

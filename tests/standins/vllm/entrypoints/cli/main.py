@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--logprobs-mode", choices=["processed_logprobs"], required=True)
     parser.add_argument("--generation-config", choices=["vllm"], required=True)
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--tensor-parallel-size", type=int)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--max-lora-rank", type=int, default=16)
     args = parser.parse_args()
