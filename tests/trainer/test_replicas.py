@@ -174,7 +174,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("case", "sent"),
     [
-        pytest.param("full", "model", marks=pytest.mark.long),
+        pytest.param("full", "model", marks=pytest.mark.named),
         pytest.param("lora", "adapter", marks=pytest.mark.long),
         # vLLM would not apply it, or not to this base: the merged weights are sent.
         pytest.param("qdora", "model", marks=pytest.mark.named),
