@@ -6,7 +6,6 @@ could use it without a key. SGLang has no option for a socket, and gets its own 
 
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.engine_start import vllm_lora
 from runspec.keys.serve import ENGINES
-
-# The lines are the words of a command that starts Python in the recipe's environment.
-_STARTS_PYTHON = "COOKBOOK_ENGINE"
-# vLLM's values of --max-lora-rank; its default is 16 (vllm.config.lora.MaxLoRARanks).
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
@@ -78,13 +73,6 @@ def command(config: Mapping[str, Any], folder: Path, gpus: int, port: int, key: 
     return replace(engine, argv=[*engine.argv, *more])
 
 
-def python(variables: Mapping[str, str]) -> list[str]:
-    """Return the words of the command that starts the engine's Python, with these variables."""
-    lines = os.environ.get(_STARTS_PYTHON, "").splitlines() or [sys.executable]
-    # Of the replica's own variables, a container gets those that the node's script had.
-    return [*lines[:-1], "env", *(f"{k}={v}" for k, v in variables.items()), lines[-1]]
-
-
 def _transformers(
     config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
 ) -> Engine:
@@ -104,9 +92,7 @@ def _vllm(
     # The base and the adapter need different names, or the base would answer for the adapter.
     argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
     if model.adapter:
-        rank = next((each for each in _VLLM_RANKS if each >= model.rank), _VLLM_RANKS[-1])
-        argv += ["--enable-lora", "--lora-modules", f"{name}={model.adapter}"]
-        argv += ["--max-lora-rank", str(rank)]
+        argv += [*vllm_lora(model.rank), "--lora-modules", f"{name}={model.adapter}"]
     return Engine(argv, name, socket)
 
 

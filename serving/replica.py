@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from runspec import endpoint as endpoints
-from runspec import files
+from runspec import engine_start, files
 from runspec.keys.serve import SERVE
 from serving import backends, engines, parameters
 from serving.backends import Backend
@@ -211,7 +211,7 @@ class Replica:
             self.engine.socket.unlink(missing_ok=True)
         prctl = ctypes.CDLL(None).prctl
         self.process = await asyncio.create_subprocess_exec(
-            *engines.python(own),
+            *engine_start.python(own),
             *self.engine.argv,
             env=inherited,
             stdin=asyncio.subprocess.DEVNULL,

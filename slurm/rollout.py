@@ -104,6 +104,8 @@ class Replica:
             return None
         status = self.process.poll()
         if status is not None:
+            if not self.launch:
+                self._signal(signal.SIGKILL)  # what it has started; srun does so itself
             reason = self.ended_for or self._reason(status)
             self.failures = 0 if self.state == "ready" else self.failures + 1
             self.process, self.state = None, "ended"
@@ -181,11 +183,12 @@ class Supervisor:
         nodes = os.environ["ROLLOUT_HOSTS"].split(",")
         addresses = os.environ["ROLLOUT_ADDRESSES"].split()
         addresses += addresses[-1:] * (len(nodes) - len(addresses))
-        per_node = int(os.environ["RANKS_PER_NODE"])
+        gpus = int(os.environ.get("ROLLOUT_GPUS") or 1)
+        per_node = int(os.environ["RANKS_PER_NODE"]) // gpus
         self._run_dir, self._folder = run_dir, run_dir / files.ROLLOUT
         self._secret = (self._folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
         self.replicas = [
-            Replica(number * per_node + local, node, address, local, run_dir, launch)
+            Replica(number * per_node + local, node, address, local * gpus, run_dir, launch)
             for number, (node, address) in enumerate(zip(nodes, addresses, strict=True))
             for local in range(per_node)
         ]

@@ -13,99 +13,53 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from runspec import files
-from runspec.adapters import name_of
 from runspec.keys.grpo import GrpoConfig
 from trainer import config as configs
-from trainer.config import instantiate
-from trainer.models.build import DTYPES, build
-from trainer.objectives import whole
-from trainer.objectives.replicas import TRIES, Request, trained
+from trainer.objectives.replicas import TRIES, Request
 from trainer.objectives.reward_model import RewardModel, served
-from trainer.objectives.rollouts import sample
-from trainer.parallel import world as distributed
 from trainer.parallel.device import choose
-from trainer.storage import adapter
+from trainer.replica_engines import TransformersEngine, Versions, VllmEngine
 
 # slurm/rollout.py asks every few seconds.
 LEASE_S = 20.0
 
 
-class Adapted:
-    """The base model with the policy's adapter, merged as the trainer does it.
-
-    On a GPU it takes at most a third of the memory; else it is on the CPU.
-    """
-
-    def __init__(self, config: GrpoConfig, device: torch.device) -> None:
-        computed = DTYPES[config.dtype]
-        alone = replace(
-            config,
-            tensor_parallel_dim=1,
-            data_parallel_replicate_dim=1,
-            expert_parallel_dim=1,
-            fsdp_cpu_offload=False,
-            compile=False,
-            enable_fp8_training=False,
-            # With their values, which no optimizer changes.
-            dtype="fp32" if config.master_weights else config.dtype,
-            master_weights=None,
-        )
-        size = sum(path.stat().st_size for path in config.model_folder.glob("*.safetensors"))
-        if device.type == "cuda":
-            most = torch.cuda.get_device_properties(device).total_memory / 3
-            device = device if size < most else torch.device("cpu")
-        world = replace(distributed.start("cpu"), device=device)
-        self._model = replace(build(alone, world), dtype=computed)
-        if config.checkpointer.get("adapter_checkpoint") is not None:
-            adapter.load(self._model, config)
-        self._trained = dict(trained(self._model))
-
-    def tensors(self, file: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole weights, by their names in transformers' class."""
-        for name, parameter in self._trained.items():
-            parameter.data = file.get_tensor(name).to(parameter.device)
-        return whole.tensors(self._model, True, device)
-
-
 class Replica:
-    """A model with the weights of one version, and reward models.
-
-    The one generates and the others score one request at a time, each beside the other.
+    """An engine with the weights of one version, and reward models, which score one request at a
+    time beside it.
     """
 
     def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
-        self._config, self._folder = config, folder
-        self._adapted: Adapted | None = None
-        self._engine = whole.Engine(device)
-        self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
-        self._lock, self.version = threading.Lock(), ""
+        self._config = config
         self._judging, self._scoring_since = threading.Lock(), math.inf
         self._judges = {
             name: RewardModel(path, config.dtype, device)
             for name, path in served(config.rewards).items()
         }
+        engine: TransformersEngine | VllmEngine
+        if config.rollout_engine == "vllm":
+            held = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+            engine = VllmEngine(config, folder, device, held)
+        else:
+            engine = TransformersEngine(config, folder, device)
+        self._versions = Versions(engine)
 
     def weights(self, version: str) -> dict[str, Any]:
         """Have the weights of a version, which the trainer has written."""
-        with self._lock:
-            self._load(version)
-        return {"version": self.version}
+        self._versions.load(version)
+        return {"version": version}
 
     def generate(self, version: str, **asked: Any) -> dict[str, Any]:
         """Answer a request by the weights of a version."""
-        with self._lock:
-            self._load(version)
-            sampled = sample(self._engine, Request(**asked), self._ends)
+        sampled = self._versions.generate(version, Request(**asked))
         return {**sampled._asdict(), "version": version}
 
     def score(self, name: str, documents: list[list[int]]) -> dict[str, Any]:
@@ -118,33 +72,17 @@ class Replica:
                 self._scoring_since = math.inf
 
     @property
-    def hangs(self) -> bool:
-        """Whether a reward model is at a request that every rank has given up by now."""
-        return time.monotonic() - self._scoring_since > TRIES * self._config.reward_timeout
+    def version(self) -> str:
+        """The version of its weights; "" before it has some."""
+        return self._versions.version
 
-    def _load(self, version: str) -> None:
-        if version == self.version:
-            return
-        engine, self.version = self._engine, ""
-        if name_of(self._config.model) is not None and self._adapted is None:
-            self._adapted = Adapted(self._config, engine.device)
-        path = self._folder / files.WEIGHTS.format(version)
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensors: Iterator[tuple[str, torch.Tensor]]
-            if self._adapted is None:
-                tensors = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-            else:
-                tensors = self._adapted.tensors(file, engine.device)
-            own: dict[str, torch.nn.Parameter] = {}
-            for name, tensor in tensors:
-                if engine.model is None:
-                    with engine.device:
-                        engine.model = whole.transformers_model(
-                            self._config.model_folder, tensor.dtype
-                        ).eval()
-                own = own or dict(engine.model.named_parameters())
-                own[name].data = tensor.to(engine.device)
-        self.version = version
+    @property
+    def hangs(self) -> bool:
+        """Whether its engine does not answer, or a reward model is at a request that every rank has
+        given up by now.
+        """
+        scoring_s = time.monotonic() - self._scoring_since
+        return scoring_s > TRIES * self._config.reward_timeout or not self._versions.engine.is_well
 
 
 class Server(ThreadingHTTPServer):

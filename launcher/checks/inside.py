@@ -5,10 +5,11 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from launcher import paths, render
+from launcher import paths, render, venv
 from launcher.checks import Context, Finding, Skipped, engine, failed, ok, skipped
 from launcher.executors import slurm
 from launcher.recipes.environment import Environment
@@ -25,7 +26,7 @@ def inside(context: Context) -> Iterable[Finding]:
     """Start the environment's Python as a job would, and let it look around (slurm/probe.py)."""
     environment = context.recipe.environment
     if environment is None:
-        return [ok(SUBJECT, "the kit's virtual environment")]
+        return [_kits_own(context.config)]
     if faults := [*_named_faults(environment, context)]:
         return faults
     if environment.dependencies and not built.is_built(environment, context.cluster.root):
@@ -41,6 +42,16 @@ def inside(context: Context) -> Iterable[Finding]:
     except (ValueError, IndexError):
         message = next((line for line in reversed(lines) if line.strip()), "no message")
         return [*findings, skipped(engine.SUBJECT, f"no answer in {environment.title}: {message}")]
+
+
+def _kits_own(config: Mapping[str, Any]) -> Finding:
+    engine = str(config.get("rollout_engine") or "transformers")
+    packages = venv.site_packages()
+    if engine == "transformers" or (packages and (packages / ENGINES[engine]).is_dir()):
+        return ok(SUBJECT, "the kit's virtual environment")
+    message = f"rollout_engine={engine}: the kit's virtual environment lacks {ENGINES[engine]}"
+    remedy = f"environment={engine}, which is built once (configs/environments/{engine}.yaml)"
+    return failed(SUBJECT, message, remedy)
 
 
 def _started(environment: Environment, context: Context) -> tuple[int, list[str]]:
@@ -99,11 +110,12 @@ def _named_faults(environment: Environment, context: Context) -> Iterator[Findin
 
 def _needs(recipe: Recipe) -> list[str]:
     """Return the packages that a recipe's program imports, as far as its entry says it."""
-    entry = recipe.entry
-    if entry.on_host:
-        return ["torch", ENGINES[str(recipe.config.get("engine") or "transformers")]]
-    if engine := entry.engine:
-        return ["torch", engine.schema]
+    entry, config = recipe.entry, recipe.config
+    if recipe.starts_engine:
+        engine = config.get("engine") or config.get("rollout_engine") or "transformers"
+        return ["torch", ENGINES[str(engine)]]
+    if other := entry.engine:
+        return ["torch", other.schema]
     return ["trainer", "torch"] * (entry.checked == "complete" or entry.purpose == "evaluate")
 
 

@@ -35,15 +35,15 @@ class Entry:
     the recipe and its resolved content. launch_name: the row of launcher/recipes/engines.py that
     says it and the rest of what is not the kit's trainer. program: the file that is started, None
     for a module of the kit's trainer. on_host: it runs on the host with the kit's interpreter, and
-    starts its engine in the recipe's environment. own_code: it is the user's own program; the
-    folder around it is copied into the run, and it gets its parameters instead of a train.yaml.
-    per_node: it is started once per node, without torchrun. other_keys: its recipes may hold keys
-    that are not in keys. checked: what trainer.check looks at: "complete" (the whole config of the
-    kit's trainer, with its layout and weights), "components" (only that they exist and take their
-    arguments) or "". method: the config of a training method of the kit's trainer. can_estimate:
-    its memory and time can be computed. resumes: it continues from its last checkpoint when it is
-    started again. purpose: train, evaluate or serve. faults: what its table of keys does not see of
-    a recipe. notes: what the user should know of keys that are accepted.
+    starts its engine in the recipe's environment (Recipe.starts_engine). own_code: it is the user's
+    own program; the folder around it is copied into the run, and it gets its parameters instead of
+    a train.yaml. per_node: it is started once per node, without torchrun. other_keys: its recipes
+    may hold keys that are not in keys. checked: what trainer.check looks at: "complete" (the whole
+    config of the kit's trainer, with its layout and weights), "components" (only that they exist
+    and take their arguments) or "". method: the config of a training method of the kit's trainer.
+    can_estimate: its memory and time can be computed. resumes: it continues from its last
+    checkpoint when it is started again. purpose: train, evaluate or serve. faults: what its table
+    of keys does not see of a recipe. notes: what the user should know of keys that are accepted.
     """
 
     keys: Keys

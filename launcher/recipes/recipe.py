@@ -202,6 +202,12 @@ class Recipe:
         return Environment.of(record(given))
 
     @property
+    def starts_engine(self) -> bool:
+        """Whether its program runs on the host, and starts its engine in the environment."""
+        engine = self.config.get("rollout_engine") or "transformers"
+        return self.entry.on_host or engine != "transformers"
+
+    @property
     def umask(self) -> str:
         """The umask of the run: what others may not do with its files."""
         return "027" if self.config.get("share") == "group" else "077"

@@ -87,8 +87,23 @@ def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
 def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
     resources = config.get("resources")
     rollout = resources.get("rollout") if isinstance(resources, dict) else None
+    engine = config.get("rollout_engine") or "transformers"
+    for key, default in (("rollout_engine_args", []), ("rollout_gpus", 1)):
+        if engine == "transformers" and (config.get(key) or default) != default:
+            yield Fault(key, f"{key}: only for vLLM; set rollout_engine=vllm, or leave it out")
+    tokenizer = config.get("tokenizer")
+    if engine == "vllm" and isinstance(tokenizer, dict) and tokenizer.get("new_tokens"):
+        key = "tokenizer.new_tokens"
+        message = "vLLM starts with the model's folder, which has no weights for new tokens"
+        yield Fault(key, f"{key}: {message}; set rollout_engine=transformers, or leave it out")
     if rollout not in (None, "same"):
         return
+    if engine != "transformers":
+        yield Fault(
+            "rollout_engine",
+            f"rollout_engine={engine}: it needs GPUs of its own; set resources.rollout=1 or more, "
+            "or leave it out",
+        )
     rewards = config.get("rewards")
     for name, block in rewards.items() if isinstance(rewards, dict) else ():
         if isinstance(block, dict) and block.get("served"):

@@ -144,19 +144,21 @@ class Estimate:
         # Seconds of each phase of a rollout, of methods that sample answers.
         self.rollout_s: dict[str, float] = {}
         if step.on_policy_share:
-            from launcher.sizing.step_time import generation_s, transfer_s
+            from launcher.sizing.step_time import generation_s, scoring_s, transfer_s
 
-            each = generation_s(step, self.gpu, self.predictor.links)
+            generating = generation_s(step, self.gpu, self.predictor.links)
+            scoring = scoring_s(step, self.gpu)
+            each = generating + scoring
             steps = samples / (step.answers_per_step * step.layout.data_parallel)
             # What replicas generate while the ranks update takes no time of its own.
             beside = self.prediction.time.seconds if step.max_staleness else 0.0
             self.hours_generating = max(0.0, each - beside) * steps / 3600
             self.hours_transfer = transfer_s(step) * steps / 3600
             if step.keeps_sampled:
-                phases = {"generate": each, "transfer": transfer_s(step)}
+                phases = {"generate": generating}
+                phases |= {"score": scoring} if scoring else {}
+                phases |= {"transfer": transfer_s(step)} if step.replicas else {}
                 phases |= {"update": self.prediction.time.seconds}
-                if not step.replicas:
-                    del phases["transfer"]
                 self.rollout_s = {n: s / step.on_policy_share for n, s in phases.items()}
         self.hours = self.tokens / rate / 3600 + self.hours_before
         self.hours += self.hours_generating + self.hours_transfer
@@ -373,9 +375,10 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
     before = f"  {'':<20} {before}, once\n" if estimate.hours_before else ""
     if estimate.hours_generating:
         part = 100 * estimate.hours_generating / took
+        scored = " and reward models' scores" * ("score" in estimate.rollout_s)
         before += (
             f"  {'':<20} {part:.0f} % of it: the generated answers, each as long as can be "
-            f"({step.new_tokens} tokens)\n"
+            f"({step.new_tokens} tokens){scored}\n"
         )
     if estimate.rollout_s:
         phases = ", ".join(f"{n} {s:.3g} s" for n, s in estimate.rollout_s.items())

@@ -373,14 +373,19 @@ def replica(step: StepConfig, memory: float) -> Terms:
     """What a replica on a GPU of so many bytes takes; nothing without rollout nodes."""
     if not step.replicas:
         return {}
-    on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
     judges = float(step.element_bytes * step.in_served_models)
+    if step.vllm:
+        # The rest of the GPU holds the keys and values of more answers.
+        one = generation(replace(step, vllm=False, generation_batch=1))
+        split = {name: size / step.rollout_gpus for name, size in one.items()}
+        return {**split, "reward models": judges}
+    on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
     return {**generation(step), "base model": on_gpu, "reward models": judges}
 
 
 def replica_host_bytes(step: StepConfig, memory: float) -> float:
     """CPU memory of a rollout node: its replicas' base models, if they are on no GPU."""
-    if not step.replicas or _base_is_on_gpu(step, memory):
+    if not step.replicas or step.vllm or _base_is_on_gpu(step, memory):
         return 0.0
     return step.gpus_per_node * _base_model(step)
 

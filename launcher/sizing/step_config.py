@@ -72,6 +72,8 @@ class StepConfig:
     in_served_models: int = 0  # the same, on each GPU of a rollout node
     max_staleness: int = 0  # rollouts that replicas may be ahead
     replicas: int = 0  # GPUs of rollout nodes, which generate the answers; 0: the ranks do
+    vllm: bool = False  # vLLM servers on these
+    rollout_gpus: int = 1  # of such a server
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
     top_k: int = 0  # of a teacher's pass, which trains nothing: what is kept of each token
     teacher_logits: bool = False  # the loss compares all of its logits with the policy's
@@ -180,6 +182,10 @@ class StepConfig:
         the recipe says how many.
         """
         own = self.batch if self.keeps_sampled else self._filling
+        if self.vllm:
+            # All of its share: vLLM decides itself for how many there is room.
+            answers = self.answers_per_step * self.layout.data_parallel
+            return -(-answers * self.rollout_gpus // self.replicas)
         return min(self.generation_batch or own, self.answers_per_step)
 
     @property

@@ -261,10 +261,10 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     link = links.between_gbs if across else links.within_gbs
     if step.replicas:
         batches = math.ceil(step.answers_per_step / step.answers_at_once) * layout.data_parallel
-        turns = math.ceil(batches / step.replicas)
+        turns = 1 if step.vllm else math.ceil(batches / step.replicas)
         size, length = step.answers_at_once, step.length
-        products = 2 * step.shape.active_parameters / compute.flops_per_s
-        token = max(weights / compute.bytes_per_s, size * products)
+        products = 2 * step.shape.active_parameters / compute.flops_per_s / step.rollout_gpus
+        token = max(weights / compute.bytes_per_s / step.rollout_gpus, size * products)
         return step.on_policy_share * turns * (size * length * products + step.new_tokens * token)
     gather = weights / (REACHED * link * 1e9) if layout.ranks > layout.replicate else 0.0
     products = 2 * step.shape.parameters / compute.flops_per_s
@@ -272,6 +272,19 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     prompts = step.accumulation * step.batch * step.length * products
     answers = step.answers_per_step / step.answers_at_once * step.new_tokens * token
     return step.on_policy_share * (gather + prompts + answers)
+
+
+def scoring_s(step: StepConfig, gpu: Gpu, reached: Reached | None = None) -> float:
+    """Seconds per step, on average, in which reward models score answers that are all as long as
+    can be: a forward pass. What functions take is not known.
+    """
+    numbers = float(step.in_reward_models)
+    if step.replicas:
+        numbers += step.in_served_models * step.layout.data_parallel / step.replicas
+    if not numbers:
+        return 0.0
+    products = 2 * numbers / Compute(step, gpu, reached).flops_per_s
+    return step.on_policy_share * step.answers_per_step * step.length * products
 
 
 def transfer_s(step: StepConfig) -> float:
@@ -288,7 +301,7 @@ def step_time(
     parts = parts_of(step, gpu, reached).slower(pace)
     forward, backward = parts.forward, parts.backward
     computing = parts.in_all(depth, micro_steps)
-    generating = pace * generation_s(step, gpu, links, reached)
+    generating = pace * (generation_s(step, gpu, links, reached) + scoring_s(step, gpu, reached))
     if not step.max_staleness:
         computing += generating
 
@@ -303,7 +316,7 @@ def step_time(
     waiting += micro_steps * (depth - 1) * (fore.beside(forward) - forward)
     waiting += (micro_steps - reductions) * (depth - 1) * (back.beside(backward) - backward)
     waiting += reductions * (depth - 1) * ((back + reduced).beside(backward) - backward)
-    # Replicas that are ahead generate while the ranks update.
+    # Replicas that are ahead generate and score while the ranks update.
     seconds = max(computing + waiting, generating) + transfer_s(step)
     tensor_parallel = sum(traffic.waited for when, traffic in sent.items() if when != "step")
     tokens = step.rows_per_step * step.tokens // step.batch

@@ -107,6 +107,24 @@ class GrpoConfig(TrainConfig):
         600.0,
         may_change=True,
     )
+    rollout_engine: str = setting(
+        "transformers | vllm",
+        "With resources.rollout: what generates the answers there. vllm: a server on each GPU of "
+        "the rollout nodes, in the recipe's environment (environment: vllm); the ranks then run in "
+        "the kit's own.",
+        "transformers",
+        may_change=True,
+    )
+    rollout_gpus: int = setting(
+        "positive",
+        "GPUs of a node that hold one vLLM server together (tensor parallel), for a model that is "
+        "too large for one.",
+        1,
+        may_change=True,
+    )
+    rollout_engine_args: list[str] | None = setting(
+        "texts", "Additional arguments of vLLM's server.", may_change=True
+    )
     reward_workers: int = setting(
         "positive", "Processes per GPU that score answers.", 2, may_change=True
     )

@@ -21,6 +21,7 @@ from tests.faults.kit import attempts, ended, processes_of, processes_of_node
 from tests.launcher.kit import Kit, checkpoints, losses, ranks_of, report, until
 from tests.trainer.runs import metrics
 from tests.trainer.test_grpo import scorer
+from tests.vllm_stand_in import vllm_python
 from trainer import demo_sums
 
 RUN = [
@@ -331,3 +332,32 @@ def test_a_served_reward_model_comes_back_with_its_replica(user: Kit, in_turns: 
     assert rollout(run)["deaths"][0]["reason"] == "did not answer for 20 s"
     assert all(line["answers/failed"] == 0 for line in metrics(run))
     assert_equal(run, beside)
+
+
+@pytest.mark.named
+def test_vllm_in_an_environment_of_its_own_is_replaced_when_it_dies(
+    user: Kit, in_turns: Path, tmp_path: Path
+):
+    """A stand-in of vLLM; its process is killed, and then a rank."""
+    own = ["resources.rollout=1", "rollout_engine=vllm"]
+    own += ["environment={python: " + f"{vllm_python(tmp_path)}" + "}"]
+    _, run = user.submit(*RUN, *own)
+    reaches(run, 10)
+    (engine,) = (
+        each
+        for each in processes_of(run)
+        if b"vllm.entrypoints.cli.main" in Path(f"/proc/{each}/cmdline").read_bytes()
+    )
+    os.kill(engine, signal.SIGKILL)
+    until(lambda: rollout(run)["deaths"], 30, lambda: report(run))
+    assert "vLLM ended with status -9" in rollout(run)["deaths"][0]["reason"]
+    reaches(run, 30)
+    os.kill(ranks_of(run, PROGRAM)[0], signal.SIGKILL)
+    lines = ended(user, run, "COMPLETED")
+    assert [line["cause"] for line in lines] == ["killed", "finished"], report(run)
+    assert len(rollout(run)["deaths"]) == 1, "the replica waited for the next attempt"
+    rows, same = metrics(run), metrics(in_turns)
+    assert [row["step"] for row in rows] == [row["step"] for row in same]
+    assert max(abs(row["kl/sampler"]) for row in rows) < 1e-4
+    assert rows[-1]["reward"] == pytest.approx(same[-1]["reward"], abs=0.1)
+    assert processes_of(run) == []

@@ -173,6 +173,22 @@ def test_rollout_nodes_are_counted_and_their_split_is_tried() -> None:
     assert ahead.hours < 0.6 * apart.hours
 
 
+def test_vllm_gets_all_answers_at_once_and_merges_nothing() -> None:
+    def of(*given: str) -> Estimate:
+        own = ["rollout_engine=vllm", *given]
+        return Estimate(recipes.load("qwen3_8b_grpo_lora", own), Path("/x"), "h100-80")
+
+    one, two = of("resources.rollout=1"), of("resources.rollout=2")
+    assert one.step.answers_at_once == 2 * two.step.answers_at_once == one.step.answers_per_step
+    assert two.rollout_s["generate"] < one.rollout_s["generate"]
+    four = of("resources.rollout=1", "rollout_gpus=4")
+    assert four.replica["weights"] == one.replica["weights"] / 4
+    assert four.step.answers_at_once == 4 * one.step.answers_at_once
+    assert one.replica.keys() == {
+        *("weights", "keys and values", "logits", "working memory", "reward models")
+    }
+
+
 def test_a_served_reward_model_is_on_the_rollout_nodes(tmp_path: Path) -> None:
     save_file({"score.weight": torch.zeros(1, 10**6)}, tmp_path / "model.safetensors")
     judge = ["+rewards.judge.function=reward_model", f"+rewards.judge.model={tmp_path}"]
@@ -183,5 +199,8 @@ def test_a_served_reward_model_is_on_the_rollout_nodes(tmp_path: Path) -> None:
     beside, served = of(), of("resources.rollout=1", "+rewards.judge.served=true")
     assert beside.memory.terms["reward models"] == served.replica["reward models"] == 2 * 10**6
     assert not served.memory.terms.get("reward models")
+    # A forward pass of all answers, by as many GPUs: a hundredth of what generating them takes.
+    assert beside.rollout_s["score"] == pytest.approx(served.rollout_s["score"])
+    assert 0 < beside.rollout_s["score"] < beside.rollout_s["generate"] / 100
     found = Tuning(served.predictor)
     assert all("rollout=same" not in found.changes(each) for each in found.faster)

@@ -20,6 +20,7 @@ import pytest
 from aiohttp import web
 
 from launcher import paths
+from runspec import engine_start
 from runspec.keys.serve import SERVE
 from serving import backends, engines, parameters
 from serving.backends import Backend
@@ -90,7 +91,7 @@ def served(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, Path]]:
     config = {**SETTINGS, "model": str(folder / "tiny"), "device": "cpu", "dtype": "float32"}
     engine = engines.command(config, folder, 0, 0, "")
     with open(folder / "engine.log", "wb") as log:
-        process = subprocess.Popen([*engines.python({}), *engine.argv], stdout=log, stderr=log)
+        process = subprocess.Popen([*engine_start.python({}), *engine.argv], stdout=log, stderr=log)
     ready, loop, place = threading.Event(), asyncio.new_event_loop(), []
 
     async def serve() -> None:

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from runspec import engine_start
 from runspec.keys.serve import SERVE
 from serving import engines
 
@@ -25,7 +26,7 @@ def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_pa
         *("-m", "vllm.entrypoints.cli.main", "serve", "/models/base"),
         *("--uds", str(tmp_path / "engine.sock"), "--tensor-parallel-size", "2"),
         *("--dtype", "auto", "--served-model-name", "intent-base", "--enable-lora"),
-        *("--lora-modules", f"intent={tmp_path / 'a'}", "--max-lora-rank", "32"),
+        *("--max-lora-rank", "32", "--lora-modules", f"intent={tmp_path / 'a'}"),
         *("--max-model-len", "4096"),
     ]
     assert (found.model, found.socket) == ("intent", tmp_path / "engine.sock")
@@ -54,6 +55,12 @@ def test_an_engine_that_is_not_installed_is_told_with_the_remedy():
 def test_an_engine_starts_in_the_recipes_environment(monkeypatch):
     words = "srun\n--overlap\n/env/bin/python"
     monkeypatch.setenv("COOKBOOK_ENGINE", words)
-    assert engines.python({"A": "1 2"}) == ["srun", "--overlap", "env", "A=1 2", "/env/bin/python"]
+    assert engine_start.python({"A": "1 2"}) == [
+        "srun",
+        "--overlap",
+        "env",
+        "A=1 2",
+        "/env/bin/python",
+    ]
     monkeypatch.delenv("COOKBOOK_ENGINE")
-    assert engines.python({}) == ["env", sys.executable]
+    assert engine_start.python({}) == ["env", sys.executable]

@@ -25,12 +25,19 @@ from runspec.keys.grpo import GrpoConfig
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start, wait_for_step
 from tests.trainer.test_grpo import MODULE, TP, config, scorer
+from tests.vllm_stand_in import vllm_python
 from trainer import config as configs
 from trainer import demo_sums
 from trainer.objectives.replicas import TRIES, Failed, Replicas, Request, post
 from trainer.replica import Replica, Server
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
+WORLD: Any = SimpleNamespace(data_rank=0)
+
+
+def limited(seconds: float) -> Any:
+    """What replicas read of a config."""
+    return SimpleNamespace(rollout_timeout=seconds, rollout_engine="transformers")
 
 
 @contextmanager
@@ -90,10 +97,9 @@ def stand_ins(folder: Path, *waits: threading.Event) -> Iterator[list[list[int]]
 def test_a_request_that_is_late_is_asked_of_another_replica(tmp_path: Path) -> None:
     fast, slow = threading.Event(), threading.Event()
     fast.set()
-    world: Any = SimpleNamespace(data_rank=0)
     with stand_ins(tmp_path, fast, slow) as got:
         asked = [Request([[number]], None, 1, 8, 1.0) for number in range(6)]
-        answers = Replicas(tmp_path, 2, world, 60.0).sample(asked)
+        answers = Replicas(tmp_path, 2, WORLD, limited(60.0)).sample(asked)
         assert not slow.is_set()
     assert [each.tokens for each in answers] == [[[number]] for number in range(6)]
     assert {each.version for each in answers} == {7}
@@ -114,10 +120,11 @@ def test_scores_that_a_replica_refuses_or_owes_are_failed_ones(tmp_path: Path) -
             return 500, {"error": "ValueError: no"}
         return 200, {"scores": [float(sum(each)) for each in asked["documents"]]}
 
-    world: Any = SimpleNamespace(data_rank=0)
     with servers(tmp_path, answer, answer):
         parts = [[[0, 5], [0]], [[1]], [[2]], [[3]]]
-        good, refused, late, other = Replicas(tmp_path, 2, world, 60.0).score("m", 0.5, parts)
+        good, refused, late, other = Replicas(tmp_path, 2, WORLD, limited(60.0)).score(
+            "m", 0.5, parts
+        )
         ends.set()
     assert (good, other) == ([5.0, 0.0], [3.0])
     assert isinstance(refused, Failed) and isinstance(late, Failed)
@@ -126,7 +133,7 @@ def test_scores_that_a_replica_refuses_or_owes_are_failed_ones(tmp_path: Path) -
     # Nobody is there: the answers are lost, and not the run.
     (tmp_path / files.REPLICA.format(0)).unlink()
     (tmp_path / files.REPLICA.format(1)).unlink()
-    (nobody,) = Replicas(tmp_path, 2, world, 0.5).score("m", 9.0, [[[0]]])
+    (nobody,) = Replicas(tmp_path, 2, WORLD, limited(0.5)).score("m", 9.0, [[[0]]])
     assert isinstance(nobody, Failed) and nobody.said.endswith("0.5 s: none is ready")
 
 
@@ -158,8 +165,49 @@ def test_a_replica_whose_reward_model_hangs_is_unhealthy(tmp_path: Path) -> None
     server.server_close()
 
 
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in of vLLM, as what the recipe's environment would start."""
+    monkeypatch.setenv("COOKBOOK_ENGINE", str(vllm_python(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("case", "sent"),
+    [
+        pytest.param("full", "model", marks=pytest.mark.named),
+        pytest.param("lora", "adapter", marks=pytest.mark.long),
+        # vLLM would not apply it, or not to this base: the merged weights are sent.
+        pytest.param("qdora", "model", marks=pytest.mark.named),
+    ],
+)
+@pytest.mark.usefixtures("vllm")
+def test_vllm_generates_by_the_weights_of_each_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, sent: str
+) -> None:
+    model, (ranks, changes) = tmp_path / "model", CASES[case]
+    demo_sums.make(model, steps=10)
+    own = {"max_steps": 4, "updates_per_rollout": 1} | changes
+    own |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3}}
+    finish(start(config(tmp_path / "same", model, **own), ranks, module=MODULE))
+    path = config(tmp_path / "apart", model, **own, rollout_engine="vllm")
+    with replicas(path.parent, 1):
+        monkeypatch.setenv("ROLLOUT_REPLICAS", "1")
+        finish(start(path, ranks, module=MODULE))
+        (newest, _) = sorted((path.parent / files.ROLLOUT).glob("weights_*"), reverse=True)
+        assert (newest / f"{sent}.safetensors").exists() or (
+            newest / f"{sent}_model.safetensors"
+        ).exists()
+    one, other = (metrics(tmp_path / name) for name in ("apart", "same"))
+    for line, same in zip(one, other, strict=True):
+        # By older weights, or another softmax, they would differ by far more.
+        assert abs(line["kl/sampler"]) < 1e-5
+        assert line["reward"] == same["reward"]
+        assert line["loss"] == pytest.approx(same["loss"], abs=1e-4)
+
+
 LORA = {"model": {"lora_rank": 4, "quantize_base": False}, "generation_batch_size": 16}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "full": (1, {}),
     "fsdp": (2, {"batch_size": 16, "generation_batch_size": 4}),
     "tensor": (2, TP | {"generation_batch_size": 8}),
     "lora": (1, LORA),

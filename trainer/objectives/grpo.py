@@ -74,7 +74,7 @@ class PolicyOptimisation(Objective):
             end = "; set on_policy_share=0"
             faults += [
                 fault.removeprefix("on_policy_share: ").removesuffix(end)
-                for fault in whole.faults(config)
+                for fault in whole.faults(config, on_hub=config.rollout_engine == "vllm")
             ]
         if not pool.faults(config.rewards, config.reward_timeout):
             try:

@@ -12,25 +12,20 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from runspec import files
+from runspec.keys.grpo import GrpoConfig
 from trainer.errors import RolloutError
 from trainer.models.build import Model
-from trainer.objectives import whole
-from trainer.parallel import fsdp
-from trainer.parallel.sharded import full_tensor
+from trainer.objectives import transfer
 from trainer.parallel.world import World
-from trainer.storage import weights
 
 POLL_S = 0.2
 # A request that a replica answers with an error is asked so often in all.
 TRIES = 3
-CPU = torch.device("cpu")
 # What takes longer than so many times the longest of the others, and a second, is late.
 LATE = 2
 
@@ -72,21 +67,25 @@ class Replicas:
     """The replicas as a rank knows them.
 
     Args:
-        limit_s: how long a transfer or a batch may take, the wait for a replica included.
+        config: rollout_timeout says how long a transfer or a batch may take, the wait for a
+            replica included.
+
+    count: how many there are.
     """
 
-    def __init__(self, folder: Path, count: int, world: World, limit_s: float) -> None:
-        self._folder, self._count, self._world, self._limit_s = folder, count, world, limit_s
+    def __init__(self, folder: Path, count: int, world: World, config: GrpoConfig) -> None:
+        self._folder, self.count, self._world, self._config = folder, count, world, config
+        self._limit_s = config.rollout_timeout
         self._number, self.version = 0, ""
         self._secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
 
     @classmethod
-    def of(cls, run_dir: Path, world: World, limit_s: float) -> "Replicas | None":
+    def of(cls, config: GrpoConfig, world: World) -> "Replicas | None":
         """Return those of the job; None if it has no rollout nodes."""
         count = int(os.environ.get("ROLLOUT_REPLICAS") or 0)
         if not count:
             return None
-        return world.on_all(lambda: cls(run_dir / files.ROLLOUT, count, world, limit_s))
+        return world.on_all(lambda: cls(config.output_dir / files.ROLLOUT, count, world, config))
 
     def send(self, model: Model, rollout: int) -> None:
         """Write the present weights, and have the replicas load them; all ranks call this.
@@ -102,34 +101,14 @@ class Replicas:
         """
         world, self._number = self._world, self._number + 1
         version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}.{rollout}"
-        path = self._folder / files.WEIGHTS.format(version)
-        temporary = path.with_name(f".{path.name}.tmp")
-        shapes, dtypes, tensors = sent(model, world.is_main)
-
-        def begin() -> weights.SafetensorsWriter:
-            # Versions that nobody asks for any more, or what a killed rank was writing.
-            in_use = self._folder / files.WEIGHTS.format(self.version)
-            for pattern in (files.WEIGHTS.format("*"), f".{files.WEIGHTS.format('*')}.tmp"):
-                for old in self._folder.glob(pattern):
-                    if old != in_use:
-                        old.unlink(missing_ok=True)
-            return weights.SafetensorsWriter(temporary, shapes, dtypes)
-
-        def end() -> None:
-            if writer is not None:
-                writer.close()
-            os.replace(temporary, path)
-            if self._number == 1:
-                size = path.stat().st_size / 1e6
-                noun = f"{self._count} replica{'s' if self._count > 1 else ''}"
-                world.say(f"rollouts   {noun}, {size:,.2f} MB of weights in each transfer")
-            self._transfer(version)
-
-        writer = world.on_main(begin)
-        for tensor in tensors:
-            if writer is not None:
-                writer.add(tensor.cpu())
-        world.on_main(end)
+        in_use = transfer.path_of(self._folder, self._config, self.version)
+        world.on_main(lambda: transfer.remove_all_but(self._folder, in_use))
+        path = transfer.path_of(self._folder, self._config, version)
+        size = transfer.write(model, self._config, world, path)
+        if self._number == 1:
+            noun = f"{self.count} replica{'s' if self.count > 1 else ''}"
+            world.say(f"rollouts   {noun}, {size / 1e6:,.2f} MB of weights in each transfer")
+        world.on_main(lambda: self._transfer(version))
         self.version = version
 
     def _transfer(self, version: str) -> None:
@@ -143,9 +122,9 @@ class Replicas:
         def ask(index: int) -> None:
             answers.put(self._tried(index, "/weights", body, deadline))
 
-        for index in range(self._count):
+        for index in range(self.count):
             threading.Thread(target=ask, args=[index], daemon=True).start()
-        for number in range(self._count):
+        for number in range(self.count):
             try:
                 answer = answers.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
@@ -154,7 +133,7 @@ class Replicas:
                 limit = min(limit, _late(time.monotonic() - began) + began)
             elif not isinstance(answer, TimeoutError):
                 continue
-            elif number + 1 == self._count and limit == deadline:
+            elif number + 1 == self.count and limit == deadline:
                 raise RolloutError(
                     f"transfer of weights {version} to {self._named(0)}: not done within "
                     f"{self._limit_s:.0f} s"
@@ -195,8 +174,8 @@ class Replicas:
     def _ask(self, asked: "_Asked") -> None:
         """Have as many replicas as there are answer requests; RolloutError if they cannot."""
         first = self._world.data_rank
-        for place in range(self._count):
-            index = (first + place) % self._count
+        for place in range(self.count):
+            index = (first + place) % self.count
             threading.Thread(target=self._work, args=[asked, index], daemon=True).start()
         while not asked.wait(POLL_S):
             if failed := files.read_json_or_none(self._folder / files.NO_REPLICA):
@@ -345,44 +324,6 @@ class _Asked:
 
 def _late(longest: float) -> float:
     return LATE * longest + 1
-
-
-class Sent(NamedTuple):
-    """Shapes and dtypes by name, and in their order the tensors."""
-
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, torch.dtype]
-    tensors: Iterator[torch.Tensor]
-
-
-def sent(model: Model, wanted: bool) -> Sent:
-    """What a replica makes the weights of: with an adapter its parameters and what is trained
-    beside it, as they are.
-
-    All ranks go through the tensors together; only those that want them get some.
-    """
-    if model.module.adapter is None:
-        shapes, values = whole.shapes(model), whole.tensors(model, wanted, CPU)
-        return Sent(shapes, dict.fromkeys(shapes, model.dtype), (each for _, each in values))
-    fsdp.reshard(model.module)
-    own = dict(trained(model))
-
-    def tensors() -> Iterator[torch.Tensor]:
-        for parameter in own.values():
-            tensor = full_tensor(parameter.detach())
-            if wanted:
-                yield tensor
-
-    shapes = {name: tuple(each.shape) for name, each in own.items()}
-    return Sent(shapes, {name: each.dtype for name, each in own.items()}, tensors())
-
-
-def trained(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a model's adapter, and those that are trained beside it."""
-    module = model.module
-    for name, parameter in weights.named_parameters(module):
-        if module.is_adapter(name) or module.is_saved(name):
-            yield name, parameter
 
 
 def post(

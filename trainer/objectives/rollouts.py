@@ -193,7 +193,7 @@ class Sampler:
         self.tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
         self.ends = whole.Ends.of(self.tokenizer)
         self._whole = whole.Copy(config.model_folder, world)
-        self.replicas = Replicas.of(config.output_dir, world, config.rollout_timeout)
+        self.replicas = Replicas.of(config, world)
         self.held = False
         self.transfer_s = 0.0
 
@@ -237,6 +237,9 @@ class Sampler:
         answers = [Answer(each.sample, each.prompt, [], [], False) for each in asked]
         fits = [index for index, room in enumerate(rooms) if room > 0 and asked[index].prompt]
         size = config.generation_batch_size or config.batch_size
+        if self.replicas is not None and config.rollout_engine == "vllm":
+            # It schedules answers itself, so that each replica gets its share at once.
+            size = config.generation_batch_size or -(-len(fits) // self.replicas.count) or 1
         parts = [fits[begin : begin + size] for begin in range(0, len(fits), size)]
         requests = [
             Request(

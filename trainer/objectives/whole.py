@@ -19,8 +19,12 @@ from trainer.parallel.world import World
 from trainer.storage import export, weights
 
 
-def faults(config: TrainConfig) -> list[str]:
-    """Why transformers' class cannot take the student's weights, as its folder shows."""
+def faults(config: TrainConfig, on_hub: bool = False) -> list[str]:
+    """Why transformers' class cannot take the student's weights, as its folder shows.
+
+    Args:
+        on_hub: they are sent as on the Hub, whatever that class calls them.
+    """
     if not config.model_folder.is_dir():
         return []
     try:
@@ -30,6 +34,8 @@ def faults(config: TrainConfig) -> list[str]:
     if module.adapter is not None and not module.adapter.declared.merges:
         title = module.adapter.declared.title
         return [f"on_policy_share: answers cannot be generated over {title}; set on_policy_share=0"]
+    if on_hub:
+        return []
     own = {module.peft_name(key) for key in weights.hub_tensors(module) if key is not None}
     own |= {name for name, _ in _stacked(module)}
     with torch.device("meta"):

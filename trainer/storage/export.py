@@ -61,9 +61,9 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     temporary = config.output_dir / f".tmp_{files.EXPORT}"
     world.on_main(lambda: _prepare(temporary, config, model))
     if not config.save_adapter_weights_only:
-        _write_model(model, config, temporary, world)
+        write_model(model, config, temporary, world)
     if model.module.adapter is not None:
-        _write_adapter(model.module.adapter, model, config, temporary / files.ADAPTER, world)
+        write_adapter(model.module.adapter, model, config, temporary / files.ADAPTER, world)
     world.on_main(lambda: _commit(temporary, final))
     return final
 
@@ -158,7 +158,8 @@ def layers_of(model: Model) -> dict[str, torch.nn.Module]:
     return {weights.plain_name(name): m for name, m in model.module.named_modules()}
 
 
-def _write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
+def write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
+    """Write the whole weights as on the Hub; all ranks call this together."""
     layers, pieces = layers_of(model), weights.hub_pieces(model.module)
     parts_of = {k: v for k, v in weights.hub_tensors(model.module).items() if k is not None}
     # By tensor of the hub, how its rows are gathered, in their order.
@@ -236,9 +237,10 @@ def _write_files(at_once: dict[int, _File], world: World) -> None:
 
 
 @torch.no_grad()
-def _write_adapter(
+def write_adapter(
     kind: AdapterKind, model: Model, config: TrainConfig, folder: Path, world: World
 ) -> None:
+    """Write the adapter as PEFT reads it; all ranks call this together."""
     hub = weights.hub_tensors(model.module)
     tensors, fields = kind.to_peft(model.module, hub, model.dtype)
     tensors |= {
