@@ -12,7 +12,7 @@ from launcher.errors import UsageFault, nearest
 RESERVED_GIB, RESERVED_SHARE = 2.0, 0.05
 DEFAULT = "h100-80"
 # The round numbers that cards are sold by.
-_LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 144, 180, 186, 192, 256)
+_LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 144, 180, 186, 192, 256, 288)
 
 
 # Neither compared nor shown: what is not generated takes no time at each start.
