@@ -24,8 +24,9 @@ MATRICES, BIAS = ("gate_up_proj", "down_proj"), "_bias"
 NAME = "experts"
 # The native kernel wants rows of whole 16 bytes.
 MULTIPLE = 8
-# The first compute capability that torch has a grouped kernel for.
-NATIVE = 9
+# The compute capabilities that torch has a grouped kernel for: Hopper's, and Blackwell's of data
+# centres (_scaled_mm_allowed_device in its GroupedBlas.cpp).
+NATIVE = (9, 10)
 
 
 def prepare(layer: nn.Module, activation: Callable[..., torch.Tensor], transposed: bool) -> None:
@@ -165,12 +166,12 @@ def _leaves_gaps(x: torch.Tensor) -> bool:
 def _lacks_kernel(x: torch.Tensor) -> bool:
     """Whether torch computes one expert after the other here, and waits for their numbers of rows.
 
-    So it does below capability 9, and on AMD's GPUs unless ROCM_ALLOW_GROUP_GEMM_CK is set
+    So it does on other GPUs of NVIDIA's, and on AMD's unless ROCM_ALLOW_GROUP_GEMM_CK is set
     (pytorch/pytorch pull request 170159).
     """
     if not x.is_cuda or x.dtype is not torch.bfloat16:
         return False
-    return torch.version.hip is not None or _capability() < NATIVE
+    return torch.version.hip is not None or _capability() not in NATIVE
 
 
 @torch.compiler.assume_constant_result
