@@ -61,7 +61,12 @@ def by_name(name: str | None) -> Gpu:
 
 
 def by_label(label: str) -> Gpu | None:
-    """Return the first kind that a name of a site's or a driver's fits, None if none does."""
+    """Return the first kind that a name of a site's or a driver's fits, None if none does.
+
+    None for an instance of a GPU (MIG), whose name has the whole GPU's.
+    """
+    if " MIG " in label:
+        return None
     for gpu in known().values():
         if label.lower() == gpu.name or re.search(gpu.match, label, re.IGNORECASE):
             return gpu
