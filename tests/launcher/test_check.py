@@ -188,6 +188,14 @@ def test_a_step_that_does_not_fit_the_gpu_is_told_with_what_would_help():
     assert found("GPU memory", "llama8b_lora", changed)[0].state == "skipped", "no GPU is named"
 
 
+def test_a_package_that_a_key_needs_is_missed_before_the_queue():
+    changes = ["expert_parallel_comm_backend=deepep"]
+    (one,) = found("environment", "qwen3_30b_a3b_full", changes)
+    assert one.state == "failed" and one.message.endswith("virtual environment lacks deep_ep")
+    spread = ["expert_parallel_dim=1"]
+    assert found("environment", "qwen3_30b_a3b_full", changes + spread)[0].state == "ok"
+
+
 def large_model(folder: Path, billions: int) -> Path:
     """Files with the headers of so many numbers, without the numbers; and all of them once more."""
     folder.mkdir()

@@ -315,6 +315,13 @@ def test_the_host_waits_for_a_layers_rows_once(mode: str, world: distributed.Wor
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+def test_deep_eps_interface_gives_what_all_to_alls_give() -> None:
+    """Outputs and gradients on two ranks, also computed again, where nothing is counted twice."""
+    ranks = Ranks("tests.trainer.deep_exchange", [], 2)
+    said, _ = ranks.communicate(timeout=120)
+    assert ranks.returncode == 0 and said.count("the same, counted 1 times") == 2, said
+
+
 def test_a_rank_that_the_grouped_product_does_not_take_is_filled_up(monkeypatch) -> None:
     """Rank 6 goes through torch's product, not the loop over experts, with the same results."""
     torch.manual_seed(1)
