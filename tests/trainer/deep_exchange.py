@@ -1,4 +1,5 @@
-"""A layer of experts on several ranks, by torch's all-to-alls and by DeepEP's interface.
+"""A layer of experts on several ranks, by torch's all-to-alls and by DeepEP's interface; or, with a
+train.yaml, trainer.sft.
 
 DeepEP itself runs on GPUs only. `ElasticBuffer` is what deep_ep 2.1 says of the arguments that are
 used here: which rows come, in which order, what is summed, and what is refused.
@@ -103,6 +104,10 @@ def use() -> None:
 
 def main(arguments: list[str]) -> int:
     use()
+    if arguments:
+        from trainer import sft
+
+        return sft.main(arguments)
     from trainer.parallel.deep_ep import DeepExchange
 
     dist.init_process_group("gloo")
