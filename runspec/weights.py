@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 from runspec import files
@@ -61,9 +62,20 @@ def content_sha256(folder: Path) -> str:
 def parameter_count(folder: Path) -> int:
     """Return how many numbers a model folder's safetensors hold, an adapter's base included.
 
-    Only the files' headers are read.
+    Only the headers are read, of the files that transformers loads: Mistral's folders hold the
+    weights once more, as consolidated.safetensors.
     """
-    return sum(map(_numbers, (p for p in content_files(folder) if p.suffix == ".safetensors")))
+    base = base_of(folder)
+    parts = [_weights(folder), _weights(base) if base is not None and base.is_dir() else []]
+    return sum(map(_numbers, chain(*parts)))
+
+
+def _weights(folder: Path) -> list[Path]:
+    index = files.read_json_or_none(folder / "model.safetensors.index.json")
+    if isinstance(index, dict):
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def _numbers(path: Path) -> int:

@@ -203,10 +203,7 @@ class Replica:
     async def _start_engine(self, ended: asyncio.Event) -> None:
         """Start the engine and wait until it answers."""
         inherited = {k: v for k, v in os.environ.items() if k not in _OF_TORCHRUN}
-        own = {"HF_HUB_OFFLINE": "1"}
-        if self.gpus and os.environ.get("CUDA_VISIBLE_DEVICES", "") != "":
-            visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(visible[k] for k in self.gpus)
+        own = {"HF_HUB_OFFLINE": "1", _VISIBLE: visible(self.gpus, os.environ.get(_VISIBLE))}
         if self.engine.socket is not None:
             self.engine.socket.unlink(missing_ok=True)
         prctl = ctypes.CDLL(None).prctl
@@ -272,6 +269,17 @@ class Replica:
             await self.process.wait()
 
 
+def visible(gpus: list[int], given: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a replica's GPUs, of those that the job has.
+
+    Args:
+        given: the job's own value; None: all GPUs of the node. Empty, it hides them.
+    """
+    names = given.split(",") if given else []
+    return "" if given == "" else ",".join(names[k] if names else str(k) for k in gpus)
+
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
 _OF_TORCHRUN |= {"MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID"}
 

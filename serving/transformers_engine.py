@@ -7,6 +7,7 @@ seed and its own stop strings, and ends there. Virtual tokens of prompt and pref
 transformers cannot load by itself, are PEFT's to add.
 """
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from jinja2 import TemplateError
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving import model_manager, utils
 
-from runspec import adapters, files
+from runspec import adapters, devices, files
 
 
 class Stops(StoppingCriteria):
@@ -143,9 +144,23 @@ async def _not_by_the_template(request: Request, error: Exception) -> JSONRespon
     return JSONResponse({"detail": f"messages: the chat template refuses them: {error}"}, 400)
 
 
+def unusable(arguments: list[str]) -> str:
+    """Return why `--device auto` would answer on the CPUs of a node with GPUs; "" if not."""
+    auto = ("--device", "auto") in itertools.pairwise(arguments)
+    found = devices.gpus() if auto and not torch.cuda.is_available() else []
+    if not found:
+        return ""
+    return (
+        f"this node has GPUs ({', '.join(found)}), and torch {torch.__version__} of "
+        f"{sys.executable} cannot use them: install a build for the driver, or set device=cpu"
+    )
+
+
 def main() -> None:
     """Start it with uvicorn's option for Unix sockets."""
     socket, *arguments = sys.argv[1:]
+    if why := unusable(arguments):
+        sys.exit(f"error: {why}")
     config = uvicorn.Config
 
     def on_socket(app: Any, **more: Any) -> uvicorn.Config:

@@ -13,6 +13,7 @@ from runspec import files
 from trainer.config import read_yaml
 from trainer.errors import ConfigError
 from trainer.evaluation import spread
+from trainer.parallel.device import choose
 
 
 def answers(
@@ -47,7 +48,7 @@ def answers(
         yield prompt, answer["generated_text"].strip()
 
 
-def write_samples(config: Path, device: torch.device) -> None:
+def write_samples(config: Path) -> None:
     """Answer a run's `generate` prompts by its export; print and write them, one JSON line each.
 
     All ranks of a node call this; where the model fits one GPU, those after the first do nothing.
@@ -59,6 +60,7 @@ def write_samples(config: Path, device: torch.device) -> None:
     folder, settings = config.parent / files.EXPORT, content.get("generate")
     if not settings or not folder.is_dir():
         return
+    device = _device(str(content.get("device", "auto")))
     bytes_of = {"bf16": 2}.get(str(content.get("dtype")), 4)
     ranks = spread.needed(folder, bytes_of, device)
     if rank >= ranks:
@@ -73,6 +75,12 @@ def write_samples(config: Path, device: torch.device) -> None:
     if rank == 0:
         files.write_text(config.parent / files.SAMPLES, "".join(lines))
         print(flush=True)
+
+
+def _device(asked: str) -> torch.device:
+    """Raises ConfigError for auto on a node whose GPUs torch cannot use."""
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return gpu if choose(asked) == "cuda" else torch.device("cpu")
 
 
 def main(arguments: list[str]) -> int:
@@ -90,13 +98,12 @@ def main(arguments: list[str]) -> int:
     of_run = options.folder.is_file()
     if not of_run and not options.question:
         parser.error("give a question")
-    local, cuda = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
     try:
         if of_run:
-            write_samples(options.folder.absolute(), device)
+            write_samples(options.folder.absolute())
             return 0
-        for _, answer in answers(options.folder, options.question, options.max_new_tokens, device):
+        folder, questions, limit = options.folder, options.question, options.max_new_tokens
+        for _, answer in answers(folder, questions, limit, _device("auto")):
             print(answer, flush=True)
     except (ConfigError, OSError, ValueError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)

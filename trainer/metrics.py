@@ -212,7 +212,12 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def known_tflops(name: str) -> float | None:
-    """As `peak_tflops`, by the name that the driver gives to a GPU."""
+    """As `peak_tflops`, by the name that the driver gives to a GPU.
+
+    Of an instance of a GPU (MIG) it is not known: the name has the whole GPU's, and both sizes.
+    """
+    if " MIG " in name:
+        return None
     known = yaml.safe_load(GPUS.read_text(encoding="utf-8")).values()
     matching = (each for each in known if re.search(each["match"], name, re.IGNORECASE))
     return next((float(each["bf16_tflops"]) for each in matching), None)

@@ -12,7 +12,7 @@ from launcher.errors import UsageFault, nearest
 RESERVED_GIB, RESERVED_SHARE = 2.0, 0.05
 DEFAULT = "h100-80"
 # The round numbers that cards are sold by.
-_LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 144, 180, 186, 192, 256)
+_LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 144, 180, 186, 192, 256, 288)
 
 
 # Neither compared nor shown: what is not generated takes no time at each start.
@@ -61,7 +61,12 @@ def by_name(name: str | None) -> Gpu:
 
 
 def by_label(label: str) -> Gpu | None:
-    """Return the first kind that a name of a site's or a driver's fits, None if none does."""
+    """Return the first kind that a name of a site's or a driver's fits, None if none does.
+
+    None for an instance of a GPU (MIG), whose name has the whole GPU's.
+    """
+    if " MIG " in label:
+        return None
     for gpu in known().values():
         if label.lower() == gpu.name or re.search(gpu.match, label, re.IGNORECASE):
             return gpu

@@ -188,6 +188,56 @@ def test_a_step_that_does_not_fit_the_gpu_is_told_with_what_would_help():
     assert found("GPU memory", "llama8b_lora", changed)[0].state == "skipped", "no GPU is named"
 
 
+def test_a_package_that_a_key_needs_is_missed_before_the_queue():
+    changes = ["expert_parallel_comm_backend=deepep"]
+    (one,) = found("environment", "qwen3_30b_a3b_full", changes)
+    assert one.state == "failed" and one.message.endswith("virtual environment lacks deep_ep")
+    spread = ["expert_parallel_dim=1"]
+    assert found("environment", "qwen3_30b_a3b_full", changes + spread)[0].state == "ok"
+
+
+def large_model(folder: Path, billions: int) -> Path:
+    """Files with the headers of so many numbers, without the numbers; and all of them once more."""
+    folder.mkdir()
+    for name in ("model-1-of-2", "model-2-of-2", "consolidated"):
+        shape = [billions * 2**29 * (2 if name == "consolidated" else 1)]
+        header = json.dumps({name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}})
+        data = len(header).to_bytes(8, "little") + header.encode()
+        (folder / f"{name}.safetensors").write_bytes(data)
+    named = {name: f"{name}.safetensors" for name in ("model-1-of-2", "model-2-of-2")}
+    index = {"metadata": {}, "weight_map": named}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "given"),
+    [
+        ("serve/default.yaml", "model", ["endpoint=e", "endpoint_dir=/e", "key_file=/k"]),
+        ("evals/batch.yaml", "candidate", ["tasks.answers.data=/d", "tasks.answers.output=/o"]),
+    ],
+)
+def test_a_model_that_answers_and_is_larger_than_its_gpus_is_told_before_the_queue(
+    tmp_path, name, key, given
+):
+    model, path = large_model(tmp_path / "model", 70), str(paths.REPO_ROOT / "configs" / name)
+    site, changes = cluster.Site(gpu="h100-80"), [f"{key}={model}", "dtype=bf16", *given]
+
+    def of(gpus: int, *more: str) -> Finding:
+        resources = {"nodes": 1, "gpus_per_node": gpus}
+        return found("GPU memory", path, [*changes, *more], site, resources=resources)[0]
+
+    assert of(8).state == "ok"
+    one = of(2)
+    assert one.state == "failed" and one.remedy.startswith("use --gpus-per-node 3")
+    assert (
+        "140.0 GiB of weights need 3 GPUs of h100-80 (the site's file), 2 per model" in one.message
+    )
+    if key == "model":
+        halves = of(4, "replicas_per_node=2")
+        assert halves.state == "failed" and halves.message.endswith("2 per model")
+
+
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**30))
     (one,) = found("disk space", "llama70b_full", [])

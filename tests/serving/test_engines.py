@@ -7,6 +7,7 @@ from pathlib import Path
 from runspec import engine_start
 from runspec.keys.serve import SERVE
 from serving import engines
+from serving.replica import visible
 
 SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "intent"}
 
@@ -45,6 +46,13 @@ def test_sglangs_key_stands_in_a_private_file(tmp_path):
     ]
     assert found.argv[-2:] == ["--lora-paths", f"adapter={tmp_path / 'a'}"]
     assert (found.model, found.port, found.socket) == ("intent:adapter", 4711, None)
+
+
+def test_each_replica_sees_its_own_gpus():
+    """Also where the site's Slurm sets no CUDA_VISIBLE_DEVICES: else all would use the first."""
+    assert visible([2, 3], "GPU-a,GPU-b,5,7") == "5,7"
+    assert visible([2, 3], None) == "2,3"
+    assert visible([0], "") == ""
 
 
 def test_an_engine_that_is_not_installed_is_told_with_the_remedy():

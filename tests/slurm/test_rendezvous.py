@@ -120,6 +120,25 @@ def test_an_address_of_another_host_is_reported(port):
     assert status == 1 and "cannot listen on 192.0.2.1" in message
 
 
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}])
+def test_a_node_sets_what_ranks_on_gpus_need(tmp_path, given):
+    """torch's memory in segments that grow, unless it is set; compilers by the CPUs of a rank."""
+    (tmp_path / "train.yaml").touch()
+    (tmp_path / "logs").mkdir()
+    env = {"PATH": os.environ["PATH"], "RUN_DIR": str(tmp_path), "LOGS": str(tmp_path / "logs")}
+    env |= {"VENV": sys.prefix, "COOKBOOK": str(ROOT), "NODES": "1", "RANKS_PER_NODE": "4"}
+    env |= {"SLURMD_NODENAME": "n7", "NODE_CHECK": "no", "SLURM_CPUS_PER_TASK": "24"}
+    script = f"source {ROOT}/slurm/node.sh; env"
+    command = ["bash", "-c", script]
+    done = subprocess.run(command, env=env | given, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    threads = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+    assert [found[name] for name in threads] == ["6", "6"]
+    own = None if given else "expandable_segments:True"
+    assert found.get("PYTORCH_ALLOC_CONF") == own
+
+
 @pytest.mark.parametrize("missing", ["train.yaml", "venv"])
 def test_a_node_that_cannot_read_the_files_records_a_permanent_fault(tmp_path, missing):
     logs = tmp_path / "logs" / "0"

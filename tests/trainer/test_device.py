@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from runspec import devices
 from trainer.errors import BadNodeError, ConfigError, PeerError
 from trainer.parallel import device
 from trainer.parallel import world as distributed
@@ -21,7 +22,7 @@ def gpu_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).touch()
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat\nGCC\n")
-    monkeypatch.setattr(device, "DEVICES", tmp_path)
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
     monkeypatch.setattr(device, "DRIVER", driver)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return tmp_path
@@ -62,7 +63,7 @@ def test_a_job_without_gpus_on_such_a_node_trains_on_cpus(gpu_node, monkeypatch)
 
 
 def test_where_there_is_no_gpu_auto_is_the_cpu(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(device, "DEVICES", tmp_path)
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
     assert device.choose("auto") == "cpu"
 
 
@@ -86,3 +87,17 @@ def test_ranks_agree_on_their_device_before_they_meet(devices, monkeypatch) -> N
     told = "node gpu7 shows torch no GPU, and other nodes of this run do"
     assert told in str(found[1]) and f"another rank failed: rank 1: {told}" in str(found[0])
     assert not found[0].permanent, "another node can help"
+
+
+def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node: Path, capsys) -> None:
+    """Neither `trainer.generate` nor the engine of `cookbook serve`, which has its own torch."""
+    from serving.transformers_engine import unusable
+    from trainer import generate
+
+    assert generate.main([str(gpu_node), "a question"]) == 1
+    assert "error: device: this node has GPUs" in capsys.readouterr().err
+    assert f"torch {torch.__version__} of" in unusable(["s", "m", "--device", "auto"])
+    assert unusable(["s", "m", "--device", "cpu"]) == ""
+    (gpu_node / "nvidia0").unlink()
+    (gpu_node / "nvidia1").unlink()
+    assert unusable(["s", "m", "--device", "auto"]) == ""

@@ -100,6 +100,6 @@ def test_each_product_and_gradient_is_as_in_a_loop() -> None:
     _run(AS_A_LOOP, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("kind", ["80", "89", "90", "gfx942"])
+@pytest.mark.parametrize("kind", ["80", "89", "90", "120", "gfx942"])
 def test_it_compiles_to_the_matrix_cores(kind: str, tmp_path: Path) -> None:
     _run(COMPILED, kind, TRITON_CACHE_DIR=str(tmp_path))

@@ -80,6 +80,9 @@ def test_rates_are_of_all_gpus_and_mfu_of_the_known_peak() -> None:
         ("NVIDIA H200", 989.4),
         ("NVIDIA L4", 121.0),
         ("NVIDIA L40S", 362.1),
+        ("NVIDIA B300 SXM6 AC", 2250.0),
+        ("NVIDIA GB300", 2500.0),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
         ("Quadro T1000", None),
     ],
 )

@@ -24,8 +24,9 @@ MATRICES, BIAS = ("gate_up_proj", "down_proj"), "_bias"
 NAME = "experts"
 # The native kernel wants rows of whole 16 bytes.
 MULTIPLE = 8
-# The first compute capability that torch has a grouped kernel for.
-NATIVE = 9
+# The compute capabilities that torch has a grouped kernel for: Hopper's, and Blackwell's of data
+# centres (_scaled_mm_allowed_device in its GroupedBlas.cpp).
+NATIVE = (9, 10)
 
 
 def prepare(layer: nn.Module, activation: Callable[..., torch.Tensor], transposed: bool) -> None:
@@ -67,6 +68,8 @@ def forward(
         hidden: [tokens, dim].
         index: int64 [tokens, active], which experts; weights: their shares of the output.
     """
+    if layer.exchange is not None and layer.exchange.sums:
+        return layer.exchange(layer, hidden, index, weights)
     tokens, active = index.shape
     chosen = index.flatten()
     compute = apply if layer.exchange is None else layer.exchange
@@ -97,9 +100,16 @@ def compute(
     numbers: int64 [experts], how many each gets.
     """
     back, ends = inverse(order), numbers.cumsum(0).to(torch.int32)
-    x = permuted(rows, order, back, active)
+    x = products(layer, permuted(rows, order, back, active), ends, numbers)
+    return permuted(x, back, order)
+
+
+def products(
+    layer: nn.Module, x: torch.Tensor, ends: torch.Tensor, numbers: torch.Tensor
+) -> torch.Tensor:
+    """As `apply`, of rows that are sorted by expert: `numbers` of each, int32 up to `ends`."""
     x = layer.activation(layer, _product(layer, MATRICES[0], x, ends, numbers))
-    return permuted(_product(layer, MATRICES[1], x, ends, numbers), back, order)
+    return _product(layer, MATRICES[1], x, ends, numbers)
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
@@ -165,12 +175,12 @@ def _leaves_gaps(x: torch.Tensor) -> bool:
 def _lacks_kernel(x: torch.Tensor) -> bool:
     """Whether torch computes one expert after the other here, and waits for their numbers of rows.
 
-    So it does below capability 9, and on AMD's GPUs unless ROCM_ALLOW_GROUP_GEMM_CK is set
+    So it does on other GPUs of NVIDIA's, and on AMD's unless ROCM_ALLOW_GROUP_GEMM_CK is set
     (pytorch/pytorch pull request 170159).
     """
     if not x.is_cuda or x.dtype is not torch.bfloat16:
         return False
-    return torch.version.hip is not None or _capability() < NATIVE
+    return torch.version.hip is not None or _capability() not in NATIVE
 
 
 @torch.compiler.assume_constant_result

@@ -81,7 +81,7 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
     mode = config.activation_checkpointing
     # With "op" the compiler must see what is kept; else it need not know of the recomputation.
     if config.compile and mode != "op":
-        _compile(model)
+        _compile(model, config)
     settings: dict[str, Any] = {}
     if any(map(_exchanges_tokens, model.blocks)):
         from trainer.parallel.expert_parallel import remembered
@@ -94,7 +94,7 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
             settings["checkpoint_fn"] = InputOffloading()
         _recompute(model, mode, **settings)
     if config.compile and mode == "op":
-        _compile(model, skipped=_exchanges_tokens)
+        _compile(model, config, skipped=_exchanges_tokens)
 
 
 def missing_for_compile(device: torch.device) -> str | None:
@@ -116,22 +116,34 @@ def _exchanges_tokens(block: nn.Module) -> bool:
     return any(getattr(module, "exchange", None) is not None for module in block.modules())
 
 
-def _compile(model: Decoder, skipped: Callable[[nn.Module], bool] = lambda block: False) -> None:
+def _compile(
+    model: Decoder,
+    config: TrainConfig,
+    skipped: Callable[[nn.Module], bool] = lambda block: False,
+) -> None:
     # Enough for one length, all lengths, the first layer, validation, and kinds of attention.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for block in model.blocks:
         if not skipped(block):
             # Not the call: FSDP's hooks and the checkpoint's stand around it.
-            block.forward = compiled(block.forward)
+            block.forward = compiled(block.forward, config.overlaps_tensor_parallel)
     model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], overlapped: bool = False) -> Callable[..., Any]:
     """Return `function`, to be compiled when it is called.
 
     As in torchtune, TORCH_COMPILE_BACKEND may name another compiler, to look for what breaks.
+
+    Args:
+        overlapped: products go beside the messages of tensor parallelism; see
+            `trainer.parallel.tensor_parallel.use_symmetric_memory`.
     """
-    return torch.compile(function, backend=os.environ.get(COMPILE_BACKEND, "inductor"))
+    backend = os.environ.get(COMPILE_BACKEND, "inductor")
+    if overlapped and backend == "inductor":
+        # torch has no public name for this option (2.13).
+        return torch.compile(function, options={"_micro_pipeline_tp": True})
+    return torch.compile(function, backend=backend)
 
 
 def mark_dynamic(model: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 from torch.distributed import Store
 
+from runspec import devices
 from trainer.errors import BadNodeError, ConfigError, Fault, PeerError
 
-DEVICES = Path("/dev")
 DRIVER = Path("/proc/driver/nvidia/version")
-# Set by Slurm in a job that was given GPUs.
-_GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS")
 
 
 def choose(device: str) -> str:
@@ -26,7 +24,7 @@ def choose(device: str) -> str:
         return device
     if torch.cuda.is_available():
         return "cuda"
-    if gpus := _gpus():
+    if gpus := devices.gpus():
         raise ConfigError(
             f"device: this node has GPUs ({', '.join(gpus)}), and torch {torch.__version__} cannot "
             f"use them: {_why()}; install a build for the driver (bash setup.sh --torch cu126, or "
@@ -66,17 +64,6 @@ def _without_gpu(node: str) -> str:
 def described(device: torch.device) -> str:
     """Return the name of a device for people: a GPU's by its driver, or CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def _gpus() -> list[str]:
-    """The device files of the GPUs that are for this process.
-
-    A Slurm job without GPUs may run on a node that has some.
-    """
-    if "SLURM_JOB_ID" in os.environ and not any(os.environ.get(name) for name in _GIVEN):
-        return []
-    devices = [*sorted(DEVICES.glob("nvidia[0-9]*")), *sorted(DEVICES.glob("kfd"))]
-    return [str(path) for path in devices]
 
 
 def _why() -> str:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from runspec.layout import StepFacts
+from trainer.config import TrainConfig
 from trainer.layers import experts
 from trainer.models.decoder import Decoder
 from trainer.parallel.sharded import local
@@ -31,7 +32,7 @@ def faults(model: Decoder, ranks: int) -> list[str]:
     return StepFacts(expert_parallel=ranks, experts=counts).faults()
 
 
-def split(model: Decoder, mesh: DeviceMesh, tensor_parallel_dim: int) -> None:
+def split(model: Decoder, mesh: DeviceMesh, config: TrainConfig) -> None:
     """Spread the experts of `model` over the one-dimensional `mesh`, in place.
 
     FSDP divides gradients by the ranks that it sums over. Those of experts have the tokens of all
@@ -40,7 +41,7 @@ def split(model: Decoder, mesh: DeviceMesh, tensor_parallel_dim: int) -> None:
     Args:
         model: on the meta device; its experts' parameters are whole, and `faults` found none.
     """
-    exchange = Exchange(mesh, tensor_parallel_dim / mesh.size())
+    exchange = _exchange(mesh, config)
     for _, layer in experts.layers(model):
         for name, parameter in list(layer.named_parameters()):
             part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
@@ -49,12 +50,26 @@ def split(model: Decoder, mesh: DeviceMesh, tensor_parallel_dim: int) -> None:
         layer.exchange, layer.partial_gradient = exchange, False
 
 
+def _exchange(mesh: DeviceMesh, config: TrainConfig) -> Any:
+    share = config.tensor_parallel_dim / mesh.size()
+    if config.expert_parallel_comm_backend == "standard":
+        return Exchange(mesh, share)
+    from trainer.parallel.deep_ep import DeepExchange
+
+    rows = config.batch_size * config.documents_per_sample
+    length = -(-config.tokenizer["max_seq_len"] // config.row_multiple) * config.row_multiple
+    return DeepExchange(mesh, share, rows * length // config.tensor_parallel_dim)
+
+
 class Exchange:
     """Takes rows to the ranks of their experts, and the outputs back.
 
     Args:
         share: what the experts' gradients are multiplied with.
     """
+
+    # The outputs of a token's experts come back one by one.
+    sums = False
 
     def __init__(self, mesh: DeviceMesh, share: float) -> None:
         self._group, self._ranks, self._share = mesh.get_group(), mesh.size(), share
@@ -69,8 +84,7 @@ class Exchange:
     ) -> torch.Tensor:
         """As `experts.apply`, with the experts of all ranks."""
         own = local(getattr(layer, experts.MATRICES[0])).shape[0]
-        memory = _memory.get()
-        way = memory.ways.get(layer) if memory is not None and memory.again else None
+        way = known_way(layer)
         if way is None:
             leaving = experts.counts(chosen, own * self._ranks)
             coming = torch.empty_like(leaving)
@@ -84,8 +98,7 @@ class Exchange:
         if way is None:
             # The host waits for the counts alone: the device has the rows to sort meanwhile.
             sent, received = self.rows_per_rank(known)
-            if memory is not None:
-                memory.ways[layer] = Way(order, coming, sent, received)
+            remember(layer, Way(order, coming, sent, received))
         by_rank = coming.view(self._ranks, own)
         # The gradient is small between the two, where the experts are, and whole outside.
         x = _AllToAll.apply(x, received, sent, self._group, 1 / self._share)
@@ -138,11 +151,23 @@ class Way(NamedTuple):
 class _Memory:
     """The ways of a block's first pass, for the pass that computes it again."""
 
-    ways: dict[nn.Module, Way]
+    ways: dict[nn.Module, Any]
     again: bool
 
 
 _memory: ContextVar[_Memory | None] = ContextVar("memory", default=None)
+
+
+def known_way(layer: nn.Module) -> Any:
+    """The way of the layer's rows in the pass that is computed again; None in a first pass."""
+    memory = _memory.get()
+    return memory.ways.get(layer) if memory is not None and memory.again else None
+
+
+def remember(layer: nn.Module, way: Any) -> None:
+    """Keep the way of the layer's rows, if the pass may be computed again."""
+    if (memory := _memory.get()) is not None:
+        memory.ways[layer] = way
 
 
 def remembered() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -150,7 +175,7 @@ def remembered() -> tuple[AbstractContextManager[None], AbstractContextManager[N
 
     Rows go the same way again, so nothing is counted, exchanged and waited for a second time.
     """
-    ways: dict[nn.Module, Way] = {}
+    ways: dict[nn.Module, Any] = {}
     return _with(_Memory(ways, again=False)), _with(_Memory(ways, again=True))
 
 

@@ -1,0 +1,19 @@
+"""The GPUs that a node has for a process, whatever torch makes of them."""
+
+import os
+from pathlib import Path
+
+FOLDER = Path("/dev")
+# Set by Slurm in a job that was given GPUs.
+_GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS")
+
+
+def gpus() -> list[str]:
+    """Return the device files of the GPUs that are for this process.
+
+    A Slurm job without GPUs may run on a node that has some.
+    """
+    if "SLURM_JOB_ID" in os.environ and not any(os.environ.get(name) for name in _GIVEN):
+        return []
+    devices = [*sorted(FOLDER.glob("nvidia[0-9]*")), *sorted(FOLDER.glob("kfd"))]
+    return [str(path) for path in devices]
