@@ -88,6 +88,12 @@ begin_attempt() {
     say "no successor is in the queue, so the run ends with this job: $ANSWER"
   fi
   say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
+  if [ -n "${ENV_IMAGE:-}" ] && [ -n "${COPY_IMAGES_TO:-}" ] && under_slurm; then copy_images; fi
+  # Nothing was started that could save.
+  if [ -n "$STOP_ASKED" ]; then
+    end_attempt 143
+    return 1
+  fi
   [ -z "${ROLLOUT_NODES:-}" ] || start_replicas
   # In the background, so training does not wait for it.
   [ "$ATTEMPT" != 0 ] || notify start &
@@ -214,7 +220,6 @@ launch_nodes() {
   local limit=()
   if [ -n "${TIMEOUT_S:-}" ]; then limit=(timeout --kill-after=60 "$TIMEOUT_S"); fi
   if under_slurm; then
-    if [ -n "${ENV_IMAGE:-}" ] && [ -n "${COPY_IMAGES_TO:-}" ]; then copy_images; fi
     # Slurm never cleans up a step that lost a node: the step keeps its resources on the other nodes.
     local beside=()
     [ -z "${SILENT:-}${OLD_STEPS:-}" ] || beside=(--overlap --mem=0)
@@ -467,10 +472,11 @@ exclude() {
 }
 
 # Unmounts the images on the nodes: Slurm has killed what held them there.
-release_nodes() {
+release_nodes() { # [nodes copies]
   if [ -z "${ENV_IMAGE:-}" ] || [ -z "${HOSTS:-}" ] || ! under_slurm; then return 0; fi
-  timeout 30 srun --overlap --mem=0 --nodes="$NODES" --nodelist="$HOSTS" --ntasks-per-node=1 \
-    bash "$COOKBOOK/slurm/image.sh" </dev/null >/dev/null 2>&1
+  local nodes=${1:-$HOSTS${ROLLOUT_HOSTS:+,$ROLLOUT_HOSTS}}
+  timeout 30 srun --overlap --mem=0 --nodes="$(count_of "$nodes")" --nodelist="$nodes" --ntasks-per-node=1 \
+    bash "$COOKBOOK/slurm/image.sh" "${2:-}" </dev/null >/dev/null 2>&1
 }
 
 # Answers the recipe's questions with the exported model, on the first node: the others have ended, and
@@ -516,6 +522,7 @@ finish() {
   drop_successor
   notify ended
   [ "$NEXT" != finished ] || answer_questions
+  [ -z "${HOLDERS:-}" ] || end_copies "${HOLDERS[@]}"
   [ "$NEXT" = finished ]
   exit $?   # in an EXIT trap, exit alone would return the status from before it
 }
