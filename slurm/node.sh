@@ -3,7 +3,7 @@
 # node can read the shared files and reach the first node. Needs RUN_DIR, VENV, LOGS, HEAD_ADDR,
 # HEAD_PORT, ONE_HOST, NODES, RANKS_PER_NODE; sets NODE_RANK.
 
-NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
+NODE_RANK=${NODE_RANK:-${SLURM_PROCID:-0}}
 NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
 export NODE_RANK NODE_NAME
 
