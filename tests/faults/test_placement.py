@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,9 @@ from tests.conftest import SlurmCluster, running_cluster
 from tests.faults.conftest import user_of
 from tests.faults.kit import attempts, ended
 from tests.faults.test_image import small  # noqa: F401  a fixture
+from tests.faults.test_roles import RUN, reaches, replica, rollout
 from tests.launcher.kit import Kit, report, until
+from trainer import demo_sums
 
 NEEDS_IMAGES = pytest.mark.skipif(
     bool(os.geteuid())
@@ -21,7 +24,8 @@ NEEDS_IMAGES = pytest.mark.skipif(
     or not all(map(shutil.which, ("mksquashfs", "squashfuse"))),
     reason="needs root, /dev/fuse, mksquashfs and squashfuse",
 )
-# Put in place of slurmd: its node mounts a folder of its own at the place of its disk.
+# Put in place of slurmd: its node mounts a folder of its own at the place of its disk. n4 has no
+# FUSE, and may not mount.
 SLURMD = """#!/bin/bash
 case " $* " in *" -N "*) ;; *) exec {slurmd} "$@" ;; esac
 [ -n "${{INSIDE:-}}" ] || INSIDE=yes exec unshare -m --propagation private bash "$0" "$@"
@@ -29,9 +33,12 @@ unset INSIDE
 arguments="$* "
 node=${{arguments##* -N }} node=${{node%% *}}
 mkdir -p {disks}/$node && mount --bind {disks}/$node {disk} || exit
-exec {slurmd} "$@"
+[ $node = n4 ] || exec {slurmd} "$@"
+mount --bind {disk}.none /dev/fuse && mount -o remount,bind,ro /dev/fuse || exit
+exec setpriv --bounding-set=-sys_admin {slurmd} "$@"
 """
 COMMAND = """echo "rank $NODE_RANK on $NODE_NAME, first $HEAD_ADDR"
+echo "$NODE_NAME starts from $VIRTUAL_ENV"
 for file in {disk}/*; do echo "has ${{file##*-}}"; done
 while [ "$NODE_NAME" = n3 ] && [ -e {disks}/deadly ]; do kill -KILL $$; done
 while [ -e {disks}/goes_on ]; do sleep 0.2; done
@@ -43,6 +50,7 @@ def disks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the disk of each node."""
     folder = tmp_path_factory.mktemp("nodes")
     (folder / "disk").mkdir()
+    (folder / "disk.none").touch()
     return folder
 
 
@@ -67,9 +75,11 @@ def racks(disks: Path) -> Iterator[SlurmCluster]:
 @pytest.fixture
 def command(disks: Path, tmp_path: Path) -> Iterator[list[str]]:
     """Arguments of a run on two nodes that ends when `goes_on` is removed."""
-    program = tmp_path / "command.sh"
+    place = tmp_path / "recipe"
+    place.mkdir()
+    program = place / "command.sh"
     program.write_text(COMMAND.format(disk=disks / "disk", disks=disks))
-    recipe = tmp_path / "waits.yaml"
+    recipe = place / "waits.yaml"
     recipe.write_text(f"entry: command:bash {program}\nmax_retries: 3\n")
     (disks / "goes_on").touch()
     yield ["--recipe", str(recipe), "--nodes", "2", "--gpus-per-node", "1"]
@@ -175,3 +185,54 @@ def test_the_time_limit_stops_copying_and_the_job_is_requeued(
     assert not says(run, "rank 0 on")
     assert copying.cookbook("cancel", run.name).returncode == 0
     ended(copying, run, "CANCELLED")
+
+
+@NEEDS_IMAGES
+@pytest.mark.long
+def test_nodes_fall_back_one_by_one(
+    copying: Kit,
+    small: Path,  # noqa: F811
+    disks: Path,
+    command: list[str],
+    tmp_path: Path,
+) -> None:
+    """A node without FUSE, and then an image that is damaged after it was made."""
+    (disks / "goes_on").unlink()
+    root = tmp_path / "shared"
+    user = Kit({**copying.env, "COOKBOOK_ROOT": str(root)}, root)
+    (tmp_path / "site.yaml").write_text("start_from: image\n")
+    run = [*command[:2], "--nodes", "4", "--gpus-per-node", "1", "--cluster", "site"]
+    _, first = user.submit(*run)
+    ended(user, first, "COMPLETED")
+    for rank, node in enumerate(("n1", "n3", "n2", "n4")):
+        log = (first / f"logs/0/node_{rank}.log").read_text()
+        falls_back = node == "n4"
+        assert (f"{node} starts from {small}\n" in log) == falls_back, log
+        assert ("one by one: it has no squashfuse with /dev/fuse" in log) == falls_back, log
+    (image,) = root.glob("images/environment-*.sqsh")
+    os.truncate(image, image.stat().st_size // 2)
+    _, second = user.submit(*run)
+    ended(user, second, "COMPLETED")
+    for log in second.glob("logs/0/node_*.log"):
+        assert f"starts from {small}\n" in log.read_text()
+        assert "is damaged: remove it, and cookbook submit makes it again" in log.read_text()
+    assert not [line for line in Path("/proc/mounts").read_text().splitlines() if str(root) in line]
+
+
+@pytest.mark.named
+@NEEDS_IMAGES
+def test_rollout_nodes_have_copies_before_their_replicas(
+    copying: Kit, root: Path, disks: Path
+) -> None:
+    demo_sums.make(root / "models/demo-sums", steps=40)
+    _, run = copying.submit(*RUN, "resources.rollout=1", "--cluster", "site")
+    reaches(run, 10)
+    assert copies(disks) == {"n1": BOTH, "n2": [], "n3": BOTH, "n4": []}
+    os.kill(replica(run), signal.SIGKILL)
+    until(lambda: rollout(run)["deaths"], 30, lambda: report(run))
+    reaches(run, 30)
+    environ = Path(f"/proc/{replica(run)}/environ").read_text()
+    assert "/environment/small" in environ.partition("VIRTUAL_ENV=")[2].partition("\0")[0]
+    ended(copying, run, "COMPLETED")
+    assert not any(copies(disks).values())
+    assert not says(run, "shared filesystem") and not says(run, "one by one")
