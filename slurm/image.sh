@@ -61,9 +61,10 @@ send_copies() { # nodes
   local count since=$SECONDS
   count=$(count_of "$1")
   say "sending the images to $COPY_IMAGES_TO of ${1//,/, }"
+  : >"$log"
   # This step keeps the copies. Whatever ends the job, Slurm ends the step with TERM, and it removes them.
   srun --overlap --mem=0 --no-kill --job-name=copies --nodes="$count" --nodelist="$1" --ntasks="$count" --ntasks-per-node=1 \
-    bash "$COOKBOOK/slurm/image.sh" keep "$(du -ckL "${images[@]}" | tail -n 1)" </dev/null >"$log" 2>&1 &
+    bash "$COOKBOOK/slurm/image.sh" keep "$(du -ckL --apparent-size "${images[@]}" | awk 'END { print $1 }')" </dev/null >"$log" 2>&1 &
   holder=$!
   HOLDERS+=("$holder")
   until (($(grep -c '^node ' "$log") >= count)) || copying_ends $holder 60; do sleep 0.2; done
@@ -114,7 +115,7 @@ end_copies() { # processes of srun
 keep_copies() { # KiB
   local free
   remove_copies
-  trap 'kill $!; remove_copies; exit 0' TERM USR1
+  trap 'kill $! 2>/dev/null; remove_copies; exit 0' TERM USR1
   trap complete_copies USR2
   # Of jobs that ended without this, at a power failure for example.
   find "$COPY_IMAGES_TO" -maxdepth 1 -name "cookbook-$UID-*.sqsh*" -user "$UID" -mtime +7 -delete 2>/dev/null
@@ -133,7 +134,7 @@ complete_copies() {
   local image copy
   for image in "$ENV_IMAGE" "$(code_image)"; do
     copy=$(copy_of "$image")
-    [ ! -e "$copy.part" ] || mv -f "$copy.part" "$copy"
+    [ ! -e "$copy.part" ] || mv -f "$copy.part" "$copy" 2>/dev/null
   done
   echo "kept on $SLURMD_NODENAME"
 }

@@ -1,6 +1,7 @@
 """Nodes below switches, with disks of their own: the order of ranks, and copies of the images."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,12 +21,14 @@ from trainer import demo_sums
 
 NEEDS_IMAGES = pytest.mark.skipif(
     bool(os.geteuid())
+    # The slurmd of another release comes before the one that is put in its place.
+    or "COOKBOOK_TEST_SLURM" in os.environ
     or not os.access("/dev/fuse", os.W_OK)
     or not all(map(shutil.which, ("mksquashfs", "squashfuse"))),
-    reason="needs root, /dev/fuse, mksquashfs and squashfuse",
+    reason="needs root, the installed Slurm, /dev/fuse, mksquashfs and squashfuse",
 )
 # Put in place of slurmd: its node mounts a folder of its own at the place of its disk. n4 has no
-# FUSE, and may not mount.
+# room on its disk and no FUSE, and may not mount.
 SLURMD = """#!/bin/bash
 case " $* " in *" -N "*) ;; *) exec {slurmd} "$@" ;; esac
 [ -n "${{INSIDE:-}}" ] || INSIDE=yes exec unshare -m --propagation private bash "$0" "$@"
@@ -34,6 +37,7 @@ arguments="$* "
 node=${{arguments##* -N }} node=${{node%% *}}
 mkdir -p {disks}/$node && mount --bind {disks}/$node {disk} || exit
 [ $node = n4 ] || exec {slurmd} "$@"
+mount -t tmpfs -o size=64k none {disk} || exit
 mount --bind {disk}.none /dev/fuse && mount -o remount,bind,ro /dev/fuse || exit
 exec setpriv --bounding-set=-sys_admin {slurmd} "$@"
 """
@@ -196,11 +200,10 @@ def test_nodes_fall_back_one_by_one(
     command: list[str],
     tmp_path: Path,
 ) -> None:
-    """A node without FUSE, and then an image that is damaged after it was made."""
+    """A node without room and FUSE, and then an image that is damaged after it was made."""
     (disks / "goes_on").unlink()
     root = tmp_path / "shared"
     user = Kit({**copying.env, "COOKBOOK_ROOT": str(root)}, root)
-    (tmp_path / "site.yaml").write_text("start_from: image\n")
     run = [*command[:2], "--nodes", "4", "--gpus-per-node", "1", "--cluster", "site"]
     _, first = user.submit(*run)
     ended(user, first, "COMPLETED")
@@ -209,6 +212,10 @@ def test_nodes_fall_back_one_by_one(
         falls_back = node == "n4"
         assert (f"{node} starts from {small}\n" in log) == falls_back, log
         assert ("one by one: it has no squashfuse with /dev/fuse" in log) == falls_back, log
+        # The other nodes have copies all the same.
+        assert ("it has no copy in" in log) == falls_back, log
+    log = (first / "logs/job.log").read_text()
+    assert re.search(r"not every node has a copy of .*: node n4 has 0 MiB free there", log), log
     (image,) = root.glob("images/environment-*.sqsh")
     os.truncate(image, image.stat().st_size // 2)
     _, second = user.submit(*run)
@@ -216,6 +223,7 @@ def test_nodes_fall_back_one_by_one(
     for log in second.glob("logs/0/node_*.log"):
         assert f"starts from {small}\n" in log.read_text()
         assert "is damaged: remove it, and cookbook submit makes it again" in log.read_text()
+    assert not any(copies(disks).values())
     assert not [line for line in Path("/proc/mounts").read_text().splitlines() if str(root) in line]
 
 
