@@ -32,7 +32,7 @@ setup_failed() {
   trap - ERR EXIT
   set +eu
   [ "$rc" != 0 ] || rc=1
-  begin_attempt || finish
+  COPY_IMAGES_TO='' begin_attempt || finish
   end_attempt "$rc" --message "$SETUP_PLACE: the ${SETUP_KEY:-job_setup} line '$SETUP_LINE' failed with exit status $rc (see $RUN_DIR/logs/job.log): fix it there, then: ${AGAIN:-cookbook resume ${RUN_DIR##*/}}"
   finish
 }
