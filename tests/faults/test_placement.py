@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import SlurmCluster, running_cluster
 from tests.faults.conftest import user_of
-from tests.faults.kit import attempts, ended
+from tests.faults.kit import attempts, ended, processes_of_node
 from tests.faults.test_image import small  # noqa: F401  a fixture
 from tests.faults.test_roles import RUN, reaches, replica, rollout
 from tests.launcher.kit import Kit, report, until
@@ -72,6 +72,7 @@ def racks(disks: Path) -> Iterator[SlurmCluster]:
             (tools / "slurmd").chmod(0o755)
             patch.setenv("PATH", f"{tools}:{path}")
         shape = ("--nodes", "4", "--gpus", "1", "--switches", "2", "--requeue-delay", "5")
+        shape += ("--set", "SlurmdTimeout=6")
         with running_cluster("racks", *shape) as cluster:
             yield cluster
 
@@ -244,3 +245,22 @@ def test_rollout_nodes_have_copies_before_their_replicas(
     ended(copying, run, "COMPLETED")
     assert not any(copies(disks).values())
     assert not says(run, "shared filesystem") and not says(run, "one by one")
+
+
+@pytest.mark.named
+@NEEDS_IMAGES
+def test_a_spare_node_gets_copies_when_it_is_taken(
+    copying: Kit, racks: SlurmCluster, disks: Path, command: list[str]
+) -> None:
+    job, run = copying.submit(*command, "--cluster", "site", "resources.spare_nodes=1")
+    until(lambda: says(run, "rank 1 on n3"), 60, lambda: report(run))
+    assert copies(disks)["n2"] == []
+    for pid in processes_of_node("n3", job, racks.state):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: says(run, "rank 1 on n2"), 120, lambda: report(run))
+    assert (copies(disks)["n1"], copies(disks)["n2"]) == (BOTH, BOTH)
+    (disks / "goes_on").unlink()
+    lost, second = ended(copying, run, "COMPLETED")
+    assert (lost["cause"], second["nodes"]) == ("node_failure", ["n1", "n2"])
+    until(lambda: copies(disks)["n1"] == copies(disks)["n2"] == [], 20)
+    racks.start_dead_daemons()
