@@ -124,6 +124,26 @@ def test_ranks_below_one_switch_are_neighbours(
     assert log.count("a switch or block after the other: n1,n3 | n2,n4") == 1, log
 
 
+@pytest.mark.named
+def test_the_log_of_a_node_that_fails_has_its_rank(
+    racks: SlurmCluster, root: Path, tmp_path: Path
+) -> None:
+    """The third node by name has rank 1. Its log was on its own disk."""
+    program = "echo Traceback on $NODE_NAME; [ $NODE_NAME != n3 ] || exit 1; sleep 60"
+    (tmp_path / "command.sh").write_text(program)
+    recipe = tmp_path / "fails.yaml"
+    recipe.write_text(f"entry: command:bash {tmp_path}/command.sh\nmax_retries: 0\n")
+    (tmp_path / "sites").mkdir()
+    (tmp_path / "sites" / "site.yaml").write_text("logs: failing\n")
+    user = user_of(racks, root)
+    user = replace(user, env={**user.env, "COOKBOOK_CLUSTERS": str(tmp_path / "sites")})
+    shape = ["--nodes", "4", "--gpus-per-node", "1", "--cluster", "site"]
+    _, run = user.submit("--recipe", str(recipe), *shape)
+    ended(user, run, "FAILED")
+    log = (run / "logs/0/node_1.log").read_text()
+    assert "[1] Traceback on n3" in log, report(run)
+
+
 @pytest.fixture
 def copying(racks: SlurmCluster, root: Path, disks: Path, small: Path, tmp_path: Path) -> Kit:  # noqa: F811
     """A user whose nodes copy the images to their disks."""
