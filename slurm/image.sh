@@ -184,7 +184,7 @@ mount_image() { # file folder
   # A kernel lets root mount it, and users if the administrators configured that.
   rm -f "$2.pid"
   ! mount -t squashfs -o loop,ro "$1" "$2" 2>/dev/null || return 0
-  rmdir "$2"
+  rmdir "$2" "${2%/*}" 2>/dev/null
   echo "it has no squashfuse with /dev/fuse, and may not mount $1"
   return 1
 }

@@ -79,10 +79,11 @@ def cluster(folder: Path, shared: Path, nodes: int, delay_us: int) -> Iterator[d
             for pid in (tools / "pids").read_text().split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-        with suppress(OSError):
-            for account in [*_accounts(folder).iterdir(), _accounts(folder)]:
-                if account.is_dir():
-                    account.rmdir()
+        # Until the last process of a node has ended, its cgroup is busy.
+        time.sleep(1)
+        for account in [*_accounts(folder).glob("n*/"), _accounts(folder)]:
+            with suppress(OSError):
+                account.rmdir()
 
 
 def _accounts(folder: Path) -> Path:
