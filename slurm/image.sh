@@ -26,7 +26,8 @@ start_from_images() { # folder for this attempt's mounts on the node's own disk
 # Sets JOB_VENV and JOB_CODE, from which the job script starts its own programs. The nodes mount the
 # images themselves.
 start_job_from_images() {
-  local VENV=$VENV COOKBOOK=$COOKBOOK NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
+  # Copies are made later.
+  local VENV=$VENV COOKBOOK=$COOKBOOK NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)} COPY_IMAGES_TO=
   local folder=${TMPDIR:-/tmp}/cookbook-$UID
   mkdir -m 700 "$folder" 2>/dev/null
   if [ -O "$folder" ] && [ ! -L "$folder" ]; then start_from_images "$folder/images/$SLURM_JOB_ID.job"; fi
@@ -43,16 +44,102 @@ code_image() {
 # Where this job's copy of an image is on each node.
 copy_of() { printf '%s\n' "$COPY_IMAGES_TO/cookbook-$UID-$SLURM_JOB_ID-${1##*/}"; }
 
-# Sends the images to the nodes' own disks over Slurm's network, once per job, so that the shared
-# filesystem is read once. A node without a whole copy mounts the shared image.
+# Sends the images to the own disks of the attempt's nodes over Slurm's network, so that the shared
+# filesystem is read once: once per job and node, before anything else is started there. A node
+# without copies mounts the shared images. Removes the copies of nodes that have been replaced.
 copy_images() {
-  local image answer
-  [ ! -e "$(copy_of "$ENV_IMAGE")" ] || return 0
-  for image in "$ENV_IMAGE" "$(code_image)"; do
-    answer=$(timeout "${COPY_LIMIT_S:-900}" sbcast --force "$image" "$(copy_of "$image")" 2>&1) ||
-      say "not every node has a copy of ${image##*/} in $COPY_IMAGES_TO: ${answer:-it took too long}"
+  local node new='' gone='' used=$HOSTS${ROLLOUT_HOSTS:+,$ROLLOUT_HOSTS} had=${COPIED:-}
+  for node in ${used//,/ }; do [[ ,$had, == *",$node,"* ]] || new+=${new:+,}$node; done
+  for node in ${had//,/ }; do [[ ,$used, == *",$node,"* ]] || gone+=${gone:+,}$node; done
+  COPIED=$used
+  if [ -n "$gone" ]; then release_nodes "$gone" copies & fi
+  [ -z "$new" ] || send_copies "$new"
+}
+
+send_copies() { # nodes
+  local log=$LOGS/copies.log holder ready step images=("$ENV_IMAGE" "$(code_image)")
+  local count since=$SECONDS
+  count=$(count_of "$1")
+  say "sending the images to $COPY_IMAGES_TO of ${1//,/, }"
+  : >"$log"
+  # This step keeps the copies. Whatever ends the job, Slurm ends the step with TERM, and it removes them.
+  srun --overlap --mem=0 --no-kill --job-name=copies --nodes="$count" --nodelist="$1" --ntasks="$count" --ntasks-per-node=1 \
+    bash "$COOKBOOK/slurm/image.sh" keep "$(du -ckL --apparent-size "${images[@]}" | awk 'END { print $1 }')" </dev/null >"$log" 2>&1 &
+  holder=$!
+  HOLDERS+=("$holder")
+  until (($(grep -c '^node ' "$log") >= count)) || copying_ends $holder 60; do sleep 0.2; done
+  ready=$(sed -n 's/^node \(.*\) is ready, .*/\1/p' "$log" | paste -sd,)
+  step=$(sed -n 's/^node .* is ready, step //p' "$log" | head -n 1)
+  if (($(count_of "$ready") == count)) && send_images; then
+    kill -USR2 $holder
+    since=$SECONDS
+    until (($(grep -c '^kept ' "$log") >= count)) || copying_ends $holder 60; do sleep 0.2; done
+    return 0
+  fi
+  end_copies $holder
+  [ -z "$STOP_ASKED" ] || return 0
+  say "not every node has a copy of ${ENV_IMAGE##*/} in $COPY_IMAGES_TO: $(grep -v ' is ready, ' "$log" | head -n 1)"
+  if [ -n "$ready" ] && [ "$(count_of "$ready")" != "$count" ]; then send_copies "$ready"; fi
+}
+
+# Sends both images to the nodes of a step. They get their names when all nodes have them.
+send_images() {
+  local image
+  for image in "${images[@]}"; do
+    since=$SECONDS
+    sbcast --force --jobid="$SLURM_JOB_ID.$step" "$image" "$(copy_of "$image").part" >>"$log" 2>&1 &
+    until copying_ends $! "${COPY_LIMIT_S:-900}"; do sleep 0.2; done
+    kill $! 2>/dev/null && echo "sending ${image##*/} took too long" >>"$log"
+    wait $! || return
   done
 }
+
+# Returns true if a process has ended or had its time, or if the attempt is to stop.
+copying_ends() { # process seconds
+  ! kill -0 "$1" 2>/dev/null || [ -n "$STOP_ASKED" ] || ((SECONDS - since >= $2))
+}
+
+count_of() { tr , '\n' <<<"$1" | grep -c .; }
+
+# Ends steps that keep copies.
+end_copies() { # processes of srun
+  local process since=$SECONDS
+  for process; do kill -USR1 "$process" 2>/dev/null; done
+  for process; do
+    while kill -0 "$process" 2>/dev/null && ((SECONDS - since < 5)); do sleep 0.2; done
+    kill "$process" 2>/dev/null
+  done
+}
+
+# The step that keeps a node's copies.
+keep_copies() { # KiB
+  local free
+  remove_copies
+  trap 'kill $! 2>/dev/null; remove_copies; exit 0' TERM USR1
+  trap complete_copies USR2
+  # Of jobs that ended without this, at a power failure for example.
+  find "$COPY_IMAGES_TO" -maxdepth 1 -name "cookbook-$UID-*.sqsh*" -user "$UID" -mtime +7 -delete 2>/dev/null
+  free=$(df -k --output=avail "$COPY_IMAGES_TO" 2>/dev/null | tail -n 1)
+  if [ ! -w "$COPY_IMAGES_TO" ]; then
+    echo "node $SLURMD_NODENAME cannot write there"
+  elif ((free < $1)); then
+    echo "node $SLURMD_NODENAME has $((free >> 10)) MiB free there, and they need $(($1 >> 10))"
+  else
+    echo "node $SLURMD_NODENAME is ready, step $SLURM_STEP_ID"
+    while :; do sleep 3600 & wait $!; done
+  fi
+}
+
+complete_copies() {
+  local image copy
+  for image in "$ENV_IMAGE" "$(code_image)"; do
+    copy=$(copy_of "$image")
+    [ ! -e "$copy.part" ] || mv -f "$copy.part" "$copy" 2>/dev/null
+  done
+  echo "kept on $SLURMD_NODENAME"
+}
+
+remove_copies() { rm -f "$COPY_IMAGES_TO/cookbook-$UID-$SLURM_JOB_ID-"*.sqsh*; }
 
 # The copy of an image on this node's own disk, or the shared image if that copy is not whole.
 nearest() { # image
@@ -74,7 +161,7 @@ nearest() { # image
 is_whole() { # image
   local size
   size=$(od -An -t u8 -j 40 -N 8 "$1" 2>/dev/null)
-  [ "$(head -c 4 "$1" | tr -d '\0')" = hsqs ] && [ "$(stat -c %s "$1")" -ge "$((size))" ]
+  ((size > 0)) && [ "$(head -c 4 "$1" | tr -d '\0')" = hsqs ] && [ "$(stat -c %s "$1")" -ge "$((size))" ]
 }
 
 # Mounts an image at a folder. Prints the reason if it cannot.
@@ -97,7 +184,7 @@ mount_image() { # file folder
   # A kernel lets root mount it, and users if the administrators configured that.
   rm -f "$2.pid"
   ! mount -t squashfs -o loop,ro "$1" "$2" 2>/dev/null || return 0
-  rmdir "$2"
+  rmdir "$2" "${2%/*}" 2>/dev/null
   echo "it has no squashfuse with /dev/fuse, and may not mount $1"
   return 1
 }
@@ -115,12 +202,9 @@ release_images() { # folder [dead]
   done
 }
 
-# As a program, on each node: the end of a job.
+# As a program, on each node: keep KIB; or the end of an attempt; with copies, also of what is kept.
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  if [ "${1:-}" = keep ]; then keep_copies "$2"; exit; fi
   for each in "${TMPDIR:-/tmp}/cookbook-$(id -u)/images/$SLURM_JOB_ID".*; do release_images "$each"; done
-  if [ -n "${COPY_IMAGES_TO:-}" ]; then
-    rm -f "$COPY_IMAGES_TO/cookbook-$UID-$SLURM_JOB_ID-"*.sqsh
-    # Of jobs that ended without this.
-    find "$COPY_IMAGES_TO" -maxdepth 1 -name "cookbook-$UID-*.sqsh" -user "$UID" -mtime +7 -delete
-  fi
+  if [ "${1:-}" = copies ]; then remove_copies; fi
 fi

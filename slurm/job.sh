@@ -8,6 +8,9 @@ unset SLURM_NO_KILL
 # Options of the srun of each attempt, from the environment's record.
 STEP_OPTIONS=()
 
+# Options with which its tasks are in the order of HOSTS: place_by_topology.
+PLACED=()
+
 # $$ is the process id of the job script in every subshell.
 export JOB_PID=$$
 
@@ -29,7 +32,7 @@ setup_failed() {
   trap - ERR EXIT
   set +eu
   [ "$rc" != 0 ] || rc=1
-  begin_attempt || finish
+  COPY_IMAGES_TO='' begin_attempt || finish
   end_attempt "$rc" --message "$SETUP_PLACE: the ${SETUP_KEY:-job_setup} line '$SETUP_LINE' failed with exit status $rc (see $RUN_DIR/logs/job.log): fix it there, then: ${AGAIN:-cookbook resume ${RUN_DIR##*/}}"
   finish
 }
@@ -88,6 +91,12 @@ begin_attempt() {
     say "no successor is in the queue, so the run ends with this job: $ANSWER"
   fi
   say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
+  if [ -n "${ENV_IMAGE:-}" ] && [ -n "${COPY_IMAGES_TO:-}" ] && under_slurm; then copy_images; fi
+  # Nothing was started that could save.
+  if [ -n "$STOP_ASKED" ]; then
+    end_attempt 143
+    return 1
+  fi
   [ -z "${ROLLOUT_NODES:-}" ] || start_replicas
   # In the background, so training does not wait for it.
   [ "$ATTEMPT" != 0 ] || notify start &
@@ -148,6 +157,7 @@ job_runs() {
 choose_nodes() {
   await_controller || return 1
   HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+  place_by_topology
   local total=$((NODES + ${ROLLOUT_NODES:-0}))
   ask choose --hosts "$HOSTS" --nodes "$total" --silent "${SILENT:-}" || not_begun $? || return 1
   case $REPLY in
@@ -170,6 +180,19 @@ choose_nodes() {
   fi
   NEXT=requeue
   return 1
+}
+
+# Orders HOSTS so that ranks below one switch are neighbours, if Slurm knows the switches. Sets PLACED,
+# with which srun starts tasks in this order; otherwise it does so in the order of its list.
+place_by_topology() {
+  local groups
+  groups=$(job_python slurm.topology "$HOSTS")
+  PLACED=(--nodes="$NODES")
+  [ -n "$groups" ] || return 0
+  # srun takes no number of nodes then.
+  HOSTS=${groups// /,} PLACED=(--distribution=arbitrary)
+  [ -n "${SAID_PLACES:-}" ] || say "ranks in the order of Slurm's topology, a switch or block after the other: ${groups// / | }"
+  SAID_PLACES=yes
 }
 
 # Returns true if the job's partition has enough nodes that are not down or drained, without these
@@ -214,7 +237,6 @@ launch_nodes() {
   local limit=()
   if [ -n "${TIMEOUT_S:-}" ]; then limit=(timeout --kill-after=60 "$TIMEOUT_S"); fi
   if under_slurm; then
-    if [ -n "${ENV_IMAGE:-}" ] && [ -n "${COPY_IMAGES_TO:-}" ]; then copy_images; fi
     # Slurm never cleans up a step that lost a node: the step keeps its resources on the other nodes.
     local beside=()
     [ -z "${SILENT:-}${OLD_STEPS:-}" ] || beside=(--overlap --mem=0)
@@ -222,7 +244,7 @@ launch_nodes() {
     local log=$LOGS/node_%t.log
     [ "$KEEP_LOGS" = all ] || log=$LOGS/node_0.log
     # Since 22.05 srun does not inherit --cpus-per-task from the job.
-    exec "${limit[@]}" srun "${beside[@]}" --job-name="attempt-$ATTEMPT" --nodes="$NODES" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
+    exec "${limit[@]}" srun "${beside[@]}" --job-name="attempt-$ATTEMPT" "${PLACED[@]}" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
       ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
       --kill-on-bad-exit=1 --wait=60 --export=ALL "${STEP_OPTIONS[@]}" \
       --output="$log" --open-mode=append \
@@ -366,7 +388,7 @@ listed_steps() {
 # Copies the logs of the nodes that failed from their disks.
 copy_logs_of_nodes() {
   if [ "$KEEP_LOGS" = all ] || [ -z "${HOSTS:-}" ]; then return 0; fi
-  timeout 60 srun --overlap --mem=0 --nodes="$NODES" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
+  timeout 60 srun --overlap --mem=0 "${PLACED[@]}" --nodelist="$HOSTS" --ntasks="$NODES" --ntasks-per-node=1 \
     bash "$COOKBOOK/slurm/logs.sh" </dev/null >/dev/null 2>&1
 }
 
@@ -467,10 +489,11 @@ exclude() {
 }
 
 # Unmounts the images on the nodes: Slurm has killed what held them there.
-release_nodes() {
+release_nodes() { # [nodes copies]
   if [ -z "${ENV_IMAGE:-}" ] || [ -z "${HOSTS:-}" ] || ! under_slurm; then return 0; fi
-  timeout 30 srun --overlap --mem=0 --nodes="$NODES" --nodelist="$HOSTS" --ntasks-per-node=1 \
-    bash "$COOKBOOK/slurm/image.sh" </dev/null >/dev/null 2>&1
+  local nodes=${1:-$HOSTS${ROLLOUT_HOSTS:+,$ROLLOUT_HOSTS}}
+  timeout 30 srun --overlap --mem=0 --nodes="$(count_of "$nodes")" --nodelist="$nodes" --ntasks-per-node=1 \
+    bash "$COOKBOOK/slurm/image.sh" "${2:-}" </dev/null >/dev/null 2>&1
 }
 
 # Answers the recipe's questions with the exported model, on the first node: the others have ended, and
@@ -482,6 +505,7 @@ answer_questions() {
   (
     # Nothing of the attempt is left that this could wait for or overlap with.
     export NODES=1 HOSTS=${HOSTS%%,*} ONE_HOST=yes NODE_CHECK=no
+    PLACED=(--nodes=1)
     TIMEOUT_S=${ANSWER_LIMIT_S:-1800} ATTEMPT=answers
     launch_nodes "$ANSWER_SCRIPT"
   ) &
@@ -516,6 +540,7 @@ finish() {
   drop_successor
   notify ended
   [ "$NEXT" != finished ] || answer_questions
+  [ -z "${HOLDERS:-}" ] || end_copies "${HOLDERS[@]}"
   [ "$NEXT" = finished ]
   exit $?   # in an EXIT trap, exit alone would return the status from before it
 }

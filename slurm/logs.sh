@@ -40,6 +40,6 @@ copy_logs() { # its log
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
-  NODE_RANK=$SLURM_NODEID
+  NODE_RANK=$SLURM_PROCID
   copy_logs "${TMPDIR:-/tmp}/cookbook-$(id -u)/logs/$SLURM_JOB_ID.$ATTEMPT.$NODE_RANK"
 fi

@@ -3,7 +3,7 @@
 # node can read the shared files and reach the first node. Needs RUN_DIR, VENV, LOGS, HEAD_ADDR,
 # HEAD_PORT, ONE_HOST, NODES, RANKS_PER_NODE; sets NODE_RANK.
 
-NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
+NODE_RANK=${NODE_RANK:-${SLURM_PROCID:-0}}
 NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
 export NODE_RANK NODE_NAME
 
@@ -52,7 +52,8 @@ if [ "${KEEP_LOGS:-all}" = failing ] && [ "$NODE_RANK" != 0 ]; then
 fi
 if [ -n "${ENV_IMAGE:-}" ]; then
   source "$COOKBOOK/slurm/image.sh"
-  start_from_images "$local_folder/images/${SLURM_JOB_ID:-$JOB_PID}.${ATTEMPT:-0}.$NODE_RANK"
+  # Replicas on one node have mounts of their own: each ends its mounts with itself.
+  start_from_images "$local_folder/images/${SLURM_JOB_ID:-$JOB_PID}.${ATTEMPT:-0}.$NODE_RANK${ROLLOUT_INDEX:+.$ROLLOUT_INDEX}"
 fi
 
 export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1

@@ -3,7 +3,7 @@
 A Slurm on this host whose nodes have mount namespaces of their own. In each, the checkout with its
 virtual environment, its Python and the shared folder are mounted over themselves by delayed.c,
 which writes down each operation and delays it. One rank per node trains the demo model for three
-steps. Needs root, /dev/fuse, gcc, libfuse3-dev and squashfuse.
+steps. Needs root, cgroups (v1), /dev/fuse, gcc, libfuse3-dev and squashfuse.
 """
 
 import argparse
@@ -33,6 +33,7 @@ case " $* " in *" -N "*) ;; *) exec "$REAL_SLURMD" "$@" ;; esac
 unset INSIDE
 arguments="$* "
 node=${arguments##* -N } node=${node%% *}
+mkdir -p "$ACCOUNTS/$node" && echo $$ >"$ACCOUNTS/$node/cgroup.procs"
 for folder in $FOLDERS; do
   "$TOOLS/delayed" "$folder" "$TOOLS/$node.log" "$DELAY_US" </dev/null >/dev/null 2>&1 &
   echo $! >>"$TOOLS/pids"
@@ -55,9 +56,11 @@ def cluster(folder: Path, shared: Path, nodes: int, delay_us: int) -> Iterator[d
         k: v for k, v in os.environ.items() if not k.startswith(("COOKBOOK_", "SLURM", "PYTHON"))
     }
     env |= {"PATH": f"{tools}:{path}", "COOKBOOK_ROOT": str(shared)}
-    base = Path(sys.base_prefix)
+    base, environment = Path(sys.base_prefix), Path(sys.prefix)
     folders = [ROOT, shared, *([] if base.is_relative_to("/usr") else [base])]
+    folders += [] if environment.is_relative_to(ROOT) else [environment]
     own = {"TOOLS": tools, "DELAY_US": delay_us, "FOLDERS": f"'{' '.join(map(str, folders))}'"}
+    own["ACCOUNTS"] = _accounts(folder)
     own |= {"REAL_SLURMD": shutil.which("slurmd", path=path)}
     lines = "\n".join(f"{name}={value}" for name, value in own.items())
     (tools / "slurmd").write_text(SLURMD.replace("{variables}", lines))
@@ -76,6 +79,22 @@ def cluster(folder: Path, shared: Path, nodes: int, delay_us: int) -> Iterator[d
             for pid in (tools / "pids").read_text().split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
+        # Until the last process of a node has ended, its cgroup is busy.
+        time.sleep(1)
+        for account in [*_accounts(folder).glob("n*/"), _accounts(folder)]:
+            with suppress(OSError):
+                account.rmdir()
+
+
+def _accounts(folder: Path) -> Path:
+    """The cgroups (v1) of the nodes: their CPU time, of the filesystem's daemons, too."""
+    return Path("/sys/fs/cgroup/cpuacct", folder.name)
+
+
+def _cpu_s(folder: Path) -> dict[str, float]:
+    """CPU seconds that each node has used."""
+    found = _accounts(folder).glob("n*/cpuacct.usage")
+    return {file.parent.name: int(file.read_text()) / 1e9 for file in found}
 
 
 def measure(shared: Path, nodes: int, start_from: str, delay_us: int) -> dict[str, Any]:
@@ -99,11 +118,13 @@ def _trained(folder: Path, env: dict[str, str], nodes: int) -> dict[str, Any]:
     for _ in range(2):
         for log in (folder / "tools").glob("n*.log"):
             os.truncate(log, 0)
+        before = _cpu_s(folder)
         done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd=ROOT, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr)
         submitted = json.loads(done.stdout)
         first = _first_step(Path(submitted["path"]))
+        spent = {node: used - before[node] for node, used in _cpu_s(folder).items()}
         sizes = {log: log.stat().st_size for log in (folder / "tools").glob("n*.log")}
         job = subprocess.check_output(
             ["scontrol", "show", "job", submitted["job_id"]], env=env, text=True
@@ -112,6 +133,7 @@ def _trained(folder: Path, env: dict[str, str], nodes: int) -> dict[str, Any]:
         _ended(Path(submitted["path"]))
     begun = datetime.fromisoformat(started[1]).timestamp() if started else float("nan")
     counts = {log.stem: _counts(log, sizes[log], folder) for log in sizes}
+    counts = {node: each | {"cpu_s": round(spent[node], 1)} for node, each in counts.items()}
     others = [counts[name] for name in counts if name != "n1"]
     mean = {key: sum(each[key] for each in others) / len(others) for key in counts["n1"]}
     return {"seconds": first - begun, "first": counts["n1"], "others": mean}
@@ -132,7 +154,7 @@ def _ended(run: Path) -> None:
     time.sleep(2)
 
 
-def _counts(log: Path, size: int, folder: Path) -> Counter[str]:
+def _counts(log: Path, size: int, folder: Path) -> dict[str, float]:
     """Operations of a node by kind, and opened files by what they belong to."""
     counts: Counter[str] = Counter(opened=0, looked_for=0, bytes=0)
     opened: Counter[str] = Counter()
@@ -149,7 +171,7 @@ def _counts(log: Path, size: int, folder: Path) -> Counter[str]:
     if keep := os.environ.get("KEEP_LOGS"):
         text = "".join(f"{count} {path}\n" for path, count in opened.most_common())
         Path(keep, f"{log.stem}-{folder.name}.txt").write_text(text)
-    return counts
+    return dict(counts)
 
 
 def main() -> int:

@@ -76,6 +76,9 @@ Additional options of up:
   --nodes N                number of nodes, n1 to nN (default 2)
   --gpus G                 fake GPUs per node (default 8; 0 for none)
   --gpu-type TYPE          their type, as in --gres=gpu:TYPE:G (default h100)
+  --switches S             leaf switches that the nodes are below in turn: with 2, n1 and n3 below s1, n2
+                           and n4 below s2 (default 0: no topology). Blocks instead of switches with
+                           --set TopologyPlugin=topology/block
   --requeue-delay SECONDS  how long a requeued job waits, and the lifetime of a job credential
                            (default 10)
   --accounting             keep accounts, QoS and ended jobs in a database, for sacctmgr and sacct;
@@ -105,7 +108,7 @@ wrong_usage() {
 # --- Options and places ---------------------------------------------------------------------------
 
 parse_options() {
-    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay_s=10 accounting=0 release='' release_bin=''
+    name=default nodes=2 gpus=8 gpu_type=h100 switches=0 requeue_delay_s=10 accounting=0 release='' release_bin=''
     root=${COOKBOOK_DEV_CLUSTER_ROOT:-/tmp/slurm-cookbook-$UID}
     while (($#)); do
         case $1 in
@@ -114,7 +117,7 @@ parse_options() {
             exit 0
             ;;
         --name | --state) ;;
-        --nodes | --gpus | --gpu-type | --requeue-delay | --set | --accounting | --release)
+        --nodes | --gpus | --gpu-type | --switches | --requeue-delay | --set | --accounting | --release)
             [[ $COMMAND == up ]] || wrong_usage "$1 is an option of 'up', not of '$COMMAND'"
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
@@ -128,6 +131,7 @@ parse_options() {
         --nodes) nodes=$2 ;;
         --gpus) gpus=$2 ;;
         --gpu-type) gpu_type=$2 ;;
+        --switches) switches=$2 ;;
         --requeue-delay) requeue_delay_s=$2 ;;
         --set) set_option "$2" ;;
         --accounting) accounting=$2 ;;
@@ -154,6 +158,7 @@ set_option() {
 check_options() {
     check_number --nodes "$nodes" 1 64
     check_number --gpus "$gpus" 0 64
+    check_number --switches "$switches" 0 "$nodes"
     check_number --requeue-delay "$requeue_delay_s" 1 3600
     [[ ! $release || -v DEBIAN_OF[$release] ]] ||
         wrong_usage "--release must be one of $(releases), got '$release'"

@@ -1,5 +1,9 @@
-"""A cluster, its user and an undisturbed run, which the tests of this folder share."""
+"""A cluster, its user and an undisturbed run, which the tests of this folder share.
 
+COOKBOOK_TEST_START_FROM=image: the nodes of all runs start from images.
+"""
+
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +26,10 @@ def user_of(cluster: SlurmCluster, root: Path) -> Kit:
     """A user of a cluster whose runs are in root."""
     env = {key: value for key, value in cluster.env.items() if not key.startswith("COOKBOOK_")}
     env |= {"COOKBOOK_ROOT": str(root), "XDG_CACHE_HOME": str(root / "cache")}
+    if start_from := os.environ.get("COOKBOOK_TEST_START_FROM"):
+        (root / "sites").mkdir(exist_ok=True)
+        (root / "sites" / "default.yaml").write_text(f"start_from: {start_from}\n")
+        env["COOKBOOK_CLUSTERS"] = str(root / "sites")
     return Kit(env, root)
 
 
