@@ -84,6 +84,16 @@ def test_a_sweep_joins_only_those_of_its_recipe(tmp_path):
         sweep.load(str(file))
 
 
+EXAMPLES = sorted(paths.REPO_ROOT.glob("examples/*/run.sh"))
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.parent.name)
+def test_an_example_begins_nothing_when_an_argument_is_wrong(script: Path):
+    argv = ["/bin/bash", str(script), "--locale"]
+    done = subprocess.run(argv, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert done.returncode == 2 and "--locale" in done.stderr and not done.stdout, done
+
+
 @pytest.mark.named
 def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
     printed = ended(user, "large_models")
