@@ -94,6 +94,15 @@ def test_an_example_begins_nothing_when_an_argument_is_wrong(script: Path):
     assert done.returncode == 2 and "--locale" in done.stderr and not done.stdout, done
 
 
+def test_a_step_of_support_intents_names_the_one_that_it_needs(tmp_path):
+    script = next(each for each in EXAMPLES if each.parent.name == "support_intents")
+    env = {"PATH": "/usr/bin:/bin", "COOKBOOK_ROOT": str(tmp_path)}
+    argv = ["/bin/bash", str(script), "--local", "eval"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 1, done
+    assert done.stderr.endswith(f"support-lora.run is missing: bash {script} train --local\n")
+
+
 @pytest.mark.named
 def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
     printed = ended(user, "large_models")
