@@ -17,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.figures import Figures
 from trainer.groups import trained_of
 from trainer.layers.batch import MicroBatch
+from trainer.metrics import Work
 from trainer.models.builder import Builder
 from trainer.objectives.base import Models, Objective
 from trainer.parallel import activations, fsdp, gradients, tensor_parallel
@@ -82,8 +83,8 @@ class Trainer:
         self.saved_at = time.monotonic()
         # This rank's share of the loss of each step since the last logged one.
         self.losses: list[torch.Tensor] = []
-        # The step before, if its figures are still to be logged.
-        self.before: Figures | None = None
+        # The step before, if its figures are still to be logged, and its time if that is known.
+        self.before: tuple[Figures, Work | None] | None = None
         self.state = self._resume()
         self.reporter = Reporter(
             config, world, self.models, self.data, self.checkpoints, attempt, self.state
@@ -178,7 +179,9 @@ class Trainer:
                         with self.reporter.paused("saving"):
                             self._save(wait=step == last)
                 elif logging:
-                    self.before = sent
+                    # A CPU has done the step by now; the next one's time is not this one's.
+                    done = sent.arrived is None
+                    self.before = sent, self.reporter.clock.lap() if done else None
                 if profile is not None:
                     profile.step()
         return True
@@ -293,9 +296,10 @@ class Trainer:
 
     def _log_before(self) -> None:
         """Log the step before, while the device works at the one that was launched."""
-        step, self.before = self.before, None
-        if step is not None:
-            self.reporter.log(step, self._read(step))
+        before, self.before = self.before, None
+        if before is not None:
+            step, lap = before
+            self.reporter.log(step, self._read(step), lap)
 
     def _validates(self, step: int) -> bool:
         """Whether the validation loss is due after `step`: every n steps, or after each epoch."""

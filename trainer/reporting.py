@@ -109,16 +109,19 @@ class Reporter:
         self._heartbeat.leave(phase)
         self._world.limit(None)
 
-    def log(self, step: Figures, values: dict[str, float | None]) -> None:
+    def log(
+        self, step: Figures, values: dict[str, float | None], lap: metrics.Work | None = None
+    ) -> None:
         """Log a step; all ranks call this together.
 
         Args:
             step: as the loop sent it; all before it are counted, and none after it.
             values: loss and loss_mean, the objective's own metrics, grad_norm, and those of
                 dataset_val if it was measured.
+            lap: the work up to this step; None if it ends now.
         """
         state, world = self._state, self._world
-        lap, total = self.clock.lap(), self._data.training.total_steps
+        lap, total = lap or self.clock.lap(), self._data.training.total_steps
         left = self.clock.left(total)
         own = {**metrics.memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
         highest = dict(zip(own, world.max(list(own.values())), strict=True))

@@ -3,6 +3,7 @@
 # Takes about five minutes on two busy cores. Nothing is downloaded. --local: without Slurm.
 # AUTOMODEL_PYTHON: a Python with nemo-automodel, for its losses beside the kit's; else they are left out.
 set -euo pipefail
+[[ $* =~ ^(--local)?$ ]] || { echo "error: unknown argument in '$*': bash $0 [--local]" >&2; exit 2; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=${COOKBOOK_ROOT:-$(cd "$here/../.." && pwd -P)}
 how=("$@")

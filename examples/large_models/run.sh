@@ -4,6 +4,7 @@
 # MEMORY_GIB: what a rank may allocate, as a GPU's memory would limit it.
 # LITGPT_VENV: a virtual environment with LitGPT, which then runs the experiments of litgpt.yaml too.
 set -euo pipefail
+[ $# -eq 0 ] || { echo "error: unknown argument in '$*': bash $0" >&2; exit 2; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 # A root of its own: its tiny models have the names of the real ones.
 export COOKBOOK_ROOT=${COOKBOOK_ROOT:-$(cd "$here/../.." && pwd -P)}/large_models

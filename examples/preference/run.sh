@@ -2,6 +2,7 @@
 # From two sources of compared answers to a served model: bash examples/preference/run.sh [--local]
 # Takes a few minutes on two cores. Nothing is downloaded. --local: without Slurm.
 set -euo pipefail
+[[ $* =~ ^(--local)?$ ]] || { echo "error: unknown argument in '$*': bash $0 [--local]" >&2; exit 2; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=${COOKBOOK_ROOT:-$(cd "$here/../.." && pwd -P)}
 how=("$@")

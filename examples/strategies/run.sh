@@ -2,6 +2,7 @@
 # One task by eight methods, in one table: bash examples/strategies/run.sh [--local]
 # Takes about ten minutes on two busy cores. Nothing is downloaded. --local: without Slurm.
 set -euo pipefail
+[[ $* =~ ^(--local)?$ ]] || { echo "error: unknown argument in '$*': bash $0 [--local]" >&2; exit 2; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=${COOKBOOK_ROOT:-$(cd "$here/../.." && pwd -P)}
 how=("$@")

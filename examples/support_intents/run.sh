@@ -21,6 +21,8 @@ submitted() {
 followed() { cookbook watch "$(run "$1")" --plain; }
 # The run that was submitted last under a name.
 run() { cat "$data/$1.run"; }
+# Ends the script if a file is missing that an earlier step makes.
+needs() { [ -e "$2" ] || { echo "error: $2 is missing: bash $0 $1 ${how[*]}" >&2; exit 1; }; }
 evaluated() { cookbook eval "$@" --suite "$here/suite.yaml" --watch "${how[@]}"; }
 # The gates, for the samples of the newest evaluation of a model.
 gates() { { cookbook eval "$1" --results --as-gates && cat "$here/gates.yaml"; } >"$data/support-gates.yaml"; }
@@ -31,17 +33,21 @@ step_data() { # messages with planted faults: a Delta table and a file of JSON l
 }
 
 step_base() { # a base model that reads requests, and has not seen what they want
+  needs data "$raw-base.jsonl"
   submitted support-base "$here/base.yaml"
   followed support-base
   ln -sfn "$root/runs/$(run support-base)/export" "$model"
 }
 
 step_prepare() { # filter, duplicates, personal data, stratified split; a Delta table; with DuckDB
+  needs data "$raw-truth.json"
+  needs base "$model"
   cookbook prepare support
   cookbook data show support
 }
 
 step_spark() { # the same with Spark, on two nodes of an allocation; the same rows
+  needs prepare "$data/prepared/support/current"
   local nodes=2
   [ ${#how[@]} -eq 0 ] || nodes=1
   cookbook prepare support --name support-spark --nodes "$nodes" engine=spark memory=1500M --watch "${how[@]}"
@@ -49,6 +55,7 @@ step_spark() { # the same with Spark, on two nodes of an allocation; the same ro
 }
 
 step_train() { # QLoRA and LoRA, validated, the best checkpoint exported, tracked in MLflow
+  needs prepare "$data/prepared/support/current"
   submitted support-qlora "$here/support_qlora.yaml" "checkpointer.checkpoint_dir=$model"
   submitted support-lora "$here/support_qlora.yaml" "checkpointer.checkpoint_dir=$model" model.quantize_base=false
   followed support-qlora
@@ -57,6 +64,7 @@ step_train() { # QLoRA and LoRA, validated, the best checkpoint exported, tracke
 }
 
 step_eval() { # perplexity, and accuracy per intent, against the base
+  needs train "$data/support-lora.run"
   python "$here/samples.py" "$data/prepared/support/current" "$data"
   evaluated "$(run support-base)" &
   evaluated "$(run support-qlora)" --against base --samples 2
@@ -64,6 +72,7 @@ step_eval() { # perplexity, and accuracy per intent, against the base
 }
 
 step_registry() { # candidate, gates, staging, champion, tags; a successor; rollback
+  needs eval "$data/support-test.jsonl"
   cookbook register "$(run support-base)" --as support
   gates "$(run support-base)"
   if promoted --to staging 2>&1; then exit 1; fi
@@ -78,6 +87,7 @@ step_registry() { # candidate, gates, staging, champion, tags; a successor; roll
 }
 
 step_serve() { # champion and candidate, 90 to 10; no replica without requests
+  needs eval "$data/support-questions.jsonl"
   local scale=(--name support --replicas 0-1 bind=node scale_idle_minutes=0.25 --time 00:30:00)
   cookbook serve models:/support@champion "${scale[@]}" "${how[@]}"
   trap 'cookbook serve --stop support' EXIT
@@ -89,6 +99,7 @@ step_serve() { # champion and candidate, 90 to 10; no replica without requests
 }
 
 step_log() { # requests and the customers' corrections as a Delta table, and as a training set
+  needs serve "$data/support-feedback.jsonl"
   cp "$data/support-feedback.jsonl" "$root/endpoints/support/feedback.jsonl"
   cookbook prepare from-requests support --delta
   cookbook prepare "$data/requests-support/requests-support.yaml"

@@ -2,6 +2,7 @@
 # The guide with a tiny model, on 2 nodes x 1 rank: bash examples/torchtune_70b/run.sh [--local]
 # Takes three minutes on two busy cores. Nothing is downloaded. --local: without Slurm.
 set -euo pipefail
+[[ $* =~ ^(--local)?$ ]] || { echo "error: unknown argument in '$*': bash $0 [--local]" >&2; exit 2; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=${COOKBOOK_ROOT:-$(cd "$here/../.." && pwd -P)}
 how=("$@")

@@ -23,7 +23,7 @@ def memory(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
             ("predicted", [row.get("peak_predicted_gib") for row in rows]),
             ("measured", [row.get("peak_measured_gib") for row in rows]),
         ],
-        lambda value: f"{value:,.1f}",
+        lambda value: f"{value:,.{1 if value >= 1 else 2}f}",
     )
 
 

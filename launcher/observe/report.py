@@ -182,7 +182,9 @@ def _chart(title: str, name: str, read: Sequence[Curves]) -> dict[str, Any]:
             for number, each in enumerate(read)
             for step, label in each.attempts
         ],
-        "x_ticks": [(x(step), f"{step:,.0f}") for step in curves.ticks(0, last, 7)],
+        "x_ticks": [
+            (x(step), f"{step:,.0f}") for step in curves.ticks(0, last, 7) if step == round(step)
+        ],
         "y_ticks": [(y(value), f"{value:,.4g}") for value in curves.ticks(low, high)],
     }
 

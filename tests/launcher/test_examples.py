@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,12 @@ def whole_way(user: Kit, printed: str) -> None:
     removed = {each["step"][3:]: each["rows_in"] - each["rows_out"] for each in lineage[0]["steps"]}
     assert removed["exact_duplicates"] > 10_000 and removed["near_duplicates"] > 10_000
     deltalake = pytest.importorskip("deltalake")
-    assert deltalake.DeltaTable(str(support / "data")).to_pyarrow_dataset().count_rows() == 4800
+    rows = deltalake.DeltaTable(str(support / "data")).to_pyarrow_dataset().to_table().to_pylist()
+    assert len(rows) == 4800
+    by_intent = Counter((row["intent"], row["split"]) for row in rows)
+    tested = [by_intent[intent, "test"] for intent in {row["intent"] for row in rows}]
+    assert len(tested) == 8 and tested == pytest.approx([60] * 8, abs=6), "stratified"
+    assert len({(row["user"], row["split"]) for row in rows}) == len({row["user"] for row in rows})
 
     results = {}
     for path in sorted((user.root / "runs").glob("*support-*/evals/*.json")):
@@ -97,6 +103,14 @@ def whole_way(user: Kit, printed: str) -> None:
     registry = json.loads(user.cookbook("registry", "support", "--json").stdout)
     aliases = {each["version"]: set(each["aliases"]) for each in registry["versions"]}
     assert aliases == {1: set(), 2: {"staging", "champion"}, 3: {"candidate"}}
+    tags = {each["version"]: each["tags"] for each in registry["versions"]}
+    for version, name in enumerate(("base", "qlora", "lora"), start=1):
+        assert f"-support-{name}-" in tags[version]["run"]
+        assert tags[version]["commit"] and tags[version]["data_sha256"]
+    # LoRA was evaluated after it was registered.
+    for version, name in ((1, "base"), (2, "qlora")):
+        told = float(tags[version]["eval.suite.intent.classification"])
+        assert told == pytest.approx(results[name][0], rel=1e-3)
     assert "is not promoted to staging: gate" in printed, "the base fails the gates"
     assert [each["change"] for each in registry["history"]].count("champion") == 3
 

@@ -84,6 +84,25 @@ def test_a_sweep_joins_only_those_of_its_recipe(tmp_path):
         sweep.load(str(file))
 
 
+EXAMPLES = sorted(paths.REPO_ROOT.glob("examples/*/run.sh"))
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.parent.name)
+def test_an_example_begins_nothing_when_an_argument_is_wrong(script: Path):
+    argv = ["/bin/bash", str(script), "--locale"]
+    done = subprocess.run(argv, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert done.returncode == 2 and "--locale" in done.stderr and not done.stdout, done
+
+
+def test_a_step_of_support_intents_names_the_one_that_it_needs(tmp_path):
+    script = next(each for each in EXAMPLES if each.parent.name == "support_intents")
+    env = {"PATH": "/usr/bin:/bin", "COOKBOOK_ROOT": str(tmp_path)}
+    argv = ["/bin/bash", str(script), "--local", "eval"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.returncode == 1, done
+    assert done.stderr.endswith(f"support-lora.run is missing: bash {script} train --local\n")
+
+
 @pytest.mark.named
 def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
     printed = ended(user, "large_models")
@@ -98,6 +117,15 @@ def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
     assert set(state.values()) == {"COMPLETED", "OUT_OF_MEMORY"}, state
     page = (root / "report.html").read_text()
     assert page.count("<svg") >= 2
+    # As the README has it; the tiny models fit in each of its nine experiments.
+    if os.environ.get("LITGPT_VENV"):
+        itself = Kit(user.env | {"COOKBOOK_ROOT": str(root)}, root)
+        rows = json.loads(itself.cookbook("results", "litgpt", "--format", "json").stdout)
+        curves = {row["cell"]: losses(root / "runs" / row["run"]) for row in rows}
+        assert len(rows) == 9 and {row["state"] for row in rows} == {"COMPLETED"}, rows
+        assert all(list(curve) == [1, 2, 3] for curve in curves.values()), curves
+        whole, parts = curves["1.1B, 32-true, batch 32"], curves["1.1B, 32-true, batch 4 x 8"]
+        assert parts == pytest.approx(whole, abs=2e-3), "the same samples in each step"
 
 
 @pytest.mark.named

@@ -1,5 +1,6 @@
 """What a step costs the CPU: it waits for no device, and compiles no layer again."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,25 @@ def test_no_step_waits(trainer: Trainer) -> None:
         assert trainer.train()
     assert {step for step, _ in waits.found} == WAITS, sorted(waits.found)
     assert [line["step"] for line in metrics(trainer.config.output_dir)] == [*range(1, 9)]
+
+
+def test_a_step_on_a_cpu_has_its_own_time(
+    tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
+) -> None:
+    """Though it is logged after the next one, and the last one at once."""
+    if world.device.type != "cpu":
+        pytest.skip("a GPU works while the CPU launches the next step")
+
+    class Slow(SupervisedFineTuning):
+        def before_step(self, *given: Any) -> Any:
+            time.sleep(0.2)
+            return super().before_step(*given)
+
+    settings = {"max_steps": 5, "log_every_n_steps": 1, "save_every_n_steps": 0}
+    config = load(write_config(tmp_path, model_folder, dataset, **settings))
+    assert Trainer(config, world, 0, Slow).train()
+    times = [line["step_time_s"] for line in metrics(tmp_path)]
+    assert len(times) == 5 and min(times) > 0.2, times
 
 
 VALIDATED = {
