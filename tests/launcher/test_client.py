@@ -303,7 +303,7 @@ def test_a_resume_takes_other_nodes_and_keys_and_refuses_what_makes_another_run(
     for overrides, options, told in (
         (["seed=8"], {}, "seed may not change at resume, from 0 to 8: leave it out, or make"),
         (["batch_size=3"], {}, "but the run's checkpoints were made with"),
-        (["optimizer.lrr=1"], {}, "did you mean lr?"),
+        (["optimizer.lrr=1"], {}, "did you mean optimizer.lr?"),
         (["gradient_accumulation_steps=1"], {"nodes": 3}, "a step would use"),
         ([], {"partition": "nowhere"}, "there is no partition 'nowhere'"),
         (["tensor_parallel_dim=3"], {}, "does not divide 2 ranks"),
