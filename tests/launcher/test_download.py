@@ -66,6 +66,7 @@ def model_of(hub: Hub) -> Repository:
     return hub.repositories["models", "acme/tiny-llama"]
 
 
+@pytest.mark.long
 def test_a_cut_connection_a_broken_file_and_a_second_call(alice: Kit, hub: Hub, tmp_path):
     model = model_of(hub)
     model.cut["model.safetensors"] = 1

@@ -67,6 +67,7 @@ def test_the_whole_text(fixed, golden, name, cluster, overrides):
     assert rendered == wanted.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [Site(), SITE], ids=["plain", "site"])
 def test_shellcheck_finds_nothing(cluster, tmp_path):
     # Most recipes differ in their name, in numbers and in comments, the options of sbatch.

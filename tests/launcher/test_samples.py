@@ -158,6 +158,7 @@ def test_data_of_another_trainer_are_not_shown(check):
     assert str(fault).startswith("--samples: 8B_full_dpo starts torchtune:full_dpo_distributed")
 
 
+@pytest.mark.long
 def test_splits_that_overlap_are_a_fault_before_the_queue(check):
     """The validation set has the file of the training set, as it names none."""
     done = check("dataset_val.split=train[50%:]")

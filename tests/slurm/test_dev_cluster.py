@@ -67,6 +67,7 @@ def test_a_batch_job_with_a_small_environment_runs_steps_on_both_nodes(
     assert sorted(steps) == [f"step n1 {conf}", f"step n2 {conf}"]
 
 
+@pytest.mark.long
 def test_a_requeued_job_restarts_soon(slurm, tmp_path: Path) -> None:
     # With Slurm's default it would wait two minutes.
     job = 'echo "${SLURM_RESTART_COUNT:-0}" >>attempts; '

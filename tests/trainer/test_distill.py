@@ -307,7 +307,7 @@ def test_the_estimate_counts_answers_that_are_generated(
     ("ranks", "model", "more"),
     [
         pytest.param(2, {}, {}, marks=LONG),
-        (2, LORA, {"beta": 0.5}),
+        pytest.param(2, LORA, {"beta": 0.5}, marks=LONG),
         (1, {}, {"beta": 1.0}),
         (2, {}, {"tensor_parallel_dim": 2, "beta": 0.5, "temperature": 2.0}),
         *(

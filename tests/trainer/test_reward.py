@@ -264,10 +264,8 @@ def test_it_goes_on_from_an_adapter_with_its_score_head(
     assert after["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(LORA, id="lora"), pytest.param(FULL, id="full", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("model", [pytest.param(LORA, id="lora"), pytest.param(FULL, id="full")])
 def test_a_killed_run_resumes_the_same(
     model: dict[str, Any], tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:

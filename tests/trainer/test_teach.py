@@ -147,6 +147,7 @@ def test_the_kept_whole_vocabulary_is_the_online_teacher(
         assert first["top1_agreement"] == second["top1_agreement"]
 
 
+@pytest.mark.long
 def test_a_killed_distillation_resumes_the_same_and_two_ranks_equal_one(
     root: Path, model_folder: Path, many: Path, teacher: Path
 ) -> None:
