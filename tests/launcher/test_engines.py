@@ -74,7 +74,7 @@ def test_an_override_reaches_the_engines_file_and_an_unknown_one_does_not(tmp_pa
     content = {"entry": "trl:sft.yaml", "resources": RESOURCES}
     made = planned(tmp_path, content, "parameters.max_steps=7")
     assert yaml.safe_load(made.contents[files.TRAIN])["max_steps"] == 7
-    with pytest.raises(RecipeFault, match="did you mean parameters.max_steps"):
+    with pytest.raises(RecipeFault, match=r"did you mean parameters\.max_steps"):
         planned(tmp_path, content, "parameters.max_step=7")
     # What the run holds is not read again, whatever becomes of the file.
     (tmp_path / "sft.yaml").unlink()
