@@ -32,7 +32,8 @@ setup_failed() {
   trap - ERR EXIT
   set +eu
   [ "$rc" != 0 ] || rc=1
-  COPY_IMAGES_TO='' begin_attempt || finish
+  SETUP_FAILED=yes
+  begin_attempt || finish
   end_attempt "$rc" --message "$SETUP_PLACE: the ${SETUP_KEY:-job_setup} line '$SETUP_LINE' failed with exit status $rc (see $RUN_DIR/logs/job.log): fix it there, then: ${AGAIN:-cookbook resume ${RUN_DIR##*/}}"
   finish
 }
@@ -91,13 +92,16 @@ begin_attempt() {
     say "no successor is in the queue, so the run ends with this job: $ANSWER"
   fi
   say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
-  if [ -n "${ENV_IMAGE:-}" ] && [ -n "${COPY_IMAGES_TO:-}" ] && under_slurm; then copy_images; fi
-  # Nothing was started that could save.
-  if [ -n "$STOP_ASKED" ]; then
-    end_attempt 143
-    return 1
+  # An attempt that only records why it fails starts nothing.
+  if [ -z "${SETUP_FAILED:-}" ]; then
+    if [ -n "${ENV_IMAGE:-}" ] && [ -n "${COPY_IMAGES_TO:-}" ] && under_slurm; then copy_images; fi
+    # Nothing was started that could save.
+    if [ -n "$STOP_ASKED" ]; then
+      end_attempt 143
+      return 1
+    fi
+    [ -z "${ROLLOUT_NODES:-}" ] || start_replicas
   fi
-  [ -z "${ROLLOUT_NODES:-}" ] || start_replicas
   # In the background, so training does not wait for it.
   [ "$ATTEMPT" != 0 ] || notify start &
 }

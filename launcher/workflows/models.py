@@ -54,6 +54,8 @@ def resolve(site: Site, wanted: str, also: Sequence[str] = ()) -> Model:
                 version,
             )
         )
+    if not wanted:
+        raise UsageFault("the model's name is empty: is a variable of your shell not set?")
     path = Path(wanted).expanduser()
     if "/" in wanted or path.is_dir():
         return of_folder(path.absolute())

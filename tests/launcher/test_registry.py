@@ -251,6 +251,7 @@ def test_models_are_found_by_alias_and_version_and_an_unknown_one_is_told(site):
         ("models:/intent@champon", "did you mean champion?"),
         ("models:/intents@champion", "no model is registered as 'intents' (did you mean intent?)"),
         ("models:/intent", "is not models:/NAME@ALIAS"),
+        ("", "the model's name is empty"),
     ):
         with pytest.raises(UsageFault) as error:
             models.resolve(site, uri)
