@@ -51,7 +51,7 @@ def test_the_demo_trains_on_two_nodes_and_tells_what_it_wrote(demo) -> None:
     assert told["cause"] == "finished" and told["nodes"] == ["n1", "n2"]
 
 
-@pytest.mark.long
+@pytest.mark.named
 def test_the_whole_demo_learns_its_answers(kit: Kit) -> None:
     done = kit.cookbook("submit", "--recipe", "demo", "--nodes", "2", "--watch", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

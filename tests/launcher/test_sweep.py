@@ -260,7 +260,7 @@ def test_faults_of_cells_are_told_once_and_nothing_is_left(user: Kit, study):
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
 
 
-@pytest.mark.long
+@pytest.mark.named
 def test_the_small_sweep_without_slurm(user: Kit, tmp_path):
     whole = yamlfile.load(paths.SWEEPS / "demo_settings.yaml")
     cells = [whole["list"][number] for number in (0, 2, 4)]
