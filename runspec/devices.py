@@ -1,9 +1,11 @@
 """The GPUs that a node has for a process, whatever torch makes of them."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path("/dev")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Set by Slurm in a job that was given GPUs.
 _GIVEN = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS")
 
@@ -17,3 +19,13 @@ def gpus() -> list[str]:
         return []
     devices = [*sorted(FOLDER.glob("nvidia[0-9]*")), *sorted(FOLDER.glob("kfd"))]
     return [str(path) for path in devices]
+
+
+def visible(gpus: Sequence[int], given: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a replica's GPUs, of those that the job has.
+
+    Args:
+        given: the job's own value; None: all GPUs of the node. Empty, it hides them.
+    """
+    names = given.split(",") if given else []
+    return "" if given == "" else ",".join(names[k] if names else str(k) for k in gpus)

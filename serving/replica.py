@@ -23,6 +23,7 @@ import yaml
 
 from runspec import endpoint as endpoints
 from runspec import engine_start, files
+from runspec.devices import VISIBLE, visible
 from runspec.keys.serve import SERVE
 from serving import backends, engines, parameters
 from serving.backends import Backend
@@ -203,7 +204,8 @@ class Replica:
     async def _start_engine(self, ended: asyncio.Event) -> None:
         """Start the engine and wait until it answers."""
         inherited = {k: v for k, v in os.environ.items() if k not in _OF_TORCHRUN}
-        own = {"HF_HUB_OFFLINE": "1", _VISIBLE: visible(self.gpus, os.environ.get(_VISIBLE))}
+        own = {"HF_HUB_OFFLINE": "1"}
+        own[VISIBLE] = visible(self.gpus, os.environ.get(VISIBLE))
         if self.engine.socket is not None:
             self.engine.socket.unlink(missing_ok=True)
         prctl = ctypes.CDLL(None).prctl
@@ -269,17 +271,6 @@ class Replica:
             await self.process.wait()
 
 
-def visible(gpus: list[int], given: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a replica's GPUs, of those that the job has.
-
-    Args:
-        given: the job's own value; None: all GPUs of the node. Empty, it hides them.
-    """
-    names = given.split(",") if given else []
-    return "" if given == "" else ",".join(names[k] if names else str(k) for k in gpus)
-
-
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
 _OF_TORCHRUN |= {"MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID"}
 

@@ -25,6 +25,7 @@ from safetensors import safe_open
 
 from runspec import engine_start, files
 from runspec.adapters import name_of
+from runspec.devices import VISIBLE, visible
 from runspec.keys.grpo import GrpoConfig
 from trainer.config import instantiate
 from trainer.errors import RolloutError
@@ -48,14 +49,13 @@ class TransformersEngine:
     """transformers' own class on one device; one request at a time."""
 
     at_once = 1
+    is_well = True
 
     def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
         self._config, self._folder = config, folder
         self._adapted: Adapted | None = None
         self._engine = whole.Engine(device)
         self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
-
-    is_well = True
 
     def load(self, version: str) -> None:
         """Take the weights of a version."""
@@ -141,10 +141,10 @@ class VllmEngine:
         self._config, self._folder = config, folder
         self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
         place = tempfile.mkdtemp(prefix="vllm-", dir=os.environ.get("RANK_SOCKETS"))
-        self._socket, self._model, self._adapters = Path(place) / "engine.sock", "base", [""]
+        self._socket, self._model = Path(place) / "engine.sock", "base"
+        self._adapters: list[str] = []
         settings = dict(files.read_json_or_none(config.model_folder / "config.json") or {})
         self._vocab_size = int((settings.get("text_config") or settings)["vocab_size"])
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
         own = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_SERVER_DEV_MODE": "1",
@@ -153,10 +153,9 @@ class VllmEngine:
         }
         more = [str(each) for each in config.rollout_engine_args or ()]
         if device.type == "cuda":
-            places = range(device.index or 0, (device.index or 0) + config.rollout_gpus)
-            names = visible.split(",")
-            gpus = (names[place] if visible else str(place) for place in places)
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            first = device.index or 0
+            places = range(first, first + config.rollout_gpus)
+            own[VISIBLE] = visible(places, os.environ.get(VISIBLE))
             if held and "--gpu-memory-utilization" not in more:
                 total = torch.cuda.get_device_properties(device).total_memory
                 more += ["--gpu-memory-utilization", f"{_SHARE - held / total:.2f}"]
@@ -187,7 +186,7 @@ class VllmEngine:
         if (status := self._process.poll()) is not None:
             raise RolloutError(f"vLLM ended with status {status}: see the lines above")
         with suppress(OSError, http.client.HTTPException):
-            return self._call("GET", "/health", timeout_s=_HEALTH_S)[0] == 200
+            return self._call("GET", "/health", None, _HEALTH_S)[0] == 200
         return False
 
     def load(self, version: str) -> None:
@@ -198,7 +197,7 @@ class VllmEngine:
                 self._done("/v1/load_lora_adapter", lora_name=version, lora_path=str(path))
                 self._adapters.append(version)
             # Requests may still ask for the version before.
-            for old in self._adapters[1:-2]:
+            for old in self._adapters[:-2]:
                 self._done("/v1/unload_lora_adapter", lora_name=old)
                 self._adapters.remove(old)
             self._model = version
@@ -255,7 +254,7 @@ class VllmEngine:
             return text
 
     def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 5.0
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> tuple[int, str]:
         connection = _UnixConnection(str(self._socket), timeout_s)
         try:

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from runspec import engine_start
+from runspec.devices import visible
 from runspec.keys.serve import SERVE
 from serving import engines
-from serving.replica import visible
 
 SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "intent"}
 

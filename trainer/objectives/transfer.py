@@ -62,7 +62,8 @@ def write(model: Model, config: GrpoConfig, world: World, path: Path) -> int:
 
 def remove_all_but(folder: Path, kept: Path) -> None:
     """Remove versions that nobody asks for any more, and what a killed rank was writing."""
-    for pattern in ("weights_*", ".weights_*.tmp"):
+    every = files.WEIGHTS_FOLDER.format("*")  # the files, too
+    for pattern in (every, f".{every}.tmp"):
         for old in folder.glob(pattern):
             if old == kept:
                 continue
