@@ -5,7 +5,6 @@ set. It says in the run's folder where it listens, and answers ranks over HTTP, 
 secret: trainer/objectives/replicas.py. One that nobody asks for its health any more ends itself.
 """
 
-import hmac
 import json
 import math
 import os
@@ -13,8 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 from runspec import files
 from runspec.keys.grpo import GrpoConfig
 from trainer import config as configs
+from trainer.objectives import network
 from trainer.objectives.replicas import TRIES, Request
 from trainer.objectives.reward_model import RewardModel, served
 from trainer.parallel.device import choose
@@ -35,10 +34,21 @@ LEASE_S = 20.0
 class Replica:
     """An engine with the weights of one version, and reward models, which score one request at a
     time beside it.
+
+    Args:
+        folder: where versions are; with a store they come over the network, to this process.
     """
 
-    def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: GrpoConfig,
+        folder: Path,
+        device: torch.device,
+        store: network.Store | None = None,
+    ) -> None:
+        self._config, self._store, self._known = config, store, folder
+        if store is not None:
+            folder = store.folder
         self._judging, self._scoring_since = threading.Lock(), math.inf
         self._judges = {
             name: RewardModel(path, config.dtype, device)
@@ -52,15 +62,25 @@ class Replica:
             engine = TransformersEngine(config, folder, device)
         self._versions = Versions(engine)
 
-    def weights(self, version: str) -> dict[str, Any]:
+    def weights(self, version: str, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Have the weights of a version, which the trainer has written."""
+        self._fetch(version, source)
         self._versions.load(version)
         return {"version": version}
 
-    def generate(self, version: str, **asked: Any) -> dict[str, Any]:
+    def generate(
+        self, version: str, source: Mapping[str, Any] | None = None, **asked: Any
+    ) -> dict[str, Any]:
         """Answer a request by the weights of a version."""
+        self._fetch(version, source)
         sampled = self._versions.generate(version, Request(**asked))
         return {**sampled._asdict(), "version": version}
+
+    def _fetch(self, version: str, source: Mapping[str, Any] | None) -> None:
+        if self._store is not None and source is not None:
+            index = int(os.environ["ROLLOUT_INDEX"])
+            before = network.before(self._known, index, self._store.node)
+            self._store.fetch(version, [*before, source])
 
     def score(self, name: str, documents: list[list[int]]) -> dict[str, Any]:
         """The scores of documents, given by their tokens, by the reward model of this name."""
@@ -85,32 +105,31 @@ class Replica:
         return scoring_s > TRIES * self._config.reward_timeout or not self._versions.engine.is_well
 
 
-class Server(ThreadingHTTPServer):
+class Server(network.Server):
     """Answers health at any time, and requests to a model in order."""
 
-    daemon_threads = True
-
-    def __init__(self, address: str, replica: Replica, secret: str) -> None:
-        family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        self.address_family = family
-        self.replica, self.secret, self.asked = replica, secret, time.monotonic()
-        super().__init__(("::" if family == socket.AF_INET6 else "0.0.0.0", 0), Handler)
-        self.host = str(place[0])
+    def __init__(
+        self, address: str, replica: Replica, secret: str, store: network.Store | None = None
+    ) -> None:
+        self.replica, self.asked = replica, time.monotonic()
+        super().__init__(address, secret, Handler, store)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One request: GET /health, POST /weights, POST /generate, POST /score."""
+class Handler(network.Handler):
+    """One request: also GET /health; POST /weights, /generate, /score."""
 
     server: Server
 
     def do_GET(self) -> None:
-        if self._allowed():
+        if self.path != "/health":
+            super().do_GET()
+        elif self.is_allowed():
             self.server.asked = time.monotonic()
             replica = self.server.replica
-            self._send(503 if replica.hangs else 200, {"version": replica.version})
+            self.send(503 if replica.hangs else 200, {"version": replica.version})
 
     def do_POST(self) -> None:
-        if not self._allowed():
+        if not self.is_allowed():
             return
         replica = self.server.replica
         calls: dict[str, Callable[..., dict[str, Any]]]
@@ -120,32 +139,14 @@ class Handler(BaseHTTPRequestHandler):
             "/score": replica.score,
         }
         if (call := calls.get(self.path)) is None:
-            self._send(404, {"error": f"there is no {self.path}"})
+            self.send(404, {"error": f"there is no {self.path}"})
             return
         try:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._send(200, call(**body))
+            self.send(200, call(**body))
         except Exception as error:
             print(f"{self.path}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            self._send(500, {"error": f"{type(error).__name__}: {error}"})
-
-    def _allowed(self) -> bool:
-        given = str(self.headers.get("Authorization"))
-        if hmac.compare_digest(given.encode(), f"Bearer {self.server.secret}".encode()):
-            return True
-        self._send(401, {"error": "the run's secret is missing"})
-        return False
-
-    def _send(self, status: int, value: dict[str, Any]) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Each request is no line of the log."""
+            self.send(500, {"error": f"{type(error).__name__}: {error}"})
 
 
 def main(arguments: list[str]) -> int:
@@ -160,10 +161,12 @@ def main(arguments: list[str]) -> int:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     folder = config.output_dir / files.ROLLOUT
     secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
-    server = Server(os.environ["ROLLOUT_ADDRESS"], Replica(config, folder, device), secret)
-    threading.Thread(target=_end_without_lease, args=[server], daemon=True).start()
     node = os.environ.get("NODE_NAME") or socket.gethostname()
-    known = {"host": server.host, "port": server.server_port, "node": node, "pid": os.getpid()}
+    store = network.Store(secret, node) if config.rollout_transfer == "network" else None
+    replica = Replica(config, folder, device, store)
+    server = Server(os.environ["ROLLOUT_ADDRESS"], replica, secret, store)
+    threading.Thread(target=_end_without_lease, args=[server], daemon=True).start()
+    known = {**server.source, "node": node, "pid": os.getpid()}
     files.write_json(folder / files.REPLICA.format(index), known)
     print(f"rollout replica {index} on {node} listens at port {server.server_port}", flush=True)
     server.serve_forever()

@@ -101,7 +101,7 @@ def _unknown(
     message = f"unknown key {key!r}{hint} in the override {text!r}"
     if text.startswith("~"):
         return UsageFault(f"{message}: there is nothing to remove")
-    return UsageFault(f"{message}: fix it, or write +{text} to add it anyway")
+    return UsageFault(f"{message}: fix it; a key that is new to the recipe is added by +{text}")
 
 
 def _paths(block: Mapping[str, Any], start: str = "") -> Iterator[str]:

@@ -83,7 +83,7 @@ def read(
         )
     if not path.exists():
         siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        again = "give an existing one, or prepared:NAME@SPLIT (cookbook data show)"
+        again = "give an existing one, or prepared:NAME@SPLIT, where NAME is of cookbook data show"
         raise UsageFault(f"there is no file {path}{nearest(path.name, siblings)}: {again}")
     try:
         records = list(islice(_records(path, source), _READ))

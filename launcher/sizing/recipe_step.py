@@ -136,6 +136,7 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         rewards = _block(config, "rewards")
         of_all |= {"vllm": config.get("rollout_engine") == "vllm"}
         of_all |= {"rollout_gpus": int(config.get("rollout_gpus") or 1)}
+        of_all |= {"over_network": config.get("rollout_transfer") == "network"}
         of_all |= {"in_reward_models": _in_reward_models(rewards, is_served=False)}
         of_all |= {"in_served_models": _in_reward_models(rewards, is_served=True)}
         return of_all | {"generation_batch": at_once and int(at_once)}

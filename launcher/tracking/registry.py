@@ -166,6 +166,12 @@ def names(client: Any) -> list[str]:
     return sorted(each.name for each in client.search_registered_models())
 
 
+def tag(client: Any, name: str, number: int, tags: Mapping[str, str]) -> None:
+    """Set tags of a version."""
+    for key, value in tags.items():
+        client.set_model_version_tag(name, str(number), key, value)
+
+
 def set_alias(
     client: Any,
     store: Store,

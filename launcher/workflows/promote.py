@@ -35,8 +35,7 @@ def register(site: Site, model: Model, name: str, copy: bool) -> Version:
 
 def _tags(site: Site, model: Model) -> dict[str, Any]:
     tags: dict[str, Any] = {"cookbook.evaluated_as": model.folder.resolve()}
-    for result in evaluate.results(site, model)[:1]:
-        tags |= {f"eval.{key}": f"{value:.6g}" for key, value in facts.figures(result).items()}
+    tags |= _figures(evaluate.results(site, model))
     run = model.run
     if run is None:
         return tags
@@ -54,6 +53,12 @@ def _tags(site: Site, model: Model) -> dict[str, Any]:
         "config_sha256": run.provenance.get("config_sha256"),
         "data_sha256": facts.data_hash(run),
     }
+
+
+def _figures(results: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the newest evaluation's figures as tags."""
+    newest = facts.figures(results[0]) if results else {}
+    return {f"eval.{key}": f"{value:.6g}" for key, value in newest.items()}
 
 
 def promote(
@@ -123,6 +128,8 @@ def promote(
                     "own suite: cookbook eval MODEL --results --as-gates (docs/lifecycle.md)"
                 )
             weights = subject.weights_sha256
+        # It may have been evaluated after it was registered.
+        registry.tag(client, name, chosen.number, _figures(_results(site, chosen)))
         by = list(dict.fromkeys(evaluations))
         registry.set_alias(client, store, name, alias, chosen.number, why, by, weights)
         return registry.version(client, name, alias)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
+from launcher.tracking import importer
+from launcher.tracking import store as stores
 from tests.launcher.kit import Kit
 
 
@@ -100,6 +102,18 @@ def whole_way(user: Kit, printed: str) -> None:
         progress = json.loads((run / "progress.json").read_text())
         assert progress["best_step"] and progress["best_val_loss"] < 0.4
 
+    with stores.opened(stores.at(user.root)) as client:
+        for name in ("qlora", "lora"):
+            (run,) = (user.root / "runs").glob(f"*-support-{name}-*")
+            tracked = importer.find(client, run.name)
+            points = client.get_metric_history(tracked.info.run_id, "val_loss")
+            logged = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+            values = [line["val_loss"] for line in logged if "val_loss" in line]
+            assert len(values) >= 4 and [each.value for each in points] == values
+            assert (
+                tracked.info.status == "FINISHED" and tracked.data.params["model.lora_rank"] == "32"
+            )
+
     registry = json.loads(user.cookbook("registry", "support", "--json").stdout)
     aliases = {each["version"]: set(each["aliases"]) for each in registry["versions"]}
     assert aliases == {1: set(), 2: {"staging", "champion"}, 3: {"candidate"}}
@@ -107,8 +121,8 @@ def whole_way(user: Kit, printed: str) -> None:
     for version, name in enumerate(("base", "qlora", "lora"), start=1):
         assert f"-support-{name}-" in tags[version]["run"]
         assert tags[version]["commit"] and tags[version]["data_sha256"]
-    # LoRA was evaluated after it was registered.
-    for version, name in ((1, "base"), (2, "qlora")):
+    # LoRA was evaluated after it was registered, and its promotion brought the figures.
+    for version, name in ((1, "base"), (2, "qlora"), (3, "lora")):
         told = float(tags[version]["eval.suite.intent.classification"])
         assert told == pytest.approx(results[name][0], rel=1e-3)
     assert "is not promoted to staging: gate" in printed, "the base fails the gates"

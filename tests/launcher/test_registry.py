@@ -136,7 +136,9 @@ def test_gates_let_through_or_say_why_and_rollback_goes_back(site):
     assert "differs from the champion by -0.2 (p 0.01, alpha 0.05)" in worse
     assert "1 of 1 answers match a forbidden pattern" in forbidden
     evaluated(second, 0.79, "fine", against=first.path / "export", p=0.4)
-    assert promote(site).number == 2
+    two = promote(site)
+    # It was evaluated after it was registered.
+    assert two.number == 2 and "0.79" in [v for k, v in two.tags.items() if k.startswith("eval.")]
     before, now = workflow.rollback(site, "intent", "champion", "worse in use")
     assert (before, now.number) == (2, 1)
     changes = registry.history(stores.at(site.root), "intent")

@@ -158,8 +158,19 @@ def layers_of(model: Model) -> dict[str, torch.nn.Module]:
     return {weights.plain_name(name): m for name, m in model.module.named_modules()}
 
 
-def write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
-    """Write the whole weights as on the Hub; all ranks call this together."""
+def write_model(
+    model: Model,
+    config: TrainConfig,
+    folder: Path,
+    world: World,
+    create: Callable[[Path], object] | None = None,
+) -> None:
+    """Write the whole weights as on the Hub; all ranks call this together.
+
+    Args:
+        create: makes each file of weights, which rank 0 then writes; by default several ranks
+            write new ones.
+    """
     layers, pieces = layers_of(model), weights.hub_pieces(model.module)
     parts_of = {k: v for k, v in weights.hub_tensors(model.module).items() if k is not None}
     # By tensor of the hub, how its rows are gathered, in their order.
@@ -198,15 +209,20 @@ def write_model(model: Model, config: TrainConfig, folder: Path, world: World) -
 
         return rows
 
+    def opened(name: str, keys: list[str]) -> weights.SafetensorsWriter:
+        if create:
+            create(folder / name)
+        return weights.SafetensorsWriter(folder / name, {k: shapes[k] for k in keys}, dtypes)
+
     waiting = [
         _File(
-            partial(weights.SafetensorsWriter, folder / name, {k: shapes[k] for k in keys}, dtypes),
+            partial(opened, name, keys),
             [content(key, step) for key in keys for step in steps[key]],
         )
         for name, keys in split.filename_to_tensors.items()
     ]
     # Spread over the nodes.
-    count = min(world.size, len(waiting))
+    count = 1 if create else min(world.size, len(waiting))
     writers = [number * world.size // count for number in range(count)]
     for first in range(0, len(waiting), count):
         _write_files(dict(zip(writers, waiting[first : first + count], strict=False)), world)
