@@ -32,6 +32,11 @@ def layout(context: Context) -> Iterable[Finding]:
     """Check if the recipe's parallel dimensions fit its number of GPUs."""
     config, resources = context.config, context.resources
     shape = f"{resources.nodes} x {resources.gpus_per_node} = {resources.world_size} ranks"
+    engine = context.recipe.entry.engine
+    if engine is not None and engine.layout_fault is not None:
+        fault = engine.layout_fault(context.recipe.config, resources.world_size)
+        if fault is not None:
+            return [failed("layout", fault, "change it, --nodes or --gpus-per-node")]
     if context.recipe.entry.checked != "complete":
         return [ok("layout", shape)]
     try:

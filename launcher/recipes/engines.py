@@ -7,6 +7,7 @@ overrides, sweeps and checks see it; the run gets it back as train.yaml.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,23 @@ def _litgpt_iterations(config: Mapping[str, Any]) -> int:
     ranks = int(resources.get("nodes") or 1) * int(resources.get("gpus_per_node") or 1)
     per_rank = int(train.get("global_batch_size") or whole) // ranks
     return max(1, per_rank // int(train.get("micro_batch_size") or micro))
+
+
+def _automodel_layout(config: Mapping[str, Any], ranks: int) -> str | None:
+    """By the rules of its StepScheduler, which it asks after every rank has loaded the model."""
+    given = at(config.get("parameters"), "distributed") or {}
+    split = math.prod(int(given.get(key) or 1) for key in ("tp_size", "pp_size", "cp_size"))
+    if ranks % split:
+        return f"{ranks} ranks are no multiple of tp_size * pp_size * cp_size = {split}"
+    batches = at(config.get("parameters"), "step_scheduler") or {}
+    whole, each = (batches.get(f"{name}_batch_size") for name in ("global", "local"))
+    together = int(each or 1) * ranks // split
+    if not isinstance(whole, int) or whole % together == 0:
+        return None
+    return (
+        f"step_scheduler.global_batch_size={whole} is no multiple of local_batch_size={each or 1} "
+        f"times {ranks // split} data-parallel ranks, {together}"
+    )
 
 
 # docs/scripts.md: what the user's own program may write.
@@ -76,6 +94,7 @@ ENGINES: dict[str, Engine] = {
         ),
         own={"checkpoint.enabled": True, "checkpoint.checkpoint_dir": "RUN_DIR/checkpoints"},
         total="step_scheduler.max_steps",
+        layout_fault=_automodel_layout,
         dependencies=("nemo-automodel==0.7.0",),
         pins=False,
         schema="nemo_automodel",

@@ -79,12 +79,11 @@ class Engine:
     folders, and that it resumes; lacks: those that some of its programs do not know. dependencies:
     its packages, built for a recipe whose environment lacks them; none: it runs in the kit's
     environment unless the recipe names another; pins: with the kit's versions of the others.
-    total: the
-    dotted path of the number of steps in its config; iterations: how many make a step, if it
-    reports those. resumes: started again, it continues from its newest checkpoint. known_by: keys
-    of a file that is its config, all of the first and one of the second. schema: its package, in
-    which engines/schema.py finds wrong keys before the queue; needs_gpu: its import may fail
-    without one.
+    total: the dotted path of the number of steps in its config; iterations: how many make a step,
+    if it reports those; layout_fault: why it would refuse so many ranks. resumes: started again, it
+    continues from its newest checkpoint. known_by: keys of a file that is its config, all of the
+    first and one of the second. schema: its package, in which engines/schema.py finds wrong keys
+    before the queue; needs_gpu: its import may fail without one.
     """
 
     records: Records
@@ -96,6 +95,7 @@ class Engine:
     lacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     total: str = ""
     iterations: Callable[[Mapping[str, Any]], int] | None = None
+    layout_fault: Callable[[Mapping[str, Any], int], str | None] | None = None
     keeps_ours: bool = False
     resumes: bool = True
     dependencies: tuple[str, ...] = ()

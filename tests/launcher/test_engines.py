@@ -200,6 +200,23 @@ def test_what_a_script_imports_is_looked_for_in_its_environment(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("ranks", "tensor", "batch", "fault"),
+    [
+        (1, 1, 64, None),
+        (8, 2, 64, None),
+        (3, 1, 64, "global_batch_size=64 is no multiple of local_batch_size=8 times 3"),
+        (8, 1, 8, "times 8 data-parallel ranks, 64"),
+        (6, 4, 64, "6 ranks are no multiple of tp_size * pp_size * cp_size = 4"),
+    ],
+)
+def test_ranks_that_automodel_would_refuse(ranks, tensor, batch, fault):
+    scheduler = {"global_batch_size": batch, "local_batch_size": 8}
+    given = {"distributed": {"tp_size": tensor}, "step_scheduler": scheduler}
+    found = ENGINES["automodel:"].layout_fault({"parameters": given}, ranks)
+    assert found is None if fault is None else fault in found
+
+
+@pytest.mark.parametrize(
     ("stop_asked", "step", "state"),
     [
         (False, 20, "finished"),
