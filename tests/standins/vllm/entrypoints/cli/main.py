@@ -69,7 +69,7 @@ class Model:
             raise Refused(f"no method {method}({name})")
         with tempfile.TemporaryDirectory() as folder:
             for file in [Path(self.args.model) / "config.json", *Path(path).glob("model*")]:
-                (Path(folder) / file.name).symlink_to(file.resolve())
+                (Path(folder) / file.name).symlink_to(file.absolute())
             self.base = self.model = self.read(Path(folder))
         self.stale = True
         return {"results": [None]}
