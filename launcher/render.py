@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ def job_script(
         cpus_per_task=(resources.cpus_per_gpu or 0) * resources.gpus_per_node,
         signal_lead_s=signal_lead_s(cluster, resources),
         rollout_gpus=int(config.get("rollout_gpus") or 1),
+        beside_gib=_beside_gib(config, resources) if recipe.generates_in_turns else None,
         own_environment=config.get("env") or {},
         own_packages=os.environ.get("COOKBOOK_COMPONENTS", ""),
         files=files,
@@ -106,6 +107,19 @@ def job_script(
         image=image.environment_file(cluster.root) if image.is_used(cluster, recipe) else None,
         answers=bool(recipe.entry.method and config.get("generate")),
     )
+
+
+def _beside_gib(config: Mapping[str, Any], resources: Resources) -> str | None:
+    """Return how much of a GPU vLLM must leave for the ranks; None if it cannot be computed."""
+    # Imported late: few runs need them.
+    from launcher.sizing.recipe_step import step_of
+    from launcher.sizing.replicas import beside_vllm
+
+    try:
+        step = step_of(config, resources.nodes, resources.gpus_per_node)
+    except RecipeFault:
+        return None
+    return f"{beside_vllm(step) / 2**30:.2f}"
 
 
 def python(inside: Environment | None, interpreter: str | None) -> str:

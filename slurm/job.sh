@@ -100,28 +100,32 @@ begin_attempt() {
       end_attempt 143
       return 1
     fi
-    [ -z "${ROLLOUT_NODES:-}" ] || start_replicas
+    [ -z "${ROLLOUT_REPLICAS:-}" ] || start_replicas
   fi
   # In the background, so training does not wait for it.
   [ "$ATTEMPT" != 0 ] || notify start &
 }
 
-# Starts the replicas on the rollout nodes, which outlive attempts, and what restarts those that die.
+# Starts the replicas, and what restarts those that die. On rollout nodes they outlive attempts; in turns
+# with the ranks they are on this attempt's nodes, and end with it: no rank finds their memory taken.
 start_replicas() {
   [ -z "${REPLICAS:-}" ] || ! kill -0 "$REPLICAS" 2>/dev/null || return 0
-  local node step=() addresses=127.0.0.1
+  local node nodes=$ROLLOUT_HOSTS step=() addresses=127.0.0.1
+  [ -n "$nodes" ] || nodes=$HOSTS
   if under_slurm; then
     step=(srun --overlap --mem=0 --nodes=1 --ntasks=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}
       --export=ALL "${STEP_OPTIONS[@]}")
     addresses=
-    for node in ${ROLLOUT_HOSTS//,/ }; do addresses+=$(node_addresses "$node")$'\n'; done
+    for node in ${nodes//,/ }; do addresses+=$(node_addresses "$node")$'\n'; done
+  elif [ -z "$ROLLOUT_HOSTS" ]; then
+    nodes=$(yes "$HOSTS" | head -n "$NODES" | paste -sd,)
   fi
   rm -rf "$RUN_DIR/.rollout"
   mkdir -m 700 "$RUN_DIR/.rollout"
   (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RUN_DIR/.rollout/secret")
   (
     export ROLLOUT_SCRIPT ROLLOUT_ADDRESSES=$addresses
-    until PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.rollout "${step[@]}"; do
+    until ROLLOUT_HOSTS=$nodes PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m slurm.rollout "${step[@]}"; do
       sleep 2
       kill -0 "$JOB_PID" 2>/dev/null || exit
       say "slurm.rollout has ended before the run: it is started again"
@@ -350,6 +354,7 @@ terminated() {
 end_attempt() {
   local rc
   NEXT=failed
+  [ -z "${ROLLOUT_IN_TURNS:-}" ] || end_replicas
   [ "$1" = 0 ] || copy_logs_of_nodes
   ask end --attempt "$ATTEMPT" --exit-code "$1" --ended "$(date +%s.%N)" --max-retries "$MAX_RETRIES" \
     --timeout-s "${TIMEOUT_S:-0}" ${STOP_ASKED:+--stop-asked} "${@:2}"

@@ -1,4 +1,4 @@
-"""Starts the replicas of the rollout nodes, and replaces those that die or hang.
+"""Starts a job's rollout replicas, and replaces those that die or hang.
 
 python -P -m slurm.rollout [srun OPTIONS]: slurm/job.sh starts it beside the attempts, with RUN_DIR,
 JOB_PID, ROLLOUT_SCRIPT, ROLLOUT_HOSTS, ROLLOUT_ADDRESSES and RANKS_PER_NODE set. Without srun, the
@@ -80,6 +80,9 @@ class Replica:
             "NODES": "1",
             "NODE_RANK": "0",
         }
+        if os.environ.get("ROLLOUT_IN_TURNS"):
+            # The ranks use these GPUs, and have checked them.
+            own["NODE_CHECK"] = "no"
         step = []
         if self.launch:
             step = [f"--nodelist={self.node}", f"--job-name=rollout-{self.index}"]

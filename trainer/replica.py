@@ -1,4 +1,6 @@
-"""A replica on a rollout node, which generates answers: python -m trainer.replica <run>/train.yaml
+"""A replica, which generates answers: python -m trainer.replica <run>/train.yaml
+
+It has GPUs of a rollout node, or with ROLLOUT_IN_TURNS those of ranks, while they wait for it.
 
 slurm/rollout.py starts it, with ROLLOUT_INDEX, ROLLOUT_LOCAL_RANK (its GPU) and ROLLOUT_ADDRESS
 set. It says in the run's folder where it listens, and answers ranks over HTTP, with the run's
@@ -45,6 +47,7 @@ class Replica:
         folder: Path,
         device: torch.device,
         store: network.Store | None = None,
+        in_turns: bool = False,
     ) -> None:
         self._config, self._store, self._known = config, store, folder
         if store is not None:
@@ -57,7 +60,7 @@ class Replica:
         engine: TransformersEngine | VllmEngine
         if config.rollout_engine == "vllm":
             held = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-            engine = VllmEngine(config, folder, device, held)
+            engine = VllmEngine(config, folder, device, held, in_turns)
         else:
             engine = TransformersEngine(config, folder, device)
         self._versions = Versions(engine)
@@ -81,6 +84,11 @@ class Replica:
             index = int(os.environ["ROLLOUT_INDEX"])
             before = network.before(self._known, index, self._store.node)
             self._store.fetch(version, [*before, source])
+
+    def sleep(self, version: str) -> dict[str, Any]:
+        """Give up the GPU until there are other weights than these."""
+        self._versions.sleep(version)
+        return {"version": version}
 
     def score(self, name: str, documents: list[list[int]]) -> dict[str, Any]:
         """The scores of documents, given by their tokens, by the reward model of this name."""
@@ -116,7 +124,7 @@ class Server(network.Server):
 
 
 class Handler(network.Handler):
-    """One request: also GET /health; POST /weights, /generate, /score."""
+    """One request: also GET /health; POST /weights, /generate, /sleep, /score."""
 
     server: Server
 
@@ -136,6 +144,7 @@ class Handler(network.Handler):
         calls = {
             "/weights": replica.weights,
             "/generate": replica.generate,
+            "/sleep": replica.sleep,
             "/score": replica.score,
         }
         if (call := calls.get(self.path)) is None:
@@ -153,17 +162,18 @@ def main(arguments: list[str]) -> int:
     """Serve until the job ends it."""
     config = configs.load(Path(arguments[0]), GrpoConfig)
     index, local = int(os.environ["ROLLOUT_INDEX"]), int(os.environ["ROLLOUT_LOCAL_RANK"])
-    device = torch.device("cpu")
+    in_turns, device = bool(os.environ.get("ROLLOUT_IN_TURNS")), torch.device("cpu")
     if choose(config.device) == "cuda":
         device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
+        if not in_turns:  # a context of CUDA takes memory
+            torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     folder = config.output_dir / files.ROLLOUT
     secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
     node = os.environ.get("NODE_NAME") or socket.gethostname()
     store = network.Store(secret, node) if config.rollout_transfer == "network" else None
-    replica = Replica(config, folder, device, store)
+    replica = Replica(config, folder, device, store, in_turns)
     server = Server(os.environ["ROLLOUT_ADDRESS"], replica, secret, store)
     threading.Thread(target=_end_without_lease, args=[server], daemon=True).start()
     known = {**server.source, "node": node, "pid": os.getpid()}

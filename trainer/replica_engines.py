@@ -25,10 +25,10 @@ from safetensors import safe_open
 
 from runspec import engine_start, files
 from runspec.adapters import name_of
-from runspec.devices import VISIBLE, visible
+from runspec.devices import VISIBLE, share_beside, visible
 from runspec.keys.grpo import GrpoConfig
 from trainer.config import instantiate
-from trainer.errors import RolloutError
+from trainer.errors import ConfigError, RolloutError
 from trainer.models.build import DTYPES, build
 from trainer.objectives import transfer, whole
 from trainer.objectives.replicas import Request, Sampled
@@ -43,6 +43,8 @@ _HEALTH_S = 5.0
 _ANSWERS = 256
 # Of a GPU's memory, if a reward model is on it, too; vLLM's own default is more.
 _SHARE = 0.9
+# How often vLLM is told to drop answers that nobody waits for any more.
+_DROP_S = 0.2
 
 
 class TransformersEngine:
@@ -128,71 +130,124 @@ class VllmEngine:
     for that with VLLM_SERVER_DEV_MODE and VLLM_ALLOW_RUNTIME_LORA_UPDATING (0.30:
     vllm/entrypoints/serve/dev and lora). It listens on a Unix socket in a private folder.
 
+    In turns with the ranks it starts with the first weights, when the ranks wait for answers, and
+    sleeps between rollouts.
+
     Args:
         device: the first of its GPUs.
         held: bytes of that one that this process has.
+        in_turns: whether ranks have these GPUs, too.
+
+    Raises:
+        ConfigError: it is not known how much memory the ranks leave.
     """
 
     at_once = _ANSWERS
 
     def __init__(
-        self, config: GrpoConfig, folder: Path, device: torch.device, held: int = 0
+        self,
+        config: GrpoConfig,
+        folder: Path,
+        device: torch.device,
+        held: int = 0,
+        in_turns: bool = False,
     ) -> None:
-        self._config, self._folder = config, folder
+        self._config, self._folder, self._in_turns = config, folder, in_turns
         self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
         place = tempfile.mkdtemp(prefix="vllm-", dir=os.environ.get("RANK_SOCKETS"))
         self._socket, self._model = Path(place) / "engine.sock", "base"
         self._adapters: list[str] = []
         settings = dict(files.read_json_or_none(config.model_folder / "config.json") or {})
         self._vocab_size = int((settings.get("text_config") or settings)["vocab_size"])
-        own = {
+        self._own = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        more = [str(each) for each in config.rollout_engine_args or ()]
+        self._more = [str(each) for each in config.rollout_engine_args or ()]
+        memory = 0
         if device.type == "cuda":
             first = device.index or 0
             places = range(first, first + config.rollout_gpus)
-            own[VISIBLE] = visible(places, os.environ.get(VISIBLE))
-            if held and "--gpu-memory-utilization" not in more:
-                total = torch.cuda.get_device_properties(device).total_memory
-                more += ["--gpu-memory-utilization", f"{_SHARE - held / total:.2f}"]
-        prctl = ctypes.CDLL(None).prctl
-        self._process = subprocess.Popen(
-            [*engine_start.python(own), *_arguments(config, self._socket), *more],
-            stdin=subprocess.DEVNULL,
-            # If this process is killed, vLLM must not keep the GPU.
-            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
-        )
-        while not self.is_well:
-            time.sleep(0.2)
-        threading.Thread(target=self._end_with_it, daemon=True).start()
+            self._own[VISIBLE] = visible(places, os.environ.get(VISIBLE))
+            memory = torch.cuda.get_device_properties(device).total_memory
+        if (share := memory_share(config, memory, held, in_turns)) is not None:
+            self._more = ["--gpu-memory-utilization", f"{share:.2f}", *self._more]
+        if in_turns:
+            self._more.append("--enable-sleep-mode")
+            # vLLM 0.30 keeps its memory with these, unless the older variable asks for them
+            # (device_allocator/cumem.py).
+            allocator = os.environ.get("PYTORCH_ALLOC_CONF", "")
+            self._own["PYTORCH_ALLOC_CONF"] = allocator.replace(
+                "expandable_segments:True", "expandable_segments:False"
+            )
+        # Level 2 keeps no weights, and vLLM 0.30 does not wake up from it with --enable-lora
+        # (vllm-project/vllm#48337); level 1 keeps them in the CPU's memory.
+        self._level = 1 if transfer.lora_rank(config) else 2
+        # The kernel ends vLLM with the thread that has started it.
+        self._starter = ThreadPoolExecutor(1)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sleeps = False
+        if not in_turns:
+            self._start()
 
-    def _end_with_it(self) -> None:
-        """End this process with vLLM: slurm/rollout.py starts both again."""
-        status = self._process.wait()
-        print(f"vLLM ended with status {status}: see the lines above", flush=True)
-        os._exit(1)
+    def _start(self) -> None:
+        argv = [*engine_start.python(self._own), *_arguments(self._config, self._socket)]
+        prctl = ctypes.CDLL(None).prctl
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                [*argv, *self._more],
+                stdin=subprocess.DEVNULL,
+                # If this process is killed, vLLM must not keep the GPU.
+                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            )
+
+        self._socket.unlink(missing_ok=True)
+        process = self._starter.submit(start).result()
+        while not self._answers(process):
+            time.sleep(0.2)
+        self._process = process
+        threading.Thread(target=_end_with, args=[process], daemon=True).start()
 
     @property
     def is_well(self) -> bool:
-        """Whether it answers.
+        """Whether it answers, if it has been started.
 
         Raises:
             RolloutError: it has ended.
         """
-        if (status := self._process.poll()) is not None:
-            raise RolloutError(f"vLLM ended with status {status}: see the lines above")
+        return self._process is None or self._answers(self._process)
+
+    def _answers(self, process: subprocess.Popen[bytes]) -> bool:
+        if (status := process.poll()) is not None:
+            raise RolloutError(f"vLLM ended with status {status}: see the replica's log")
         with suppress(OSError, http.client.HTTPException):
             return self._call("GET", "/health", None, _HEALTH_S)[0] == 200
         return False
 
+    def drop(self) -> None:
+        """Answer nobody any more."""
+        self._done("/abort_requests")
+
+    def sleep(self) -> None:
+        """Give up the GPU's memory until weights are loaded; nobody is answered meanwhile."""
+        if self._process is not None and not self._sleeps:
+            self._done(f"/sleep?level={self._level}")
+            self._sleeps = True
+
     def load(self, version: str) -> None:
         """Take the weights of a version; nobody is answered meanwhile."""
+        if self._process is None:
+            self._start()
         path = transfer.path_of(self._folder, self._config, version)
-        if (path / adapter.SETTINGS).exists():
+        is_adapter = (path / adapter.SETTINGS).exists()
+        if self._sleeps:
+            # The keys and values of answers have their room once the weights are in theirs.
+            self._done("/wake_up" if is_adapter else "/wake_up?tags=weights")
+        if is_adapter:
+            self._sleeps = False
             if version not in self._adapters:
                 self._done("/v1/load_lora_adapter", lora_name=version, lora_path=str(path))
                 self._adapters.append(version)
@@ -204,6 +259,9 @@ class VllmEngine:
             return
         kwargs = {"weights_path": str(path)}
         self._done("/collective_rpc", method="reload_weights", kwargs=kwargs)
+        if self._sleeps:
+            self._done("/wake_up?tags=kv_cache")
+            self._sleeps = False
         # What it has kept of prompts is by the weights before.
         answer = self._done("/reset_prefix_cache")
         if isinstance(answer, dict) and answer.get("success") is False:
@@ -234,6 +292,8 @@ class VllmEngine:
             }
             given = {key: value for key, value in body.items() if value is not None}
             (choice,) = self._done("/v1/completions", **given)["choices"]
+            if choice["finish_reason"] == "abort":
+                raise RolloutError("vLLM has dropped an answer")
             tokens, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             if len(tokens) != len(log_probs):
                 raise RolloutError(f"vLLM gave {len(log_probs)} log-probabilities of {len(tokens)}")
@@ -264,6 +324,35 @@ class VllmEngine:
             return response.status, response.read().decode()
         finally:
             connection.close()
+
+
+def memory_share(config: GrpoConfig, memory: int, held: int, in_turns: bool) -> float | None:
+    """The share of a GPU's memory that vLLM takes; None for its own default.
+
+    Args:
+        memory: of the GPU; 0 without one. held: of it, what this process has.
+
+    Raises:
+        ConfigError: in turns, if it is not known what ranks have of it (ROLLOUT_BESIDE_GIB, by the
+            estimate in the job script).
+    """
+    if (given := config.rollout_gpu_memory_utilization) or not memory:
+        return given
+    if not in_turns:
+        own = "--gpu-memory-utilization" in (config.rollout_engine_args or ())
+        return _SHARE - held / memory if held and not own else None
+    if not (beside := os.environ.get("ROLLOUT_BESIDE_GIB")):
+        raise ConfigError(
+            "rollout_gpu_memory_utilization: what the trainer leaves of a GPU cannot be computed "
+            "for this model; set it, such as 0.4"
+        )
+    return share_beside(float(beside), memory / 2**30)
+
+
+def _end_with(process: subprocess.Popen[bytes]) -> None:
+    """End this process with vLLM: slurm/rollout.py starts both again."""
+    print(f"vLLM ended with status {process.wait()}: see the lines above", flush=True)
+    os._exit(1)
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -299,6 +388,7 @@ class Versions:
 
     def __init__(self, engine: TransformersEngine | VllmEngine) -> None:
         self.engine, self.version = engine, ""
+        self._over: set[str] = set()
         self._changed, self._answering = threading.Condition(), 0
 
     def load(self, version: str) -> None:
@@ -314,14 +404,30 @@ class Versions:
         finally:
             self._leave()
 
+    def sleep(self, version: str) -> None:
+        """Have the engine give up the GPU; from now on nobody is answered by this version."""
+        with self._changed:
+            if isinstance(self.engine, TransformersEngine):
+                raise RolloutError("only vLLM sleeps")
+            if version in self._over and self.version != version:
+                return  # asked again, and done
+            self._over.add(version)
+            while not self._changed.wait_for(lambda: not self._answering, _DROP_S):
+                self.engine.drop()
+            self.engine.sleep()
+            self.version = ""
+
     def _enter(self, version: str) -> None:
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    not self._answering
+                    version in self._over
+                    or not self._answering
                     or (self.version == version and self._answering < self.engine.at_once)
                 )
             )
+            if version in self._over:
+                raise RolloutError(f"nobody waits for answers of the weights {version} any more")
             if self.version != version:
                 self.version = ""
                 self.engine.load(version)

@@ -44,7 +44,7 @@ def layout(context: Context) -> Iterable[Finding]:
     except LayoutError as error:
         return [failed("layout", fault) for fault in error.faults]
     together = int(config.get("rollout_gpus") or 1)
-    if resources.rollout_nodes and resources.gpus_per_node % together:
+    if resources.gpus_per_node % together:
         message = f"rollout_gpus={together} does not divide {resources.gpus_per_node} GPUs per node"
         return [failed("layout", message, "change it or --gpus-per-node")]
     batch, accumulation = config.get("batch_size", 1), config.get("gradient_accumulation_steps", 1)

@@ -10,6 +10,7 @@ from launcher.runs.directory import runs_root
 from launcher.sizing import gpus
 from launcher.sizing.memory import checkpoint_bytes, export_bytes, transfer_bytes
 from launcher.sizing.recipe_step import step_of
+from launcher.sizing.replicas import generates, vllm_share
 from launcher.sizing.search import Predictor, remedies
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.weights import parameter_count, ranks_for
@@ -18,12 +19,30 @@ from runspec.weights import parameter_count, ranks_for
 def memory(context: Context) -> Iterable[Finding]:
     if context.recipe.entry.purpose != "train":
         return [*_weights(context)]
-    step = _step(context)
+    key, config = "rollout_gpu_memory_utilization", context.config
+    try:
+        step = _step(context)
+    except Skipped as skipped:
+        if (
+            context.recipe.generates_in_turns
+            and not config.get(key)
+            and config.get("device") != "cpu"
+        ):
+            message = f"what the trainer leaves of a GPU for vLLM: {skipped}"
+            return [failed("GPU memory", message, f"set {key}, such as 0.4")]
+        raise
     gpu, why = kind_of_gpu(context)
     predictor = Predictor(step, gpu)
     prediction = predictor.of(step)
     shown = f"{prediction.peak_gib:.1f} GiB of {gpu.usable_gib:.1f} GiB usable on {gpu.name}"
     shown += f" ({why}; computed, not measured)"
+    if step.vllm_in_turns:
+        share = vllm_share(step, gpu.memory_gib * GIB)
+        of_vllm = f"vLLM in turns gets {share:.2f} of each GPU, {share * gpu.memory_gib:.1f} GiB"
+        if not generates(step, gpu.memory_gib * GIB):
+            shown = f"{shown}; {of_vllm}, which do not hold its weights and one answer"
+        else:
+            shown = f"{shown}; {of_vllm}"
     if prediction.fits:
         return [ok("GPU memory", shown)]
     tried = [*remedies(predictor)]
@@ -104,7 +123,7 @@ def disk(context: Context) -> Iterable[Finding]:
     transfer = 0.0 if step.over_network else 2 * transfer_bytes(step)
     needed, free = kept * checkpoint + export + transfer, shutil.disk_usage(folder).free
     shown = f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f}"
-    shown += ", weights for the rollout nodes" if transfer else ""
+    shown += ", weights for the replicas" if transfer else ""
     shown += f" and the export, {free / GIB:.1f} GiB free in {folder}"
     if needed <= free:
         return [ok("disk space", shown)]

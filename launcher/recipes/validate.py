@@ -88,7 +88,8 @@ def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
     resources = config.get("resources")
     rollout = resources.get("rollout") if isinstance(resources, dict) else None
     engine = config.get("rollout_engine") or "transformers"
-    for key, default in (("rollout_engine_args", []), ("rollout_gpus", 1)):
+    only: dict[str, Any] = {"rollout_engine_args": [], "rollout_gpus": 1}
+    for key, default in {**only, "rollout_gpu_memory_utilization": 0}.items():
         if engine == "transformers" and (config.get(key) or default) != default:
             yield Fault(key, f"{key}: only for vLLM; set rollout_engine=vllm, or leave it out")
     tokenizer = config.get("tokenizer")
@@ -98,12 +99,10 @@ def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault(key, f"{key}: {message}; set rollout_engine=transformers, or leave it out")
     if rollout not in (None, "same"):
         return
-    if engine != "transformers":
-        yield Fault(
-            "rollout_engine",
-            f"rollout_engine={engine}: it needs GPUs of its own; set resources.rollout=1 or more, "
-            "or leave it out",
-        )
+    given = config.get("rollout_engine_args")
+    if isinstance(given, list) and "--gpu-memory-utilization" in given:
+        key, other = "rollout_engine_args", "rollout_gpu_memory_utilization"
+        yield Fault(key, f"{key}: set {other} instead, which the estimate counts")
     rewards = config.get("rewards")
     for name, block in rewards.items() if isinstance(rewards, dict) else ():
         if isinstance(block, dict) and block.get("served"):
@@ -116,7 +115,7 @@ def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
     if (config.get("rollout_transfer") or "disk") != "disk":
         yield Fault(
             "rollout_transfer",
-            "rollout_transfer: without rollout nodes nothing is sent; set resources.rollout=1 or "
+            "rollout_transfer: only rollout nodes get weights over the network; set resources.rollout=1 or "
             "more, or leave it out",
         )
     if config.get("max_staleness"):

@@ -15,15 +15,21 @@ from launcher.errors import PreflightFault, UsageFault
 from launcher.recipes.recipe import Recipe
 from launcher.sizing import gpus
 from launcher.sizing.memory import (
+    ASLEEP,
     StepMemory,
     checkpoint_bytes,
     export_bytes,
     host_bytes,
-    replica,
-    replica_host_bytes,
     transfer_bytes,
 )
 from launcher.sizing.recipe_step import step_of
+from launcher.sizing.replicas import (
+    answers_of_vllm,
+    generates,
+    replica,
+    replica_host_bytes,
+    vllm_share,
+)
 from launcher.sizing.search import METHODS, Prediction, Predictor, remedies, settings
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.keys.fields import STREAM
@@ -114,12 +120,15 @@ class Estimate:
         self.step, self.gpu = step, gpus.by_name(gpu)
         self.predictor = Predictor(step, self.gpu, mfu, network_gbits)
         self.memory = StepMemory(step)
-        # Of a GPU of the rollout nodes; {} without them.
-        self.replica = replica(step, self.gpu.memory_gib * GIB)
+        # Of a GPU while a replica generates; {} without replicas.
+        memory = self.gpu.memory_gib * GIB
+        self.replica = replica(step, memory)
+        # What vLLM in turns takes of a GPU.
+        self.vllm_share = vllm_share(step, memory) if step.vllm_in_turns else 0.0
         # Of a teacher's pass, if every token is trained.
         self.kept_bytes = kept_bytes(step.top_k) if step.top_k else 0
         peak_gib = max(self.memory.peak, sum(self.replica.values())) / GIB
-        self.fits = peak_gib <= self.gpu.usable_gib
+        self.fits = peak_gib <= self.gpu.usable_gib and generates(step, memory)
         self.tokens, self.tokens_are, samples = epoch_of(config, step)
         if recipe.entry.method.samples_answers:
             group = config.get("group_size") or recipe.entry.method.keys()["group_size"].default
@@ -157,7 +166,7 @@ class Estimate:
             if step.keeps_sampled:
                 phases = {"generate": generating}
                 phases |= {"score": scoring} if scoring else {}
-                phases |= {"transfer": transfer_s(step)} if step.replicas else {}
+                phases |= {"transfer": transfer_s(step)} if step.replicas or step.vllm else {}
                 phases |= {"update": self.prediction.time.seconds}
                 self.rollout_s = {n: s / step.on_policy_share for n, s in phases.items()}
         self.hours = self.tokens / rate / 3600 + self.hours_before
@@ -187,6 +196,7 @@ class Estimate:
             "peak_phase": memory.peak_phase,
             "terms_gib": {k: round(v / GIB, 3) for k, v in memory.terms.items() if v},
             "replica_gib": {k: round(v / GIB, 3) for k, v in self.replica.items() if v},
+            "vllm_share": self.vllm_share,
             "phases_gib": {k: round(sum(v.values()) / GIB, 3) for k, v in memory.phases.items()},
             "layout": vars(step.layout),
             "step": {
@@ -316,7 +326,7 @@ def _settings(step: StepConfig) -> str:
 
 
 def _memory(estimate: Estimate) -> Iterator[str]:
-    memory, gpu = estimate.memory, estimate.gpu
+    memory, gpu, step = estimate.memory, estimate.gpu, estimate.step
     yield f"Memory per GPU at its peak ({memory.peak_phase}); computed, not measured"
     terms = sorted(memory.terms.items(), key=lambda term: -term[1])
     for name, size in (*terms, ("peak", memory.peak)):
@@ -326,10 +336,10 @@ def _memory(estimate: Estimate) -> Iterator[str]:
         peak = estimate.traced["peak"]
         yield (
             f"  {'traced':<20} {peak / GIB:8.2f} GiB   the same step on fake tensors; the "
-            f"formulas give {100 * (memory.peak / peak - 1):+.1f} %"
+            f"formulas give {100 * ((memory.peak - memory.terms.get(ASLEEP, 0)) / peak - 1):+.1f} %"
         )
     largest, advice = terms[0][0], _SMALLER.get(terms[0][0])
-    if advice and estimate.step.top_k:
+    if advice and step.top_k:
         advice = advice.replace("QLoRA", "teacher_quantize_base=true")
     change = f"{advice} make it smaller" if advice else "the model's longest context decides it"
     yield (
@@ -339,14 +349,25 @@ def _memory(estimate: Estimate) -> Iterator[str]:
         f"the largest part is {largest}: {change}"
     )
     if estimate.replica:
-        yield "Memory per GPU of the rollout nodes; computed, not measured"
+        when = "while vLLM generates" if step.vllm_in_turns else "of the rollout nodes"
+        yield f"Memory per GPU {when}; computed, not measured"
         terms = sorted(estimate.replica.items(), key=lambda term: -term[1])
         for name, size in (*terms, ("sum", sum(estimate.replica.values()))):
             if size / GIB >= 0.005:
                 yield f"  {name:<20} {size / GIB:8.2f} GiB"
-    if host := replica_host_bytes(estimate.step, gpu.memory_gib * GIB):
-        yield f"on the CPU of each rollout node: {host / GIB:.0f} GiB of its replicas' base models"
-    if host := host_bytes(estimate.step):
+    if step.vllm_in_turns:
+        share, answers = estimate.vllm_share, answers_of_vllm(step, gpu.memory_gib * GIB)
+        yield (
+            f"vLLM gets {share:.2f} of each GPU, {share * gpu.memory_gib:.1f} GiB: room for "
+            f"{answers} answers that are as long as can be, of {step.answers_at_once}; no time "
+            "below counts its sleep and wake"
+        )
+    if host := replica_host_bytes(step, gpu.memory_gib * GIB):
+        where, what = "rollout node", "its replicas' base models"
+        if step.vllm_in_turns:
+            where, what = "node", "the weights of vLLM, while it sleeps"
+        yield f"on the CPU of each {where}: {host / GIB:.0f} GiB of {what}"
+    if host := host_bytes(step):
         yield f"on the CPU of each node: {host / GIB:.0f} GiB of weights and optimizer state"
 
 
@@ -383,7 +404,7 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
     if estimate.rollout_s:
         phases = ", ".join(f"{n} {s:.3g} s" for n, s in estimate.rollout_s.items())
         before += f"  {'each rollout':<20} {phases}\n"
-    if step.replicas:
+    if step.replicas or step.vllm:
         by = (
             ("network", NETWORK_BYTES_PER_S)
             if step.over_network

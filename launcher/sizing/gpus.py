@@ -6,10 +6,8 @@ from functools import cache
 
 from launcher import paths, yamlfile
 from launcher.errors import UsageFault, nearest
+from runspec.devices import RESERVED_GIB, RESERVED_SHARE
 
-# Of a GPU's memory the CUDA context, NCCL's buffers, kernels' workspaces and the allocator's gaps
-# take a part that no formula gives: this much is reserved for them. An assumption.
-RESERVED_GIB, RESERVED_SHARE = 2.0, 0.05
 DEFAULT = "h100-80"
 # The round numbers that cards are sold by.
 _LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 144, 180, 186, 192, 256, 288)

@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from launcher.sizing import activations
-from launcher.sizing.step_config import FP32, StepConfig
+from launcher.sizing.step_config import FP32, GIB, StepConfig
 from launcher.sizing.tensors import loss_memory, top_k_memory, units_of
 from runspec.layout import Layout
 
 Terms = dict[str, float]
+ASLEEP = "vLLM asleep"
 
 
 class StepMemory:
@@ -31,6 +32,11 @@ class StepMemory:
         sums = {name: sum(terms.values()) for name, terms in self.phases.items()}
         self.peak_phase = max(sums, key=sums.__getitem__)
         self.peak, self.terms = sums[self.peak_phase], self.phases[self.peak_phase]
+
+
+def state_of(step: StepConfig) -> Terms:
+    """What a GPU holds between steps."""
+    return _Phases(step).state
 
 
 def state_bytes(step: StepConfig) -> float:
@@ -55,6 +61,15 @@ def state_bytes(step: StepConfig) -> float:
         "momentum": 1.0 * step.weight_bytes,
         "none": 0.0,
     }[step.optimizer]
+
+
+def asleep_bytes(step: StepConfig) -> float:
+    """What vLLM keeps of a GPU while it sleeps: CUDA's context, graphs, NCCL's buffers.
+
+    An assumption; not measured here. Others report 0.8 GiB of a model of 1 B on one GPU and up to
+    7.2 on two (NVIDIA-NeMo/RL#223), 7 on eight and 1.4 of them graphs (vllm-project/vllm#47654).
+    """
+    return GIB * (2.0 if step.rollout_gpus == 1 else 7.0)
 
 
 DEEPEP = "DeepEP's buffer"
@@ -114,6 +129,8 @@ class _Phases:
             self.state["frozen models"] = sum(f.state[p] for f in self.frozen for p in parts)
         if step.in_reward_models:
             self.state["reward models"] = step.element_bytes * step.in_reward_models
+        if step.vllm_in_turns:
+            self.state[ASLEEP] = asleep_bytes(step)
         # Of the teacher the loss needs the last hidden states, and its output head: FSDP's copy.
         self.imitated = 0.0
         if step.teacher_logits and step.teacher is not None:
@@ -162,7 +179,7 @@ class _Phases:
             terms = self._terms(0.0, self.entry, gathered, logits=made)
             yield "teacher's pass, top k", terms
             return
-        if self.step.on_policy_share and not self.step.replicas:
+        if self.step.on_policy_share and not (self.step.replicas or self.step.vllm):
             yield "generating answers", self._terms(0.0) | {"generation": self._generation()}
         for number, model in enumerate(self.frozen, 1):
             yield f"frozen model {number}, first layer", self._frozen_begin(model)
@@ -217,7 +234,7 @@ class _Phases:
             "weights": self.state["weights"],
             "rotary tables": self.state["rotary tables"],
             "working memory": working,
-        } | {name: size for name, size in self.state.items() if name == DEEPEP}
+        } | {name: size for name, size in self.state.items() if name in (DEEPEP, ASLEEP)}
 
     def _terms(
         self, gradients: float, activations: float = 0.0, gathered: float = 0.0, **more: float
@@ -391,40 +408,6 @@ def generation(step: StepConfig) -> Terms:
     }
 
 
-def replica(step: StepConfig, memory: float) -> Terms:
-    """What a replica on a GPU of so many bytes takes; nothing without rollout nodes."""
-    if not step.replicas:
-        return {}
-    judges = float(step.element_bytes * step.in_served_models)
-    if step.vllm:
-        # The rest of the GPU holds the keys and values of more answers.
-        one = generation(replace(step, vllm=False, generation_batch=1))
-        split = {name: size / step.rollout_gpus for name, size in one.items()}
-        return {**split, "reward models": judges}
-    on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
-    return {**generation(step), "base model": on_gpu, "reward models": judges}
-
-
-def replica_host_bytes(step: StepConfig, memory: float) -> float:
-    """CPU memory of a rollout node: its replicas' base models, if they are on no GPU."""
-    if not step.replicas or step.vllm or _base_is_on_gpu(step, memory):
-        return 0.0
-    return step.gpus_per_node * _base_model(step)
-
-
-def _base_is_on_gpu(step: StepConfig, memory: float) -> bool:
-    """Whether it takes less than a third: trainer/replica.py."""
-    return 3 * step.element_bytes * step.shape.parameters < memory
-
-
-def _base_model(step: StepConfig) -> float:
-    """What a replica merges an adapter into, as it is trained."""
-    if step.adapter is None:
-        return 0.0
-    alone = replace(step, layout=Layout(), replicas=0, fp32_master=False, cpu_offload=False)
-    return _Phases(alone).state["weights"]
-
-
 # Outside the GPUs ---------------------------------------------------------------------------------
 
 
@@ -441,8 +424,8 @@ def export_bytes(step: StepConfig) -> float:
 
 
 def transfer_bytes(step: StepConfig) -> float:
-    """What a transfer to rollout nodes writes: the whole weights, or what an adapter trains."""
-    if not step.replicas:
+    """What a transfer to replicas writes: the whole weights, or what an adapter trains."""
+    if not (step.replicas or step.vllm):
         return 0.0
     if step.is_full:
         return step.element_bytes * step.shape.parameters

@@ -131,12 +131,13 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
         at_once = config.get("generation_batch_size")
         updates = config.get("updates_per_rollout") or 1
-        of_all = {"on_policy_share": 1 / int(updates), "new_tokens": int(most)}
+        of_all: dict[str, Any] = {"on_policy_share": 1 / int(updates), "new_tokens": int(most)}
         of_all |= {"keeps_sampled": True, "max_staleness": int(config.get("max_staleness") or 0)}
         rewards = _block(config, "rewards")
         of_all |= {"vllm": config.get("rollout_engine") == "vllm"}
         of_all |= {"rollout_gpus": int(config.get("rollout_gpus") or 1)}
         of_all |= {"over_network": config.get("rollout_transfer") == "network"}
+        of_all |= {"vllm_share": config.get("rollout_gpu_memory_utilization")}
         of_all |= {"in_reward_models": _in_reward_models(rewards, is_served=False)}
         of_all |= {"in_served_models": _in_reward_models(rewards, is_served=True)}
         return of_all | {"generation_batch": at_once and int(at_once)}

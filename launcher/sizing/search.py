@@ -15,7 +15,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from launcher.sizing.gpus import Gpu
-from launcher.sizing.memory import StepMemory, replica
+from launcher.sizing.memory import StepMemory
+from launcher.sizing.replicas import generates, replica
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.adapters import USUAL_RANK
 from runspec.keys.model import TRANSFORMERS
@@ -158,6 +159,9 @@ def _keys(step: StepConfig) -> Iterator[str]:
     if step.cpu_offload:
         yield "fsdp_cpu_offload=true"
     if step.keeps_sampled:
+        if step.vllm:
+            yield f"rollout_gpus={step.rollout_gpus}"
+            yield f"rollout_gpu_memory_utilization={step.vllm_share or 'null'}"
         if step.generation_batch:
             yield f"generation_batch_size={step.generation_batch}"
         yield f"resources.nodes={step.nodes}"
@@ -295,9 +299,10 @@ class Predictor:
 
     def of(self, step: StepConfig) -> Prediction:
         """Return what is predicted of a setting."""
-        of_replica = sum(replica(step, self.gpu.memory_gib * GIB).values())
-        peak_gib = max(StepMemory(step).peak, of_replica) / GIB
-        return Prediction(step, peak_gib, peak_gib <= self.gpu.usable_gib, self)
+        memory = self.gpu.memory_gib * GIB
+        peak_gib = max(StepMemory(step).peak, sum(replica(step, memory).values())) / GIB
+        fits = peak_gib <= self.gpu.usable_gib and generates(step, memory)
+        return Prediction(step, peak_gib, fits, self)
 
 
 # What to change if a recipe does not fit ---------------------------------------------------------
@@ -321,17 +326,21 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
         yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
         yield {"fields": [{"method": "qfull", "teacher_quantised": True}]}
         return
+    if step.vllm_in_turns and step.vllm_share:
+        yield {"fields": [{"vllm_share": None}]}
     yield {"layout": [(step.layout.tensor_parallel, 1)]}
     yield {"fields": [{"checkpointing": "full"}]}
     if step.loss not in ("linear", "score"):
         yield {"fields": [{"loss": "linear", "chunks": 0}]}
     if step.accumulation > 1 and step.fsdp:
         yield {"fields": [{"sync_each": True}]}
-    if step.keeps_sampled and step.answers_at_once > 1:
+    if step.keeps_sampled and step.answers_at_once > 1 and not step.vllm:
         yield {"fields": [{"generation_batch": step.answers_at_once // 2}]}
     if step.batch > 1:
         rows = step.batch * step.accumulation
         yield {"fields": [{"batch": 1, "accumulation": rows, "sync_each": step.fsdp}]}
+    if step.vllm_in_turns and step.rollout_gpus < step.gpus_per_node:
+        yield {"fields": [{"rollout_gpus": step.gpus_per_node}]}
     if step.shape.experts:
         yield {"layout": [(step.layout.tensor_parallel, 1, n) for n in spreads(step)[1:]]}
     yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
@@ -351,8 +360,9 @@ def remedies(predictor: Predictor) -> Iterator[Remedy]:
             if step == now.step:
                 continue
             tried = predictor.of(step)
-            helps = tried.peak_gib < now.peak_gib * 0.99
-            fits = helps and tried.fits
+            # A share of vLLM's that is too small makes nothing larger.
+            fits = tried.fits and not now.fits
+            helps = fits or tried.peak_gib < now.peak_gib * 0.99
             yield Remedy(overrides(step, now.step), tried.peak_gib, helps, fits)
             if fits:
                 return

@@ -72,8 +72,9 @@ class StepConfig:
     in_reward_models: int = 0  # numbers, all of them on each GPU
     in_served_models: int = 0  # the same, on each GPU of a rollout node
     max_staleness: int = 0  # rollouts that replicas may be ahead
-    replicas: int = 0  # GPUs of rollout nodes, which generate the answers; 0: the ranks do
+    replicas: int = 0  # GPUs of rollout nodes, which generate the answers; 0: those of the ranks
     vllm: bool = False  # vLLM servers on these
+    vllm_share: float | None = None  # of a GPU's memory, as the recipe says it
     rollout_gpus: int = 1  # of such a server
     over_network: bool = False  # weights go to these from the first node's memory
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
@@ -139,6 +140,11 @@ class StepConfig:
         return self.replicas // self.gpus_per_node
 
     @property
+    def vllm_in_turns(self) -> bool:
+        """Whether vLLM generates on the GPUs of the ranks."""
+        return self.vllm and not self.replicas
+
+    @property
     def gpus(self) -> int:
         """All GPUs of the job."""
         return self.layout.ranks + self.replicas
@@ -187,7 +193,7 @@ class StepConfig:
         if self.vllm:
             # All of its share: vLLM decides itself for how many there is room.
             answers = self.answers_per_step * self.layout.data_parallel
-            return -(-answers * self.rollout_gpus // self.replicas)
+            return -(-answers * self.rollout_gpus // (self.replicas or self.layout.ranks))
         return min(self.generation_batch or own, self.answers_per_step)
 
     @property

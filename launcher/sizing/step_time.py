@@ -22,7 +22,8 @@ from launcher.sizing.communication import Message, messages
 from launcher.sizing.compute import Compute, Reached
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import transfer_bytes
-from launcher.sizing.step_config import StepConfig
+from launcher.sizing.replicas import answers_of_vllm
+from launcher.sizing.step_config import GIB, StepConfig
 from runspec.flops import utilisation
 from runspec.layout import Layout
 
@@ -261,10 +262,13 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     weights = step.element_bytes * step.shape.parameters
     across = layout.shard * layout.tensor_parallel > step.gpus_per_node
     link = links.between_gbs if across else links.within_gbs
-    if step.replicas:
+    if step.replicas or step.vllm:
         batches = math.ceil(step.answers_per_step / step.answers_at_once) * layout.data_parallel
         turns = 1 if step.vllm else math.ceil(batches / step.replicas)
         size, length = step.answers_at_once, step.length
+        if step.vllm_in_turns:
+            turns = math.ceil(size / max(1, answers_of_vllm(step, gpu.memory_gib * GIB)))
+            size = math.ceil(size / turns)
         products = 2 * step.shape.active_parameters / compute.flops_per_s / step.rollout_gpus
         token = max(weights / compute.bytes_per_s / step.rollout_gpus, size * products)
         return step.on_policy_share * turns * (size * length * products + step.new_tokens * token)

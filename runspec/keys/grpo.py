@@ -117,9 +117,9 @@ class GrpoConfig(TrainConfig):
     )
     rollout_engine: str = setting(
         "transformers | vllm",
-        "With resources.rollout: what generates the answers there. vllm: a server on each GPU of "
-        "the rollout nodes, in the recipe's environment (environment: vllm); the ranks then run in "
-        "the kit's own.",
+        "What generates the answers. vllm: a server on each GPU of the rollout nodes, or with "
+        "resources.rollout=same of the nodes that train, in turns with the ranks; in the recipe's "
+        "environment (environment: vllm), and the ranks in the kit's own.",
         "transformers",
         may_change=True,
     )
@@ -128,6 +128,12 @@ class GrpoConfig(TrainConfig):
         "GPUs of a node that hold one vLLM server together (tensor parallel), for a model that is "
         "too large for one.",
         1,
+        may_change=True,
+    )
+    rollout_gpu_memory_utilization: float | None = setting(
+        "share",
+        "Share of a GPU's memory that vLLM takes while it generates. Default: vLLM's own; with "
+        "resources.rollout=same what the trainer's state leaves (cookbook estimate).",
         may_change=True,
     )
     rollout_engine_args: list[str] | None = setting(

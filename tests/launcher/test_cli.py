@@ -39,6 +39,29 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
             2,
             "rewards.correct.served: only rollout nodes serve a reward model",
         ),
+        (
+            ["submit", "demo_grpo", "rollout_engine=vllm", "max_staleness=1", "importance_cap=2"],
+            2,
+            "max_staleness: only rollout nodes sample ahead of the trainer; set",
+        ),
+        (
+            ["submit", "demo_grpo", "rollout_gpu_memory_utilization=0.4"],
+            2,
+            "rollout_gpu_memory_utilization: only for vLLM; set rollout_engine=vllm",
+        ),
+        (
+            ["submit", "demo_grpo", "rollout_engine=vllm", "rollout_gpu_memory_utilization=40"],
+            2,
+            "rollout_gpu_memory_utilization must be a number above 0, 1 at most, got 40",
+        ),
+        (
+            [
+                *("submit", "demo_grpo", "rollout_engine=vllm"),
+                "rollout_engine_args=[--gpu-memory-utilization,0.4]",
+            ],
+            2,
+            "rollout_engine_args: set rollout_gpu_memory_utilization instead",
+        ),
         (["submit", "demo", "env=[A]"], 2, "env must be a block of 'key: value' lines"),
         (["submit", "demo", "+env.A=null"], 2, 'env.A has no value: write A: ""'),
         (["submit", "demo", "secrets=7"], 2, "secrets must be a list of names"),

@@ -202,3 +202,18 @@ def test_a_site_may_start_from_images(fixed, tmp_path, monkeypatch):
         "demo", Site(start_from="image"), "environment={kind: venv, python: /opt/other/bin/python}"
     )
     assert "ENV_IMAGE" not in own
+
+
+def test_vllm_in_turns_is_on_the_nodes_that_train():
+    """Without rollout nodes, and with spare ones; what it must leave is computed."""
+    own = ["rollout_engine=vllm", "environment=vllm", "resources.nodes=2", "rollout_gpus=4"]
+    text = script("qwen3_8b_grpo_lora", Site(), *own, "resources.spare_nodes=1")
+    assert "#SBATCH --nodes=3\n" in text and "ROLLOUT_NODES" not in text
+    turns = "export ROLLOUT_IN_TURNS=yes ROLLOUT_GPUS=4 ROLLOUT_REPLICAS=$((NODES * 2))\n"
+    assert turns in text and text.index("export NODES=") < text.index(turns)
+    (beside,) = re.findall(r"export ROLLOUT_BESIDE_GIB=([\d.]+) ", text)
+    assert 2 < float(beside) < 10
+    assert 'trainer.replica "$RUN_DIR/train.yaml"' in text
+    apart = script("qwen3_8b_grpo_lora", Site(), *own, "resources.rollout=1")
+    assert "IN_TURNS" not in apart and "ROLLOUT_NODES=1" in apart
+    assert "ROLLOUT" not in script("qwen3_8b_grpo_lora", Site())

@@ -192,6 +192,42 @@ def test_vllm_gets_all_answers_at_once_and_merges_nothing() -> None:
     }
 
 
+def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
+    def of(*given: str) -> Estimate:
+        own = ["rollout_engine=vllm", *given]
+        return Estimate(recipes.load("qwen3_8b_grpo_lora", own), Path("/x"), "h100-80")
+
+    turns, apart = of(), of("resources.rollout=1")
+    # It keeps something of each GPU while the ranks compute, and the ranks while it generates.
+    assert turns.memory.peak == apart.memory.peak + turns.memory.terms["vLLM asleep"]
+    state = turns.replica["trainer's state"]
+    assert 0 < state < turns.memory.peak and "generating answers" not in turns.memory.phases
+    usable = turns.gpu.usable_gib * 2**30
+    assert turns.vllm_share * turns.gpu.memory_gib * 2**30 + state <= usable
+    text = "\n".join(turns.lines())
+    assert f"vLLM gets {turns.vllm_share:.2f} of each GPU" in text
+    assert "Memory per GPU while vLLM generates" in text
+    assert "122 GiB of the weights of vLLM, while it sleeps" in text
+    assert "vLLM, while it sleeps" not in "\n".join(of("model.lora_rank=null").lines())
+    # A share of one's own: the sum is of the whole of it; one that holds no answer does not fit.
+    half = of("rollout_gpu_memory_utilization=0.5")
+    whole = 0.5 * half.gpu.memory_gib * 2**30
+    assert sum(half.replica.values()) == pytest.approx(whole + state) and half.fits
+    small = of("rollout_gpu_memory_utilization=0.18")
+    assert not small.fits and "room for 0 answers" in "\n".join(small.lines())
+    assert small.remedies[-1].fits
+    assert small.remedies[-1].overrides == "rollout_gpu_memory_utilization=null"
+    large = of("rollout_gpu_memory_utilization=0.9")
+    assert not large.fits and sum(large.replica.values()) > usable
+    # Less room: the same answers take several turns.
+    some = of("rollout_gpu_memory_utilization=0.22")
+    assert some.fits and some.rollout_s["generate"] > 1.1 * turns.rollout_s["generate"]
+    four = of("rollout_gpus=4")
+    assert four.replica["weights"] == turns.replica["weights"] / 4
+    one = Estimate(recipes.load("qwen3_0_6b_grpo", ["rollout_engine=vllm"]), Path("/x"), "h100-80")
+    assert turns.fits and one.fits
+
+
 def test_a_served_reward_model_is_on_the_rollout_nodes(tmp_path: Path) -> None:
     save_file({"score.weight": torch.zeros(1, 10**6)}, tmp_path / "model.safetensors")
     judge = ["+rewards.judge.function=reward_model", f"+rewards.judge.model={tmp_path}"]

@@ -48,7 +48,7 @@ class Ahead:
     ) -> None:
         self._world, self._sampler, self._prompts, self._draw = world, sampler, prompts, draw
         self._most = config.max_staleness
-        if self._most and sampler.replicas is None:
+        if self._most and (sampler.replicas is None or sampler.replicas.in_turns):
             raise ConfigError("max_staleness: only rollout nodes work ahead; set resources.rollout")
         self._later: Iterator[tuple[int, list[MicroBatch]]] = iter(())
         self._pending: deque[Future[Drawn]] = deque()

@@ -442,8 +442,8 @@ class PolicyOptimisation(Objective):
 
     @property
     def generates(self) -> bool:
-        """As Objective.generates."""
-        return True
+        """As Objective.generates; what vLLM generates is not traced."""
+        return bool(self.config.rollout_engine == "transformers")
 
     def trace_answers(self, models: Models) -> None:
         """As Objective.trace_answers."""

@@ -1,4 +1,4 @@
-"""The trainer's side of rollout nodes: weights to the replicas, and answers from them.
+"""The trainer's side of replicas: weights to them, and answers from them.
 
 Replicas are found by files in the run's folder (slurm/rollout.py starts them, trainer/replica.py is
 one). A request holds all that its answer depends on, the version of the weights included, so that
@@ -13,8 +13,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from runspec import files
 from runspec.keys.grpo import GrpoConfig
@@ -28,6 +31,8 @@ POLL_S = 0.2
 TRIES = 3
 # What takes longer than so many times the longest of the others, and a second, is late.
 LATE = 2
+# How long a replica may take to say that it sleeps, before it is asked again.
+SLEEP_S = 30.0
 
 
 class Sampled(NamedTuple):
@@ -70,11 +75,13 @@ class Replicas:
         config: rollout_timeout says how long a transfer or a batch may take, the wait for a
             replica included.
 
-    count: how many there are.
+    count: how many there are. in_turns: whether they have the GPUs of the ranks, and sleep while
+        these compute.
     """
 
     def __init__(self, folder: Path, count: int, world: World, config: GrpoConfig) -> None:
         self._folder, self.count, self._world, self._config = folder, count, world, config
+        self.in_turns = bool(os.environ.get("ROLLOUT_IN_TURNS"))
         self._limit_s = config.rollout_timeout
         self._number, self.version = 0, ""
         self._secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
@@ -84,7 +91,7 @@ class Replicas:
 
     @classmethod
     def of(cls, config: GrpoConfig, world: World) -> "Replicas | None":
-        """Return those of the job; None if it has no rollout nodes."""
+        """Return those of the job; None if it has none."""
         count = int(os.environ.get("ROLLOUT_REPLICAS") or 0)
         if not count:
             return None
@@ -119,8 +126,12 @@ class Replicas:
             self._store.add(version, path)
         if self._number == 1:
             noun = f"{self.count} replica{'s' if self.count > 1 else ''}"
+            noun += " in turns with the ranks" if self.in_turns else ""
             place = ", from this node's memory" if self._source else ""
             world.say(f"rollouts   {noun}, {size / 1e6:,.2f} MB of weights in each transfer{place}")
+        if self.in_turns:
+            # Replicas have the GPUs' memory from here on: no rank computes until they rest.
+            world.on_all(torch.cuda.empty_cache)
         world.on_main(lambda: self._transfer(version))
         self.version = version
 
@@ -159,6 +170,44 @@ class Replicas:
                     f"transfer of weights {version} to {self._named(0)}: not done within "
                     f"{self._limit_s:.0f} s"
                 )
+
+    def rest(self) -> None:
+        """Take the GPUs back from replicas in turns, which answer nobody then; all ranks call this
+        together, once each has its answers.
+
+        Raises:
+            RolloutError: one did not give them up in time.
+        """
+        if self.in_turns:
+            self._world.on_main(self._rest)
+
+    def _rest(self) -> None:
+        deadline = time.monotonic() + self._limit_s
+        with ThreadPoolExecutor(self.count) as threads:
+            list(threads.map(lambda index: self._put_to_sleep(index, deadline), range(self.count)))
+
+    def _put_to_sleep(self, index: int, deadline: float) -> None:
+        name, fault = self._named(index), None
+        while (now := time.monotonic()) < deadline:
+            if self._known(index) is not None:
+                limit = min(deadline, now + SLEEP_S)
+                fault = self._tried(index, "/sleep", {"version": self.version}, limit)
+                if isinstance(fault, dict):
+                    return
+            elif self._state(index) != "ready":
+                # It has ended, and its vLLM; the one that takes its place waits for weights.
+                return
+            time.sleep(POLL_S)
+        raise RolloutError(
+            f"{name} did not give up its GPUs within {self._limit_s:g} s, and training needs them: "
+            f"{fault or 'it does not answer'}"
+        )
+
+    def _state(self, index: int) -> str:
+        """What slurm/rollout.py says of a replica: ready, until its processes have ended."""
+        known = files.read_json_or_none(self._folder.parent / files.ROLLOUT_STATE)
+        all_of_them = known.get("replicas", []) if isinstance(known, dict) else []
+        return next((str(each["state"]) for each in all_of_them if each["replica"] == index), "")
 
     def sample(self, requests: Sequence[Request]) -> list[Sampled]:
         """Answer each request, on as many replicas at once as there are.

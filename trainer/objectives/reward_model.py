@@ -175,7 +175,7 @@ def scorers(
         if name not in apart:
             model = RewardModel(folder, config.dtype, world.device)
             ask: Any = partial(map, model.scores)
-        elif replicas is not None:
+        elif replicas is not None and not replicas.in_turns:
             ask = partial(replicas.score, name, timeout_s)
         else:
             raise ConfigError(f"rewards.{name}.served: {NEEDS_NODES}")

@@ -179,10 +179,9 @@ def _row(answer: Answer) -> Row:
 class Sampler:
     """The policy as transformers' class, which generates; see trainer.objectives.whole.
 
-    It is on this rank, or on rollout nodes, which get the weights of each rollout.
+    It is on this rank, or on replicas, which get the weights of each rollout.
 
-    replicas: those of the rollout nodes; None without. transfer_s: how long the last weights took
-    to them.
+    replicas: None without. transfer_s: how long the last weights took to them.
 
     Raises:
         ConfigError: that class cannot take the weights.
@@ -203,8 +202,10 @@ class Sampler:
         self.hold(models, rollout)
         try:
             yield
-        finally:
-            self.release()
+        except BaseException:
+            self._free()
+            raise
+        self.release()
 
     def hold(self, models: Models, rollout: int) -> None:
         """Gather the policy's present weights; all ranks call this together."""
@@ -217,7 +218,12 @@ class Sampler:
         self.held = True
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, also that of replicas; all ranks call this together."""
+        self._free()
+        if self.replicas is not None:
+            self.replicas.rest()
+
+    def _free(self) -> None:
         self._whole.free()
         self.held = False
 

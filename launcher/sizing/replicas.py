@@ -1,0 +1,80 @@
+"""Memory of rollout replicas, on nodes of their own or in turns with the ranks."""
+
+from dataclasses import replace
+from math import floor
+
+from launcher.sizing.memory import Terms, generation, state_of
+from launcher.sizing.step_config import GIB, StepConfig
+from runspec.devices import share_beside
+from runspec.layout import Layout
+
+
+def replica(step: StepConfig, memory: float) -> Terms:
+    """What is on a GPU of so many bytes while a replica generates; nothing without replicas."""
+    if step.vllm:
+        terms = _vllm(step)
+        if step.vllm_share:
+            given = step.vllm_share * memory - sum(terms.values())
+            terms["keys and values"] += max(given, 0.0)
+        if step.vllm_in_turns:
+            return {**terms, "trainer's state": beside_vllm(step)}
+    elif step.replicas:
+        on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
+        terms = {**generation(step), "base model": on_gpu}
+    else:
+        return {}
+    return {**terms, "reward models": float(step.element_bytes * step.in_served_models)}
+
+
+def _vllm(step: StepConfig) -> Terms:
+    """What vLLM needs of each of its GPUs for one answer; the rest is for those of more."""
+    one = generation(replace(step, vllm=False, generation_batch=1))
+    return {name: size / step.rollout_gpus for name, size in one.items()}
+
+
+def beside_vllm(step: StepConfig) -> float:
+    """What a GPU holds while vLLM generates in turns, outside of vLLM's share."""
+    return sum(state_of(step).values())
+
+
+def vllm_share(step: StepConfig, memory: float) -> float:
+    """The share of a GPU of so many bytes that vLLM takes in turns."""
+    return step.vllm_share or share_beside(beside_vllm(step) / GIB, memory / GIB)
+
+
+def answers_of_vllm(step: StepConfig, memory: float) -> int:
+    """Of how many answers that share holds keys and values; 0: not of one, or not the weights."""
+    one = _vllm(step)
+    more = vllm_share(step, memory) * memory - sum(one.values())
+    return max(0, 1 + floor(more / one["keys and values"]))
+
+
+def generates(step: StepConfig, memory: float) -> bool:
+    """Whether vLLM in turns, if there is one, has room for an answer."""
+    return not step.vllm_in_turns or answers_of_vllm(step, memory) > 0
+
+
+def replica_host_bytes(step: StepConfig, memory: float) -> float:
+    """CPU memory of a node that replicas take: their base models, if they are on no GPU; of vLLM
+    that sleeps with LoRA its weights.
+    """
+    if step.vllm_in_turns:
+        weights = step.element_bytes * step.shape.parameters
+        kept = step.method == "lora"
+        return kept * step.gpus_per_node / step.rollout_gpus * weights
+    if not step.replicas or step.vllm or _base_is_on_gpu(step, memory):
+        return 0.0
+    return step.gpus_per_node * _base_model(step)
+
+
+def _base_is_on_gpu(step: StepConfig, memory: float) -> bool:
+    """Whether it takes less than a third: trainer/replica.py."""
+    return 3 * step.element_bytes * step.shape.parameters < memory
+
+
+def _base_model(step: StepConfig) -> float:
+    """What a replica merges an adapter into, as it is trained."""
+    if step.adapter is None:
+        return 0.0
+    alone = replace(step, layout=Layout(), replicas=0, fp32_master=False, cpu_offload=False)
+    return state_of(alone)["weights"]
