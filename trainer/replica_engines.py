@@ -152,7 +152,7 @@ class VllmEngine:
         held: int = 0,
         in_turns: bool = False,
     ) -> None:
-        self._config, self._folder, self._in_turns = config, folder, in_turns
+        self._config, self._folder = config, folder
         self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
         place = tempfile.mkdtemp(prefix="vllm-", dir=os.environ.get("RANK_SOCKETS"))
         self._socket, self._model = Path(place) / "engine.sock", "base"
@@ -176,19 +176,20 @@ class VllmEngine:
             self._more = ["--gpu-memory-utilization", f"{share:.2f}", *self._more]
         if in_turns:
             self._more.append("--enable-sleep-mode")
-            # vLLM 0.30 keeps its memory with these, unless the older variable asks for them
-            # (device_allocator/cumem.py).
-            allocator = os.environ.get("PYTORCH_ALLOC_CONF", "")
-            self._own["PYTORCH_ALLOC_CONF"] = allocator.replace(
-                "expandable_segments:True", "expandable_segments:False"
-            )
+            if allocator := os.environ.get("PYTORCH_ALLOC_CONF"):
+                # Asleep, vLLM 0.30 would keep its memory with these, and sees to it for the older
+                # variable only (device_allocator/cumem.py).
+                self._own["PYTORCH_ALLOC_CONF"] = allocator.replace(
+                    "expandable_segments:True", "expandable_segments:False"
+                )
         # Level 2 keeps no weights, and vLLM 0.30 does not wake up from it with --enable-lora
         # (vllm-project/vllm#48337); level 1 keeps them in the CPU's memory.
         self._level = 1 if transfer.lora_rank(config) else 2
         # The kernel ends vLLM with the thread that has started it.
         self._starter = ThreadPoolExecutor(1)
         self._process: subprocess.Popen[bytes] | None = None
-        self._sleeps = False
+        # awake, asleep, or between them
+        self._state = "awake"
         if not in_turns:
             self._start()
 
@@ -233,9 +234,13 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Give up the GPU's memory until weights are loaded; nobody is answered meanwhile."""
-        if self._process is not None and not self._sleeps:
+        if self._state == "between":
+            # It cannot sleep again, and ends with this process.
+            print("vLLM did not wake up: it is started again", flush=True)
+            os._exit(1)
+        if self._process is not None and self._state == "awake":
             self._done(f"/sleep?level={self._level}")
-            self._sleeps = True
+            self._state = "asleep"
 
     def load(self, version: str) -> None:
         """Take the weights of a version; nobody is answered meanwhile."""
@@ -243,11 +248,12 @@ class VllmEngine:
             self._start()
         path = transfer.path_of(self._folder, self._config, version)
         is_adapter = (path / adapter.SETTINGS).exists()
-        if self._sleeps:
-            # The keys and values of answers have their room once the weights are in theirs.
+        if sleeps := self._state != "awake":
+            self._state = "between"
+            # The keys and values of answers get their memory once the weights have theirs.
             self._done("/wake_up" if is_adapter else "/wake_up?tags=weights")
         if is_adapter:
-            self._sleeps = False
+            self._state = "awake"
             if version not in self._adapters:
                 self._done("/v1/load_lora_adapter", lora_name=version, lora_path=str(path))
                 self._adapters.append(version)
@@ -259,9 +265,9 @@ class VllmEngine:
             return
         kwargs = {"weights_path": str(path)}
         self._done("/collective_rpc", method="reload_weights", kwargs=kwargs)
-        if self._sleeps:
+        if sleeps:
             self._done("/wake_up?tags=kv_cache")
-            self._sleeps = False
+            self._state = "awake"
         # What it has kept of prompts is by the weights before.
         answer = self._done("/reset_prefix_cache")
         if isinstance(answer, dict) and answer.get("success") is False:

@@ -67,7 +67,7 @@ def choose(run: Run, wanted: Wanted) -> list[Source]:
         # A replica outlives attempts: its log is in the folder of the one that it began in.
         paths = {path.name: path for each in attempts(run) for path in each.glob("rollout_*.log")}
         if not paths:
-            raise UsageFault(f"--rollouts: {run.name} has no rollout nodes, or none has started")
+            raise UsageFault(f"--rollouts: {run.name} has no rollout replicas, or none has started")
         sources += [Source(path, path.stem.replace("_", " ")) for path in paths.values()]
     for number in _picked(wanted.nodes, nodes, "node", names, run, folder):
         sources.append(Source(folder / f"node_{number}.log", _node(number, names)))

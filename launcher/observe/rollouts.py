@@ -87,7 +87,7 @@ def figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def roles(run: Run) -> str:
-    """Return how ranks and replicas of a run with rollout nodes are, in a line; else nothing."""
+    """Return how ranks and replicas of a run are, in a line; nothing without replicas."""
     state = files.read_json_or_none(run.path / files.ROLLOUT_STATE)
     if not isinstance(state, dict):
         return ""

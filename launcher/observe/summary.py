@@ -35,7 +35,7 @@ def story(run: Run, state: State) -> Iterator[str]:
 
 
 def _rollouts(run: Run) -> Iterator[str]:
-    """Yield how each replica of a run's rollout nodes is, and the last ones that ended early."""
+    """Yield how each rollout replica of a run is, and the last ones that ended early."""
     state = files.read_json_or_none(run.path / files.ROLLOUT_STATE)
     if not isinstance(state, dict):
         return

@@ -115,8 +115,8 @@ def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
     if (config.get("rollout_transfer") or "disk") != "disk":
         yield Fault(
             "rollout_transfer",
-            "rollout_transfer: only rollout nodes get weights over the network; set resources.rollout=1 or "
-            "more, or leave it out",
+            "rollout_transfer: only rollout nodes get weights over the network; set "
+            "resources.rollout=1 or more, or leave it out",
         )
     if config.get("max_staleness"):
         yield Fault(
