@@ -100,7 +100,8 @@ def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
     if rollout not in (None, "same"):
         return
     given = config.get("rollout_engine_args")
-    if isinstance(given, list) and "--gpu-memory-utilization" in given:
+    own = given if isinstance(given, list) else []
+    if any(str(each).startswith("--gpu-memory-utilization") for each in own):
         key, other = "rollout_engine_args", "rollout_gpu_memory_utilization"
         yield Fault(key, f"{key}: set {other} instead, which the estimate counts")
     rewards = config.get("rewards")

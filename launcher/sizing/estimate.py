@@ -50,6 +50,7 @@ _SMALLER = {
     "gathered weights": "tensor or expert parallelism, or QLoRA, not more nodes,",
     "gradient reduction": "tensor parallelism or LoRA",
     "reward models": "a smaller reward model",
+    ASLEEP: "rollout nodes (resources.rollout=1) or rollout_engine=transformers",
     "generation": "a smaller batch or fewer new tokens",
     "working memory": "a smaller batch or tensor parallelism",
 }
@@ -359,8 +360,8 @@ def _memory(estimate: Estimate) -> Iterator[str]:
         share, answers = estimate.vllm_share, answers_of_vllm(step, gpu.memory_gib * GIB)
         yield (
             f"vLLM gets {share:.2f} of each GPU, {share * gpu.memory_gib:.1f} GiB: room for "
-            f"{answers} answers that are as long as can be, of {step.answers_at_once}; no time "
-            "below counts its sleep and wake"
+            f"{min(answers, step.answers_at_once)} of its {step.answers_at_once} answers, each as "
+            "long as can be; no time below counts its sleep and wake"
         )
     if host := replica_host_bytes(step, gpu.memory_gib * GIB):
         where, what = "rollout node", "its replicas' base models"

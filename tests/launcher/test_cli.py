@@ -57,7 +57,7 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (
             [
                 *("submit", "demo_grpo", "rollout_engine=vllm"),
-                "rollout_engine_args=[--gpu-memory-utilization,0.4]",
+                "rollout_engine_args=[--gpu-memory-utilization=0.4]",
             ],
             2,
             "rollout_engine_args: set rollout_gpu_memory_utilization instead",

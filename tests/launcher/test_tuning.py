@@ -214,7 +214,7 @@ def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
     whole = 0.5 * half.gpu.memory_gib * 2**30
     assert sum(half.replica.values()) == pytest.approx(whole + state) and half.fits
     small = of("rollout_gpu_memory_utilization=0.18")
-    assert not small.fits and "room for 0 answers" in "\n".join(small.lines())
+    assert not small.fits and "room for 0 of its 32 answers" in "\n".join(small.lines())
     assert small.remedies[-1].fits
     assert small.remedies[-1].overrides == "rollout_gpu_memory_utilization=null"
     large = of("rollout_gpu_memory_utilization=0.9")
