@@ -101,9 +101,9 @@ def test_a_rank_waits_until_each_replica_sleeps_or_is_gone(
 
     answers: tuple[Answer, Answer] = (refuses_once, refuses)
     with servers(folder, *answers):
-        known = Replicas(folder, 2, world, limited(1.0))
+        known = Replicas(folder, 2, world, limited(0.5))
         known.version = "0.3.2"
-        with pytest.raises(RolloutError, match=r"replica 1 on n1 .* within 1 s.*refused /sleep"):
+        with pytest.raises(RolloutError, match=r"replica 1 on n1 .* within 0\.5 s.*refused /sleep"):
             known.rest()
         assert asked == [{"path": "/sleep", "version": "0.3.2"}] * 2
         # It is being ended: its processes still have the memory.
