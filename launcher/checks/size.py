@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from launcher.checks import Context, Finding, Skipped, existing_parent, failed, ok
+from launcher.checks import Context, Finding, Skipped, existing_parent, failed, ok, warning
 from launcher.errors import RecipeFault, SlurmFault
 from launcher.runs.directory import runs_root
 from launcher.sizing import gpus
@@ -15,22 +15,21 @@ from launcher.sizing.search import Predictor, remedies
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.weights import parameter_count, ranks_for
 
+_SHARE = "rollout_gpu_memory_utilization"
+
 
 def memory(context: Context) -> Iterable[Finding]:
     if context.recipe.entry.purpose != "train":
         return [*_weights(context)]
-    key, config = "rollout_gpu_memory_utilization", context.config
+    config, given = context.config, f"set {_SHARE}, such as 0.4"
+    in_turns = context.recipe.generates_in_turns and config.get("device") != "cpu"
+    by_default = in_turns and not config.get(_SHARE)
     try:
         step = _step(context)
     except Skipped as skipped:
-        if (
-            context.recipe.generates_in_turns
-            and not config.get(key)
-            and config.get("device") != "cpu"
-        ):
-            message = f"what the trainer leaves of a GPU for vLLM: {skipped}"
-            return [failed("GPU memory", message, f"set {key}, such as 0.4")]
-        raise
+        if not by_default:
+            raise
+        return [failed("GPU memory", f"what the trainer leaves for vLLM: {skipped}", given)]
     gpu, why = kind_of_gpu(context)
     predictor = Predictor(step, gpu)
     prediction = predictor.of(step)
@@ -38,11 +37,12 @@ def memory(context: Context) -> Iterable[Finding]:
     shown += f" ({why}; computed, not measured)"
     if step.vllm_in_turns:
         share = vllm_share(step, gpu.memory_gib * GIB)
-        of_vllm = f"vLLM in turns gets {share:.2f} of each GPU, {share * gpu.memory_gib:.1f} GiB"
+        shown += f"; vLLM in turns gets {share:.2f} of each GPU, {share * gpu.memory_gib:.1f} GiB"
         if not generates(step, gpu.memory_gib * GIB):
-            shown = f"{shown}; {of_vllm}, which do not hold its weights and one answer"
-        else:
-            shown = f"{shown}; {of_vllm}"
+            shown += ", which do not hold its weights and one answer"
+    if prediction.fits and by_default and step.in_reward_models:
+        message = "; reward models score beside it, and what they compute with is not counted"
+        return [warning("GPU memory", shown + message, given)]
     if prediction.fits:
         return [ok("GPU memory", shown)]
     tried = [*remedies(predictor)]
