@@ -83,6 +83,7 @@ def job_script(
     if resources.gpu_type:
         gpus = f"{resources.gpu_type}:{gpus}"
     config, inside = recipe.resolved(cluster.root, str(run_dir)), recipe.environment
+    in_turns = generates_in_turns(recipe)
     interpreter = inside.interpreter(cluster.root) if inside else None
     return template("job.sbatch.j2", templates).render(
         **_common(cluster, resources, run_dir, job_name)
@@ -93,7 +94,8 @@ def job_script(
         cpus_per_task=(resources.cpus_per_gpu or 0) * resources.gpus_per_node,
         signal_lead_s=signal_lead_s(cluster, resources),
         rollout_gpus=int(config.get("rollout_gpus") or 1),
-        beside_gib=_beside_gib(config, resources) if recipe.generates_in_turns else None,
+        in_turns=in_turns,
+        beside_gib=_beside_gib(config, resources) if in_turns else None,
         own_environment=config.get("env") or {},
         own_packages=os.environ.get("COOKBOOK_COMPONENTS", ""),
         files=files,
@@ -107,6 +109,12 @@ def job_script(
         image=image.environment_file(cluster.root) if image.is_used(cluster, recipe) else None,
         answers=bool(recipe.entry.method and config.get("generate")),
     )
+
+
+def generates_in_turns(recipe: Recipe) -> bool:
+    """Return whether an engine generates answers on the GPUs that train."""
+    is_apart = recipe.entry.on_host or recipe.resources.rollout_nodes
+    return recipe.starts_engine and not is_apart
 
 
 def _beside_gib(config: Mapping[str, Any], resources: Resources) -> str | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from launcher.checks import Context, Finding, Skipped, existing_parent, failed, ok, warning
 from launcher.errors import RecipeFault, SlurmFault
+from launcher.render import generates_in_turns
 from launcher.runs.directory import runs_root
 from launcher.sizing import gpus
 from launcher.sizing.memory import checkpoint_bytes, export_bytes, transfer_bytes
@@ -22,7 +23,7 @@ def memory(context: Context) -> Iterable[Finding]:
     if context.recipe.entry.purpose != "train":
         return [*_weights(context)]
     config, given = context.config, f"set {_SHARE}, such as 0.4"
-    in_turns = context.recipe.generates_in_turns and config.get("device") != "cpu"
+    in_turns = generates_in_turns(context.recipe) and config.get("device") != "cpu"
     by_default = in_turns and not config.get(_SHARE)
     try:
         step = _step(context)

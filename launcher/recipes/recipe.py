@@ -208,12 +208,6 @@ class Recipe:
         return self.entry.on_host or engine != "transformers"
 
     @property
-    def generates_in_turns(self) -> bool:
-        """Whether an engine generates answers on the GPUs that train."""
-        is_apart = self.entry.on_host or self.resources.rollout_nodes
-        return self.starts_engine and not is_apart
-
-    @property
     def umask(self) -> str:
         """The umask of the run: what others may not do with its files."""
         return "027" if self.config.get("share") == "group" else "077"
