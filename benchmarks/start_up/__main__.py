@@ -145,7 +145,9 @@ def _trained(folder: Path, env: dict[str, str], nodes: int) -> tuple[int, int, d
     while json.loads((run / "status.json").read_text()).get("state") == "RUNNING":
         time.sleep(0.5)
     log = (folder / "slurm" / "startup" / "log" / "slurmctld.log").read_text()
-    started = re.search(rf"^\[(\S+)\] .*Started JobId={submitted['job_id']} ", log, re.M)
+    started = re.search(
+        rf"^\[(\S+)\] .*(?:Started|Allocate) JobId={submitted['job_id']} ", log, re.M
+    )
     if started is None:
         raise RuntimeError(f"slurmctld did not log the start of job {submitted['job_id']}")
     return int(datetime.fromisoformat(started[1]).timestamp() * 1e6), first, spent
