@@ -139,6 +139,10 @@ def main() -> int:
     parser.add_argument("--delay-us", type=int, default=1000)
     parser.add_argument("--rate", type=int, default=0, help="operations per second; 0: any number")
     given = parser.parse_args()
+    if missing := [name for name in ("n1.log", "n2.log") if not (given.record / name).is_file()]:
+        parser.error(f"{given.record} has no {' and '.join(missing)}: give a folder in --records")
+    if min(given.nodes) < 1:
+        parser.error("--nodes must be 1 or more")
     for measured in replay(given.record, given.nodes, given.delay_us, given.rate):
         print(json.dumps(measured), flush=True)
     return 0
