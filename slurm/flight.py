@@ -78,7 +78,9 @@ def _described(entry: dict[str, Any]) -> str:
     """Such as: gloo:all_reduce number 12 of 8 Double."""
     sizes, types = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
     each = [
-        f"{' x '.join(map(str, size))} {kind}" for size, kind in zip(sizes, types, strict=False)
+        # The sum of a scalar has no sizes.
+        f"{' x '.join(map(str, size or [1]))} {kind}"
+        for size, kind in zip(sizes, types, strict=False)
     ]
     number = entry.get("collective_seq_id") or entry.get("p2p_seq_id")
     return f"{entry['profiling_name']} number {number}" + (f" of {each[0]}" if each else "")

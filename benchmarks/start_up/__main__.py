@@ -97,8 +97,14 @@ def _cpu_s(folder: Path) -> dict[str, float]:
     return {file.parent.name: int(file.read_text()) / 1e9 for file in found}
 
 
-def measure(shared: Path, nodes: int, start_from: str, delay_us: int) -> dict[str, Any]:
-    """Train twice; the second's figures per node until its first step, the first node's apart."""
+def measure(
+    shared: Path, nodes: int, start_from: str, delay_us: int, records: Path | None = None
+) -> dict[str, Any]:
+    """Train on nodes with empty caches: figures per node until the first step, the first's apart.
+
+    Args:
+        records: a folder for each node's operations, which benchmarks.start_up.replay reads.
+    """
     # Slurm's state folder has to have a short path.
     with tempfile.TemporaryDirectory(prefix="cb-", dir="/tmp") as name:
         folder = Path(name)
@@ -107,71 +113,71 @@ def measure(shared: Path, nodes: int, start_from: str, delay_us: int) -> dict[st
         (folder / "sites" / "own.yaml").write_text(f"start_from: {start_from}\n")
         with cluster(folder, shared, nodes, delay_us) as env:
             env |= {"COOKBOOK_CLUSTERS": str(folder / "sites")}
-            return _trained(folder, env, nodes)
+            before = _cpu_s(folder)
+            began, first, spent = _trained(folder, env, nodes)
+        counts = {}
+        for log in sorted((folder / "tools").glob("n*.log")):
+            lines = list(_until_the_first_step(log, began, first))
+            counts[log.stem] = _counts(lines)
+            counts[log.stem]["cpu_s"] = round(spent[log.stem] - before[log.stem], 1)
+            if records:
+                records.mkdir(parents=True, exist_ok=True)
+                (records / log.name).write_text(
+                    "\n".join(lines) + f"\ns 0 0 {first - began} {first - began} -\n"
+                )
+    others = [counts[name] for name in counts if name != "n1"]
+    mean = {key: sum(each[key] for each in others) / len(others) for key in counts["n1"]}
+    return {"seconds": (first - began) / 1e6, "first": counts["n1"], "others": mean}
 
 
-def _trained(folder: Path, env: dict[str, str], nodes: int) -> dict[str, Any]:
+def _trained(folder: Path, env: dict[str, str], nodes: int) -> tuple[int, int, dict[str, float]]:
+    """Train once; the times of allocation and first step, and the nodes' CPU seconds then."""
     argv = [sys.executable, "-m", "launcher", "submit", "--json", "--recipe", "demo"]
     argv += ["--nodes", str(nodes), "--gpus-per-node", "1", "--cluster", "own"]
     argv += ["max_steps=3", "log_every_n_steps=1", "save_every_n_steps=0", "~generate"]
-    # The model and its tokens are made by a first run, which is not measured.
-    for _ in range(2):
-        for log in (folder / "tools").glob("n*.log"):
-            os.truncate(log, 0)
-        before = _cpu_s(folder)
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd=ROOT, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        submitted = json.loads(done.stdout)
-        first = _first_step(Path(submitted["path"]))
-        spent = {node: used - before[node] for node, used in _cpu_s(folder).items()}
-        sizes = {log: log.stat().st_size for log in (folder / "tools").glob("n*.log")}
-        job = subprocess.check_output(
-            ["scontrol", "show", "job", submitted["job_id"]], env=env, text=True
-        )
-        started = re.search(r"StartTime=(\S+)", job)
-        _ended(Path(submitted["path"]))
-    begun = datetime.fromisoformat(started[1]).timestamp() if started else float("nan")
-    counts = {log.stem: _counts(log, sizes[log], folder) for log in sizes}
-    counts = {node: each | {"cpu_s": round(spent[node], 1)} for node, each in counts.items()}
-    others = [counts[name] for name in counts if name != "n1"]
-    mean = {key: sum(each[key] for each in others) / len(others) for key in counts["n1"]}
-    return {"seconds": first - begun, "first": counts["n1"], "others": mean}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    submitted = json.loads(done.stdout)
+    run = Path(submitted["path"])
+    first = _first_step(run)
+    spent = _cpu_s(folder)
+    while json.loads((run / "status.json").read_text()).get("state") == "RUNNING":
+        time.sleep(0.5)
+    log = (folder / "slurm" / "startup" / "log" / "slurmctld.log").read_text()
+    started = re.search(
+        rf"^\[(\S+)\] .*(?:Started|Allocate) JobId={submitted['job_id']} ", log, re.M
+    )
+    if started is None:
+        raise RuntimeError(f"slurmctld did not log the start of job {submitted['job_id']}")
+    return int(datetime.fromisoformat(started[1]).timestamp() * 1e6), first, spent
 
 
-def _first_step(run: Path) -> float:
+def _first_step(run: Path) -> int:
+    """Wait for the first step; its time in microseconds."""
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         with suppress(OSError, IndexError, ValueError):
-            return float(json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["time"])
+            line = (run / "metrics.jsonl").read_text().splitlines()[0]
+            return int(float(json.loads(line)["time"]) * 1e6)
         time.sleep(0.1)
     raise RuntimeError("\n".join(log.read_text() for log in run.glob("logs/**/*.log")))
 
 
-def _ended(run: Path) -> None:
-    while json.loads((run / "status.json").read_text()).get("state") == "RUNNING":
-        time.sleep(0.5)
-    time.sleep(2)
-
-
-def _counts(log: Path, size: int, folder: Path) -> dict[str, float]:
-    """Operations of a node by kind, and opened files by what they belong to."""
-    counts: Counter[str] = Counter(opened=0, looked_for=0, bytes=0)
-    opened: Counter[str] = Counter()
+def _until_the_first_step(log: Path, began: int, first: int) -> Iterator[str]:
+    """Lines of delayed.c's log, with times since the allocation."""
     with log.open(encoding="utf-8", errors="replace") as file:
-        for line in file.read(size).splitlines():
-            kind, count, path = line.split(" ", 2)
-            if kind == "o":
-                counts["opened"] += 1
-                opened[path] += 1
-            elif kind == "l":
-                counts["looked_for"] += 1
-            elif kind == "r":
-                counts["bytes"] += int(count)
-    if keep := os.environ.get("KEEP_LOGS"):
-        text = "".join(f"{count} {path}\n" for path, count in opened.most_common())
-        Path(keep, f"{log.stem}-{folder.name}.txt").write_text(text)
-    return dict(counts)
+        for line in file:
+            kind, size, offset, start, end, path = line.rstrip("\n").split(" ", 5)
+            if began <= int(start) and int(end) <= first:
+                yield f"{kind} {size} {offset} {int(start) - began} {int(end) - began} {path}"
+
+
+def _counts(lines: list[str]) -> dict[str, float]:
+    """Operations of a node by kind."""
+    kinds = Counter(line[0] for line in lines)
+    size = sum(int(line.split(" ", 2)[1]) for line in lines if line[0] == "r")
+    return {"opened": kinds["o"], "looked_for": kinds["l"], "reads": kinds["r"], "bytes": size}
 
 
 def main() -> int:
@@ -180,13 +186,17 @@ def main() -> int:
     parser.add_argument("--start-from", nargs="+", default=["shared", "image"])
     parser.add_argument("--delay-us", type=int, default=1000)
     parser.add_argument("--shared", type=Path, help="a folder to use again, with its images")
+    parser.add_argument("--records", type=Path, help="a folder for what each node did when")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         shared = given.shared or Path(name)
         shared.mkdir(exist_ok=True)
         for start_from in given.start_from:
+            # Makes the model and its tokens.
+            measure(shared, 2, start_from, 0)
             for nodes in given.nodes:
-                figures = measure(shared, nodes, start_from, given.delay_us)
+                records = given.records and given.records / f"{start_from}-{nodes}"
+                figures = measure(shared, nodes, start_from, given.delay_us, records)
                 print(start_from, nodes, json.dumps(figures), flush=True)
     return 0
 

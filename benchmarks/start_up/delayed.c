@@ -4,9 +4,10 @@
 //   gcc -O2 -o delayed delayed.c $(pkg-config --cflags --libs fuse3)
 //   delayed FOLDER LOG MICROSECONDS
 //
-// LOG gets a line for each: o (open), l (look for a name, or stat), r BYTES (read), w BYTES, d (list a
-// folder), c (create, remove, rename), and the path. Names and attributes are kept for 3 s, as NFS does
-// at least; what was read stays in the page cache while the file does not change.
+// LOG gets a line for each, when it ends: o (open), l (look for a name, or stat), r (read), w (write), d
+// (list a folder) or c (create, remove, rename), bytes and offset, when it began and ended (microseconds
+// since 1970), the path. Names and attributes are kept for 3 s, as NFS does at least; what was read stays in
+// the page cache while the file does not change.
 #define FUSE_USE_VERSION 31
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -23,18 +24,26 @@
 
 static int root, log_file;
 static long delay_us;
+static const char *folder;
 
 static const char *in(const char *path) { return path[1] ? path + 1 : "."; }
 
-static void counted(char kind, long bytes, const char *path) {
-    char line[4200];
-    int length = snprintf(line, sizeof line, "%c %ld %s\n", kind, bytes, path);
-    struct timespec pause = {delay_us / 1000000, delay_us % 1000000 * 1000};
-    if (write(log_file, line, length) != length) abort();
-    nanosleep(&pause, NULL);
+static long now_us(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-#define DO(kind, path, call) counted(kind, 0, path); return (call) == -1 ? -errno : 0
+static void counted(char kind, long bytes, long offset, const char *path) {
+    char line[8400];
+    struct timespec pause = {delay_us / 1000000, delay_us % 1000000 * 1000};
+    long began = now_us();
+    nanosleep(&pause, NULL);
+    int length = snprintf(line, sizeof line, "%c %ld %ld %ld %ld %s%s\n", kind, bytes, offset, began, now_us(), folder, path);
+    if (write(log_file, line, length) != length) abort();
+}
+
+#define DO(kind, path, call) counted(kind, 0, 0, path); return (call) == -1 ? -errno : 0
 
 static void *begin(struct fuse_conn_info *connection, struct fuse_config *config) {
     (void)connection;
@@ -47,7 +56,7 @@ static int d_getattr(const char *path, struct stat *out, struct fuse_file_info *
     DO('l', path, fstatat(root, in(path), out, AT_SYMLINK_NOFOLLOW));
 }
 static int d_readlink(const char *path, char *out, size_t size) {
-    counted('l', 0, path);
+    counted('l', 0, 0, path);
     ssize_t length = readlinkat(root, in(path), out, size - 1);
     if (length == -1) return -errno;
     out[length] = 0;
@@ -81,7 +90,7 @@ static int d_truncate(const char *path, off_t size, struct fuse_file_info *file)
     return -failed;
 }
 static int opened(const char *path, int flags, mode_t mode, struct fuse_file_info *file) {
-    counted('o', 0, path);
+    counted('o', 0, 0, path);
     int fd = openat(root, in(path), flags, mode);
     if (fd == -1) return -errno;
     file->fh = fd;
@@ -94,13 +103,13 @@ static int d_create(const char *path, mode_t mode, struct fuse_file_info *file) 
 static int d_read(const char *path, char *out, size_t size, off_t offset, struct fuse_file_info *file) {
     ssize_t length = pread(file->fh, out, size, offset);
     if (length == -1) return -errno;
-    counted('r', length, path);
+    counted('r', length, offset, path);
     return length;
 }
 static int d_write(const char *path, const char *data, size_t size, off_t offset, struct fuse_file_info *file) {
     ssize_t length = file->flags & O_APPEND ? write(file->fh, data, size) : pwrite(file->fh, data, size, offset);
     if (length == -1) return -errno;
-    counted('w', length, path);
+    counted('w', length, offset, path);
     return length;
 }
 static int d_fsync(const char *path, int data, struct fuse_file_info *file) {
@@ -119,22 +128,23 @@ static int d_statfs(const char *path, struct statvfs *out) {
 static int d_readdir(const char *path, void *into, fuse_fill_dir_t fill, off_t offset,
                      struct fuse_file_info *file, enum fuse_readdir_flags flags) {
     (void)offset, (void)file, (void)flags;
-    counted('d', 0, path);
+    counted('d', 0, 0, path);
     int fd = openat(root, in(path), O_RDONLY | O_DIRECTORY);
-    DIR *folder = fd == -1 ? NULL : fdopendir(fd);
-    if (!folder) return -errno;
-    for (struct dirent *each; (each = readdir(folder));) {
+    DIR *listed = fd == -1 ? NULL : fdopendir(fd);
+    if (!listed) return -errno;
+    for (struct dirent *each; (each = readdir(listed));) {
         struct stat kind = {.st_ino = each->d_ino, .st_mode = each->d_type << 12};
         if (fill(into, each->d_name, &kind, 0, 0)) break;
     }
-    closedir(folder);
+    closedir(listed);
     return 0;
 }
 
 int main(int count, char **given) {
     if (count != 4) return fprintf(stderr, "usage: delayed FOLDER LOG MICROSECONDS\n"), 2;
     // Before it is mounted over.
-    root = open(given[1], O_RDONLY | O_DIRECTORY);
+    folder = given[1];
+    root = open(folder, O_RDONLY | O_DIRECTORY);
     log_file = open(given[2], O_WRONLY | O_CREAT | O_APPEND, 0644);
     delay_us = atol(given[3]);
     if (root == -1 || log_file == -1) return perror("delayed"), 1;

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ from launcher import paths
 from tests.conftest import SlurmCluster
 from tests.faults.kit import SHORT, Undisturbed
 from tests.launcher.kit import Kit, report
+
+# A line of the site's file.
+_VALUE = os.environ.get("COOKBOOK_TEST_START_FROM")
+START_FROM = f"start_from: {_VALUE}\n" if _VALUE else ""
 
 
 @pytest.fixture(scope="session")
@@ -26,11 +31,23 @@ def user_of(cluster: SlurmCluster, root: Path) -> Kit:
     """A user of a cluster whose runs are in root."""
     env = {key: value for key, value in cluster.env.items() if not key.startswith("COOKBOOK_")}
     env |= {"COOKBOOK_ROOT": str(root), "XDG_CACHE_HOME": str(root / "cache")}
-    if start_from := os.environ.get("COOKBOOK_TEST_START_FROM"):
+    if START_FROM:
         (root / "sites").mkdir(exist_ok=True)
-        (root / "sites" / "default.yaml").write_text(f"start_from: {start_from}\n")
+        (root / "sites" / "default.yaml").write_text(START_FROM)
         env["COOKBOOK_CLUSTERS"] = str(root / "sites")
     return Kit(env, root)
+
+
+@contextmanager
+def site_of(user: Kit, setting: str) -> Iterator[str]:
+    """The name of a user's site with one more setting."""
+    folder = Path(user.env.get("COOKBOOK_CLUSTERS", paths.CLUSTERS))
+    path = folder / f"{setting.partition(':')[0]}-{os.getpid()}.yaml"
+    path.write_text(f"{START_FROM}{setting}\n")
+    try:
+        yield path.stem
+    finally:
+        path.unlink()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 from launcher import paths
 from runspec import files
 from tests.failing_storage import FailingStorage
-from tests.faults.conftest import user_of
+from tests.faults.conftest import site_of, user_of
 from tests.faults.kit import (
     SHORT,
     Undisturbed,
@@ -204,7 +204,7 @@ def alive(run: Path, attempt: int) -> list[int]:
         with contextlib.suppress(OSError):
             environ = set(Path("/proc", process, "environ").read_bytes().split(b"\0"))
             command = Path("/proc", process, "cmdline").read_bytes().split(b"\0")
-            if wanted <= environ and b"trainer.sft" in command and command[1] == b"-m":
+            if wanted <= environ and command[1:4] == [b"-P", b"-m", b"trainer.sft"]:
                 found.append(int(process))
     return found
 
@@ -238,12 +238,10 @@ def test_ranks_that_slurm_has_given_up_stop_themselves(new_cluster, root, undist
 def test_a_job_starts_again_at_once_where_slurm_expedites_it(new_cluster, root, undisturbed):
     enabled = ("--set", "SlurmctldParameters=enable_expedited_requeue")
     shape = ("--release", "26.05", "--nodes", "3", "--requeue-delay", "120")
-    site = paths.CLUSTERS / f"expedited-{os.getpid()}.yaml"
-    site.write_text("expedited_requeue: true\n")
-    try:
-        with new_cluster("swift", *shape, "--set", "SlurmdTimeout=6", *enabled) as cluster:
-            user = user_of(cluster, root)
-            job, run = user.submit(*SHORT, "--cluster", site.stem)
+    with new_cluster("swift", *shape, "--set", "SlurmdTimeout=6", *enabled) as cluster:
+        user = user_of(cluster, root)
+        with site_of(user, "expedited_requeue: true") as site:
+            job, run = user.submit(*SHORT, "--cluster", site)
             trains(run)
             for pid in processes_of_node("n2", job, cluster.state):
                 os.kill(pid, signal.SIGKILL)
@@ -252,17 +250,12 @@ def test_a_job_starts_again_at_once_where_slurm_expedites_it(new_cluster, root, 
             assert (second["job_id"], second["restart_count"]) == (job, 1)
             assert second["started"] - lost["ended"] < 60, "it waited like another job"
             undisturbed.is_equalled_by(run)
-    finally:
-        site.unlink()
 
 
 def test_expedited_requeue_is_refused_where_slurm_has_none(slurm, root):
-    site = paths.CLUSTERS / f"expedited-{os.getpid()}.yaml"
-    site.write_text("expedited_requeue: true\n")
-    try:
-        done = user_of(slurm, root).cookbook("check", *SHORT, "--cluster", site.stem)
-    finally:
-        site.unlink()
+    user = user_of(slurm, root)
+    with site_of(user, "expedited_requeue: true") as site:
+        done = user.cookbook("check", *SHORT, "--cluster", site)
     told = "expedited_requeue needs Slurm 25.11 with SlurmctldParameters=enable_expedited_requeue"
     assert done.returncode != 0 and told in done.stdout + done.stderr
 

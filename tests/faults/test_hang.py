@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runspec import files
+from slurm.flight import waiting
 from slurm.watchdog import LEFT_S, LeftBehind, Watch, laggards, stop_limit_s
 from tests.conftest import SlurmCluster
 from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, ended, rank, trains
@@ -104,6 +105,13 @@ def test_the_one_that_lags_is_silent_or_waits_for_nobody(
         monkeypatch.setenv(name, value)
     (tmp_path / "stack_rank_2.log").unlink()
     assert laggards(tmp_path) == [(2, "n3", "does not answer")]
+
+
+def test_a_collective_of_a_scalar_has_one_element(tmp_path: Path):
+    entry = {"profiling_name": "gloo:all_reduce", "collective_seq_id": 104, "time_created_ns": 1}
+    entry |= {"input_sizes": [[]], "input_dtypes": ["Float"], "retired": False}
+    (tmp_path / files.FLIGHT.format(0)).write_text(json.dumps([entry]))
+    assert waiting(tmp_path) == "rank 0 waits in gloo:all_reduce number 104 of 1 Float"
 
 
 def test_sruns_word_of_ranks_that_do_not_end_is_read_once_it_is_whole(tmp_path: Path):

@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from launcher import paths
 from runspec.files import append_json_line
+from tests.faults.conftest import site_of
 from tests.faults.kit import SHORT, Undisturbed, attempts, ended, parent, rank, trains
 from tests.launcher.kit import Kit, checkpoints, losses, report, until
 
 
 @pytest.fixture(scope="module")
-def no_requeue() -> Iterator[str]:
+def no_requeue(user: Kit) -> Iterator[str]:
     """The name of a site where jobs may not go back into the queue."""
-    path = paths.CLUSTERS / f"no-requeue-{os.getpid()}.yaml"
-    path.write_text("requeue: false\n")
-    yield path.stem
-    path.unlink()
+    with site_of(user, "requeue: false") as site:
+        yield site
 
 
 def queue(slurm, run: Path) -> list[str]:
