@@ -93,8 +93,8 @@ def test_the_host_waits_for_logged_steps_only(
     done = run(sys.executable, "-m", "tests.benchmarks.waits", "trainer.sft", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     waits = [step[0] for step in json.loads(done.stdout.splitlines()[-1])["steps"]]
-    # The first number is of the optimizer's trial. Step 3 is read when step 4 has been launched, and
-    # step 6 when step 7 has; before step 3 blocks are compiled.
+    # The first number is of the optimizer's trial. Step 3 is read when step 4 has been launched,
+    # step 6 when step 7 has. Before step 3 blocks are compiled.
     assert waits[3:9] == [0, 1, 0, 0, 1, 0]
     assert (path.parent / "export/config.json").is_file()
 
