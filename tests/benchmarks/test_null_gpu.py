@@ -104,7 +104,7 @@ def _has_experts(name: str) -> bool:
     loaded = recipes.load(name)
     config = loaded.resolved(Path("models"), "run")
     step = step_of(config, loaded.resources.nodes, loaded.resources.gpus_per_node)
-    return step.shape.experts is not None
+    return bool(step.shape.experts)
 
 
 @pytest.mark.long
