@@ -14,4 +14,8 @@ redact() { PYTHONPATH=$COOKBOOK "$python" -P -m runspec.redact; }
 # These processes must survive a signal to the whole step, or the rank's last lines would be lost.
 exec > >(trap '' TERM INT HUP; if [ "${REDACT:-no}" = yes ]; then redact | keep; else keep; fi) 2>&1
 [ -z "${RANK_SOCKETS:-}" ] || export TORCH_WORKER_SERVER_SOCKET=$RANK_SOCKETS/rank_$RANK
+# Its threads and processes inherit it.
+read -r -a near <<<"${NEAR_CPUS:-}"
+cpus=${near[${LOCAL_RANK:-0}]:--}
+if [ -n "${LOCAL_RANK:-}" ] && [ "$cpus" != - ]; then taskset --cpu-list --pid "$cpus" $$ >/dev/null; fi
 exec "$@"

@@ -24,7 +24,7 @@ trains() (
     trap 'kill $watcher 2>/dev/null' EXIT
   fi
   timeout --kill-after=10 "$left" torchrun --standalone --nproc-per-node="$RANKS_PER_NODE" \
-    --max-restarts=0 -m "$MODULE" "$folder/train.yaml"
+    --max-restarts=0 --no-python bash "$COOKBOOK/slurm/rank.sh" python -m "$MODULE" "$folder/train.yaml"
 )
 
 part() {

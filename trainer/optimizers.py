@@ -66,6 +66,12 @@ def build(
 
         torch._functorch.config.enable_autograd_cache = False
     optimizer = make(block, named)
+    # torchao's CPUOffloadOptimizer, which is made on GPUs only.
+    if not hasattr(optimizer, "state"):
+        raise ConfigError(
+            f"optimizer: {name} has no state that a checkpoint could hold; fsdp_cpu_offload=true "
+            "keeps optimizer and parameters in CPU memory"
+        )
     _try_a_step(block, named)
     return optimizer
 

@@ -2,8 +2,8 @@
 //
 // One shared library replaces all three. Functions that torch calls and that are missing here come
 // from its own CUDA runtime. Device memory is reserved host memory, which uses no physical memory
-// until it is written. Kernels, cuBLAS, synchronisation and large copies do nothing, so results are
-// whatever was in memory.
+// until it is written. Kernels, cuBLAS, synchronisation and large copies do nothing. What is copied to
+// the host is zeros: see copy.
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -21,7 +21,11 @@ namespace {
 // One H100 SXM.
 const char *kName = "NVIDIA H100 (null GPU: computes nothing)";  // appears in every report
 const size_t kMemory = 85899345920 - 965345280;  // 79.1 GiB, as torch reports it
-const int kMajor = 9, kMinor = 0, kProcessors = 132, kThreads = 2048, kRegisters = 65536;
+// Another compute capability selects other kernels: NULL_GPU_CAPABILITY=80 is an A100's.
+const char *kAsked = getenv("NULL_GPU_CAPABILITY");
+const int kCapability = kAsked ? atoi(kAsked) : 90;
+const int kMajor = kCapability / 10, kMinor = kCapability % 10;
+const int kProcessors = 132, kThreads = 2048, kRegisters = 65536;
 const int kShared = 49152, kSharedOptIn = 232448, kSharedProcessor = 233472, kL2 = 52428800;
 
 // Small tensors (tokens, counters) are copied and filled; weights are not, to save host memory.
@@ -30,6 +34,10 @@ const size_t kCopied = 1 << 20;
 std::mutex mutex;
 std::map<char *, size_t> device, pinned;  // start address and size of each block
 size_t used = 0;
+
+// How often the host would have waited for the device, copied to memory that is not pinned, and
+// copied from it: see null_gpu_counts.
+long waits, unpinned_to_host, unpinned_to_device;
 
 using Clock = std::chrono::steady_clock;
 
@@ -56,8 +64,14 @@ bool holds(const std::map<char *, size_t> &blocks, const void *p) {
 }
 
 cudaError_t copy(void *to, const void *from, size_t bytes) {
-  if (bytes <= kCopied) memmove(to, from, bytes);
-  return cudaSuccess;
+  std::lock_guard<std::mutex> lock(mutex);
+  bool reads = holds(device, from), writes = holds(device, to);
+  if (reads && !writes && !holds(pinned, to)) ++unpinned_to_host;
+  if (writes && !reads && !holds(pinned, from)) ++unpinned_to_device;
+  if (bytes > kCopied) return cudaSuccess;
+  // No kernel has written what the host asks for: zeros are always finite, and a single byte, by
+  // which the host asks if something is true, is 1, so that a loop ends.
+  return reads && !writes ? memset(to, bytes == 1, bytes) : memmove(to, from, bytes), cudaSuccess;
 }
 
 int attribute(int which) {
@@ -87,11 +101,23 @@ void *next_handle() {
   return reinterpret_cast<void *>(last += 16);
 }
 
+cudaError_t wait() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return ++waits, cudaSuccess;
+}
+
 int nothing() { return 0; }
 
 }  // namespace
 
 extern "C" {
+
+// Waits of the host for the device, and copies to and from memory of the host that is not pinned,
+// since the start. A device ends such a copy before it does anything else of the host's.
+void null_gpu_counts(long *counts) {
+  std::lock_guard<std::mutex> lock(mutex);
+  counts[0] = waits, counts[1] = unpinned_to_host, counts[2] = unpinned_to_device;
+}
 
 // The runtime ---------------------------------------------------------------------------------
 
@@ -130,7 +156,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
   return cudaSuccess;
 }
 NOTHING(cudaSetDevice, int)
-NOTHING(cudaDeviceSynchronize)
+cudaError_t cudaDeviceSynchronize() { return wait(); }
 NOTHING(cudaDeviceEnablePeerAccess, int, unsigned)
 NOTHING(cudaGetLastError)
 NOTHING(cudaPeekAtLastError)
@@ -187,7 +213,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *a, const void *p) {
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) {
-  return copy(to, from, n);
+  return wait(), copy(to, from, n);
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind, cudaStream_t) {
   return copy(to, from, n);
@@ -236,7 +262,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *data) 
 }
 NOTHING(cudaStreamDestroy, cudaStream_t)
 NOTHING(cudaStreamQuery, cudaStream_t)
-NOTHING(cudaStreamSynchronize, cudaStream_t)
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return wait(); }
 NOTHING(cudaStreamWaitEvent, cudaStream_t, cudaEvent_t, unsigned)
 NOTHING(cudaStreamAddCallback, cudaStream_t, cudaStreamCallback_t, void *, unsigned)
 NOTHING(cudaThreadExchangeStreamCaptureMode, cudaStreamCaptureMode *)
@@ -261,7 +287,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
   return *ms = std::chrono::duration<float, std::milli>(spent).count(), cudaSuccess;
 }
 NOTHING(cudaEventQuery, cudaEvent_t)
-NOTHING(cudaEventSynchronize, cudaEvent_t)
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return wait(); }
 
 NOTHING(cudaLaunchKernel, const void *, dim3, dim3, void **, size_t, cudaStream_t)
 NOTHING(__cudaLaunchKernel, void *, dim3, dim3, void **, size_t, cudaStream_t)
@@ -272,7 +298,7 @@ cudaError_t __cudaGetKernel(void **kernel, const void *) {
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, const void *) {
   memset(a, 0, sizeof *a);
-  a->maxThreadsPerBlock = 1024, a->numRegs = 32, a->binaryVersion = a->ptxVersion = 90;
+  a->maxThreadsPerBlock = 1024, a->numRegs = 32, a->binaryVersion = a->ptxVersion = kCapability;
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *, int,
@@ -362,6 +388,50 @@ CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp 
                                        CUmemAllocationGranularity_flags) {
   return *bytes = 2 << 20, CUDA_SUCCESS;
 }
+// Memory of expandable segments: addresses are reserved, and memory is mapped there piece by piece.
+CUresult cuMemAddressReserve(CUdeviceptr *p, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
+  *p = reinterpret_cast<CUdeviceptr>(map_pages(bytes));
+  return *p ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult cuMemAddressFree(CUdeviceptr p, size_t bytes) {
+  return munmap(reinterpret_cast<void *>(p), bytes), CUDA_SUCCESS;
+}
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
+                     const CUmemAllocationProp *, unsigned long long) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (used + bytes > kMemory) return CUDA_ERROR_OUT_OF_MEMORY;
+  used += bytes;
+  return *handle = bytes, CUDA_SUCCESS;
+}
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return used -= handle, CUDA_SUCCESS;
+}
+CUresult cuMemMap(CUdeviceptr p, size_t bytes, size_t, CUmemGenericAllocationHandle,
+                  unsigned long long) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return device[reinterpret_cast<char *>(p)] = bytes, CUDA_SUCCESS;
+}
+CUresult cuMemUnmap(CUdeviceptr p, size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto start = reinterpret_cast<char *>(p);
+  device.erase(device.lower_bound(start), device.lower_bound(start + bytes));
+  return CUDA_SUCCESS;
+}
+CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t) {
+  return CUDA_SUCCESS;
+}
+
+// NVML, which torch asks what GPUs share: no fabric, and no link (3: not supported).
+int nvmlInit_v2() { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *, void **device) {
+  return *device = next_handle(), 0;
+}
+int nvmlDeviceGetGpuFabricInfoV(void *, void *) { return 0; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *, unsigned, void *) { return 3; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *, unsigned, void *) { return 3; }
+int nvmlDeviceGetComputeRunningProcesses(void *, unsigned *count, void *) { return *count = 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = CUDA_VERSION, 0; }
 
 // cuBLAS; it ignores its arguments, so its header is not needed ----------------------
 
@@ -398,6 +468,8 @@ SUCCEEDS(cublasSgemmStridedBatched)
 SUCCEEDS(cublasDgemmStridedBatched)
 SUCCEEDS(cublasSgemv_v2)
 SUCCEEDS(cublasDgemv_v2)
+SUCCEEDS(cublasStrsm_v2)
+SUCCEEDS(cublasStrsmBatched)
 SUCCEEDS(cublasSdot_v2)
 SUCCEEDS(cublasDotEx)
 SUCCEEDS(cublasLtMatmulDescSetAttribute)

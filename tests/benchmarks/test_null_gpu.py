@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,8 +14,12 @@ from benchmarks.null_gpu import __main__ as command
 from launcher.recipes import recipe as recipes
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.recipe_step import step_of
+from tests.trainer.runs import lora_model, write_config
+from tests.trainer.transformers_cases import write
+from trainer import demo
 
 ROOT = Path(null_gpu.__path__[0]).parents[1]
+DATASET = ROOT / "configs/datasets/slurm_qa.jsonl"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -45,17 +50,68 @@ def test_the_trainer_runs_as_on_a_gpu(tmp_path: Path) -> None:
         assert plain["peak_allocated_gib"] > recomputed["peak_allocated_gib"] > 0
 
 
-def _has_experts(name: str) -> bool:
-    """Ranks read from the device how many rows go where; the null GPU computes nothing."""
-    loaded = recipes.load(name)
-    config = loaded.resolved(Path("models"), "run")
-    step = step_of(config, loaded.resources.nodes, loaded.resources.gpus_per_node)
-    return step.shape.experts is not None
+PACKED = {"dtype": "bf16", "row_length": 96, "batch_size": 4}
+LORA = {"model": lora_model(lora_dropout=0.0)}
+OFFLOADED = {"activation_checkpointing": "full", "enable_activation_offloading": True}
+LINEAR = {"loss": {"_component_": "trainer.layers.loss.LinearCrossEntropy"}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "packed": ("", PACKED | LINEAR | {"gradient_accumulation_steps": 2}),
+    "padded": ("", {"dtype": "bf16"}),
+    "compiled": ("", PACKED | LINEAR | LORA | {"compile": True}),
+    "fp8": ("", PACKED | {"enable_fp8_training": True}),
+    "offloaded": ("", PACKED | OFFLOADED),
+    "soft cap": ("gemma2", PACKED),
+    "experts": ("qwen3-moe", PACKED | {"router_aux_loss_coef": 0.01}),
+    "experts without a kernel of torch": ("qwen3-moe", PACKED),
+}
+
+
+@pytest.fixture(scope="module")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "demo"
+    demo.make(folder, DATASET, seed=0)
+    return folder
 
 
 @pytest.mark.long
 @pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
-@pytest.mark.parametrize("name", [name for name in recipes.names() if not _has_experts(name)])
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_waits_for_logged_steps_only(
+    name: str, tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And finishes: checkpoint and export, in the memory that jobs use."""
+    family, changes = CASES[name]
+    if family:
+        sizes = {"head_dim": 32, "moe_intermediate_size": 64} if "experts" in name else {}
+        source = write(family, tmp_path / "model", demo_model, **sizes)
+        changes = changes | {"model": None, "checkpointer": {"checkpoint_dir": str(source)}}
+    settings = {"device": "cuda", "max_steps": 9, "log_every_n_steps": 3, "save_every_n_steps": 9}
+    path = write_config(tmp_path / "run", demo_model, DATASET, **settings | changes)
+    for key, value in (("NODE_CHECK", "no"), ("PYTORCH_ALLOC_CONF", "expandable_segments:True")):
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("NULL_GPU_CAPABILITY", "80" if "without a kernel" in name else "90")
+    done = run(sys.executable, "-m", "tests.benchmarks.waits", "trainer.sft", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    waits = [step[0] for step in json.loads(done.stdout.splitlines()[-1])["steps"]]
+    # The first number is of the optimizer's trial. Step 3 is read when step 4 has been launched,
+    # step 6 when step 7 has. Before step 3 blocks are compiled.
+    assert waits[3:9] == [0, 1, 0, 0, 1, 0]
+    assert (path.parent / "export/config.json").is_file()
+
+
+def _can_be_counted(name: str) -> bool:
+    """`allocated` knows SFT only; with experts ranks read numbers of rows from the device."""
+    loaded = recipes.load(name)
+    if loaded.entry_name != "sft":
+        return False
+    config = loaded.resolved(Path("models"), "run")
+    step = step_of(config, loaded.resources.nodes, loaded.resources.gpus_per_node)
+    return not step.shape.experts
+
+
+@pytest.mark.long
+@pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
+@pytest.mark.parametrize("name", [name for name in recipes.names() if _can_be_counted(name)])
 def test_the_estimate_matches_the_cuda_allocator(name: str, tmp_path: Path) -> None:
     """One GPU of each unchanged recipe, layers compiled; docs/memory.md has the figures."""
     loaded = recipes.load(name)

@@ -17,6 +17,7 @@ from launcher.checks import failed, warning
 from launcher.checks.doctor import nodes, report
 from launcher.checks.doctor.ask import NodeReport
 from launcher.site import Site
+from launcher.venv import TorchBuild
 from tests.launcher.hub_server import serving
 from tests.launcher.kit import FAKE_TOKEN, Kit, until
 
@@ -235,6 +236,16 @@ def test_what_the_driver_says_is_checked_against_torch_and_the_request(slurm_use
     assert "needs driver 580 or newer" in told and "3 uncorrected ECC errors" in told
     found = gpus("580.65.06", "[N/A]", "None")
     assert "the installed torch is built for CPUs" in text_of(found, "GPUs", "failed")
+
+
+@pytest.mark.parametrize(("seen", "state"), [("0", "failed"), ("1", "failed"), ("2", "ok")])
+def test_gpus_that_torch_does_not_see_are_told(seen, state):
+    gpus = [f"{number}, NVIDIA H100 80GB HBM3, 81559, 580.65.06, 0" for number in range(2)]
+    packages = [f"torch 2.13.0+cu130 sees {seen} GPUs"]
+    values = {"gpu_tool": ["nvidia-smi"], "gpu": gpus, "packages": packages}
+    found = report._gpus(NodeReport("n1", values), TorchBuild("2.13.0", "13.0", None), 2)
+    assert found.state == state
+    assert state == "ok" or f"built for CUDA 13.0, sees {seen} of them" in found.message
 
 
 def test_a_shared_folder_that_the_nodes_do_not_share(slurm_user: Kit, tmp_path):

@@ -101,3 +101,14 @@ def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node: Path, capsys) -> No
     (gpu_node / "nvidia0").unlink()
     (gpu_node / "nvidia1").unlink()
     assert unusable(["s", "m", "--device", "auto"]) == ""
+
+
+@pytest.mark.parametrize("asked", ["cuda", "auto", "cpu"])
+def test_attention_does_not_make_a_graph_for_each_length(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's does: torch uses it on H100, if it may."""
+    monkeypatch.setattr(devices, "gpus", list)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    device.choose(asked)
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()

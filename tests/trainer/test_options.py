@@ -350,3 +350,20 @@ def test_embedding_and_head_are_trained_beside_lora(
     ):
         path = config(tmp_path / words, model_folder, dataset, model=model)
         assert words in train(path, status=1)
+
+
+class Stateless(torch.optim.SGD):
+    """Keeps its state elsewhere, as torchao's CPUOffloadOptimizer does, which needs a GPU."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        vars(self).pop("state")
+
+
+def test_an_optimizer_whose_state_no_checkpoint_would_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COOKBOOK_COMPONENTS", "tests")
+    block = {"_component_": f"{__name__}.Stateless", "lr": 0.1}
+    with pytest.raises(ConfigError, match="has no state that a checkpoint could hold; fsdp_cpu"):
+        optimizers.build(block, [torch.nn.Parameter(torch.zeros(2, 2))])

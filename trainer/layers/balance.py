@@ -6,6 +6,7 @@ same, more otherwise (Fedus et al. 2021, Switch Transformers, arXiv 2101.03961, 
 transformers' load_balancing_loss_func, which takes all layers together).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class Balance:
             dist.all_reduce(load)
         shares = load / load.sum(1, keepdim=True)
         count = shares.shape[1]
-        entropy = torch.special.entr(shares).sum(1).mean() / torch.tensor(count).log()
+        # torch would compile special.entr on every rank, at its first call on a GPU.
+        entropy = -torch.xlogy(shares, shares).sum(1).mean() / math.log(count)
         values = {
             "expert_load_max": shares.amax() * count,
             "expert_load_min": shares.amin() * count,

@@ -33,7 +33,6 @@ SAVED_OPERATIONS = (
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_attention_math",
     "torch_attn._varlen_attn",
     "higher_order.flex_attention",

@@ -16,10 +16,15 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def choose(device: str) -> str:
     """Return cuda or cpu for `device`: auto, cuda or cpu.
 
+    scaled_dot_product_attention of this process does not use cuDNN from here on. It would on H100
+    and B200, and would make a new graph for each length, which takes tenths of a second
+    (pytorch#155958): for each batch of padded rows, and for each token that is generated.
+
     Raises:
         ConfigError: auto, on a node whose GPUs this torch cannot use. It would train on the CPUs of
             a GPU node, which nobody wants, for hours before anybody sees it.
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if device != "auto":
         return device
     if torch.cuda.is_available():

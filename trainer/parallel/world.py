@@ -232,14 +232,14 @@ def start(device: str, config: Mapping[str, Any] | None = None) -> World:
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
         agree(device, store, rank, size)
     # With the GPU named, a mesh splits NCCL's communicator once per dimension. Else all ranks make
-    # every group of it one after the other, hundreds for 512 ranks.
+    # every group of it one after the other, hundreds for 512 ranks. One rank needs no communicator.
     dist.init_process_group(
         backend,
         store=store,
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
-        device_id=where if device == "cuda" else None,
+        device_id=where if device == "cuda" and size > 1 else None,
     )
     cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     return World(rank, size, local_rank, where, cpu_group, layout)

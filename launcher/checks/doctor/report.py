@@ -1,5 +1,7 @@
 """What nodes' reports mean: files, clock, Python, GPUs, network, disk, and the all-reduce."""
 
+import re
+
 from launcher import paths
 from launcher.checks import Finding, failed, ok, skipped, warning
 from launcher.checks.doctor.ask import NodeReport, Question
@@ -126,6 +128,12 @@ def _gpus(report: NodeReport, torch: TorchBuild, expected: int) -> Finding:
             f"{shown}; torch is built for {torch.platform}, which needs driver {oldest} or newer"
         )
         return failed("GPUs", message, _SETUP)
+    # Only a full check imports torch.
+    sees = re.search(r" sees (\d+) GPUs", report.one("packages"))
+    if sees is not None and int(sees[1]) < len(gpus):
+        message = f"{shown}; torch, built for {torch.platform}, sees {sees[1]} of them"
+        remedy = "python -c 'import torch; torch.cuda.init()' on the node says why"
+        return failed("GPUs", message, remedy)
     return ok("GPUs", f"{shown}; torch is built for {torch.platform}")
 
 
