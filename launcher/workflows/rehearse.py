@@ -1,6 +1,5 @@
 """cookbook doctor --rehearse: a recipe's parts on one node, in ten minutes, and what to change."""
 
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -77,8 +76,10 @@ def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say
         prepare(wanted, say)
     folder = root / "rehearsals" / directory.new_name(whole.name)
     parts = _parts(name, cut, site, executor, folder)
+    # Also for the check of the node, whose collectives need the recipe's settings of NCCL.
+    own = {key: str(value) for key, value in (short.config.get("env") or {}).items()}
     question = Question(
-        site,
+        replace(site, environment=site.environment | own),
         _srun(site, short.resources),
         1,
         ranks,
@@ -99,9 +100,7 @@ def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say
         "COOKBOOK_ROOT": root,
     }
     script = (paths.REPO_ROOT / "slurm" / "rehearse.sh").read_text(encoding="utf-8")
-    own = short.config.get("env") or {}
-    lines = [f"export {key}={shlex.quote(str(value))}" for key, value in own.items()]
-    answered, reports = ask(question, settings, "\n".join([*lines, script]))
+    answered, reports = ask(question, settings, script)
     if answered.pending or not reports:
         message = answered.message or "Slurm gave no reason"
         raise RunFault(
