@@ -1,6 +1,7 @@
 """What a process that prepares data needs of its job: settings, memory, an end by TERM, faults."""
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -10,6 +11,9 @@ from typing import Any
 
 from datakit.errors import DataError
 from runspec import files, yamlrules
+
+# Longer than an end takes, and less than Slurm's KillWait of 30 s.
+AGAIN_S = 20.0
 
 
 def load(settings: Path) -> Mapping[str, Any]:
@@ -29,8 +33,14 @@ def memory_bytes() -> int:
 
 
 def stop(number: int, frame: Any) -> None:
-    """Handle a signal: the exit runs every finally block."""
-    sys.exit(128 + number)
+    """Handle a signal: the exit runs every finally block.
+
+    Python drops it if the signal came in a destructor, or in a callback of a library: then it is
+    raised again.
+    """
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def leave_fault(error: DataError, logs: Path, rank: int) -> None:

@@ -99,6 +99,35 @@ def test_the_hash_is_of_the_rows_and_not_of_their_order_or_files(tmp_path):
     assert (found["d"][1] + found["e"][1]) % 2**128 == found["a"][1], "in two files"
 
 
+def test_a_term_that_python_drops_ends_the_process_later():
+    """What a destructor raises goes nowhere, as what a library's callback raises."""
+    script = """
+import signal, time
+from datakit import job
+
+class Slow:
+    def __del__(self):
+        print("ready", flush=True)
+        time.sleep(30)
+
+job.AGAIN_S = 0.2
+signal.signal(signal.SIGTERM, job.stop)
+Slow()
+try:
+    time.sleep(30)
+finally:
+    print("cleaned", flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.terminate()
+    printed, ignored = process.communicate(timeout=20)
+    assert (process.returncode, printed) == (143, "cleaned\n")
+    assert "Exception ignored" in ignored and "SystemExit: 143" in ignored
+
+
 def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
     """The run is ended when it writes its output; the next one does no step again."""
     spilled = raw / "spilled"
