@@ -150,6 +150,7 @@ def page_of(address: str, run: Path) -> str:
     return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
+@pytest.mark.long
 def test_tensorboard_shows_curves_and_traces_on_loopback_only(kit: Kit, demo) -> None:
     run, _ = demo
     with socket.socket() as probe:

@@ -342,6 +342,7 @@ UNREADABLE = [
 ]
 
 
+@pytest.mark.long
 def test_storage_that_cannot_be_read_is_no_damage(tmp_path: Path) -> None:
     storage = FailingStorage(tmp_path)
     code = READ_BADLY.replace("FAULTS", repr(UNREADABLE))

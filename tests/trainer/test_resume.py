@@ -80,6 +80,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, data
     return folder
 
 
+@pytest.mark.long
 def test_kill_then_stop_file_then_sigterm(
     two_ranks: Path, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
