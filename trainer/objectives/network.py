@@ -16,7 +16,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -170,8 +170,8 @@ class Store:
             if not listed or time.monotonic() - since > STALL_S:
                 raise OSError("it gave them up")
             time.sleep(POLL_S)
-        for top in {Path(name).parts[0] for name in listed["files"]}:
-            (self.folder / top).symlink_to(there / top)
+        for top in self._tops(listed["files"]):
+            top.symlink_to(there / top.name)
         self._versions[version] = _Version(
             {name: _File(self.folder / name, size, True) for name, size in listed["files"].items()}
         )
@@ -238,15 +238,19 @@ class Store:
             with own.changed:
                 own.has_failed = True
                 own.changed.notify_all()
-            for file in own.files.values():
-                if file.descriptor is not None:
-                    os.close(file.descriptor)
-            for top in {Path(name).parts[0] for name in own.files}:
-                path = self.folder / top
+            for path in self._tops(own.files):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
+            # Last: a name must not lead to another file that gets the same descriptor.
+            for file in own.files.values():
+                if file.descriptor is not None:
+                    os.close(file.descriptor)
+
+    def _tops(self, names: Iterable[str]) -> set[Path]:
+        """The files and folders in the store's own that hold these."""
+        return {self.folder / Path(name).parts[0] for name in names}
 
     def listing(self, version: str) -> dict[str, Any] | None:
         """What Handler answers of a version: its files, and whether they have arrived."""

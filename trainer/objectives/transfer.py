@@ -108,9 +108,9 @@ def _write_folder(
             return
         world.on_main(lambda: shutil.rmtree(folder))
     world.on_main(folder.mkdir)
-    create: Callable[[Path], object] | None = None if store is None else store.create
+    create: Callable[[Path], object] | None = None
     if config.rollout_transfer == "network":
-        create = create or Path.touch  # which other ranks do not call
+        create = Path.touch if store is None else store.create  # rank 0 alone calls it
     export.write_model(model, config, folder, world, create)
 
 
