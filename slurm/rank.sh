@@ -1,18 +1,21 @@
 #!/bin/bash
 # torchrun starts this script for each rank, or a node for its command. It runs the command and writes
-# its output to the rank's log and, prefixed with the rank, to the node's log.
+# its output to the rank's log and, prefixed with the rank, to the node's log. Without a command it
+# writes its input there: slurm/launch.py.
 # A command that torchrun does not start has no rank: its log has the node's number.
 rank=${RANK:-$NODE_RANK}
 log=$LOGS/rank_$rank.log
-# The command gets this process id; node.sh signals it.
-[ -z "${STOP_SIGNAL:-}" ] || echo $$ >"$LOGS/.pid_${NODE_NAME}_$rank"
-keep() { if [ -n "${NODE_LOG:-}" ]; then cat; else tee -a "$log"; fi | sed -u "s/^/[$rank] /"; }
 # A container may know its interpreter by another name.
 python=${ENV_PYTHON:-python}
-[ "$1" != python ] || set -- "$python" "${@:2}"
+keep() { if [ -n "${NODE_LOG:-}" ]; then cat; else tee -a "$log"; fi | sed -u "s/^/[$rank] /"; }
 redact() { PYTHONPATH=$COOKBOOK "$python" -P -m runspec.redact; }
 # These processes must survive a signal to the whole step, or the rank's last lines would be lost.
-exec > >(trap '' TERM INT HUP; if [ "${REDACT:-no}" = yes ]; then redact | keep; else keep; fi) 2>&1
+write() { trap '' TERM INT HUP; if [ "${REDACT:-no}" = yes ]; then redact | keep; else keep; fi; }
+if [ $# = 0 ]; then write; exit; fi
+# The command gets this process id; node.sh signals it.
+[ -z "${STOP_SIGNAL:-}" ] || echo $$ >"$LOGS/.pid_${NODE_NAME}_$rank"
+[ "$1" != python ] || set -- "$python" "${@:2}"
+exec > >(write) 2>&1
 [ -z "${RANK_SOCKETS:-}" ] || export TORCH_WORKER_SERVER_SOCKET=$RANK_SOCKETS/rank_$RANK
 # Its threads and processes inherit it.
 read -r -a near <<<"${NEAR_CPUS:-}"

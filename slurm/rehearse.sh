@@ -12,7 +12,8 @@ trains() (
   local left=$((LIMIT_S - SECONDS)) folder=$REHEARSAL/$2
   [ "$left" -ge "$SHORTEST_S" ] || exit 125
   export RUN_DIR=$folder LOGS=$folder/logs/0 ATTEMPT=0 COOKBOOK_ATTEMPT=0 NODES=1 RANKS_PER_NODE VENV COOKBOOK
-  export HEAD_ADDR=localhost HEAD_PORT=$((20000 + SLURM_JOB_ID % 12000)) ONE_HOST=yes FILES_WAIT_S=5
+  HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -c "from slurm.ports import free_port; print(free_port('localhost', '$SLURM_JOB_ID', 0))")
+  export HEAD_ADDR=localhost HEAD_PORT ONE_HOST=yes FILES_WAIT_S=5
   export NODE_CHECK=no HF_HOME COOKBOOK_ROOT
   mkdir -p "$LOGS"
   rm -f "$folder/.stop" "$LOGS"/error_*.json
@@ -23,8 +24,7 @@ trains() (
     watcher=$!
     trap 'kill $watcher 2>/dev/null' EXIT
   fi
-  timeout --kill-after=10 "$left" torchrun --standalone --nproc-per-node="$RANKS_PER_NODE" \
-    --max-restarts=0 --no-python bash "$COOKBOOK/slurm/rank.sh" python -m "$MODULE" "$folder/train.yaml"
+  timeout --kill-after=10 "$left" python -P -m slurm.launch "$MODULE" "$folder/train.yaml"
 )
 
 part() {

@@ -31,23 +31,25 @@ if TYPE_CHECKING:
 class Entry:
     """What can be started, and what is known of it.
 
-    keys: all keys of its recipes. command: what torchrun starts as each rank, as shell text, from
-    the recipe and its resolved content. launch_name: the row of launcher/recipes/engines.py that
-    says it and the rest of what is not the kit's trainer. program: the file that is started, None
-    for a module of the kit's trainer. on_host: it runs on the host with the kit's interpreter, and
-    starts its engine in the recipe's environment (Recipe.starts_engine). own_code: it is the user's
-    own program; the folder around it is copied into the run, and it gets its parameters instead of
-    a train.yaml. per_node: it is started once per node, without torchrun. other_keys: its recipes
-    may hold keys that are not in keys. checked: what trainer.check looks at: "complete" (the whole
-    config of the kit's trainer, with its layout and weights), "components" (only that they exist
-    and take their arguments) or "". method: the config of a training method of the kit's trainer.
-    can_estimate: its memory and time can be computed. resumes: it continues from its last
+    keys: all keys of its recipes. module: of the kit's trainer, which slurm/launch.py starts with
+    train.yaml as each rank. command: otherwise what torchrun starts as each rank, as shell text,
+    from the recipe and its resolved content. launch_name: the row of launcher/recipes/engines.py
+    that says it and the rest of what is not the kit's trainer. program: the file that is started,
+    None for a module of the kit's trainer. on_host: it runs on the host with the kit's interpreter,
+    and starts its engine in the recipe's environment (Recipe.starts_engine). own_code: it is the
+    user's own program; the folder around it is copied into the run, and it gets its parameters
+    instead of a train.yaml. per_node: it is started once per node, without torchrun. other_keys:
+    its recipes may hold keys that are not in keys. checked: what trainer.check looks at: "complete"
+    (the whole config of the kit's trainer, with its layout and weights), "components" (only that
+    they exist and take their arguments) or "". method: the config of a training method of the kit's
+    trainer. can_estimate: its memory and time can be computed. resumes: it continues from its last
     checkpoint when it is started again. purpose: train, evaluate or serve. faults: what its table
     of keys does not see of a recipe. notes: what the user should know of keys that are accepted.
     """
 
     keys: Keys
-    command: Callable[[Recipe, Mapping[str, Any]], str]
+    module: str = ""
+    command: Callable[[Recipe, Mapping[str, Any]], str] = lambda recipe, config: ""
     program: Callable[[Recipe], Path | None] = lambda recipe: None
     on_host: bool = False
     own_code: bool = False
@@ -89,16 +91,11 @@ class Entry:
         return self.launch.resumes if self.launch else self.resumes
 
 
-def trainer_command(module: str) -> Callable[[Recipe, Mapping[str, Any]], str]:
-    """Return the command of an entry that is a module and reads train.yaml."""
-    return lambda recipe, config: f'python -P -m {module} "$RUN_DIR/train.yaml"'
-
-
 def method(module: str, config: type[TrainConfig]) -> Entry:
     """Return the row of a training method of the kit's trainer: what starts it, and its config."""
     return Entry(
         keys={**COMMON, **config.keys()},
-        command=trainer_command(module),
+        module=module,
         checked="complete",
         method=config,
         can_estimate=True,
@@ -155,7 +152,7 @@ ENTRIES = {
     "teach": replace(method("trainer.teach", TeachConfig), can_profile=False, notes=teach_notes),
     "eval": Entry(
         keys={**COMMON, **EVAL},
-        command=trainer_command("trainer.evaluate"),
+        module="trainer.evaluate",
         resumes=True,
         purpose="evaluate",
         faults=task_faults,

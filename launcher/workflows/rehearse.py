@@ -94,7 +94,7 @@ def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say
         "RANKS_PER_NODE": ranks,
         "MEASURE": "full",
         "REHEARSAL": folder,
-        "MODULE": _module(short),
+        "MODULE": short.entry.module,
         "LIMIT_S": LIMIT_S - _SPARE_S,
         "HF_HOME": root / "hf",
         "COOKBOOK_ROOT": root,
@@ -167,12 +167,6 @@ def _parts(
         step = step_of(recipe.resolved(site.root, str(path)), 1, recipe.resources.gpus_per_node)
         parts.append(Part(part, step, path, folder / f"{part}.log"))
     return parts
-
-
-def _module(recipe: Recipe) -> str:
-    """The trainer's module that the recipe's entry starts."""
-    command = recipe.entry.command(recipe, recipe.config)
-    return command.partition(" -m ")[2].split()[0]
 
 
 def _srun(site: Site, resources: Resources) -> list[str]:

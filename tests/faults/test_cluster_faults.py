@@ -203,8 +203,8 @@ def alive(run: Path, attempt: int) -> list[int]:
     for process in map(str, processes_of(run)):
         with contextlib.suppress(OSError):
             environ = set(Path("/proc", process, "environ").read_bytes().split(b"\0"))
-            command = Path("/proc", process, "cmdline").read_bytes().split(b"\0")
-            if wanted <= environ and command[1:4] == [b"-P", b"-m", b"trainer.sft"]:
+            name = Path("/proc", process, "comm").read_text()
+            if wanted <= environ and name.startswith("rank "):
                 found.append(int(process))
     return found
 
