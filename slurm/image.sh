@@ -175,10 +175,10 @@ mount_image() { # file folder
     # Ranks that save a checkpoint after TERM still need their files.
     (trap '' TERM INT HUP; exec $program -f -o ro "$1" "$2") >/dev/null 2>&1 </dev/null &
     echo $! >"$2.pid"
-    for _ in {1..50}; do
+    for _ in {1..250}; do
       ! mountpoint -q "$2" || return 0
       kill -0 $! 2>/dev/null || break
-      sleep 0.1
+      sleep 0.02
     done
   done
   # A kernel lets root mount it, and users if the administrators configured that.

@@ -27,6 +27,10 @@ FOLDER, SUFFIX = "images", ".sqsh"
 _WAIT_S = 3600.0
 # Packages of the distribution are on each node's own disk.
 _LOCAL = (Path("/usr"), Path("/opt"))
+# A node reads whole blocks: more reads of smaller ones, or more bytes of larger ones.
+_BLOCK = "256K"
+# Priorities of mksquashfs.
+_HIGHEST = 32767
 # Python's own tests are never imported.
 _LEFT_OUT = ("test", "idlelib", "turtledemo")
 
@@ -106,7 +110,7 @@ def _environment(target: Path, own: Path) -> None:
     program = (root / "bin" / "python").resolve()
     base = program.parents[1]
     if any(base.is_relative_to(place) for place in _LOCAL):
-        _squash([str(root)], target)
+        _squash([str(root)], target, order=_order(own, root))
         return
     config = own / "pyvenv.cfg"
     lines = (root / "pyvenv.cfg").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -117,7 +121,25 @@ def _environment(target: Path, own: Path) -> None:
     added = [f"{root.name}/pyvenv.cfg f 0644 0 0 cat {config}"]
     link = f"../../{base.name}/bin/{program.name}"
     added += [f"{root.name}/bin/{name} s 0777 0 0 {link}" for name in pythons]
-    _squash([str(root), str(base)], target, left_out, added)
+    _squash([str(root), str(base)], target, left_out, added, _order(own, root, base))
+
+
+def _order(own: Path, *sources: Path) -> Path:
+    """Write which files most runs use, the first with the highest priority.
+
+    They lie next to each other in an image, so that fewer blocks of it are read.
+    """
+    argv = [str(venv.python()), "-P", "-m", "trainer.imports"]
+    env = os.environ | {"PYTHONPATH": str(paths.REPO_ROOT)}
+    done = subprocess.run(
+        argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    found = [Path(line).resolve() for line in done.stdout.splitlines()]
+    inside = [path for path in found if path.is_file() and any(map(path.is_relative_to, sources))]
+    lines = [f"{path} {_HIGHEST - min(number, _HIGHEST)}\n" for number, path in enumerate(inside)]
+    order = own / "order"
+    order.write_text("".join(line for line in lines if line.count(" ") == 1), encoding="utf-8")
+    return order
 
 
 def _code(code: Code, target: Path, own: Path) -> None:
@@ -133,7 +155,11 @@ def _code(code: Code, target: Path, own: Path) -> None:
 
 
 def _squash(
-    sources: Sequence[str], target: Path, left_out: Sequence[str] = (), added: Sequence[str] = ()
+    sources: Sequence[str],
+    target: Path,
+    left_out: Sequence[str] = (),
+    added: Sequence[str] = (),
+    order: Path | None = None,
 ) -> None:
     program = shutil.which("mksquashfs") or shutil.which("mksquashfs", path="/usr/sbin:/sbin")
     if program is None:
@@ -142,7 +168,8 @@ def _squash(
             "newer), or set start_from: shared in the site's file"
         )
     argv = [program, *sources, str(target), "-comp", "zstd", "-Xcompression-level", "3"]
-    argv += ["-no-xattrs", "-all-root", "-no-progress", "-quiet", "-exit-on-error"]
+    argv += ["-b", _BLOCK, "-no-xattrs", "-all-root", "-no-progress", "-quiet", "-exit-on-error"]
+    argv += ["-sort", str(order)] if order else []
     for each in added:
         argv += ["-p", each]
     argv += ["-e", *left_out] if left_out else []
