@@ -8,12 +8,17 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from runspec.files import read_json_or_none
 from runspec.keys.model import TRANSFORMERS
 from trainer.config import COMPONENT_PACKAGES, OWN_COMPONENTS, read_yaml
 
 # The user's own packages may start threads or use a GPU, as bitsandbytes does.
 _IMPORTED = set(COMPONENT_PACKAGES) - {"bitsandbytes"}
+# torchao asks for the GPU's compute capability while it is imported, which starts CUDA: then no
+# process that is forked can use it. transformers' and torchtune's models import torchao.
+_WITHOUT_CUDA = ("trainer.storage.sharded", "transformers", "tokenizers")
 _MOST = (
     "trainer.sft",
     "trainer.storage.sharded",
@@ -28,19 +33,25 @@ _MOST = (
 
 
 def prepare(path: Path) -> None:
-    """Import what a rank will need for this train.yaml; what is wrong in it is left to the rank."""
+    """Import what a rank will need for this train.yaml; what is wrong in it is left to the rank.
+
+    With a build of torch for GPUs, what can be imported without starting CUDA.
+    """
     content = read_yaml(path)
     blocks = [block for block in content.values() if isinstance(block, dict)]
     names = [str(block.get("_component_", "")) for block in blocks]
     modules = [OWN_COMPONENTS.get(name, name).rpartition(".")[0] for name in names]
-    if any(module.startswith("torchtune.models.") for module in modules):
-        modules.append("trainer.models.torchtune")
-    for module in ("trainer.storage.sharded", *modules):
-        if module.partition(".")[0] in _IMPORTED:
-            with suppress(ImportError):
-                importlib.import_module(module)
-    if (content.get("model") or {}).get("_component_", TRANSFORMERS) == TRANSFORMERS:
-        _import_model(Path((content.get("checkpointer") or {}).get("checkpoint_dir", "")))
+    uses_torchtune = any(module.startswith("torchtune") for module in modules)
+    if torch.version.cuda or torch.version.hip:
+        modules = ["datasets"] if uses_torchtune else []
+    else:
+        modules = [name for name in modules if name.partition(".")[0] in _IMPORTED]
+        modules += ["trainer.models.torchtune"] if uses_torchtune else []
+        if (content.get("model") or {}).get("_component_", TRANSFORMERS) == TRANSFORMERS:
+            _import_model(Path((content.get("checkpointer") or {}).get("checkpoint_dir", "")))
+    for module in (*_WITHOUT_CUDA, *modules):
+        with suppress(ImportError):
+            importlib.import_module(module)
 
 
 def _import_model(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 A Slurm on this host whose nodes have mount namespaces of their own. In each, the checkout with its
 virtual environment, its Python and the shared folder are mounted over themselves by delayed.c,
-which writes down each operation and delays it. One rank per node trains the demo model for three
+which writes down each operation and delays it. The nodes' ranks train the demo model for three
 steps. Needs root, cgroups (v1), /dev/fuse, gcc, libfuse3-dev and squashfuse.
 """
 
@@ -44,7 +44,9 @@ exec "$REAL_SLURMD" "$@"
 
 
 @contextmanager
-def cluster(folder: Path, shared: Path, nodes: int, delay_us: int) -> Iterator[dict[str, str]]:
+def cluster(
+    folder: Path, shared: Path, nodes: int, ranks: int, delay_us: int
+) -> Iterator[dict[str, str]]:
     """A Slurm of so many nodes, and the environment of its user."""
     tools = folder / "tools"
     tools.mkdir()
@@ -66,7 +68,7 @@ def cluster(folder: Path, shared: Path, nodes: int, delay_us: int) -> Iterator[d
     (tools / "slurmd").write_text(SLURMD.replace("{variables}", lines))
     (tools / "slurmd").chmod(0o755)
     place = ["--name", "startup", "--state", str(folder / "slurm")]
-    size = ["--nodes", str(nodes), "--gpus", "1"]
+    size = ["--nodes", str(nodes), "--gpus", str(ranks)]
     try:
         subprocess.run([CLUSTER, "up", *place, *size], env=env, check=True, stdout=2)
         use = subprocess.check_output([CLUSTER, "env", *place], env=env, text=True)
@@ -98,11 +100,17 @@ def _cpu_s(folder: Path) -> dict[str, float]:
 
 
 def measure(
-    shared: Path, nodes: int, start_from: str, delay_us: int, records: Path | None = None
+    shared: Path,
+    nodes: int,
+    ranks: int,
+    start_from: str,
+    delay_us: int,
+    records: Path | None = None,
 ) -> dict[str, Any]:
     """Train on nodes with empty caches: figures per node until the first step, the first's apart.
 
     Args:
+        ranks: of each node.
         records: a folder for each node's operations, which benchmarks.start_up.replay reads.
     """
     # Slurm's state folder has to have a short path.
@@ -111,10 +119,10 @@ def measure(
         folder.chmod(0o711)
         (folder / "sites").mkdir()
         (folder / "sites" / "own.yaml").write_text(f"start_from: {start_from}\n")
-        with cluster(folder, shared, nodes, delay_us) as env:
+        with cluster(folder, shared, nodes, ranks, delay_us) as env:
             env |= {"COOKBOOK_CLUSTERS": str(folder / "sites")}
             before = _cpu_s(folder)
-            began, first, spent = _trained(folder, env, nodes)
+            began, first, spent = _trained(folder, env, nodes, ranks)
         counts = {}
         for log in sorted((folder / "tools").glob("n*.log")):
             lines = list(_until_the_first_step(log, began, first))
@@ -130,10 +138,12 @@ def measure(
     return {"seconds": (first - began) / 1e6, "first": counts["n1"], "others": mean}
 
 
-def _trained(folder: Path, env: dict[str, str], nodes: int) -> tuple[int, int, dict[str, float]]:
+def _trained(
+    folder: Path, env: dict[str, str], nodes: int, ranks: int
+) -> tuple[int, int, dict[str, float]]:
     """Train once; the times of allocation and first step, and the nodes' CPU seconds then."""
     argv = [sys.executable, "-m", "launcher", "submit", "--json", "--recipe", "demo"]
-    argv += ["--nodes", str(nodes), "--gpus-per-node", "1", "--cluster", "own"]
+    argv += ["--nodes", str(nodes), "--gpus-per-node", str(ranks), "--cluster", "own"]
     argv += ["max_steps=3", "log_every_n_steps=1", "save_every_n_steps=0", "~generate"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
@@ -183,6 +193,7 @@ def _counts(lines: list[str]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, default=1, help="of each node")
     parser.add_argument("--start-from", nargs="+", default=["shared", "image"])
     parser.add_argument("--delay-us", type=int, default=1000)
     parser.add_argument("--shared", type=Path, help="a folder to use again, with its images")
@@ -193,10 +204,10 @@ def main() -> int:
         shared.mkdir(exist_ok=True)
         for start_from in given.start_from:
             # Makes the model and its tokens.
-            measure(shared, 2, start_from, 0)
+            measure(shared, 2, 1, start_from, 0)
             for nodes in given.nodes:
                 records = given.records and given.records / f"{start_from}-{nodes}"
-                figures = measure(shared, nodes, start_from, given.delay_us, records)
+                figures = measure(shared, nodes, given.ranks, start_from, given.delay_us, records)
                 print(start_from, nodes, json.dumps(figures), flush=True)
     return 0
 
