@@ -151,7 +151,7 @@ def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:
     if not end.startswith("Killed"):
         return []
     nodes = job_log.hosts(node)
-    message = f"torchrun (task {task}) was {SIGKILL}"
+    message = f"the process that starts this node's ranks (task {task}) was {SIGKILL}"
     host = nodes[0] if len(nodes) == 1 else None
     return [{"host": host, "time": 0, "type": "Killed", "message": message}]
 

@@ -1,6 +1,6 @@
 """Records how busy a node's GPUs are: python -P -m slurm.gpu_use PID
 
-slurm/node.sh starts it beside torchrun, with LOGS, NODE_RANK and NODE_NAME set, if there is an
+slurm/node.sh starts it beside the ranks, with LOGS, NODE_RANK and NODE_NAME set, if there is an
 nvidia-smi. It runs for the whole attempt and samples every 5 s; every half minute a line
 with the means goes to the node's file in LOGS. It ends with PID. Standard library only.
 """

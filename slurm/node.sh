@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced on every node before torchrun. Sets the environment, and checks within seconds that the
+# Sourced on every node before its ranks. Sets the environment, and checks within seconds that the
 # node can read the shared files and reach the first node. Needs RUN_DIR, VENV, LOGS, HEAD_ADDR,
 # HEAD_PORT, ONE_HOST, NODES, RANKS_PER_NODE; sets NODE_RANK.
 
@@ -63,7 +63,7 @@ unset PYTHONHOME PYTHONPATH
 # The kit's code, from the checkout that submitted the run.
 export PYTHONPATH=$COOKBOOK
 
-# The first node's torchrun holds a socket of each rank, and a rank those of its peers.
+# The first node's store holds a socket of each rank, and a rank those of its peers.
 [ "$(ulimit -Sn)" = unlimited ] || [ "$(ulimit -Sn)" -ge 65536 ] || ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"
 
 # All ranks write compiled kernels at the same time, which is too much for a network filesystem.
@@ -121,7 +121,7 @@ if command -v nvidia-smi >/dev/null; then
 fi
 
 # Handles requests of the job script's watchdog: makes this node's ranks write their stacks, and kills
-# them if srun cannot. torchrun replaces this shell, so the loop ends when this process id is gone.
+# them if srun cannot. What starts the ranks replaces this shell, so the loop ends when this process id is gone.
 signal_ranks() {
   local file node pid
   for file in "$STACKS"/stack_rank_*.log; do
@@ -149,7 +149,7 @@ obey_the_watchdog() {
       signal_ranks USR2
       if [ "$STACKS" != "$LOGS" ]; then sleep 2; cp "$STACKS"/stack_rank_*.log "$LOGS"; fi
     elif [ -e "$LOGS/.end_ranks" ]; then
-      # Without its ranks, torchrun exits.
+      # Without its ranks, what started them exits.
       signal_ranks KILL
       sleep 10
       kill -KILL $$

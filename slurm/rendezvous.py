@@ -1,4 +1,4 @@
-"""Check on every node, before torchrun, that the first node's address leads to the first node.
+"""Check on every node, before its ranks, that the first node's address leads to the first node.
 
 Run by slurm/node.sh on each node. The first node listens on HEAD_PORT until all others have
 connected; each other node tries until it is answered. Prints the network interface that has the

@@ -28,7 +28,7 @@ SLOW_STEPS = 5
 # Before two steps are done their duration is unknown, and the second may compile, too.
 UNKNOWN_S = 600.0
 # How long the ranks may take to write their stacks, and srun to end before it is killed. Without
-# Slurm that is torchrun, which waits for its ranks for 30 s.
+# Slurm that is what started the ranks, which waits for them for 30 s.
 ANSWER_S, END_S = 15.0, 45.0
 # From srun when a task has ended and the others have not within its --wait seconds: it asks Slurm
 # to end them. A controller that died just after the step began does not know the step, and does
@@ -36,7 +36,8 @@ ANSWER_S, END_S = 15.0, 45.0
 LEFT_BEHIND, LEFT_S = b"First task exited", 15.0
 # What remains of the warning's lead for ending the ranks and for the queue.
 RESERVE_S = 60.0
-# How long srun and torchrun may take to end once everything is written, and then to obey a TERM.
+# How long srun and what started the ranks may take to end once everything is written, and then to
+# obey a TERM.
 FINISH_WAIT_S, FINISH_END_S = 60.0, 5.0
 
 

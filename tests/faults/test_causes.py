@@ -110,7 +110,7 @@ def test_a_killed_torchrun_costs_neither_the_allocation_nor_a_result(
     os.kill(parent(rank(run, 1)), signal.SIGKILL)
     first, second = ended(user, run, "COMPLETED")
     assert first["cause"] == "killed" and first["node"] == "n2", report(run)
-    assert "torchrun (task 1) was killed" in first["message"]
+    assert "starts this node's ranks (task 1) was killed" in first["message"]
     assert (second["cause"], second["restart_count"]) == ("finished", 0)
     undisturbed.is_equalled_by(run)
 

@@ -128,6 +128,7 @@ def test_a_killed_rank_ends_the_others_and_is_reported(place):
     assert "killed by SIGKILL" in error["message"]
 
 
+@pytest.mark.long
 def test_an_exception_is_in_the_log_of_its_rank(place):
     assert place.start("fails 0", "sleeps 1").wait(60) == 1
     assert place.log("rank_0").rstrip().endswith("ValueError: no such thing")
@@ -135,6 +136,7 @@ def test_an_exception_is_in_the_log_of_its_rank(place):
     assert (error["rank"], error["type"]) == (0, "ValueError")
 
 
+@pytest.mark.long
 def test_what_cannot_be_imported_is_in_the_log_of_each_rank(place):
     (place.folder / "toy.py").write_text("import nowhere\n")
     assert place.start().wait(60) == 1
@@ -164,6 +166,7 @@ def test_the_first_node_stays_until_the_ranks_of_the_others_have_ended(place):
     assert last.wait(60) == 0
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken_fails_the_node_and_leaves_no_rank(place):
     listener = f"import socket, time\nsocket.create_server(('', {place.port}))\ntime.sleep(60)"
     taken = subprocess.Popen(

@@ -41,6 +41,7 @@ def test_models_are_imported_unless_that_would_start_cuda(build, tmp_path):
     assert {"transformers", "datasets", "trainer.storage.sharded"} <= found
 
 
+@pytest.mark.long
 def test_the_files_that_most_runs_need_are_those_of_a_rank():
     argv = [sys.executable, "-P", "-m", "trainer.imports"]
     done = subprocess.run(argv, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True)

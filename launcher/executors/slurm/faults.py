@@ -11,7 +11,7 @@ def kill_on_node(job_id: str, node: str, pids: Sequence[int], parents: bool = Fa
     """Kill processes on a node of a job with SIGKILL, by a step beside those that run.
 
     Args:
-        parents: kill their parents first, which are torchrun.
+        parents: kill their parents first, which started them.
 
     Raises:
         SlurmFault: the step cannot be started, or a process is gone.
