@@ -1,7 +1,7 @@
 #!/bin/bash
 # torchrun starts this script for each rank, or a node for its command. It runs the command and writes
 # its output to the rank's log and, prefixed with the rank, to the node's log. Without a command it
-# writes its input there: slurm/launch.py.
+# writes its input there: trainer/launch.py.
 # A command that torchrun does not start has no rank: its log has the node's number.
 rank=${RANK:-$NODE_RANK}
 log=$LOGS/rank_$rank.log

@@ -24,7 +24,7 @@ trains() (
     watcher=$!
     trap 'kill $watcher 2>/dev/null' EXIT
   fi
-  timeout --kill-after=10 "$left" python -P -m slurm.launch "$MODULE" "$folder/train.yaml"
+  timeout --kill-after=10 "$left" python -P -m trainer.launch "$MODULE" "$folder/train.yaml"
 )
 
 part() {

@@ -1,4 +1,4 @@
-"""What ranks import when they need it, imported before they are forked: slurm/launch.py.
+"""What ranks import when they need it, imported before they are forked: trainer/launch.py.
 
 python -m trainer.imports prints the files of what most runs import, in the order of their use.
 """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Entry:
     """What can be started, and what is known of it.
 
-    keys: all keys of its recipes. module: of the kit's trainer, which slurm/launch.py starts with
+    keys: all keys of its recipes. module: of the kit's trainer, which trainer/launch.py starts with
     train.yaml as each rank. command: otherwise what torchrun starts as each rank, as shell text,
     from the recipe and its resolved content. launch_name: the row of launcher/recipes/engines.py
     that says it and the rest of what is not the kit's trainer. program: the file that is started,

@@ -112,16 +112,19 @@ def _environment(target: Path, own: Path) -> None:
     if any(base.is_relative_to(place) for place in _LOCAL):
         _squash([str(root)], target, order=_order(own, root))
         return
-    config = own / "pyvenv.cfg"
+    config = own / "config" / "pyvenv"
+    config.parent.mkdir()
     lines = (root / "pyvenv.cfg").read_text(encoding="utf-8").splitlines(keepends=True)
     config.write_text("".join(line for line in lines if not line.startswith("home")), "utf-8")
     pythons = [path.name for path in (root / "bin").glob("python*") if path.is_symlink()]
     left_out = [str(root / "pyvenv.cfg"), *(str(root / "bin" / name) for name in pythons)]
     left_out += [str(base / "lib" / program.name / name) for name in _LEFT_OUT]
-    added = [f"{root.name}/pyvenv.cfg f 0644 0 0 cat {config}"]
+    # mksquashfs 4.5 with -sort would read the file that is left out, not one that is added by -p.
+    added = [f"{root.name}/pyvenv.cfg s 0777 0 0 ../{config.parent.name}/{config.name}"]
     link = f"../../{base.name}/bin/{program.name}"
     added += [f"{root.name}/bin/{name} s 0777 0 0 {link}" for name in pythons]
-    _squash([str(root), str(base)], target, left_out, added, _order(own, root, base))
+    sources = [str(root), str(base), str(config.parent)]
+    _squash(sources, target, left_out, added, _order(own, root, base))
 
 
 def _order(own: Path, *sources: Path) -> Path:

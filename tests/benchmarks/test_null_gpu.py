@@ -118,7 +118,7 @@ def test_ranks_that_are_forked_can_use_the_gpu(
     kit = {"COOKBOOK": str(ROOT), "PYTHONPATH": str(ROOT), "LOGS": str(tmp_path)}
     for key, value in (place | numbers | kit).items():
         monkeypatch.setenv(key, value)
-    done = run(sys.executable, "-P", "-m", "slurm.launch", "trainer.sft", str(path))
+    done = run(sys.executable, "-P", "-m", "trainer.launch", "trainer.sft", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 on cuda" in done.stdout and "imports it again" not in done.stdout
 

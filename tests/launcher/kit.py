@@ -162,7 +162,7 @@ def ranks_of(run: Path, program: str = "trainer.sft") -> dict[int, int]:
                 for pair in (process / "environ").read_text(errors="replace").split("\0")
             )
             command = (process / "cmdline").read_text(errors="replace")
-            # One that slurm.launch has forked is known by its name.
+            # One that trainer.launch has forked is known by its name.
             name, _, rank = (process / "comm").read_text().strip().partition(" ")
         except OSError:
             continue

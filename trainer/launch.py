@@ -1,4 +1,4 @@
-"""Start a node's ranks: python -P -m slurm.launch MODULE ARGUMENT ...
+"""Start a node's ranks: python -P -m trainer.launch MODULE ARGUMENT ...
 
 For the kit's own trainer, in place of torchrun, which imports torch before each of its ranks does
 so again. Here a node imports the module once, without threads and without starting CUDA, and forks
@@ -187,23 +187,26 @@ class _Store:
     """Where ranks meet: in the first node's process, which outlives the ranks of all nodes."""
 
     def __init__(self) -> None:
+        self._node, self._nodes = _number("NODE_RANK"), _number("NODES")
+        self._store = self._open() if self._node == 0 else None
+
+    def _open(self) -> Any:
         from torch.distributed import TCPStore
 
-        self._node, self._nodes = _number("NODE_RANK"), _number("NODES")
-        address, port = os.environ["HEAD_ADDR"], _number("HEAD_PORT")
-        self._store: Any = None
-        self._open = lambda first: TCPStore(
-            address, port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=30)
+        return TCPStore(
+            os.environ["HEAD_ADDR"],
+            _number("HEAD_PORT"),
+            is_master=self._node == 0,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=30),
         )
-        if self._node == 0:
-            self._store = self._open(True)
 
     def leave(self) -> None:
         """Wait on the first node until the ranks of the others have ended, too."""
-        if self._node:
+        if self._store is None:
             # The first node may have gone because its ranks failed.
             with suppress(RuntimeError):
-                self._open(False).set(f"ended/{self._node}", "")
+                self._open().set(f"ended/{self._node}", "")
             return
         deadline = time.monotonic() + _OTHERS_S
         others = [f"ended/{node}" for node in range(1, self._nodes)]

@@ -1,4 +1,4 @@
-"""slurm/launch.py: the ranks of a node, and what torchrun would have made of them."""
+"""trainer/launch.py: the ranks of a node, and what torchrun would have made of them."""
 
 import json
 import os
@@ -61,7 +61,7 @@ class Place:
 
     def start(self, *arguments: str, node: int = 0, nodes: int = 1, **more: str):
         """The launcher of a node, which runs; its output is in node_N.log."""
-        argv = [sys.executable, "-P", "-m", "slurm.launch", "toy", *arguments]
+        argv = [sys.executable, "-P", "-m", "trainer.launch", "toy", *arguments]
         with (self.folder / f"node_{node}.log").open("w") as log:
             own = self.environment(node, nodes, **more)
             return subprocess.Popen(argv, env=own, stdout=log, stderr=log)
@@ -145,7 +145,7 @@ def test_what_cannot_be_imported_is_in_the_log_of_each_rank(place):
 
 
 def test_a_signal_ends_all_ranks_those_that_ignore_it_later(place):
-    argv = [sys.executable, "-P", "-c", "import slurm.launch as launch, sys; launch._END_S = 1\n"]
+    argv = [sys.executable, "-P", "-c", "import trainer.launch as launch, sys; launch._END_S = 1\n"]
     argv[-1] += "sys.exit(launch.main(['toy', 'sleeps', 'ignores TERM 1']))"
     node = subprocess.Popen(argv, env=place.environment(), stderr=subprocess.PIPE, text=True)
     pids = [place.rank(number)["pid"] for number in (0, 1)]
