@@ -41,13 +41,17 @@ def test_the_trainer_runs_as_on_a_gpu(tmp_path: Path) -> None:
     never_stop = "max_non_finite_steps=9223372036854775807"
     options = ["--device", "cuda", "--dtype", "bf16", "--steps", "2", "--out", str(tmp_path)]
     options += ["--workload", "tiny_full", "tiny_lora", "tiny_qlora", "--budget-s", "900"]
+    # Metrics are rounded to 1 MiB. Of 2 rows of 128 tokens recomputing saves less than that beside
+    # the tables and workspaces of 96 MiB, of 16 rows of 256 tokens 23 MiB and more.
+    options += ["--batch-size", "16", "--sequence", "256"]
     peers = [f"ours:{never_stop}", f"ours:{never_stop}:activation_checkpointing=true"]
     # The exit status is not checked: losses on the null GPU mean nothing.
     run(sys.executable, "-m", "benchmarks.train", *options, "--peers", *peers)
     for workload in json.loads((tmp_path / "train.json").read_text())["workloads"]:
         plain, recomputed = workload["rows"]
         assert plain["status"] == recomputed["status"] == "ok"
-        assert plain["peak_allocated_gib"] > recomputed["peak_allocated_gib"] > 0
+        saved = plain["peak_allocated_gib"] - recomputed["peak_allocated_gib"]
+        assert saved > 16 / 1024 and recomputed["peak_allocated_gib"] > 0
 
 
 PACKED = {"dtype": "bf16", "row_length": 96, "batch_size": 4}
