@@ -1,5 +1,6 @@
 """GPUs that torch cannot use end a run at its start: it would train on CPUs in silence."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -112,3 +113,27 @@ def test_attention_does_not_make_a_graph_for_each_length(
     torch.backends.cuda.enable_cudnn_sdp(True)
     device.choose(asked)
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_nor_does_that_of_a_served_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    import uvicorn
+    from transformers.cli import transformers as command
+    from transformers.cli.serving import model_manager, utils
+
+    from serving import transformers_engine
+
+    # What it replaces in this process is put back at the end.
+    for module, name in (
+        (uvicorn, "Config"),
+        (utils, "GenerateManager"),
+        (model_manager, "ModelManager"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    found = []
+    monkeypatch.setattr(
+        command, "main", lambda: found.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    monkeypatch.setattr(sys, "argv", ["serve", "socket", "model", "--device", "cpu"])
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    transformers_engine.main()
+    assert found == [False]
