@@ -1,6 +1,9 @@
 """The trainer on the null GPU: GPU code paths and their memory on a machine without a GPU."""
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,11 @@ from benchmarks.null_gpu import __main__ as command
 from launcher.recipes import recipe as recipes
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.recipe_step import step_of
+from runspec.keys.model import TRANSFORMERS
+from tests.launcher.kit import until
+from tests.model_sizes import DEMO
+from tests.serving.test_virtual_tokens import answer
+from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import lora_model, write_config
 from tests.trainer.transformers_cases import write
 from trainer import demo
@@ -55,8 +63,18 @@ def test_the_trainer_runs_as_on_a_gpu(tmp_path: Path) -> None:
 
 
 PACKED = {"dtype": "bf16", "row_length": 96, "batch_size": 4}
+FULL = {"_component_": "torchtune.models.llama3.llama3", **DEMO}
 LORA = {"model": lora_model(lora_dropout=0.0)}
 OFFLOADED = {"activation_checkpointing": "full", "enable_activation_offloading": True}
+QLORA = {"_component_": TRANSFORMERS, "lora_rank": 8, "lora_alpha": 16, "quantize_base": True}
+PREFIX = {**FULL, "adapter": "prefix", "num_virtual_tokens": 4}
+# In this form it reads no norm of a parameter; torch's reads two of each.
+ADAFACTOR = {
+    "_component_": "transformers.optimization.Adafactor",
+    "lr": 1e-3,
+    "relative_step": False,
+    "scale_parameter": False,
+}
 LINEAR = {"loss": {"_component_": "trainer.layers.loss.LinearCrossEntropy"}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "packed": ("", PACKED | LINEAR | {"gradient_accumulation_steps": 2}),
@@ -67,6 +85,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "soft cap": ("gemma2", PACKED),
     "experts": ("qwen3-moe", PACKED | {"router_aux_loss_coef": 0.01}),
     "experts without a kernel of torch": ("qwen3-moe", PACKED),
+    "experts in NF4 with an adapter": ("qwen3-moe", PACKED | {"model": QLORA}),
+    "sinks": ("gpt-oss", PACKED),
+    "linear attention": ("qwen3.5", PACKED),
+    "prefix": ("", PACKED | {"model": PREFIX, "save_adapter_weights_only": True}),
+    "Adafactor": ("", PACKED | {"optimizer": ADAFACTOR}),
+    "KTO": ("", PACKED),
+    "reward model": ("", PACKED | {"model": {"_component_": TRANSFORMERS}}),
+}
+# Widths that torch's grouped product and NF4 take.
+EXPERTS = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 128}
+# What methods that compare answers start, and the form of their data.
+COMPARED = {
+    "KTO": ("trainer.kto", "trainer.data.preferences.UnpairedPreferenceDataset"),
+    "reward model": ("trainer.reward", "trainer.data.preferences.PreferenceDataset"),
 }
 
 
@@ -86,21 +118,49 @@ def test_the_host_waits_for_logged_steps_only(
     """And finishes: checkpoint and export, in the memory that jobs use."""
     family, changes = CASES[name]
     if family:
-        sizes = {"head_dim": 32, "moe_intermediate_size": 64} if "experts" in name else {}
+        sizes = EXPERTS if "experts" in name else {}
         source = write(family, tmp_path / "model", demo_model, **sizes)
-        changes = changes | {"model": None, "checkpointer": {"checkpoint_dir": str(source)}}
+        given = {"model": None, "checkpointer": {"checkpoint_dir": str(source)}}
+        changes = given | changes
     settings = {"device": "cuda", "max_steps": 9, "log_every_n_steps": 3, "save_every_n_steps": 9}
-    path = write_config(tmp_path / "run", demo_model, DATASET, **settings | changes)
+    settings |= changes
+    module, component = COMPARED.get(name, ("trainer.sft", None))
+    if component is None:
+        path = write_config(tmp_path / "run", demo_model, DATASET, **settings)
+    else:
+        settings["run_val_every_n_steps"] = 9
+        pairs = write_pairs(tmp_path / "pairs.jsonl")
+        path = pairs_config(tmp_path / "run", demo_model, pairs, component, **settings)
     for key, value in (("NODE_CHECK", "no"), ("PYTORCH_ALLOC_CONF", "expandable_segments:True")):
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("NULL_GPU_CAPABILITY", "80" if "without a kernel" in name else "90")
-    done = run(sys.executable, "-m", "tests.benchmarks.waits", "trainer.sft", str(path))
+    done = run(sys.executable, "-m", "tests.benchmarks.waits", module, str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     waits = [step[0] for step in json.loads(done.stdout.splitlines()[-1])["steps"]]
     # The first number is of the optimizer's trial. Step 3 is read when step 4 has been launched,
-    # step 6 when step 7 has. Before step 3 blocks are compiled.
-    assert waits[3:9] == [0, 1, 0, 0, 1, 0]
+    # step 6 when step 7 has. Before step 3 blocks are compiled. With an optimizer that is not fused
+    # each step waits for the verdict whether the gradient is finite.
+    own = int(name == "Adafactor")
+    assert waits[3:9] == [own + step for step in (0, 1, 0, 0, 1, 0)]
     assert (path.parent / "export/config.json").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
+def test_a_served_model_answers_on_a_gpu(tmp_path: Path, demo_model: Path) -> None:
+    """Also where there is no cuDNN: its attention would make a graph for each length."""
+    socket, name = tmp_path / "engine.sock", str(demo_model)
+    line = [sys.executable, "-m", "benchmarks.null_gpu", sys.executable]
+    line += ["-m", "serving.transformers_engine", str(socket), name]
+    line += ["--device", "auto", "--dtype", "bfloat16"]
+    engine = subprocess.Popen(line, cwd=ROOT, start_new_session=True)
+    try:
+        until(socket.exists, 120)
+        asked = {"model": name, "prompt": "What is a node?", "max_tokens": 3}
+        assert asyncio.run(answer(socket, asked))["usage"]["completion_tokens"] > 0
+    finally:
+        os.killpg(engine.pid, signal.SIGTERM)
+        engine.wait(30)
 
 
 def _can_be_counted(name: str) -> bool:

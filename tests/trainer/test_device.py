@@ -3,13 +3,18 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
 
 from runspec import devices
 from trainer.errors import BadNodeError, ConfigError, PeerError
+from trainer.objectives.preference import PreferenceObjective
+from trainer.objectives.reward import RewardModelling
 from trainer.parallel import device
 from trainer.parallel import world as distributed
 
@@ -137,3 +142,18 @@ def test_nor_does_that_of_a_served_model(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.backends.cuda.enable_cudnn_sdp(True)
     transformers_engine.main()
     assert found == [False]
+
+
+def test_losses_of_answers_copy_no_numbers_to_the_gpu() -> None:
+    """The host would wait for each copy. A torch without CUDA refuses it, for fake tensors too."""
+    with FakeTensorMode():
+        scores, margins = torch.empty(4, device="cuda"), torch.empty(2, device="cuda")
+        batch: Any = SimpleNamespace(tokens=None, documents=None, positions=None, numbers=margins)
+        batch.documents_per_sample, batch.to = 2, lambda device: batch
+        models: Any = SimpleNamespace(policy=SimpleNamespace(module=lambda *_, **__: scores))
+        objective: Any = SimpleNamespace(world=SimpleNamespace(size=1, device=scores.device))
+        objective.config = SimpleNamespace(center_rewards_coefficient=0.01)
+        loss = RewardModelling.loss(objective, models, batch)
+        mean = PreferenceObjective.mean_over_data(objective, scores)
+    assert {mean.device, loss.total.device} == {scores.device}
+    assert all(each.device == scores.device for each in loss.metrics.values())

@@ -95,4 +95,5 @@ class PreferenceObjective(Objective):
         if self.world.size > 1:
             both *= self.world.data_weight
             dist.all_reduce(both)
-        return both[0] / both[1].clamp_min(1)
+        total, count = both.unbind()
+        return total / count.clamp_min(1)
