@@ -63,7 +63,7 @@ def test_the_trainer_runs_as_on_a_gpu(tmp_path: Path) -> None:
 
 
 PACKED = {"dtype": "bf16", "row_length": 96, "batch_size": 4}
-FULL = {"_component_": "torchtune.models.llama3.llama3", **DEMO}
+FULL: dict[str, Any] = {"_component_": "torchtune.models.llama3.llama3", **DEMO}
 LORA = {"model": lora_model(lora_dropout=0.0)}
 OFFLOADED = {"activation_checkpointing": "full", "enable_activation_offloading": True}
 QLORA = {"_component_": TRANSFORMERS, "lora_rank": 8, "lora_alpha": 16, "quantize_base": True}
@@ -122,8 +122,8 @@ def test_the_host_waits_for_logged_steps_only(
         source = write(family, tmp_path / "model", demo_model, **sizes)
         given = {"model": None, "checkpointer": {"checkpoint_dir": str(source)}}
         changes = given | changes
-    settings = {"device": "cuda", "max_steps": 9, "log_every_n_steps": 3, "save_every_n_steps": 9}
-    settings |= changes
+    settings: dict[str, Any] = {"device": "cuda", "max_steps": 9, "log_every_n_steps": 3}
+    settings |= {"save_every_n_steps": 9} | changes
     module, component = COMPARED.get(name, ("trainer.sft", None))
     if component is None:
         path = write_config(tmp_path / "run", demo_model, DATASET, **settings)

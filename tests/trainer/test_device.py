@@ -134,7 +134,7 @@ def test_nor_does_that_of_a_served_model(monkeypatch: pytest.MonkeyPatch) -> Non
         (model_manager, "ModelManager"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
-    found = []
+    found: list[bool] = []
     monkeypatch.setattr(
         command, "main", lambda: found.append(torch.backends.cuda.cudnn_sdp_enabled())
     )
