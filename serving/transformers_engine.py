@@ -161,6 +161,9 @@ def main() -> None:
     socket, *arguments = sys.argv[1:]
     if why := unusable(arguments):
         sys.exit(f"error: {why}")
+    # As in training: on H100 and B200 cuDNN's attention makes a new graph for each length, and a
+    # token that is generated is a new length (pytorch#155958).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     config = uvicorn.Config
 
     def on_socket(app: Any, **more: Any) -> uvicorn.Config:

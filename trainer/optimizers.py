@@ -315,12 +315,13 @@ class NonFiniteGuard:
         Args:
             norm: of the parameters' gradients; a scalar, alike on all ranks.
         """
-        bad = ~norm.isfinite()
+        finite = norm.isfinite()
+        bad = ~finite
         if self._decides_on_device:
             scale = None if max_norm is None else gradients.excess(norm, max_norm)
             self._optimizer.grad_scale, self._optimizer.found_inf = scale, bad.float()
             self._optimizer.step()
-        elif not bad.item():
+        elif finite.item():
             gradients.clip_gradients(parameters, norm, max_norm)
             self._optimizer.step()
         total, row, most = self._counts.unbind()

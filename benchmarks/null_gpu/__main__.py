@@ -8,7 +8,8 @@ torch dispatches and their order, torch's CUDA allocator with its memory peaks, 
 sm_90, and the host time of a step. Not real are: all values that kernels would compute, so also
 losses and everything that depends on them, and all device times. What is copied to the host is
 zeros. There is no cuDNN, no NCCL and no second GPU. Copies larger than 1 MiB are not executed.
-NULL_GPU_CAPABILITY=80 is another compute capability than an H100's, for other kernels.
+NULL_GPU_CAPABILITY=80 is another compute capability than an H100's, for other kernels, with the
+shared memory of GPUs that have it.
 
 It needs a machine without a GPU, torch built for CUDA 13 (pip's default on Linux), and g++.
 """

@@ -26,7 +26,9 @@ const char *kAsked = getenv("NULL_GPU_CAPABILITY");
 const int kCapability = kAsked ? atoi(kAsked) : 90;
 const int kMajor = kCapability / 10, kMinor = kCapability % 10;
 const int kProcessors = 132, kThreads = 2048, kRegisters = 65536;
-const int kShared = 49152, kSharedOptIn = 232448, kSharedProcessor = 233472, kL2 = 52428800;
+// Shared memory of a block and of a processor: an A100's, an L40S's or RTX 5090's, or an H100's.
+const int kSharedOptIn = kCapability == 80 ? 166912 : kMajor == 8 || kMajor == 12 ? 101376 : 232448;
+const int kShared = 49152, kSharedProcessor = kSharedOptIn + 1024, kL2 = 52428800;
 
 // Small tensors (tokens, counters) are copied and filled; weights are not, to save host memory.
 const size_t kCopied = 1 << 20;

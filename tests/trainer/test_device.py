@@ -1,14 +1,20 @@
 """GPUs that torch cannot use end a run at its start: it would train on CPUs in silence."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
 
 from runspec import devices
 from trainer.errors import BadNodeError, ConfigError, PeerError
+from trainer.objectives.preference import PreferenceObjective
+from trainer.objectives.reward import RewardModelling
 from trainer.parallel import device
 from trainer.parallel import world as distributed
 
@@ -112,3 +118,42 @@ def test_attention_does_not_make_a_graph_for_each_length(
     torch.backends.cuda.enable_cudnn_sdp(True)
     device.choose(asked)
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_nor_does_that_of_a_served_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    import uvicorn
+    from transformers.cli import transformers as command
+    from transformers.cli.serving import model_manager, utils
+
+    from serving import transformers_engine
+
+    # What it replaces in this process is put back at the end.
+    for module, name in (
+        (uvicorn, "Config"),
+        (utils, "GenerateManager"),
+        (model_manager, "ModelManager"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    found: list[bool] = []
+    monkeypatch.setattr(
+        command, "main", lambda: found.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    monkeypatch.setattr(sys, "argv", ["serve", "socket", "model", "--device", "cpu"])
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    transformers_engine.main()
+    assert found == [False]
+
+
+def test_losses_of_answers_copy_no_numbers_to_the_gpu() -> None:
+    """The host would wait for each copy. A torch without CUDA refuses it, for fake tensors too."""
+    with FakeTensorMode():
+        scores, margins = torch.empty(4, device="cuda"), torch.empty(2, device="cuda")
+        batch: Any = SimpleNamespace(tokens=None, documents=None, positions=None, numbers=margins)
+        batch.documents_per_sample, batch.to = 2, lambda device: batch
+        models: Any = SimpleNamespace(policy=SimpleNamespace(module=lambda *_, **__: scores))
+        objective: Any = SimpleNamespace(world=SimpleNamespace(size=1, device=scores.device))
+        objective.config = SimpleNamespace(center_rewards_coefficient=0.01)
+        loss = RewardModelling.loss(objective, models, batch)
+        mean = PreferenceObjective.mean_over_data(objective, scores)
+    assert {mean.device, loss.total.device} == {scores.device}
+    assert all(each.device == scores.device for each in loss.metrics.values())

@@ -30,7 +30,7 @@ def main(arguments):
     print("this is rank", rank)
     if f"ignores TERM {rank}" in arguments: signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if f"fails {rank}" in arguments: raise ValueError("no such thing")
-    if "sleeps" in arguments or f"sleeps {rank}" in arguments: time.sleep(60)
+    if "sleeps" in arguments or f"sleeps {rank}" in arguments: time.sleep(600)
     if "waits" in arguments: time.sleep(float(rank))
     (folder / f"ended_{rank}").touch()
     return 0
@@ -71,7 +71,7 @@ class Place:
 
     def rank(self, number: int) -> dict:
         path = self.folder / f"rank_{number}.json"
-        until(path.exists, 60, lambda: self.log("node_0"))
+        until(path.exists, 300, lambda: self.log("node_0"))
         return json.loads(path.read_text())
 
 
@@ -83,7 +83,7 @@ def place(tmp_path) -> Place:
 def test_ranks_have_the_variables_of_torchrun_and_one_import(place):
     cpus = sorted(os.sched_getaffinity(0))
     first = place.start(node=1, nodes=2, NEAR_CPUS=f"- {cpus[0]}", RANK_SOCKETS="/tmp/sockets")
-    assert place.start(nodes=2).wait(60) == first.wait(60) == 0
+    assert place.start(nodes=2).wait(300) == first.wait(300) == 0
     ranks = [place.rank(number) for number in range(4)]
     assert len((place.folder / "imports").read_text().split()) == 2
     assert [each["name"] for each in ranks] == [f"rank {number}" for number in range(4)]
@@ -102,7 +102,7 @@ def test_ranks_have_the_variables_of_torchrun_and_one_import(place):
         subprocess.Popen([*argv, f"--node-rank={node}", str(place.folder / "toy.py")], env=env)
         for node, env in ((0, place.environment(0, 2)), (1, place.environment(1, 2)))
     ]
-    assert [node.wait(60) for node in nodes] == [0, 0]
+    assert [node.wait(300) for node in nodes] == [0, 0]
     for number, mine in enumerate(ours):
         theirs = place.rank(number)["variables"]
         # The trainer leaves its own records of errors, and a run has one id.
@@ -120,7 +120,7 @@ def test_a_killed_rank_ends_the_others_and_is_reported(place):
     node = place.start("sleeps")
     os.kill(place.rank(1)["pid"], signal.SIGKILL)
     other = place.rank(0)["pid"]
-    assert node.wait(30) == 1
+    assert node.wait(300) == 1
     with pytest.raises(ProcessLookupError):
         os.kill(other, 0)
     (error,) = faults.read_errors(place.folder)
@@ -130,7 +130,7 @@ def test_a_killed_rank_ends_the_others_and_is_reported(place):
 
 @pytest.mark.long
 def test_an_exception_is_in_the_log_of_its_rank(place):
-    assert place.start("fails 0", "sleeps 1").wait(60) == 1
+    assert place.start("fails 0", "sleeps 1").wait(300) == 1
     assert place.log("rank_0").rstrip().endswith("ValueError: no such thing")
     (error,) = faults.read_errors(place.folder)
     assert (error["rank"], error["type"]) == (0, "ValueError")
@@ -139,7 +139,7 @@ def test_an_exception_is_in_the_log_of_its_rank(place):
 @pytest.mark.long
 def test_what_cannot_be_imported_is_in_the_log_of_each_rank(place):
     (place.folder / "toy.py").write_text("import nowhere\n")
-    assert place.start().wait(60) == 1
+    assert place.start().wait(300) == 1
     logs = [path.read_text() for path in place.folder.glob("rank_*.log")]
     assert logs and all("No module named 'nowhere'" in log for log in logs)
 
@@ -151,7 +151,7 @@ def test_a_signal_ends_all_ranks_those_that_ignore_it_later(place):
     pids = [place.rank(number)["pid"] for number in (0, 1)]
     time.sleep(0.5)
     node.terminate()
-    _, said = node.communicate(timeout=30)
+    _, said = node.communicate(timeout=300)
     assert node.returncode == 1 and said.startswith("SIGTERM: the ranks of this node are ended")
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -161,20 +161,20 @@ def test_a_signal_ends_all_ranks_those_that_ignore_it_later(place):
 def test_the_first_node_stays_until_the_ranks_of_the_others_have_ended(place):
     last = place.start("waits", node=1, nodes=2)
     first = place.start("waits", nodes=2)
-    assert first.wait(60) == 0
+    assert first.wait(300) == 0
     assert (place.folder / "ended_3").exists()
-    assert last.wait(60) == 0
+    assert last.wait(300) == 0
 
 
 @pytest.mark.long
 def test_a_port_that_is_taken_fails_the_node_and_leaves_no_rank(place):
-    listener = f"import socket, time\nsocket.create_server(('', {place.port}))\ntime.sleep(60)"
+    listener = f"import socket, time\nsocket.create_server(('', {place.port}))\ntime.sleep(600)"
     taken = subprocess.Popen(
         [sys.executable, "-c", f"s = 1\n{listener}".replace("\nsocket", "\ns = socket")]
     )
     time.sleep(0.5)
     node = place.start("sleeps")
-    assert node.wait(60) == 1
+    assert node.wait(300) == 1
     taken.kill()
     taken.wait()
     assert "EADDRINUSE" in place.log("node_0")

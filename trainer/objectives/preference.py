@@ -90,9 +90,10 @@ class PreferenceObjective(Objective):
 
     def mean_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """The mean of values [n] over all ranks that see different data, a scalar; 0 for none."""
-        both = values.new_tensor([0.0, float(len(values))])
-        both[0] = values.sum()
+        # A tensor of Python's numbers would be copied to the GPU, and the host wait for that.
+        both = torch.stack([values.sum(), values.new_full((), len(values))])
         if self.world.size > 1:
             both *= self.world.data_weight
             dist.all_reduce(both)
-        return both[0] / both[1].clamp_min(1)
+        total, count = both.unbind()
+        return total / count.clamp_min(1)

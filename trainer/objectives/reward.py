@@ -65,7 +65,7 @@ class RewardModelling(Objective):
         }
         sums = {name: value.detach().sum() for name, value in figures.items()}
         # A rank may have no pair in a micro-step.
-        scores, none = rewards.detach().flatten(), rewards.new_tensor([torch.inf])
+        scores, none = rewards.detach().flatten(), rewards.new_full((1,), torch.inf)
         sums["rewards/min"] = torch.cat([scores, none]).min()
         sums["rewards/max"] = torch.cat([scores, -none]).max()
         return LossSum(loss.sum(), sums)

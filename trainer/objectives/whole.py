@@ -154,10 +154,11 @@ class Engine:
         from transformers import GenerationConfig, LogitsProcessorList
 
         longest = max(map(len, prompts))
-        ids = torch.full((len(prompts), longest), ends.pad_id, device=self.device)
+        # Made here and copied at once: the host waits for each copy.
+        ids = torch.full((len(prompts), longest), ends.pad_id)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):  # padded on the left
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt, device=ids.device)
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
         settings = GenerationConfig(
             max_new_tokens=room,
@@ -166,8 +167,8 @@ class Engine:
             do_sample=False,
         )
         both = self.model.generate(
-            ids,
-            attention_mask=mask,
+            ids.to(self.device),
+            attention_mask=mask.to(self.device),
             generation_config=settings,
             logits_processor=LogitsProcessorList([draw]),
         )
