@@ -17,8 +17,8 @@ from benchmarks.null_gpu import __main__ as command
 from launcher.recipes import recipe as recipes
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.recipe_step import step_of
-from slurm.ports import free_port
 from runspec.keys.model import TRANSFORMERS
+from slurm.ports import free_port
 from tests.launcher.kit import until
 from tests.model_sizes import DEMO
 from tests.serving.test_virtual_tokens import answer
