@@ -9,6 +9,7 @@ reported in torchrun's words, which slurm/faults.py reads.
 Needs what slurm/node.sh needs and sets.
 """
 
+import ctypes
 import gc
 import importlib
 import os
@@ -28,6 +29,7 @@ _END_S, _OTHERS_S = 30.0, 300.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
+_PR_SET_PDEATHSIG = 1  # of Linux
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
@@ -92,6 +94,8 @@ def _become(rank: int, local: int, module: str, arguments: list[str]) -> NoRetur
     """Be a rank, in a process that was just forked."""
     status = 1
     try:
+        # Slurm may kill what started the ranks and not see them, whose session is their own.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)

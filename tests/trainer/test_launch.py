@@ -158,6 +158,16 @@ def test_a_signal_ends_all_ranks_those_that_ignore_it_later(place):
             os.kill(pid, 0)
 
 
+def test_ranks_end_with_a_launcher_that_is_killed(place):
+    node = place.start("sleeps", "ignores TERM 1")
+    pids = [place.rank(number)["pid"] for number in (0, 1)]
+    os.kill(pids[0], signal.SIGSTOP)
+    node.kill()
+    node.wait()
+    for pid in pids:
+        until(lambda pid=pid: not Path(f"/proc/{pid}/exe").exists(), 60)
+
+
 def test_the_first_node_stays_until_the_ranks_of_the_others_have_ended(place):
     last = place.start("waits", node=1, nodes=2)
     first = place.start("waits", nodes=2)
