@@ -227,7 +227,9 @@ def _import(module: str, arguments: list[str]) -> None:
     # What cannot be imported is reported by each rank.
     with suppress(Exception):
         importlib.import_module(module)
-        importlib.import_module("trainer.imports").prepare(Path(arguments[0]))
+        # One rank alone may as well import the rest when it needs it.
+        if _number("RANKS_PER_NODE") > 1:
+            importlib.import_module("trainer.imports").prepare(Path(arguments[0]))
     gc.freeze()
     gc.enable()
     del os.environ[_ASKS_NVML]
