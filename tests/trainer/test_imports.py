@@ -1,52 +1,62 @@
-"""trainer/imports.py: what ranks have imported when they are forked."""
+"""What imports what: the wall between trainer and launcher, and what a rank does not import."""
 
-import json
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import json, pathlib, sys, torch
-if sys.argv[2] == "gpu": torch.version.cuda = "13.0"
-from trainer import imports
-imports.prepare(pathlib.Path(sys.argv[1]))
-print(json.dumps(sorted(sys.modules)))
-"""
+from benchmarks import startup
+from tests.trainer.runs import ROOT
+
+FILES = sorted((ROOT / "trainer").rglob("*.py"))
 
 
-def imported(folder: Path, build: str, content: dict) -> set[str]:
-    path = folder / "train.yaml"
-    path.write_text(yaml.safe_dump(content))
-    argv = [sys.executable, "-c", SCRIPT, str(path), build]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout))
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
 
 
-@pytest.mark.parametrize("build", ["cpu", "gpu"])
-def test_models_are_imported_unless_that_would_start_cuda(build, tmp_path):
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    content = {
-        "checkpointer": {"checkpoint_dir": str(tmp_path)},
-        "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer"},
-        "dataset": {"_component_": "mine.rows"},
-    }
-    (tmp_path / "mine.py").write_text("raise SystemExit('a package of the user')")
-    found = imported(tmp_path, build, content)
-    models = {"torchtune.models.llama3", "transformers.models.qwen3.modeling_qwen3", "torchao"}
-    assert found & models == (models if build == "cpu" else set())
-    assert {"transformers", "datasets", "trainer.storage.sharded"} <= found
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_walls(path: Path) -> None:
+    tops = {name.split(".")[0] for name in imported(path)}
+    assert "launcher" not in tops
+    if path.parent.name != "torchtune":
+        assert not tops & {"torchtune", "torchao"}, "only trainer/models/torchtune imports these"
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+
+def test_compat_imports_everything_it_names_and_says_nothing() -> None:
+    done = run(
+        "from trainer.models.torchtune import compat; "
+        "[getattr(compat, name) for name in dir(compat)]"
+    )
+    assert done.stdout == done.stderr == ""
+
+
+def test_checking_a_config_needs_no_torch() -> None:
+    code = "import sys, trainer.config; print([m for m in sys.modules if m.startswith('torch')])"
+    assert run(code).stdout == "[]\n"
 
 
 @pytest.mark.long
-def test_the_files_that_most_runs_need_are_those_of_a_rank():
-    argv = [sys.executable, "-P", "-m", "trainer.imports"]
-    done = subprocess.run(argv, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True)
-    files = done.stdout.decode().splitlines()
-    assert len(files) > 3000 and all(Path(file).is_absolute() for file in files)
-    places = {Path(file).name.partition(".")[0]: number for number, file in enumerate(files)}
-    # In the order of their use, and with what Python itself does not import.
-    assert places["modeling_llama"] > places["loop"] and "libtorch_cpu" in places
+def test_only_a_recipe_that_names_torchtune_imports_it(tmp_path: Path, model_folder: Path) -> None:
+    paths = {s: startup.write_run(tmp_path / s, model_folder, s) for s in startup.SOURCES}
+    for path in paths.values():
+        startup.imported(startup.RANK, str(path))  # it tokenises the data
+    modules = {s: startup.imported(startup.RANK, str(path))["modules"] for s, path in paths.items()}
+    assert "torchtune.models.llama3" in modules["torchtune"]
+    heavy = {"torchtune", "datasets", "pandas", "omegaconf", "tensorboard"}
+    assert not heavy & set(modules["transformers"])
