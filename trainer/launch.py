@@ -27,8 +27,6 @@ from typing import Any, NoReturn
 # How long ranks may take to end after TERM, and other nodes after this one, as with torchrun.
 _END_S, _OTHERS_S = 30.0, 300.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
 _PR_SET_PDEATHSIG = 1  # of Linux
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -41,10 +39,8 @@ class Ranks:
     """The processes of this node's ranks."""
 
     def __init__(self, module: str, arguments: list[str]) -> None:
-        self._first, self._size = (
-            _number("NODE_RANK") * _number("RANKS_PER_NODE"),
-            _number("RANKS_PER_NODE"),
-        )
+        self._size = _number("RANKS_PER_NODE")
+        self._first = _number("NODE_RANK") * self._size
         self._command = module, arguments
         self._running: dict[int, int] = {}
         # rank, process id, exit status (negative: the signal), time
@@ -152,11 +148,12 @@ def _number(name: str) -> int:
 def _write_to_the_log() -> None:
     """Send output through slurm/rank.sh, which writes it to the rank's log and the node's."""
     script = Path(os.environ["COOKBOOK"], "slurm", "rank.sh")
-    log = subprocess.Popen(["bash", script], stdin=subprocess.PIPE)
-    assert log.stdin is not None
+    reader, writer = os.pipe()
+    subprocess.Popen(["bash", script], stdin=reader)
     for stream in (1, 2):
-        os.dup2(log.stdin.fileno(), stream)
-    log.stdin.close()
+        os.dup2(writer, stream)
+    os.close(reader)
+    os.close(writer)
 
 
 def _stay_near(local: int) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.trainer.runs import ROOT
+
 SCRIPT = """
 import json, pathlib, sys, torch
 if sys.argv[2] == "gpu": torch.version.cuda = "13.0"
