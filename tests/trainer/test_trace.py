@@ -295,3 +295,17 @@ def test_the_closed_form_is_near_the_trace_over_the_catalogue(name: str, tmp_pat
     export = {name: sum(terms.values()) for name, terms in found.phases.items()}["export"]
     assert export == pytest.approx(traced["phases"]["export"], rel=0.05, abs=2**27)
     assert traced["phases"]["export"] - traced["weights"] < 4 * GIB
+
+
+@pytest.mark.long
+def test_numbers_of_sharded_layers_are_constants_of_their_code(
+    tmp_path: Path, model_folder: Path, dataset: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The heads of Gemma 4's layers differ; what changes from batch to batch is no constant."""
+    folder = write("gemma4", tmp_path / "gemma4", model_folder)
+    counters.clear()
+    with caplog.at_level("INFO", "torch.fx.experimental.symbolic_shapes"):
+        trace(configs.load(config_of(tmp_path, folder, dataset, compile=True)), 2)
+    made = [line for line in caplog.messages if line.startswith("create_symbol")]
+    assert counters["stats"]["unique_graphs"] >= 2
+    assert [line for line in made if "L['self']" in line] == []

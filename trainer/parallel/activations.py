@@ -122,6 +122,9 @@ def _compile(
 ) -> None:
     # Enough for one length, all lengths, the first layer, validation, and kinds of attention.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    # Else numbers in which the layers of a sharded model differ, as Gemma 4's heads do, are inputs
+    # of its code, and FlexAttention cannot be compiled for them (torch 2.13).
+    torch._dynamo.config.skip_fsdp_guards = False
     for block in model.blocks:
         if not skipped(block):
             # Not the call: FSDP's hooks and the checkpoint's stand around it.
