@@ -88,6 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts without a kernel of torch": ("qwen3-moe", PACKED),
     "experts in NF4 with an adapter": ("qwen3-moe", PACKED | {"model": QLORA}),
     "sinks": ("gpt-oss", PACKED),
+    "sinks, recomputed by operation": ("gpt-oss", PACKED | {"activation_checkpointing": "op"}),
     "linear attention": ("qwen3.5", PACKED),
     "prefix": ("", PACKED | {"model": PREFIX, "save_adapter_weights_only": True}),
     "Adafactor": ("", PACKED | {"optimizer": ADAFACTOR}),

@@ -92,7 +92,9 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
     if mode == "op":
         for compiled in (True, False):
             # All blocks of a kind have the same function, or each would be compiled by itself.
-            contexts = partial(_contexts, settings.get("context_fn"), _policy(compiled))
+            # Those that are compiled exchange no tokens; the compiler takes no other contexts.
+            more = None if compiled else settings.get("context_fn")
+            contexts = partial(_contexts, more, _policy(compiled))
             chosen = [
                 index
                 for index, block in enumerate(model.blocks)

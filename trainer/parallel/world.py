@@ -221,6 +221,7 @@ def start(device: str, config: Mapping[str, Any] | None = None) -> World:
     where, backend = own(device), "gloo"
     if where.type == "cuda":
         backend = "cuda:nccl,cpu:gloo"
+        _start_backward_thread(where)
     elif "OMP_NUM_THREADS" not in os.environ:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
@@ -240,6 +241,21 @@ def start(device: str, config: Mapping[str, Any] | None = None) -> World:
     )
     cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     return World(rank, size, local_rank, where, cpu_group, layout)
+
+
+def _start_backward_thread(device: torch.device) -> None:
+    """Start the thread of the device's backward passes, with as many CPU threads as this one has.
+
+    torch's loader sets 1 for all threads that ask for it after its own one has started. What is
+    compiled is compiled again for another number: for a layer that is computed again.
+    """
+    first = torch.zeros((), device=device, requires_grad=True)
+    first.register_hook(_ask_for_threads)
+    first.backward()
+
+
+def _ask_for_threads(_: torch.Tensor) -> None:
+    torch.get_num_threads()
 
 
 def stop() -> None:
