@@ -23,7 +23,7 @@ from trainer.evaluation import shards, spread
 from trainer.evaluation.model import DTYPES
 from trainer.evaluation.pairs import opened
 from trainer.evaluation.result import write as write_result
-from trainer.parallel.device import choose, described
+from trainer.parallel.device import described, own
 from trainer.progress import Progress
 from trainer.start import leave
 
@@ -50,7 +50,7 @@ def load_defaults() -> dict[str, Any]:
 def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: int) -> bool:
     """Evaluate; return whether it is finished, False if the ranks were asked to stop."""
     plan = shards.plan(config, run_dir)
-    device = _device(config)
+    device = own(config["device"])
     ranks = _ranks(config, plan, device, world)
     spread.start(device, ranks)
     # The ranks of a spread model do the same shards, those that rank 0 sees.
@@ -116,13 +116,6 @@ def _stopped(progress: Progress, run_dir: Path, rank: int) -> bool:
         progress.write(run_dir)
     print("asked to stop: what is answered is saved", flush=True)
     return False
-
-
-def _device(config: dict[str, Any]) -> torch.device:
-    cuda = choose(config["device"]) == "cuda"
-    return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    )
 
 
 def main(arguments: list[str]) -> int:

@@ -13,7 +13,7 @@ from runspec import files
 from trainer.config import read_yaml
 from trainer.errors import ConfigError
 from trainer.evaluation import spread
-from trainer.parallel.device import choose
+from trainer.parallel.device import own
 
 
 def answers(
@@ -60,7 +60,7 @@ def write_samples(config: Path) -> None:
     folder, settings = config.parent / files.EXPORT, content.get("generate")
     if not settings or not folder.is_dir():
         return
-    device = _device(str(content.get("device", "auto")))
+    device = own(str(content.get("device", "auto")))
     bytes_of = {"bf16": 2}.get(str(content.get("dtype")), 4)
     ranks = spread.needed(folder, bytes_of, device)
     if rank >= ranks:
@@ -75,12 +75,6 @@ def write_samples(config: Path) -> None:
     if rank == 0:
         files.write_text(config.parent / files.SAMPLES, "".join(lines))
         print(flush=True)
-
-
-def _device(asked: str) -> torch.device:
-    """Raises ConfigError for auto on a node whose GPUs torch cannot use."""
-    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    return gpu if choose(asked) == "cuda" else torch.device("cpu")
 
 
 def main(arguments: list[str]) -> int:
@@ -103,7 +97,7 @@ def main(arguments: list[str]) -> int:
             write_samples(options.folder.absolute())
             return 0
         folder, questions, limit = options.folder, options.question, options.max_new_tokens
-        for _, answer in answers(folder, questions, limit, _device("auto")):
+        for _, answer in answers(folder, questions, limit, own("auto")):
             print(answer, flush=True)
     except (ConfigError, OSError, ValueError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -7,9 +7,9 @@ torch, torchtune, Triton and the command see an H100. Real are: all Python code,
 torch dispatches and their order, torch's CUDA allocator with its memory peaks, kernels compiled for
 sm_90, and the host time of a step. Not real are: all values that kernels would compute, so also
 losses and everything that depends on them, and all device times. What is copied to the host is
-zeros. There is no cuDNN, no NCCL and no second GPU. Copies larger than 1 MiB are not executed.
+zeros. There is no cuDNN and no NCCL. Copies larger than 1 MiB are not executed.
 NULL_GPU_CAPABILITY=80 is another compute capability than an H100's, for other kernels, with the
-shared memory of GPUs that have it.
+shared memory of GPUs that have it. NULL_GPU_COUNT=2 shows two GPUs, each with its own memory.
 
 It needs a machine without a GPU, torch built for CUDA 13 (pip's default on Linux), and g++.
 """

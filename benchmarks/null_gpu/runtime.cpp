@@ -33,9 +33,15 @@ const int kShared = 49152, kSharedProcessor = kSharedOptIn + 1024, kL2 = 5242880
 // Small tensors (tokens, counters) are copied and filled; weights are not, to save host memory.
 const size_t kCopied = 1 << 20;
 
+// How many GPUs: NULL_GPU_COUNT. All are the same, and each has its own memory.
+const char *kAskedCount = getenv("NULL_GPU_COUNT");
+const int kCount = kAskedCount ? atoi(kAskedCount) : 1;
+thread_local int current = 0;
+
 std::mutex mutex;
 std::map<char *, size_t> device, pinned;  // start address and size of each block
-size_t used = 0;
+std::map<char *, int> owner;              // number of the device of each of its blocks
+std::map<int, size_t> used;               // bytes by number of the device
 
 // How often the host would have waited for the device, copied to memory that is not pinned, and
 // copied from it: see null_gpu_counts.
@@ -53,7 +59,7 @@ bool release(std::map<char *, size_t> &blocks, void *p) {
   auto block = blocks.find(static_cast<char *>(p));
   if (block == blocks.end()) return false;
   munmap(p, block->second);
-  if (&blocks == &device) used -= block->second;
+  if (&blocks == &device) used[owner[block->first]] -= block->second, owner.erase(block->first);
   blocks.erase(block);
   return true;
 }
@@ -126,16 +132,16 @@ void null_gpu_counts(long *counts) {
 #define NOTHING(name, ...) \
   cudaError_t name(__VA_ARGS__) { return cudaSuccess; }
 
-cudaError_t cudaGetDeviceCount(int *n) { return *n = 1, cudaSuccess; }
-cudaError_t cudaGetDevice(int *n) { return *n = 0, cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int *n) { return *n = kCount, cudaSuccess; }
+cudaError_t cudaGetDevice(int *n) { return *n = current, cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int *v) { return *v = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *v) { return *v = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) { return *can = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int *v, cudaDeviceAttr which, int) {
   return *v = attribute(which), cudaSuccess;
 }
-cudaError_t cudaDeviceGetPCIBusId(char *id, int, int) {
-  return strcpy(id, "0000:01:00.0"), cudaSuccess;
+cudaError_t cudaDeviceGetPCIBusId(char *id, int length, int which) {
+  return snprintf(id, length, "0000:%02x:00.0", which + 1), cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
   return *least = 0, *greatest = -5, cudaSuccess;
@@ -157,7 +163,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
   p->unifiedAddressing = p->concurrentKernels = 1;
   return cudaSuccess;
 }
-NOTHING(cudaSetDevice, int)
+cudaError_t cudaSetDevice(int which) { return current = which, cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return wait(); }
 NOTHING(cudaDeviceEnablePeerAccess, int, unsigned)
 NOTHING(cudaGetLastError)
@@ -171,10 +177,10 @@ const char *cudaGetErrorString(cudaError_t error) {
 
 cudaError_t cudaMalloc(void **p, size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
-  *p = used + bytes > kMemory ? nullptr : map_pages(bytes);
+  *p = used[current] + bytes > kMemory ? nullptr : map_pages(bytes);
   if (!*p) return cudaErrorMemoryAllocation;
-  device[static_cast<char *>(*p)] = bytes;
-  used += bytes;
+  device[static_cast<char *>(*p)] = bytes, owner[static_cast<char *>(*p)] = current;
+  used[current] += bytes;
   return cudaSuccess;
 }
 cudaError_t cudaFree(void *p) {
@@ -184,7 +190,7 @@ cudaError_t cudaFree(void *p) {
 cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t) { return cudaMalloc(p, bytes); }
 cudaError_t cudaFreeAsync(void *p, cudaStream_t) { return cudaFree(p); }
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
-  return *free = kMemory - used, *total = kMemory, cudaSuccess;
+  return *free = kMemory - used[current], *total = kMemory, cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -210,6 +216,8 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *a, const void *p) {
   a->type = holds(device, p)   ? cudaMemoryTypeDevice
             : holds(pinned, p) ? cudaMemoryTypeHost
                                : cudaMemoryTypeUnregistered;
+  if (a->type == cudaMemoryTypeDevice)
+    a->device = std::prev(owner.upper_bound(static_cast<char *>(const_cast<void *>(p))))->second;
   if (a->type != cudaMemoryTypeUnregistered) a->devicePointer = const_cast<void *>(p);
   if (a->type == cudaMemoryTypeHost) a->hostPointer = const_cast<void *>(p);
   return cudaSuccess;
@@ -320,8 +328,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *v) { return *v = CUDA_VERSION, CUDA_SUCCESS; }
-CUresult cuDeviceGetCount(int *n) { return *n = 1, CUDA_SUCCESS; }
-CUresult cuDeviceGet(CUdevice *d, int) { return *d = 0, CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int *n) { return *n = kCount, CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice *d, int which) { return *d = which, CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int *v, CUdevice_attribute which, CUdevice) {
   return *v = attribute(which), CUDA_SUCCESS;
 }
@@ -333,7 +341,7 @@ CUresult cuCtxGetCurrent(CUcontext *c) {
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice) { return cuCtxGetCurrent(c); }
 CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
-CUresult cuCtxGetDevice(CUdevice *d) { return *d = 0, CUDA_SUCCESS; }
+CUresult cuCtxGetDevice(CUdevice *d) { return *d = current, CUDA_SUCCESS; }
 CUresult cuCtxGetLimit(size_t *v, CUlimit) { return *v = 1024, CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult, const char **s) { return *s = "null_gpu", CUDA_SUCCESS; }
@@ -399,25 +407,28 @@ CUresult cuMemAddressFree(CUdeviceptr p, size_t bytes) {
   return munmap(reinterpret_cast<void *>(p), bytes), CUDA_SUCCESS;
 }
 CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
-                     const CUmemAllocationProp *, unsigned long long) {
+                     const CUmemAllocationProp *wanted, unsigned long long) {
   std::lock_guard<std::mutex> lock(mutex);
-  if (used + bytes > kMemory) return CUDA_ERROR_OUT_OF_MEMORY;
-  used += bytes;
-  return *handle = bytes, CUDA_SUCCESS;
+  if (used[wanted->location.id] + bytes > kMemory) return CUDA_ERROR_OUT_OF_MEMORY;
+  used[wanted->location.id] += bytes;
+  // Sizes are multiples of 2 MiB: the lowest bits have the number of the device.
+  return *handle = bytes | wanted->location.id, CUDA_SUCCESS;
 }
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   std::lock_guard<std::mutex> lock(mutex);
-  return used -= handle, CUDA_SUCCESS;
+  return used[handle & 15] -= handle & ~15ull, CUDA_SUCCESS;
 }
-CUresult cuMemMap(CUdeviceptr p, size_t bytes, size_t, CUmemGenericAllocationHandle,
+CUresult cuMemMap(CUdeviceptr p, size_t bytes, size_t, CUmemGenericAllocationHandle handle,
                   unsigned long long) {
   std::lock_guard<std::mutex> lock(mutex);
+  owner[reinterpret_cast<char *>(p)] = handle & 15;
   return device[reinterpret_cast<char *>(p)] = bytes, CUDA_SUCCESS;
 }
 CUresult cuMemUnmap(CUdeviceptr p, size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
   auto start = reinterpret_cast<char *>(p);
   device.erase(device.lower_bound(start), device.lower_bound(start + bytes));
+  owner.erase(owner.lower_bound(start), owner.lower_bound(start + bytes));
   return CUDA_SUCCESS;
 }
 CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t) {

@@ -88,6 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts without a kernel of torch": ("qwen3-moe", PACKED),
     "experts in NF4 with an adapter": ("qwen3-moe", PACKED | {"model": QLORA}),
     "sinks": ("gpt-oss", PACKED),
+    "sinks, recomputed by operation": ("gpt-oss", PACKED | {"activation_checkpointing": "op"}),
     "linear attention": ("qwen3.5", PACKED),
     "prefix": ("", PACKED | {"model": PREFIX, "save_adapter_weights_only": True}),
     "Adafactor": ("", PACKED | {"optimizer": ADAFACTOR}),
@@ -171,8 +172,15 @@ def test_ranks_that_are_forked_can_use_the_gpu(
 
 @pytest.mark.long
 @pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
-def test_a_served_model_answers_on_a_gpu(tmp_path: Path, demo_model: Path) -> None:
-    """Also where there is no cuDNN: its attention would make a graph for each length."""
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_a_served_model_answers_on_gpus(
+    count: str, tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is no cuDNN: its attention would make a graph for each length.
+
+    Over two GPUs transformers spreads the layers.
+    """
+    monkeypatch.setenv("NULL_GPU_COUNT", count)
     socket, name = tmp_path / "engine.sock", str(demo_model)
     line = [sys.executable, "-m", "benchmarks.null_gpu", sys.executable]
     line += ["-m", "serving.transformers_engine", str(socket), name]
@@ -185,6 +193,26 @@ def test_a_served_model_answers_on_a_gpu(tmp_path: Path, demo_model: Path) -> No
     finally:
         os.killpg(engine.pid, signal.SIGTERM)
         engine.wait(30)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_of_an_evaluation_use_their_own_gpu(
+    ranks: int, tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with a whole model, and each with layers of one."""
+    monkeypatch.setenv("NULL_GPU_COUNT", "2")
+    tasks = {"answers": {"kind": "generation", "metrics": ["f1"], "data": str(DATASET)}}
+    asked = {"dtype": "bf16", "device": "cuda", "candidate": str(demo_model), "max_new_tokens": 2}
+    config = tmp_path / "train.yaml"
+    config.write_text(json.dumps(asked | {"tasks": tasks, "pipeline_parallel_dim": ranks}))
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = run(*line, "-m", "tests.benchmarks.evaluated", str(config))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "used [True, False], current 0" in done.stdout
+    assert "used [False, True], current 1" in done.stdout
+    assert (tmp_path / "evals/suite.json").is_file()
 
 
 def _can_be_counted(name: str) -> bool:

@@ -157,3 +157,16 @@ def test_losses_of_answers_copy_no_numbers_to_the_gpu() -> None:
         mean = PreferenceObjective.mean_over_data(objective, scores)
     assert {mean.device, loss.total.device} == {scores.device}
     assert all(each.device == scores.device for each in loss.metrics.values())
+
+
+def test_a_rank_computes_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what names none: its streams and kernels."""
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert (device.own("auto"), current) == (torch.device("cuda", 1), [1])
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="local rank 2 needs GPU 2, but this host shows 2"):
+        device.own("cuda")

@@ -146,6 +146,18 @@ def test_layers_with_flex_attention_are_compiled_once() -> None:
             torch.testing.assert_close(found, other, rtol=0, atol=1e-5)
 
 
+@torch.inference_mode()
+def test_flex_attention_with_sinks_is_compiled_once() -> None:
+    """Other code in the pass that computes a layer again is refused by activation checkpointing."""
+    torch._dynamo.reset()
+    kernel = torch.compile(flex.kernel(torch.device("cpu")), backend="aot_eager")
+    mask = flex.block_masks(documents_of(200, seed=1), {None}).by_window[None]
+    heads = tuple(torch.randn(2, 200, heads, 16) for heads in (4, 2, 2))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        first, second = (flex.attend(kernel, heads, mask, sinks=torch.ones(4)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_compiled_flex_attention_gives_what_all_scores_give(cap: float | None) -> None:

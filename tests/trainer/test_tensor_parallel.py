@@ -27,8 +27,10 @@ from tests.trainer.runs import (
 )
 from trainer.errors import ConfigError
 from trainer.models.build import empty_module
+from trainer.models.decoder import Role
 from trainer.parallel import tensor_parallel
 from trainer.parallel import world as distributed
+from trainer.parallel.fake import fake_world
 
 # fp32 on the CPU: only the order of summation differs.
 LOSS_TOLERANCE = 2e-5
@@ -252,6 +254,16 @@ def test_each_rank_gets_its_part_of_what_a_fused_layer_computes(
             for start, piece in zip(starts, pieces, strict=True)
         ]
         assert [*chain(*coming)] == [*chain(*parts)]
+
+
+def test_flash_attention_takes_what_a_fused_layer_computes() -> None:
+    """Heads whose features are neighbours in memory."""
+    with fake_world({"tensor_parallel_dim": 2}, 2) as world:
+        layer = torch.nn.Linear(8, 24)
+        layer.pieces = (16, 4, 4)
+        tensor_parallel._split_module(layer, world.mesh(False)["tp"], Role.FUSED)
+        out = layer(torch.zeros(2, 3, 8))
+    assert out.shape == (2, 3, 12) and out.is_contiguous()
 
 
 def test_what_asynchronous_tensor_parallelism_needs() -> None:

@@ -19,7 +19,7 @@ from launcher.sizing.recipe_step import step_of
 from launcher.sizing.step_config import GIB
 from runspec.keys.sft import SftConfig
 from tests.trainer.transformers_cases import write
-from tests.trainer.transformers_runs import BY_OPERATION, TP, config_of
+from tests.trainer.transformers_runs import BY_OPERATION, EP, TP, config_of
 from trainer import config as configs
 from trainer.trace import Traced, estimate, trace
 
@@ -309,3 +309,15 @@ def test_numbers_of_sharded_layers_are_constants_of_their_code(
     made = [line for line in caplog.messages if line.startswith("create_symbol")]
     assert counters["stats"]["unique_graphs"] >= 2
     assert [line for line in made if "L['self']" in line] == []
+
+
+@pytest.mark.long
+def test_dense_layers_beside_experts_over_ranks_are_compiled_by_operation(
+    tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
+    """The first layer of DeepSeek V3 is compiled; the others, which exchange tokens, are not."""
+    folder = write("deepseek-v3", tmp_path / "model", model_folder)
+    counters.clear()
+    changes = BY_OPERATION | EP | {"compile": True}
+    trace(configs.load(config_of(tmp_path, folder, dataset, **changes)), 2)
+    assert counters["stats"]["unique_graphs"] == 1

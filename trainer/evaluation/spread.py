@@ -92,8 +92,6 @@ def agreed(value: Any, ranks: int) -> Any:
 def start(device: torch.device, ranks: int) -> None:
     """Join the process group that torchrun describes, if a model is spread."""
     if ranks > 1 and not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
 

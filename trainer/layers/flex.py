@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 BLOCK = 128
 # Rows of less than 128 tokens would else go to the decoding kernel, which cannot be compiled for
@@ -165,10 +165,11 @@ def attend(
         scale=scale,
         enable_gqa=heads[0].shape[1] != heads[1].shape[1],
         kernel_options=KERNEL_OPTIONS,
-        return_lse=sinks is not None,
+        # torch 2.13 warns once of its older name, and compiles again what it compiled before that.
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
     if sinks is None:
         return attended.transpose(1, 2)
-    output, log_sums = attended
-    shares = torch.sigmoid(log_sums - sinks.float().view(-1, 1)).unsqueeze(-1)
+    output, aux = attended
+    shares = torch.sigmoid(aux.lse - sinks.float().view(-1, 1)).unsqueeze(-1)
     return (output * shares.to(output.dtype)).transpose(1, 2)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from trainer.layers import attention
 
@@ -28,12 +29,12 @@ def _in_place_of_flex_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
     **_: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, AuxOutput]:
     """FlexAttention, which runs on GPUs only: [batch, heads, length, width] each."""
-    output = _attention(query, key, value)
-    return output if return_lse else output[0]
+    output, sums = _attention(query, key, value)
+    return output if return_aux is None else (output, AuxOutput(lse=sums))
 
 
 def _attention_sizes(

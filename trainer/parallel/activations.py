@@ -3,7 +3,7 @@
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,6 @@ SAVED_OPERATIONS = (
     "slurm_cookbook.grouped",
     "slurm_cookbook.delta_states",
     "slurm_cookbook.delta_rule",
-    # Which experts a router chose: a product that is recomputed may round to another choice.
-    "aten.topk",
     # fp8's products, and the magnitudes that its scales are made of.
     "aten._scaled_mm",
     "aten.amax",
@@ -55,6 +53,11 @@ SAVED_OPERATIONS = (
     "_c10d_functional.all_reduce",
     "_c10d_functional.all_to_all_single",
 )
+
+# Which experts a router chose: compiled code that computes it again may round to another choice.
+# What is not compiled chooses by the same kernels from the product that is kept; and models change
+# what comes of it in place, such as Mixtral, which a checkpoint by operation refuses.
+SAVED_IF_COMPILED = ("aten.topk",)
 
 # Ranges of torch's profiler. torch compares the operations of the recomputation with the first
 # ones; FSDP marks one range more in it if experts within the block are a group of their own.
@@ -87,11 +90,21 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
 
         settings = {"context_fn": remembered}
     if mode == "op":
-        _recompute(model, 1, context_fn=partial(_contexts, settings.get("context_fn"), _policy()))
+        for compiled in (True, False):
+            # All blocks of a kind have the same function, or each would be compiled by itself.
+            # Those that are compiled exchange no tokens; the compiler takes no other contexts.
+            more = None if compiled else settings.get("context_fn")
+            contexts = partial(_contexts, more, _policy(compiled))
+            chosen = [
+                index
+                for index, block in enumerate(model.blocks)
+                if compiled == (config.compile and not _exchanges_tokens(block))
+            ]
+            _recompute(model, chosen, context_fn=contexts)
     elif isinstance(mode, int):
         if config.enable_activation_offloading:
             settings["checkpoint_fn"] = InputOffloading()
-        _recompute(model, mode, **settings)
+        _recompute(model, range(mode - 1, len(model.blocks), mode), **settings)
     if config.compile and mode == "op":
         _compile(model, config, skipped=_exchanges_tokens)
 
@@ -155,8 +168,8 @@ def mark_dynamic(model: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         torch._dynamo.maybe_mark_dynamic(documents.cu_seqlens, 0)
 
 
-def _recompute(model: Decoder, step: int, **settings: Any) -> None:
-    for index in range(step - 1, len(model.blocks), step):
+def _recompute(model: Decoder, indices: Iterable[int], **settings: Any) -> None:
+    for index in indices:
         model.blocks[index] = checkpoint_wrapper(model.blocks[index], **settings)
 
 
@@ -177,8 +190,9 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-def _policy() -> Callable[..., CheckpointPolicy]:
-    saved = {op for name in SAVED_OPERATIONS if (op := _operation(name)) is not None}
+def _policy(compiled: bool = False) -> Callable[..., CheckpointPolicy]:
+    names = SAVED_OPERATIONS + (SAVED_IF_COMPILED if compiled else ())
+    saved = {op for name in names if (op := _operation(name)) is not None}
     SAC_IGNORED_OPS.update(op for name in RANGES if (op := _operation(name)) is not None)
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

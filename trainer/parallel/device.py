@@ -38,6 +38,29 @@ def choose(device: str) -> str:
     return "cpu"
 
 
+def own(asked: str) -> torch.device:
+    """This rank's device, by `choose`; its GPU is the current one of the process from here on.
+
+    What names no GPU, such as a stream or a kernel of Triton's, would else use the first of the
+    node, together with all other ranks.
+
+    Raises:
+        ConfigError: see `choose`; or GPUs cannot be used, or are fewer than local ranks.
+    """
+    if choose(asked) == "cpu":
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if not torch.cuda.is_available():
+        raise ConfigError("device: cuda is asked for, but this host shows no GPU; set device=auto")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device: local rank {local_rank} needs GPU {local_rank}, but this host shows "
+            f"{torch.cuda.device_count()}; lower resources.gpus_per_node"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
 def agree(device: str, store: Store, rank: int, ranks: int) -> None:
     """Raise an error on every rank if some of `ranks` are on CPUs and others on GPUs.
 

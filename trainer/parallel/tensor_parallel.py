@@ -147,7 +147,8 @@ def _fused(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     parcels = torch.cat([out[part] for parts in leaving for part in parts])
     sent = [sum(part.stop - part.start for part in parts) for parts in leaving]
     group = layer.tensor_parallel_mesh.get_group()
-    return all_to_all_single_autograd(parcels, received, sent, group).movedim(0, -1)
+    # Flash attention takes heads whose features are neighbours in memory.
+    return all_to_all_single_autograd(parcels, received, sent, group).movedim(0, -1).contiguous()
 
 
 def _exchanged(

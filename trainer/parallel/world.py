@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from runspec.layout import Layout, LayoutError
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError, Fault, PeerError
-from trainer.parallel.device import agree, choose
+from trainer.parallel.device import agree, own
 
 T = TypeVar("T")
 # Long enough for one rank to read or write a large model while the others wait.
@@ -218,19 +218,17 @@ def start(device: str, config: Mapping[str, Any] | None = None) -> World:
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     layout = layout_of(config or {}, size)
-    device = choose(device)
-    where, backend = torch.device("cpu"), "gloo"
-    if device == "cuda":
-        _check_gpu(local_rank)
-        torch.cuda.set_device(local_rank)
-        where, backend = torch.device("cuda", local_rank), "cuda:nccl,cpu:gloo"
+    where, backend = own(device), "gloo"
+    if where.type == "cuda":
+        backend = "cuda:nccl,cpu:gloo"
+        _start_backward_thread(where)
     elif "OMP_NUM_THREADS" not in os.environ:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     store: dist.Store = dist.HashStore()
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        agree(device, store, rank, size)
+        agree(where.type, store, rank, size)
     # With the GPU named, a mesh splits NCCL's communicator once per dimension. Else all ranks make
     # every group of it one after the other, hundreds for 512 ranks. One rank needs no communicator.
     dist.init_process_group(
@@ -239,20 +237,25 @@ def start(device: str, config: Mapping[str, Any] | None = None) -> World:
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
-        device_id=where if device == "cuda" and size > 1 else None,
+        device_id=where if where.type == "cuda" and size > 1 else None,
     )
     cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     return World(rank, size, local_rank, where, cpu_group, layout)
 
 
-def _check_gpu(local_rank: int) -> None:
-    if not torch.cuda.is_available():
-        raise ConfigError("device: cuda is asked for, but this host shows no GPU; set device=auto")
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device: local rank {local_rank} needs GPU {local_rank}, but this host shows "
-            f"{torch.cuda.device_count()}; lower resources.gpus_per_node"
-        )
+def _start_backward_thread(device: torch.device) -> None:
+    """Start the thread of the device's backward passes, with as many CPU threads as this one has.
+
+    torch's loader sets 1 for all threads that ask for it after its own one has started. What is
+    compiled is compiled again for another number: for a layer that is computed again.
+    """
+    first = torch.zeros((), device=device, requires_grad=True)
+    first.register_hook(_ask_for_threads)
+    first.backward()
+
+
+def _ask_for_threads(_: torch.Tensor) -> None:
+    torch.get_num_threads()
 
 
 def stop() -> None:
