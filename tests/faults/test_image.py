@@ -33,10 +33,11 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment that finds this one's packages: its image is small."""
-    folder = tmp_path_factory.mktemp("venv") / "small"
+    folder = tmp_path_factory.mktemp("venv") / "small one"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     packages = next(folder.glob("lib/python*/site-packages"))
-    (packages / "these.pth").write_text(f"{venv.site_packages()}\n")
+    (packages / "own.py").touch()
+    (packages / "these.pth").write_text(f"{venv.site_packages()}\nimport own\n")
     return folder
 
 
@@ -206,6 +207,22 @@ def test_a_full_disk_leaves_no_part_of_an_image(
     assert [file.name for file in (root / "images").iterdir()] == [".lock"]
 
 
+def test_an_image_without_the_order_of_use_is_made_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Python is not in the image, so that it is made fast.
+    monkeypatch.setattr(image, "_LOCAL", (Path(sys.base_prefix),))
+    folder, code = tmp_path / "without torch", Code(tmp_path / "code" / "abc")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    code.folder.mkdir(parents=True)
+    monkeypatch.setenv("COOKBOOK_VENV", str(folder))
+    said: list[str] = []
+    image.ensure(tmp_path, code, said.append)
+    (warning,) = [line for line in said if "warning" in line]
+    assert "not in the order of their use" in warning and "No module named 'torch'" in warning
+    assert image.environment_file(tmp_path).is_file()
+
+
 @pytest.mark.named
 def test_a_run_whose_images_cannot_be_made_uses_the_shared_files(
     user: Kit, small: Path, tmp_path: Path
@@ -252,7 +269,7 @@ def test_a_killed_rank_and_what_is_left_mounted(
     _, run = user.submit(*SHORT, "--cluster", "site")
     trains(run)
     environ = Path(f"/proc/{rank(run, 1)}/environ").read_text()
-    assert "/environment/small" in environ.partition("VIRTUAL_ENV=")[2].partition("\0")[0]
+    assert "/environment/small one" in environ.partition("VIRTUAL_ENV=")[2].partition("\0")[0]
     # From copies that Slurm sent: of the environment and of the code.
     copies = sorted(disk.iterdir())
     assert [file.name.split("-")[3] for file in copies] == ["code", "environment"]
