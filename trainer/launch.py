@@ -9,7 +9,6 @@ reported in torchrun's words, which slurm/faults.py reads.
 Needs what slurm/node.sh needs and sets.
 """
 
-import ctypes
 import gc
 import importlib
 import os
@@ -24,10 +23,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from runspec.processes import end_with_parent
+
 # How long ranks may take to end after TERM, and other nodes after this one, as with torchrun.
 _END_S, _OTHERS_S = 30.0, 300.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_PR_SET_PDEATHSIG = 1  # of Linux
+_NEEDED = ("NODES", "NODE_RANK", "RANKS_PER_NODE", "HEAD_ADDR", "HEAD_PORT", "COOKBOOK", "LOGS")
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
@@ -91,7 +92,7 @@ def _become(rank: int, local: int, module: str, arguments: list[str]) -> NoRetur
     status = 1
     try:
         # Slurm may kill what started the ranks and not see them, whose session is their own.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         os.setsid()
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
