@@ -6,7 +6,7 @@ its ranks. They get torchrun's variables, and meet at a store in the first node'
 torchrun. The first rank to fail ends those of its node, a signal ends all, and killed ranks are
 reported in torchrun's words, which slurm/faults.py reads.
 
-Needs what slurm/node.sh needs and sets.
+Needs the variables _NEEDED, and uses RANK_SOCKETS and NEAR_CPUS if slurm/node.sh has set them.
 """
 
 import gc
@@ -161,8 +161,8 @@ def _stay_near(local: int) -> None:
     """Bind this process to the CPUs near its GPU: slurm/near.py."""
     near = os.environ.get("NEAR_CPUS", "").split()
     if local < len(near) and near[local] != "-":
-        argv = ["taskset", "--cpu-list", "--pid", near[local], str(os.getpid())]
-        subprocess.run(argv, stdout=subprocess.DEVNULL, check=False)
+        with suppress(OSError):
+            os.sched_setaffinity(0, map(int, near[local].split(",")))
 
 
 def _may_use_gpus() -> bool:
@@ -254,7 +254,16 @@ def _report(failed: list[tuple[int, int, int, float]]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Start the ranks of this node; exit status 0 if all succeed, 1 if one fails or on a signal."""
+    """Start the ranks of this node; exit status 0 if all succeed, 1 if one fails or on a signal.
+
+    2: it was not started by a job.
+    """
+    missing = [name for name in _NEEDED if not os.environ.get(name)]
+    if missing or not argv:
+        lacks = ", ".join(missing) or "the name of a module"
+        use = "use cookbook submit, or torchrun -m trainer.sft <run>/train.yaml"
+        print(f"trainer.launch is part of a job, and lacks {lacks}: {use}", file=sys.stderr)
+        return 2
     module, *arguments = argv
     _import(module, arguments)
     ranks = Ranks(module, arguments)
