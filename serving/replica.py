@@ -6,11 +6,9 @@ a replica of several GPUs only hold their GPU. An engine that dies is restarted.
 """
 
 import asyncio
-import ctypes
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -25,6 +23,7 @@ from runspec import endpoint as endpoints
 from runspec import engine_start, files
 from runspec.devices import VISIBLE, visible
 from runspec.keys.serve import SERVE
+from runspec.processes import end_with_parent
 from serving import backends, engines, parameters
 from serving.backends import Backend
 from serving.journal import Journal, turn_over
@@ -32,8 +31,6 @@ from serving.keys import Keys, Quotas
 
 # An engine that dies more often than this, within a minute each time, is not restarted.
 _DEATHS, _SHORT_S = 5, 60.0
-# prctl(2): the signal that a process gets when its parent ends.
-_PR_SET_PDEATHSIG = 1
 
 
 class ServeError(Exception):
@@ -208,14 +205,13 @@ class Replica:
         own[VISIBLE] = visible(self.gpus, os.environ.get(VISIBLE))
         if self.engine.socket is not None:
             self.engine.socket.unlink(missing_ok=True)
-        prctl = ctypes.CDLL(None).prctl
         self.process = await asyncio.create_subprocess_exec(
             *engine_start.python(own),
             *self.engine.argv,
             env=inherited,
             stdin=asyncio.subprocess.DEVNULL,
             # If the front is killed, the engine must not keep the GPU.
-            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=end_with_parent,
         )
         deadline = time.monotonic() + float(self.config["start_timeout_s"])
         written = 0.0

@@ -19,8 +19,9 @@ start_from_images() { # folder for this attempt's mounts on the node's own disk
     COOKBOOK=$folder/code
   fi
   [ -z "$reason" ] || printf 'cookbook: node %s opens the files of %s one by one: %s\n' "$NODE_NAME" "$VENV" "$reason"
-  # At the end of an attempt Slurm kills this loop with the step: then the job script unmounts.
-  { trap '' TERM INT HUP; while kill -0 $$; do sleep 2; done; release_images "$folder"; } >/dev/null 2>&1 </dev/null &
+  # At the end of an attempt Slurm may kill this loop with the step: then the job script unmounts. After
+  # scancel that can start nothing: like what mounts, the loop is no child of what Slurm kills by its tree.
+  ({ trap '' TERM INT HUP; while kill -0 $$; do sleep 2; done; release_images "$folder"; } >/dev/null 2>&1 </dev/null &)
 }
 
 # Sets JOB_VENV and JOB_CODE, from which the job script starts its own programs. The nodes mount the

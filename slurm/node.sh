@@ -52,7 +52,8 @@ if [ "${KEEP_LOGS:-all}" = failing ] && [ "$NODE_RANK" != 0 ]; then
 fi
 if [ -n "${ENV_IMAGE:-}" ]; then
   source "$COOKBOOK/slurm/image.sh"
-  # Replicas on one node have mounts of their own: each ends its mounts with itself.
+  # Replicas on one node have mounts of their own: Slurm ends a mount with the step that has made it. The
+  # second one reads hardly anything from the shared filesystem, as the node keeps the image's pages.
   start_from_images "$local_folder/images/${SLURM_JOB_ID:-$JOB_PID}.${ATTEMPT:-0}.$NODE_RANK${ROLLOUT_INDEX:+.$ROLLOUT_INDEX}"
 fi
 

@@ -16,7 +16,6 @@ if [ $# = 0 ]; then write; exit; fi
 [ -z "${STOP_SIGNAL:-}" ] || echo $$ >"$LOGS/.pid_${NODE_NAME}_$rank"
 [ "$1" != python ] || set -- "$python" "${@:2}"
 exec > >(write) 2>&1
-[ -z "${RANK_SOCKETS:-}" ] || export TORCH_WORKER_SERVER_SOCKET=$RANK_SOCKETS/rank_$RANK
 # Its threads and processes inherit it.
 read -r -a near <<<"${NEAR_CPUS:-}"
 cpus=${near[${LOCAL_RANK:-0}]:--}

@@ -6,10 +6,9 @@ its ranks. They get torchrun's variables, and meet at a store in the first node'
 torchrun. The first rank to fail ends those of its node, a signal ends all, and killed ranks are
 reported in torchrun's words, which slurm/faults.py reads.
 
-Needs what slurm/node.sh needs and sets.
+Needs the variables _NEEDED, and uses RANK_SOCKETS and NEAR_CPUS if slurm/node.sh has set them.
 """
 
-import ctypes
 import gc
 import importlib
 import os
@@ -24,10 +23,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from runspec.processes import end_with_parent
+
 # How long ranks may take to end after TERM, and other nodes after this one, as with torchrun.
 _END_S, _OTHERS_S = 30.0, 300.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_PR_SET_PDEATHSIG = 1  # of Linux
+_NEEDED = ("NODES", "NODE_RANK", "RANKS_PER_NODE", "HEAD_ADDR", "HEAD_PORT", "COOKBOOK", "LOGS")
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
@@ -91,7 +92,7 @@ def _become(rank: int, local: int, module: str, arguments: list[str]) -> NoRetur
     status = 1
     try:
         # Slurm may kill what started the ranks and not see them, whose session is their own.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         os.setsid()
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -160,8 +161,8 @@ def _stay_near(local: int) -> None:
     """Bind this process to the CPUs near its GPU: slurm/near.py."""
     near = os.environ.get("NEAR_CPUS", "").split()
     if local < len(near) and near[local] != "-":
-        argv = ["taskset", "--cpu-list", "--pid", near[local], str(os.getpid())]
-        subprocess.run(argv, stdout=subprocess.DEVNULL, check=False)
+        with suppress(OSError):
+            os.sched_setaffinity(0, map(int, near[local].split(",")))
 
 
 def _may_use_gpus() -> bool:
@@ -253,7 +254,16 @@ def _report(failed: list[tuple[int, int, int, float]]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Start the ranks of this node; exit status 0 if all succeed, 1 if one fails or on a signal."""
+    """Start the ranks of this node; exit status 0 if all succeed, 1 if one fails or on a signal.
+
+    2: it was not started by a job.
+    """
+    missing = [name for name in _NEEDED if not os.environ.get(name)]
+    if missing or not argv:
+        lacks = ", ".join(missing) or "the name of a module"
+        use = "use cookbook submit, or torchrun -m trainer.sft <run>/train.yaml"
+        print(f"trainer.launch is part of a job, and lacks {lacks}: {use}", file=sys.stderr)
+        return 2
     module, *arguments = argv
     _import(module, arguments)
     ranks = Ranks(module, arguments)

@@ -3,11 +3,9 @@
 Both load versions of the weights that the trainer writes (trainer/objectives/transfer.py).
 """
 
-import ctypes
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -27,6 +25,7 @@ from runspec import engine_start, files
 from runspec.adapters import name_of
 from runspec.devices import VISIBLE, share_beside, visible
 from runspec.keys.grpo import GrpoConfig
+from runspec.processes import end_with_parent
 from trainer.config import instantiate
 from trainer.errors import ConfigError, RolloutError
 from trainer.models.build import DTYPES, build
@@ -36,7 +35,6 @@ from trainer.objectives.rollouts import sample
 from trainer.parallel import world as distributed
 from trainer.storage import adapter
 
-_PR_SET_PDEATHSIG = 1
 # vLLM's health answers at once, or it hangs.
 _HEALTH_S = 5.0
 # Connections to vLLM, which decides itself how many answers it generates at once.
@@ -195,14 +193,13 @@ class VllmEngine:
 
     def _start(self) -> None:
         argv = [*engine_start.python(self._own), *_arguments(self._config, self._socket)]
-        prctl = ctypes.CDLL(None).prctl
 
         def start() -> subprocess.Popen[bytes]:
             return subprocess.Popen(
                 [*argv, *self._more],
                 stdin=subprocess.DEVNULL,
                 # If this process is killed, vLLM must not keep the GPU.
-                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+                preexec_fn=end_with_parent,
             )
 
         self._socket.unlink(missing_ok=True)

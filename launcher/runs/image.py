@@ -73,7 +73,7 @@ def ensure(root: Path, code: Code, say: Callable[[str], None]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("a+", encoding="utf-8") as file:
             lock.take(file, _WAIT_S, lambda who: say(f"waiting for images that {who} makes"))
-            _make(environment_file(root), _environment, say)
+            _make(environment_file(root), lambda target, own: _environment(target, own, say), say)
             _make(code_file(root, code), lambda target, own: _code(code, target, own), say)
     except lock.Held as error:
         raise PreflightFault(
@@ -100,7 +100,7 @@ def _make(file: Path, fill: Callable[[Path, Path], None], say: Callable[[str], N
     say(f"made in {time.monotonic() - began:.0f} s: {file.stat().st_size / 2**20:,.0f} MiB")
 
 
-def _environment(target: Path, own: Path) -> None:
+def _environment(target: Path, own: Path, say: Callable[[str], None]) -> None:
     """Write the environment and, if it is on a shared filesystem, the Python that it was made with.
 
     A node may mount them anywhere: without `home` in pyvenv.cfg, Python finds its library beside
@@ -110,7 +110,7 @@ def _environment(target: Path, own: Path) -> None:
     program = (root / "bin" / "python").resolve()
     base = program.parents[1]
     if any(base.is_relative_to(place) for place in _LOCAL):
-        _squash([str(root)], target, order=_order(own, root))
+        _squash([str(root)], target, order=_order(own, say, root))
         return
     config = own / "config" / "pyvenv"
     config.parent.mkdir()
@@ -120,17 +120,19 @@ def _environment(target: Path, own: Path) -> None:
     left_out = [str(root / "pyvenv.cfg"), *(str(root / "bin" / name) for name in pythons)]
     left_out += [str(base / "lib" / program.name / name) for name in _LEFT_OUT]
     # mksquashfs 4.5 with -sort would read the file that is left out, not one that is added by -p.
-    added = [f"{root.name}/pyvenv.cfg s 0777 0 0 ../{config.parent.name}/{config.name}"]
+    name = _escaped(root.name)
+    added = [f"{name}/pyvenv.cfg s 0777 0 0 ../{config.parent.name}/{config.name}"]
     link = f"../../{base.name}/bin/{program.name}"
-    added += [f"{root.name}/bin/{name} s 0777 0 0 {link}" for name in pythons]
+    added += [f"{name}/bin/{each} s 0777 0 0 {link}" for each in pythons]
     sources = [str(root), str(base), str(config.parent)]
-    _squash(sources, target, left_out, added, _order(own, root, base))
+    _squash(sources, target, left_out, added, _order(own, say, root, base))
 
 
-def _order(own: Path, *sources: Path) -> Path:
+def _order(own: Path, say: Callable[[str], None], *sources: Path) -> Path | None:
     """Write which files most runs use, the first with the highest priority.
 
-    They lie next to each other in an image, so that fewer blocks of it are read.
+    They lie next to each other in an image, so that fewer blocks of it are read. None if that
+    cannot be found out.
     """
     argv = [str(venv.python()), "-P", "-m", "trainer.imports"]
     env = os.environ | {"PYTHONPATH": str(paths.REPO_ROOT)}
@@ -139,10 +141,23 @@ def _order(own: Path, *sources: Path) -> Path:
     )
     found = [Path(line).resolve() for line in done.stdout.splitlines()]
     inside = [path for path in found if path.is_file() and any(map(path.is_relative_to, sources))]
-    lines = [f"{path} {_HIGHEST - min(number, _HIGHEST)}\n" for number, path in enumerate(inside)]
+    if not inside:
+        told = [f"exit status {done.returncode}", *done.stderr.splitlines()][-1]
+        say(
+            "warning: its files are not in the order of their use, so that nodes read more of it: "
+            f"python -m trainer.imports: {told}"
+        )
+        return None
+    names = [_escaped(str(path)) for path in inside]
+    lines = [f"{name} {_HIGHEST - min(number, _HIGHEST)}\n" for number, name in enumerate(names)]
     order = own / "order"
-    order.write_text("".join(line for line in lines if line.count(" ") == 1), encoding="utf-8")
+    order.write_text("".join(lines), encoding="utf-8")
     return order
+
+
+def _escaped(path: str) -> str:
+    """Return a path as mksquashfs reads it, with its blanks."""
+    return re.sub(r"([\\\s])", r"\\\1", path)
 
 
 def _code(code: Code, target: Path, own: Path) -> None:

@@ -13,8 +13,9 @@ from launcher.workflows.endpoint import Endpoint, Served
 Say = Callable[[str], None]
 # A successor is asked for as long before Slurm's warning, which ends a replica, as the last start
 # took, and so much earlier: as long again and 20 minutes, but at most a quarter of the time that
-# the limit leaves, and more than the pauses of keep and of a gateway.
-_MARGIN_S, _LEAST_S = 1200, 30
+# the limit leaves, and more than the pauses of keep and of a gateway and Slurm's own: it looks for
+# limits every half a minute, and warns so much too early.
+_MARGIN_S, _LEAST_S = 1200, 45
 
 
 def keep(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: float = 15) -> None:

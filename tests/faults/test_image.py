@@ -19,7 +19,7 @@ from launcher.errors import PreflightFault
 from launcher.runs import image
 from launcher.runs.code import Code
 from tests.faults.kit import SHORT, Undisturbed, ended, rank, trains
-from tests.launcher.kit import Kit, report
+from tests.launcher.kit import Kit, report, until
 
 ROOT = Path(__file__).parents[2]
 MISSING = [name for name in ("mksquashfs", "squashfuse") if not shutil.which(name)]
@@ -33,10 +33,11 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment that finds this one's packages: its image is small."""
-    folder = tmp_path_factory.mktemp("venv") / "small"
+    folder = tmp_path_factory.mktemp("venv") / "small one"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     packages = next(folder.glob("lib/python*/site-packages"))
-    (packages / "these.pth").write_text(f"{venv.site_packages()}\n")
+    (packages / "own.py").touch()
+    (packages / "these.pth").write_text(f"{venv.site_packages()}\nimport own\n")
     return folder
 
 
@@ -65,17 +66,22 @@ def start(images: Path, folder: Path, path: str | None = None) -> list[str]:
         'echo "$VENV"; echo "$COOKBOOK"; '
         '"$VENV/bin/python" -c "import sys, torch; print(sys.prefix)"'
     )
-    own = {"ENV_IMAGE": str(images), "VENV": sys.prefix, "NODE_NAME": "n1"}
-    own |= {"COOKBOOK": str(images.parents[1] / "code" / "abc"), "PATH": path or os.environ["PATH"]}
     done = subprocess.run(
         ["bash", "-c", script],
-        env={**os.environ, **own},
+        env=node_of(images, path),
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def node_of(images: Path, path: str | None = None) -> dict[str, str]:
+    """The environment of slurm/node.sh."""
+    own = {"ENV_IMAGE": str(images), "VENV": sys.prefix, "NODE_NAME": "n1"}
+    own |= {"COOKBOOK": str(images.parents[1] / "code" / "abc"), "PATH": path or os.environ["PATH"]}
+    return {**os.environ, **own}
 
 
 def mounts(folder: Path) -> list[str]:
@@ -91,6 +97,26 @@ def test_python_starts_from_the_image_and_is_unmounted_with_the_node(
     # The next attempt's node unmounts what is left; here the loop does, within its two seconds.
     subprocess.run(["bash", "-c", f'sleep 3; source "{ROOT}/slurm/image.sh"; true'], check=True)
     assert not mounts(tmp_path) and not any(tmp_path.iterdir())
+
+
+def test_a_node_that_is_killed_with_its_children_leaves_no_mount(
+    images: Path, tmp_path: Path
+) -> None:
+    """As Slurm's proctrack/linuxproc kills a step: what descends from its task, and nothing else."""
+    script = f'source "{ROOT}/slurm/image.sh"; start_from_images "{tmp_path}/1.0.0"; echo; '
+    argv = ["bash", "-c", f"{script} exec sleep 600"]
+    node = subprocess.Popen(argv, env=node_of(images), stdout=subprocess.PIPE)
+    assert node.stdout and node.stdout.readline() == b"\n" and len(mounts(tmp_path)) == 2
+    listed = subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
+    parents = dict(map(int, line.split()) for line in listed)
+    tree = [node.pid]
+    for pid in tree:
+        tree += [child for child, parent in parents.items() if parent == pid]
+    for pid in tree:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    node.wait()
+    until(lambda: not mounts(tmp_path), 20)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +232,22 @@ def test_a_full_disk_leaves_no_part_of_an_image(
     assert [file.name for file in (root / "images").iterdir()] == [".lock"]
 
 
+def test_an_image_without_the_order_of_use_is_made_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Python is not in the image, so that it is made fast.
+    monkeypatch.setattr(image, "_LOCAL", (Path(sys.base_prefix),))
+    folder, code = tmp_path / "without torch", Code(tmp_path / "code" / "abc")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    code.folder.mkdir(parents=True)
+    monkeypatch.setenv("COOKBOOK_VENV", str(folder))
+    said: list[str] = []
+    image.ensure(tmp_path, code, said.append)
+    (warning,) = [line for line in said if "warning" in line]
+    assert "not in the order of their use" in warning and "No module named 'torch'" in warning
+    assert image.environment_file(tmp_path).is_file()
+
+
 @pytest.mark.named
 def test_a_run_whose_images_cannot_be_made_uses_the_shared_files(
     user: Kit, small: Path, tmp_path: Path
@@ -252,7 +294,7 @@ def test_a_killed_rank_and_what_is_left_mounted(
     _, run = user.submit(*SHORT, "--cluster", "site")
     trains(run)
     environ = Path(f"/proc/{rank(run, 1)}/environ").read_text()
-    assert "/environment/small" in environ.partition("VIRTUAL_ENV=")[2].partition("\0")[0]
+    assert "/environment/small one" in environ.partition("VIRTUAL_ENV=")[2].partition("\0")[0]
     # From copies that Slurm sent: of the environment and of the code.
     copies = sorted(disk.iterdir())
     assert [file.name.split("-")[3] for file in copies] == ["code", "environment"]

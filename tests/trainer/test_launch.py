@@ -116,6 +116,18 @@ def test_ranks_have_the_variables_of_torchrun_and_one_import(place):
         assert {name: mine.get(name) for name in new} == new
 
 
+def test_outside_of_a_job_it_says_what_is_missing_and_what_to_use(place):
+    for given, arguments, lacks in (
+        ({"HEAD_PORT": "", "LOGS": ""}, ["toy"], "HEAD_PORT, LOGS"),
+        ({}, [], "the name of a module"),
+    ):
+        argv = [sys.executable, "-P", "-m", "trainer.launch", *arguments]
+        env = place.environment(**given)
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and f"lacks {lacks}: use cookbook submit" in line
+
+
 def test_a_killed_rank_ends_the_others_and_is_reported(place):
     node = place.start("sleeps")
     os.kill(place.rank(1)["pid"], signal.SIGKILL)

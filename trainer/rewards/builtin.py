@@ -17,6 +17,7 @@ from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from runspec.processes import end_with_parent
 from trainer.evaluation.scores import fits_schema
 
 Function = Callable[[str, Mapping[str, Any]], float | None]
@@ -25,7 +26,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _FENCED = re.compile(r"```[a-zA-Z]*\n(.*?)```", re.DOTALL)
 # Of a program: bytes of a file that it writes, open files, and what it may print.
 _FILE_BYTES, _OPEN_FILES = 10 * 2**20, 64
-_CLONE_NEWUSER, _CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -126,7 +127,7 @@ def run_program(program: str, seconds: float, memory_mb: int, network: bool = Fa
     """
 
     def limit() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         if not network and _LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
             raise PermissionError
         cpu, memory = int(seconds) + 1, memory_mb * 2**20

@@ -5,13 +5,11 @@ of that file descriptor, and answers each with (score, None) or (None, what went
 environment it gets (name, row, answers, episode), and answers with a Reply in place of the score.
 """
 
-import ctypes
 import importlib
 import importlib.util
 import inspect
 import math
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from runspec.keys.grpo import BUILT_IN
+from runspec.processes import end_with_parent
 from trainer.rewards import builtin
 from trainer.rewards.pool import Reply
 
 # Episodes that a process remembers at most.
 EPISODES = 4096
-_PR_SET_PDEATHSIG = 1
 
 
 def loaded(block: Mapping[str, Any]) -> Callable[..., Any]:
@@ -136,7 +134,7 @@ def main(arguments: list[str]) -> int:
     """Answer until the rank is gone."""
     # Not even a function that hangs outlives the rank.
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         return 0
     connection = Connection(int(arguments[0]))
