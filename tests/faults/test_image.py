@@ -102,7 +102,7 @@ def test_python_starts_from_the_image_and_is_unmounted_with_the_node(
 def test_a_node_that_is_killed_with_its_children_leaves_no_mount(
     images: Path, tmp_path: Path
 ) -> None:
-    """As Slurm's proctrack/linuxproc kills a step: what descends from its task, no more."""
+    """As proctrack/linuxproc of Slurm kills a step: what descends from its task, and no more."""
     script = f'source "{ROOT}/slurm/image.sh"; start_from_images "{tmp_path}/1.0.0"; echo; '
     argv = ["bash", "-c", f"{script} exec sleep 600"]
     node = subprocess.Popen(argv, env=node_of(images), stdout=subprocess.PIPE)
