@@ -78,8 +78,9 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
   OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$RANKS_PER_NODE} / RANKS_PER_NODE))
   export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 1 ? OMP_NUM_THREADS : 1))
 fi
-# torch starts as many compilers for each rank as the node has CPUs (32 at most).
-cpus=$((${SLURM_CPUS_PER_TASK:-$(nproc)} / RANKS_PER_NODE))
+# torch starts as many compilers for each rank as the node has CPUs (32 at most). nproc counts threads of
+# OpenMP if it is told how many there are.
+cpus=$((${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)} / RANKS_PER_NODE))
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$((cpus > 1 ? cpus : 1))}
 # Rows of experts change with each batch: fixed segments would leave gaps that fit none of them.
 if [ -z "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_HIP_ALLOC_CONF:-}" ]; then

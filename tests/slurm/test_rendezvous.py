@@ -139,6 +139,17 @@ def test_a_node_sets_what_ranks_on_gpus_need(tmp_path, given):
     assert found.get("PYTORCH_ALLOC_CONF") == own
 
 
+def test_ranks_compile_on_all_cpus_if_the_site_names_none(tmp_path):
+    (tmp_path / "train.yaml").touch()
+    env = {"PATH": os.environ["PATH"], "RUN_DIR": str(tmp_path), "LOGS": str(tmp_path)}
+    env |= {"VENV": sys.prefix, "COOKBOOK": str(ROOT), "NODES": "1", "RANKS_PER_NODE": "1"}
+    script = f'source {ROOT}/slurm/node.sh; echo "$OMP_NUM_THREADS $TORCHINDUCTOR_COMPILE_THREADS"'
+    done = subprocess.run(
+        ["bash", "-c", script], env=env | {"NODE_CHECK": "no"}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["1", str(len(os.sched_getaffinity(0)))], done.stderr
+
+
 @pytest.mark.parametrize("missing", ["train.yaml", "venv"])
 def test_a_node_that_cannot_read_the_files_records_a_permanent_fault(tmp_path, missing):
     logs = tmp_path / "logs" / "0"
