@@ -236,7 +236,7 @@ TABLE: dict[str, Row] = {
     "distributed.sequence_parallel": Unused("tensor parallelism splits the norms, too, by itself"),
     "distributed.activation_checkpointing": recompute,
     **rows(
-        Unused("FSDP2 with prefetching is the default; torchrun starts the ranks"),
+        Unused("FSDP2 with prefetching is the default; the job starts the ranks"),
         "distributed.defer_fsdp_grad_sync distributed.zero_dp_strategy distributed.mp_policy "
         "dist_env distributed.use_hf_tp_plan",
     ),

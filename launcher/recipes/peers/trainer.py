@@ -271,7 +271,7 @@ SHARED: dict[str, Row] = {
     "optim_target_modules": off("GaLore, APOLLO and the like are not here: use a LoRA"),
     "group_by_length": Unused("packing wastes less; samples are drawn in random order"),
     "auto_find_batch_size": Unused("cookbook estimate RECIPE --tune finds the batch size"),
-    "accelerator_config": Unused("torchrun starts the ranks; see docs/training.md"),
+    "accelerator_config": Unused("the job starts the ranks; see docs/training.md"),
     "save_only_model": Unused("checkpoints hold what a run needs to resume; export/ the model"),
     "remove_unused_columns": LOADING,
     **rows(RUN_DIR, "output_dir resume_from_checkpoint"),
