@@ -117,7 +117,6 @@ def _prefix_mod(
     return sees
 
 
-@cache
 def _score_mod(softcap: float) -> Callable[..., torch.Tensor]:
     """Scores x become softcap * tanh(x / softcap): Gemma 2 (arXiv 2408.00118), section 2."""
 
