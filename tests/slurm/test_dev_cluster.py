@@ -160,12 +160,23 @@ def test_two_ups_at_once_start_one_cluster(cluster_root: Path, new_cluster) -> N
         assert messages[1].startswith("cluster 'race' is up after")
 
 
-def test_an_interrupted_up_leaves_no_process(cluster_root: Path) -> None:
+def test_an_interrupted_up_leaves_no_process(cluster_root: Path, tmp_path: Path) -> None:
+    # A node starts once the signal is sent, so that this is never too late.
+    slurmd, asked, sent = (tmp_path / name for name in ("slurmd", "asked", "sent"))
+    path = f"{os.environ['PATH']}:/usr/local/sbin:/usr/sbin:/sbin"
+    wait = f"touch {asked}; until [ -e {sent} ]; do sleep 0.05; done"
+    case = f'case "$*" in *"-N "*) {wait} ;; esac'  # not if it is asked for its version
+    slurmd.write_text(f'#!/bin/sh\n{case}\nexec {shutil.which("slurmd", path=path)} "$@"\n')
+    slurmd.chmod(0o755)
     up = subprocess.Popen(
-        [CLUSTER_SH, "up", "--state", cluster_root], stderr=subprocess.PIPE, text=True
+        [CLUSTER_SH, "up", "--state", cluster_root],
+        env=os.environ | {"PATH": f"{tmp_path}:{path}"},
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    wait_for((cluster_root / "default" / "munge.socket").exists)
+    wait_for(asked.exists)
     up.send_signal(signal.SIGTERM)
+    sent.touch()
     _, message = up.communicate(timeout=60)
     assert (up.returncode, "interrupted" in message) == (1, True), message
     assert processes_of(cluster_root) == {}
