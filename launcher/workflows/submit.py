@@ -109,11 +109,13 @@ def submit(
     if wanted is not None:
         prepare(wanted, say)
         refuse(preflight.faults(context(planned, checked.executor, checked.elsewhere), skip))
-    make_environment(recipe, cluster, say)
+    # Once: the checkout may change while an image is made of it.
+    kit = code.present(cluster.root)
+    make_environment(recipe, cluster, say, kit)
     if recipe.entry.engine and recipe.environment and recipe.environment.dependencies and not skip:
         # Only now can it be asked for its keys.
         refuse(checks.faults_of(checks.findings(engine.SUBJECT, engine.config, checked)))
-    run = record(planned)
+    run = record(planned, kit)
     try:
         with directory.locked(run) as lease:
             start(run, checked.executor, lease)
@@ -130,7 +132,7 @@ def submit(
 
 
 def make_environment(
-    recipe: Recipe, cluster: Site, say: Callable[[str], None], kit: code.Code | None = None
+    recipe: Recipe, cluster: Site, say: Callable[[str], None], kit: code.Code | None
 ) -> None:
     """Make what a run's ranks start in, unless it is there: dependencies, images.
 
@@ -145,10 +147,11 @@ def make_environment(
             say(f"warning: the nodes open the files one by one: {fault}")
 
 
-def record(planned: PlannedRun, named: bool = True, **more: Any) -> Run:
+def record(planned: PlannedRun, kit: code.Code, named: bool = True, **more: Any) -> Run:
     """Make the directory of a planned run, or nothing.
 
     Args:
+        kit: the copy of the kit's code that it uses.
         named: False leaves it hidden, until its sweep has its name.
         more: fields of its submission.json.
     """
@@ -156,7 +159,6 @@ def record(planned: PlannedRun, named: bool = True, **more: Any) -> Run:
     made_of = {"recipe": recipe.name, "recipe_file": str(recipe.path), "site": cluster.name}
     token = executors.token(name)
     own = {"run": name, **made_of, "asked": planned.asked, "token": token, **more, "jobs": []}
-    kit = code.present(cluster.root)
     made_by = provenance.of(recipe, cluster, planned.contents, kit)
     contents = {
         **planned.contents,

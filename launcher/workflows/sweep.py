@@ -25,7 +25,7 @@ from launcher.executors.slurm import jobs
 from launcher.recipes import recipe as recipes
 from launcher.recipes.override import key_of
 from launcher.recipes.sweep import Cell, Sweep
-from launcher.runs import directory, sweeps
+from launcher.runs import code, directory, sweeps
 from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
 from launcher.runs.sweeps import SweepDirectory
@@ -222,8 +222,9 @@ def submit_sweep(
         each.recipe.environment and each.recipe.environment.digest: each.recipe
         for each in planned.runs.values()
     }
+    kit = code.present(planned.site.root)
     for recipe in recipes_by_environment.values():
-        make_environment(recipe, planned.site, say)
+        make_environment(recipe, planned.site, say, kit)
     made: list[Run] = []
     token = executors.token(planned.path.name)
     with interrupted_later():
@@ -232,7 +233,7 @@ def submit_sweep(
                 known: dict[str, Any] = {"sweep": planned.path.name, "cell": cell.name}
                 known |= {"array": token, "task": cell.number} if executor.arrays else {}
                 # A run that says which sweep it is of must not be seen before the sweep is.
-                made.append(record(planned.runs[cell.number], named=False, **known))
+                made.append(record(planned.runs[cell.number], kit, named=False, **known))
             sweep = sweeps.create(planned.path, _record(planned, token), planned.scripts)
         except BaseException:
             for run in made:

@@ -125,7 +125,7 @@ def test_a_fixed_site_file_takes_effect_at_resume(root, plain_env, site_file):
     site_file.write_text("# Ours.\njob_setup:\n  - export BEFORE=1\n  - module-of-ours load\n")
     path = project(root, PASS, resources={"nodes": 1, "gpus_per_node": 1, "time": "10"})
     planned = plan(recipe.load(str(path)), load("here"))
-    run = record(planned)
+    run = record(planned, code.present(planned.cluster.root))
     assert by_bash(run, plain_env) == 1
     place = "configs/clusters/here.yaml, line 4: the job_setup line 'module-of-ours load'"
     assert f"{place} failed with exit status 127" in state_of(run).detail
@@ -141,7 +141,8 @@ def test_a_fixed_site_file_takes_effect_at_resume(root, plain_env, site_file):
 def test_a_script_that_was_edited_by_hand_stays_as_it_is(root, plain_env, site_file):
     site_file.write_text("job_setup: [export BEFORE=1]\n")
     path = project(root, "raise SystemExit(1)\n", resources={"time": "10"}, max_retries=0)
-    run = record(plan(recipe.load(str(path)), load("here")))
+    planned = plan(recipe.load(str(path)), load("here"))
+    run = record(planned, code.present(planned.cluster.root))
     assert by_bash(run, plain_env) == 1
     script, said = run.path / "job.sbatch", []
     edited = script.read_text().replace("BEFORE=1", "BEFORE=2")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import paths
 from launcher.errors import RunFault
 from launcher.runs import code, directory
 from launcher.runs.making import half_made
@@ -79,3 +80,11 @@ def test_two_commands_that_copy_the_same_code_at_once_share_it(tmp_path, monkeyp
     made = code.present(tmp_path)
     assert (made.folder / "slurm/job.sh").is_file()
     assert [path.name for path in (tmp_path / code.FOLDER).iterdir()] == [made.sha256]
+
+
+def test_settings_of_sites_are_no_part_of_the_code(tmp_path, monkeypatch):
+    """Neither the checkout's nor those in use: another user's run may have the same code."""
+    usual = code.present(tmp_path)
+    assert not (usual.folder / "configs/clusters").exists()
+    monkeypatch.setattr(paths, "CLUSTERS", tmp_path)
+    assert code.present(tmp_path) == usual
