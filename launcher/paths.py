@@ -11,8 +11,10 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 RECIPES = REPO_ROOT / "configs" / "recipes"
 BASES = REPO_ROOT / "configs" / "base"
 SWEEPS = REPO_ROOT / "configs" / "sweeps"
-# cookbook replay submits from a copy of the code, with the settings of the site as they are now.
-CLUSTERS = Path(os.environ.get("COOKBOOK_CLUSTERS") or REPO_ROOT / "configs" / "clusters")
+# Settings of sites: the checkout's, and those in use. cookbook replay submits from a copy of the
+# code, with the settings of the site as they are now.
+OWN_CLUSTERS = REPO_ROOT / "configs" / "clusters"
+CLUSTERS = Path(os.environ.get("COOKBOOK_CLUSTERS") or OWN_CLUSTERS)
 ENVIRONMENTS = REPO_ROOT / "configs" / "environments"
 EVALS = REPO_ROOT / "configs" / "evals"
 GATES = REPO_ROOT / "configs" / "gates"

@@ -92,7 +92,7 @@ def _content() -> dict[str, bytes]:
         for folder, folders, names in os.walk(paths.REPO_ROOT / part):
             folders[:] = sorted(name for name in folders if name != "__pycache__")
             place = Path(folder)
-            if place in (paths.CLUSTERS, paths.REPO_ROOT / "configs" / "clusters"):
+            if place in (paths.CLUSTERS, paths.OWN_CLUSTERS):
                 continue
             for name in sorted(names):
                 path = place / name
