@@ -268,6 +268,8 @@ def instantiate(key: str, block: dict[str, Any], *args: Any, **extra: Any) -> An
         return factory(*args, **arguments)
     except (TypeError, ValueError, FileNotFoundError, AssertionError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if empty := [f"{key}.{name}" for name, value in block.items() if value is None]:
+            reason += f" (null: {', '.join(empty)})"
         raise ConfigError(f"{key}: {dotted} refused its arguments: {reason}") from error
 
 

@@ -49,8 +49,8 @@ def of_error(subject: str, error: CookbookError) -> list[Finding]:
 
 
 def faults_of(findings: Iterable[Finding]) -> list[str]:
-    """Return what failed, one line per finding."""
-    return [each.line for each in findings if each.state == "failed"]
+    """Return what failed, one line per fault: two checks may find the same one."""
+    return list(dict.fromkeys(each.line for each in findings if each.state == "failed"))
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,12 @@ class TrainingKeys:
         "The optimizer and its arguments.",
         REQUIRED,
         inner=(
-            Key("lr", "rate", "Learning rate.", may_change=True),
-            Key("weight_decay", "rate", "Weight decay.", may_change=True),
-            Key("betas", "list", "Adam's decay rates: [0.9, 0.95].", may_change=True),
-            Key("eps", "rate", "Adam's epsilon.", may_change=True),
+            Key("lr", "rate", "Learning rate.", nullable=False, may_change=True),
+            Key("weight_decay", "rate", "Weight decay.", nullable=False, may_change=True),
+            Key(
+                "betas", "list", "Adam's decay rates: [0.9, 0.95].", nullable=False, may_change=True
+            ),
+            Key("eps", "rate", "Adam's epsilon.", nullable=False, may_change=True),
             Key(
                 "no_weight_decay",
                 "texts",
@@ -118,7 +120,12 @@ class TrainingKeys:
         "Learning rate schedule, stepped after each optimizer step. Default: a constant rate.",
         may_change=True,
         inner=(
-            Key("num_warmup_steps", "count", "Warmup steps, in which the rate rises from 0."),
+            Key(
+                "num_warmup_steps",
+                "count",
+                "Warmup steps, in which the rate rises from 0.",
+                nullable=False,
+            ),
             Key("warmup_ratio", "rate", "The same as a share of all steps, such as 0.03."),
             Key("warmup_start_factor", "rate", "Share of the rate at which warmup begins, not 0."),
             Key("decay_ratio", "rate", "Share of all steps in which get_wsd_schedule falls."),

@@ -145,6 +145,7 @@ class Key:
 
     kind: a name in KINDS, or all the values that are possible, as "best | last".
     default: REQUIRED if there is none. A value of null is the same as no value.
+    nullable: whether it may be null; False for an argument that a component is given as it is.
     unused: not empty if the key is accepted, because torchtune's configs hold it, and changes
         nothing; the text says what happens instead.
     refused: not empty if no value but null and false is accepted; the text says what to do instead.
@@ -156,6 +157,7 @@ class Key:
     kind: str
     help: str
     default: Any = None
+    nullable: bool = True
     unused: str = ""
     refused: str = ""
     may_change: bool = False
@@ -178,8 +180,11 @@ class Key:
 
     def fault(self, value: Any) -> str | None:
         """Return what is wrong with a value, None if nothing is."""
-        if value is None or (isinstance(value, str) and "${" in value):
+        if isinstance(value, str) and "${" in value:
             return None  # a reference is checked when it has its value
+        if value is None:
+            needed = f"{self.name} must be {self.expects}, got null: set it, or leave it out"
+            return None if self.nullable else needed
         if not (value in self.choices if self.choices else KINDS[self.kind].test(value)):
             hint = nearest(str(value), self.choices)
             return f"{self.name} must be {self.expects}, got {value!r}{hint}"

@@ -93,7 +93,9 @@ Exit status: 0 done, 1 failed, 2 wrong usage.
 EOT
 }
 
-say() { printf '%s\n' "$*" >&2; }
+# A handler of signals may run while a function's standard error goes to a file.
+exec 8>&2
+say() { printf '%s\n' "$*" >&8; }
 
 fail() {
     say "$PROGRAM: $*"
@@ -251,10 +253,11 @@ cluster_up() {
         rm -rf -- "$state"
         write_state
     fi
-    trap 'give_up slurmctld "interrupted"' INT TERM
+    trap abandon EXIT
+    trap 'give_up slurmctld "interrupted"' INT TERM HUP
     start_cluster
     ((!fresh)) || run_test_job
-    trap - INT TERM
+    trap - EXIT INT TERM HUP
     took_ms=$(((${EPOCHREALTIME/[.,]/} - started) / 1000))
     say "cluster '$name' is up after $((took_ms / 1000)).$(printf %03d $((took_ms % 1000))) s:" \
         "$(description)"

@@ -87,16 +87,21 @@ run_test_job() {
         give_up ready "a test job on $nodes nodes answered '${answer//$'\n'/ }'"
 }
 
-# A cluster that cannot be completed is stopped, unless it was there before; its logs stay.
 give_up() { # log reason
-    trap - INT TERM
+    trap '' INT TERM HUP
     say "$PROGRAM: $2; the logs are in $state/log"
     if [[ -s $state/log/$1.log ]]; then
         say "end of $1.log:"
-        tail -n 15 -- "$state/log/$1.log" >&2
+        tail -n 15 -- "$state/log/$1.log" >&8
     fi
-    ((!fresh)) || stop_cluster
     exit 1
+}
+
+# However `up` ends before it is done: a cluster that cannot be completed is stopped, unless it was
+# there before; its logs stay.
+abandon() {
+    trap '' INT TERM HUP
+    ((!fresh)) || stop_cluster
 }
 
 stop_cluster() {

@@ -160,7 +160,10 @@ def test_two_ups_at_once_start_one_cluster(cluster_root: Path, new_cluster) -> N
         assert messages[1].startswith("cluster 'race' is up after")
 
 
-def test_an_interrupted_up_leaves_no_process(cluster_root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_up_leaves_no_process(
+    cluster_root: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     # A node starts once the signal is sent, so that this is never too late.
     slurmd, asked, sent = (tmp_path / name for name in ("slurmd", "asked", "sent"))
     path = f"{os.environ['PATH']}:/usr/local/sbin:/usr/sbin:/sbin"
@@ -175,7 +178,7 @@ def test_an_interrupted_up_leaves_no_process(cluster_root: Path, tmp_path: Path)
         text=True,
     )
     wait_for(asked.exists)
-    up.send_signal(signal.SIGTERM)
+    up.send_signal(number)
     sent.touch()
     _, message = up.communicate(timeout=60)
     assert (up.returncode, "interrupted" in message) == (1, True), message

@@ -203,6 +203,7 @@ def test_a_model_folder_that_does_not_fit(
             {"optimizer": {"_component_": "bitsandbytes.optim.Adam8bit"}},
             "Adam8bit needs a GPU; use torchao.optim.Adam8bit",
         ),
+        ({"tokenizer": {"path": None}}, "not NoneType (null: tokenizer.path)"),
         ({"custom_sharded_layers": ["head"]}, "custom_sharded_layers: the model has no layer head"),
         (
             {"model": {"_component_": "torch.nn.Identity"}},
@@ -222,6 +223,7 @@ def test_a_model_folder_that_does_not_fit(
         "name",
         "argument",
         "package",
+        "null",
         "layer",
         "decoder",
         "loss",
