@@ -75,7 +75,9 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$local_folder/inductor
 if [ "${NODE_CHECK:-yes}" = yes ]; then "$VENV/bin/python" -P -m slurm.ready || exit 1; fi
 
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
-  OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-$RANKS_PER_NODE} / RANKS_PER_NODE))
+  # Without Slurm the nodes are processes on this host.
+  cpus=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(($(nproc) / NODES))}}
+  OMP_NUM_THREADS=$((cpus / RANKS_PER_NODE))
   export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 1 ? OMP_NUM_THREADS : 1))
 fi
 # torch starts as many compilers for each rank as the node has CPUs (32 at most). nproc counts threads of

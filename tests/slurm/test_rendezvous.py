@@ -139,15 +139,24 @@ def test_a_node_sets_what_ranks_on_gpus_need(tmp_path, given):
     assert found.get("PYTORCH_ALLOC_CONF") == own
 
 
-def test_ranks_compile_on_all_cpus_if_the_site_names_none(tmp_path):
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [
+        ({}, len(os.sched_getaffinity(0))),
+        ({"RANKS_PER_NODE": "1000"}, 1),
+        ({"SLURM_CPUS_ON_NODE": "12", "RANKS_PER_NODE": "4"}, 3),
+    ],
+    ids=["one rank", "many ranks", "slurm"],
+)
+def test_ranks_share_a_nodes_cpus_if_the_site_names_none(tmp_path, given, threads):
     (tmp_path / "train.yaml").touch()
     env = {"PATH": os.environ["PATH"], "RUN_DIR": str(tmp_path), "LOGS": str(tmp_path)}
     env |= {"VENV": sys.prefix, "COOKBOOK": str(ROOT), "NODES": "1", "RANKS_PER_NODE": "1"}
     script = f'source {ROOT}/slurm/node.sh; echo "$OMP_NUM_THREADS $TORCHINDUCTOR_COMPILE_THREADS"'
-    done = subprocess.run(
-        ["bash", "-c", script], env=env | {"NODE_CHECK": "no"}, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["1", str(len(os.sched_getaffinity(0)))], done.stderr
+    env |= {"NODE_CHECK": "no"} | given
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    compilers = max(1, len(os.sched_getaffinity(0)) // int(env["RANKS_PER_NODE"]))
+    assert done.stdout.split() == [str(threads), str(compilers)], done.stderr
 
 
 @pytest.mark.parametrize("missing", ["train.yaml", "venv"])
