@@ -74,7 +74,7 @@ def ensure(root: Path, code: Code, say: Callable[[str], None]) -> None:
         with (folder / ".lock").open("a+", encoding="utf-8") as file:
             lock.take(file, _WAIT_S, lambda who: say(f"waiting for images that {who} makes"))
             _make(environment_file(root), lambda target, own: _environment(target, own, say), say)
-            _make(code_file(root, code), lambda target, own: _code(code, target, own), say)
+            _make(code_file(root, code), lambda target, own: _code(code, target, own, say), say)
     except lock.Held as error:
         raise PreflightFault(
             f"{folder} is locked by {error}: try again when it has ended"
@@ -160,15 +160,19 @@ def _escaped(path: str) -> str:
     return re.sub(r"([\\\s])", r"\\\1", path)
 
 
-def _code(code: Code, target: Path, own: Path) -> None:
+def _code(code: Code, target: Path, own: Path, say: Callable[[str], None]) -> None:
     # Compiled in a copy: a folder of code is as it was submitted.
     copy = own / "code"
     shutil.copytree(code.folder, copy)
     argv = [str(venv.python()), "-m", "compileall", "-q", "-j0"]
-    subprocess.run(
+    done = subprocess.run(
         [*argv, "--invalidation-mode", "unchecked-hash", str(copy)],
-        stdin=subprocess.DEVNULL, capture_output=True, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     )  # fmt: skip
+    if done.returncode:
+        lines = (done.stdout + done.stderr).split("\n")
+        told = [f"exit status {done.returncode}", *filter(str.strip, lines)][-1].strip()
+        say(f"warning: some modules are compiled at each start: python -m compileall: {told}")
     _squash([str(copy)], target)
 
 

@@ -232,7 +232,7 @@ def test_a_full_disk_leaves_no_part_of_an_image(
     assert [file.name for file in (root / "images").iterdir()] == [".lock"]
 
 
-def test_an_image_without_the_order_of_use_is_made_and_says_so(
+def test_an_image_that_starts_slowly_is_made_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Python is not in the image, so that it is made fast.
@@ -240,12 +240,14 @@ def test_an_image_without_the_order_of_use_is_made_and_says_so(
     folder, code = tmp_path / "without torch", Code(tmp_path / "code" / "abc")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     code.folder.mkdir(parents=True)
+    (code.folder / "broken.py").write_text("def\n")
     monkeypatch.setenv("COOKBOOK_VENV", str(folder))
     said: list[str] = []
     image.ensure(tmp_path, code, said.append)
-    (warning,) = [line for line in said if "warning" in line]
-    assert "not in the order of their use" in warning and "No module named 'torch'" in warning
-    assert image.environment_file(tmp_path).is_file()
+    order, compiled = [line for line in said if "warning" in line]
+    assert "not in the order of their use" in order and "No module named 'torch'" in order
+    assert "compiled at each start" in compiled and "SyntaxError: invalid syntax" in compiled
+    assert image.environment_file(tmp_path).is_file() and image.code_file(tmp_path, code).is_file()
 
 
 @pytest.mark.named
