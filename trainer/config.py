@@ -16,7 +16,7 @@ from runspec import yamlrules
 from runspec.adapters import is_quantised
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
-from runspec.keys.fields import STREAM
+from runspec.keys.fields import STREAM, names_no_files
 from runspec.keys.key import REQUIRED, Key, children, faults, unused
 from runspec.keys.model import TRANSFORMERS
 from runspec.keys.sft import SftConfig
@@ -186,6 +186,8 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
         if values["export_checkpoint"] == "best":
             yield "export_checkpoint: best needs dataset_val, such as dataset_val.split=..."
     for name in ("dataset", "dataset_val"):
+        if why := names_no_files(values[name] or {}):
+            yield f"{name}.{why}"
         is_packed = tokenizer and (values[name] or {}).get("packed")
         if is_packed and not tokenizer.get("max_seq_len"):
             yield f"{name}.packed: set tokenizer.max_seq_len, the length of a packed row"

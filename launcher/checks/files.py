@@ -10,7 +10,7 @@ from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable, w
 from launcher.paths import DOWNLOAD_RECORD
 from runspec import prepared
 from runspec.files import read_json_or_none, sha256
-from runspec.keys.fields import FILE_SOURCES, STREAM
+from runspec.keys.fields import FILE_SOURCES, STREAM, names_no_files
 
 _AGAIN = "download it again"
 _MEDIA = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
@@ -175,6 +175,9 @@ def dataset(context: Context) -> Iterable[Finding]:
     findings: list[Finding] = []
     seen: list[Path] = []
     for key, block, whole in dataset_blocks(context.config):
+        # A stream's source has no component; the trainer names it.
+        if "_component_" in whole and (why := names_no_files(whole)):
+            findings.append(failed("dataset", f"{key}.{why}", f"set {key}.data_files="))
         named = data_files({**whole, "data_files": block.get("data_files")})
         for path in filter(context.here, named):
             if context.made_later(path):

@@ -4,6 +4,7 @@ Each is a field: its type, its kind, a line of help, its default. It has torchtu
 torchtune has the key.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,17 @@ from runspec.keys.key import REQUIRED, Key, setting
 STREAM = "trainer.data.stream.stream_dataset"
 # dataset.source of files, as datasets.load_dataset takes it; any other names a dataset or a folder.
 FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
+
+
+def names_no_files(dataset: Mapping[str, Any]) -> str | None:
+    """Why a dataset block cannot be read: it is of files, and names none; else None.
+
+    datasets.load_dataset would then read whatever lies in the working directory.
+    """
+    source = dataset.get("source")
+    if source not in FILE_SOURCES or dataset.get("data_files") or dataset.get("data_dir"):
+        return None
+    return f"data_files must name the files of source {source}"
 
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)

@@ -318,6 +318,13 @@ def test_a_dataset_of_the_hub_that_is_not_downloaded_is_named(tmp_path, monkeypa
     assert one.state == "skipped"
 
 
+def test_a_dataset_of_files_that_names_none_is_refused():
+    """datasets would read the working directory's."""
+    (one,) = found("dataset", "demo", ["dataset.data_files="])
+    assert one.state == "failed"
+    assert one.message == "dataset.data_files must name the files of source json"
+
+
 def test_a_picture_in_a_message_is_refused(tmp_path):
     parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "a"}}]
     turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat."}]

@@ -204,6 +204,7 @@ def test_a_model_folder_that_does_not_fit(
             "Adam8bit needs a GPU; use torchao.optim.Adam8bit",
         ),
         ({"tokenizer": {"path": None}}, "not NoneType (null: tokenizer.path)"),
+        ({"dataset": {"data_files": None}}, "dataset.data_files must name the files of source"),
         ({"custom_sharded_layers": ["head"]}, "custom_sharded_layers: the model has no layer head"),
         (
             {"model": {"_component_": "torch.nn.Identity"}},
@@ -224,6 +225,7 @@ def test_a_model_folder_that_does_not_fit(
         "argument",
         "package",
         "null",
+        "no file",
         "layer",
         "decoder",
         "loss",

@@ -92,7 +92,7 @@ def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: boo
 
 
 def _source(key: str, block: Any) -> Source:
-    if not isinstance(block, dict) or not block.keys() & {"data_files", "data_dir"}:
+    if not isinstance(block, dict) or not (block.get("data_files") or block.get("data_dir")):
         raise ConfigError(f"{key}: needs data_files, or data_dir of a prepared split")
     if unknown := sorted(block.keys() - SOURCE_KEYS):
         raise ConfigError(f"{key}.{unknown[0]}: is not known: {', '.join(sorted(SOURCE_KEYS))}")
