@@ -151,7 +151,7 @@ class _Block:
                 "the estimate knows no others; train the model without an estimate"
             )
         self.matrices: dict[str, shape.Matrix] = {}
-        vectors = list(self._parameters())
+        vectors = [*self._parameters(), *self._norms_without_scale()]
         weights = self.seen.into[self.experts][2].dtype if self.experts else None
         routers = {self.seen.names.get(router, "") for router in self.model.routers()}
         return shape.Block(
@@ -195,6 +195,17 @@ class _Block:
                 split = self.roles[owner] in (Role.HEADS, Role.SPLIT_NORM)
                 features = 0 if last == "bias" else self._features(owner)
                 yield shape.Vector(sizes[0], prod(sizes[1:]), split, features)
+
+    def _norms_without_scale(self) -> Iterator[shape.Vector]:
+        """Norms of the kinds that others have with one, of what no other takes."""
+        modules = {n: self.model.get_submodule(n) for n in self.roles if n in self.seen.into}
+        norms = [n for n, module in modules.items() if _is_norm(module)]
+        kinds = {type(modules[n]) for n in norms}
+        taken = {id(self.seen.into[n][0]) for n in norms}
+        for name, module in modules.items():
+            is_bare = type(module) in kinds and not list(module.parameters())
+            if is_bare and id(value := self.seen.into[name][0]) not in taken:
+                yield shape.Vector(0, features=value.numel() // TOKENS)
 
     def _features(self, name: str) -> int:
         """Numbers per token that a norm takes; 0 for what is none, or has a gate."""
