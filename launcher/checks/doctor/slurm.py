@@ -1,7 +1,7 @@
 """What Slurm says of itself: controllers, partitions, accounting, the site file, MUNGE."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from launcher.checks import Finding, failed, ok, skipped, warning
@@ -18,7 +18,7 @@ class SlurmAnswers:
 
     cluster: Site
     controllers: dict[str, bool]
-    configuration: Mapping[str, str]
+    configuration: dict[str, str]
     partitions: dict[str, slurm.Partition]
     nodes: list[slurm.Node]
     rights: Rights | None

@@ -5,11 +5,9 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from types import MappingProxyType
 
 from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout
-from launcher.executors.slurm.command import environment, one_line, run
+from launcher.executors.slurm.command import one_line, run
 
 # cookbook doctor reports a controller that takes longer than this as one that does not answer.
 _QUICK_S = 5
@@ -103,17 +101,14 @@ def controllers() -> dict[str, bool]:
     return {host: up == "UP" for host, up in re.findall(r" at (\S+) is (UP|DOWN)", text)}
 
 
-def configuration() -> Mapping[str, str]:
-    """Return slurm.conf as the controller runs it; a command asks once."""
-    return _configuration(tuple(environment().items()))
-
-
-@cache
-def _configuration(asked_with: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
-    """Return the answer of the cluster that Slurm's commands reach with an environment."""
+def configuration() -> dict[str, str]:
+    """Return slurm.conf as the controller runs it."""
     text = run(["scontrol", "show", "config"], timeout_s=_QUICK_S)
     pairs = (line.partition("=") for line in text.splitlines())
-    return MappingProxyType({key.strip(): value.strip() for key, equals, value in pairs if equals})
+    configured = {key.strip(): value.strip() for key, equals, value in pairs if equals}
+    slurm_conf = os.environ.get("SLURM_CONF")
+    _identities[slurm_conf] = _identity(configured, slurm_conf)
+    return configured
 
 
 def identity() -> dict[str, str]:
@@ -122,7 +117,17 @@ def identity() -> dict[str, str]:
     cluster: its name; controller: the first controller's host; slurm_conf: the variable SLURM_CONF,
     if it is set.
     """
-    configured, slurm_conf = configuration(), os.environ.get("SLURM_CONF")
+    slurm_conf = os.environ.get("SLURM_CONF")
+    if slurm_conf not in _identities:
+        configuration()
+    return _identities[slurm_conf]
+
+
+# By the variable SLURM_CONF: a cluster does not change its name while a command runs.
+_identities: dict[str | None, dict[str, str]] = {}
+
+
+def _identity(configured: Mapping[str, str], slurm_conf: str | None) -> dict[str, str]:
     controller = configured.get("SlurmctldHost[0]", "").partition("(")[0]
     identity = {"cluster": configured.get("ClusterName", ""), "controller": controller}
     return identity | ({"slurm_conf": slurm_conf} if slurm_conf else {})
@@ -136,7 +141,7 @@ def version() -> str | None:
         return None
 
 
-def munge(configured: Mapping[str, str]) -> None:
+def munge(configured: dict[str, str]) -> None:
     """Sign and read back a credential as Slurm does; SlurmFault if munged does not answer."""
     match = re.search(r"socket=([^, ]+)", configured.get("AuthInfo", ""))
     socket = [f"--socket={match.group(1)}"] if match else []

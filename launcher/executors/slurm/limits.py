@@ -3,7 +3,7 @@
 import os
 import pwd
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -134,12 +134,12 @@ def _rules(values: dict[str, str]) -> Rules:
     )
 
 
-def keeps_accounting(configured: Mapping[str, str]) -> bool:
+def keeps_accounting(configured: dict[str, str]) -> bool:
     """Whether the cluster has a database of accounts."""
     return configured.get("AccountingStorageType", "").endswith("/slurmdbd")
 
 
-def rights(configured: Mapping[str, str]) -> Rights | None:
+def rights(configured: dict[str, str]) -> Rights | None:
     """Return what accounting lets this user do; None if the cluster keeps none or does not answer.
 
     configured is the controller's configuration. The database says what may be used. The
