@@ -204,7 +204,8 @@ class PrecisionKeys:
     )
     compile: bool = setting(
         "flag",
-        "torch.compile each layer; the first step takes a minute longer.",
+        "torch.compile each layer, or the whole of a model of two on a CPU; the first step takes a "
+        "minute longer.",
         False,
         may_change=True,
     )

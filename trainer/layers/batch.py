@@ -91,6 +91,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the batch on `device`; from pinned memory the copy is asynchronous."""
+        if self.tokens.device == device:
+            return self
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":

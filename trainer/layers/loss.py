@@ -8,10 +8,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from runspec.keys.sft import SftConfig
+from runspec.step import loss_tokens
 from trainer.config import instantiate
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.layers.log_probs import factors, head_faults, linear_cross_entropy, own_columns
+from trainer.models.decoder import Decoder
 from trainer.parallel.sharded import full_tensor, local
 
 SUPPORTED = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropy")
@@ -20,6 +22,9 @@ LATER_NAMES = (
     "torchtune.modules.loss.LinearCrossEntropyLoss",
     "torchtune.modules.loss.cross_entropy_loss.LinearCrossEntropyLoss",
 )
+
+# Times the model's width: its head costs about as much as a block's linear layers.
+SMALL_VOCABULARY = 4
 
 
 class LinearCrossEntropy:
@@ -49,6 +54,22 @@ class LinearCrossEntropy:
             chunks=self._chunks,
             compile_chunks=self.compiled,
         )
+
+    def fits_graph(self, model: Decoder, batch: MicroBatch) -> bool:
+        """Whether the logits of all positions are as few as one chunk's, and soon computed."""
+        tokens, (vocabulary, dim) = batch.labels.numel(), model.embedding.weight.shape
+        chunk = loss_tokens(tokens, vocabulary, dim, self._chunks)
+        return tokens <= chunk and vocabulary <= SMALL_VOCABULARY * dim
+
+
+def _of_all_positions(model: Decoder, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The same as LinearCrossEntropy in operators that the compiler fuses.
+
+    Positions that are not trained are masked: their number would be another in each batch.
+    """
+    (logits,) = model.unembed(hidden)
+    logits, labels = logits.flatten(0, 1).float(), labels.flatten()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 class TokenLoss:
@@ -84,7 +105,7 @@ class TokenLoss:
             if faults := head_faults(config.model, other):
                 raise ConfigError(*faults)
 
-    def __call__(self, model: nn.Module, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+    def __call__(self, model: Decoder, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Summed loss, a scalar in fp32 with a graph behind it, also if no token is trained.
 
         Logits that are split over the vocabulary need `vocabulary_split_loss` around this call
@@ -93,6 +114,9 @@ class TokenLoss:
         batch = batch.to(device)
         inputs = {"mask": batch.documents, "input_pos": batch.positions}
         if isinstance(self._component, LinearCrossEntropy):
+            if model.one_graph and self._component.fits_graph(model, batch):
+                output = partial(_of_all_positions, labels=batch.labels)
+                return model(batch.tokens, **inputs, output=output, in_graph=True)
             output = partial(self._component, batch=batch)
             return model(batch.tokens, **inputs, output=output)
         logits = model(batch.tokens, **inputs)

@@ -155,7 +155,10 @@ def lay_out(
         if config.overlaps_tensor_parallel:
             tensor_parallel.use_symmetric_memory(mesh["tp"])
     attention.choose_kernels(module, world.device, DTYPES[config.dtype])
-    activations.prepare(module, config)
+    # Measured on CPUs only. FSDP and tensor parallelism work block by block; first_blocks stand
+    # for a model of more.
+    undivided = mesh is None and config.first_blocks is None
+    activations.prepare(module, config, undivided and world.device.type == "cpu")
     module.num_output_chunks = output_chunks
     if use_fsdp:
         fsdp.shard(module, mesh, DTYPES[config.dtype], config, expert_mesh)

@@ -91,6 +91,8 @@ class Decoder(nn.Module, ABC):
         max_seq_len: number of positions that the model knows.
         num_output_chunks: in how many chunks along the sequence `forward` gives its logits, as a
             list; 0 gives one tensor.
+        one_graph: it is compiled as one graph; see trainer.parallel.activations. A call with
+            in_graph=True has its `output` in the graph too.
         packs: packed rows keep their documents apart.
         ignored_tensors: patterns of tensors that a model folder may hold, and that belong to no
             parameter.
@@ -110,6 +112,7 @@ class Decoder(nn.Module, ABC):
     output_multiplier: float | None = None
     output_softcap: float | None = None
     num_output_chunks: int = 0
+    one_graph: bool = False
     packs: bool = True
     carried_tensors: tuple[str, ...] = ()
     folder_tensors: Collection[str] = ()

@@ -66,9 +66,11 @@ RANGES = ("profiler._record_function_enter_new", "profiler._record_function_exit
 # Of a checkpoint: of its first pass, and of the one that computes it again.
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 COMPILE_BACKEND = "TORCH_COMPILE_BACKEND"
+# Measured for 2 blocks only. Of more blocks, which share code, one graph takes longer to compile.
+ONE_GRAPH_BLOCKS = 2
 
 
-def prepare(model: Decoder, config: TrainConfig) -> None:
+def prepare(model: Decoder, config: TrainConfig, may_be_one_graph: bool = False) -> None:
     """Compile the blocks of `model`, and apply activation checkpointing, as `config` says.
 
     Each block is compiled by itself: all share one compiled code, of which the first block behind
@@ -79,8 +81,16 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
     A block with activation checkpointing keeps its input only. With "op" it also keeps the results
     of matrix products, of attention and of communication, and is not compiled if its experts are
     spread over ranks.
+
+    Args:
+        may_be_one_graph: a model of at most ONE_GRAPH_BLOCKS blocks without activation
+            checkpointing is compiled as one graph: nothing must stand around single blocks.
     """
     mode = config.activation_checkpointing
+    few = len(model.blocks) <= ONE_GRAPH_BLOCKS
+    if config.compile and may_be_one_graph and few and mode is None:
+        _compile_as_one(model)
+        return
     # With "op" the compiler must see what is kept; else it need not know of the recomputation.
     if config.compile and mode != "op":
         _compile(model, config)
@@ -133,8 +143,7 @@ def _compile(
     config: TrainConfig,
     skipped: Callable[[nn.Module], bool] = lambda block: False,
 ) -> None:
-    # Enough for one length, all lengths, the first layer, validation, and kinds of attention.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    _allow_variants()
     # Else numbers in which the layers of a sharded model differ, as Gemma 4's heads do, are inputs
     # of its code, and FlexAttention cannot be compiled for them (torch 2.13).
     torch._dynamo.config.skip_fsdp_guards = False
@@ -143,6 +152,27 @@ def _compile(
             # Not the call: FSDP's hooks and the checkpoint's stand around it.
             block.forward = compiled(block.forward, config.overlaps_tensor_parallel)
     model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
+
+
+def _compile_as_one(model: Decoder) -> None:
+    """Compile what makes logits, or what makes the last block's output for an `output`.
+
+    With `in_graph` an `output` is compiled with the model; see `Decoder.one_graph`.
+    """
+    _allow_variants()
+    apart, together = model.forward, compiled(model.forward)
+
+    def forward(*args: Any, in_graph: bool = False, **kwargs: Any) -> Any:
+        whole = in_graph or kwargs.get("output") is None
+        return (together if whole else apart)(*args, **kwargs)
+
+    model.__dict__.update(hidden=compiled(model.hidden), forward=forward, one_graph=True)
+    model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
+
+
+def _allow_variants() -> None:
+    # Enough for one length, all lengths, the first layer, validation, and kinds of attention.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
 
 
 def compiled(function: Callable[..., Any], overlapped: bool = False) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
 """torchtune's decoder as a `Decoder`: its attributes, its attention, its adapters, its names."""
 
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -104,9 +103,9 @@ class TorchtuneDecoder(Decoder, compat.TransformerDecoder):
             hidden = layer(hidden, mask=mask, input_pos=input_pos)
         return hidden
 
-    blocks = property(attrgetter("layers"))
-    embedding = property(attrgetter("tok_embeddings"))
-    final_norm = property(attrgetter("norm"))
+    blocks = property(lambda self: self.layers)
+    embedding = property(lambda self: self.tok_embeddings)
+    final_norm = property(lambda self: self.norm)
 
     @property
     def output_head(self) -> nn.Module | None:
