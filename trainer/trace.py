@@ -15,6 +15,7 @@ import json
 import math
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from trainer import groups
 from trainer.config import TrainConfig, arguments_of, load
 from trainer.errors import ConfigError
+from trainer.layers import log_probs
 from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.base import method as method_of
 from trainer.layers.batch import Documents, MicroBatch, TopK
@@ -131,7 +133,7 @@ class FakeBuilder(Builder):
 
 
 def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
-    # Compiled it fuses operations on the logits; their buffers are the same.
+    # What it compiles is counted by `_fused_chunk`.
     method = named(config.objective)(replace(config, compile=False), world)
     builder = FakeBuilder(config, world, layers)
     made, fake = method.build_models(builder), builder.fake
@@ -156,7 +158,9 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
         _count_tensors(each, tracker)
     weights = tracker.now
     _mark_phases(module, tracker)
-    with fake, tracker:
+    is_fused = config.compile and world.tensor_parallel_dim == 1
+    chunk = mock.patch.object(log_probs, "_chunk", _fused_chunk) if is_fused else nullcontext()
+    with fake, tracker, chunk:
         for _ in range(2):
             tracker.peaks.clear()
             if method.generates:
@@ -180,13 +184,28 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     kept = tracker.now - weights
     policy, layers = made.policy, len(module.blocks)
     # As the loop gives them up before the export.
-    del made, module, trainable, optimizer, method, builder, batch
+    del made, module, each, trainable, optimizer, method, builder, batch
     with fake, tracker:
         tracker.suffix = ""
         tracker.enter("export")
         if not config.save_adapter_weights_only:
             _gather_all(policy)
     return Traced(layers, weights, kept, dict(tracker.peaks))
+
+
+def _fused_chunk(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    held: torch.Tensor,
+    group: Any,
+    softcap: float | None,
+    slope_wanted: bool,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tensors that the linear loss makes of a chunk of logits if it is compiled."""
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    results = logits.new_empty(2, len(logits), dtype=exact)
+    return results, torch.empty_like(logits) if slope_wanted else None
 
 
 def _gather_all(model: models.Model) -> None:

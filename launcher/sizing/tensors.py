@@ -299,8 +299,11 @@ def _linear(step: StepConfig) -> LossMemory:
     shape, e, tp = step.shape, step.element_bytes, step.layout.tensor_parallel
     hidden, columns = e * step.tokens * shape.dim, shape.vocab / tp
     part = min(linear_loss_rows(step), step.tokens) * columns
-    # In fp32, and in bf16 before it or the slope after it; a cap keeps its tanh.
+    # In fp32, and in bf16 before it or the slope after it; a cap keeps its tanh. Compiled, if the
+    # vocabulary is whole: the logits and the slope.
     made = part * (FP32 + (FP32 if shape.softcap else 0) + (e if e < FP32 else 0))
+    if step.compiled and tp == 1:
+        made = part * 2 * e
     if step.teacher_logits:
         # In fp32 the logits of both, the slope, and what it is made of.
         made = part * FP32 * (5 if shape.softcap else 4)
