@@ -165,16 +165,27 @@ is_whole() { # image
   ((size > 0)) && [ "$(head -c 4 "$1" | tr -d '\0')" = hsqs ] && [ "$(stat -c %s "$1")" -ge "$((size))" ]
 }
 
+# Programs that mount an image for a user. Apptainer and Singularity have one of their own.
+squashfuse_programs() {
+  local name place
+  [ -w /dev/fuse ] || return
+  command -v squashfuse_ll squashfuse
+  for name in apptainer singularity; do
+    place=$(readlink -f "$(command -v $name)")
+    place=${place%/bin/*}/libexec/$name/bin/squashfuse_ll
+    if [ -x "$place" ]; then printf '%s\n' "$place"; fi
+  done
+}
+
 # Mounts an image at a folder. Prints the reason if it cannot.
 mount_image() { # file folder
   local program
   [ -r "$1" ] || { echo "it cannot read $1 (cookbook submit makes it)"; return 1; }
   is_whole "$1" || { echo "$1 is damaged: remove it, and cookbook submit makes it again"; return 1; }
   mkdir -p "$2" || { echo "it cannot make $2"; return 1; }
-  for program in squashfuse_ll squashfuse; do
-    if [ ! -w /dev/fuse ] || ! command -v $program >/dev/null; then continue; fi
+  for program in $(squashfuse_programs); do
     # Ranks that save a checkpoint after TERM still need their files.
-    (trap '' TERM INT HUP; exec $program -f -o ro "$1" "$2") >/dev/null 2>&1 </dev/null &
+    (trap '' TERM INT HUP; exec "$program" -f -o ro "$1" "$2") >/dev/null 2>&1 </dev/null &
     echo $! >"$2.pid"
     for _ in {1..250}; do
       ! mountpoint -q "$2" || return 0

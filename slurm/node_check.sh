@@ -48,7 +48,7 @@ print("missing " + " ".join(missing) if missing else "finds torch and torchtune"
 
 # How long the environment's files take to open, and whether this node can mount an image of them.
 check_start() {
-  local program answer
+  local program answer name place
   [ -x "$VENV/bin/python" ] || return 0
   program='import glob, itertools, sys, time
 names = list(itertools.islice(glob.iglob(sys.argv[1] + "/lib/python*/site-packages/*/*.py"), 500))
@@ -58,9 +58,13 @@ for name in names:
         file.read(1)
 print(len(names), round(1e6 * (time.monotonic() - began)))'
   if answer=$(timeout 60 "$VENV/bin/python" -I -S -c "$program" "$VENV" 2>/dev/null); then report opened "$answer"; fi
-  answer=no
-  if [ -w /dev/fuse ] && { command -v squashfuse_ll || command -v squashfuse; } >/dev/null; then answer=yes; fi
-  report mounts "$answer"
+  # As in slurm/image.sh.
+  answer=$(command -v squashfuse_ll squashfuse)
+  for name in apptainer singularity; do
+    place=$(readlink -f "$(command -v $name)")
+    if [ -x "${place%/bin/*}/libexec/$name/bin/squashfuse_ll" ]; then answer=$name; fi
+  done
+  if [ -w /dev/fuse ] && [ -n "$answer" ]; then report mounts yes; else report mounts no; fi
 }
 
 # What `compile: true` needs on a node: a C compiler and Python's headers.

@@ -167,6 +167,30 @@ def test_a_node_that_cannot_mount_opens_the_files_and_says_why(
     assert not mounts(tmp_path / "mounts" / "1.0.0")
 
 
+def test_a_node_mounts_by_what_apptainer_has_beside_itself(images: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for program in [*Path("/usr/bin").iterdir(), *Path("/bin").iterdir()]:
+        link = programs / program.name
+        if not program.name.startswith(("mount", "squashfuse")) and not link.is_symlink():
+            link.symlink_to(program)
+    # Of the programs that begin with "mount" this one only tells what is mounted.
+    (programs / "mountpoint").symlink_to(str(shutil.which("mountpoint")))
+    note, environment, *_ = start(images, tmp_path / "mounts", str(programs))
+    assert "opens the files of" in note and environment == sys.prefix
+    installed = tmp_path / "opt"
+    own = installed / "libexec" / "apptainer" / "bin" / "squashfuse_ll"
+    own.parent.mkdir(parents=True)
+    own.symlink_to(str(shutil.which("squashfuse")))
+    (installed / "bin").mkdir()
+    (installed / "bin" / "apptainer").write_text("#!/bin/sh\n")
+    (installed / "bin" / "apptainer").chmod(0o755)
+    (programs / "apptainer").unlink(missing_ok=True)
+    (programs / "apptainer").symlink_to(installed / "bin" / "apptainer")
+    environment, _, prefix = start(images, tmp_path / "again", str(programs))
+    assert Path(environment).is_relative_to(tmp_path) and prefix == environment
+
+
 def test_a_copy_that_is_not_whole_is_passed_over(images: Path, tmp_path: Path) -> None:
     """Each node mounts its own copy, or the shared image: another user's file is no copy."""
     copy = tmp_path / f"cookbook-{os.geteuid()}-7-{images.name}"
