@@ -200,8 +200,8 @@ def test_access_that_is_missing(alice: Kit, hub: Hub, tmp_path):
     bob = Kit({**nobody.env, "HF_TOKEN_PATH": str(token)}, alice.root)
     refused(download(bob, tmp_path), f"{page}; the token of {token} has none yet")
     old = Kit({**alice.env, "HF_TOKEN": "hf_expired"}, alice.root)
-    bad = "the hub does not accept the token of HF_TOKEN: make one"
-    refused(download(old, tmp_path), bad, bad)
+    # For model and dataset alike: one fault.
+    refused(download(old, tmp_path), "the hub does not accept the token of HF_TOKEN: make one")
     assert hub.fetched() == [] and not (alice.root / "models").exists()
 
 
