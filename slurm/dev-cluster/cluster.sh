@@ -94,8 +94,8 @@ EOT
 }
 
 # A handler of signals may run while a function's standard error goes to a file.
-exec 8>&2
-say() { printf '%s\n' "$*" >&8; }
+exec 7>&2
+say() { printf '%s\n' "$*" >&7; }
 
 fail() {
     say "$PROGRAM: $*"

@@ -54,7 +54,7 @@ write_database() {
     mkdir -m 0700 -- "$database"
     { printf 'create database mysql;\nuse mysql;\n' && cat -- "$tables"; } |
         env -i PATH="$PATH" mariadbd "${DATABASE[@]}" --datadir="$database" --bootstrap \
-            >"$state/log/mariadbd.log" 2>&1 8>&- 9>&- || give_up mariadbd "mariadbd made no database"
+            >"$state/log/mariadbd.log" 2>&1 7>&- 9>&- || give_up mariadbd "mariadbd made no database"
     cat >"$state/slurmdbd.conf" <<EOT
 DbdHost=localhost
 DbdAddr=127.0.0.1

@@ -92,7 +92,7 @@ give_up() { # log reason
     say "$PROGRAM: $2; the logs are in $state/log"
     if [[ -s $state/log/$1.log ]]; then
         say "end of $1.log:"
-        tail -n 15 -- "$state/log/$1.log" >&8
+        tail -n 15 -- "$state/log/$1.log" >&7
     fi
     exit 1
 }

@@ -81,7 +81,7 @@ wait_until() { # seconds command...
 isolated() {
     env -i PATH="$PATH" HOME="${HOME:-/}" LC_ALL=C SLURM_CONF="$conf" \
         ${LD_LIBRARY_PATH:+LD_LIBRARY_PATH="$LD_LIBRARY_PATH"} ${TZ:+TZ="$TZ"} \
-        "$@" </dev/null 8>&- 9>&-
+        "$@" </dev/null 7>&- 9>&-
 }
 
 # In a subshell, so that an interrupt is not reported into the log.
