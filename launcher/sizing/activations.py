@@ -294,9 +294,11 @@ def backward_working(step: StepConfig, block: Block) -> float:
         inside = rows * (2 * d + width) + _dequantised(step, block)
         return max(outputs, inside) + 2 * entry
     inside = e * t * block.inside("mlp") / tp
-    # Under tensor parallelism the sum over the ranks is there whole, beside one of these two.
-    working = max(2 * inside, inside + 2 * e * t * d if tp > 1 else 0.0)
-    return working + 2 * entry + _dequantised(step, block)
+    # Of the last matrix: the gradient of its input beside the dequantised matrix, or beside the
+    # adapter's part; under tensor parallelism the sum over the ranks is there whole. The others
+    # come when what was kept of gate and up is gone.
+    beside = _dequantised(step, block) + (2 * e * t * d if tp > 1 else 0.0)
+    return max(2 * inside, inside + beside) + 2 * entry
 
 
 def first_gradients(step: StepConfig, block: Block) -> float:
