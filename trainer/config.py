@@ -187,7 +187,7 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
             yield "export_checkpoint: best needs dataset_val, such as dataset_val.split=..."
     for name in ("dataset", "dataset_val"):
         if why := names_no_files(values[name] or {}):
-            yield f"{name}.{why}"
+            yield f"{name}.{why}: set {name}.data_files="
         is_packed = tokenizer and (values[name] or {}).get("packed")
         if is_packed and not tokenizer.get("max_seq_len"):
             yield f"{name}.packed: set tokenizer.max_seq_len, the length of a packed row"
