@@ -7,6 +7,8 @@ sees the old content or the new one, never a part.
 import json
 import os
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,6 +81,8 @@ CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 CHECKPOINT_COMPLETE = "COMPLETE"
 _CHECKPOINT = re.compile(r"step_(0|[1-9]\d*)")
+# The content of files that keep() has read, and which version of a file it is.
+_kept: dict[Path, tuple[tuple[int, ...], bytes]] = {}
 
 
 def checkpoint_folders(run_dir: Path) -> dict[int, int]:
@@ -155,6 +159,33 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
+def keep(paths: Iterable[Path]) -> None:
+    """Read files for the processes that this one will fork, which then open none of them.
+
+    Those that cannot be read are left to them.
+    """
+    for path in paths:
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            _kept[path] = _version(os.fstat(file.fileno())), file.readall()
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return a file's content; one that is kept and has not changed is not opened.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    kept = _kept.get(path)
+    if kept is not None and _version(os.stat(path)) == kept[0]:
+        return kept[1]
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def read_json(path: Path | str) -> Any:
     """Return the JSON value in a file, None if there is no file.
 
@@ -163,8 +194,7 @@ def read_json(path: Path | str) -> Any:
         ValueError: the file does not hold JSON.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
-            return json.loads(file.read())
+        return json.loads(read_bytes(Path(path)))
     except FileNotFoundError:
         return None
     except ValueError as error:

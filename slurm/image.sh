@@ -5,18 +5,20 @@
 
 # Sets VENV and COOKBOOK to what is in the images.
 start_from_images() { # folder for this attempt's mounts on the node's own disk
-  local folder=$1 reason env_place
+  local folder=$1 place reason='' env_place
   release_images "${folder%/*}" dead
-  if reason=$(mount_image "$(nearest "$ENV_IMAGE")" "$folder/environment"); then
-    for env_place in "$folder"/environment/{,*/,.[!.]*/}pyvenv.cfg; do [ ! -r "$env_place" ] || break; done
+  if place=$(open_image "$ENV_IMAGE" "$folder/environment"); then
+    for env_place in "$place"/{,*/,.[!.]*/}pyvenv.cfg; do [ ! -r "$env_place" ] || break; done
     if timeout 60 "${env_place%/*}/bin/python" -I -S -c '' 2>/dev/null; then
       VENV=${env_place%/*}
     else
       reason="the Python in it does not start"
     fi
+  else
+    reason=$place
   fi
-  if [ -z "$reason" ] && reason=$(mount_image "$(nearest "$(code_image)")" "$folder/code"); then
-    COOKBOOK=$folder/code
+  if [ -z "$reason" ]; then
+    if place=$(open_image "$(code_image)" "$folder/code"); then COOKBOOK=$place; else reason=$place; fi
   fi
   [ -z "$reason" ] || printf 'cookbook: node %s opens the files of %s one by one: %s\n' "$NODE_NAME" "$VENV" "$reason"
   # At the end of an attempt Slurm may kill this loop with the step: then the job script unmounts. After
@@ -34,6 +36,40 @@ start_job_from_images() {
   if [ -O "$folder" ] && [ ! -L "$folder" ]; then start_from_images "$folder/images/$SLURM_JOB_ID.job"; fi
   # shellcheck disable=SC2034  # slurm/record.sh uses them
   JOB_VENV=$VENV JOB_CODE=$COOKBOOK
+}
+
+# Prints the folder in which an image's files are, or why they are in none.
+open_image() { # image folder
+  local image reason
+  image=$(nearest "$1")
+  if reason=$(mount_image "$image" "$2"); then echo "$2" && return; fi
+  if [ "$image" != "$1" ] && unpack_copy "$image" "$reason"; then echo "$image.d" && return; fi
+  echo "$reason"
+  return 1
+}
+
+# Unpacks this node's own copy of an image beside it, once per job.
+unpack_copy() { # copy reason
+  local folder=$1.d new needs free since=$SECONDS
+  command -v unsquashfs flock >/dev/null || return
+  {
+    flock 9
+    if [ -O "$folder" ] && [ ! -L "$folder" ]; then return 0; fi
+    # Files take whole blocks of the disk.
+    needs=$(unsquashfs -lls "$1" 2>/dev/null | awk '{ size += $3 + 4096 } END { print int(size / 1024) }')
+    free=$(df -k --output=avail "${1%/*}" 2>/dev/null | tail -n 1)
+    if ((free < needs)); then
+      printf 'cookbook: node %s does not unpack %s: %s has %d MiB free, and it needs %d\n' \
+        "$NODE_NAME" "${1##*/}" "${1%/*}" $((free >> 10)) $((needs >> 10)) >&2
+      return 1
+    fi
+    new=$(mktemp -d "$1.XXXXXX") || return
+    if ! { unsquashfs -no-progress -no-xattrs -force -dest "$new" "$1" && mv -T "$new" "$folder"; } >/dev/null 2>&1; then
+      rm -rf "$new"
+      return 1
+    fi
+    printf 'cookbook: node %s unpacked %s in %d s: %s\n' "$NODE_NAME" "${1##*/}" $((SECONDS - since)) "$2" >&2
+  } 9<"$1"
 }
 
 code_image() {
@@ -119,7 +155,7 @@ keep_copies() { # KiB
   trap 'kill $! 2>/dev/null; remove_copies; exit 0' TERM USR1
   trap complete_copies USR2
   # Of jobs that ended without this, at a power failure for example.
-  find "$COPY_IMAGES_TO" -maxdepth 1 -name "cookbook-$UID-*.sqsh*" -user "$UID" -mtime +7 -delete 2>/dev/null
+  find "$COPY_IMAGES_TO" -maxdepth 1 -name "cookbook-$UID-*.sqsh*" -user "$UID" -mtime +7 -exec rm -rf {} + 2>/dev/null
   free=$(df -k --output=avail "$COPY_IMAGES_TO" 2>/dev/null | tail -n 1)
   if [ ! -w "$COPY_IMAGES_TO" ]; then
     echo "node $SLURMD_NODENAME cannot write there"
@@ -140,7 +176,7 @@ complete_copies() {
   echo "kept on $SLURMD_NODENAME"
 }
 
-remove_copies() { rm -f "$COPY_IMAGES_TO/cookbook-$UID-$SLURM_JOB_ID-"*.sqsh*; }
+remove_copies() { rm -rf "$COPY_IMAGES_TO/cookbook-$UID-$SLURM_JOB_ID-"*.sqsh*; }
 
 # The copy of an image on this node's own disk, or the shared image if that copy is not whole.
 nearest() { # image

@@ -1,16 +1,18 @@
-"""What ranks import when they need it, imported before they are forked: trainer/launch.py.
+"""What ranks import and read when they need it, done before they are forked: trainer/launch.py.
 
 python -m trainer.imports prints the files of what most runs import, in the order of their use.
 """
 
 import importlib
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from runspec.files import read_json_or_none
+from runspec import files
 from runspec.keys.model import TRANSFORMERS
 from trainer.config import COMPONENT_PACKAGES, OWN_COMPONENTS, read_yaml
 
@@ -19,6 +21,14 @@ _IMPORTED = set(COMPONENT_PACKAGES) - {"bitsandbytes"}
 # torchao asks for the GPU's compute capability while it is imported, which starts CUDA: then no
 # process that is forked can use it. transformers' and torchtune's models import torchao.
 _WITHOUT_CUDA = ("trainer.storage.sharded", "transformers", "tokenizers")
+# What each rank reads in the folder of a model or its tokenizer.
+_OF_A_FOLDER = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 _MOST = (
     "trainer.sft",
     "trainer.storage.sharded",
@@ -33,11 +43,13 @@ _MOST = (
 
 
 def prepare(path: Path) -> None:
-    """Import what a rank will need for this train.yaml; what is wrong in it is left to the rank.
+    """Import and read what ranks will need for this train.yaml; its faults are left to them.
 
     With a build of torch for GPUs, what can be imported without starting CUDA.
     """
+    files.keep([path])
     content = read_yaml(path)
+    files.keep(folder / name for folder in _folders(content) for name in _OF_A_FOLDER)
     blocks = [block for block in content.values() if isinstance(block, dict)]
     names = [str(block.get("_component_", "")) for block in blocks]
     modules = [OWN_COMPONENTS.get(name, name).rpartition(".")[0] for name in names]
@@ -54,11 +66,19 @@ def prepare(path: Path) -> None:
             importlib.import_module(module)
 
 
+def _folders(value: Any) -> set[Path]:
+    """The folders of models and tokenizers that a config names."""
+    if isinstance(value, dict | list):
+        return set().union(*map(_folders, value.values() if isinstance(value, dict) else value))
+    is_one = isinstance(value, str) and os.path.isfile(os.path.join(value, "config.json"))
+    return {Path(value)} if is_one and "/" in value else set()
+
+
 def _import_model(folder: Path) -> None:
     """Import transformers' code of the model in a folder."""
     importlib.import_module("trainer.models.transformers.source")
     transformers = importlib.import_module("transformers")
-    for name in (read_json_or_none(folder / "config.json") or {}).get("architectures") or ():
+    for name in (files.read_json_or_none(folder / "config.json") or {}).get("architectures") or ():
         getattr(transformers, name, None)  # imported when it is asked for
 
 

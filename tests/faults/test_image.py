@@ -167,15 +167,20 @@ def test_a_node_that_cannot_mount_opens_the_files_and_says_why(
     assert not mounts(tmp_path / "mounts" / "1.0.0")
 
 
-def test_a_node_mounts_by_what_apptainer_has_beside_itself(images: Path, tmp_path: Path) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
+def _without_mounting(folder: Path) -> Path:
+    """A PATH with this host's programs, but for those that mount."""
+    folder.mkdir()
     for program in [*Path("/usr/bin").iterdir(), *Path("/bin").iterdir()]:
-        link = programs / program.name
+        link = folder / program.name
         if not program.name.startswith(("mount", "squashfuse")) and not link.is_symlink():
             link.symlink_to(program)
     # Of the programs that begin with "mount" this one only tells what is mounted.
-    (programs / "mountpoint").symlink_to(str(shutil.which("mountpoint")))
+    (folder / "mountpoint").symlink_to(str(shutil.which("mountpoint")))
+    return folder
+
+
+def test_a_node_mounts_by_what_apptainer_has_beside_itself(images: Path, tmp_path: Path) -> None:
+    programs = _without_mounting(tmp_path / "bin")
     note, environment, *_ = start(images, tmp_path / "mounts", str(programs))
     assert "opens the files of" in note and environment == sys.prefix
     installed = tmp_path / "opt"
@@ -189,6 +194,58 @@ def test_a_node_mounts_by_what_apptainer_has_beside_itself(images: Path, tmp_pat
     (programs / "apptainer").symlink_to(installed / "bin" / "apptainer")
     environment, _, prefix = start(images, tmp_path / "again", str(programs))
     assert Path(environment).is_relative_to(tmp_path) and prefix == environment
+
+
+def test_a_node_that_cannot_mount_its_copy_unpacks_it(
+    images: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Once for all that start there in a job, if there is room; the job's end removes it."""
+    code = images.with_name(f"code-{images.parents[1].joinpath('code', 'abc').name}.sqsh")
+    programs = _without_mounting(tmp_path / "bin")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    prefix = f"cookbook-{os.geteuid()}-7-"
+    for file in (images, code):
+        shutil.copy(file, disk / f"{prefix}{file.name}")
+
+    def starts(count: int, disk: Path = disk) -> list[tuple[list[str], str]]:
+        own = {"COPY_IMAGES_TO": str(disk), "SLURM_JOB_ID": "7"}
+        script = f'source "{ROOT}/slurm/image.sh"; start_from_images "{tmp_path}/mounts/$0"; '
+        script += 'echo "$VENV"; echo "$COOKBOOK"; "$VENV/bin/python" -c "import torch"'
+        started = [
+            subprocess.Popen(
+                ["bash", "-c", script, str(number)],
+                env={**node_of(images, str(programs)), **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(count)
+        ]
+        return [(out.splitlines(), err) for out, err in (each.communicate() for each in started)]
+
+    found = starts(2)
+    for (environment, kit), _ in found:
+        assert Path(environment).parent == disk / f"{prefix}{images.name}.d"
+        assert Path(kit) == disk / f"{prefix}{code.name}.d"
+    notes = "".join(err for _, err in found)
+    for file in (images, code):
+        assert notes.count(f"cookbook: node n1 unpacked {prefix}{file.name} in ") == 1
+    assert notes.count("s: it has no squashfuse with /dev/fuse, and may not mount") == 2
+    ((again, note),) = starts(1)
+    assert again == found[0][0] and not note
+    end = ["bash", str(ROOT / "slurm/image.sh"), "copies"]
+    own = {"COPY_IMAGES_TO": str(disk), "SLURM_JOB_ID": "7"}
+    subprocess.run(end, env={**os.environ, **own}, check=True)
+    assert not any(disk.iterdir())
+    # No disk is filled.
+    full = tmp_path / "full"
+    small_disk(full, f"size={(images.stat().st_size >> 10) + 64}k", request)
+    shutil.copy(images, full / f"{prefix}{images.name}")
+    ((lines, note),) = starts(1, full)
+    assert re.search(r"does not unpack .*: .*/full has \d+ MiB free, and it needs \d+\n", note)
+    assert "opens the files of" in lines[0] and lines[1] == sys.prefix
+    assert [file.name for file in full.iterdir()] == [f"{prefix}{images.name}"]
 
 
 def test_a_copy_that_is_not_whole_is_passed_over(images: Path, tmp_path: Path) -> None:

@@ -310,3 +310,22 @@ def test_start_from_is_chosen_by_the_slowest_node(opened, mounts, setting, state
     if (opened, mounts, setting) == ("500 600000", "yes", "shared"):
         assert found.remedy == "set start_from: image in the site's file"
     assert not report.start_from([NodeReport("n1", {})], Site())
+
+
+def test_nodes_that_cannot_mount_images_unpack_their_copies() -> None:
+    node = NodeReport("n1", {"opened": ["500 600000"], "mounts": ["no"]})
+    site = Site(start_from="image", copy_images_to="/tmp")
+    (found,) = report.start_from([node], site)
+    assert found.state == "warning" and "copy_images_to" not in found.remedy
+    node.values["unpacks"] = ["yes"]
+    (found,) = report.start_from([node], Site(start_from="image"))
+    assert found.state == "warning"
+    assert found.remedy == (
+        "ask for squashfuse on the nodes, or set copy_images_to: what cannot mount its copies "
+        "unpacks them; until then they open the files one by one"
+    )
+    (found,) = report.start_from([node], site)
+    assert (found.state, found.message) == (
+        "ok",
+        "image: n1 cannot mount its copies, and unpacks them",
+    )

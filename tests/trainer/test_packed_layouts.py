@@ -99,6 +99,11 @@ def test_curve_and_validation_equal_the_single_process(
 @pytest.mark.long
 def test_every_number_of_ranks_makes_the_same_cache(folders: dict[str, Path]) -> None:
     root = folders["full"].parent
-    names = [{p.name for p in (root / f"cache-{ranks}").iterdir()} for ranks in (1, 2, 4)]
-    assert names[0] == names[1] == names[2] and len(names[0]) == 2
+    caches = [
+        {path.relative_to(cache): path.read_bytes() for path in cache.glob("*/*")}
+        for cache in (root / f"cache-{ranks}" for ranks in (1, 2, 4))
+    ]
+    assert caches[0] == caches[1] == caches[2]
+    names = sorted(path.name for path in caches[0])
+    assert names == ["meta.json"] * 2 + ["samples.npy"] * 2 + ["tokens_0.bin"] * 2
     assert curve(folders["full"])[-1][2] < curve(folders["full"])[0][2], "the loss must fall"

@@ -1,8 +1,9 @@
 """A dataset's tokens on disk: made once by all ranks together, memory-mapped afterwards.
 
 One folder per dataset, named by what its tokens depend on: tokens as int32, of which those that are
-not trained have all bits inverted, and a table of the samples, in a part for each rank that made
-it. The folder appears under a temporary name and is renamed when all parts are there.
+not trained have all bits inverted, and a table of the samples. Each rank that makes it writes a
+part; then parts are put together, so that a rank opens few files whatever the number of ranks was.
+The folder appears under a temporary name and is renamed when it is complete.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,11 +29,15 @@ from trainer.data.teacher import KeptTeacher
 from trainer.errors import ConfigError
 from trainer.parallel.world import World
 
-FORMAT = 5
+FORMAT = 6
 META = "meta.json"
 # Of a table of samples, int64; beside them the lengths of the documents, and a number.
 COLUMNS = ("length", "targets", "fingerprint", "source", "left_out")
-TOKENS, SAMPLES = "tokens_{}.bin", "samples_{}.npy"
+TOKENS, SAMPLES = "tokens_{}.bin", "samples.npy"
+# A rank's part of the table, until all parts are put together.
+PART = "samples_{}.npy"
+# Of tokens that are put together; a larger part stays a file of its own.
+FILE_BYTES = 1 << 30
 # What the tokens of a sample depend on besides the config and the data.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
 # The modules beside this one that decide on a sample's tokens.
@@ -58,6 +63,14 @@ SHARED_FOLDER_LIMIT_S = 120.0
 LEFT_OVER_S = 24 * 3600.0
 
 
+class Part(NamedTuple):
+    """What one rank has made: the highest token and its sample, samples, and bytes of tokens."""
+
+    highest: tuple[int, int]
+    samples: int
+    bytes: int
+
+
 class TokenisedDataset:
     """The samples of one dataset, read from its folder.
 
@@ -73,28 +86,28 @@ class TokenisedDataset:
         ConfigError: files are missing or cut short.
     """
 
-    def __init__(self, folder: Path, block: dict[str, Any] | None = None) -> None:
-        meta = files.read_json_or_none(folder / META)
-        if not isinstance(meta, dict):
-            raise ConfigError(f"data_cache_dir: {folder} is damaged; delete it and start again")
-        self.folder, self._block = folder, block or {}
+    def __init__(self, folder: Path, meta: dict[str, Any], block: dict[str, Any]) -> None:
+        self.folder, self._block = folder, block
         self.highest_token, self._highest_source = meta["highest"]
         self.split_sizes: dict[str, int] = meta["split_sizes"]
         self.omissions: dict[str, tuple[int, str]] = meta["omissions"]
         self._read: int = meta["read"]
-        tables = [np.load(folder / SAMPLES.format(number)) for number in meta["parts"]]
-        self._parts = [
+        try:
+            whole = np.load(folder / SAMPLES)
+        except (FileNotFoundError, EOFError, ValueError):
+            raise _damaged(folder / SAMPLES, "its folder") from None
+        tables = np.split(whole, np.cumsum([count for _, count in meta["files"]])[:-1])
+        self._files = [
             _mapped(folder / TOKENS.format(number), table["length"])
-            for number, table in zip(meta["parts"], tables, strict=True)
+            for (number, _), table in zip(meta["files"], tables, strict=True)
         ]
-        whole = np.concatenate(tables)
         self.lengths, self.targets, self.fingerprints, self.sources, self.left_out = (
             whole[name].copy() for name in COLUMNS
         )
         self.documents, self.numbers = whole["documents"].copy(), whole["number"].copy()
         self.reference: np.ndarray | None = None
         self.teacher: KeptTeacher | None = None
-        self._part_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
+        self._file_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         self._begins = np.concatenate([np.cumsum(t["length"]) - t["length"] for t in tables])
 
     def __len__(self) -> int:
@@ -103,7 +116,7 @@ class TokenisedDataset:
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32 [n], trained bool [n]) of a sample."""
         begin = int(self._begins[index])
-        stored = self._parts[self._part_of[index]][begin : begin + int(self.lengths[index])]
+        stored = self._files[self._file_of[index]][begin : begin + int(self.lengths[index])]
         trained = stored >= 0
         return np.where(trained, stored, ~stored), trained
 
@@ -163,18 +176,36 @@ def open_dataset(
     def open_it() -> Source:
         return open_source(key, block, tokenizer, form, share)
 
-    def find() -> tuple[Path, Source | None]:
+    opened: Source | None = None
+
+    def find() -> tuple[Path, Any]:
+        nonlocal opened
         # Data of the hub changes under one name: only the opened dataset tells its version.
         opened = None if origin.data_files(block) else open_it()
-        return config.data_cache / _name(block, config.tokenizer, form, share, opened), opened
+        folder = config.data_cache / _name(block, config.tokenizer, form, share, opened)
+        return folder, _meta(folder)
 
-    folder, opened = world.on_main(find) or (None, None)
-    folder = world.gather(folder)[0]
-    if not world.gather((folder / META).is_file())[0]:
+    folder, meta = world.from_main(find)
+    if meta is None:
         # Rank 0 first, so that one process alone converts the files.
         first = world.on_main(lambda: opened or open_it())
         make(world.on_all(lambda: first or open_it()), folder, world)
-    return world.on_all(lambda: TokenisedDataset(_seen(folder), block))
+        meta = world.from_main(lambda: _meta(folder))
+    return world.on_all(lambda: TokenisedDataset(_seen(folder), meta, block))
+
+
+def _meta(folder: Path) -> Any:
+    """What a dataset's folder says of itself; None if there is no such folder yet."""
+    try:
+        return files.read_json(folder / META)
+    except NotADirectoryError:
+        return None  # what makes the folder will say so
+    except ValueError:
+        raise _damaged(folder) from None
+
+
+def _damaged(path: Path, folder: str = "it") -> ConfigError:
+    return ConfigError(f"data_cache_dir: {path} is damaged; delete {folder} and start again")
 
 
 def expected_folder(
@@ -235,13 +266,15 @@ def make(samples: Source, folder: Path, world: World) -> None:
     temporary = world.gather(folder.with_name(f".tmp_{folder.name}.{os.urandom(4).hex()}"))[0]
     world.on_main(lambda: _begin(temporary))
     try:
-        highest = world.on_all(lambda: _write_part(_seen(temporary), samples, world))
-        parts = [part for part in enumerate(world.gather(highest)) if part[1] is not None]
+        written = world.gather(world.on_all(lambda: _write_part(_seen(temporary), samples, world)))
+        parts = {number: part for number, part in enumerate(written) if part is not None}
         omissions = _merged(world.gather(samples.omissions))
         if not parts:
             reasons = "; ".join(omission_notes(omissions, len(samples)))
             raise ConfigError(f"{samples.key}: no sample can be trained: {reasons}")
-        world.on_main(lambda: _publish(temporary, folder, parts, samples, omissions))
+        groups = _groups(parts)
+        world.on_all(lambda: _join(temporary, groups.get(world.rank, []), world.rank))
+        world.on_main(lambda: _publish(temporary, folder, parts, groups, samples, omissions))
     except Exception:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -267,13 +300,23 @@ def _begin(temporary: Path) -> None:
 def _publish(
     temporary: Path,
     folder: Path,
-    parts: list[tuple[int, tuple[int, int]]],
+    parts: dict[int, Part],
+    groups: dict[int, list[int]],
     samples: Source,
     omissions: dict[str, tuple[int, str]],
 ) -> None:
+    tables = [temporary / PART.format(number) for number in parts]
+    np.save(temporary / SAMPLES, np.concatenate([np.load(table) for table in tables]))
+    files.fsync_path(temporary / SAMPLES)
+    for table in tables:
+        table.unlink()
     meta = {
-        "parts": [number for number, _ in parts],
-        "highest": max((highest for _, highest in parts), key=lambda pair: pair[0]),
+        # Each file of tokens by its number, and its samples.
+        "files": [
+            (first, sum(parts[number].samples for number in (first, *rest)))
+            for first, rest in groups.items()
+        ],
+        "highest": max((part.highest for part in parts.values()), key=lambda pair: pair[0]),
         "omissions": omissions,
         "read": len(samples),
         "split_sizes": samples.split_sizes,
@@ -313,8 +356,34 @@ def _seen(folder: Path) -> Path:
     return folder
 
 
-def _write_part(folder: Path, samples: Source, world: World) -> tuple[int, int] | None:
-    """Tokenise this rank's range; (highest token, its sample), None if the range is empty."""
+def _groups(parts: dict[int, Part]) -> dict[int, list[int]]:
+    """Parts by the part with whose tokens theirs are put together, in their order."""
+    groups: dict[int, list[int]] = {}
+    size = FILE_BYTES
+    for number, part in parts.items():
+        if size + part.bytes > FILE_BYTES:
+            first, size = number, 0
+            groups[first] = []
+        else:
+            groups[first].append(number)
+        size += part.bytes
+    return groups
+
+
+def _join(folder: Path, rest: list[int], first: int) -> None:
+    """Put the tokens of parts behind those of the first one."""
+    if not rest:
+        return
+    with open(folder / TOKENS.format(first), "ab") as file:
+        for path in (folder / TOKENS.format(number) for number in rest):
+            with open(path, "rb") as part:
+                shutil.copyfileobj(part, file, 1 << 24)
+            path.unlink()
+    files.fsync_path(folder / TOKENS.format(first))
+
+
+def _write_part(folder: Path, samples: Source, world: World) -> Part | None:
+    """Tokenise this rank's range; None if the range is empty."""
     count, rank = len(samples), world.rank
     indices = range(count * rank // world.size, count * (rank + 1) // world.size)
     if not indices:
@@ -322,7 +391,7 @@ def _write_part(folder: Path, samples: Source, world: World) -> tuple[int, int] 
     table: list[tuple[Any, ...]] = []
     highest = (-1, 0)
     last_said = time.monotonic()
-    paths = [folder / name.format(rank) for name in (TOKENS, SAMPLES)]
+    paths = [folder / name.format(rank) for name in (TOKENS, PART)]
     with open(paths[0], "wb") as file:
         for done, index in enumerate(indices, 1):
             for piece in samples.pieces(index):
@@ -348,7 +417,7 @@ def _write_part(folder: Path, samples: Source, world: World) -> tuple[int, int] 
     np.save(paths[1], np.array(table, dtype=[*columns, ("number", np.float64)]))
     for path in paths:
         files.fsync_path(path)
-    return highest
+    return Part(highest, len(table), paths[0].stat().st_size)
 
 
 def _fingerprint(piece: Piece) -> int:
@@ -361,6 +430,6 @@ def _fingerprint(piece: Piece) -> int:
 
 def _mapped(path: Path, lengths: np.ndarray) -> np.ndarray:
     if not path.is_file() or path.stat().st_size != 4 * lengths.sum():
-        raise ConfigError(f"data_cache_dir: {path} is damaged; delete its folder and start again")
+        raise _damaged(path, "its folder")
     # A plain array: each slice of a memmap, and each operation on it, runs Python code of its own.
     return np.asarray(np.memmap(path, dtype=np.int32, mode="r"))

@@ -213,15 +213,22 @@ def start_from(reports: list[NodeReport], cluster: Site) -> list[Finding]:
         f"a file of the virtual environment opens in {slowest_ms:.2f} ms on the slowest node; the "
         f"{_OPENED_BY_A_RANK:,} of a rank take {seconds:.1f} s"
     )
-    cannot = [each.name for each in reports if not each.yes("mounts")]
-    lacks = f"{','.join(cannot)} cannot mount images: no squashfuse, or no /dev/fuse"
+    cannot = [each for each in reports if not each.yes("mounts")]
+    names = ",".join(each.name for each in cannot)
+    lacks = f"{names} cannot mount images: no squashfuse, or no /dev/fuse"
+    remedy = "ask for squashfuse on the nodes"
+    unpack = all(each.yes("unpacks") for each in cannot)
+    if unpack:
+        remedy += ", or set copy_images_to: what cannot mount its copies unpacks them"
     if cluster.start_from == "image":
+        if cannot and unpack and cluster.copy_images_to:
+            return [ok(subject, f"image: {names} cannot mount its copies, and unpacks them")]
         if cannot:
-            remedy = "ask for squashfuse on the nodes; until then they open the files one by one"
+            remedy += "; until then they open the files one by one"
             return [warning(subject, lacks, remedy)]
         return [ok(subject, f"image: all nodes can mount it; without it, {measured}")]
     if seconds < _SLOW_START_S:
         return [ok(subject, f"shared: {measured}")]
     if cannot:
-        return [warning(subject, f"{measured}; {lacks}", "ask for squashfuse on the nodes")]
+        return [warning(subject, f"{measured}; {lacks}", remedy)]
     return [warning(subject, measured, "set start_from: image in the site's file")]
