@@ -52,6 +52,7 @@ open_image() { # image folder
 unpack_copy() { # copy reason
   local folder=$1.d new needs free since=$SECONDS
   command -v unsquashfs flock >/dev/null || return
+  # shellcheck disable=SC2094  # descriptor 9 is a lock
   {
     flock 9
     if [ -O "$folder" ] && [ ! -L "$folder" ]; then return 0; fi
@@ -64,8 +65,10 @@ unpack_copy() { # copy reason
       return 1
     fi
     new=$(mktemp -d "$1.XXXXXX") || return
-    if ! { unsquashfs -no-progress -no-xattrs -force -dest "$new" "$1" && mv -T "$new" "$folder"; } >/dev/null 2>&1; then
+    # Other nodes wait for this one at the rendezvous.
+    if ! { timeout 80 unsquashfs -no-progress -no-xattrs -force -dest "$new" "$1" && mv -T "$new" "$folder"; } >/dev/null 2>&1; then
       rm -rf "$new"
+      printf 'cookbook: node %s could not unpack %s within 80 s\n' "$NODE_NAME" "${1##*/}" >&2
       return 1
     fi
     printf 'cookbook: node %s unpacked %s in %d s: %s\n' "$NODE_NAME" "${1##*/}" $((SECONDS - since)) "$2" >&2

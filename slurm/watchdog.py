@@ -102,17 +102,22 @@ class LeftBehind:
     _since: float | None = None
 
     def __post_init__(self) -> None:
-        self._read = self.start
+        self._read = self._size = self.start
 
     def look(self, now: float) -> bool:
         """Return whether that line is LEFT_S old; now: a monotonic clock, in seconds."""
         if self._since is None:
             try:
+                # Hours may pass without a line.
+                size = self.log.stat().st_size
+                if size == self._size:
+                    return False
                 with self.log.open("rb") as file:
                     file.seek(self._read)
                     text = file.read()
             except OSError:
                 return False
+            self._size = size
             # A line that is being written is read again.
             whole = text.rpartition(b"\n")[0]
             self._read += len(whole)
