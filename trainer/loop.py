@@ -199,6 +199,8 @@ class Trainer:
         self.models = Models(self.model)
         self.checkpoints.release()
         del self.optimizer, self.scheduler, self.guard
+        # FSDP's objects refer to each other: until then a frozen model keeps its memory.
+        gc.collect()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.accelerator.empty_host_cache()

@@ -11,6 +11,7 @@ block.
 """
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -185,6 +186,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     policy, layers = made.policy, len(module.blocks)
     # As the loop gives them up before the export.
     del made, module, each, trainable, optimizer, method, builder, batch
+    gc.collect()
     with fake, tracker:
         tracker.suffix = ""
         tracker.enter("export")

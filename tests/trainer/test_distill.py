@@ -1,6 +1,7 @@
 """Distillation from a larger teacher: the same in each layout, resumed, or refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "lora": (1, "", {"model": LORA, "beta": 0.5, "temperature": 2.0}),
     "lora-fsdp": (2, "lora", {"model": LORA, "batch_size": 4, "beta": 0.5, "temperature": 2.0}),
 }
+
+
+@LONG
+def test_the_teachers_memory_is_free_when_the_export_begins(
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+) -> None:
+    path = write_config(tmp_path, model_folder, dataset, teacher=str(teacher), **STEP)
+    said = finish(start(path, 2, module="tests.trainer.freed_teacher"))
+    assert re.findall(r"of (\d+) tensors of the teacher (\d+) are left", said) == [("39", "0")] * 2
 
 
 @pytest.fixture(scope="module")
