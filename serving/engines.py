@@ -16,6 +16,9 @@ from runspec import files
 from runspec.engine_start import vllm_lora
 from runspec.keys.serve import ENGINES
 
+# Beside its socket, why an engine of the kit's does not start.
+REASON = "reason.txt"
+
 
 @dataclass(frozen=True)
 class Engine:

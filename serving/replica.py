@@ -217,8 +217,7 @@ class Replica:
         written = 0.0
         while not ended.is_set() and not (self.run_dir / files.STOP).exists():
             if self.process.returncode is not None:
-                code = self.process.returncode
-                raise ServeError(f"the engine ended with exit status {code}: see the lines above")
+                raise ServeError(self._reason(self.process.returncode))
             if await backends.answers(self.pool.backend):
                 schema = await backends.schema(self.pool.backend)
                 self.takes = parameters.takes(self.config, self.engine.model, schema)
@@ -233,6 +232,13 @@ class Replica:
                 written = time.monotonic()
                 self._tell(None)
             await asyncio.sleep(0.3)
+
+    def _reason(self, code: int) -> str:
+        """Why the engine has not started."""
+        try:
+            return (self.place / engines.REASON).read_text(encoding="utf-8")
+        except OSError:
+            return f"the engine ended with exit status {code}: see the lines above"
 
     async def _look_after(self, ended: asyncio.Event) -> None:
         """Restart an engine that has died."""

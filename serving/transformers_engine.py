@@ -22,7 +22,8 @@ from jinja2 import TemplateError
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving import model_manager, utils
 
-from runspec import adapters, devices, files
+from runspec import adapters, devices, files, weights
+from serving import engines
 
 
 class Stops(StoppingCriteria):
@@ -156,10 +157,35 @@ def unusable(arguments: list[str]) -> str:
     )
 
 
+def too_large(arguments: list[str]) -> str:
+    """Return why `--device auto` would answer from the CPU's memory or a disk; "" if not.
+
+    accelerate puts there without a warning what the GPUs do not hold, and copies it for each token.
+    """
+    given = dict(itertools.pairwise(arguments))
+    if given.get("--device") != "auto" or not torch.cuda.is_available():
+        return ""
+    folder, size = Path(arguments[0]), 4 if given.get("--dtype") == "float32" else 2
+    try:
+        parameters = weights.parameter_count(folder)
+    except (OSError, ValueError, KeyError):
+        return ""  # transformers says what is wrong with it
+    found = torch.cuda.device_count()
+    memory = min(torch.cuda.get_device_properties(each).total_memory for each in range(found))
+    if (needed := weights.ranks_for(parameters, size, memory)) <= found:
+        return ""
+    return (
+        f"{folder} has {parameters * size / 2**30:.0f} GiB of weights and needs {needed} GPUs of "
+        f"{memory / 2**30:.0f} GiB, and there are {found}: use --gpus-per-node {needed}, or larger "
+        "GPUs"
+    )
+
+
 def main() -> None:
     """Start it with uvicorn's option for Unix sockets."""
     socket, *arguments = sys.argv[1:]
-    if why := unusable(arguments):
+    if why := unusable(arguments) or too_large(arguments):
+        Path(socket).with_name(engines.REASON).write_text(why, encoding="utf-8")
         sys.exit(f"error: {why}")
     # As in training: on H100 and B200 cuDNN's attention makes a new graph for each length, and a
     # token that is generated is a new length (pytorch#155958).
