@@ -67,6 +67,10 @@ export PYTHONPATH=$COOKBOOK
 # The first node's store holds a socket of each rank, and a rank those of its peers.
 [ "$(ulimit -Sn)" = unlimited ] || [ "$(ulimit -Sn)" -ge 65536 ] || ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"
 
+# gloo would connect each rank to all others before the first message, in each group. As few talk to each
+# other, large runs connect when they do.
+if ((NODES > 16)); then export TORCH_GLOO_LAZY_INIT=${TORCH_GLOO_LAZY_INIT:-1}; fi
+
 # All ranks write compiled kernels at the same time, which is too much for a network filesystem.
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$local_folder/triton}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$local_folder/inductor}

@@ -216,9 +216,9 @@ def test_ranks_of_an_evaluation_use_their_own_gpu(
 
 
 def _can_be_counted(name: str) -> bool:
-    """`allocated` knows SFT only; with experts ranks read numbers of rows from the device."""
+    """`allocated` generates nothing; with experts ranks read numbers of rows from the device."""
     loaded = recipes.load(name)
-    if loaded.entry_name != "sft":
+    if not loaded.entry.can_estimate or loaded.entry_name in ("grpo", "teach"):
         return False
     config = loaded.resolved(Path("models"), "run")
     step = step_of(config, loaded.resources.nodes, loaded.resources.gpus_per_node)
@@ -235,7 +235,7 @@ def test_the_estimate_matches_the_cuda_allocator(name: str, tmp_path: Path) -> N
     file, shape = tmp_path / "train.yaml", loaded.resources
     file.write_text(yaml.safe_dump(config))
     command_line = [sys.executable, "-m", "tests.benchmarks.allocated", str(file)]
-    done = run(*command_line, str(shape.world_size))
+    done = run(*command_line, str(shape.world_size), loaded.entry.method.objective)
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout.splitlines()[-1])["peak"]
     step = step_of(config, shape.nodes, shape.gpus_per_node)

@@ -139,6 +139,20 @@ def test_a_node_sets_what_ranks_on_gpus_need(tmp_path, given):
     assert found.get("PYTORCH_ALLOC_CONF") == own
 
 
+@pytest.mark.parametrize(("nodes", "lazy"), [("16", None), ("17", "1")])
+def test_ranks_of_many_nodes_connect_when_they_talk(tmp_path, port, nodes, lazy):
+    (tmp_path / "train.yaml").touch()
+    env = {"PATH": os.environ["PATH"], "RUN_DIR": str(tmp_path), "LOGS": str(tmp_path)}
+    env |= {"VENV": sys.prefix, "COOKBOOK": str(ROOT), "NODES": nodes, "RANKS_PER_NODE": "1"}
+    env |= {"HEAD_ADDR": "127.0.0.1", "HEAD_PORT": str(port), "ONE_HOST": "yes"}
+    env |= {"NODE_CHECK": "no", "RENDEZVOUS_WAIT_S": "0.1"}
+    # The other nodes do not come.
+    script = f"trap env EXIT; source {ROOT}/slurm/node.sh"
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert done.returncode == 1 and found.get("TORCH_GLOO_LAZY_INIT") == lazy
+
+
 @pytest.mark.parametrize(
     ("given", "threads"),
     [
