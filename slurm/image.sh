@@ -50,8 +50,8 @@ open_image() { # image folder
 
 # Unpacks this node's own copy of an image beside it, once per job.
 unpack_copy() { # copy reason
-  local folder=$1.d new needs free since=$SECONDS
-  command -v unsquashfs flock >/dev/null || return
+  local folder=$1.d new needs free since=$SECONDS PATH=$PATH:/usr/sbin:/sbin
+  command -v unsquashfs >/dev/null && command -v flock >/dev/null || return
   # shellcheck disable=SC2094  # descriptor 9 is a lock
   {
     flock 9
@@ -66,7 +66,7 @@ unpack_copy() { # copy reason
     fi
     new=$(mktemp -d "$1.XXXXXX") || return
     # Other nodes wait for this one at the rendezvous.
-    if ! { timeout 80 unsquashfs -no-progress -no-xattrs -force -dest "$new" "$1" && mv -T "$new" "$folder"; } >/dev/null 2>&1; then
+    if ! { timeout 80 unsquashfs -no-progress -no-xattrs -force -dest "$new" "$1" && touch "$new" && mv -T "$new" "$folder"; } >/dev/null 2>&1; then
       rm -rf "$new"
       printf 'cookbook: node %s could not unpack %s within 80 s\n' "$NODE_NAME" "${1##*/}" >&2
       return 1
@@ -166,7 +166,11 @@ keep_copies() { # KiB
     echo "node $SLURMD_NODENAME has $((free >> 10)) MiB free there, and they need $(($1 >> 10))"
   else
     echo "node $SLURMD_NODENAME is ready, step $SLURM_STEP_ID"
-    while :; do sleep 3600 & wait $!; done
+    # The next job may not take them for left behind.
+    while :; do
+      sleep 3600 & wait $!
+      touch -c "$COPY_IMAGES_TO/cookbook-$UID-$SLURM_JOB_ID-"*.sqsh*
+    done
   fi
 }
 

@@ -65,7 +65,7 @@ print(len(names), round(1e6 * (time.monotonic() - began)))'
     if [ -x "${place%/bin/*}/libexec/$name/bin/squashfuse_ll" ]; then answer=$name; fi
   done
   if [ -w /dev/fuse ] && [ -n "$answer" ]; then report mounts yes; else report mounts no; fi
-  if command -v unsquashfs flock >/dev/null; then report unpacks yes; fi
+  if PATH=$PATH:/usr/sbin:/sbin command -v unsquashfs >/dev/null && command -v flock >/dev/null; then report unpacks yes; fi
 }
 
 # What `compile: true` needs on a node: a C compiler and Python's headers.

@@ -1,8 +1,9 @@
 """Ranks of one host that connect as gloo does: python -m benchmarks.start_up.groups RANKS ...
 
-Each makes the two groups that a rank of the trainer makes, and then talks in the second one. With
-TORCH_GLOO_LAZY_INIT=1 a rank connects to another when it first talks to it. Prints one line of JSON
-for each number of ranks: seconds of rank 0, its open files, and CPU seconds of all ranks.
+Each makes the two groups that a rank of the trainer makes, and then talks in the second one, by
+gloo's collectives and in rounds (trainer/parallel/messages.py). With TORCH_GLOO_LAZY_INIT=1 a rank
+connects to another when it first talks to it. Prints one line of JSON for each number of ranks:
+seconds of rank 0, its open files, and CPU seconds of all ranks.
 """
 
 import argparse
@@ -11,10 +12,13 @@ import os
 import resource
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from trainer.parallel.messages import Rounds
 
 LIMIT = timedelta(minutes=5)
 
@@ -23,18 +27,26 @@ def rank(number: int, ranks: int, port: int) -> dict[str, float]:
     """Seconds of each part, and open files."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT)
-    clock = [time.monotonic()]
+    began, found = time.monotonic(), {}
     dist.init_process_group("gloo", store=store, rank=number, world_size=ranks, timeout=LIMIT)
     group = dist.new_group(backend="gloo", timeout=LIMIT)
-    clock.append(time.monotonic())
-    dist.barrier(group=group)
-    clock.append(time.monotonic())
-    dist.all_gather_object([None] * ranks, None, group=group)
-    clock.append(time.monotonic())
-    dist.all_reduce(torch.zeros(9, dtype=torch.float64), group=group)
-    clock.append(time.monotonic())
-    names = ("groups_s", "barrier_s", "gather_s", "sum_s")
-    found = {n: b - a for n, a, b in zip(names, clock, clock[1:], strict=False)}
+    found["groups_s"] = time.monotonic() - began
+    rounds = Rounds(number, ranks, group, LIMIT)
+    numbers = [0.0] * 9
+    parts: dict[str, Callable[[], object]] = {
+        "barrier_s": lambda: dist.barrier(group=group),
+        "gather_s": lambda: dist.all_gather_object([None] * ranks, None, group=group),
+        "sum_s": lambda: dist.all_reduce(torch.tensor(numbers).double(), group=group),
+        "gather_in_rounds_s": lambda: rounds.gather(None),
+        "sum_in_rounds_s": lambda: rounds.gather_numbers(numbers).sum(0),
+    }
+    for name, part in parts.items():
+        # Nobody is late, and who talks is connected.
+        for _ in range(2):
+            dist.barrier(group=group)
+            began = time.monotonic()
+            part()
+            found[name] = time.monotonic() - began
     found["files"] = len(os.listdir("/proc/self/fd"))
     dist.barrier(group=group)
     return found

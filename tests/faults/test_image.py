@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -228,6 +229,9 @@ def test_a_node_that_cannot_mount_its_copy_unpacks_it(
     for (environment, kit), _ in found:
         assert Path(environment).parent == disk / f"{prefix}{images.name}.d"
         assert Path(kit) == disk / f"{prefix}{code.name}.d"
+        # A folder of a week is removed by the next job.
+        for place in (Path(environment).parent, Path(kit)):
+            assert time.time() - place.stat().st_mtime < 600
     notes = "".join(err for _, err in found)
     for file in (images, code):
         assert notes.count(f"cookbook: node n1 unpacked {prefix}{file.name} in ") == 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,13 @@ from runspec.layout import Layout, LayoutError
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError, Fault, PeerError
 from trainer.parallel.device import agree, own
+from trainer.parallel.messages import Rounds
 
 T = TypeVar("T")
 # Long enough for one rank to read or write a large model while the others wait.
 TIMEOUT = timedelta(minutes=30)
+# From so many ranks on they tell each other in rounds: see trainer/parallel/messages.py.
+MANY = 64
 # Bytes per second, all ranks together: storage that is slower than this fails.
 SLOWEST_READ = 20e6
 
@@ -38,6 +41,7 @@ class World:
     cpu_group: dist.ProcessGroup
     layout: Layout
     meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
+    timeouts: list[timedelta] = field(default_factory=lambda: [TIMEOUT])
 
     @property
     def is_main(self) -> bool:
@@ -129,6 +133,7 @@ class World:
     def limit(self, seconds: float | None) -> None:
         """Let collectives that begin from now on time out after so long; None: after TIMEOUT."""
         timeout = TIMEOUT if seconds is None else timedelta(seconds=seconds)
+        self.timeouts[:] = [timeout]
         groups = [dist.group.WORLD, self.cpu_group]
         groups += [group for mesh in self.meshes.values() for group in mesh.get_all_groups()]
         for group in groups:
@@ -140,23 +145,33 @@ class World:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduced(values, "sum")
 
     def max(self, values: list[float]) -> list[float]:
         """Element-wise maximum over all ranks, in float64."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._reduced(values, "max")
 
-    def _reduced(self, values: Sequence[float], operation: dist.ReduceOp) -> list[float]:
-        if self.size == 1:
+    def _reduced(self, values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:
+        if self.size == 1 or not values:
             return [float(value) for value in values]
+        if self.size >= MANY:
+            each = self._in_rounds.gather_numbers(values)
+            return (each.sum(0) if operation == "sum" else each.amax(0)).tolist()
         reduced = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(reduced, operation, self.cpu_group)
+        kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+        dist.all_reduce(reduced, kinds[operation], self.cpu_group)
         return reduced.tolist()
+
+    @property
+    def _in_rounds(self) -> Rounds:
+        return Rounds(self.rank, self.size, self.cpu_group, self.timeouts[0])
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         if self.size == 1:
             return [value]
+        if self.size >= MANY:
+            return self._in_rounds.gather(value)
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values
