@@ -82,12 +82,24 @@ class TokenisedDataset:
     [samples, documents], what MicroBatch has of it, if a method kept it. teacher: what is kept of a
     teacher, if a method reads it. omissions: see Source.
 
+    Args:
+        meta: what the folder says of itself, if it has been read.
+        block: the dataset's keys, for messages.
+
     Raises:
         ConfigError: files are missing or cut short.
     """
 
-    def __init__(self, folder: Path, meta: dict[str, Any], block: dict[str, Any]) -> None:
-        self.folder, self._block = folder, block
+    def __init__(
+        self,
+        folder: Path,
+        meta: dict[str, Any] | None = None,
+        block: dict[str, Any] | None = None,
+    ) -> None:
+        meta = meta or _meta(folder)
+        if meta is None:
+            raise _damaged(folder)
+        self.folder, self._block = folder, block or {}
         self.highest_token, self._highest_source = meta["highest"]
         self.split_sizes: dict[str, int] = meta["split_sizes"]
         self.omissions: dict[str, tuple[int, str]] = meta["omissions"]
