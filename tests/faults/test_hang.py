@@ -138,6 +138,19 @@ def unstoppable(user: Kit, slurm: SlurmCluster, undisturbed: Undisturbed) -> Pat
     return run
 
 
+def stop_in_a_step(run: Path, number: int) -> None:
+    """Stop a rank where a hang is noticed: how long a first save takes is not known."""
+    beat = run / files.LOGS / "0" / files.HEARTBEAT
+    while True:
+        os.kill(rank(run, number), signal.SIGSTOP)
+        # Until the others wait for it.
+        time.sleep(3)
+        if (files.read_json_or_none(beat) or {}).get("phase") == "training":
+            return
+        os.kill(rank(run, number), signal.SIGCONT)
+        time.sleep(0.5)
+
+
 @pytest.mark.usefixtures("unstoppable")
 @pytest.mark.parametrize(
     "where",
@@ -146,7 +159,7 @@ def unstoppable(user: Kit, slurm: SlurmCluster, undisturbed: Undisturbed) -> Pat
 def test_a_stopped_rank_is_named_and_the_run_goes_on(user: Kit, undisturbed: Undisturbed, where):
     _, run = user.submit(*SHORT, "hang_timeout_s=8", *where)
     trains(run)
-    os.kill(rank(run, 1), signal.SIGSTOP)
+    stop_in_a_step(run, 1)
     first, second = ended(user, run, "COMPLETED")
     assert first["cause"] == "hang", report(run)
     host = socket.gethostname() if where else "n2"
