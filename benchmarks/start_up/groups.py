@@ -38,7 +38,6 @@ def rank(number: int, ranks: int, port: int) -> dict[str, float]:
         "gather_s": lambda: dist.all_gather_object([None] * ranks, None, group=group),
         "sum_s": lambda: dist.all_reduce(torch.tensor(numbers).double(), group=group),
         "gather_in_rounds_s": lambda: rounds.gather(None),
-        "sum_in_rounds_s": lambda: rounds.gather_numbers(numbers).sum(0),
     }
     for name, part in parts.items():
         # Nobody is late, and who talks is connected.

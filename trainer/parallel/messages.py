@@ -1,13 +1,13 @@
 """What all ranks tell each other, in as many rounds as the number of ranks has binary digits.
 
-gloo passes the values of an all_gather or an all_reduce from rank to rank: each waits for as many
-messages as there are ranks, which takes seconds for thousands of them. Here the number of values
-that a rank knows doubles in each round (J. Bruck et al., Efficient algorithms for all-to-all
+gloo passes the values of an all_gather from rank to rank: each waits for as many messages as there
+are ranks, which takes seconds for thousands of them; its all_reduce is faster. Here the number of
+values that a rank knows doubles in each round (J. Bruck et al., Efficient algorithms for all-to-all
 communications in multiport message-passing systems, 1997).
 """
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -37,16 +37,6 @@ class Rounds:
             known += pickle.loads(received.numpy().tobytes())
         first = self.size - self.rank
         return known[first:] + known[:first]
-
-    def gather_numbers(self, values: Sequence[float]) -> torch.Tensor:
-        """Every rank's numbers, float64 [ranks, numbers], as `gather`."""
-        known = torch.empty(self.size, len(values), dtype=torch.float64)
-        known[0] = torch.tensor(values, dtype=torch.float64)
-        have = 1
-        for to, source, count in self._rounds():
-            self._exchange(known[:count], to, known[have : have + count], source)
-            have += count
-        return known.roll(self.rank, 0)
 
     def _rounds(self) -> Iterator[tuple[int, int, int]]:
         """To whom, from whom, and how many values: the rank's own and those of ranks after it."""

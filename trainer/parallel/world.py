@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -145,33 +145,25 @@ class World:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64."""
-        return self._reduced(values, "sum")
+        return self._reduced(values, dist.ReduceOp.SUM)
 
     def max(self, values: list[float]) -> list[float]:
         """Element-wise maximum over all ranks, in float64."""
-        return self._reduced(values, "max")
+        return self._reduced(values, dist.ReduceOp.MAX)
 
-    def _reduced(self, values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:
-        if self.size == 1 or not values:
+    def _reduced(self, values: Sequence[float], operation: dist.ReduceOp) -> list[float]:
+        if self.size == 1:
             return [float(value) for value in values]
-        if self.size >= MANY:
-            each = self._in_rounds.gather_numbers(values)
-            return (each.sum(0) if operation == "sum" else each.amax(0)).tolist()
         reduced = torch.tensor(values, dtype=torch.float64)
-        kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-        dist.all_reduce(reduced, kinds[operation], self.cpu_group)
+        dist.all_reduce(reduced, operation, self.cpu_group)
         return reduced.tolist()
-
-    @property
-    def _in_rounds(self) -> Rounds:
-        return Rounds(self.rank, self.size, self.cpu_group, self.timeouts[0])
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         if self.size >= MANY:
-            return self._in_rounds.gather(value)
+            return Rounds(self.rank, self.size, self.cpu_group, self.timeouts[0]).gather(value)
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values
