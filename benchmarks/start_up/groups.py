@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import resource
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from slurm.ports import free_port
 from trainer.parallel.messages import Rounds
 
 LIMIT = timedelta(minutes=5)
@@ -53,9 +53,7 @@ def rank(number: int, ranks: int, port: int) -> dict[str, float]:
 
 def measure(ranks: int) -> dict[str, float]:
     """What rank 0 measures, and the CPU time of all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1", str(os.getpid()), ranks)
     reader, writer = os.pipe()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     # As in trainer.launch, the store is not rank 0's, and begins after the ranks are forked.
