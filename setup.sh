@@ -253,6 +253,12 @@ PY
   say "installed in $((SECONDS - started)) s"
 }
 
+# For users who may only read the checkout: Python would compile it again for each of their commands.
+compile_kit() {
+  (cd "$REPO" && "$VENV/bin/python" -m compileall -q launcher runspec trainer datakit serving) >/dev/null ||
+    say "warning: $REPO cannot be written: its Python modules are compiled at each start"
+}
+
 check_slurm() {
   local version hosts kind
   if ! command -v sbatch >/dev/null; then
@@ -320,6 +326,7 @@ check_disk
 choose_torch
 make_venv
 if [[ $WANT = test* ]]; then install_packages dev; else install_packages; fi
+compile_kit
 # What is started from here on must not keep the lock.
 exec 9>&-
 check_slurm

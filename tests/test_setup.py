@@ -4,6 +4,7 @@ The tests run in the environment that setup.sh made, so its creation is tested b
 """
 
 import fcntl
+import importlib.util
 import os
 import subprocess
 import sys
@@ -123,6 +124,13 @@ def test_a_second_run_changes_nothing_and_ends_with_the_next_command(installed):
     assert "is up to date" in done.stderr
     assert "cookbook submit --recipe demo --nodes 2 --watch" in done.stderr.splitlines()[-1]
     assert (Path(sys.prefix) / ".cookbook-setup").read_text() == stamp
+
+
+def test_the_kit_is_compiled_for_users_who_cannot_write_its_folder(installed):
+    compiled = Path(importlib.util.cache_from_source(str(ROOT / "launcher" / "errors.py")))
+    compiled.unlink(missing_ok=True)
+    setup(**installed)
+    assert compiled.is_file()
 
 
 def test_parts_are_named_as_in_pyproject(installed):
