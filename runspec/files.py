@@ -160,13 +160,15 @@ def json_text(value: Any) -> str:
 
 
 def keep(paths: Iterable[Path]) -> None:
-    """Read files for the processes that this one will fork, which then open none of them.
+    """Read files for this process, and those that it will fork, which then open none of them.
 
-    Those that cannot be read are left to them.
+    One that is kept is opened again if it has changed; one that cannot be read is left to them.
     """
     for path in paths:
-        with suppress(OSError), open(path, "rb", buffering=0) as file:
-            _kept[path] = _version(os.fstat(file.fileno())), file.readall()
+        with suppress(OSError):
+            if path not in _kept or _version(os.stat(path)) != _kept[path][0]:
+                with open(path, "rb", buffering=0) as file:
+                    _kept[path] = _version(os.fstat(file.fileno())), file.readall()
 
 
 def read_bytes(path: Path) -> bytes:
@@ -272,5 +274,7 @@ def sha256(path: Path) -> str:
     # Imported late: every start of the command and of a rank imports this module.
     import hashlib
 
+    if path in _kept:
+        return hashlib.sha256(read_bytes(path)).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

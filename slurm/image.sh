@@ -203,9 +203,11 @@ nearest() { # image
 
 # The filesystem's size is in its header: a copy may have been cut off.
 is_whole() { # image
-  local size
-  size=$(od -An -t u8 -j 40 -N 8 "$1" 2>/dev/null)
-  ((size > 0)) && [ "$(head -c 4 "$1" | tr -d '\0')" = hsqs ] && [ "$(stat -c %s "$1")" -ge "$((size))" ]
+  local header
+  read -ra header < <(od -An -v -t u8 -w48 -N 48 "$1" 2>/dev/null)
+  # 0x73717368 is hsqs, as it is read here.
+  ((${#header[@]} == 6 && (header[0] & 0xffffffff) == 0x73717368 && header[5] > 0)) &&
+    [ "$(stat -c %s "$1")" -ge "${header[5]}" ]
 }
 
 # Programs that mount an image for a user. Apptainer and Singularity have one of their own.

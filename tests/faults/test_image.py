@@ -257,6 +257,7 @@ def test_a_copy_that_is_not_whole_is_passed_over(images: Path, tmp_path: Path) -
     copy = tmp_path / f"cookbook-{os.geteuid()}-7-{images.name}"
     whole = images.read_bytes()
     cases = {"whole": (whole, copy), "cut": (whole[: 2**20], images), "none": (None, images)}
+    cases |= {"header": (whole[:40], images), "other": (b"x" * len(whole), images)}
     for name, (content, mounted) in cases.items():
         copy.unlink(missing_ok=True)
         if content is not None:

@@ -1,6 +1,7 @@
 """Weights from a model folder to the ranks: each byte is read by one rank of the run."""
 
 import math
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def load(module: Decoder, source: SafetensorsSource, world: World) -> None:
 
     def read_own() -> None:
         before, total = 0, max(sum(elements.values()), 1)
-        for key, read in source.read():
+        for key, read in source.read(opened):
             share, before = before / total, before + elements[key]
             piece, parts = pieces.get(key), parts_of.get(key, [])
             if piece is not None:
@@ -81,8 +82,9 @@ def load(module: Decoder, source: SafetensorsSource, world: World) -> None:
         if fault is not None:
             raise fault
 
-    world.on_all(read_own)
-    world.on_all(read_shared)
+    with ExitStack() as opened:
+        world.on_all(read_own)
+        world.on_all(read_shared)
     for reader in readers.values():
         copies.send(*reader)
     world.limit(None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,25 +166,23 @@ class SafetensorsSource:
         with safe_open(self.files[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    def read(self) -> Iterator[tuple[str, Reader]]:
-        """Every tensor once, (Hugging Face name, what reads tensor[place]), file by file."""
+    def read(self, stack: ExitStack) -> Iterator[tuple[str, Reader]]:
+        """Every tensor once, (Hugging Face name, what reads tensor[place]), file by file.
+
+        Files that are read of stay open until `stack` closes.
+        """
         for path in sorted(set(self.files.values())):
-            with ExitStack() as stack:
-                opened = partial(_opened, path, stack, [])
-                for key in sorted(k for k, where in self.files.items() if where == path):
-                    yield key, partial(_read, opened, key)
+            opened = cache(partial(_opened, path, stack))
+            for key in sorted(k for k, where in self.files.items() if where == path):
+                yield key, partial(_read, opened, key)
 
     def is_made(self, key: str) -> bool:
         """Whether a tensor is made of all that the file holds of it, whatever part is asked for."""
         return False
 
 
-def _opened(path: Path, stack: ExitStack, files: list[Any]) -> Any:
-    """The file, open until `stack` closes: a rank opens those that it reads of."""
-    if not files:
-        stack.callback(files.clear)
-        files.append(stack.enter_context(safe_open(path, framework="pt")))
-    return files[0]
+def _opened(path: Path, stack: ExitStack) -> Any:
+    return stack.enter_context(safe_open(path, framework="pt"))
 
 
 def _read(opened: Callable[[], Any], key: str, place: tuple[Any, ...] = ()) -> torch.Tensor:
@@ -210,9 +208,9 @@ class GrownSource(SafetensorsSource):
     rows: int
     new_ids: range
 
-    def read(self) -> Iterator[tuple[str, Reader]]:
+    def read(self, stack: ExitStack) -> Iterator[tuple[str, Reader]]:
         """See `SafetensorsSource.read`."""
-        for key, read in super().read():
+        for key, read in super().read(stack):
             yield key, partial(self._part, read) if key in self.tables else read
 
     def is_made(self, key: str) -> bool:
