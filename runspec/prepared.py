@@ -27,6 +27,8 @@ FOLDER = "prepared"
 COMPONENT = "trainer.data.prepared.prepared_dataset"
 # The keys of a recipe that take prepared:NAME@SPLIT.
 BLOCKS = ("dataset", "dataset_val")
+# What an error says of it.
+EXAMPLE = "prepared:NAME@SPLIT for a dataset that `cookbook data show` lists, as prepared:faq@train"
 # Row ids: the number of the input file, then the line or row in it.
 ROW_BITS = 40
 

@@ -11,6 +11,7 @@ from typing import Any
 from launcher import venv
 from launcher.errors import UsageFault, nearest
 from runspec.keys.preference import DpoConfig
+from runspec.prepared import EXAMPLE
 
 SUFFIXES = {
     ".jsonl": "json",
@@ -74,7 +75,7 @@ def read(
     """
     path = Path(name).expanduser().absolute()
     if path.is_dir():
-        raise UsageFault(f"--data {name} is a folder: give a file, or prepared:NAME@SPLIT")
+        raise UsageFault(f"--data {name} is a folder: give a file, or {EXAMPLE}")
     source = SUFFIXES.get(path.suffix.lower())
     if source is None:
         known = ", ".join(SUFFIXES)
@@ -83,7 +84,7 @@ def read(
         )
     if not path.exists():
         siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        again = "give an existing one, or prepared:NAME@SPLIT, where NAME is of cookbook data show"
+        again = f"give an existing one, or {EXAMPLE}"
         raise UsageFault(f"there is no file {path}{nearest(path.name, siblings)}: {again}")
     try:
         records = list(islice(_records(path, source), _READ))

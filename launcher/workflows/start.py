@@ -138,7 +138,7 @@ def _data(data: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
         raise UsageFault(
             f"{data} {kind}: its name must end in one of {', '.join(own_data.SUFFIXES)} (data), or "
             ".yaml, .yml (a config of axolotl, LLaMA-Factory, TRL, LitGPT or NeMo Automodel); or "
-            "give prepared:NAME@SPLIT, where NAME is of cookbook data show"
+            f"give {prepared.EXAMPLE}"
         )
     read_data = own_data.read(data)
     return read_data.block, read_data.summary, read_data.questions

@@ -183,7 +183,8 @@ class Key:
         if isinstance(value, str) and "${" in value:
             return None  # a reference is checked when it has its value
         if value is None:
-            needed = f"{self.name} must be {self.expects}, got null: set it, or leave it out"
+            remedy = f"set it, or remove it (an override: ~{self.name})"
+            needed = f"{self.name} must be {self.expects}, got null: {remedy}"
             return None if self.nullable else needed
         if not (value in self.choices if self.choices else KINDS[self.kind].test(value)):
             hint = nearest(str(value), self.choices)

@@ -314,7 +314,7 @@ def test_a_wrong_name_is_one_fault(name, told):
         ("~max_steps", "no key 'max_steps'"),
         ("resources.node=2", "did you mean resources.nodes?"),
         ("optimizer.lr=fast", "must be a number, 0 or more, got 'fast', in the override"),
-        ("optimizer.lr=", "must be a number, 0 or more, got null: set it, or leave it out"),
+        ("optimizer.lr=", "0 or more, got null: set it, or remove it (an override: ~optimizer.lr)"),
         ("optimizer.weight_decay=null", "got null"),
         ("lr_scheduler.num_warmup_steps=", "a whole number, 0 or more, got null"),
         ("dataset.packed=7", "must be true or false"),
