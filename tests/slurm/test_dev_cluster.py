@@ -171,8 +171,9 @@ def test_an_interrupted_up_leaves_no_process(
     case = f'case "$*" in *"-N "*) {wait} ;; esac'  # not if it is asked for its version
     slurmd.write_text(f'#!/bin/sh\n{case}\nexec {shutil.which("slurmd", path=path)} "$@"\n')
     slurmd.chmod(0o755)
+    # A shell cannot trap what was ignored when it started, as HUP is below nohup.
     up = subprocess.Popen(
-        [CLUSTER_SH, "up", "--state", cluster_root],
+        ["env", f"--default-signal={number.value}", CLUSTER_SH, "up", "--state", cluster_root],
         env=os.environ | {"PATH": f"{tmp_path}:{path}"},
         stderr=subprocess.PIPE,
         text=True,
