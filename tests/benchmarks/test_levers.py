@@ -61,7 +61,7 @@ def results_of(parts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(p, marks=[pytest.mark.long] if p in ("block", "fp8") else [])
+        pytest.param(p, marks=[pytest.mark.long] if p in ("block", "fp8", "loading") else [])
         for p in levers.PARTS
     ],
 )
@@ -199,6 +199,7 @@ def test_peak_memory_counts_what_is_allocated_at_the_same_time():
     assert measure.peak_bytes(call, torch.device("cpu")) == pytest.approx(2 * 2**20, rel=1e-4)
 
 
+@pytest.mark.long
 def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     arguments = ["optimizer", "--device", "cpu", "--size", "tiny", "--no-compile"]

@@ -99,6 +99,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
     assert_skipped(tmp_path)
 
 
+@pytest.mark.long
 def test_all_ranks_skip_what_one_has_seen_and_chosen_ranks_are_profiled(
     tmp_path: Path, poisoned: dict[str, Path], model_folder: Path, dataset: Path
 ) -> None:

@@ -170,8 +170,9 @@ def test_an_adapter_that_training_goes_on_from_is_in_the_reference(
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(LORA, id="lora"), pytest.param(None, id="full", marks=pytest.mark.long)],
+    [pytest.param(LORA, id="lora"), pytest.param(None, id="full")],
 )
+@pytest.mark.long
 def test_a_killed_run_resumes_the_same(
     model: Any, tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:

@@ -28,7 +28,7 @@ def imported(folder: Path, build: str, content: dict) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("build", ["cpu", "gpu"])
+@pytest.mark.parametrize("build", [pytest.param("cpu", marks=pytest.mark.long), "gpu"])
 def test_models_are_imported_unless_that_would_start_cuda(build, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     content = {
@@ -81,6 +81,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_a_rank_opens_no_file_that_was_read_for_all(model_folder, dataset, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
