@@ -78,16 +78,13 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$local_folder/inductor
 # Takes at most a second, and reports why this node is unhealthy.
 if [ "${NODE_CHECK:-yes}" = yes ]; then "$VENV/bin/python" -P -m slurm.ready || exit 1; fi
 
-if [ -z "${OMP_NUM_THREADS:-}" ]; then
-  # Without Slurm the nodes are processes on this host.
-  cpus=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(($(nproc) / NODES))}}
-  OMP_NUM_THREADS=$((cpus / RANKS_PER_NODE))
-  export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 1 ? OMP_NUM_THREADS : 1))
-fi
-# torch starts as many compilers for each rank as the node has CPUs (32 at most). nproc counts threads of
-# OpenMP if it is told how many there are.
-cpus=$((${SLURM_CPUS_PER_TASK:-$(env -u OMP_NUM_THREADS nproc)} / RANKS_PER_NODE))
-export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$((cpus > 1 ? cpus : 1))}
+# Without Slurm the nodes are processes on this host. nproc counts threads of OpenMP if it is told how many
+# there are.
+cpus=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(($(env -u OMP_NUM_THREADS nproc) / NODES))}}
+cpus=$((cpus > RANKS_PER_NODE ? cpus / RANKS_PER_NODE : 1))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus}
+# torch starts as many compilers for each rank as the node has CPUs (32 at most).
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$cpus}
 # Rows of experts change with each batch: fixed segments would leave gaps that fit none of them.
 if [ -z "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_HIP_ALLOC_CONF:-}" ]; then
   export PYTORCH_ALLOC_CONF=expandable_segments:True

@@ -145,12 +145,18 @@ def test_ranks_of_many_nodes_connect_when_they_talk(tmp_path, port, nodes, lazy)
     env = {"PATH": os.environ["PATH"], "RUN_DIR": str(tmp_path), "LOGS": str(tmp_path)}
     env |= {"VENV": sys.prefix, "COOKBOOK": str(ROOT), "NODES": nodes, "RANKS_PER_NODE": "1"}
     env |= {"HEAD_ADDR": "127.0.0.1", "HEAD_PORT": str(port), "ONE_HOST": "yes"}
-    env |= {"NODE_CHECK": "no", "RENDEZVOUS_WAIT_S": "0.1"}
+    env |= {"NODE_CHECK": "no", "RENDEZVOUS_WAIT_S": "0.1", "OMP_NUM_THREADS": "3"}
+    # Without Slurm, nodes share the CPUs of this host.
+    (tmp_path / "nproc").write_text("#!/bin/sh\necho ${OMP_NUM_THREADS:-70}\n")
+    (tmp_path / "nproc").chmod(0o755)
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
     # The other nodes do not come.
     script = f"trap env EXIT; source {ROOT}/slurm/node.sh"
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
     found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     assert done.returncode == 1 and found.get("TORCH_GLOO_LAZY_INIT") == lazy
+    threads = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+    assert [found[name] for name in threads] == ["3", "4"]
 
 
 @pytest.mark.parametrize(
@@ -169,8 +175,7 @@ def test_ranks_share_a_nodes_cpus_if_the_site_names_none(tmp_path, given, thread
     script = f'source {ROOT}/slurm/node.sh; echo "$OMP_NUM_THREADS $TORCHINDUCTOR_COMPILE_THREADS"'
     env |= {"NODE_CHECK": "no"} | given
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
-    compilers = max(1, len(os.sched_getaffinity(0)) // int(env["RANKS_PER_NODE"]))
-    assert done.stdout.split() == [str(threads), str(compilers)], done.stderr
+    assert done.stdout.split() == [str(threads), str(threads)], done.stderr
 
 
 @pytest.mark.parametrize("missing", ["train.yaml", "venv"])
