@@ -6,6 +6,7 @@ address used here. If something fails, exit status 1 and one line that names the
 Standard library only, and quick to start: the GPUs wait for it.
 """
 
+import errno
 import fcntl
 import os
 import socket
@@ -59,9 +60,11 @@ def listen(family: int, target: Address, node: str, nodes: int, run: str) -> str
         try:
             server.bind(target)
         except OSError as error:
+            taken = "another program has taken the port since the attempt began"
+            own = "check that this address is its own"
             fail(
                 f"the first node {node} cannot listen on {target[0]}:{target[1]} "
-                f"({error.strerror}): check that this address is its own"
+                f"({error.strerror}): {taken if error.errno == errno.EADDRINUSE else own}"
             )
         server.listen(nodes)
         while len(met) < nodes:

@@ -109,8 +109,8 @@ SlurmctldLogFile=$state/log/slurmctld.log
 SlurmdLogFile=$state/log/slurmd-%n.log
 ${release_bin:+PluginDir=${release_bin%/*}/plugins}
 
-# Ids start from the clock, so that two clusters give no job the same id.
-FirstJobId=$((EPOCHSECONDS % 10000000 + 1))
+# Two clusters, also of the same second, give no job the same id: the ranks' port follows from it.
+FirstJobId=$(((RANDOM << 15 | RANDOM) % 60000000 + 1))
 
 EOT
         ((!switches)) || write_topology

@@ -118,6 +118,13 @@ def test_a_loopback_is_refused_where_the_nodes_are_several_hosts(port):
 def test_an_address_of_another_host_is_reported(port):
     status, _, message = finish(node(0, port, HEAD_ADDR="192.0.2.1"))
     assert status == 1 and "cannot listen on 192.0.2.1" in message
+    assert "check that this address is its own" in message
+
+
+def test_a_port_that_was_taken_meanwhile_is_reported():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        status, _, message = finish(node(0, other.getsockname()[1]))
+    assert status == 1 and "another program has taken the port" in message
 
 
 @pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}])
