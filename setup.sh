@@ -255,7 +255,7 @@ PY
 
 # For users who may only read the checkout: Python would compile it again for each of their commands.
 compile_kit() {
-  (cd "$REPO" && "$VENV/bin/python" -m compileall -q launcher runspec trainer datakit serving) >/dev/null ||
+  (cd "$REPO" && "$VENV/bin/python" -m compileall -qq launcher runspec trainer datakit serving) ||
     say "warning: $REPO cannot be written: its Python modules are compiled at each start"
 }
 

@@ -166,7 +166,7 @@ def keep(paths: Iterable[Path]) -> None:
     """
     for path in paths:
         with suppress(OSError):
-            if path not in _kept or _version(os.stat(path)) != _kept[path][0]:
+            if _current(path) is None:
                 with open(path, "rb", buffering=0) as file:
                     _kept[path] = _version(os.fstat(file.fileno())), file.readall()
 
@@ -177,11 +177,17 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         OSError: the file cannot be read.
     """
-    kept = _kept.get(path)
-    if kept is not None and _version(os.stat(path)) == kept[0]:
-        return kept[1]
+    kept = _current(path)
+    if kept is not None:
+        return kept
     with open(path, "rb", buffering=0) as file:
         return file.readall()
+
+
+def _current(path: Path) -> bytes | None:
+    """What is kept of a file, None if that is nothing or the file has changed since."""
+    kept = _kept.get(path)
+    return kept[1] if kept is not None and _version(os.stat(path)) == kept[0] else None
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
@@ -274,7 +280,8 @@ def sha256(path: Path) -> str:
     # Imported late: every start of the command and of a rank imports this module.
     import hashlib
 
-    if path in _kept:
-        return hashlib.sha256(read_bytes(path)).hexdigest()
+    kept = _current(path)
+    if kept is not None:
+        return hashlib.sha256(kept).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
