@@ -114,7 +114,15 @@ def other(name: str, keys: Keys, **known: Any) -> Entry:
         launch = engines.ENGINES[name]
         return launch.start(launch, recipe, config)
 
-    return Entry(keys={**COMMON, **keys}, command=command, launch_name=name, **known)
+    return Entry(
+        keys={**COMMON, **keys}, command=command, launch_name=name, notes=_start_notes, **known
+    )
+
+
+def _start_notes(config: Mapping[str, Any]) -> Iterable[str]:
+    read_from, folder = config.get("config_read_from"), config.get("work_dir")
+    if folder and read_from and Path(str(folder)) != Path(str(read_from)).parent:
+        yield f"it starts in {folder}, from which the paths in {Path(str(read_from)).name} count"
 
 
 def _script(recipe: Recipe) -> Path:
