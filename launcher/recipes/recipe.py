@@ -404,7 +404,7 @@ def load(
         engines.default_environment(config, engine)
     builder = _builder(config)
     if not config.get("entry"):
-        config["entry"] = stock.entry_of(path, builder) or COMMON["entry"].default
+        config["entry"] = stock.entry_of(path, config) or COMMON["entry"].default
     if stock.config_name(path):
         # It means what torchtune says, wherever the kit's own default is another.
         for key in ("dataset", "dataset_val"):
@@ -435,7 +435,7 @@ def _own_inputs(
     model: str | None,
 ) -> tuple[own.Inputs, list[str]]:
     """Put the user's data and model into config; return what was found, and the faults."""
-    entry = config.get("entry") or stock.entry_of(path, _builder(config)) or COMMON["entry"].default
+    entry = config.get("entry") or stock.entry_of(path, config) or COMMON["entry"].default
     if not _is_trained({"entry": entry}):
         named = [option for option, name in (("--data", data), ("--model", model)) if name]
         message = f"{path.name} starts {entry}, which has keys of its own: leave it out"

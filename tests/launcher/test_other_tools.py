@@ -10,13 +10,22 @@ import yaml
 from launcher import executors
 from launcher.checks import Context, engine, findings
 from launcher.errors import UsageFault
-from launcher.recipes import entries
+from launcher.recipes import entries, stock
 from launcher.recipes import recipe as recipes
 from launcher.site import Site
 
 TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d"}
 LITGPT = {"checkpoint_dir": "org/m", "train": {"epochs": 1}}
 LLAMAFACTORY = {"model_name_or_path": "org/m", "stage": "sft", "dataset": "mine"}
+
+# Configs of torchtune whose script is none of the kit's: the script, and the kit's own method.
+OTHER_SCRIPTS = {
+    "llama3_1/8B_full_dpo": ("full_dpo_distributed", "dpo"),
+    "llama3_1/8B_lora_dpo": ("lora_dpo_distributed", "dpo"),
+    "llama3_2/8B_to_1B_KD_lora_distributed": ("knowledge_distillation_distributed", "distill"),
+    "llama3/8B_qat_lora": ("qat_lora_finetune_distributed", ""),
+    "mistral/7B_full_ppo_low_memory": ("ppo_full_finetune_single_device", ""),
+}
 
 
 def written(path: Path, content: Any) -> Path:
@@ -143,3 +152,46 @@ def test_no_value_of_the_wrong_kind_is_a_traceback(tmp_path, base):
                 made = recipes.load(str(written(tmp_path / "mine.yaml", {**base, **given})))
                 made.train_config(tmp_path, "run")
                 assert made.secrets is not made.records and made.environment is not made.notes
+
+
+# Copies of torchtune's configs, as tune cp makes them --------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama3_1/8B_lora", "llama3_2_vision/11B_full", *OTHER_SCRIPTS])
+def test_a_copy_starts_what_the_stock_config_starts(tmp_path, name):
+    text = stock.configs()[name].read_text(encoding="utf-8")
+    one = {"nodes": 1, "gpus_per_node": 1}
+    # torchtune's configs have this key since its last release.
+    copy = recipes.load(str(written(tmp_path / "my.yaml", f"{text}\nlog_level: INFO\n")), (), one)
+    assert copy.entry_name == recipes.load(name, (), one).entry_name
+    if name in OTHER_SCRIPTS:
+        script, own = OTHER_SCRIPTS[name]
+        bare = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
+        fault = refusal(written(tmp_path / "bare.yaml", bare))
+        assert f"entry=torchtune:{script}" in fault
+        assert fault.endswith(f"the kit's own method is entry: {own}") == bool(own)
+        assert any(f"entry: {own}" in line for line in copy.notes) == bool(own)
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ("qat_single_device", "add entry=torchtune:qat_distributed or entry=torchtune:qat_lora"),
+        (
+            "dev/grpo_full_finetune_distributed",
+            "does not have: the kit's own method is entry: grpo",
+        ),
+        ("no_such_script", "does not have: tune ls shows what it has"),
+    ],
+)
+def test_a_config_of_a_later_torchtune_leads_on(tmp_path, header, told):
+    text = f"# tune run {header} --config x\nmodel: {{_component_: torchtune.models.a.b}}\n"
+    assert told in refusal(written(tmp_path / "my.yaml", f"{text}batch_size: 1\n"))
+
+
+def test_a_family_that_the_installed_torchtune_lacks_is_the_kits_with_a_model_of_the_hub(tmp_path):
+    text = stock.configs()["llama3_1/8B_lora"].read_text(encoding="utf-8")
+    later = text.replace("torchtune.models.llama3_1.lora_llama3_1_8b", "torchtune.models.new4.x")
+    file = str(written(tmp_path / "my.yaml", later))
+    loaded = recipes.load(file, (), {"nodes": 1}, model="Qwen/Qwen3-8B")
+    assert loaded.entry_name == "sft" and loaded.config["model"]["_component_"] == "transformers"
