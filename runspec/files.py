@@ -7,8 +7,6 @@ sees the old content or the new one, never a part.
 import json
 import os
 import re
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,8 +79,6 @@ CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 CHECKPOINT_COMPLETE = "COMPLETE"
 _CHECKPOINT = re.compile(r"step_(0|[1-9]\d*)")
-# The content of files that keep() has read, and which version of a file it is.
-_kept: dict[Path, tuple[tuple[int, ...], bytes]] = {}
 
 
 def checkpoint_folders(run_dir: Path) -> dict[int, int]:
@@ -159,41 +155,6 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def keep(paths: Iterable[Path]) -> None:
-    """Read files for this process, and those that it will fork, which then open none of them.
-
-    One that is kept is opened again if it has changed; one that cannot be read is left to them.
-    """
-    for path in paths:
-        with suppress(OSError):
-            if _current(path) is None:
-                with open(path, "rb", buffering=0) as file:
-                    _kept[path] = _version(os.fstat(file.fileno())), file.readall()
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return a file's content; one that is kept and has not changed is not opened.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    kept = _current(path)
-    if kept is not None:
-        return kept
-    with open(path, "rb", buffering=0) as file:
-        return file.readall()
-
-
-def _current(path: Path) -> bytes | None:
-    """What is kept of a file, None if that is nothing or the file has changed since."""
-    kept = _kept.get(path)
-    return kept[1] if kept is not None and _version(os.stat(path)) == kept[0] else None
-
-
-def _version(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
 def read_json(path: Path | str) -> Any:
     """Return the JSON value in a file, None if there is no file.
 
@@ -202,7 +163,7 @@ def read_json(path: Path | str) -> Any:
         ValueError: the file does not hold JSON.
     """
     try:
-        return json.loads(read_bytes(Path(path)))
+        return json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -280,8 +241,5 @@ def sha256(path: Path) -> str:
     # Imported late: every start of the command and of a rank imports this module.
     import hashlib
 
-    kept = _current(path)
-    if kept is not None:
-        return hashlib.sha256(kept).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

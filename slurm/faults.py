@@ -65,8 +65,9 @@ _EXCEPTION = re.compile(
 
 def read_errors(logs: Path) -> list[dict[str, Any]]:
     """Return what ranks and nodes left in an attempt's log folder, in no order."""
-    records = map(files.read_json_or_none, logs.glob("error_*.json"))
-    errors = [well_typed(record) for record in records if isinstance(record, dict)]
+    paths = list(logs.glob("error_*.json"))
+    records = zip(paths, map(files.read_json_or_none, paths), strict=True)
+    errors = [_of_record(path, record) for path, record in records if isinstance(record, dict)]
     errors += _of_peers(errors)
     # A workload that starts torchrun itself has its report in the log of its own output.
     for path in (*logs.glob("node_*.log"), *logs.glob("rank_*.log")):
@@ -195,6 +196,20 @@ def on_nodes(
     return named
 
 
+def _of_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of the kit's own, or the one that torch's @record writes for torchrun."""
+    said = record.get("message")
+    if not isinstance(said, dict):
+        return well_typed(record)
+    more = said.get("extraInfo")
+    stack = str(more.get("py_callstack") or "") if isinstance(more, dict) else ""
+    when = str(more.get("timestamp") or "") if isinstance(more, dict) else ""
+    number = path.stem.removeprefix("error_rank_")
+    time_s = float(when) if when.isdigit() else path.stat().st_mtime
+    error = _last_exception(stack or str(said.get("message") or ""))
+    return {"rank": int(number) if number.isdigit() else None, "time": time_s, **error}
+
+
 def _of_peers(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what ranks say of others that left no record, as on a disk that is full."""
     own = {error.get("rank") for error in errors}
@@ -222,12 +237,21 @@ def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
 
 
 def _exception(rank_log: Path) -> list[dict[str, Any]]:
-    """Return the last exception in a rank's log, with the last line of the user's own code."""
-    text = _PREFIX.sub("", _tail(rank_log))
-    exceptions = _TRACEBACK.findall(text) or _EXCEPTION.findall(text)
+    """Return the last exception in a rank's log."""
     number = rank_log.stem.removeprefix("rank_")
-    if not exceptions or not number.isdigit():
+    error = _last_exception(_PREFIX.sub("", _tail(rank_log)))
+    if not error or not number.isdigit():
         return []
+    # A rank that lost its peers writes last; the one that failed by itself wrote before it.
+    written = rank_log.stat().st_mtime
+    return [{"rank": int(number), "host": socket.gethostname(), "time": written, **error}]
+
+
+def _last_exception(text: str) -> dict[str, str]:
+    """Return type and message of a text's last exception, with the last line of the user's code."""
+    exceptions = _TRACEBACK.findall(text) or _EXCEPTION.findall(text)
+    if not exceptions:
+        return {}
     frames, name, message = exceptions[-1]
     name = name.removeprefix("__main__.")
     places = _FRAME.findall(frames)
@@ -237,10 +261,7 @@ def _exception(rank_log: Path) -> list[dict[str, Any]]:
     errno = _ERRNO.match(message)
     if errno and int(errno[1]) in UNREADABLE:
         name = STORAGE
-    # A rank that lost its peers writes last; the one that failed by itself wrote before it.
-    written = rank_log.stat().st_mtime
-    host = socket.gethostname()
-    return [{"rank": int(number), "host": host, "time": written, "type": name, "message": message}]
+    return {"type": name, "message": message}
 
 
 def _tail(log: Path) -> str:

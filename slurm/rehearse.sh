@@ -24,7 +24,10 @@ trains() (
     watcher=$!
     trap 'kill $watcher 2>/dev/null' EXIT
   fi
-  timeout --kill-after=10 "$left" python -P -m trainer.launch "$MODULE" "$folder/train.yaml"
+  timeout --kill-after=10 "$left" python -P -m torch.distributed.run \
+    --nproc-per-node="$RANKS_PER_NODE" --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" \
+    --max-restarts=0 --no-python \
+    bash "$COOKBOOK/slurm/rank.sh" python -P -m "$MODULE" "$folder/train.yaml"
 )
 
 part() {

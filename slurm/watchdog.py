@@ -137,7 +137,6 @@ class Finished:
     def look(self, now: float) -> bool:
         """Return whether that was wait_s ago; now: a monotonic clock, in seconds."""
         if self._since is None:
-            files.keep([self.progress])
             progress = files.read_json_or_none(self.progress)
             wanted = {"state": "finished", "attempt": self.attempt}
             if isinstance(progress, dict) and wanted.items() <= progress.items():
@@ -288,7 +287,6 @@ def main() -> None:
             nodes_asked = True
             print("cookbook: srun could not end the other ranks: nodes end them", file=sys.stderr)
             _have_nodes_end_ranks(logs)
-        files.keep([logs / files.HEARTBEAT])
         beat = files.read_json_or_none(logs / files.HEARTBEAT)
         fault = watch.look(beat, (run_dir / files.STOP).exists(), time.monotonic())
         if fault is not None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from runspec import files, yamlrules
+from runspec import yamlrules
 from runspec.adapters import is_quantised
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
@@ -83,7 +83,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = files.read_bytes(path).decode("utf-8")
+        text = path.read_text(encoding="utf-8")
         content = yaml.load(text, Loader=yamlrules.loader(yaml))
         # The launcher has resolved every interpolation, and OmegaConf takes a while to import.
         if "${" in text:

@@ -41,7 +41,7 @@ def loaded(block: str, *more: str) -> recipe.Recipe:
 @pytest.mark.parametrize(
     ("block", "wanted"),
     [
-        ("{dependencies: [einops]}", ['exec "$ENV_PYTHON" -P -m trainer.launch']),
+        ("{dependencies: [einops]}", ['exec "$ENV_PYTHON" -P -m torch.distributed.run']),
         ("{kind: conda, conda: llm}", ["enter_conda llm ''", "find_python python"]),
         ("{kind: modules, modules: [cuda/12.8]}", ["load_module cuda/12.8", "exec python -P"]),
         ("{prefix: [numactl, --localalloc]}", ["exec numactl --localalloc python -P"]),

@@ -1,6 +1,5 @@
 """Files of a run directory are replaced whole, and damaged ones are told from missing ones."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -130,25 +129,3 @@ def test_the_hash_is_of_the_whole_file(tmp_path):
 def test_what_is_written_is_plain_json(tmp_path):
     files.write_json(tmp_path / "x", {"a": [1, 2.5, None, "ü"]})
     assert json.loads((tmp_path / "x").read_text()) == {"a": [1, 2.5, None, "ü"]}
-
-
-def test_a_kept_file_is_not_opened_until_it_changes(tmp_path, monkeypatch):
-    path, missing = tmp_path / "config.json", tmp_path / "missing.json"
-    path.write_text('{"a": 1}')
-    files.keep([path, missing])
-    with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", lambda *_, **__: pytest.fail("opened"))
-        assert files.read_json(path) == {"a": 1} and files.read_json(str(path)) == {"a": 1}
-        assert files.sha256(path) == hashlib.sha256(b'{"a": 1}').hexdigest()
-        files.keep([path])
-    files.write_json(path, {"a": 2})
-    assert files.read_json(path) == {"a": 2}
-    assert files.sha256(path) == hashlib.sha256(files.json_text({"a": 2}).encode()).hexdigest()
-    files.keep([path])
-    with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", lambda *_, **__: pytest.fail("opened"))
-        assert files.read_json(path) == {"a": 2}
-    path.unlink()
-    assert files.read_json(path) is None and files.read_json(missing) is None
-    with pytest.raises(FileNotFoundError):
-        files.read_bytes(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runspec import tokens
-from runspec.files import read_bytes, read_json_or_none, write_json
+from runspec.files import read_json_or_none, write_json
 from trainer.data.spans import SYSTEM_PROMPT, Spans
 from trainer.errors import ConfigError
 
@@ -71,7 +71,7 @@ def _opened(folder: Path) -> "Tokenizer":
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"tokenizer.path: {file} is missing; give a Hugging Face folder")
-    return Tokenizer.from_buffer(read_bytes(file))
+    return Tokenizer.from_file(str(file))
 
 
 def _add(tokenizer: "Tokenizer", texts: Sequence[str]) -> range:
@@ -400,7 +400,7 @@ def _or(ids: set[int]) -> str:
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
-    template = read_bytes(file).decode() if file.is_file() else settings.get("chat_template")
+    template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     if isinstance(template, list):
         template = next((t["template"] for t in template if t.get("name") == "default"), None)
     return template if isinstance(template, str) else None
