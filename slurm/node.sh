@@ -83,11 +83,6 @@ export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$cpus}
 if [ -z "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_HIP_ALLOC_CONF:-}" ]; then
   export PYTORCH_ALLOC_CONF=expandable_segments:True
 fi
-# For slurm/rank.sh: the CPUs near each rank's GPU, if the node has several NUMA domains.
-export NEAR_CPUS=
-if [ -e /sys/devices/system/node/node1 ] && command -v nvidia-smi >/dev/null; then
-  NEAR_CPUS=$("$VENV/bin/python" -P -m slurm.near /sys)
-fi
 # torch's flight recorder keeps each rank's last collectives. The ranks answer for it at these sockets,
 # which slurm/flight.py asks when a run hangs. NCCL writes its own at its own timeout.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=1
