@@ -46,28 +46,6 @@ print("missing " + " ".join(missing) if missing else "finds torch and torchtune"
   report import_ms $(($(now_ms) - started))
 }
 
-# How long the environment's files take to open, and whether this node can mount an image of them.
-check_start() {
-  local program answer name place
-  [ -x "$VENV/bin/python" ] || return 0
-  program='import glob, itertools, sys, time
-names = list(itertools.islice(glob.iglob(sys.argv[1] + "/lib/python*/site-packages/*/*.py"), 500))
-began = time.monotonic()
-for name in names:
-    with open(name, "rb", buffering=0) as file:
-        file.read(1)
-print(len(names), round(1e6 * (time.monotonic() - began)))'
-  if answer=$(timeout 60 "$VENV/bin/python" -I -S -c "$program" "$VENV" 2>/dev/null); then report opened "$answer"; fi
-  # As in slurm/image.sh.
-  answer=$(command -v squashfuse_ll squashfuse)
-  for name in apptainer singularity; do
-    place=$(readlink -f "$(command -v $name)")
-    if [ -x "${place%/bin/*}/libexec/$name/bin/squashfuse_ll" ]; then answer=$name; fi
-  done
-  if [ -w /dev/fuse ] && [ -n "$answer" ]; then report mounts yes; else report mounts no; fi
-  if PATH=$PATH:/usr/sbin:/sbin command -v unsquashfs >/dev/null && command -v flock >/dev/null; then report unpacks yes; fi
-}
-
 # What `compile: true` needs on a node: a C compiler and Python's headers.
 check_compiler() {
   local name headers
@@ -158,8 +136,6 @@ check_disk
 check_network
 check_gpus
 check_files
-# Before Python has read the environment.
-if [ "$FULL" = yes ]; then check_start; fi
 check_python
 check_compiler
 if [ "$FULL" = yes ]; then

@@ -20,8 +20,4 @@ fi
 [ -z "${STOP_SIGNAL:-}" ] || echo $$ >"$LOGS/.pid_${NODE_NAME}_$rank"
 [ "$1" != python ] || set -- "$python" "${@:2}"
 exec > >(write) 2>&1
-# Its threads and processes inherit it.
-read -r -a near <<<"${NEAR_CPUS:-}"
-cpus=${near[${LOCAL_RANK:-0}]:--}
-if [ -n "${LOCAL_RANK:-}" ] && [ "$cpus" != - ]; then taskset --cpu-list --pid "$cpus" $$ >/dev/null; fi
 exec "$@"
