@@ -113,12 +113,6 @@ def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
                 f"{key}: only rollout nodes serve a reward model; set resources.rollout=1 or more, "
                 "or leave it out",
             )
-    if (config.get("rollout_transfer") or "disk") != "disk":
-        yield Fault(
-            "rollout_transfer",
-            "rollout_transfer: only rollout nodes get weights over the network; set "
-            "resources.rollout=1 or more, or leave it out",
-        )
     if config.get("max_staleness"):
         yield Fault(
             "max_staleness",

@@ -136,7 +136,6 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         rewards = _block(config, "rewards")
         of_all |= {"vllm": config.get("rollout_engine") == "vllm"}
         of_all |= {"rollout_gpus": int(config.get("rollout_gpus") or 1)}
-        of_all |= {"over_network": config.get("rollout_transfer") == "network"}
         of_all |= {"vllm_share": config.get("rollout_gpu_memory_utilization")}
         of_all |= {"in_reward_models": _in_reward_models(rewards, is_served=False)}
         of_all |= {"in_served_models": _in_reward_models(rewards, is_served=True)}

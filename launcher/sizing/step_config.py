@@ -76,7 +76,6 @@ class StepConfig:
     vllm: bool = False  # vLLM servers on these
     vllm_share: float | None = None  # of a GPU's memory, as the recipe says it
     rollout_gpus: int = 1  # of such a server
-    over_network: bool = False  # weights go to these from the first node's memory
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
     top_k: int = 0  # of a teacher's pass, which trains nothing: what is kept of each token
     teacher_logits: bool = False  # the loss compares all of its logits with the policy's

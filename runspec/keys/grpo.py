@@ -107,14 +107,6 @@ class GrpoConfig(TrainConfig):
         600.0,
         may_change=True,
     )
-    rollout_transfer: str = setting(
-        "disk | network",
-        "With resources.rollout: how weights get to the replicas. disk: as files in the run's "
-        "folder. network: from the first node's memory, which holds two versions of them, as does "
-        "that of each rollout node; each sends on to the next what arrives.",
-        "disk",
-        may_change=True,
-    )
     rollout_engine: str = setting(
         "transformers | vllm",
         "What generates the answers. vllm: a server on each GPU of the rollout nodes, or with "

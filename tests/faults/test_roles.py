@@ -201,25 +201,6 @@ def test_a_rank_that_is_killed_in_the_transfer_changes_no_loss(user: Kit, in_tur
     assert_equal(run, in_turns)
 
 
-@pytest.mark.named
-def test_weights_over_the_network_pass_a_replica_that_dies(new_cluster, root: Path, in_turns: Path):
-    """The one that sends on to the other; then the rank whose memory they came from."""
-    given = ("resources.rollout=2", "rollout_transfer=network", "generation_batch_size=16")
-    with new_cluster("roles-network", "--nodes", "3") as cluster:
-        user = user_of(cluster, root)
-        _, run = user.submit(*RUN, *given)
-        reaches(run, 10)
-        assert not [*(run / ".rollout").glob("weights_*")]
-        os.kill(replica(run), signal.SIGKILL)
-        until(lambda: rollout(run)["deaths"], 30, lambda: report(run))
-        reaches(run, 30)
-        kill_rank(run)
-        lines = ended(user, run, "COMPLETED")
-        assert [line["cause"] for line in lines] == ["killed", "finished"], report(run)
-        assert [each["replica"] for each in rollout(run)["deaths"]] == [0]
-        assert losses(run) == losses(in_turns)
-
-
 def kill_rank(run: Path) -> int:
     rank = ranks_of(run, PROGRAM)[0]
     os.kill(rank, signal.SIGKILL)

@@ -37,9 +37,7 @@ WORLD: Any = SimpleNamespace(data_rank=0)
 
 def limited(seconds: float) -> Any:
     """What replicas read of a config."""
-    return SimpleNamespace(
-        rollout_timeout=seconds, rollout_engine="transformers", rollout_transfer="disk"
-    )
+    return SimpleNamespace(rollout_timeout=seconds, rollout_engine="transformers")
 
 
 @contextmanager
@@ -180,13 +178,11 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("lora", "adapter", marks=pytest.mark.long),
         # vLLM would not apply it, or not to this base: the merged weights are sent.
         pytest.param("qdora", "model", marks=pytest.mark.named),
-        pytest.param("lora-network", None, marks=pytest.mark.named),
-        pytest.param("fsdp-network", None, marks=pytest.mark.named),
     ],
 )
 @pytest.mark.usefixtures("vllm")
 def test_vllm_generates_by_the_weights_of_each_rollout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, sent: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, sent: str
 ) -> None:
     model, (ranks, changes) = tmp_path / "model", CASES[case]
     demo_sums.make(model, steps=10)
@@ -198,12 +194,9 @@ def test_vllm_generates_by_the_weights_of_each_rollout(
         monkeypatch.setenv("ROLLOUT_REPLICAS", "1")
         finish(start(path, ranks, module=MODULE))
         written = sorted((path.parent / files.ROLLOUT).glob("weights_*"), reverse=True)
-        assert (sent is None) == (not written)
-        assert (
-            not written
-            or (written[0] / f"{sent}.safetensors").exists()
-            or (written[0] / f"{sent}_model.safetensors").exists()
-        )
+        assert (written[0] / f"{sent}.safetensors").exists() or (
+            written[0] / f"{sent}_model.safetensors"
+        ).exists()
     one, other = (metrics(tmp_path / name) for name in ("apart", "same"))
     for line, same in zip(one, other, strict=True):
         # By older weights, or another softmax, they would differ by far more.
@@ -213,7 +206,6 @@ def test_vllm_generates_by_the_weights_of_each_rollout(
 
 
 LORA = {"model": {"lora_rank": 4, "quantize_base": False}, "generation_batch_size": 16}
-NETWORK = {"rollout_transfer": "network"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "full": (1, {}),
     "fsdp": (2, {"batch_size": 16, "generation_batch_size": 4}),
@@ -221,8 +213,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "lora": (1, LORA),
     "qdora": (1, LORA | {"model": {"lora_rank": 4, "use_dora": True, "quantize_base": True}}),
     "lora-fsdp": (2, LORA | {"batch_size": 16}),
-    "lora-network": (1, LORA | NETWORK),
-    "fsdp-network": (2, {"batch_size": 16, "generation_batch_size": 4} | NETWORK),
 }
 
 
@@ -257,8 +247,6 @@ def replicas(run: Path, count: int) -> Iterator[None]:
     [
         *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "lora-fsdp")),
         *(pytest.param(name, marks=pytest.mark.named) for name in ("tensor", "lora", "qdora")),
-        pytest.param("fsdp-network", marks=pytest.mark.long),
-        pytest.param("lora-network", marks=pytest.mark.named),
     ],
 )
 def test_two_replicas_give_the_losses_of_none(
@@ -276,7 +264,7 @@ def test_two_replicas_give_the_losses_of_none(
         for each in (path.parent / files.ROLLOUT).glob(files.WEIGHTS.format("*")):
             with safe_open(each, framework="pt") as file:
                 names += file.keys()
-    assert bool(names) == ("network" not in case)
+    assert names
     assert curve(path.parent) == curve(tmp_path / "same")
     # Of an adapter nothing else is sent.
     for name in names:

@@ -23,7 +23,7 @@ from runspec import files
 from runspec.keys.grpo import GrpoConfig
 from trainer.errors import RolloutError
 from trainer.models.build import Model
-from trainer.objectives import network, transfer
+from trainer.objectives import transfer
 from trainer.parallel.world import World
 
 POLL_S = 0.2
@@ -85,9 +85,6 @@ class Replicas:
         self._limit_s = config.rollout_timeout
         self._number, self.version = 0, ""
         self._secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
-        # Of versions over the network: what the requests say of them, and rank 0's own.
-        self._source: dict[str, Any] = {}
-        self._store: network.Store | None = None
 
     @classmethod
     def of(cls, config: GrpoConfig, world: World) -> "Replicas | None":
@@ -111,44 +108,26 @@ class Replicas:
         """
         world, self._number = self._world, self._number + 1
         version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}.{rollout}"
-        folder = self._folder
-        if self._config.rollout_transfer == "network":
-            self._source = self._source or world.from_main(self._serve)
-            folder = Path(self._source["folder"])
-        in_use = transfer.path_of(folder, self._config, self.version)
-        if self._store is not None:
-            self._store.remove_all_but(self.version)
-        elif not self._source:
-            world.on_main(lambda: transfer.remove_all_but(folder, in_use))
-        path = transfer.path_of(folder, self._config, version)
-        size = transfer.write(model, self._config, world, path, self._store)
-        if self._store is not None:
-            self._store.add(version, path)
+        in_use = transfer.path_of(self._folder, self._config, self.version)
+        world.on_main(lambda: transfer.remove_all_but(self._folder, in_use))
+        path = transfer.path_of(self._folder, self._config, version)
+        size = transfer.write(model, self._config, world, path)
         if self._number == 1:
             noun = f"{self.count} replica{'s' if self.count > 1 else ''}"
             noun += " in turns with the ranks" if self.in_turns else ""
-            place = ", from this node's memory" if self._source else ""
-            world.say(f"rollouts   {noun}, {size / 1e6:,.2f} MB of weights in each transfer{place}")
+            world.say(f"rollouts   {noun}, {size / 1e6:,.2f} MB of weights in each transfer")
         if self.in_turns:
             # Replicas have the GPUs' memory from here on: no rank computes until they rest.
             world.on_all(torch.cuda.empty_cache)
         world.on_main(lambda: self._transfer(version))
         self.version = version
 
-    def _serve(self) -> dict[str, Any]:
-        """Offer versions over the network; return what requests say of them."""
-        address = os.environ.get("HEAD_ADDR", "127.0.0.1")
-        self._store = network.Store(self._secret, os.environ.get("NODE_NAME", ""))
-        server = network.Server(address, self._secret, network.Handler, self._store)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return {"source": server.source, "folder": str(self._store.folder)}
-
     def _transfer(self, version: str) -> None:
         """Have the replicas load the weights. One that is starting, late, or dies, loads them with
         its first request.
         """
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        began, body = time.monotonic(), self._of(version)
+        began, body = time.monotonic(), {"version": version}
         deadline = limit = began + self._limit_s
 
         def ask(index: int) -> None:
@@ -263,7 +242,7 @@ class Replicas:
             began = time.monotonic()
             body = {**asked.requests[place]}
             if asked.path == "/generate":
-                body |= self._of(self.version)
+                body["version"] = self.version
             deadline = min(asked.deadline, began + asked.each_s)
             answer = self._tried(index, asked.path, body, deadline)
             if isinstance(answer, dict):
@@ -271,11 +250,6 @@ class Replicas:
             else:
                 asked.give_back(place, self._named(index), answer)
                 time.sleep(POLL_S)
-
-    def _of(self, version: str) -> dict[str, Any]:
-        """What a request says of the weights that it is for."""
-        said = {"version": version}
-        return said | {"source": self._source["source"]} if self._source else said
 
     def _known(self, index: int) -> dict[str, Any] | None:
         """Where a replica listens; None if it does not."""
