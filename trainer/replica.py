@@ -9,7 +9,6 @@ secret: trainer/objectives/replicas.py. One that nobody asks for its health any 
 
 import hmac
 import json
-import math
 import os
 import socket
 import sys
@@ -25,8 +24,7 @@ import torch
 from runspec import files
 from runspec.keys.grpo import GrpoConfig
 from trainer import config as configs
-from trainer.objectives.replicas import TRIES, Request
-from trainer.objectives.reward_model import RewardModel, served
+from trainer.objectives.replicas import Request
 from trainer.parallel.device import choose
 from trainer.replica_engines import TransformersEngine, Versions, VllmEngine
 
@@ -35,8 +33,7 @@ LEASE_S = 20.0
 
 
 class Replica:
-    """An engine with the weights of one version, and reward models, which score one request at a
-    time beside it.
+    """An engine with the weights of one version.
 
     Args:
         folder: where versions are.
@@ -49,16 +46,9 @@ class Replica:
         device: torch.device,
         in_turns: bool = False,
     ) -> None:
-        self._config = config
-        self._judging, self._scoring_since = threading.Lock(), math.inf
-        self._judges = {
-            name: RewardModel(path, config.dtype, device)
-            for name, path in served(config.rewards).items()
-        }
         engine: TransformersEngine | VllmEngine
         if config.rollout_engine == "vllm":
-            held = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-            engine = VllmEngine(config, folder, device, held, in_turns)
+            engine = VllmEngine(config, folder, device, in_turns)
         else:
             engine = TransformersEngine(config, folder, device)
         self._versions = Versions(engine)
@@ -78,15 +68,6 @@ class Replica:
         self._versions.sleep(version)
         return {"version": version}
 
-    def score(self, name: str, documents: list[list[int]]) -> dict[str, Any]:
-        """The scores of documents, given by their tokens, by the reward model of this name."""
-        with self._judging:
-            self._scoring_since = time.monotonic()
-            try:
-                return {"scores": self._judges[name].scores(documents)}
-            finally:
-                self._scoring_since = math.inf
-
     @property
     def version(self) -> str:
         """The version of its weights; "" before it has some."""
@@ -94,11 +75,8 @@ class Replica:
 
     @property
     def hangs(self) -> bool:
-        """Whether its engine does not answer, or a reward model is at a request that every rank has
-        given up by now.
-        """
-        scoring_s = time.monotonic() - self._scoring_since
-        return scoring_s > TRIES * self._config.reward_timeout or not self._versions.engine.is_well
+        """Whether its engine does not answer."""
+        return not self._versions.engine.is_well
 
 
 class Server(ThreadingHTTPServer):
@@ -120,7 +98,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request with the run's secret: GET /health; POST /weights, /generate, /sleep, /score."""
+    """One request with the run's secret: GET /health; POST /weights, /generate, /sleep."""
 
     server: Server
 
@@ -141,7 +119,6 @@ class Handler(BaseHTTPRequestHandler):
             "/weights": replica.weights,
             "/generate": replica.generate,
             "/sleep": replica.sleep,
-            "/score": replica.score,
         }
         if (call := calls.get(self.path)) is None:
             self.send(404, {"error": f"there is no {self.path}"})

@@ -137,8 +137,7 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         of_all |= {"vllm": config.get("rollout_engine") == "vllm"}
         of_all |= {"rollout_gpus": int(config.get("rollout_gpus") or 1)}
         of_all |= {"vllm_share": config.get("rollout_gpu_memory_utilization")}
-        of_all |= {"in_reward_models": _in_reward_models(rewards, is_served=False)}
-        of_all |= {"in_served_models": _in_reward_models(rewards, is_served=True)}
+        of_all |= {"in_reward_models": _in_reward_models(rewards)}
         return of_all | {"generation_batch": at_once and int(at_once)}
     share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"
     if not share:
@@ -152,10 +151,8 @@ def _rollout_nodes(config: Mapping[str, Any]) -> int:
     return 0 if given in (None, "same") else int(given)
 
 
-def _in_reward_models(rewards: Mapping[str, Any], is_served: bool) -> int:
-    blocks = [_block(rewards, name) for name in rewards]
-    own = [each for each in blocks if bool(each.get("served")) == is_served]
-    folders = [Path(str(each.get("model") or "")) for each in own]
+def _in_reward_models(rewards: Mapping[str, Any]) -> int:
+    folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
     return sum(parameter_count(each) for each in folders if each.parts and each.is_dir())
 
 

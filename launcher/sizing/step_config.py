@@ -70,7 +70,6 @@ class StepConfig:
     new_tokens: int = 0  # of such an answer at most
     keeps_sampled: bool = False  # log-probabilities of such answers, which no row has several of
     in_reward_models: int = 0  # numbers, all of them on each GPU
-    in_served_models: int = 0  # the same, on each GPU of a rollout node
     max_staleness: int = 0  # rollouts that replicas may be ahead
     replicas: int = 0  # GPUs of rollout nodes, which generate the answers; 0: those of the ranks
     vllm: bool = False  # vLLM servers on these

@@ -282,12 +282,9 @@ def scoring_s(step: StepConfig, gpu: Gpu, reached: Reached | None = None) -> flo
     """Seconds per step, on average, in which reward models score answers that are all as long as
     can be: a forward pass. What functions take is not known.
     """
-    numbers = float(step.in_reward_models)
-    if step.replicas:
-        numbers += step.in_served_models * step.layout.data_parallel / step.replicas
-    if not numbers:
+    if not step.in_reward_models:
         return 0.0
-    products = 2 * numbers / Compute(step, gpu, reached).flops_per_s
+    products = 2 * step.in_reward_models / Compute(step, gpu, reached).flops_per_s
     return step.on_policy_share * step.answers_per_step * step.length * products
 
 

@@ -2,13 +2,9 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,19 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from runspec import files
-from runspec.keys.grpo import GrpoConfig
 from tests.trainer.forks import environment
-from tests.trainer.runs import curve, finish, kill_at, metrics, start, wait_for_step
-from tests.trainer.test_grpo import MODULE, TP, config, scorer
+from tests.trainer.runs import curve, finish, kill_at, metrics, start
+from tests.trainer.test_grpo import MODULE, TP, config
 from tests.vllm_stand_in import vllm_python
-from trainer import config as configs
 from trainer import demo_sums
-from trainer.objectives.replicas import TRIES, Failed, Replicas, Request, post
-from trainer.replica import Replica, Server
+from trainer.objectives.replicas import Replicas, Request
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 WORLD: Any = SimpleNamespace(data_rank=0)
@@ -105,64 +97,6 @@ def test_a_request_that_is_late_is_asked_of_another_replica(tmp_path: Path) -> N
     assert {each.version for each in answers} == {7}
     # The slow one has the one request that it is at, if it was there in time for any.
     assert sorted(got[0]) == [*range(6)] and len(got[1]) <= 1
-
-
-@pytest.mark.long
-def test_scores_that_a_replica_refuses_or_owes_are_failed_ones(tmp_path: Path) -> None:
-    """A replica that is slow, and one that cannot score some documents."""
-    ends = threading.Event()
-
-    def answer(asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        ((first, *_), *_) = asked["documents"]
-        if first == 2:
-            ends.wait()
-        if first == 1:
-            return 500, {"error": "ValueError: no"}
-        return 200, {"scores": [float(sum(each)) for each in asked["documents"]]}
-
-    with servers(tmp_path, answer, answer):
-        parts = [[[0, 5], [0]], [[1]], [[2]], [[3]]]
-        good, refused, late, other = Replicas(tmp_path, 2, WORLD, limited(60.0)).score(
-            "m", 0.5, parts
-        )
-        ends.set()
-    assert (good, other) == ([5.0, 0.0], [3.0])
-    assert isinstance(refused, Failed) and isinstance(late, Failed)
-    assert refused.kind == "raised" and refused.said.endswith("ValueError: no")
-    assert late.kind == "timeout" and late.said.endswith("took over 0.5 s")
-    # Nobody is there: the answers are lost, and not the run.
-    (tmp_path / files.REPLICA.format(0)).unlink()
-    (tmp_path / files.REPLICA.format(1)).unlink()
-    (nobody,) = Replicas(tmp_path, 2, WORLD, limited(0.5)).score("m", 9.0, [[[0]]])
-    assert isinstance(nobody, Failed) and nobody.said.endswith("0.5 s: none is ready")
-
-
-@pytest.mark.long
-def test_a_replica_whose_reward_model_hangs_is_unhealthy(tmp_path: Path) -> None:
-    """So that slurm/rollout.py starts it again."""
-    model, judge = tmp_path / "model", tmp_path / "judge"
-    demo_sums.make(model, steps=0)
-    block = {"function": "reward_model", "model": str(scorer(judge, model)), "served": True}
-    path = config(tmp_path / "run", model, rewards={"judge": block}, reward_timeout=0.1)
-    served = Replica(configs.load(path, GrpoConfig), tmp_path, torch.device("cpu"))
-    server = Server("127.0.0.1", served, "secret")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    known, asked = {"host": server.host, "port": server.server_port}, {"documents": [[0, 2, 1]]}
-    address = f"http://{server.host}:{server.server_port}/health"
-    health = urllib.request.Request(address, headers={"Authorization": "Bearer secret"})
-    (score,) = post(known, "/score", {"name": "judge", **asked}, "secret", 60.0)["scores"]
-    assert isinstance(score, float) and not served.hangs
-    ends = threading.Event()
-    served._judges["judge"].scores = lambda documents: ends.wait()  # type: ignore[method-assign]
-    with pytest.raises(TimeoutError):
-        post(known, "/score", {"name": "judge", **asked}, "secret", 0.1)
-    assert urllib.request.urlopen(health).status == 200
-    time.sleep(TRIES * 0.1)
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        urllib.request.urlopen(health)
-    ends.set()
-    server.shutdown()
-    server.server_close()
 
 
 @pytest.fixture
@@ -269,39 +203,6 @@ def test_two_replicas_give_the_losses_of_none(
     # Of an adapter nothing else is sent.
     for name in names:
         assert ("lora" in name or "magnitude" in name) == ("lora_rank" in str(own)), name
-
-
-@pytest.mark.long
-def test_a_served_reward_model_scores_as_one_beside_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if its replica is killed: it is asked again."""
-    model, judge = tmp_path / "model", tmp_path / "judge"
-    demo_sums.make(model, steps=10)
-    scorer(judge, model)
-    block = {"function": "reward_model", "model": str(judge)}
-    own: dict[str, Any] = {"max_steps": 8, "updates_per_rollout": 1, "batch_size": 16}
-    rewards = {"correct": {"function": "exact_match", "column": "answer"}, "judge": block}
-    finish(start(config(tmp_path / "same", model, **own, rewards=rewards), module=MODULE))
-    rewards["judge"] = block | {"served": True}
-    path = config(tmp_path / "apart", model, **own, rewards=rewards)
-    assert "only rollout nodes serve it" in finish(start(path, module=MODULE), status=None)
-    with replicas(path.parent, 1):
-        monkeypatch.setenv("ROLLOUT_REPLICAS", "1")
-        process = start(path, attempt=1, module=MODULE)
-        wait_for_step(path, 3, process)
-        known = json.loads((path.parent / files.ROLLOUT / files.REPLICA.format(0)).read_text())
-        os.kill(known["pid"], signal.SIGKILL)
-        finish(process)
-    assert [
-        each["reason"]
-        for each in json.loads((path.parent / files.ROLLOUT_STATE).read_text())["deaths"]
-    ] == ["killed by SIGKILL"]
-    assert curve(path.parent) == curve(tmp_path / "same")
-    scores = [[line["rewards/judge"] for line in metrics(tmp_path / n)] for n in ("apart", "same")]
-    assert scores[0] == scores[1] and all(
-        line["answers/failed"] == 0 for line in metrics(path.parent)
-    )
 
 
 @pytest.mark.parametrize(

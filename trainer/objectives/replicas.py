@@ -57,13 +57,6 @@ class Request(NamedTuple):
     temperature: float
 
 
-class Failed(NamedTuple):
-    """Why a request has no answer: raised or timeout, and what was said."""
-
-    kind: str
-    said: str
-
-
 class _Refused(Exception):
     """A replica answered with an error."""
 
@@ -194,31 +187,12 @@ class Replicas:
         Raises:
             RolloutError: no replica answered in time, or the requests themselves fail.
         """
-        asked = _Asked("/generate", [each._asdict() for each in requests], self._limit_s)
+        asked = _Asked([each._asdict() for each in requests], self._limit_s)
         self._ask(asked)
         return [
             Sampled(own["tokens"], own["log_probs"], int(own["version"].rpartition(".")[2]))
             for own in asked.in_order()
         ]
-
-    def score(
-        self, name: str, limit_s: float, parts: Sequence[list[list[int]]]
-    ) -> list[list[float] | Failed]:
-        """The scores of each part's documents by a reward model that the replicas hold.
-
-        What replicas refuse, or what takes longer than limit_s, has failed after some tries; a
-        replica that is started again is waited for.
-
-        Args:
-            name: the reward's.
-
-        Raises:
-            RolloutError: no replica can be started.
-        """
-        requests = [{"name": name, "documents": part} for part in parts]
-        asked = _Asked("/score", requests, self._limit_s, limit_s)
-        self._ask(asked)
-        return [own if isinstance(own, Failed) else own["scores"] for own in asked.in_order()]
 
     def _ask(self, asked: "_Asked") -> None:
         """Have as many replicas as there are answer requests; RolloutError if they cannot."""
@@ -240,11 +214,8 @@ class Replicas:
                 time.sleep(POLL_S)
                 continue
             began = time.monotonic()
-            body = {**asked.requests[place]}
-            if asked.path == "/generate":
-                body["version"] = self.version
-            deadline = min(asked.deadline, began + asked.each_s)
-            answer = self._tried(index, asked.path, body, deadline)
+            body = {**asked.requests[place], "version": self.version}
+            answer = self._tried(index, "/generate", body, asked.deadline)
             if isinstance(answer, dict):
                 asked.answered(place, answer, time.monotonic() - began)
             else:
@@ -276,18 +247,10 @@ class _Asked:
 
     Args:
         limit_s: for all of them.
-        each_s: for each of them, which may fail then; None if none may.
     """
 
-    def __init__(
-        self,
-        path: str,
-        requests: Sequence[dict[str, Any]],
-        limit_s: float,
-        each_s: float | None = None,
-    ) -> None:
-        self.path, self.requests, self._limit_s = path, requests, limit_s
-        self.each_s, self._may_fail = each_s or limit_s, each_s is not None
+    def __init__(self, requests: Sequence[dict[str, Any]], limit_s: float) -> None:
+        self.requests, self._limit_s = requests, limit_s
         self.deadline = time.monotonic() + limit_s
         self.answers: dict[int, Any] = {}
         self.failure = ""
@@ -313,11 +276,7 @@ class _Asked:
             self._changed.wait_for(lambda: self.is_over, seconds)
         if not self.is_over and time.monotonic() >= self.deadline:
             said = f"no rollout replica answered within {self._limit_s:g} s: {self._fault}"
-            if not self._may_fail:
-                self.fail(f"generating: {said}")
-            with self._changed:
-                for place in range(len(self.requests)):
-                    self.answers.setdefault(place, Failed("timeout", said))
+            self.fail(f"generating: {said}")
         return self.is_over
 
     def fail(self, message: str) -> None:
@@ -358,17 +317,10 @@ class _Asked:
             self._since.pop(place, None)
             if fault is not None:
                 self._fault = f"the last one said: {fault}"
-            is_late = self._may_fail and isinstance(fault, TimeoutError)
-            self._refused[place] += is_late or isinstance(fault, _Refused)
+            self._refused[place] += isinstance(fault, _Refused)
             if self._refused[place] < TRIES:
                 return
-            said = f"{name}: {f'took over {self.each_s:g} s' if is_late else fault}"
-            if self._may_fail:
-                self.answers[place] = Failed("timeout" if is_late else "raised", said)
-                self._waiting.remove(place)
-                self._changed.notify_all()
-                return
-        self.fail(said)
+        self.fail(f"{name}: {fault}")
 
 
 def _late(longest: float) -> float:
