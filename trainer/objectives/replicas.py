@@ -8,7 +8,6 @@ any replica answers it alike: one that dies or hangs costs the time of its reque
 import http.client
 import json
 import os
-import queue
 import threading
 import time
 from collections import Counter, deque
@@ -29,8 +28,6 @@ from trainer.parallel.world import World
 POLL_S = 0.2
 # A request that a replica answers with an error is asked so often in all.
 TRIES = 3
-# What takes longer than so many times the longest of the others, and a second, is late.
-LATE = 2
 # How long a replica may take to say that it sleeps, before it is asked again.
 SLEEP_S = 30.0
 
@@ -116,32 +113,21 @@ class Replicas:
         self.version = version
 
     def _transfer(self, version: str) -> None:
-        """Have the replicas load the weights. One that is starting, late, or dies, loads them with
-        its first request.
+        """Have the replicas load the weights. One that is starting or dies loads them with its
+        first request.
         """
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        began, body = time.monotonic(), {"version": version}
-        deadline = limit = began + self._limit_s
+        deadline = time.monotonic() + self._limit_s
 
-        def ask(index: int) -> None:
-            answers.put(self._tried(index, "/weights", body, deadline))
+        def ask(index: int) -> Any:
+            return self._tried(index, "/weights", {"version": version}, deadline)
 
-        for index in range(self.count):
-            threading.Thread(target=ask, args=[index], daemon=True).start()
-        for number in range(self.count):
-            try:
-                answer = answers.get(timeout=max(0.0, limit - time.monotonic()))
-            except queue.Empty:
-                answer = TimeoutError()
-            if isinstance(answer, dict):
-                limit = min(limit, _late(time.monotonic() - began) + began)
-            elif not isinstance(answer, TimeoutError):
-                continue
-            elif number + 1 == self.count and limit == deadline:
-                raise RolloutError(
-                    f"transfer of weights {version} to {self._named(0)}: not done within "
-                    f"{self._limit_s:.0f} s"
-                )
+        with ThreadPoolExecutor(self.count) as threads:
+            for index, answer in enumerate(threads.map(ask, range(self.count))):
+                if isinstance(answer, TimeoutError):
+                    raise RolloutError(
+                        f"transfer of weights {version} to {self._named(index)}: not done within "
+                        f"{self._limit_s:.0f} s"
+                    )
 
     def rest(self) -> None:
         """Take the GPUs back from replicas in turns, which answer nobody then; all ranks call this
@@ -213,11 +199,10 @@ class Replicas:
             if place is None:
                 time.sleep(POLL_S)
                 continue
-            began = time.monotonic()
             body = {**asked.requests[place], "version": self.version}
             answer = self._tried(index, "/generate", body, asked.deadline)
             if isinstance(answer, dict):
-                asked.answered(place, answer, time.monotonic() - began)
+                asked.answered(place, answer)
             else:
                 asked.give_back(place, self._named(index), answer)
                 time.sleep(POLL_S)
@@ -241,9 +226,7 @@ class Replicas:
 
 
 class _Asked:
-    """Requests that replicas share: each takes the next one, and at the end one that is late.
-
-    Every answer to a request is the same, so the first one counts.
+    """Requests that replicas share: each takes the next one.
 
     Args:
         limit_s: for all of them.
@@ -255,10 +238,8 @@ class _Asked:
         self.answers: dict[int, Any] = {}
         self.failure = ""
         self._waiting = deque(range(len(requests)))
-        # Since when the others are asked, by place; and how often they were refused.
-        self._since: dict[int, float] = {}
         self._refused: Counter[int] = Counter()
-        self._longest, self._fault = 0.0, "none is ready"
+        self._fault = "none is ready"
         self._changed = threading.Condition()
 
     @property
@@ -286,45 +267,26 @@ class _Asked:
             self._changed.notify_all()
 
     def take(self) -> int | None:
-        """The place of a request that nobody answers, or of one that is late; None without any."""
+        """The place of a request that nobody answers; None without any."""
         with self._changed:
-            now = time.monotonic()
-            place = self._waiting.popleft() if self._waiting else None
-            if place is None and self._since and self.answers:
-                oldest = min(self._since, key=lambda each: self._since[each])
-                if now - self._since[oldest] > _late(self._longest):
-                    place = oldest
-            if place is not None:
-                self._since[place] = now
-            return place
+            return self._waiting.popleft() if self._waiting else None
 
-    def answered(self, place: int, answer: Any, took_s: float) -> None:
+    def answered(self, place: int, answer: Any) -> None:
         """Keep an answer."""
         with self._changed:
-            if place not in self.answers:
-                self._longest = max(self._longest, took_s)
-            self.answers.setdefault(place, answer)
-            self._since.pop(place, None)
+            self.answers[place] = answer
             self._changed.notify_all()
 
     def give_back(self, place: int, name: str, fault: Any) -> None:
         """Let another replica answer a request; the end, if several have refused it."""
         with self._changed:
-            if place in self.answers:
-                return
-            if place not in self._waiting:
-                self._waiting.append(place)
-            self._since.pop(place, None)
+            self._waiting.append(place)
             if fault is not None:
                 self._fault = f"the last one said: {fault}"
             self._refused[place] += isinstance(fault, _Refused)
             if self._refused[place] < TRIES:
                 return
         self.fail(f"{name}: {fault}")
-
-
-def _late(longest: float) -> float:
-    return LATE * longest + 1
 
 
 def post(
