@@ -16,7 +16,7 @@ from runspec import adapters, tokens
 from runspec.adapters import IA3, KINDS
 from runspec.description import family_of
 from runspec.keys.model import TRANSFORMERS
-from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts, uses_deepep
+from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts
 from runspec.layout import Layout, LayoutError
 from runspec.shape import Shape
 from runspec.step import offloads, reduces_each
@@ -79,7 +79,6 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         cpu_offload=offloads(config),
         activation_offload=bool(config.get("enable_activation_offloading")),
         expert_imbalance=float(config.get("expert_imbalance") or StepConfig.expert_imbalance),
-        deepep=uses_deepep(config),
         compiled=config.get("compile") is True and not uncompiled_experts(config),
         reshard=config.get("fsdp_reshard_after_forward") is not False,
         fp8=bool(config.get("enable_fp8_training")),

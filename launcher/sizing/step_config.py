@@ -54,7 +54,6 @@ class StepConfig:
     cpu_offload: bool = False
     activation_offload: bool = False
     expert_imbalance: float = 1.5  # rows that a rank's experts get at most, over the mean
-    deepep: bool = False  # DeepEP's kernels send tokens to their experts
     reshard: bool = True
     fp8: bool = False  # the products of the blocks' linear layers
     fp8_base: bool = False  # a quantised base is in fp8, not in NF4

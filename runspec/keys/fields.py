@@ -240,13 +240,6 @@ class LayoutKeys:
     expert_parallel_dim: int = setting(
         "positive", "GPUs over which the experts of a layer are distributed.", 1, may_change=True
     )
-    expert_parallel_comm_backend: str = setting(
-        "standard | deepep",
-        "How tokens reach their experts: all-to-alls of torch's, or DeepEP's kernels, where its "
-        "package deep_ep 2.1 is installed; bf16.",
-        "standard",
-        may_change=True,
-    )
     expert_imbalance: float = setting(
         "ratio",
         "Rows of the GPU whose experts are chosen most, over the mean of the GPUs that share the "

@@ -250,12 +250,6 @@ def recomputed(config: Mapping[str, Any]) -> int | str | None:
     return int(mode) if str(mode).isdigit() else None
 
 
-def uses_deepep(config: Mapping[str, Any]) -> bool:
-    """Whether DeepEP's kernels send tokens to their experts."""
-    spread = int(config.get("expert_parallel_dim") or 1) > 1
-    return spread and config.get("expert_parallel_comm_backend") == "deepep"
-
-
 def uncompiled_experts(config: Mapping[str, Any]) -> bool:
     """Whether blocks with experts stay uncompiled, although `compile` is set.
 
@@ -301,9 +295,6 @@ def notes(config: Mapping[str, Any]) -> Iterator[str]:
         }
         for needed in (name for name, missing in unmet.items() if missing):
             yield f"enable_async_tensor_parallel: does nothing without {needed}"
-    asked = config.get("expert_parallel_comm_backend") == "deepep"
-    if asked and not uses_deepep(config):
-        yield "expert_parallel_comm_backend: does nothing without expert_parallel_dim above 1"
     if uncompiled_experts(config):
         yield (
             "compile: blocks with experts are not compiled with expert_parallel_dim above 1 and "
