@@ -85,8 +85,6 @@ def trace(
     faults = [f"{k}: cannot be traced; use the closed form" for k in keys if getattr(config, k)]
     if faults:
         raise ConfigError(*faults)
-    # It needs GPUs, and does not change what a step keeps.
-    config = replace(config, enable_async_tensor_parallel=False)
     if config.compile:
         # Past the limit of variants of one function the compiler would leave it as it is.
         torch._dynamo.reset()

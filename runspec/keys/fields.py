@@ -230,13 +230,6 @@ class LayoutKeys:
     tensor_parallel_dim: int = setting(
         "positive", "GPUs of a node that split each layer.", 1, may_change=True
     )
-    enable_async_tensor_parallel: bool = setting(
-        "flag",
-        "Compiled blocks multiply parts of the sequence while others are on their way between the "
-        "GPUs of tensor_parallel_dim, by torch's symmetric memory; needs NVLink.",
-        False,
-        may_change=True,
-    )
     expert_parallel_dim: int = setting(
         "positive", "GPUs over which the experts of a layer are distributed.", 1, may_change=True
     )

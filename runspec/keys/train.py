@@ -209,12 +209,6 @@ class TrainConfig(
         return self.fp8_recipe_name if self.enable_fp8_training else None
 
     @property
-    def overlaps_tensor_parallel(self) -> bool:
-        """Whether compiled products go beside the messages of tensor parallelism."""
-        asked = self.enable_async_tensor_parallel and self.compile
-        return asked and self.tensor_parallel_dim > 1
-
-    @property
     def row_multiple(self) -> int:
         """What the length of every row must be divisible by, for tensor parallelism and fp8."""
         return math.lcm(self.tensor_parallel_dim, FP8_MULTIPLE if self.enable_fp8_training else 1)
@@ -288,13 +282,6 @@ def notes(config: Mapping[str, Any]) -> Iterator[str]:
             "enable_fp8_training: without compile its casts cost more time than its matrix "
             "products save; set compile=True"
         )
-    if config.get("enable_async_tensor_parallel"):
-        unmet = {
-            "compile=True": not config.get("compile"),
-            "tensor_parallel_dim above 1": int(config.get("tensor_parallel_dim") or 1) == 1,
-        }
-        for needed in (name for name, missing in unmet.items() if missing):
-            yield f"enable_async_tensor_parallel: does nothing without {needed}"
     if uncompiled_experts(config):
         yield (
             "compile: blocks with experts are not compiled with expert_parallel_dim above 1 and "

@@ -240,7 +240,6 @@ TABLE: dict[str, Row] = {
         "distributed.defer_fsdp_grad_sync distributed.zero_dp_strategy distributed.mp_policy "
         "dist_env distributed.use_hf_tp_plan",
     ),
-    "distributed.enable_async_tensor_parallel": "enable_async_tensor_parallel",
     "rng._target_": Unused("the seed is of the data's order, of dropout and of new adapters"),
     "rng.seed": "seed",
     "rng.ranked": Unused("each rank has its own random numbers"),
