@@ -21,7 +21,7 @@ from runspec.keys.key import REQUIRED, Key, children, faults, unused
 from runspec.keys.model import TRANSFORMERS
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig as TrainConfig
-from runspec.keys.train import notes, recomputed, uses_deepep, with_train_on_input
+from runspec.keys.train import notes, recomputed, with_train_on_input
 from runspec.layout import StepFacts
 from runspec.step import offloads, reduces_each
 from trainer.errors import ConfigError
@@ -191,11 +191,6 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
         is_packed = tokenizer and (values[name] or {}).get("packed")
         if is_packed and not tokenizer.get("max_seq_len"):
             yield f"{name}.packed: set tokenizer.max_seq_len, the length of a packed row"
-    if uses_deepep(values) and not (tokenizer or {}).get("max_seq_len"):
-        yield (
-            "expert_parallel_comm_backend: deepep makes room for so many tokens; set "
-            "tokenizer.max_seq_len"
-        )
     mode, layers = values["ac_mode"], recomputed(values)
     if mode == "selective" and layers is None:
         yield (

@@ -16,7 +16,6 @@ from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe
 from launcher.runs import built
 from runspec.keys.serve import ENGINES
-from runspec.keys.train import uses_deepep
 
 SUBJECT = "environment"
 # How long a node may take to be free, and an image to be unpacked.
@@ -48,9 +47,6 @@ def inside(context: Context) -> Iterable[Finding]:
 def _kits_own(config: Mapping[str, Any]) -> Finding:
     engine = str(config.get("rollout_engine") or "transformers")
     packages = venv.site_packages()
-    if uses_deepep(config) and not (packages and [*packages.glob("deep_ep*")]):
-        message = "expert_parallel_comm_backend=deepep: the kit's virtual environment lacks deep_ep"
-        return failed(SUBJECT, message, "install it, or set expert_parallel_comm_backend=standard")
     if engine == "transformers" or (packages and (packages / ENGINES[engine]).is_dir()):
         return ok(SUBJECT, "the kit's virtual environment")
     message = f"rollout_engine={engine}: the kit's virtual environment lacks {ENGINES[engine]}"
@@ -121,7 +117,7 @@ def _needs(recipe: Recipe) -> list[str]:
     if other := entry.engine:
         return ["torch", other.schema]
     known = entry.checked == "complete" or entry.purpose == "evaluate"
-    return ["trainer", "torch"] * known + ["deep_ep"] * uses_deepep(config)
+    return ["trainer", "torch"] * known
 
 
 def _script(environment: Environment, context: Context, gpus: bool) -> str:

@@ -387,7 +387,7 @@ def _remedies(estimate: Estimate) -> Iterator[str]:
 
 
 def _time_and_disk(estimate: Estimate) -> Iterator[str]:
-    from launcher.sizing.step_time import NETWORK_BYTES_PER_S, STORAGE_BYTES_PER_S
+    from launcher.sizing.step_time import STORAGE_BYTES_PER_S
 
     step, took, prediction = estimate.step, estimate.hours, estimate.prediction
     mfu, hfu, (low, high) = prediction.time.mfu, prediction.time.hfu, prediction.range
@@ -406,14 +406,9 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
         phases = ", ".join(f"{n} {s:.3g} s" for n, s in estimate.rollout_s.items())
         before += f"  {'each rollout':<20} {phases}\n"
     if step.replicas or step.vllm:
-        by = (
-            ("network", NETWORK_BYTES_PER_S)
-            if step.over_network
-            else ("storage", STORAGE_BYTES_PER_S)
-        )
         before += (
-            f"  {'':<20} a transfer of {_size(transfer_bytes(step)).strip()}, by {by[0]} of an "
-            f"assumed {by[1] / 1e9:g} GB/s\n"
+            f"  {'':<20} a transfer of {_size(transfer_bytes(step)).strip()}, by storage of an "
+            f"assumed {STORAGE_BYTES_PER_S / 1e9:g} GB/s\n"
         )
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
     exported = "adapter"

@@ -75,8 +75,6 @@ def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
 def _to_split(step: StepConfig, nodes: int) -> StepConfig | None:
     """So many of the job's nodes train, and the others generate; all of them take turns."""
     others = step.nodes + step.rollout_nodes - nodes
-    if step.in_served_models and not others:
-        return None
     moved = _to_nodes(step, nodes)
     return moved and replace(
         moved,

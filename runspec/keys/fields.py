@@ -230,22 +230,8 @@ class LayoutKeys:
     tensor_parallel_dim: int = setting(
         "positive", "GPUs of a node that split each layer.", 1, may_change=True
     )
-    enable_async_tensor_parallel: bool = setting(
-        "flag",
-        "Compiled blocks multiply parts of the sequence while others are on their way between the "
-        "GPUs of tensor_parallel_dim, by torch's symmetric memory; needs NVLink.",
-        False,
-        may_change=True,
-    )
     expert_parallel_dim: int = setting(
         "positive", "GPUs over which the experts of a layer are distributed.", 1, may_change=True
-    )
-    expert_parallel_comm_backend: str = setting(
-        "standard | deepep",
-        "How tokens reach their experts: all-to-alls of torch's, or DeepEP's kernels, where its "
-        "package deep_ep 2.1 is installed; bf16.",
-        "standard",
-        may_change=True,
     )
     expert_imbalance: float = setting(
         "ratio",

@@ -209,12 +209,6 @@ class TrainConfig(
         return self.fp8_recipe_name if self.enable_fp8_training else None
 
     @property
-    def overlaps_tensor_parallel(self) -> bool:
-        """Whether compiled products go beside the messages of tensor parallelism."""
-        asked = self.enable_async_tensor_parallel and self.compile
-        return asked and self.tensor_parallel_dim > 1
-
-    @property
     def row_multiple(self) -> int:
         """What the length of every row must be divisible by, for tensor parallelism and fp8."""
         return math.lcm(self.tensor_parallel_dim, FP8_MULTIPLE if self.enable_fp8_training else 1)
@@ -248,12 +242,6 @@ def recomputed(config: Mapping[str, Any]) -> int | str | None:
     if mode in ("none", "full", "op"):
         return {"none": None, "full": 1, "op": "op"}[str(mode)]
     return int(mode) if str(mode).isdigit() else None
-
-
-def uses_deepep(config: Mapping[str, Any]) -> bool:
-    """Whether DeepEP's kernels send tokens to their experts."""
-    spread = int(config.get("expert_parallel_dim") or 1) > 1
-    return spread and config.get("expert_parallel_comm_backend") == "deepep"
 
 
 def uncompiled_experts(config: Mapping[str, Any]) -> bool:
@@ -294,16 +282,6 @@ def notes(config: Mapping[str, Any]) -> Iterator[str]:
             "enable_fp8_training: without compile its casts cost more time than its matrix "
             "products save; set compile=True"
         )
-    if config.get("enable_async_tensor_parallel"):
-        unmet = {
-            "compile=True": not config.get("compile"),
-            "tensor_parallel_dim above 1": int(config.get("tensor_parallel_dim") or 1) == 1,
-        }
-        for needed in (name for name, missing in unmet.items() if missing):
-            yield f"enable_async_tensor_parallel: does nothing without {needed}"
-    asked = config.get("expert_parallel_comm_backend") == "deepep"
-    if asked and not uses_deepep(config):
-        yield "expert_parallel_comm_backend: does nothing without expert_parallel_dim above 1"
     if uncompiled_experts(config):
         yield (
             "compile: blocks with experts are not compiled with expert_parallel_dim above 1 and "

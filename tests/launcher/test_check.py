@@ -210,14 +210,6 @@ def test_vllm_in_turns_has_room_beside_the_trainer(tmp_path):
     assert odd.state == "failed" and "rollout_gpus=3 does not divide 8 GPUs" in odd.message
 
 
-def test_a_package_that_a_key_needs_is_missed_before_the_queue():
-    changes = ["expert_parallel_comm_backend=deepep"]
-    (one,) = found("environment", "qwen3_30b_a3b_full", changes)
-    assert one.state == "failed" and one.message.endswith("virtual environment lacks deep_ep")
-    spread = ["expert_parallel_dim=1"]
-    assert found("environment", "qwen3_30b_a3b_full", changes + spread)[0].state == "ok"
-
-
 def large_model(folder: Path, billions: int) -> Path:
     """Files with the headers of so many numbers, without the numbers; and all of them once more."""
     folder.mkdir()

@@ -17,7 +17,6 @@ from launcher.executors import choose
 from launcher.recipes import recipe as recipes
 from launcher.sizing import model, recipe_step
 from launcher.sizing.estimate import Estimate
-from launcher.sizing.memory import StepMemory
 from launcher.sizing.model import shape_of
 from tests.launcher.kit import Kit
 from tests.model_sizes import MIXTRAL
@@ -303,21 +302,3 @@ def test_the_export_is_what_the_run_will_write(recipe, overrides, gib, words):
     found = Estimate(recipes.load(recipe, overrides), paths.REPO_ROOT, "h100-80")
     assert found.as_json()["export_gib"] == pytest.approx(gib, abs=0.005)
     assert [*found.lines()][-1].splitlines()[-1].endswith(words)
-
-
-def test_deep_eps_buffer_is_counted():
-    """By its own formula: a place for each token of each rank; over nodes, for the way back too."""
-    deep = ["expert_parallel_comm_backend=deepep"]
-
-    def buffer(name, *changes):
-        made = recipes.load(name, [*deep, *changes])
-        resources = made.resources
-        step = recipe_step.step_of(
-            made.resolved(Path("/root"), "run"), resources.nodes, resources.gpus_per_node
-        )
-        return StepMemory(step).terms.get("DeepEP's buffer")
-
-    assert buffer("qwen3_30b_a3b_full") == 8 * 4096 * (2 * 2048 + 16 * 8)
-    assert buffer("qwen3_30b_a3b_full", "expert_parallel_dim=1") is None
-    across = buffer("qwen3_30b_a3b_full", "resources.nodes=2", "expert_parallel_dim=16")
-    assert across == (8 * 2 + 2 + 2) * 4096 * (2 * 2048 + 16 * 8)

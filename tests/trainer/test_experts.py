@@ -328,31 +328,6 @@ def test_the_host_waits_for_a_layers_rows_once(mode: str, world: distributed.Wor
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_deep_eps_interface_gives_what_all_to_alls_give() -> None:
-    """Outputs and gradients on two ranks, also computed again, where nothing is counted twice."""
-    ranks = Ranks("tests.trainer.deep_exchange", [], 2)
-    said, _ = ranks.communicate(timeout=120)
-    assert ranks.returncode == 0 and said.count("the same, counted 1 times") == 2, said
-
-
-@pytest.mark.long
-def test_a_run_by_deep_eps_interface_is_that_by_all_to_alls(
-    tmp_path: Path, sources: dict[str, Path], dataset: Path
-) -> None:
-    """In bf16, recomputed; refused where its package is missing."""
-    given = FULL | HALF | EP | CHECKPOINTED | {"dtype": "bf16", "max_steps": 4}
-    deep = given | {"expert_parallel_comm_backend": "deepep"}
-    plain = config_of(tmp_path / "plain", sources["qwen3-moe"], dataset, **given)
-    own = config_of(tmp_path / "deep", sources["qwen3-moe"], dataset, **deep)
-    train(plain, ranks=2)
-    assert "package deep_ep cannot be imported" in train(own, ranks=2, status=1)
-    ranks = Ranks("tests.trainer.deep_exchange", [str(own)], 2)
-    said, _ = ranks.communicate(timeout=120)
-    assert ranks.returncode == 0, said
-    # Both round to bf16, at other places.
-    assert_same_curve(own.parent, plain.parent, 5e-3, 5e-2)
-
-
 def test_a_rank_that_the_grouped_product_does_not_take_is_filled_up(monkeypatch) -> None:
     """Rank 6 goes through torch's product, not the loop over experts, with the same results."""
     torch.manual_seed(1)

@@ -68,8 +68,6 @@ def forward(
         hidden: [tokens, dim].
         index: int64 [tokens, active], which experts; weights: their shares of the output.
     """
-    if layer.exchange is not None and layer.exchange.sums:
-        return layer.exchange(layer, hidden, index, weights)
     tokens, active = index.shape
     chosen = index.flatten()
     compute = apply if layer.exchange is None else layer.exchange
@@ -100,16 +98,9 @@ def compute(
     numbers: int64 [experts], how many each gets.
     """
     back, ends = inverse(order), numbers.cumsum(0).to(torch.int32)
-    x = products(layer, permuted(rows, order, back, active), ends, numbers)
-    return permuted(x, back, order)
-
-
-def products(
-    layer: nn.Module, x: torch.Tensor, ends: torch.Tensor, numbers: torch.Tensor
-) -> torch.Tensor:
-    """As `apply`, of rows that are sorted by expert: `numbers` of each, int32 up to `ends`."""
+    x = permuted(rows, order, back, active)
     x = layer.activation(layer, _product(layer, MATRICES[0], x, ends, numbers))
-    return _product(layer, MATRICES[1], x, ends, numbers)
+    return permuted(_product(layer, MATRICES[1], x, ends, numbers), back, order)
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:

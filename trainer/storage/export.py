@@ -158,19 +158,8 @@ def layers_of(model: Model) -> dict[str, torch.nn.Module]:
     return {weights.plain_name(name): m for name, m in model.module.named_modules()}
 
 
-def write_model(
-    model: Model,
-    config: TrainConfig,
-    folder: Path,
-    world: World,
-    create: Callable[[Path], object] | None = None,
-) -> None:
-    """Write the whole weights as on the Hub; all ranks call this together.
-
-    Args:
-        create: makes each file of weights, which rank 0 then writes; by default several ranks
-            write new ones.
-    """
+def write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
+    """Write the whole weights as on the Hub; all ranks call this together."""
     layers, pieces = layers_of(model), weights.hub_pieces(model.module)
     parts_of = {k: v for k, v in weights.hub_tensors(model.module).items() if k is not None}
     # By tensor of the hub, how its rows are gathered, in their order.
@@ -210,8 +199,6 @@ def write_model(
         return rows
 
     def opened(name: str, keys: list[str]) -> weights.SafetensorsWriter:
-        if create:
-            create(folder / name)
         return weights.SafetensorsWriter(folder / name, {k: shapes[k] for k in keys}, dtypes)
 
     waiting = [
@@ -222,7 +209,7 @@ def write_model(
         for name, keys in split.filename_to_tensors.items()
     ]
     # Spread over the nodes.
-    count = 1 if create else min(world.size, len(waiting))
+    count = min(world.size, len(waiting))
     writers = [number * world.size // count for number in range(count)]
     for first in range(0, len(waiting), count):
         _write_files(dict(zip(writers, waiting[first : first + count], strict=False)), world)
