@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from runspec import files
+from runspec.weights import OTHER_NAME
 from trainer.config import TrainConfig
 from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
@@ -84,6 +85,7 @@ def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
     if config.tokenizer.get("new_tokens"):
         text = settings.get("text_config") or settings
         text["vocab_size"] = model.module.vocab_size
+    settings.pop(OTHER_NAME, None)
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
     settings[key] = str(model.dtype).removeprefix("torch.")
     if model.module.score_head is not None:

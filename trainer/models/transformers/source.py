@@ -38,11 +38,6 @@ def empty(folder: Path, rows: Callable[[int], int] | None = None) -> Transformer
     Raises:
         ConfigError: no class of transformers' fits, or the trainer cannot train it.
     """
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{PLACE}: {folder} holds an adapter, no model; give its base model's folder, and the "
-            "adapter as checkpointer.adapter_checkpoint"
-        )
     # The published file serves a look at a model that is not downloaded yet: a check, a trace.
     file = config_file(folder) or folder / "config.json"
     content = read_hf_config(file)
