@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from runspec import files
+from runspec.storage import patient_json
 
 # What decides on a model's answers; a README does not.
 _SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".txt", ".py"}
@@ -18,16 +19,15 @@ WEIGHTS_SHARE = 0.8
 
 def base_of(folder: Path) -> Path | None:
     """Return the folder of the base model that an adapter names, None for a whole model."""
-    adapter = files.read_json_or_none(folder / "adapter_config.json")
-    return Path(str(adapter.get("base_model_name_or_path"))) if isinstance(adapter, dict) else None
+    adapter = patient_json(folder / "adapter_config.json")
+    return None if adapter is None else Path(str(adapter.get("base_model_name_or_path")))
 
 
 def gives_scores(folder: Path) -> bool:
     """Whether a folder holds a reward model, or a reward model's adapter."""
-    adapter = files.read_json_or_none(folder / "adapter_config.json")
-    if isinstance(adapter, dict):
+    if (adapter := patient_json(folder / "adapter_config.json")) is not None:
         return adapter.get("task_type") == "SEQ_CLS"
-    content = files.read_json_or_none(folder / "config.json") or {}
+    content = patient_json(folder / "config.json") or {}
     classes = content.get("architectures") or []
     return any(name.endswith("ForSequenceClassification") for name in classes)
 
@@ -73,8 +73,8 @@ def parameter_count(folder: Path) -> int:
 
 
 def _weights(folder: Path) -> list[Path]:
-    index = files.read_json_or_none(folder / "model.safetensors.index.json")
-    if isinstance(index, dict):
+    index = patient_json(folder / "model.safetensors.index.json")
+    if index is not None:
         return [folder / name for name in sorted(set(index["weight_map"].values()))]
     whole = folder / "model.safetensors"
     return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))

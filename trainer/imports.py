@@ -78,7 +78,7 @@ def _import_model(folder: Path) -> None:
     """Import transformers' code of the model in a folder."""
     importlib.import_module("trainer.models.transformers.source")
     transformers = importlib.import_module("transformers")
-    for name in (files.read_json_or_none(folder / "config.json") or {}).get("architectures") or ():
+    for name in files.peek(folder / "config.json").get("architectures") or ():
         getattr(transformers, name, None)  # imported when it is asked for
 
 

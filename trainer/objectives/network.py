@@ -42,8 +42,8 @@ def before(folder: Path, index: int, node: str) -> list[dict[str, Any]]:
     Args:
         folder: where replicas say how they are reached.
     """
-    each = [files.read_json_or_none(folder / files.REPLICA.format(n)) for n in range(index)]
-    known = [one for one in each if isinstance(one, dict)]
+    each = [files.peek(folder / files.REPLICA.format(n)) for n in range(index)]
+    known = [one for one in each if one]
     beside = [one for one in known if one["node"] == node]
     return (beside or [one for one in known if one["node"] == known[-1]["node"]])[:1]
 
