@@ -110,9 +110,10 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
     Raises:
         OSError: the folder or a manifest cannot be read.
+        DamagedFile: engine.json does not hold an object.
     """
     folder = run_dir / CHECKPOINTS
-    if (given := read_json_or_none(run_dir / ENGINE)) is not None:
+    if (given := read_object(run_dir / ENGINE)) is not None:
         from runspec.engines import Records  # few runs are another trainer's
 
         if (engine := Records.of(given)) is not None:
@@ -154,31 +155,64 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def read_json(path: Path | str) -> Any:
-    """Return the JSON value in a file, None if there is no file.
+class DamagedFile(ValueError):
+    """A file was read and does not hold JSON."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: the file does not hold JSON.
+        ValueError: it is not JSON, or nested deeper than Python can read.
     """
     try:
-        return json.loads(Path(path).read_bytes())
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path | str) -> Any:
+    """Return the JSON value in a file, None if and only if there is no file.
+
+    Raises:
+        OSError: the file cannot be read, and may be sound: runspec/storage.py reads it again.
+        DamagedFile: the file does not hold JSON.
+    """
+    try:
+        return parse_json(Path(path).read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{path} does not hold JSON: {error}") from error
+        raise DamagedFile(f"{path} does not hold JSON: {error}") from error
 
 
-def read_json_or_none(path: Path) -> Any:
-    """Return the JSON value in a file, None if it is missing, unreadable or not JSON."""
+def read_object(path: Path | str) -> dict[str, Any] | None:
+    """Return the JSON object in a file, None if and only if there is no file.
+
+    Raises:
+        OSError: the file cannot be read, and may be sound.
+        DamagedFile: the file does not hold a JSON object.
+    """
+    value = read_json(path)
+    if value is not None and not isinstance(value, dict):
+        raise DamagedFile(f"{path} does not hold a JSON object")
+    return value
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file as far as it can be seen now, {} if it cannot.
+
+    For what is shown, and what is looked at again in a moment. It does not say that there is no
+    file: whoever decides by that calls read_object.
+    """
     try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return None
+        return read_object(path) or {}
+    except (OSError, DamagedFile):
+        return {}
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return one value per line, [] if there is no file; a line that is cut short is left out."""
+    """Return one value per line, [] if there is no file; a damaged line is left out."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -186,7 +220,7 @@ def read_json_lines(path: Path) -> list[Any]:
     values = []
     for line in text.splitlines():
         try:
-            values.append(json.loads(line))
+            values.append(parse_json(line))
         except ValueError:
             continue
     return values
@@ -203,7 +237,7 @@ def last_json_line(path: Path, tail_bytes: int = 8192) -> Any:
         return None
     for line in reversed(lines):
         try:
-            return json.loads(line)
+            return parse_json(line)
         except ValueError:
             continue
     return None

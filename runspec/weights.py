@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runspec import files
+from runspec.storage import patient_json
 
 # What decides on a model's answers; a README does not.
 _SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".txt", ".py"}
@@ -38,13 +39,13 @@ def weight_files(folder: Path) -> list[str]:
         return [_ADAPTER]
     path = folder / "config.json"
     try:
-        named = (files.read_json(path) or {}).get(OTHER_NAME)
+        named = (patient_json(path) or {}).get(OTHER_NAME)
         if named and not str(named).endswith(".index.json"):
             return [str(named)]
         if not named and (folder / WHOLE).is_file():
             return [WHOLE]
         path = folder / (named or INDEX)
-        if (content := files.read_json(path)) is not None:
+        if (content := patient_json(path)) is not None:
             return sorted(set(map(str, content["weight_map"].values())))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise NoWeights(f"{path} cannot be read; download it again") from None
@@ -58,16 +59,15 @@ def weight_files(folder: Path) -> list[str]:
 
 def base_of(folder: Path) -> Path | None:
     """Return the folder of the base model that an adapter names, None for a whole model."""
-    adapter = files.read_json_or_none(folder / ADAPTER_CONFIG)
-    return Path(str(adapter.get("base_model_name_or_path"))) if isinstance(adapter, dict) else None
+    adapter = patient_json(folder / ADAPTER_CONFIG)
+    return None if adapter is None else Path(str(adapter.get("base_model_name_or_path")))
 
 
 def gives_scores(folder: Path) -> bool:
     """Whether a folder holds a reward model, or a reward model's adapter."""
-    adapter = files.read_json_or_none(folder / ADAPTER_CONFIG)
-    if isinstance(adapter, dict):
+    if (adapter := patient_json(folder / ADAPTER_CONFIG)) is not None:
         return adapter.get("task_type") == "SEQ_CLS"
-    content = files.read_json_or_none(folder / "config.json") or {}
+    content = patient_json(folder / "config.json") or {}
     classes = content.get("architectures") or []
     return any(name.endswith("ForSequenceClassification") for name in classes)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from runspec import endpoint
+from runspec import endpoint, files
 
 # For how long a replica that has failed is asked last.
 BEAT_S = 3.0
@@ -58,7 +58,8 @@ class Pool:
         Returns:
             Replicas whose file was removed or is not renewed.
         """
-        self.shares = endpoint.shares(self.folder)
+        with suppress(OSError, files.DamagedFile):  # the shares that were read last stay
+            self.shares = endpoint.shares(self.folder)
         present = {}
         for facts in endpoint.replicas(self.folder):
             if facts.get("state") not in ("ready", "draining") or not endpoint.reachable(facts):

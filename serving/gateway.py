@@ -21,6 +21,7 @@ from runspec import files
 from runspec.endpoint import ENDPOINT, GATEWAY
 from runspec.keys.serve import SERVE
 from runspec.states import process_start
+from runspec.storage import patient_json
 from serving import backends
 from serving.keys import Keys
 from serving.proxy import Proxy
@@ -61,7 +62,7 @@ class Gateway(Proxy):
 async def run(folder: Path, port: int, host: str) -> int:
     """Serve until SIGTERM or SIGINT."""
     settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
-    settings |= files.read_json(folder / ENDPOINT)["settings"]
+    settings |= (patient_json(folder / ENDPOINT) or {})["settings"]
     # The fronts of the replicas see every request: they log.
     keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
     pool = backends.Pool(folder)
@@ -113,8 +114,8 @@ async def run(folder: Path, port: int, host: str) -> int:
 
 def _is_of(folder: Path, facts: dict[str, Any]) -> bool:
     """Whether gateway.json is this gateway's, and not that of a newer one."""
-    content, keys = files.read_json_or_none(folder / GATEWAY), ("host", "started")
-    return isinstance(content, dict) and all(content.get(key) == facts[key] for key in keys)
+    content = files.peek(folder / GATEWAY)
+    return all(content.get(key) == facts[key] for key in ("host", "started"))
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ from runspec import engine_start, files
 from runspec.devices import VISIBLE, visible
 from runspec.keys.serve import SERVE
 from runspec.processes import end_with_parent
+from runspec.storage import patient_json
 from serving import backends, engines, parameters
 from serving.backends import Backend
 from serving.journal import Journal, turn_over
@@ -193,7 +194,7 @@ class Replica:
         if self.state != "ready" or passed == self.minutes or self.number:
             return
         path = self.run_dir / files.SERVED
-        before = files.read_json_or_none(path) or {}
+        before = patient_json(path) or {}
         gained = passed - max(0, self.minutes)
         self.minutes = passed
         files.write_json(path, {"minutes": int(before.get("minutes", 0)) + gained})
@@ -282,7 +283,7 @@ def _asked_at(run_dir: Path) -> float:
     if os.environ.get("COOKBOOK_ATTEMPT", "0") == "0":
         with suppress(OSError):
             return (run_dir / files.SUBMISSION).stat().st_mtime
-    status = files.read_json_or_none(run_dir / files.STATUS) or {}
+    status = files.peek(run_dir / files.STATUS)
     return float(status.get("started") or time.time())
 
 
@@ -294,8 +295,7 @@ def _free_port() -> int:
 def _tokenizer(model: Path) -> tuple[Any, int | None]:
     """Return a function that counts tokens, and the model's context length; None if unknown."""
     base = engines.Model.of(model).base
-    settings = files.read_json_or_none(base / "config.json")
-    limit = (settings or {}).get("max_position_embeddings")
+    limit = (patient_json(base / "config.json") or {}).get("max_position_embeddings")
     if not (base / "tokenizer.json").is_file() or not isinstance(limit, int):
         return None, None
     from tokenizers import Tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
-from runspec.storage import UNREADABLE
+from runspec.storage import UNREADABLE, patiently
 from slurm import job_log
 from slurm.field_types import well_typed
 
@@ -20,6 +20,8 @@ BAD_NODE = "BadNodeError"  # slurm/ready.py, and the trainer's own check
 NODE_FAILURE = "NodeFailure"
 STORAGE = "StorageError"
 OUT_OF_MEMORY = "OutOfMemory"
+# How long the job script waits for storage that cannot be read.
+WAIT_S = 5.0
 # What ends the other ranks, in the order in which it explains the rest.
 _FIRST = (*WATCHDOG, NODE_FAILURE, BAD_NODE, OUT_OF_MEMORY, "Killed")
 
@@ -65,15 +67,28 @@ _EXCEPTION = re.compile(
 
 def read_errors(logs: Path) -> list[dict[str, Any]]:
     """Return what ranks and nodes left in an attempt's log folder, in no order."""
-    paths = list(logs.glob("error_*.json"))
-    records = zip(paths, map(files.read_json_or_none, paths), strict=True)
-    errors = [_of_record(path, record) for path, record in records if isinstance(record, dict)]
+    records = ((path, _record(path)) for path in logs.glob("error_*.json"))
+    errors = [_of_record(path, record) for path, record in records if record]
     errors += _of_peers(errors)
     # A workload that starts torchrun itself has its report in the log of its own output.
     for path in (*logs.glob("node_*.log"), *logs.glob("rank_*.log")):
         errors += _killed_ranks(path)
     # A script of the user's own leaves no record: its traceback says what happened.
     return errors or [error for path in logs.glob("rank_*.log") for error in _exception(path)]
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """Return the record of a fault, {} if it is damaged.
+
+    One that cannot be read is a fault of the storage: that there was none would be another cause.
+    """
+    try:
+        return patiently(files.read_object, path, most_s=WAIT_S) or {}
+    except files.DamagedFile:
+        return {}
+    except OSError as error:
+        where = {"host": socket.gethostname(), "time": time.time()}
+        return {**where, "type": STORAGE, "message": f"{path} cannot be read: {error.strerror}"}
 
 
 def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any
 from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable, warning
 from launcher.paths import DOWNLOAD_RECORD
 from runspec import prepared
-from runspec.files import read_json_or_none, sha256
+from runspec.files import read_object, sha256
 from runspec.keys.fields import FILE_SOURCES, STREAM, names_no_files
 from runspec.weights import NoWeights, weight_files
 
@@ -105,8 +105,7 @@ def whole(folder: Path, names: list[str]) -> list[Finding]:
             findings.append(failed("model", f"{path} is no safetensors file", _AGAIN))
         elif promised != size:
             findings.append(failed("model", f"{path} has {size:,} of {promised:,} bytes", _AGAIN))
-    recorded = read_json_or_none(folder / DOWNLOAD_RECORD)
-    record = recorded if isinstance(recorded, dict) else {}
+    record = read_object(folder / DOWNLOAD_RECORD) or {}
     findings += _differences(folder, record)
     count = f"{len(names)} file{'s' * (len(names) != 1)}"
     message = f"{folder}: {count}, {sum(sizes.values()) / 2**30:.1f} GiB"

@@ -88,12 +88,22 @@ def test_a_reader_never_sees_a_part(tmp_path):
 
 def test_missing_and_damaged_are_not_the_same(tmp_path):
     path = tmp_path / "x.json"
-    assert files.read_json(path) is None
-    assert files.read_json_or_none(path) is None
-    path.write_text('{"a": 1')
-    with pytest.raises(ValueError, match=r"x\.json does not hold JSON"):
-        files.read_json(path)
-    assert files.read_json_or_none(path) is None
+    assert (files.read_json(path), files.read_object(path), files.peek(path)) == (None, None, {})
+    for text in ('{"a": 1', "", "[" * 100_000, '{"a":' * 100_000):
+        path.write_text(text)
+        for read in (files.read_json, files.read_object):
+            with pytest.raises(files.DamagedFile, match=r"x\.json does not hold JSON"):
+                read(path)
+        assert files.peek(path) == {}
+    path.write_text("[1]")
+    with pytest.raises(files.DamagedFile, match=r"x\.json does not hold a JSON object"):
+        files.read_object(path)
+    path.unlink()
+    path.symlink_to(path)
+    for read in (files.read_json, files.read_object):
+        with pytest.raises(OSError, match="symbolic links"):
+            read(path)
+    assert files.peek(path) == {}
 
 
 def test_a_line_that_is_cut_short_is_left_out(tmp_path):
@@ -101,13 +111,13 @@ def test_a_line_that_is_cut_short_is_left_out(tmp_path):
     assert files.read_json_lines(path) == []
     files.append_json_line(path, {"attempt": 0})
     with path.open("ab") as file:
-        file.write(b'{"attempt": 1}\n{"att\xff')
+        file.write(b'{"attempt": 1}\n' + b"[" * 100_000 + b'\n{"att\xff')
     assert files.read_json_lines(path) == [{"attempt": 0}, {"attempt": 1}]
     for number in (2, 3):
         files.append_json_line(path, {"attempt": number})
     assert [line["attempt"] for line in files.read_json_lines(path)] == [0, 1, 2, 3]
     assert files.last_json_line(path) == {"attempt": 3}
-    assert path.read_bytes().count(b"\n") == 5, "no line is empty"
+    assert path.read_bytes().count(b"\n") == 6, "no line is empty"
 
 
 def test_only_complete_checkpoints_count(tmp_path):

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from runspec.description import config_file
+from runspec.storage import patiently
 from trainer.errors import ConfigError
 from trainer.models.transformers.attention import NAME
 from trainer.models.transformers.decoder import PLACE, TransformersDecoder, base_name
@@ -116,7 +117,9 @@ def _rope_types(content: dict[str, Any]) -> set[str]:
 
 def _config(file: Path) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(file, trust_remote_code=False)
+        return patiently(
+            lambda path: AutoConfig.from_pretrained(path, trust_remote_code=False), file
+        )
     except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
         raise ConfigError(
