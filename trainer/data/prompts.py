@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.data.conversations import turns_of
-from trainer.data.rows import Rows
+from trainer.data.rows import EMPTY_QUESTION, Rows
 from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
@@ -31,6 +31,8 @@ class Prompts(Rows):
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         row, own = self.row(index), self._tokenizer
         value = row.get(self._column)
+        if isinstance(value, str) and not value.strip():
+            raise ConfigError(EMPTY_QUESTION)
         if isinstance(value, str) and not own.has_chat_template:
             tokens = own.encode(value, add_bos=True)
         else:
