@@ -33,14 +33,21 @@ def tell(folder: Path, name: str, facts: dict[str, Any]) -> None:
     place = folder / BACKENDS
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = {**facts, "time": time.time(), "machine": socket.gethostname()}
-    files.write_json(replica_file(folder, name), own, mode=0o600)
+    files.renew_json(replica_file(folder, name), own, mode=0o600)
 
 
 def replicas(folder: Path) -> list[dict[str, Any]]:
-    """Return what the living replicas of an endpoint say of themselves, ready ones first."""
+    """Return what the living replicas of an endpoint say of themselves, ready ones first.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
     rows = []
     for path in sorted((folder / BACKENDS).glob("*.json")):
-        facts = files.read_json_or_none(path)
+        try:
+            facts = files.read_json(path)
+        except ValueError:
+            continue  # it is being written on a full disk
         if not isinstance(facts, dict) or not isinstance(facts.get("time"), int | float):
             continue
         if time.time() - facts["time"] < STALE_S:
@@ -91,7 +98,7 @@ def drain_mark(folder: Path, name: str) -> Path:
 
 def shares(folder: Path) -> dict[str, float]:
     """Return the share of the traffic that each version gets, {} for an even spread."""
-    content = files.read_json_or_none(folder / SHARES)
+    content = files.read_json(folder / SHARES)
     if not isinstance(content, dict):
         return {}
     return {str(key): float(value) for key, value in content.items()}
@@ -99,7 +106,7 @@ def shares(folder: Path) -> dict[str, float]:
 
 def ranges(folder: Path) -> dict[str, tuple[int, int]]:
     """Return the least and the most replicas of each version whose number follows the load."""
-    content = files.read_json_or_none(folder / ENDPOINT)
+    content = files.read_json(folder / ENDPOINT)
     served = content.get("served") if isinstance(content, dict) else None
     return {
         str(each["version"]): (int(each["replicas"]), int(each["max_replicas"]))
@@ -110,7 +117,7 @@ def ranges(folder: Path) -> dict[str, tuple[int, int]]:
 
 def wanted(folder: Path) -> dict[str, int]:
     """Return how many replicas of each version the gateway wants."""
-    content = files.read_json_or_none(folder / SCALE)
+    content = files.read_json(folder / SCALE)
     return (
         {str(k): int(v) for k, v in content["wanted"].items()} if isinstance(content, dict) else {}
     )
@@ -118,7 +125,7 @@ def wanted(folder: Path) -> dict[str, int]:
 
 def users(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the users of an endpoint by name: sha256, created, revoked, and their limits."""
-    content = files.read_json_or_none(folder / USERS)
+    content = files.read_json(folder / USERS)
     return dict(content) if isinstance(content, dict) else {}
 
 
@@ -145,7 +152,7 @@ def used_today(folder: Path, without: str = "") -> dict[str, tuple[int, int]]:
 
 def used_by(path: Path) -> dict[str, tuple[int, int]]:
     """Return what one replica has counted on this day (UTC), {} if its file is of another day."""
-    content = files.read_json_or_none(path)
+    content = files.read_json(path)
     if not isinstance(content, dict) or content.get("day") != today():
         return {}
     return {str(user): (int(pair[0]), int(pair[1])) for user, pair in content["users"].items()}

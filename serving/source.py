@@ -89,17 +89,17 @@ def rows_of(folder: Path, begin: float, feedback: Feedback) -> list[dict[str, An
         known = feedback.of(row)
         if row["status"] != 200 or not row["answer"] or (row["time"] or 0) < begin:
             continue
-        label, word = known.get("label"), journal.as_text(known.get("feedback"))
+        label, word = known.get("label"), (journal.as_text(known.get("feedback")) or "").strip()
         turns = json.loads(row["messages"])
         turns.append({"role": "assistant", "content": label or row["answer"]})
-        rejected = not label and bool(word) and word.strip().lower() not in APPROVED
+        rejected = bool(word) and not label and word.lower() not in APPROVED
         if rejected:
-            feedback.rejected[word.strip()] += 1
+            feedback.rejected[word] += 1
         rows.append(
             {
                 **{key: row[key] for key in ("request_id", "time", "model", "answer")},
                 "messages": None if rejected else json.dumps(turns, ensure_ascii=False),
-                "feedback": word,
+                "feedback": word or None,
                 "label": label,
             }
         )

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
 from serving import source, stats
 from serving.journal import Journal, read, recover, turn_over
@@ -79,6 +80,23 @@ def test_a_request_that_another_replica_answered_counts_as_answered(tmp_path):
     lost.accepted(row(2))
     other.answered("r1", answer())
     assert {each["request_id"]: each["status"] for each in read(tmp_path)} == {"r1": 200, "r2": 0}
+
+
+def test_a_journal_that_cannot_become_parquet_is_kept_and_read(tmp_path):
+    journal = Journal(tmp_path)
+    journal.accepted(row(1))
+    journal.answered("r1", answer())
+    before = journal.switch()
+    assert before is not None
+    # A folder in its place: as on a full disk, the file cannot be written.
+    target = before[1].name.replace("journal-", "requests-").replace(".jsonl", ".parquet")
+    (tmp_path / target / "x").mkdir(parents=True)
+    with pytest.raises(OSError):
+        turn_over(*before)
+    (tmp_path / target).rename(tmp_path / "away")
+    assert not list(tmp_path.glob(".*.tmp")), "what was begun takes no more space"
+    assert [each["request_id"] for each in read(tmp_path)] == ["r1"]
+    assert list(tmp_path.glob("requests-*.parquet")) and not before[1].exists()
 
 
 def test_private_things_stay_out_and_ids_stay_whole(tmp_path):
