@@ -35,14 +35,21 @@ def tell(folder: Path, name: str, facts: dict[str, Any]) -> None:
     place = folder / BACKENDS
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = {**facts, "time": time.time(), "machine": socket.gethostname()}
-    files.write_json(replica_file(folder, name), own, mode=0o600)
+    files.renew_json(replica_file(folder, name), own, mode=0o600)
 
 
 def replicas(folder: Path) -> list[dict[str, Any]]:
-    """Return what the living replicas of an endpoint say of themselves, ready ones first."""
+    """Return what the living replicas of an endpoint say of themselves, ready ones first.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
     rows = []
     for path in sorted((folder / BACKENDS).glob("*.json")):
-        facts = files.peek(path)
+        try:
+            facts = files.read_object(path) or {}
+        except files.DamagedFile:
+            continue  # it is being written on a full disk
         if not isinstance(facts.get("time"), int | float):
             continue
         if time.time() - facts["time"] < STALE_S:

@@ -25,6 +25,8 @@ UNREADABLE = frozenset(
         errno.ENODEV,
     }
 )
+# A full disk and a used-up quota, with the type of a fault's record.
+OF_A_DISK = {errno.ENOSPC: "NoSpace", errno.EDQUOT: "Quota"}
 # The file itself is missing, or is something else: reading it again does not help.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # Nor with these: a library's own OSError about the content has no number.

@@ -80,9 +80,10 @@ class Quotas:
     def refresh(self) -> None:
         """Write this replica's counts, read those of the others, and remove old files."""
         if self.own is not self._written:
-            content = {"day": self.day, "users": self.own}
-            self._written = self.own
-            files.write_json(self.folder / f"{self.name}.json", content, mode=0o600)
+            written = self.own
+            content = {"day": self.day, "users": written}
+            files.renew_json(self.folder / f"{self.name}.json", content, mode=0o600)
+            self._written = written
         for path in self.folder.glob("*.json"):
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - 2 * _DAY_S:

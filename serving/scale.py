@@ -14,6 +14,7 @@ from pathlib import Path
 from runspec import endpoint as endpoints
 from runspec import files
 from runspec.storage import patiently
+from serving.faults import say
 
 # How long a load has to last before another replica is started; the first one starts at once.
 _SUSTAINED_S = 5.0
@@ -75,7 +76,7 @@ class Scaler:
             await self._look(load, peak, time.monotonic())
         except (OSError, files.DamagedFile) as error:
             # The gateway continues, and tries again at the next call.
-            print(f"{self.folder.name}: {error}", file=sys.stderr, flush=True)
+            say(f"{self.folder.name}: {error}")
 
     async def _look(self, load: int, peak: int, now: float) -> None:
         changed = await asyncio.to_thread(self.decide, load, peak, now)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from runspec import files
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
+from runspec.storage import OF_A_DISK
 from slurm import engine, job_log, reserve
 from slurm.faults import NODE_FAILURE, fault, no_space, on_nodes, read_errors, slurm_errors, unfit
 from slurm.history import (
@@ -60,7 +61,7 @@ def begin(
     try:
         return _begin(run_dir, hosts, head, ended, max_retries)
     except OSError as error:
-        if error.errno not in reserve.FULL:
+        if error.errno not in OF_A_DISK:
             raise
         full = reserve.fault(run_dir) or no_space(run_dir)
         status = {**read_object(run_dir / files.STATUS), **this_job()}
@@ -251,7 +252,7 @@ def end(
     try:
         _append_attempt(run_dir, status, exit_code, verdict, unfit(errors))
     except OSError as error:
-        if error.errno not in reserve.FULL:
+        if error.errno not in OF_A_DISK:
             raise
         _say(f"{run_dir / files.ATTEMPTS} has no line of attempt {attempt}: {error.strerror}")
     if verdict.message:

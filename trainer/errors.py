@@ -21,10 +21,9 @@ from pathlib import Path
 
 from runspec import files
 from runspec.redact import redacted
-from runspec.storage import is_of_storage
+from runspec.storage import OF_A_DISK, is_of_storage
 
-_OF_A_DISK = {errno.ENOSPC: "NoSpace", errno.EDQUOT: "Quota"}
-_KINDS = {**_OF_A_DISK, errno.EPIPE: "OutputError"}
+_KINDS = {**OF_A_DISK, errno.EPIPE: "OutputError"}
 _OF_TORCH_DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -123,7 +122,7 @@ def is_permanent(error: BaseException) -> bool:
     )
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, kinds):
         return True
-    return isinstance(error, OSError) and error.errno in _OF_A_DISK
+    return isinstance(error, OSError) and error.errno in OF_A_DISK
 
 
 def describe(error: BaseException) -> str:

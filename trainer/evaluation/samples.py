@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.files import parse_json, read_bytes
+from runspec.files import parse_json
 from runspec.storage import patiently
 from trainer.data import origin
 from trainer.errors import ConfigError
@@ -44,7 +44,7 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     samples: list[Sample] = []
     columns = {key: str(task.get(key) or default) for key, default in _COLUMNS.items()}
     try:
-        for number, line in enumerate(patiently(read_bytes, path).splitlines(), 1):
+        for number, line in enumerate(patiently(Path.read_bytes, path).splitlines(), 1):
             if not line.strip():
                 continue
             try:

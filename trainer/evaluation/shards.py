@@ -212,7 +212,7 @@ def _complete(task: dict[str, Any], rows: list[Sample]) -> None:
         given = task["schema"]
         if isinstance(given, str):
             try:
-                given = files.parse_json(patiently(files.read_bytes, Path(given).expanduser()))
+                given = files.parse_json(patiently(Path.read_bytes, Path(given).expanduser()))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"the JSON schema {given} cannot be read: {error}") from None
         task["schema_text"] = json.dumps(given)
