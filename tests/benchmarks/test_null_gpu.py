@@ -18,7 +18,7 @@ from launcher.recipes import recipe as recipes
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.recipe_step import step_of
 from runspec.keys.model import TRANSFORMERS
-from slurm.ports import free_port
+from slurm.rendezvous import port_of
 from tests.launcher.kit import until
 from tests.model_sizes import DEMO
 from tests.serving.test_virtual_tokens import answer
@@ -160,7 +160,7 @@ def test_ranks_that_are_forked_can_use_the_gpu(
         changes = {"model": None, "checkpointer": {"checkpoint_dir": str(source)}}
     settings = {"device": "cuda", "max_steps": 2, "log_every_n_steps": 1}
     path = write_config(tmp_path / "run", demo_model, DATASET, **settings | changes)
-    place = {"HEAD_ADDR": "localhost", "HEAD_PORT": str(free_port("localhost", "1", 0))}
+    place = {"HEAD_ADDR": "localhost", "HEAD_PORT": str(port_of(str(os.getpid()), 0))}
     numbers = {"NODES": "1", "NODE_RANK": "0", "RANKS_PER_NODE": "1", "NODE_CHECK": "no"}
     kit = {"COOKBOOK": str(ROOT), "PYTHONPATH": str(ROOT), "LOGS": str(tmp_path)}
     for key, value in (place | numbers | kit).items():

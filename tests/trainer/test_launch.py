@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm import faults, ports
+from slurm import faults, rendezvous
 from tests.launcher.kit import until
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "toy.py").write_text(TOY)
-        self.port = str(ports.free_port("localhost", str(os.getpid()), 0))
+        self.port = str(rendezvous.port_of(str(os.getpid()), 0))
 
     def environment(self, node: int = 0, nodes: int = 1, **more: str) -> dict[str, str]:
         own = {
