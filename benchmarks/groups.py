@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from slurm.ports import free_port
+from slurm.rendezvous import port_of
 from trainer.parallel.messages import Rounds
 
 LIMIT = timedelta(minutes=5)
@@ -53,7 +53,7 @@ def rank(number: int, ranks: int, port: int) -> dict[str, float]:
 
 def measure(ranks: int) -> dict[str, float]:
     """What rank 0 measures, and the CPU time of all."""
-    port = free_port("127.0.0.1", str(os.getpid()), ranks)
+    port = port_of(str(os.getpid()), ranks)
     reader, writer = os.pipe()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     # As in trainer.launch, the store is not rank 0's, and begins after the ranks are forked.

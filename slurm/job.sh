@@ -65,8 +65,8 @@ begin_attempt() {
     [ -z "${ROLLOUT_NODES:-}" ] || ROLLOUT_HOSTS=$(yes "$HOSTS" | head -n "$ROLLOUT_NODES" | paste -sd,)
   fi
   export ROLLOUT_HOSTS=${ROLLOUT_HOSTS:-}
-  local begin=(begin --hosts "$HOSTS" --head "$HEAD_ADDR" --max-retries "$MAX_RETRIES")
-  # Returns the attempt's number and a free port, or the reason why there is nothing to do.
+  local begin=(begin --hosts "$HOSTS" --max-retries "$MAX_RETRIES")
+  # Returns the attempt's number and its port, or the reason why there is nothing to do.
   ask "${begin[@]}" || not_begun $? || return 1
   if [ "${REPLY% *}" = busy ]; then
     local other=${REPLY#busy }

@@ -102,26 +102,14 @@ check_disk() {
 check_all_reduce() (
   export RUN_DIR=$SHARED LOGS=$SHARED ATTEMPT=0 HEAD_ADDR HEAD_PORT ONE_HOST NODES RANKS_PER_NODE
   export VENV COOKBOOK RENDEZVOUS_WAIT_S=60 FILES_WAIT_S=5
-  local head addresses waited
-  local free_port='import sys; sys.path[:0] = sys.argv[1:2]
-from slurm.ports import free_port
-print(free_port(*sys.argv[2:], 0))'
+  local head addresses
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   addresses=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
   HEAD_ADDR=$(scontrol --oneliner show node "$head" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
   HEAD_ADDR=${HEAD_ADDR:-$head}
   ONE_HOST=no
   if [ "$(sort -u <<<"$addresses" | wc -l)" = 1 ]; then ONE_HOST=yes; fi
-  # A port that is free on the first node, which tells the others by a file.
-  if [ "${SLURM_NODEID:-0}" = 0 ]; then
-    (cd "$COOKBOOK" && "$VENV/bin/python" -I -S -c "$free_port" "$PWD" "$HEAD_ADDR" "$SLURM_JOB_ID") >"$SHARED/.port" || return 1
-    mv "$SHARED/.port" "$SHARED/port"
-  fi
-  for ((waited = 0; waited < 60; waited++)); do
-    [ ! -s "$SHARED/port" ] || break
-    sleep 0.5
-  done
-  HEAD_PORT=$(<"$SHARED/port") || return 1
+  HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c "from slurm.rendezvous import port_of; print(port_of('$SLURM_JOB_ID', 0))") || return 1
   # shellcheck source=slurm/node.sh
   source "$COOKBOOK/slurm/node.sh"
   timeout 120 torchrun --nnodes="$NODES" --node-rank="$NODE_RANK" --nproc-per-node="$RANKS_PER_NODE" \
