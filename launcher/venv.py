@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher import paths, yamlfile
+from runspec import versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,6 +84,12 @@ def other_versions() -> dict[str, str]:
         if version.partition("+")[0] != pin.partition("+")[0]:
             others[plain_name(name)] = f"{name} {version} (pinned: {pin})"
     return others
+
+
+def unsupported() -> list[str]:
+    """Return why installed packages cannot run the trainer, one text each."""
+    faults = (versions.fault(plain_name(name), version) for name, version in packages().items())
+    return [fault for fault in faults if fault]
 
 
 def pins() -> Path:

@@ -48,6 +48,14 @@ def test_packages_that_are_not_the_pinned_ones_are_named(tmp_path, monkeypatch):
     (tmp_path / "constraints.txt").write_text("torch==2.11.0\npython-stdnum==2.1\n")
     (finding,) = found("virtual environment", "demo", [])
     assert "torch 2.13.0+cpu (pinned: 2.11.0)" in finding.message
+    # Nor does the trainer run with any release.
+    for name in ("torch-2.10.1", "transformers-5.3.0"):
+        (packages / f"{name}.dist-info").mkdir()
+    (packages / "torch-2.13.0+cpu.dist-info").rmdir()
+    (finding,) = found("virtual environment", "demo", [])
+    assert finding.state == "failed" and finding.remedy.startswith("bash setup.sh")
+    assert "torch 2.10.1 is not supported: the trainer needs 2.11 or newer" in finding.message
+    assert "transformers 5.3.0 is not supported: the trainer needs 5.17 or newer" in finding.message
 
 
 @pytest.mark.parametrize(
