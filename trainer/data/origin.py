@@ -102,4 +102,13 @@ def _same(record: dict[str, Any], row: dict[str, Any], path: Path) -> bool:
 
 def _filled(record: dict[str, Any]) -> dict[str, Any]:
     # Columns that another row has are None here.
-    return {key: value for key, value in record.items() if value is not None}
+    return {key: _equal(value) for key, value in record.items() if value is not None}
+
+
+def _equal(value: Any) -> Any:
+    """`value`, with a text in the place of each NaN, which is not equal to itself."""
+    if isinstance(value, dict):
+        return {key: _equal(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_equal(inner) for inner in value]
+    return "NaN" if value != value else value
