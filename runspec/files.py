@@ -195,6 +195,16 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number has more than {_DIGITS} digits")
+    return int(digits)
+
+
+_DIGITS = 300
+_DECODER = json.JSONDecoder(parse_int=_integer)
+
+
 class DamagedFile(ValueError):
     """A file was read and does not hold JSON."""
 
@@ -203,10 +213,13 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or nested deeper than Python can read.
+        ValueError: it is not JSON, nested deeper than Python can read, or has a number that no
+            float holds.
     """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
