@@ -4,10 +4,10 @@ A sample is {"messages": [...], "tools": [...]}: roles system, user, assistant a
 text, a list of text parts, or null beside tool calls.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from runspec.files import parse_json
 from trainer.data.marks import REASONING
 from trainer.data.rows import Rows
 from trainer.data.tokenizers import HuggingFaceTokenizer
@@ -208,7 +208,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}", parse_constant=_no_json)
+            arguments = parse_json(arguments or "{}", strict=True)
         except ValueError as error:
             raise ConfigError(
                 f"{where} calls {function['name']} with arguments that are no JSON: {error}"
@@ -219,14 +219,10 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 def schemas_of(tools: Any, column: str) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools or "null", parse_constant=_no_json)
+            tools = parse_json(tools or "null", strict=True)
         except ValueError as error:
             raise ConfigError(f"the column {column!r} holds no JSON: {error}") from None
     return [_without_null(tool) for tool in tools] if tools else None
-
-
-def _no_json(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def _without_null(value: Any) -> Any:
