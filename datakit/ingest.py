@@ -19,6 +19,7 @@ from datakit.formats import reader
 from datakit.parquet import BATCH_ROWS
 from datakit.recognisers import hidden, hidden_json
 from runspec.datarecipe import FORMATS
+from runspec.files import parse_json
 from runspec.prepared import ROW_BITS
 
 # The text after an unclosed quote is one field, which must not fill the memory.
@@ -187,12 +188,9 @@ def _json_lines(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
             yield number, shown, f"is not {encoding} (byte {error.start}): set encoding="
             continue
         try:
-            record = json.loads(text)
+            record = parse_json(text)
         except ValueError as error:
             yield number, text, f"is not JSON: {error}"
-            continue
-        except RecursionError:
-            yield number, text[:_SHOWN], "is JSON that is nested too deep"
             continue
         fault = "" if isinstance(record, dict) else "is JSON, but not an object"
         yield number, record, fault
@@ -202,7 +200,7 @@ def _json_array(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
     """The records of a JSON file that is one array; its line is the number of the record."""
     encoding = str(block["encoding"])
     try:
-        content = json.loads(openers.whole(block).decode(encoding))
+        content = parse_json(openers.whole(block).decode(encoding))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{block['file']}: is not {encoding} (byte {error.start}): set encoding="

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from runspec.files import parse_json
 from serving.answers import END, Answers, message_of, sse
 from serving.backends import Backend, connections
 from serving.journal import Journal
@@ -216,7 +217,7 @@ class _Engine:
             text = await answer.read()
             _check(answer.status, text)
         try:
-            value = json.loads(text)
+            value = parse_json(text)
             return {**value, "choices": list(value["choices"])}
         except (ValueError, KeyError, TypeError):
             raise EngineError(502, "the engine's answer is not one of OpenAI's protocol") from None
@@ -240,7 +241,7 @@ class _Engine:
 
 def _event(text: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         # transformers serve does not quote the message of an error.
         raise EngineError(500, f"the engine failed: {message_of(text)}") from None

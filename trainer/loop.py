@@ -292,9 +292,11 @@ class Trainer:
         state.skipped_steps = int(skipped)
         if in_row >= self.config.max_non_finite_steps:
             raise self.guard.fault(step.step)
+        if skipped >= step.step == self.batches.total_steps:
+            raise self.guard.fault(step.step, "in every step of the run")
         if not step.targets:
             self.reporter.note_no_target(step.step)
-        means = figures.means(summed, step.targets, extremes)
+        means = figures.means(summed, step.targets, extremes, self.objective.counted)
         if means["loss"] is not None:
             state.loss_first = means["loss"] if state.loss_first is None else state.loss_first
             state.loss_last = means["loss"]
@@ -342,7 +344,7 @@ class Trainer:
                 fsdp.reshard(each)
         extremes, own = self.objective.extremes, {n: value.item() for n, value in sums.items()}
         summed, count = figures.over_ranks(world, own, targets, extremes)
-        of_all = figures.means(summed, count, extremes)
+        of_all = figures.means(summed, count, extremes, self.objective.counted)
         self.state.val_loss = of_all["loss"]
         return {f"val_{name}": mean for name, mean in of_all.items()}
 

@@ -174,7 +174,10 @@ def _results(run: Run, state: State) -> Iterator[tuple[str, str]]:
 
 def _loading(export: Path) -> str:
     """Return the line of Python that loads a model, or its adapter if that is all there is."""
-    kind = "SequenceClassification" if gives_scores(export) else "CausalLM"
+    try:
+        kind = "SequenceClassification" if gives_scores(export) else "CausalLM"
+    except (OSError, files.DamagedFile) as error:
+        return f"(cannot be read: {error})"
     if any(export.glob("*.safetensors")):
         return f'AutoModelFor{kind}.from_pretrained("{export}")'
     return f'AutoPeftModelFor{kind}.from_pretrained("{export / files.ADAPTER}")'

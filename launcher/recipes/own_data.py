@@ -1,7 +1,6 @@
 """A data file of the user's own as a dataset block: format and columns come from its records."""
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -10,6 +9,7 @@ from typing import Any
 
 from launcher import venv
 from launcher.errors import UsageFault, nearest
+from runspec.files import parse_json
 from runspec.keys.preference import DpoConfig
 from runspec.prepared import EXAMPLE
 
@@ -143,7 +143,7 @@ def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
     done = venv.run_module("datakit.head", str(path), str(_READ))
     if done.returncode != 0:
         raise ValueError((done.stderr.strip().splitlines() or ["no message"])[-1])
-    yield from map(json.loads, done.stdout.splitlines())
+    yield from map(parse_json, done.stdout.splitlines())
 
 
 def _json_records(path: Path, file: Any) -> Iterator[dict[str, Any]]:
@@ -152,11 +152,11 @@ def _json_records(path: Path, file: Any) -> Iterator[dict[str, Any]]:
     for number, line in lines:
         if line.lstrip().startswith("["):
             file.seek(0)
-            values: Any = json.loads(file.read().lstrip("\ufeff"))
+            values: Any = parse_json(file.read().lstrip("\ufeff"))
             yield from (value for value in values if isinstance(value, dict))
             return
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError as error:
             raise ValueError(f"line {number} is not JSON ({error})") from error
         if not isinstance(value, dict):

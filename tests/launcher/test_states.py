@@ -165,3 +165,38 @@ def test_bytes_that_are_no_text_are_shown_as_such(tmp_path, user: Kit, command):
         (run.path / name).write_bytes(junk)
     done = user.cookbook(*command.split())
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+DEEP = "[" * 100_000
+ODD = [DEEP, "null", "[]", '{"step": [], "loss": {}}', '{"step": "x", "loss": "y", "time": "z"}']
+ODD += ['{"step": 3, "loss": null, "time": 1e400}', '{"step": true}', f'{{"step": {"9" * 400}}}']
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status",
+        f"status {NAME}",
+        "results",
+        f"diff whole {NAME}",
+        f"report whole {NAME}",
+        f"watch --plain {NAME}",
+        "clean",
+    ],
+)
+def test_another_runs_damage_is_never_mine(tmp_path, user: Kit, command):
+    user = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path)}, tmp_path)
+    run = run_of(tmp_path, {"state": "COMPLETED", "job_id": "1"}, job_id="1")
+    (run.path / "recipe.yaml").write_text("max_steps: 2\n")
+    shutil.copytree(run.path, run.path.with_name("20260102-030405-whole-0a1b"))
+    (run.path / "logs" / "0").mkdir()
+    lines = ("metrics", "attempts", "samples", "rollouts", "logs/0/gpus_node_0")
+    for name in (f"{name}.jsonl" for name in lines):
+        (run.path / name).write_text("".join(f"{line}\n" for line in ODD))
+    whole = ("provenance.json", "recipe.yaml", "rollout.json", "engine.json", "early_stop.json")
+    whole += ("evals/x.json", "export/config.json", "logs/0/error_rank_0.json", "progress.json")
+    for name in whole:
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).write_text(DEEP)
+    done = user.cookbook(*command.split())
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

@@ -30,6 +30,7 @@ from trainer.trace import trace
 
 LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 LORA = lora_model(lora_dropout=0.0)
+NEVER = {"_component_": "torch.optim.AdamW", "lr": 0.0}
 SLOW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4}}
 PAIRS = "trainer.data.preferences.PreferenceDataset"
 UNPAIRED = "trainer.data.preferences.UnpairedPreferenceDataset"
@@ -79,6 +80,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pairs: Pa
 def test_it_begins_at_its_reference_and_learns(name: str, root: Path) -> None:
     first, *_, last = metrics(root / name)
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    # Kept log-probabilities, and those of another layout, differ by rounding.
+    assert first["rewards/accuracies"] == 0
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] == 1.0
     assert last["val_loss"] < 0.65 and last["val_rewards/margins"] > 0.1
@@ -160,6 +163,36 @@ def test_packed_equals_padded(name: str, tmp_path: Path, model_folder: Path, pai
     assert found[0]["val_logps/chosen"] < -10
     for key, value in found[0].items():
         assert found[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
+def test_figures_of_labelled_answers_are_means_over_their_label(
+    tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    """Whatever the share of a label is, in the training data and in dataset_val."""
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()[:6]]
+    own = [{"prompt": r["prompt"], "completion": r["chosen"], "label": True} for r in rows]
+    own += [{"prompt": r["prompt"], "completion": r["rejected"], "label": False} for r in rows]
+    found = []
+    for name, kept in (("all", own), ("few", own[:6] + own[6:8])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        changes = {"max_steps": 1, "run_val_every_n_steps": 1, "optimizer": NEVER}
+        changes |= {"dataset_val": {"data_files": str(path), "split": "train"}}
+        train = config(tmp_path / name, model_folder, pairs, UNPAIRED, **changes)
+        finish(start(train, module="trainer.kto"))
+        found += metrics(train.parent)
+    chosen, rejected = "val_logps/chosen", "val_logps/rejected"
+    assert found[0][chosen] == pytest.approx(found[1][chosen], rel=1e-6)
+    # Of no answer there is no mean.
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own[:6]))
+    finish(
+        start(
+            config(tmp_path / "none", model_folder, pairs, UNPAIRED, **changes),
+            module="trainer.kto",
+        )
+    )
+    (line,) = metrics(tmp_path / "none")
+    assert line[chosen] == pytest.approx(found[0][chosen], rel=1e-6) and line[rejected] is None
 
 
 @pytest.mark.long

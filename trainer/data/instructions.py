@@ -4,6 +4,7 @@ Each takes the keys of torchtune's dataset of its name and gives the same tokens
 torchtune's configs are read as they are and torchtune itself is not imported.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -272,9 +273,12 @@ def _formatted(
     if column_map or not (prompt and answer):
         raise ConfigError("dataset.prompt: goes with dataset.answer, and without column_map")
     forms = {"prompt": prompt, "answer": answer}
+    used = re.findall(r"{(\w+)", prompt + answer)
 
-    def turns(_: Chats, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def turns(chats: Chats, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         texts = []
+        for column in used:
+            chats.finite(row, column)
         for name, form in forms.items():
             try:
                 texts.append(form.format_map(row).rstrip("\n"))

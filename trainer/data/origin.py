@@ -2,12 +2,12 @@
 
 import csv
 import glob
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from runspec.files import parse_json
 from runspec.keys.fields import FILE_SOURCES
 
 JSON_LINES = (".json", ".jsonl")
@@ -59,7 +59,7 @@ def broken_line(block: dict[str, Any]) -> str | None:
         kinds: dict[str, str] = {}
         for number, text in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
             try:
-                record = json.loads(text) if text.strip() else {}
+                record = parse_json(text) if text.strip() else {}
             except ValueError as error:
                 return f"{path}, line {number}: not JSON: {error}"
             if not isinstance(record, dict):
@@ -84,7 +84,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         elif path.suffix in JSON_LINES:
             for number, text in enumerate(file, 1):
                 try:
-                    record = json.loads(text) if text.strip() else None
+                    record = parse_json(text) if text.strip() else None
                 except ValueError:
                     return
                 if isinstance(record, dict):
@@ -102,4 +102,13 @@ def _same(record: dict[str, Any], row: dict[str, Any], path: Path) -> bool:
 
 def _filled(record: dict[str, Any]) -> dict[str, Any]:
     # Columns that another row has are None here.
-    return {key: value for key, value in record.items() if value is not None}
+    return {key: _equal(value) for key, value in record.items() if value is not None}
+
+
+def _equal(value: Any) -> Any:
+    """`value`, with a text in the place of each NaN, which is not equal to itself."""
+    if isinstance(value, dict):
+        return {key: _equal(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_equal(inner) for inner in value]
+    return "NaN" if value != value else value

@@ -30,6 +30,8 @@ class Prompts(Rows):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         row, own = self.row(index), self._tokenizer
+        for column in row:
+            self.finite(row, column)  # what scores the answers gets all of them
         value = row.get(self._column)
         if isinstance(value, str) and not value.strip():
             raise ConfigError(EMPTY_QUESTION)

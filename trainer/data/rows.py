@@ -1,5 +1,6 @@
 """The rows of a dataset, opened by the library `datasets`: what all kinds of datasets share."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +40,18 @@ class Rows:
         return dict(self.rows[index])
 
     @staticmethod
+    def finite(row: Mapping[str, Any], column: str) -> Any:
+        """What a column holds, None if there is none.
+
+        Raises:
+            ConfigError: a number in it, however deep, is NaN or infinite.
+        """
+        value = row.get(column)
+        if (number := _non_finite(value)) is not None:
+            raise ConfigError(f"the column {column!r} holds {number}; numbers must be finite")
+        return value
+
+    @staticmethod
     def texts(row: Mapping[str, Any], *columns: str) -> list[str]:
         """The texts of columns.
 
@@ -55,3 +68,12 @@ class Rows:
                     f"the column {column!r} holds {row[column]!r}, which is not a text"
                 )
         return [row[column] for column in columns]
+
+
+def _non_finite(value: Any) -> float | None:
+    if isinstance(value, float):
+        return None if math.isfinite(value) else value
+    inner = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping | list):
+        return next((found for each in inner if (found := _non_finite(each)) is not None), None)
+    return None

@@ -5,6 +5,7 @@ sample.
 """
 
 import copy
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -253,7 +254,10 @@ def sample(
             f"{', '.join(missing)}; set dataset._component_ to one for the method"
         )
     documents = [_document(made[t], made[labels], limit) for t, labels in form.documents]
-    return documents, float(made[form.number]) if form.number else 0.0
+    number = float(made[form.number]) if form.number else 0.0
+    if not math.isfinite(number):
+        raise ConfigError(f"its {form.number} is {number}; it must be a finite number")
+    return documents, number
 
 
 def _document(tokens: Any, labels: Any, limit: int | None) -> Document:
