@@ -9,7 +9,7 @@ from trainer.layers.patch import patch_forward
 from trainer.parallel.sharded import local
 
 # What a class has that transformers' own functions compute (integrations/moe.py): a gate beside
-# the activation, and no norm behind. A release that lacks one of them computes it so for all classes.
+# the activation, and no norm behind. A release that lacks one computes all classes so.
 TRAITS = {"has_gate": True, "has_post_expert_norm": False}
 
 
