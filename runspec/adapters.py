@@ -125,9 +125,14 @@ PREFIX = Adapter(
 KINDS = {"lora": LORA, "dora": DORA, "ia3": IA3, "prompt": PROMPT, "prefix": PREFIX}
 
 
-def name_of(model: Mapping[str, Any]) -> str | None:
-    """Return the kind that a `model` block names; None if all weights are trained."""
-    name = model.get("adapter")
+def name_of(model: Any) -> str | None:
+    """Return the kind that a `model` block names; None if all weights are trained.
+
+    None, too, of what is not a block, or not a name: its key's check says it.
+    """
+    name = model.get("adapter") if isinstance(model, Mapping) else None
+    if not isinstance(model, Mapping) or not isinstance(name, str | None):
+        return None
     if name is None and (is_built_in(model) or (own_adapters(model) and model.get("lora_rank"))):
         name = "lora"
     return "dora" if name == "lora" and model.get("use_dora") else name

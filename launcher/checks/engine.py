@@ -10,6 +10,8 @@ from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.checks import Context, Finding, Skipped, failed, ok
+from launcher.recipes import start_folder
+from launcher.recipes.launch import Engine
 from launcher.recipes.recipe import Recipe
 from runspec.files import peek, write_text
 
@@ -20,12 +22,30 @@ _LIMIT_S = 300
 
 def config(context: Context) -> Iterable[Finding]:
     """Ask the engine, in the jobs' environment, for the keys that it knows."""
-    if context.recipe.entry.engine is None or is_asked_inside(context):
+    if context.recipe.entry.engine is None:
+        return []
+    if faults := _paths(context.recipe, context.recipe.entry.engine):
+        return faults
+    if is_asked_inside(context):
         return []
     name, python = context.recipe.entry.engine.records.name, _python(context)
     if not Path(python).is_file():
         raise Skipped(f"{name} is asked once its environment is built")
     return judged(context, _ask(python, name, question(context)))
+
+
+def _paths(recipe: Recipe, engine: Engine) -> list[Finding]:
+    """Find the relative paths of its config that lead nowhere from where it starts."""
+    folder = recipe.code_root or recipe.work_dir or recipe.path.parent
+    names = start_folder.named(recipe.config.get("parameters") or {}, engine)
+    where = f"not in {folder}, where {engine.records.name} starts"
+    remedy = "give the folder from which the paths count: work_dir=FOLDER"
+    if not folder.is_dir():
+        return [failed(SUBJECT, f"work_dir: {folder} is no folder", remedy)]
+    return [
+        failed(SUBJECT, f"{key}: {names[key]} is {where}", remedy)
+        for key in start_folder.missing(folder, names)
+    ]
 
 
 def is_asked_inside(context: Context) -> bool:

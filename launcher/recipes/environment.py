@@ -124,8 +124,9 @@ def record(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
     A named record says its name, so that a run's recipe holds all of it.
     """
-    if not isinstance(given, str):
+    if isinstance(given, Mapping):
         return dict(given)
+    given = str(given)
     path = paths.ENVIRONMENTS / f"{given}.yaml"
     if not path.is_file():
         known = names()

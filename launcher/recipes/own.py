@@ -79,12 +79,14 @@ def _option(name: str, value: str) -> str:
 def use_whole_paths(
     config: dict[str, Any], overrides: Sequence[str], files: Sequence[Path]
 ) -> None:
-    """Let a file that was typed count from the shell's folder, and one that a recipe names from
+    """Let a path that was typed count from the shell's folder, and one that a recipe names from
     that recipe's: a job runs in another.
 
     Args:
         files: the recipe, and those that it extends.
     """
+    if "work_dir" in _by_key(overrides) and isinstance(folder := config.get("work_dir"), str):
+        config["work_dir"] = str(Path(folder).expanduser().absolute())
     for key in prepared.BLOCKS:
         block = config.get(key)
         if not isinstance(block, dict) or not block.get("data_files"):

@@ -132,6 +132,7 @@ class TrainConfig(
             False,
             unused="peak memory is always logged",
         ),
+        Key("log_level", "text", "Level of torchtune's logger.", unused="logs are at INFO"),
     )
 
     output_dir: Path

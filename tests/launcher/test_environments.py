@@ -218,7 +218,7 @@ def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeyp
         block = block.replace(name, value)
     path = tmp_path / "mine.yaml"
     path.write_text("model_name_or_path: m\ndataset_name: d\nlearning_rte: 1\n")
-    asked = recipe.load(f"trl:{path}", [f"+environment={block}"])
+    asked = recipe.load(f"trl:{path}", ["entry=trl:sft", f"+environment={block}"])
     context = Context(asked, Site(shared_root=str(tmp_path)), executors.choose(True))
     *_, found = findings("environment", inside.inside, context)
     assert found.state == "failed", found.line

@@ -201,13 +201,13 @@ def test_validation_data_of_the_recipe_are_not_left_with_other_training_data(tmp
 @pytest.mark.parametrize(
     ("content", "entry"),
     [
-        ("base_model: a/b\nsequence_len: 8\nadapter: lora\n", "axolotl"),
-        ("model_name_or_path: a/b\nstage: sft\n", "llamafactory"),
-        ("model_name_or_path: a/b\ndataset_name: c/d\n", "trl"),
-        ("checkpoint_dir: a/b\ntrain: {epochs: 1}\nprecision: bf16-true\n", "litgpt"),
+        ("base_model: a/b\nsequence_len: 8\nadapter: lora\n", "axolotl:theirs.yaml"),
+        ("model_name_or_path: a/b\nstage: sft\n", "llamafactory:theirs.yaml"),
+        ("model_name_or_path: a/b\ndataset_name: c/d\npacking: true\n", "trl:sft"),
+        ("checkpoint_dir: a/b\ntrain: {epochs: 1}\nlora_r: 4\n", "litgpt:finetune_lora"),
         (
             "model: {pretrained_model_name_or_path: a/b}\nstep_scheduler: {}\ndistributed: {}\n",
-            "automodel",
+            "automodel:theirs.yaml",
         ),
     ],
 )
@@ -215,14 +215,15 @@ def test_another_trainers_file_is_a_recipe_as_it_is(tmp_path, content, entry):
     file = tmp_path / "theirs.yaml"
     file.write_text(content)
     recipe = recipes.load(str(file), ("+parameters.seed=3",), {"nodes": 2})
-    assert recipe.entry_name == f"{entry}:theirs.yaml" and recipe.resources.nodes == 2
+    assert recipe.entry_name == entry and recipe.resources.nodes == 2
     config = yamlfile.load(file)
     assert recipe.train_config(tmp_path, "/r").items() >= {**config, "seed": 3}.items()
-    wrong = "litgpt" if entry == "trl" else "trl"
+    engine = entry.partition(":")[0]
+    wrong = "litgpt" if engine == "trl" else "trl"
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"entry: {wrong}:theirs.yaml\nresources: {{nodes: 1}}\n")
-    if entry != "llamafactory":  # what TRL reads, and more
-        with pytest.raises(UsageFault, match=f"use entry: {entry}:theirs.yaml"):
+    if engine != "llamafactory":  # what TRL reads, and more
+        with pytest.raises(UsageFault, match=f"use entry: {engine}:theirs.yaml"):
             recipes.load(str(mine))
 
 
