@@ -107,9 +107,9 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
     return changed
 
 
-def cast(dtype: torch.dtype, **settings: Any) -> Change:
+def cast(to: torch.dtype, **settings: Any) -> Change:
     return all_of(
-        tensors(lambda held: held.update({k: t.to(dtype) for k, t in held.items()})),
+        tensors(lambda held: held.update({k: t.to(to) for k, t in held.items()})),
         edit("config", **settings),
     )
 

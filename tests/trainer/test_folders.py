@@ -23,12 +23,14 @@ from tests.trainer.folders import (
     WHOLE,
     Change,
     all_of,
+    cast,
     consolidated,
     copied,
     edit,
     model_ids,
     more_tokens,
     shards,
+    tensors,
     text,
     without,
     write,
@@ -36,6 +38,9 @@ from tests.trainer.folders import (
 from trainer import check
 from trainer.config import instantiate, parse
 from trainer.evaluation import opened
+from trainer.evaluation.model import Answerer
+from trainer.evaluation.samples import Sample
+from trainer.generate import answers
 from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.models import build as models
@@ -128,6 +133,32 @@ SAME |= {
         more_tokens(ROWS, "<unused>"), edit("tokenizer_config", pad_token="<late_pad>")
     ),
 }
+HEAD, ROWS_OF = "lm_head.weight", "model.embed_tokens.weight"
+TIED, UNTIED = edit("config", tie_word_embeddings=True), edit("config", tie_word_embeddings=False)
+SAME |= {
+    "a head of its own": UNTIED,
+    "a head of its own, of which config.json says nothing": edit(
+        "config", tie_word_embeddings=None
+    ),
+    "tied, and no head in the file": all_of(TIED, tensors(lambda held: held.pop(HEAD))),
+    "tied, and a copy in the file": all_of(
+        TIED, tensors(lambda held: held.update({HEAD: held[ROWS_OF].clone()}))
+    ),
+    "tied, shards": all_of(TIED, tensors(lambda held: held.pop(HEAD)), SHARDED),
+    "rotary tables of old folders": tensors(
+        lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    ),
+    "float16": cast(torch.float16, dtype="float16"),
+    "bfloat16": cast(torch.bfloat16, dtype="bfloat16"),
+    "bfloat16 by the older key": cast(torch.bfloat16, dtype=None, torch_dtype="bfloat16"),
+    "float64": cast(torch.float64, dtype="float64"),
+    "float32 that config.json calls bfloat16": edit("config", dtype="bfloat16"),
+    "more than one dtype": tensors(
+        lambda held: held.update({HEAD: held[HEAD].half(), ROWS_OF: held[ROWS_OF].bfloat16()})
+    ),
+    "float8 without a word": cast(torch.float8_e4m3fn),
+    "no dtype": edit("config", dtype=None),
+}
 # By its name: the change, and what a refusal says.
 REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a shard is missing": (
@@ -154,6 +185,39 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
         edit("adapter_config", base_model_name_or_path="/base"),
         ("holds an adapter (adapter_config.json); give", "remove that file"),
     ),
+    "a head that is missing": (
+        all_of(UNTIED, tensors(lambda held: held.pop(HEAD))),
+        ("tensor lm_head.weight is missing", "; "),
+    ),
+    "tied, and a head that differs": (
+        TIED,
+        ("lm_head.weight differs from", "config.json ties them; set tie_word_embeddings to false"),
+    ),
+    "tied, and only the head": (
+        all_of(TIED, tensors(lambda held: held.pop(ROWS_OF))),
+        ("tensor model.embed_tokens.weight is missing", "; "),
+    ),
+    "a tensor of another model": (
+        tensors(lambda held: held.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)})),
+        ("tensor model.layers.7.mlp.up_proj.weight belongs to no part of the model", "; "),
+    ),
+    "a tensor of another shape": (
+        tensors(lambda held: held.update({HEAD: torch.ones(ROWS, 8)})),
+        ("tensor lm_head.weight has shape", "; "),
+    ),
+    "quantised weights": (
+        edit("config", quantization_config={"quant_method": "gptq", "bits": 4}),
+        ("its weights are quantised (gptq); download the bf16 weights",),
+    ),
+    "a class that is not known": (
+        edit("config", model_type="unheard"),
+        ("no causal language model for config.json's model_type 'unheard'; choose another model",),
+    ),
+    "code in the folder": (
+        edit("config", model_type="unheard", auto_map={"AutoModelForCausalLM": "own.Own"}),
+        ("needs the code in its folder (auto_map)", "; choose a model"),
+    ),
+    "no config.json": (without("config.json"), ("config.json is missing", "; give a Hugging")),
     "a begin token beyond the embedding": (
         all_of(more_tokens(ROWS + 1, "<late>"), edit("tokenizer_config", bos_token="<late>")),
         (f"its bos_id is {ROWS}, the model knows {ROWS} tokens", "; give the tokenizer"),
@@ -255,6 +319,40 @@ def test_what_transformers_makes_something_else_of_is_refused(
     folder = copied(base, tmp_path / "model", change)
     faults = check.faults(content_of(folder), SupervisedFineTuning)
     assert any(all(part in fault for part in told) for fault in faults), faults
+
+
+# What a generation config may say beside what is asked for.
+ODD: dict[str, dict[str, Any]] = {
+    "sampling": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 3},
+    "penalties": {"repetition_penalty": 1.8, "encoder_repetition_penalty": 1.3},
+    "no repetition": {"no_repeat_ngram_size": 2},
+    "a minimum": {"min_new_tokens": 12, "min_length": 90},
+    "beams": {"num_beams": 4, "length_penalty": 2.0},
+    "a length": {"max_length": 30},
+    "words": {"bad_words_ids": [[5]], "suppress_tokens": [7, 8], "forced_eos_token_id": 9},
+    "another end": {"eos_token_id": [259, 5], "pad_token_id": 7},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_temperature_zero_takes_the_likeliest_token(name: str, base: Path, tmp_path: Path) -> None:
+    folder = copied(base, tmp_path / "model", edit("generation_config", **ODD[name]))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ends, expected = {258, *ODD[name].get("eos_token_id", ())}, {}
+    for question in ("a node?", "b"):
+        turns = [{"role": "user", "content": question}]
+        tokens = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        made = len(tokens)
+        while len(tokens) < made + 16 and not (len(tokens) > made and tokens[-1] in ends):
+            with torch.inference_mode():
+                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+        expected[question] = theirs.decode(tokens[made:], skip_special_tokens=True).strip()
+    settings = {"seed": 0, "dtype": "fp32", "max_new_tokens": 16, "temperature": 0, "top_p": 1.0}
+    answerer = Answerer(folder, settings | {"template": "chat"}, torch.device("cpu"))
+    samples = [Sample(n, question, "", "") for n, question in enumerate(expected)]
+    assert [row["answer"] for row in answerer.answers(samples, {})] == [*expected.values()]
+    assert dict(answers(folder, [*expected], 16, torch.device("cpu"))) == expected
 
 
 BASE = all_of(
