@@ -21,6 +21,7 @@ from datakit.recognisers import hidden, hidden_json
 from runspec.datarecipe import FORMATS
 from runspec.files import parse_json
 from runspec.prepared import ROW_BITS
+from runspec.tables import separator
 
 # The text after an unclosed quote is one field, which must not fill the memory.
 _LONGEST_FIELD = 2**26
@@ -217,7 +218,7 @@ def _json_array(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
 
 
 def _csv(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
-    delimiter = "\t" if ".tsv" in Path(str(block["file"])).suffixes else ","
+    delimiter = separator(Path(str(block["file"])))
     encoding = str(block["encoding"])
     csv.field_size_limit(_LONGEST_FIELD)
     with openers.stream(str(block["file"])) as raw:

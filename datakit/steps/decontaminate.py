@@ -19,6 +19,7 @@ from datakit.sources import matches
 from datakit.steps.filters import keep
 from runspec.datarecipe import source_type
 from runspec.files import parse_json
+from runspec.tables import separator
 
 NGRAM = 13
 # Minimum words and characters of a short item to be compared. A question of this length is
@@ -107,9 +108,8 @@ def _texts(path: Path, where: str) -> list[str]:
     if kind == "json":
         return _strings(parse_json(raw))
     if kind == "csv":
-        delimiter = "\t" if ".tsv" in path.suffixes else ","
         try:
-            table = list(csv.reader(io.StringIO(raw, newline=""), delimiter=delimiter))
+            table = list(csv.reader(io.StringIO(raw, newline=""), delimiter=separator(path)))
         except csv.Error as error:
             raise DataError(f"{where}.against: {path}: {error}: fix the file") from None
         return _strings(table[1:])

@@ -10,6 +10,7 @@ from launcher.paths import DOWNLOAD_RECORD
 from runspec import prepared
 from runspec.files import parse_json, read_object, sha256
 from runspec.keys.fields import FILE_SOURCES, STREAM, names_no_files
+from runspec.tables import separator
 from runspec.weights import NoWeights, weight_files
 
 _AGAIN = "download it again"
@@ -322,7 +323,10 @@ def _media(path: Path, block: dict[str, Any]) -> str | None:
         with path.open(encoding="utf-8-sig") as file:
             first = next((line for line in file if line.strip()), "")
         if path.suffix == ".csv":
-            columns = [name.strip('" ') for name in first.strip().split(str(block.get("sep", ",")))]
+            columns = [
+                name.strip('" ')
+                for name in first.strip().split(str(block.get("sep") or separator(path)))
+            ]
         else:
             row = parse_json(first) if path.suffix == ".jsonl" else {}
             columns = [name for name, value in row.items() if value]

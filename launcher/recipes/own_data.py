@@ -12,6 +12,7 @@ from launcher.errors import UsageFault, nearest
 from runspec.files import parse_json
 from runspec.keys.preference import DpoConfig
 from runspec.prepared import EXAMPLE
+from runspec.tables import separator
 
 SUFFIXES = {
     ".jsonl": "json",
@@ -99,8 +100,8 @@ def read(
     preferences = _preferences(path, columns, column_map, pairs)
     form, block, used = preferences or _form(path, records, columns, column_map)
     block = {**block, "source": source, "data_files": str(path), "split": "train"}
-    if path.suffix.lower() == ".tsv":
-        block["sep"] = "\t"
+    if source == "csv" and (between := separator(path)) != ",":
+        block["sep"] = between
     unused = tuple(name for name in columns if name not in used)
     return DataFile(path, source, form, block, unused, tuple(_questions(block, records)))
 
@@ -129,7 +130,7 @@ def records_of(path: Path, source: str) -> Iterator[dict[str, Any]]:
     # A byte order mark is no part of the first column's name.
     with path.open(encoding="utf-8-sig", newline="") as file:
         if source == "csv":
-            rows = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+            rows = csv.DictReader(file, delimiter=separator(path))
             yield from ({str(k): v for k, v in row.items()} for row in rows)
         elif source == "text":
             yield from ({"text": line.rstrip("\n")} for line in file if line.strip())

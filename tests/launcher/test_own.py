@@ -141,6 +141,12 @@ def test_columns_with_other_names(tmp_path):
         recipes.load("llama8b_lora", (columns.replace("antwort", "reply"),), data=file)
 
 
+def test_a_semicolon_between_cells_is_recognised(tmp_path):
+    (tmp_path / "mine.csv").write_text('question;answer\n"was, bitte?";ja, 1\n')
+    block = recipes.load("llama8b_lora", data=str(tmp_path / "mine.csv")).config["dataset"]
+    assert (block["sep"], block["column_map"]["output"]) == (";", "answer")
+
+
 @pytest.mark.parametrize("name", ["llama8b_qlora", "qwen3_8b_lora", "demo"])
 def test_a_model_takes_the_place_of_the_recipes_own(tmp_path, name):
     """The method and the length of rows stay; the class is the one that config.json names."""
