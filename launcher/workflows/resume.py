@@ -23,7 +23,7 @@ from launcher.errors import (
 from launcher.recipes import override
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import Recipe
-from launcher.runs import code, provenance, sweeps
+from launcher.runs import built, code, provenance, sweeps
 from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
 from launcher.site import Site
@@ -88,6 +88,7 @@ def resume(
             _tell_of_code(run, say)
         if changes is None:
             with script_of_today(run, executor, say) as submission:
+                built.restore(run, say)
                 start(run, executor, lease, submission)
             return
         if (run.path / files.DATA_SETTINGS).exists():
