@@ -32,6 +32,7 @@ from launcher.workflows.submit import PlannedRun, context, make_environment, pla
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
+from runspec.states import ANSWERING
 
 # They may change together, as long as a step sees the same samples.
 _BATCH = ("batch_size", "gradient_accumulation_steps")
@@ -182,7 +183,7 @@ def _tell_of_code(run: Run, say: Callable[[str], None]) -> None:
 
 
 def _refuse_unless_ended(run: Run, state: State) -> None:
-    if state.word == "COMPLETED":
+    if state.word in ("COMPLETED", ANSWERING):
         export = run.path / files.EXPORT
         where = f": its model is in {export}" if export.exists() else ", nothing is left to do"
         raise UsageFault(f"{run.name} is finished{where}")
