@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher import paths
 from launcher.runs.directory import Run
-from launcher.runs.states import own_state
+from launcher.runs.states import answers, own_state
 from runspec import files
 from runspec.states import FINAL
 
@@ -77,7 +77,7 @@ class EndedRows:
 
 def settled(run: Run) -> bool:
     """Return whether a run has ended by its own word and nothing about it is open or broken."""
-    return own_state(run) in FINAL and not (run.starting or run.broken())
+    return own_state(run) in FINAL and not (run.starting or answers(run) or run.broken())
 
 
 def _mark(run: Run, now: float) -> str:

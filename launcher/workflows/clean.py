@@ -99,7 +99,7 @@ def _executed(path: Path) -> bool:
 def _trees_of(run: Path) -> Iterator[str]:
     """Yield the trees that a laptop sent and that a run's files name, such as for its data."""
     for name in (files.RECIPE, files.TRAIN, files.SUBMISSION):
-        with suppress(OSError):
+        with suppress(FileNotFoundError):
             yield from _TREE.findall((run / name).read_text(encoding="utf-8", errors="replace"))
 
 

@@ -32,6 +32,7 @@ from launcher.workflows.submit import PlannedRun, context, plan, start
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
+from runspec.states import ANSWERING
 
 # They may change together, as long as a step sees the same samples.
 _BATCH = ("batch_size", "gradient_accumulation_steps")
@@ -86,6 +87,7 @@ def resume(
             _tell_of_code(run, say)
         if changes is None:
             with script_of_today(run, executor, say) as submission:
+                built.restore(run, say)
                 start(run, executor, lease, submission)
             return
         if (run.path / files.DATA_SETTINGS).exists():
@@ -179,7 +181,7 @@ def _tell_of_code(run: Run, say: Callable[[str], None]) -> None:
 
 
 def _refuse_unless_ended(run: Run, state: State) -> None:
-    if state.word == "COMPLETED":
+    if state.word in ("COMPLETED", ANSWERING):
         export = run.path / files.EXPORT
         where = f": its model is in {export}" if export.exists() else ", nothing is left to do"
         raise UsageFault(f"{run.name} is finished{where}")

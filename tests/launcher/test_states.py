@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from launcher.errors import RunFault, UsageFault
 from launcher.executors import title
 from launcher.observe import watch as watching
 from launcher.observe.logs import Tail
+from launcher.observe.outcome import outcome
 from launcher.observe.status import row, table
 from launcher.observe.summary import summary
 from launcher.runs.directory import Run
@@ -19,6 +21,7 @@ from launcher.runs.find import find
 from launcher.runs.states import state_of, states
 from launcher.workflows.cancel import cancel
 from launcher.workflows.resume import resume
+from runspec import files
 from tests.launcher.kit import Kit
 
 NAME = "20260102-030405-demo-0a1b"
@@ -136,6 +139,24 @@ def test_a_job_that_wrote_nothing_yet_has_not_the_state_of_an_earlier_one(tmp_pa
     # Submitted by hand since, so no command wrote its id down.
     run.write("status.json", {"state": "FAILED", "job_id": "3", "updated": 4.0})
     assert (state_of(run).word, run.job_id) == ("FAILED", "3")
+
+
+def test_a_finished_run_that_answers_questions_is_answering(tmp_path):
+    now = time.time()
+    ended = {"state": "COMPLETED", "job_id": "1", "nodes": ["n1"], "started": 100.0, "ended": 200.0}
+    run = run_of(tmp_path, {**ended, "answering": {"started": now}}, job_id="1")
+    files.append_json_line(run.path / files.ATTEMPTS, {**ended, "attempt": 0, "gpus": 36})
+    state = state_of(run)
+    assert (state.word, state.ended) == ("ANSWERING", True) and "cookbook cancel" in state.detail
+    with pytest.raises(UsageFault, match="is finished"):
+        resume(run)
+    # Its job was killed long ago.
+    run.write("status.json", {**ended, "answering": {"started": now - 7200}})
+    assert state_of(run).word == "COMPLETED"
+    answers = {"started": 200.0, "ended": 300.0, "seconds": 100.0, "gpus": 36}
+    run.write("status.json", {**ended, "answers": answers})
+    assert outcome(run, state_of(run))["gpu_hours"] == 2
+    assert any("took 1 min 40 s" in line for line in summary(run, state_of(run)))
 
 
 @pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff{}"])
