@@ -5,8 +5,8 @@ sample.
 """
 
 import copy
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from trainer.data import origin
 from trainer.data.form import SINGLE, SampleForm, cut_at
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
+
+T = TypeVar("T", bound=Sized)
 
 PREPARED = "trainer.data.prepared.prepared_dataset"
 
@@ -201,14 +203,24 @@ def open_source(
     Raises:
         ConfigError: it cannot be opened, or is empty.
     """
+    # Its own, as `Source` changes the limit.
+    tokenizer = copy.copy(tokenizer)
+    samples = opened(key, block, lambda: instantiate(key, block, tokenizer))
+    return Source(key, block, samples, tokenizer, form, share)
+
+
+def opened(key: str, block: dict[str, Any], make: Callable[[], T]) -> T:
+    """What `make` makes of the rows of a block.
+
+    Raises:
+        ConfigError: they cannot be opened, or there are none.
+    """
     from datasets import disable_progress_bars
     from datasets.exceptions import DatasetGenerationError
 
     disable_progress_bars()
-    # Its own, as `Source` changes the limit.
-    tokenizer = copy.copy(tokenizer)
     try:
-        samples = instantiate(key, block, tokenizer)
+        samples = make()
     except StopIteration:
         # So datasets answers to a file of no line.
         raise ConfigError(f"{key}: holds no sample") from None
@@ -222,7 +234,7 @@ def open_source(
     if len(samples) == 0:
         split = f" (split {block['split']})" if "split" in block else ""
         raise ConfigError(f"{key}: holds no sample{split}")
-    return Source(key, block, samples, tokenizer, form, share)
+    return samples
 
 
 def sample(
