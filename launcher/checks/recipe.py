@@ -249,14 +249,21 @@ def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def ask_evaluation(config: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return how many samples each task of a suite has, and their faults."""
+    (answer,) = _ask([config], variables=variables, module="evaluation.samples")
+    return answer
+
+
 def _ask(
     configs: Sequence[dict[str, Any]],
     *options: str,
     variables: Mapping[str, str] | None = None,
+    module: str = "check",
 ) -> list[dict[str, Any]]:
     limit_s = 300 + 30 * (len(configs) - 1)
     try:
-        done = venv.ask_trainer("check", configs, *options, timeout_s=limit_s, variables=variables)
+        done = venv.ask_trainer(module, configs, *options, timeout_s=limit_s, variables=variables)
         lines = done.stdout.splitlines()[-len(configs) :]
         if len(lines) != len(configs):
             raise ValueError("an answer is missing")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,33 @@ def test_a_method_reads_its_own_form(tmp_path, entry, record, options, words):
     assert recipe.config["dataset"]["drop_invalid"] is True
     with pytest.raises(UsageFault, match="needs chosen and rejected"):
         recipes.load(f"llama8b_{entry}", data=written(tmp_path / "text.jsonl", [{"text": "a"}]))
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "column"),
+    [
+        ({"prompt": "Do roses need sun?", "plant": "roses"}, (), "prompt"),
+        ({"Question": "Do roses need sun?", "answer": "yes"}, (), "Question"),
+        ({"messages": [{"role": "user", "content": "Hm?"}], "id": "7"}, (), "messages"),
+        ({"frage": "a?", "plant": "b"}, ("{prompt: frage}",), "frage"),
+        ({"messages": [*CHAT]}, (), None),
+        ({"frage": "a?", "plant": "b"}, (), "column_map='{prompt: frage}'"),
+    ],
+)
+def test_prompts_are_known_to_the_method_that_answers_them(tmp_path, record, options, column):
+    file = written(tmp_path / "mine.jsonl", [record] * 3)
+    overrides = tuple(f"dataset.column_map={text}" for text in options)
+    if column and "=" in column:
+        with pytest.raises(UsageFault, match=re.escape(column)):
+            recipes.load("qwen3_8b_grpo_lora", overrides, data=file)
+        return
+    block = recipes.load("qwen3_8b_grpo_lora", overrides, data=file).config["dataset"]
+    assert block["data_files"] == file and not {"name", "new_system_prompt"} & block.keys()
+    if column is None:
+        assert block["_component_"] == "torchtune.datasets.chat_dataset"
+    else:
+        assert block["_component_"] == own_data.PROMPTS
+        assert block["column_map"] == {"prompt": column}
 
 
 @pytest.mark.parametrize("how", ["--data", "override"])
