@@ -105,8 +105,8 @@ def prompts(asked: Mapping[str, Any]) -> list[str] | list[list[int]]:
 
 def answers(asked: Mapping[str, Any]) -> int:
     """Return how many answers a valid request asks for: prompts times choices."""
-    most = asked.get("best_of")
-    choices = max(int(asked.get("n", 1)), most if _whole(most, 1) else 1)
+    given = [asked.get(name) for name in ("n", "best_of")]
+    choices = max([1, *(int(each) for each in given if isinstance(each, int))])
     return choices * (len(prompts(asked)) if "messages" not in asked else 1)
 
 

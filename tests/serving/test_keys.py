@@ -32,12 +32,22 @@ def test_a_users_key_is_shown_once_and_kept_as_a_hash(endpoint):
     key = access.add(endpoint, "ada", {"requests_per_day": 3, "tokens_per_day": None})
     file = endpoint.folder / endpoints.USERS
     assert key not in file.read_text() and file.stat().st_mode & 0o077 == 0
-    with pytest.raises(UsageFault, match="ada already has a key: revoke it first"):
+    with pytest.raises(
+        UsageFault, match="ada already has a key: change its limits with --set-limits e"
+    ):
         access.add(endpoint, "ada", {})
     with pytest.raises(UsageFault, match="may contain only"):
         access.add(endpoint, "a/b", {})
     with pytest.raises(UsageFault, match=r"no key for user 'aba'.*there are ada"):
         access.revoke(endpoint, "aba")
+    access.limit(endpoint, "ada", {"tokens_per_day": 50})
+    access.limit(endpoint, "ada", {"requests_per_day": None})
+    (row,) = access.rows(endpoint)
+    assert (row["requests_per_day"], row["tokens_per_day"]) == (None, 50)
+    with pytest.raises(UsageFault, match="no key for user 'eve'"):
+        access.limit(endpoint, "eve", {})
+    keys = Keys(KEY, endpoint.folder)
+    assert keys.who(key) == "ada", "the key stays"
     access.revoke(endpoint, "ada")
     assert access.add(endpoint, "ada", {}) != key, "a revoked one may be replaced"
 
