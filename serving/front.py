@@ -74,7 +74,10 @@ class Front(Proxy):
             # Before the answer, so that concurrent requests count against the quota.
             self.quotas.add(asked.user, 1, 0)
         if self.journal.wants(asked.id):
-            self.journal.accepted(_row(asked, body, self.settings))
+            logged = self.journal.accepted(_row(asked, body, self.settings))
+            self.metrics.unlogged = self.journal.unlogged
+            if not logged and self.settings["log_required"]:
+                return self.refuse(503, "the request cannot be logged: try again in a moment")
         outcome = Outcome()
         composed = self._composed(request, asked, plan, outcome)
         response = await self.counted(asked, composed, outcome)

@@ -21,7 +21,9 @@ from runspec import files
 from runspec.endpoint import ENDPOINT, GATEWAY
 from runspec.keys.serve import SERVE
 from runspec.states import process_start
+from runspec.storage import patient_json
 from serving import backends
+from serving.faults import Faults
 from serving.keys import Keys
 from serving.proxy import Proxy
 from serving.scale import Scaler
@@ -61,7 +63,7 @@ class Gateway(Proxy):
 async def run(folder: Path, port: int, host: str) -> int:
     """Serve until SIGTERM or SIGINT."""
     settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
-    settings |= files.read_json(folder / ENDPOINT)["settings"]
+    settings |= (patient_json(folder / ENDPOINT) or {})["settings"]
     # The fronts of the replicas see every request: they log.
     keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
     pool = backends.Pool(folder)
@@ -83,22 +85,27 @@ async def run(folder: Path, port: int, host: str) -> int:
     facts["process_start"] = process_start(os.getpid())
 
     files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
-    renewed = time.monotonic()
+    renewed, gone, faults = time.monotonic(), [], Faults()
 
-    def look() -> list[backends.Backend]:
-        """Read the replicas' files, and renew the gateway's own, whose time other hosts check."""
+    def renew() -> None:
+        """Renew the gateway's file, whose time is checked."""
         nonlocal renewed
         if time.monotonic() - renewed >= _RENEWED_S and _is_of(folder, facts):
             renewed = time.monotonic()
-            with suppress(OSError):
-                files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
-        keys.refresh()
-        return pool.refresh()
+            files.renew_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
+
+    def look() -> None:
+        """Read what changes; what cannot be read now stays as it was."""
+        faults.trying("the gateway's file", renew)
+        faults.trying("the users' keys", keys.refresh)
+        faults.trying("the replicas' files", lambda: gone.extend(pool.refresh()))
 
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():
         # In a thread: a shared filesystem may be slow.
-        await pool.dismiss(await asyncio.to_thread(look))
+        await asyncio.to_thread(look)
+        await pool.dismiss(gone)
+        gone.clear()
         await scaler.look(proxy.metrics.in_flight, proxy.metrics.take_peak())
         try:
             await asyncio.wait_for(ended.wait(), 0.5)
@@ -107,14 +114,15 @@ async def run(folder: Path, port: int, host: str) -> int:
     await proxy.drained()
     await runner.cleanup()
     if _is_of(folder, facts):
-        (folder / GATEWAY).unlink(missing_ok=True)
+        with suppress(OSError):
+            (folder / GATEWAY).unlink()
     return 0
 
 
 def _is_of(folder: Path, facts: dict[str, Any]) -> bool:
     """Whether gateway.json is this gateway's, and not that of a newer one."""
-    content, keys = files.read_json_or_none(folder / GATEWAY), ("host", "started")
-    return isinstance(content, dict) and all(content.get(key) == facts[key] for key in keys)
+    content = files.peek(folder / GATEWAY)
+    return all(content.get(key) == facts[key] for key in ("host", "started"))
 
 
 def main() -> int:

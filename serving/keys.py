@@ -9,6 +9,7 @@ from typing import Any
 
 from runspec import endpoint as endpoints
 from runspec import files
+from runspec.storage import patiently
 
 # The holder of the endpoint's own key: its owner, and the gateway.
 OWNER = ""
@@ -28,7 +29,8 @@ class Keys:
         """Read the users' keys: one that is revoked is refused from now on."""
         if self.folder is None:
             return
-        self.users = endpoints.users(self.folder)
+        with suppress(OSError, files.DamagedFile):  # the keys that were read last stay valid
+            self.users = endpoints.users(self.folder)
         self._names = {
             str(each["sha256"]): name
             for name, each in self.users.items()
@@ -52,7 +54,8 @@ class Quotas:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder / endpoints.USAGE, name
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.day, self.own = endpoints.today(), endpoints.used_by(self.folder / f"{name}.json")
+        self.day = endpoints.today()
+        self.own = patiently(endpoints.used_by, self.folder / f"{name}.json")
         self.others: dict[str, tuple[int, int]] = {}
         self._written = self.own
         self.refresh()
@@ -77,14 +80,16 @@ class Quotas:
     def refresh(self) -> None:
         """Write this replica's counts, read those of the others, and remove old files."""
         if self.own is not self._written:
-            content = {"day": self.day, "users": self.own}
-            self._written = self.own
-            files.write_json(self.folder / f"{self.name}.json", content, mode=0o600)
+            written = self.own
+            content = {"day": self.day, "users": written}
+            files.renew_json(self.folder / f"{self.name}.json", content, mode=0o600)
+            self._written = written
         for path in self.folder.glob("*.json"):
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - 2 * _DAY_S:
                     path.unlink()
-        self.others = endpoints.used_today(self.folder.parent, without=self.name)
+        with suppress(OSError, files.DamagedFile):  # what was read last still counts
+            self.others = endpoints.used_today(self.folder.parent, without=self.name)
 
 
 def seconds_left() -> int:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from runspec import files
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
+from runspec.storage import OF_A_DISK
 from slurm import engine, job_log, reserve
 from slurm.faults import NODE_FAILURE, fault, no_space, on_nodes, read_errors, slurm_errors, unfit
 from slurm.history import (
@@ -31,7 +32,7 @@ from slurm.history import (
     used_up,
 )
 from slurm.identity import in_slurm, own_job_id, process_ended, process_of, this_job
-from slurm.ports import free_port
+from slurm.rendezvous import port_of
 from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
 
 # Attempts that may end without a record if the recipe has no retries.
@@ -46,21 +47,19 @@ _NEW_RUN = "make a new run with: cookbook submit"
 _REFUSED = 3
 
 
-def begin(
-    run_dir: Path, hosts: list[str], head: str, ended: str | None = None, max_retries: int = 0
-) -> str:
+def begin(run_dir: Path, hosts: list[str], ended: str | None = None, max_retries: int = 0) -> str:
     """Record the start of an attempt; return one line for the job script.
 
-    That line is the attempt's number and a free port, or "finished" if nothing is left to train,
-    or "superseded" if Slurm has given up this node and started the job again, or "busy JOB": the
+    That line is the attempt's number and its port, or "finished" if nothing is left to train, or
+    "superseded" if Slurm has given up this node and started the job again, or "busy JOB": the
     script has to check whether JOB still runs, and to call again with ended=JOB if it does not.
     Ends the program if too many attempts ended without a record and saved nothing, or if the disk
     is full.
     """
     try:
-        return _begin(run_dir, hosts, head, ended, max_retries)
+        return _begin(run_dir, hosts, ended, max_retries)
     except OSError as error:
-        if error.errno not in reserve.FULL:
+        if error.errno not in OF_A_DISK:
             raise
         full = reserve.fault(run_dir) or no_space(run_dir)
         status = {**read_object(run_dir / files.STATUS), **this_job()}
@@ -70,7 +69,7 @@ def begin(
         sys.exit(f"cookbook: {full['message']}")
 
 
-def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_retries: int) -> str:
+def _begin(run_dir: Path, hosts: list[str], ended: str | None, max_retries: int) -> str:
     status = read_object(run_dir / files.STATUS)
     job_id, before = own_job_id(), status.get("job_id")
     if _cancelled(run_dir, job_id):
@@ -117,7 +116,6 @@ def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_re
         _say(
             f"job {job_id} continues the run of job {before} in {run_dir}, from {since}; {_NEW_RUN}"
         )
-    port = free_port(head, job_id, number)
     (run_dir / files.STOP).unlink(missing_ok=True)
     (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
     if not repeated:
@@ -145,7 +143,7 @@ def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_re
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
     files.write_json(run_dir / files.STATUS, {**started, **mine})
-    return f"{number} {port}"
+    return f"{number} {port_of(job_id, number)}"
 
 
 def end(
@@ -251,7 +249,7 @@ def end(
     try:
         _append_attempt(run_dir, status, exit_code, verdict, unfit(errors))
     except OSError as error:
-        if error.errno not in reserve.FULL:
+        if error.errno not in OF_A_DISK:
             raise
         _say(f"{run_dir / files.ATTEMPTS} has no line of attempt {attempt}: {error.strerror}")
     if verdict.message:
@@ -453,7 +451,6 @@ def main() -> None:
     calls = parser.add_subparsers(dest="call", required=True)
     begins, ends = calls.add_parser("begin"), calls.add_parser("end")
     begins.add_argument("--hosts", required=True, type=lambda text: text.split(","))
-    begins.add_argument("--head", required=True)
     begins.add_argument("--ended")
     begins.add_argument("--max-retries", type=int, default=0)
     ends.add_argument("--attempt", type=int)

@@ -43,11 +43,6 @@ if [ -z "${KEEP_LOGS:-}" ]; then KEEP_LOGS=all && ((NODES <= 16)) || KEEP_LOGS=f
 under_slurm || KEEP_LOGS=all
 export KEEP_LOGS
 
-if [ -n "${ENV_IMAGE:-}" ] && under_slurm; then
-  source "$COOKBOOK/slurm/image.sh"
-  start_job_from_images
-fi
-
 # Sets ATTEMPT, LOGS, HOSTS, HEAD_ADDR, HEAD_PORT and ONE_HOST. Returns false if nothing is left to do.
 begin_attempt() {
   [ "${NEXT:-run}" = run ] || return 1
@@ -70,8 +65,8 @@ begin_attempt() {
     [ -z "${ROLLOUT_NODES:-}" ] || ROLLOUT_HOSTS=$(yes "$HOSTS" | head -n "$ROLLOUT_NODES" | paste -sd,)
   fi
   export ROLLOUT_HOSTS=${ROLLOUT_HOSTS:-}
-  local begin=(begin --hosts "$HOSTS" --head "$HEAD_ADDR" --max-retries "$MAX_RETRIES")
-  # Returns the attempt's number and a free port, or the reason why there is nothing to do.
+  local begin=(begin --hosts "$HOSTS" --max-retries "$MAX_RETRIES")
+  # Returns the attempt's number and its port, or the reason why there is nothing to do.
   ask "${begin[@]}" || not_begun $? || return 1
   if [ "${REPLY% *}" = busy ]; then
     local other=${REPLY#busy }
@@ -94,12 +89,6 @@ begin_attempt() {
   say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
   # An attempt that only records why it fails starts nothing.
   if [ -z "${SETUP_FAILED:-}" ]; then
-    if [ -n "${ENV_IMAGE:-}" ] && [ -n "${COPY_IMAGES_TO:-}" ] && under_slurm; then copy_images; fi
-    # Nothing was started that could save.
-    if [ -n "$STOP_ASKED" ]; then
-      end_attempt 143
-      return 1
-    fi
     [ -z "${ROLLOUT_REPLICAS:-}" ] || start_replicas
   fi
   # In the background, so training does not wait for it.
@@ -497,14 +486,6 @@ exclude() {
   say "Slurm did not exclude $2: the next attempt may use it again"
 }
 
-# Unmounts the images on the nodes: Slurm has killed what held them there.
-release_nodes() { # [nodes copies]
-  if [ -z "${ENV_IMAGE:-}" ] || [ -z "${HOSTS:-}" ] || ! under_slurm; then return 0; fi
-  local nodes=${1:-$HOSTS${ROLLOUT_HOSTS:+,$ROLLOUT_HOSTS}}
-  timeout 30 srun --overlap --mem=0 --nodes="$(count_of "$nodes")" --nodelist="$nodes" --ntasks-per-node=1 \
-    bash "$COOKBOOK/slurm/image.sh" "${2:-}" </dev/null >/dev/null 2>&1
-}
-
 # Answers the recipe's questions with the exported model, on the first node: the others have ended, and
 # need not wait. The run is finished and recorded: a fault here is a warning in its record, and a TERM
 # ends the job with success.
@@ -532,12 +513,10 @@ answer_questions() {
   esac
   [ -z "$warning" ] || warning="warning: $warning; the run is finished. By hand: python -m trainer.generate $RUN_DIR/export QUESTION"
   RECORD_WAIT_S=60 record answered --message "$warning"
-  release_nodes
 }
 
 finish() {
   end_replicas
-  release_nodes
   [ "$NEXT" != superseded ] || exit 1
   if [ "$NEXT" = requeue ]; then
     if under_slurm; then
@@ -549,7 +528,6 @@ finish() {
   drop_successor
   notify ended
   [ "$NEXT" != finished ] || answer_questions
-  [ -z "${HOLDERS:-}" ] || end_copies "${HOLDERS[@]}"
   [ "$NEXT" = finished ]
   exit $?   # in an EXIT trap, exit alone would return the status from before it
 }

@@ -50,12 +50,6 @@ if [ "${KEEP_LOGS:-all}" = failing ] && [ "$NODE_RANK" != 0 ]; then
   export NODE_LOG=$local_folder/logs/${SLURM_JOB_ID:-$JOB_PID}.${ATTEMPT:-0}.$NODE_RANK
   exec > >(trap '' TERM INT HUP; ring "$NODE_LOG") 2>&1
 fi
-if [ -n "${ENV_IMAGE:-}" ]; then
-  source "$COOKBOOK/slurm/image.sh"
-  # Replicas on one node have mounts of their own: Slurm ends a mount with the step that has made it. The
-  # second one reads hardly anything from the shared filesystem, as the node keeps the image's pages.
-  start_from_images "$local_folder/images/${SLURM_JOB_ID:-$JOB_PID}.${ATTEMPT:-0}.$NODE_RANK${ROLLOUT_INDEX:+.$ROLLOUT_INDEX}"
-fi
 
 export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1
 # The interpreter of another environment, if it is on the host (slurm/environment.sh).
@@ -88,11 +82,6 @@ export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$cpus}
 # Rows of experts change with each batch: fixed segments would leave gaps that fit none of them.
 if [ -z "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_HIP_ALLOC_CONF:-}" ]; then
   export PYTORCH_ALLOC_CONF=expandable_segments:True
-fi
-# For slurm/rank.sh: the CPUs near each rank's GPU, if the node has several NUMA domains.
-export NEAR_CPUS=
-if [ -e /sys/devices/system/node/node1 ] && command -v nvidia-smi >/dev/null; then
-  NEAR_CPUS=$("$VENV/bin/python" -P -m slurm.near /sys)
 fi
 # torch's flight recorder keeps each rank's last collectives. The ranks answer for it at these sockets,
 # which slurm/flight.py asks when a run hangs. NCCL writes its own at its own timeout.

@@ -126,8 +126,7 @@ class Replica:
         return None
 
     def _answers(self, secret: str) -> bool:
-        known = files.read_json_or_none(self._file)
-        if not isinstance(known, dict):
+        if not (known := files.peek(self._file)):
             return False
         try:
             connection = http.client.HTTPConnection(known["host"], known["port"], timeout=5)
@@ -141,7 +140,7 @@ class Replica:
     def _reason(self, status: int) -> str:
         """Why it ended, by itself or by its node: what was recorded, the signal, the last line."""
         for path in self._own.glob("error_*.json"):
-            if isinstance(error := files.read_json_or_none(path), dict):
+            if error := files.peek(path):
                 return str(error.get("message"))
         number = -status if status < 0 else status - 128
         if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT):
@@ -195,8 +194,8 @@ class Supervisor:
             for number, (node, address) in enumerate(zip(nodes, addresses, strict=True))
             for local in range(per_node)
         ]
-        before = files.read_json_or_none(run_dir / files.ROLLOUT_STATE)
-        self._deaths: list[Any] = before.get("deaths", []) if isinstance(before, dict) else []
+        before = files.peek(run_dir / files.ROLLOUT_STATE)  # shown, never decided by
+        self._deaths: list[Any] = before.get("deaths", [])
         self._written: Any = None
 
     def run(self) -> None:

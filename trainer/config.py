@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from runspec import files, yamlrules
+from runspec import yamlrules
 from runspec.adapters import is_quantised
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
@@ -24,6 +24,7 @@ from runspec.keys.train import TrainConfig as TrainConfig
 from runspec.keys.train import notes, recomputed, with_train_on_input
 from runspec.layout import StepFacts
 from runspec.step import offloads, reduces_each
+from runspec.storage import patiently
 from trainer.errors import ConfigError
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -83,7 +84,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = files.read_bytes(path).decode("utf-8")
+        text = patiently(Path.read_bytes, path).decode("utf-8")
         content = yaml.load(text, Loader=yamlrules.loader(yaml))
         # The launcher has resolved every interpolation, and OmegaConf takes a while to import.
         if "${" in text:

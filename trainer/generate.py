@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from runspec import files
+from runspec.storage import patiently
 from trainer.config import read_yaml
 from trainer.errors import ConfigError
 from trainer.evaluation import spread
@@ -36,7 +37,7 @@ def answers(
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: holds no model (config.json is missing)")
     model = spread.load(AutoModelForCausalLM, folder, "auto", device, ranks)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer = patiently(AutoTokenizer.from_pretrained, folder)
     # It moves a model that is on one device.
     where = {"device": device} if ranks == 1 else {}
     ask = pipeline("text-generation", model, tokenizer=tokenizer, **where)

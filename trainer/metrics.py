@@ -21,6 +21,7 @@ import yaml
 from torch import nn
 
 from runspec import files, flops
+from runspec.storage import patiently
 from trainer.layers import nf4
 from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.attention import DocumentAttention
@@ -86,7 +87,7 @@ class Metrics:
     def __init__(self, run_dir: Path, resumed_step: int) -> None:
         path = run_dir / files.METRICS
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [line for line in files.read_json_lines(path) if isinstance(line, dict)]
+        lines = [line for line in patiently(files.read_json_lines, path) if isinstance(line, dict)]
         kept = [line for line in lines if line.get("step", math.inf) <= resumed_step]
         files.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from runspec import engine_start, files
+from runspec import engine_start
 from runspec.adapters import name_of
 from runspec.devices import VISIBLE, share_beside, visible
 from runspec.keys.grpo import GrpoConfig
 from runspec.processes import end_with_parent
+from runspec.storage import patient_json
 from trainer.config import instantiate
 from trainer.errors import ConfigError, RolloutError
 from trainer.models.build import DTYPES, build
@@ -151,7 +152,7 @@ class VllmEngine:
         place = tempfile.mkdtemp(prefix="vllm-", dir=os.environ.get("RANK_SOCKETS"))
         self._socket, self._model = Path(place) / "engine.sock", "base"
         self._adapters: list[str] = []
-        settings = dict(files.read_json_or_none(config.model_folder / "config.json") or {})
+        settings = patient_json(config.model_folder / "config.json") or {}
         self._vocab_size = int((settings.get("text_config") or settings)["vocab_size"])
         self._own = {
             "HF_HUB_OFFLINE": "1",

@@ -11,7 +11,7 @@ from typing import Any
 from launcher import paths, venv, yamlfile
 from launcher.checks import Context, Finding, Skipped, failed, ok
 from launcher.recipes.recipe import Recipe
-from runspec.files import read_json_or_none, write_text
+from runspec.files import peek, write_text
 
 SUBJECT = "engine config"
 SCHEMA = paths.REPO_ROOT / "engines" / "schema.py"
@@ -110,7 +110,7 @@ def _ask(python: str, name: str, question: list[str]) -> dict[str, Any]:
     content = json.dumps([*question, python, venv.packages()])
     key = hashlib.sha256(content.encode()).hexdigest()
     kept = paths.user_cache() / "checks" / f"engine_{key}.json"
-    if isinstance(answer := read_json_or_none(kept), dict):
+    if answer := peek(kept):
         return answer
     with TemporaryDirectory() as place:
         argv = [python, "-P", str(SCHEMA), *question]

@@ -101,7 +101,7 @@ def _named_faults(environment: Environment, context: Context) -> Iterator[Findin
                 "have it",
             )
     for option in environment.options:
-        if option.startswith(("--container-name", "--name")):
+        if option.startswith("--container-name"):
             message = (
                 f"options: {option}: an existing container of that name is used as it is, stale"
             )
@@ -195,14 +195,9 @@ _MODULES = (
 )
 # What a program says that cannot be started, and what helps.
 _REMEDIES = (
-    ("RLIMIT", "set default_ulimits in podman's containers.conf: a node's own are lower"),
-    ("keep-id requires", "ask for subordinate ids (/etc/subuid), or options: [--userns=host]"),
-    ("cgroups in hybrid mode", 'set runtime = "runc" in podman\'s containers.conf'),
-    ("unrecognized option '--container", "this Slurm has no Pyxis: use kind: apptainer or podman"),
+    ("unrecognized option '--container", "this Slurm has no Pyxis: use kind: apptainer"),
     _MODULES,
     ("failed to import", "correct environment.image, or import it first with enroot import"),
-    ("short-name", "name its registry, too, such as docker.io/library/NAME"),
-    ("initializing source", "correct environment.image, or pull it first with podman pull"),
     ("Exec format error", "the image or the interpreter is for another architecture: see uname -m"),
     ("not found", "its runtime is not installed there: load it in environment.setup"),
     ("cannot execute", "the image or the interpreter is for another architecture: see uname -m"),

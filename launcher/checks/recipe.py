@@ -16,7 +16,7 @@ from launcher.recipes import rewards, stock
 from launcher.recipes.environment import Environment
 from launcher.runs import snapshot
 from launcher.runs.directory import runs_root
-from runspec.files import DATA_CACHE, KEPT_TEACHERS, read_json_or_none, write_json
+from runspec.files import DATA_CACHE, KEPT_TEACHERS, peek, write_json
 from runspec.keys.methods import METHODS
 from runspec.layout import Layout, LayoutError
 
@@ -143,8 +143,7 @@ def components(context: Context) -> Iterable[Finding]:
         raise Skipped("the model is made at submission")
     config, options = _question(context)
     kept = _kept(config, options)
-    answer = read_json_or_none(kept)
-    if not isinstance(answer, dict):
+    if not (answer := peek(kept)):
         (answer,) = _ask([config], *options)
         _keep(kept, answer)
     # The trainer does not know by which name the recipe was given.
@@ -161,7 +160,7 @@ def ask_ahead(contexts: Iterable[Context]) -> None:
     for context in contexts:
         if context.recipe.entry.checked and context.prepared:
             config, options = _question(context)
-            if not isinstance(read_json_or_none(kept := _kept(config, options)), dict):
+            if not peek(kept := _kept(config, options)):
                 open_questions.setdefault(options, {})[kept] = config
     for options, asked in open_questions.items():
         # What keeps it from answering is told by the recipe's own check.
@@ -183,8 +182,8 @@ def ask_for_samples(
     # Recipes that differ in other settings have the same samples.
     of_data = {key: config.get(key) for key in _OF_SAMPLES}
     kept = _kept(of_data, (*options, "--samples=0"), data)
-    answer = None if count else read_json_or_none(kept)
-    if not isinstance(answer, dict):
+    answer = {} if count else peek(kept)
+    if not answer:
         (answer,) = _ask([config], *options, f"--samples={count}", variables=variables)
         of_components = {k: v for k, v in answer.items() if not k.startswith("sample")}
         _keep(_kept(config, options), of_components)

@@ -12,6 +12,8 @@ import click
 
 from launcher import __version__
 from launcher.errors import CookbookError, UsageFault, nearest
+from runspec.files import DamagedFile
+from runspec.storage import is_of_storage
 
 if TYPE_CHECKING:
     from launcher.remote.hosts import Host
@@ -176,3 +178,12 @@ def main() -> None:
         for fault in error.faults:
             click.echo(f"error: {fault}", err=True)
         sys.exit(error.exit_code)
+    except DamagedFile as error:
+        click.echo(f"error: {error}: move the file away, and try again", err=True)
+        sys.exit(1)
+    except OSError as error:
+        if not is_of_storage(error):
+            raise
+        what = f"{error.filename or 'a file'} cannot be read now ({error.strerror})"
+        click.echo(f"error: {what}: check its filesystem, and try again", err=True)
+        sys.exit(1)

@@ -293,6 +293,7 @@ def _list(site: Site, as_json: bool) -> None:
                 "endpoint": each.name,
                 "model": ", ".join(served.model for served in each.served),
                 "versions": sorted({str(r["version"]) for r in replicas if r.get("version")}),
+                "unlogged": sum(int(r.get("unlogged") or 0) for r in replicas),
                 "ready": sum(r["state"] == "ready" for r in replicas),
                 "replicas": max(len(replicas), sum(served.replicas for served in each.served)),
                 "max_replicas": sum(s.max_replicas or s.replicas for s in each.served),
@@ -311,6 +312,9 @@ def _list(site: Site, as_json: bool) -> None:
         of = f"{row['replicas']}" if most <= row["replicas"] else f"up to {most}"
         count = f"{row['ready']} of {of} ready"
         click.echo(f"{row['endpoint']}  {served}  {count}  {row['url'] or 'not served'}")
+        if row["unlogged"]:
+            run = row["runs"][-1]
+            note(f"  its log lacks {row['unlogged']:,} lines; see why: cookbook logs {run}")
 
 
 def _list_keys(endpoint: Endpoint, as_json: bool) -> None:

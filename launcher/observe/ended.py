@@ -43,8 +43,8 @@ class EndedRows:
         self._kept: dict[str, Any] = {}
         # Texts that rows name by their number, because many rows have them.
         self.texts: list[str] = []
-        content = files.read_json_or_none(self.file)
-        if isinstance(content, dict) and content.get("format") == form:
+        content = files.peek(self.file)
+        if content.get("format") == form:
             rows, texts = content.get("rows"), content.get("texts")
             if isinstance(rows, dict) and isinstance(texts, list):
                 self._kept, self.texts = rows, texts

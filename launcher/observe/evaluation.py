@@ -17,8 +17,8 @@ def of_run(run: Run) -> dict[str, Any] | None:
 
 def all_of(run: Run) -> list[dict[str, Any]]:
     """Return the results in a run: an evaluation's own, or those of its model; newest first."""
-    read = [files.read_json_or_none(path) for path in (run.path / files.EVALS).glob("*.json")]
-    results = [each for each in read if isinstance(each, dict) and "tasks" in each]
+    read = [files.peek(path) for path in (run.path / files.EVALS).glob("*.json")]
+    results = [each for each in read if "tasks" in each]
     return sorted(results, key=lambda each: float(each.get("created") or 0), reverse=True)
 
 

@@ -26,6 +26,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "state": ("STATE", str),
     "step": ("STEP", lambda value: number(value, ",")),
     "val_loss": ("VAL LOSS", lambda value: number(value, ".4f")),
+    "best_val_loss": ("LOWEST", lambda value: number(value, ".4f")),
     "loss_last_tenth": ("LOSS (LAST 10 %)", lambda value: number(value, ".4f")),
     "tokens_per_second_per_gpu": ("TOK/S/GPU", lambda value: number(value, ",.0f")),
     "mfu": ("MFU", percent),

@@ -36,8 +36,8 @@ def story(run: Run, state: State) -> Iterator[str]:
 
 def _rollouts(run: Run) -> Iterator[str]:
     """Yield how each rollout replica of a run is, and the last ones that ended early."""
-    state = files.read_json_or_none(run.path / files.ROLLOUT_STATE)
-    if not isinstance(state, dict):
+    state = files.peek(run.path / files.ROLLOUT_STATE)
+    if not state:
         return
     for each in state.get("replicas", []):
         again = each["restarts"]

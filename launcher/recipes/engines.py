@@ -272,14 +272,9 @@ def default_environment(config: dict[str, Any], engine: Engine) -> None:
 
 def recognised(content: Mapping[str, Any]) -> str | None:
     """Return the row of the engine whose config this is, None if none is known by these keys."""
-    return next(iter(all_recognised(content)), None)
-
-
-def all_recognised(content: Mapping[str, Any]) -> list[str]:
-    """Return the rows of all engines whose config this may be, by its keys."""
     names = [name for name, engine in ENGINES.items() if _may_be(engine, content)]
     # LLaMA-Factory's files hold what TRL's do, and more.
-    return [name for name in names if name != "trl:" or "llamafactory:" not in names]
+    return "llamafactory:" if "llamafactory:" in names else next(iter(names), None)
 
 
 def _may_be(engine: Engine, content: Mapping[str, Any]) -> bool:

@@ -87,7 +87,7 @@ def read(
         again = f"give an existing one, or {EXAMPLE}"
         raise UsageFault(f"there is no file {path}{nearest(path.name, siblings)}: {again}")
     try:
-        records = list(islice(_records(path, source), _READ))
+        records = list(islice(records_of(path, source), _READ))
     except UnicodeDecodeError as error:
         raise UsageFault(f"{path} is not UTF-8 text: save it as UTF-8") from error
     except (OSError, csv.Error, ValueError) as error:
@@ -117,11 +117,12 @@ def _questions(block: Mapping[str, Any], records: list[dict[str, Any]]) -> Itera
             asked = [turn for turn in turns if (turn.get("role") or turn.get("from")) in _ASKING]
             first = asked[0] if asked else {}
             text = str(first.get("content") or first.get("value") or "")
-        if text:
+        if text.strip():
             yield text
 
 
-def _records(path: Path, source: str) -> Iterator[dict[str, Any]]:
+def records_of(path: Path, source: str) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file of a kind in SUFFIXES; of Parquet the first 200."""
     if source == "parquet":
         yield from _parquet_records(path)
         return

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launcher import paths, venv
 from launcher.errors import PreflightFault, RunFault, UsageFault
@@ -205,7 +204,7 @@ def listed(root: Path) -> list[Built]:
     environments = []
     for file in (root / BUILT).glob(f"[0-9a-f]*/{_RECORD}"):
         path = file.parent
-        content: dict[str, Any] = files.read_json_or_none(file) or {}
+        content = files.peek(file)
         size = sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
         used = path / _USED
         when = (used if used.exists() else file).stat().st_mtime

@@ -179,8 +179,8 @@ def _not_started(run: Run) -> bool:
 
 
 def _is_cancelled(run: Run, job_id: str | None) -> bool:
-    mark = files.read_json_or_none(run.path / files.CANCELLED)
-    return isinstance(mark, dict) and mark.get("job_id") == job_id
+    mark = files.peek(run.path / files.CANCELLED)
+    return bool(mark) and mark.get("job_id") == job_id
 
 
 def _how_far(run: Run, own: str) -> str:

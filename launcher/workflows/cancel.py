@@ -43,7 +43,7 @@ def _marked(run: Run, job_id: str) -> Iterator[None]:
     that goes on, it would make the next fault the run's end.
     """
     mark = run.path / files.CANCELLED
-    before = files.read_json_or_none(mark)
+    before = files.read_object(mark)
     run.write(files.CANCELLED, {"job_id": job_id, "time": time.time()})
     try:
         yield

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import paths
-from launcher.runs import code, image, making
+from launcher.runs import code, making
 from launcher.runs.directory import runs_root
 from launcher.runs.find import every
 from runspec import files
@@ -61,11 +61,6 @@ def find(root: Path, older_s: float) -> list[Item]:
         ("sent by a laptop, and in none of its trees", path)
         for path in _inside(sent / "files")
         if path.stat().st_nlink == 1 and _untouched(path, _YOUNG_S)
-    ]
-    items += [
-        ("image, made again when needed", path)
-        for path in _inside(root / image.FOLDER)
-        if path.suffix == image.SUFFIX and _untouched(path, older_s)
     ]
     items += [("left by a killed command", path) for path in making.left(runs)]
     items += [

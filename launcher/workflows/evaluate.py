@@ -184,8 +184,8 @@ def results(site: Site, model: Model) -> list[dict[str, Any]]:
     """Return the evaluations of a model as it is now, newest first."""
     matching = []
     for path in results_folder(site, model).glob("*.json"):
-        result = files.read_json_or_none(path)
-        if isinstance(result, dict) and isinstance(result.get("tasks"), dict):
+        result = files.peek(path)
+        if isinstance(result.get("tasks"), dict):
             same = (result.get("candidate") or {}).get("folder") == str(model.folder.resolve())
             matching += [{**result, "file": str(path)}] if same else []
     return sorted(matching, key=lambda each: float(each.get("created") or 0), reverse=True)

@@ -293,14 +293,15 @@ class CheckpointKeys:
         "number", "Minutes between checkpoints.", may_change=True
     )
     keep_last_n_checkpoints: int = setting(
-        "positive", "Newest checkpoints to keep.", 2, may_change=True
+        "positive", "Newest checkpoints to keep, beside the best.", 2, may_change=True
     )
     enable_async_checkpointing: bool = setting(
         "flag", "Continue training while a checkpoint is written.", False, may_change=True
     )
     export_checkpoint: str | None = setting(
         "best | last",
-        "Checkpoint to export; best: lowest validation loss. Default: best with dataset_val.",
+        "Checkpoint to export; best: lowest validation loss, saved when it is measured. Default: "
+        "best with dataset_val.",
         may_change=True,
     )
     save_adapter_weights_only: bool = setting(

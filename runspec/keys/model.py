@@ -177,7 +177,7 @@ class ModelKeys:
             Key(
                 "checkpoint_files",
                 "any",
-                "Weight files. Default: all *.safetensors in it.",
+                "Weight files. Default: those that transformers reads.",
                 may_change=True,
             ),
             Key(

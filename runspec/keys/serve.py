@@ -46,6 +46,13 @@ _KEYS = (
         300,
     ),
     Key("log_share", "rate", "Share of the requests to log, 0 to 1.", 1.0),
+    Key(
+        "log_required",
+        "flag",
+        "Whether a replica ends if it cannot log a request, as on a full disk; else it goes on "
+        "and says so.",
+        False,
+    ),
     Key("log_rows", "positive", "Requests per Parquet file.", 1000),
     Key("log_minutes", "number", "Maximum time between two Parquet files.", 10),
     Key("redact", "texts", "Regular expressions whose matches are removed from the log."),

@@ -271,12 +271,6 @@ def notes(config: Mapping[str, Any]) -> Iterator[str]:
                 f"{block['_component_'].rpartition('.')[2]} would also train the prompts: "
                 f"{name}.train_on_input=True"
             )
-    saved, validated = config.get("save_every_n_steps"), config.get("run_val_every_n_steps")
-    if isinstance(saved, int) and isinstance(validated, int) and validated and saved % validated:
-        yield (
-            "save_every_n_steps: only a checkpoint at a multiple of run_val_every_n_steps has a "
-            "val_loss and can be the best"
-        )
     if config.get("enable_fp8_training") and not config.get("compile"):
         yield (
             "enable_fp8_training: without compile its casts cost more time than its matrix "

@@ -114,7 +114,7 @@ def test_a_model_that_is_not_whole_is_named_file_by_file(model: Path):
     assert f"{second.name} is no safetensors file" in page.message
     second.unlink()
     told = "\n".join(each.message for each in of_model(model))
-    assert f"lacks {second.name}, which model.safetensors.index.json names" in told
+    assert f"lacks {second.name}, a file of the model's weights" in told
 
 
 def test_a_file_that_changed_since_its_download_is_named(model: Path):

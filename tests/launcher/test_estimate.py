@@ -1,5 +1,6 @@
 """cookbook estimate: what it prints, how its figures hang together, and what it refuses."""
 
+import csv
 import json
 import re
 import resource
@@ -16,8 +17,10 @@ from launcher.errors import RecipeFault
 from launcher.executors import choose
 from launcher.recipes import recipe as recipes
 from launcher.sizing import model, recipe_step
+from launcher.sizing.epoch import epoch_of
 from launcher.sizing.estimate import Estimate
 from launcher.sizing.model import shape_of
+from launcher.sizing.recipe_step import step_of
 from tests.launcher.kit import Kit
 from tests.model_sizes import MIXTRAL
 
@@ -138,7 +141,7 @@ def test_the_update_is_the_one_that_the_trainer_makes(component, given, update):
 
 def test_time_follows_from_the_flops_and_the_dataset(user: Kit, recipe, tmp_path):
     data = tmp_path / "data.jsonl"
-    data.write_text('{"text": "' + "x" * 3986 + '"}\n' * 1 + "\n")
+    data.write_text('{"text": "' + "x" * 3987 + '"}\n' * 1 + "\n")
     found = estimated(user, recipe, f"+dataset.data_files={data}")
     assert found["tokens"] == 1000
     attention = 12 * 80 * 8192 * 4097 / 2
@@ -147,6 +150,28 @@ def test_time_follows_from_the_flops_and_the_dataset(user: Kit, recipe, tmp_path
     assert found["hours"] * 3600 == pytest.approx(seconds, rel=1e-6)
     low, high = found["tokens_per_second_per_gpu_range"]
     assert low < found["tokens_per_second_per_gpu"] < high
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".txt"])
+def test_the_samples_of_every_local_file_are_counted(tmp_path, suffix):
+    """Samples of 400 bytes of text: of a table not its lines, of which an answer has two."""
+    answer, file = "x" * 191 + "\n" + "y" * 191, tmp_path / f"mine{suffix}"
+    rows = [{"Question": "z" * 17, "Answer": answer}] * 30
+    if suffix in (".csv", ".tsv"):
+        with file.open("w", newline="") as table:
+            writer = csv.DictWriter(
+                table, ["Question", "Answer"], delimiter=",\t"[suffix == ".tsv"]
+            )
+            writer.writeheader()
+            writer.writerows(rows)
+    elif suffix == ".txt":
+        file.write_text(f"{'x' * 399}\n" * 30)
+    else:
+        file.write_text(json.dumps(rows) if suffix == ".json" else f"{json.dumps(rows[0])}\n" * 30)
+    recipe = recipes.load("qwen3_0_6b_full")
+    config = {**recipe.resolved(tmp_path, "run"), "dataset": {"data_files": [str(file)]}}
+    tokens, text, samples = epoch_of(config, step_of(config, 1, 1))
+    assert samples == 30 and tokens == pytest.approx(3000, rel=0.1) and "by their size" in text
 
 
 def test_the_trainer_is_asked_once_for_a_model_that_is_not_shipped(tmp_path, monkeypatch):

@@ -2,7 +2,12 @@
 
 import asyncio
 import json
+import os
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -176,6 +181,49 @@ def test_a_client_that_hangs_up_ends_the_answer_and_is_logged(tmp_path):
             await asyncio.sleep(0.05)
 
     front(tmp_path, check)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    argv = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(argv, capture_output=True).returncode:
+        pytest.skip("only root can mount a filesystem")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"0" * 4096):
+            pass
+    return filler
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_full_disk_costs_lines_of_the_log_and_no_answer(small_disk, required):
+    async def check(client, url, server, log):
+        statuses, filler = [], None
+        for k in range(4):
+            if k == 1:
+                endpoints.tell(small_disk, "a", {"state": "starting"})
+                filler = fill(small_disk)
+                # The gateway must not lose sight of a replica.
+                endpoints.tell(small_disk, "a", {"state": "ready"})
+                assert endpoints.replicas(small_disk)[0]["state"] == "ready"
+            if k == 3:
+                filler.unlink()
+            body = ask("abcd"[k] * 5000)
+            async with client.post(url, json=body) as answer:
+                statuses.append(answer.status)
+        assert statuses == ([200, 503, 503, 200] if required else [200] * 4)
+        rows = sorted(read(log), key=lambda row: row["time"])
+        assert [json.loads(row["messages"])[0]["content"][0] for row in rows] == ["a", "d"]
+        assert [row["status"] for row in rows] == [200, 200]
+        metrics = await (await client.get(url.replace("/v1/chat/completions", "/metrics"))).text()
+        assert 'cookbook_unlogged_total{endpoint="e"} 2' in metrics
+
+    front(small_disk, check, log_required=required)
 
 
 def test_a_stream_that_breaks_off_is_no_answer_and_is_told(tmp_path, capsys):

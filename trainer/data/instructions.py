@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from trainer.data.conversations import Conversations, conversation_dataset, labelled
-from trainer.data.rows import Rows
+from trainer.data.rows import EMPTY_QUESTION, Rows
 from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 
@@ -181,6 +181,8 @@ def alpaca_dataset(
 
     def turns(chats: Chats, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         asked, answer = chats.texts(row, instruction, output)
+        if not (asked.strip() or row.get(given)):
+            raise ConfigError(EMPTY_QUESTION)
         prompt = _ALPACA.format(instruction=asked)
         if row.get(given):
             prompt = _ALPACA_WITH_INPUT.format(instruction=asked, input=row[given])
@@ -290,6 +292,8 @@ def _formatted(
 
 
 def _question_and_answer(question: str, answer: str) -> list[dict[str, Any]]:
+    if not question.strip():
+        raise ConfigError(EMPTY_QUESTION)
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runspec import files, prepared
+from runspec import prepared
+from runspec.storage import patient_json
 from trainer.config import instantiate
 from trainer.errors import ConfigError
 
@@ -64,7 +65,7 @@ def by_files(block: Mapping[str, Any], preferences: str = "") -> dict[str, Any]:
 
 
 def _card(folder: Path) -> Mapping[str, Any]:
-    card = files.read_json_or_none(folder.resolve().parent.parent / prepared.CARD)
-    if not isinstance(card, dict):
+    card = patient_json(folder.resolve().parent.parent / prepared.CARD)
+    if card is None:
         raise ConfigError(f"dataset: {folder} has no {prepared.CARD}: prepare it again")
     return card

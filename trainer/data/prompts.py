@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.data.conversations import turns_of
-from trainer.data.rows import Rows
+from trainer.data.rows import EMPTY_QUESTION, Rows
 from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
@@ -33,6 +33,8 @@ class Prompts(Rows):
         for column in row:
             self.finite(row, column)  # what scores the answers gets all of them
         value = row.get(self._column)
+        if isinstance(value, str) and not value.strip():
+            raise ConfigError(EMPTY_QUESTION)
         if isinstance(value, str) and not own.has_chat_template:
             tokens = own.encode(value, add_bos=True)
         else:

@@ -6,6 +6,8 @@ from typing import Any
 
 from trainer.errors import ConfigError
 
+EMPTY_QUESTION = "the question is empty: fill it, or take the row out"
+
 
 class Rows:
     """A dataset whose samples are made of its rows when they are read.

@@ -7,10 +7,12 @@ sample.
 import copy
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from runspec.storage import patiently
 from trainer.config import instantiate
 from trainer.data import origin
 from trainer.data.form import SINGLE, SampleForm, cut_at
@@ -209,7 +211,7 @@ def open_source(
     # Its own, as `Source` changes the limit.
     tokenizer = copy.copy(tokenizer)
     try:
-        samples = instantiate(key, block, tokenizer)
+        samples = patiently(lambda _: instantiate(key, block, tokenizer), Path(key))
     except StopIteration:
         # So datasets answers to a file of no line.
         raise ConfigError(f"{key}: holds no sample") from None

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runspec import tokens
-from runspec.files import read_bytes, read_json_or_none, write_json
+from runspec.files import write_json
+from runspec.storage import ABSENT, patient_json, patiently
 from trainer.data.spans import SYSTEM_PROMPT, Spans
 from trainer.errors import ConfigError
 
@@ -69,9 +70,12 @@ def _opened(folder: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(f"tokenizer.path: {file} is missing; give a Hugging Face folder")
-    return Tokenizer.from_buffer(read_bytes(file))
+    try:
+        content = patiently(Path.read_bytes, file)
+    except ABSENT:
+        missing = f"tokenizer.path: {file} is missing; give a Hugging Face folder"
+        raise ConfigError(missing) from None
+    return Tokenizer.from_buffer(content)
 
 
 def _add(tokenizer: "Tokenizer", texts: Sequence[str]) -> range:
@@ -104,12 +108,12 @@ def write_new_tokens(block: Mapping[str, Any], folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = {text: first + index for index, text in enumerate(texts)}
     # Older folders list the added tokens again.
-    settings = read_json_or_none(folder / "tokenizer_config.json") or {}
+    settings = patient_json(folder / "tokenizer_config.json") or {}
     if (listed := settings.get("added_tokens_decoder")) is not None:
         plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False)
         listed |= {str(number): {"content": text, **plain} for text, number in ids.items()}
         write_json(folder / "tokenizer_config.json", settings)
-    if (mapped := read_json_or_none(folder / "added_tokens.json")) is not None:
+    if (mapped := patient_json(folder / "added_tokens.json")) is not None:
         write_json(folder / "added_tokens.json", mapped | ids)
 
 
@@ -132,7 +136,7 @@ class HuggingFaceTokenizer:
         self.new_ids = _add(self._tokenizer, new_tokens)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = read_json_or_none(folder / "tokenizer_config.json") or {}
+        settings = patient_json(folder / "tokenizer_config.json") or {}
         self._special = {
             key: value["content"] if isinstance(value, dict) else value
             for key, value in settings.items()
@@ -384,8 +388,8 @@ def _with_text_arguments(turn: dict[str, Any]) -> dict[str, Any]:
 
 def _model_settings(folder: Path) -> list[dict[str, Any]]:
     names = ("config", "generation_config")
-    settings = [read_json_or_none(folder / f"{name}.json") for name in names]
-    return [s for s in settings if isinstance(s, dict)]
+    settings = [patient_json(folder / f"{name}.json") for name in names]
+    return [s for s in settings if s is not None]
 
 
 def _ids(settings: list[dict[str, Any]], name: str) -> set[int]:
@@ -400,7 +404,11 @@ def _or(ids: set[int]) -> str:
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
-    template = read_bytes(file).decode() if file.is_file() else settings.get("chat_template")
+    template = (
+        patiently(Path.read_bytes, file).decode()
+        if file.is_file()
+        else settings.get("chat_template")
+    )
     if isinstance(template, list):
         template = next((t["template"] for t in template if t.get("name") == "default"), None)
     return template if isinstance(template, str) else None

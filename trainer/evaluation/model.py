@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from runspec import files, weights
+from runspec import weights
+from runspec.storage import patient_json, patiently
 from trainer.errors import ConfigError
 from trainer.evaluation import spread
 from trainer.evaluation.samples import Sample
@@ -46,7 +47,7 @@ class Answerer:
         disable_progress_bar()
         set_verbosity_error()
         self.settings, self.device, self.ranks = settings, device, ranks
-        adapter = files.read_json_or_none(folder / "adapter_config.json")
+        adapter = patient_json(folder / "adapter_config.json")
         base = Path(str(adapter["base_model_name_or_path"])) if adapter else folder
         if adapter and ranks > 1:
             raise ConfigError(
@@ -58,7 +59,9 @@ class Answerer:
         try:
             # An adapter with new tokens has a tokenizer of its own.
             own = folder if (folder / "tokenizer.json").is_file() else base
-            self.tokenizer = AutoTokenizer.from_pretrained(str(own), padding_side="left")
+            self.tokenizer = patiently(
+                lambda path: AutoTokenizer.from_pretrained(str(path), padding_side="left"), own
+            )
             dtype = DTYPES[settings["dtype"]]
             model = spread.load(AutoModelForCausalLM, base, dtype, device, ranks)
         except (OSError, ValueError) as error:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runspec.files import parse_json
+from runspec.storage import patiently
 from trainer.data import origin
 from trainer.errors import ConfigError
 from trainer.evaluation.scores import normalised
@@ -42,24 +44,23 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     samples: list[Sample] = []
     columns = {key: str(task.get(key) or default) for key, default in _COLUMNS.items()}
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                    if task.get("kind") == "batch":
-                        samples.append(_request(len(samples), row))
-                    elif task.get("kind") == "pair_accuracy":
-                        samples.append(_pair(len(samples), row, task.get("group")))
-                    else:
-                        samples.append(_sample(len(samples), row, columns, task.get("group")))
-                except (ValueError, KeyError, TypeError) as error:
-                    faults.append(f"tasks.{name}.data {path}, line {number}: {_why(error)}")
-                    if len(faults) == 5:
-                        break
-                if task.get("limit") and len(samples) >= task["limit"]:
+        for number, line in enumerate(patiently(Path.read_bytes, path).splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+                if task.get("kind") == "batch":
+                    samples.append(_request(len(samples), row))
+                elif task.get("kind") == "pair_accuracy":
+                    samples.append(_pair(len(samples), row, task.get("group")))
+                else:
+                    samples.append(_sample(len(samples), row, columns, task.get("group")))
+            except (ValueError, KeyError, TypeError) as error:
+                faults.append(f"tasks.{name}.data {path}, line {number}: {_why(error)}")
+                if len(faults) == 5:
                     break
+            if task.get("limit") and len(samples) >= task["limit"]:
+                break
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"tasks.{name}.data {path} cannot be read: {error}") from None
     if faults:
@@ -172,9 +173,9 @@ def _grams(text: str) -> Iterator[int]:
 def _texts(files: Iterable[str]) -> Iterator[str]:
     for name in files:
         try:
-            with open(name, encoding="utf-8") as file:
+            with patiently(lambda path: open(path, encoding="utf-8"), Path(name)) as file:
                 for line in file:
                     if line.strip():
-                        yield from origin.texts(json.loads(line))
+                        yield from origin.texts(parse_json(line))
         except (OSError, ValueError) as error:
             raise ConfigError(f"training_data {name} cannot be read: {error}") from None

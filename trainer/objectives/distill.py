@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from runspec import tokens
-from runspec.files import read_json_or_none
 from runspec.keys.distill import DistillConfig
 from runspec.keys.train import TrainConfig
+from runspec.storage import patient_json, patiently
 from trainer.data.batches import Data
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
@@ -171,9 +171,9 @@ def tokenizer_faults(
     advice = "give a teacher with the student's tokenizer"
     if missing := [str(file) for file in files if not file.is_file()]:
         return [f"teacher: {missing[0]} is missing, so its tokens cannot be compared; {advice}"]
-    if not added and files[0].read_bytes() == files[1].read_bytes():
+    if not added and len({patiently(Path.read_bytes, file) for file in files}) == 1:
         return []
-    own, other = (_tokens(read_json_or_none(file) or {}) for file in files)
+    own, other = (_tokens(patient_json(file) or {}) for file in files)
     own |= added or {}
     common = own.keys() & other.keys()
     differ = sorted(number for number in common if own[number] != other[number])

@@ -163,8 +163,8 @@ class Replicas:
 
     def _state(self, index: int) -> str:
         """What slurm/rollout.py says of a replica: ready, until its processes have ended."""
-        known = files.read_json_or_none(self._folder.parent / files.ROLLOUT_STATE)
-        all_of_them = known.get("replicas", []) if isinstance(known, dict) else []
+        known = files.peek(self._folder.parent / files.ROLLOUT_STATE)
+        all_of_them = known.get("replicas", [])
         return next((str(each["state"]) for each in all_of_them if each["replica"] == index), "")
 
     def sample(self, requests: Sequence[Request]) -> list[Sampled]:
@@ -187,7 +187,7 @@ class Replicas:
             index = (first + place) % self.count
             threading.Thread(target=self._work, args=[asked, index], daemon=True).start()
         while not asked.wait(POLL_S):
-            if failed := files.read_json_or_none(self._folder / files.NO_REPLICA):
+            if failed := files.peek(self._folder / files.NO_REPLICA):
                 asked.fail(str(failed.get("message")))
         if asked.failure:
             raise RolloutError(asked.failure)
@@ -209,8 +209,7 @@ class Replicas:
 
     def _known(self, index: int) -> dict[str, Any] | None:
         """Where a replica listens; None if it does not."""
-        known = files.read_json_or_none(self._folder / files.REPLICA.format(index))
-        return known if isinstance(known, dict) else None
+        return files.peek(self._folder / files.REPLICA.format(index)) or None
 
     def _tried(self, index: int, path: str, body: dict[str, Any], deadline: float) -> Any:
         """Return a replica's answer, or the error that there was; None if it is not ready."""

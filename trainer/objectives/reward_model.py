@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from runspec import files
 from runspec.keys.grpo import REWARD_MODEL, GrpoConfig
+from runspec.storage import patient_json
 from runspec.weights import base_of, gives_scores
 from trainer.errors import ConfigError
 from trainer.parallel.world import World
@@ -60,7 +60,7 @@ def _tokenizer_folder(folder: Path) -> Path:
 
 
 def _vocabulary(folder: Path) -> Any:
-    content = files.read_json_or_none(folder / "tokenizer.json") or {}
+    content = patient_json(folder / "tokenizer.json") or {}
     added = sorted((each["id"], each["content"]) for each in content.get("added_tokens") or ())
     return (content.get("model") or {}).get("vocab"), added
 

@@ -14,6 +14,7 @@ import torch
 
 from runspec import adapters, files
 from runspec.keys.grpo import GrpoConfig
+from runspec.storage import patient_json
 from trainer.models.build import Model
 from trainer.objectives import whole
 from trainer.parallel import fsdp
@@ -102,7 +103,7 @@ def _write_folder(model: Model, config: GrpoConfig, world: World, folder: Path) 
 
 
 def _vllm_takes(folder: Path) -> bool:
-    settings = dict(files.read_json_or_none(folder / adapter.SETTINGS) or {})
+    settings = patient_json(folder / adapter.SETTINGS) or {}
     targets = {str(name).rpartition(".")[2] for name in settings.get("target_modules") or ()}
     tables = targets & {"embed_tokens", "lm_head"}
     return not tables and not any(settings.get(name) for name in _NOT_BY_VLLM)

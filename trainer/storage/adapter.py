@@ -8,7 +8,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from runspec.files import read_json_or_none
+from runspec.files import DamagedFile
+from runspec.storage import patient_json
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers.adapters.base import PEFT_PREFIX, Loaded, kind_of_layer
@@ -107,12 +108,10 @@ def saved_of(model: Decoder) -> dict[str, tuple[str, nn.Parameter]]:
 
 def _settings(file: Path) -> dict[str, Any] | None:
     """The content of the settings beside an adapter's file; None if there are none."""
-    if not file.exists():
-        return None
-    content = read_json_or_none(file)
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} is no JSON object; copy it again from where it was made")
-    return content
+    try:
+        return patient_json(file)
+    except DamagedFile as error:
+        raise ConfigError(f"{error}; copy it again from where it was made") from None
 
 
 def file_of(config: TrainConfig) -> Path:

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from runspec import files
+from runspec.storage import patient_json, patiently
+from runspec.weights import OTHER_NAME
 from trainer.config import TrainConfig
 from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
@@ -76,14 +78,15 @@ def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
     copied = [] if config.reads_weights else [(tokenizer, TOKENIZER)]
     for source, patterns in [*copied, (config.model_folder, COPIED)]:
         for path in (path for pattern in patterns for path in source.glob(pattern)):
-            shutil.copyfile(path, temporary / path.name)
+            _copy(path, temporary)
     if template := config.tokenizer.get("chat_template"):
         files.write_text(temporary / "chat_template.jinja", template_text(str(template)))
     write_new_tokens(config.tokenizer, temporary)
-    settings = files.read_json_or_none(temporary / "config.json") or {}
+    settings = patient_json(temporary / "config.json") or {}
     if config.tokenizer.get("new_tokens"):
         text = settings.get("text_config") or settings
         text["vocab_size"] = model.module.vocab_size
+    settings.pop(OTHER_NAME, None)
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
     settings[key] = str(model.dtype).removeprefix("torch.")
     if model.module.score_head is not None:
@@ -92,6 +95,11 @@ def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
         settings |= classifier.settings(model.module.config, config.model_folder)
         classifier.set_pad_token(temporary)
     files.write_json(temporary / "config.json", settings)
+
+
+def _copy(path: Path, folder: Path) -> None:
+    """Copy a file into a folder, tried again while the storage cannot be read."""
+    patiently(lambda source: shutil.copyfile(source, folder / path.name), path)
 
 
 def _commit(temporary: Path, final: Path) -> None:
@@ -274,7 +282,7 @@ def write_adapter(
         if config.tokenizer.get("new_tokens"):
             # The base model's folder has another one.
             for path in (path for pattern in TOKENIZER for path in folder.parent.glob(pattern)):
-                shutil.copyfile(path, folder / path.name)
+                _copy(path, folder)
         save_file(tensors, folder / adapter.FILE, metadata={"format": "pt"})
         files.write_json(folder / adapter.SETTINGS, settings)
 

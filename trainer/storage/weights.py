@@ -18,6 +18,7 @@ from torch import nn
 
 from runspec.files import read_json
 from runspec.storage import ABSENT, patiently
+from runspec.weights import ADAPTER_CONFIG, NoWeights, weight_files
 from trainer.errors import ConfigError
 from trainer.layers import nf4
 from trainer.layers.adapters.base import AdapterKind
@@ -114,10 +115,11 @@ class SafetensorsSource:
 
         Args:
             checkpointer: checkpoint_dir, and optionally checkpoint_files (a list, or
-                filename_format with max_filename); without it all *.safetensors count.
+                filename_format with max_filename); without it, what transformers reads there.
 
         Raises:
-            ConfigError: a file is missing or no safetensors.
+            ConfigError: a file is missing or no safetensors, or the folder does not say which
+                files hold its weights.
         """
         folder = Path(checkpointer["checkpoint_dir"])
         if not folder.is_dir():
@@ -125,6 +127,7 @@ class SafetensorsSource:
                 f"checkpointer.checkpoint_dir: {folder} does not exist; download the model first"
             )
         source, faults = cls({}, {}), []
+        listed = "files" if checkpointer.get("checkpoint_files") else "dir"
         for path in _listed_files(checkpointer, folder):
             try:
                 # safetensors calls every file missing that it cannot open.
@@ -134,9 +137,12 @@ class SafetensorsSource:
                         source.files[key] = path
                         source.shapes[key] = tuple(file.get_slice(key).get_shape())
             except FileNotFoundError:
-                faults.append(f"checkpointer.checkpoint_files: {path} is missing")
+                faults.append(f"checkpointer.checkpoint_{listed}: {path} is missing; download it")
             except (SafetensorError, OSError) as error:
-                faults.append(f"checkpointer.checkpoint_files: {path} is damaged: {error}")
+                faults.append(
+                    f"checkpointer.checkpoint_{listed}: {path} is damaged: {error}; download it "
+                    "again"
+                )
         if faults:
             raise ConfigError(*faults)
         return source
@@ -295,9 +301,16 @@ def _listed_files(checkpointer: dict[str, Any], folder: Path) -> list[Path]:
     elif listed:
         names = [str(name) for name in listed]
     else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        raise ConfigError(f"checkpointer.checkpoint_dir: {folder} holds no *.safetensors file")
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise ConfigError(
+                f"checkpointer.checkpoint_dir: {folder} holds an adapter ({ADAPTER_CONFIG}); give "
+                "its base model's folder, and the adapter as checkpointer.adapter_checkpoint; if "
+                "it is merged into the weights there, remove that file"
+            )
+        try:
+            names = patiently(weight_files, folder)
+        except NoWeights as error:
+            raise ConfigError(f"checkpointer.checkpoint_dir: {error}") from None
     for name in names:
         if not name.endswith(".safetensors"):
             raise ConfigError(
