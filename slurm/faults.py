@@ -198,10 +198,14 @@ def on_nodes(
 ) -> list[dict[str, Any]]:
     """Return the errors with Slurm's name of the node, found by the rank or the node's number.
 
-    Several nodes may be on one host, and a host may have other names.
+    Several nodes may be on one host, and a host may have other names. A rank's record may name
+    another node, or none, whose fault it is: that of a rollout replica.
     """
     named = []
     for error in errors:
+        if "of_node" in error:
+            named.append({**error, "host": error["of_node"], "rank": None})
+            continue
         rank, number = error.get("rank"), error.get("node_rank")
         if isinstance(rank, int):
             number = rank // ranks_per_node

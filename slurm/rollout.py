@@ -205,6 +205,7 @@ class Supervisor:
         try:
             with ThreadPoolExecutor(len(self.replicas)) as threads:
                 while process_start(script) == began and not self._asked_to_end():
+                    self._make_again()
                     reasons = list(threads.map(lambda each: each.look(self._secret), self.replicas))
                     for replica, reason in zip(self.replicas, reasons, strict=True):
                         if reason is not None:
@@ -227,6 +228,18 @@ class Supervisor:
             secret = (self._folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
             return secret != self._secret or (self._folder / files.ROLLOUT_END).exists()
         return False
+
+    def _make_again(self) -> None:
+        """Make the folder again if somebody has deleted it: replicas are started again as they are
+        not reached any more, and ranks write their next weights there.
+        """
+        secret = self._folder / files.ROLLOUT_SECRET
+        if not secret.exists():
+            with suppress(OSError):
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                descriptor = os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(descriptor, "w", encoding="utf-8") as file:
+                    file.write(self._secret)
 
     def _died(self, replica: Replica, reason: str) -> None:
         death = {"time": time.time(), "replica": replica.index, "node": replica.node}

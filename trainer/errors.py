@@ -68,9 +68,16 @@ class StorageError(TrainerError):
 
 
 class RolloutError(TrainerError):
-    """The rollout nodes do not answer; a later attempt may find others."""
+    """The rollout nodes do not answer; a later attempt may find others.
+
+    node: that of the replica at fault; None if it is not one replica's.
+    """
 
     permanent = False
+
+    def __init__(self, message: str, node: str | None = None) -> None:
+        super().__init__(message)
+        self.node = node
 
 
 class SupersededError(TrainerError):
@@ -168,6 +175,9 @@ def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
         "permanent": is_permanent(error),
         "traceback": redacted("".join(traceback.format_exception(error))),
     }
+    if isinstance(error, RolloutError):
+        # The fault of another node than the rank's, or of none.
+        record["of_node"] = error.node
     if isinstance(error, PeerError):
         # A rank whose disk is full may leave no record of its own.
         record["peers"] = [

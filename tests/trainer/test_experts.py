@@ -44,7 +44,7 @@ from tests.trainer.transformers_runs import (
 )
 from trainer.config import load
 from trainer.layers import experts
-from trainer.layers.adapters.lora_experts import ExpertsLoRA
+from trainer.layers.adapters.lora_experts import ExpertsLoRA, from_peft, to_peft
 from trainer.layers.balance import Balance
 from trainer.models import build as models
 from trainer.parallel import activations, expert_parallel, fsdp
@@ -326,6 +326,25 @@ def test_the_host_waits_for_a_layers_rows_once(mode: str, world: distributed.Wor
     assert (sent.counts, sent.rows) == (1, 6), "there and back: forward, again, backward"
     assert torch.equal(out, whole)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("outputs", [24, 16])
+def test_adapters_of_experts_are_read_in_the_layouts_of_old_and_new_peft(outputs: int) -> None:
+    """With sides of one length, too, where only the version tells."""
+    torch.manual_seed(1)
+    adapter = ExpertsLoRA(torch.empty(3, outputs, 16), 2, transposed=False)
+    for stack in (adapter.lora_a, adapter.lora_b):
+        torch.nn.init.normal_(stack.weight)
+    a, b = adapter.lora_a.weight.detach(), adapter.lora_b.weight.detach()
+    for version in ("0.18.1", None):
+        found = from_peft(*to_peft(a, b, False), adapter, False, version)
+        assert torch.equal(found[0], a) and torch.equal(found[1], b)
+    # PEFT 0.21's ParamWrapper.get_delta_weight.
+    new_a, new_b = torch.randn(3 * 2, 16), torch.randn(outputs, 2 * 3)
+    wanted = torch.einsum("ore,eri->eoi", new_b.view(outputs, -1, 3), new_a.view(3, -1, 16))
+    found = from_peft(new_a, new_b, adapter, False, "0.21.0@unknown")
+    torch.testing.assert_close(found[1] @ found[0], wanted)
+    assert (found[0].shape, found[1].shape) == (a.shape, b.shape)
 
 
 def test_a_rank_that_the_grouped_product_does_not_take_is_filled_up(monkeypatch) -> None:

@@ -26,6 +26,8 @@ from tests.trainer.runs import (
     wait_for_step,
 )
 from trainer.config import parse, read_yaml
+from trainer.errors import ConfigError
+from trainer.objectives import reference
 from trainer.trace import trace
 
 LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
@@ -124,12 +126,12 @@ def test_its_curves_are_those_of_trl(name: str, texts: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("reference", ["adapter_off", "model"])
+@pytest.mark.parametrize("kind", ["adapter_off", "model"])
 def test_labelled_answers_train_the_same_in_every_layout(
-    reference: str, tmp_path: Path, model_folder: Path, pairs: Path
+    kind: str, tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:
     """The distance of policy and reference is measured over the samples of all ranks."""
-    shared = {"model": LORA, "max_steps": 3, "reference": reference}
+    shared = {"model": LORA, "max_steps": 3, "reference": kind}
     runs: dict[str, tuple[int, dict[str, Any]]] = {
         "one": (1, {}),
         "fsdp": (2, {"batch_size": 2}),
@@ -251,30 +253,41 @@ def test_a_part_of_the_kept_log_probs_goes_on(
     assert not list(again.parent.glob(".reference_*"))
 
 
+def test_kept_log_probs_of_which_a_bit_has_changed_are_refused(tmp_path: Path) -> None:
+    path, values = tmp_path / "kept.npy", np.arange(6, dtype=np.float32).reshape(3, 2)
+    reference.write(path, values)
+    assert (reference.read(path, (3, 2)) == values).all()
+    content = path.read_bytes()
+    for place in (0, 140, len(content) - 1):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(ConfigError, match="is damaged: delete it and start again"):
+            reference.read(path, (3, 2))
+
+
 def test_a_reference_that_is_not_the_policy_ends_the_run(
     tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:
     path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
     finish(start(path, module="trainer.dpo"))
     for kept in (tmp_path / "tokens").rglob("reference_*.npy"):
-        np.save(kept, np.load(kept) - 1.0)
+        reference.write(kept, np.load(kept) - 1.0)
     again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
     output = finish(start(again, module="trainer.dpo"), None)
     assert "before the first update it must equal the policy" in output
 
 
-@pytest.mark.parametrize("reference", ["log_probs", "adapter_off", "model"])
+@pytest.mark.parametrize("kind", ["log_probs", "adapter_off", "model"])
 def test_the_closed_form_knows_each_kind_of_reference(
-    reference: str, tmp_path: Path, model_folder: Path, pairs: Path
+    kind: str, tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:
     wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
-    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "reference": reference}
+    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "reference": kind}
     content = read_yaml(config(tmp_path, model_folder, pairs, **changes))
-    content["model"] |= (LORA if reference == "adapter_off" else {}) | wide
+    content["model"] |= (LORA if kind == "adapter_off" else {}) | wide
     traced = trace(parse(content, DpoConfig), 2)
     step = step_of(content | {"entry": "dpo"}, 1, 2)
     assert StepMemory(step).peak == pytest.approx(traced.peak, rel=0.05)
     plain = step_of(content | {"entry": "sft", "loss": LINEAR}, 1, 2)
-    assert StepMemory(step).peak <= (1.25 if reference != "model" else 2) * StepMemory(plain).peak
+    assert StepMemory(step).peak <= (1.25 if kind != "model" else 2) * StepMemory(plain).peak
     ratio = step.flops.model / plain.flops.model
-    assert ratio == (1 if reference == "log_probs" else pytest.approx(1.4, abs=0.15))
+    assert ratio == (1 if kind == "log_probs" else pytest.approx(1.4, abs=0.15))

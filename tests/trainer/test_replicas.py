@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,11 +17,14 @@ import pytest
 from safetensors import safe_open
 
 from runspec import files
+from slurm import faults
+from tests.launcher.kit import until
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start
 from tests.trainer.test_grpo import MODULE, TP, config
 from tests.vllm_stand_in import vllm_python
 from trainer import demo_sums
+from trainer.errors import RolloutError, write_error_record
 from trainer.objectives.replicas import Replicas, Request
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
@@ -89,6 +93,35 @@ def test_replicas_share_requests_and_one_that_dies_gives_its_own_back(tmp_path: 
     assert sorted(got[0]) == [*range(6)] and len(got[1]) == 1
 
 
+def test_a_replica_that_does_not_answer_is_named_with_its_node(tmp_path: Path) -> None:
+    """And not the node that trains, where the rank is that says so."""
+    ends = threading.Event()
+
+    def hangs(asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        ends.wait()
+        return 500, {}
+
+    with servers(tmp_path, hangs):
+        asked = [Request([[1]], None, 1, 8, 1.0)]
+        with pytest.raises(RolloutError) as told:
+            Replicas(tmp_path, 1, WORLD, limited(0.5)).sample(asked)
+        ends.set()
+    write_error_record(tmp_path / "logs", 0, told.value)
+    (record,) = faults.on_nodes(faults.read_errors(tmp_path / "logs"), ["trains"], 1)
+    said = "generating: rollout replica 0 on n0 did not answer within 0.5 s"
+    assert faults.describe(record) == f"node n0: RolloutError: {said}"
+
+
+def test_a_folder_that_is_deleted_in_a_run_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / files.ROLLOUT
+    secret = folder / files.ROLLOUT_SECRET
+    with replicas(tmp_path, 1, "exec sleep 600"):
+        until((tmp_path / files.ROLLOUT_STATE).exists, 30)
+        shutil.rmtree(folder)
+        until(lambda: secret.exists() and secret.read_text() == "secret", 30)
+        assert (folder.stat().st_mode | secret.stat().st_mode) & 0o077 == 0
+
+
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in of vLLM, as what the recipe's environment would start."""
@@ -141,8 +174,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @contextmanager
-def replicas(run: Path, count: int) -> Iterator[None]:
+def replicas(run: Path, count: int, script: str = "") -> Iterator[None]:
     """So many replicas of a run, as its job script starts them."""
+    script = script or f"exec {sys.executable} -m trainer.replica {run}/train.yaml"
     folder, logs = run / files.ROLLOUT, run / "logs" / "0"
     folder.mkdir()
     logs.mkdir(parents=True, exist_ok=True)
@@ -156,7 +190,7 @@ def replicas(run: Path, count: int) -> Iterator[None]:
             RANKS_PER_NODE="1",
             ROLLOUT_HOSTS=",".join(["here"] * count),
             ROLLOUT_ADDRESSES="127.0.0.1",
-            ROLLOUT_SCRIPT=f"exec {sys.executable} -m trainer.replica {run}/train.yaml",
+            ROLLOUT_SCRIPT=script,
         ),
     )
     try:

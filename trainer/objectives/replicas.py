@@ -99,7 +99,7 @@ class Replicas:
         world, self._number = self._world, self._number + 1
         version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}.{rollout}"
         in_use = transfer.path_of(self._folder, self._config, self.version)
-        world.on_main(lambda: transfer.remove_all_but(self._folder, in_use))
+        world.on_main(lambda: transfer.make_room(self._folder, in_use))
         path = transfer.path_of(self._folder, self._config, version)
         size = transfer.write(model, self._config, world, path)
         if self._number == 1:
@@ -126,7 +126,8 @@ class Replicas:
                 if isinstance(answer, TimeoutError):
                     raise RolloutError(
                         f"transfer of weights {version} to {self._named(index)}: not done within "
-                        f"{self._limit_s:.0f} s"
+                        f"{self._limit_s:g} s",
+                        self._node(index),
                     )
 
     def rest(self) -> None:
@@ -158,7 +159,8 @@ class Replicas:
             time.sleep(POLL_S)
         raise RolloutError(
             f"{name} did not give up its GPUs within {self._limit_s:g} s, and training needs them: "
-            f"{fault or 'it does not answer'}"
+            f"{fault or 'it does not answer'}",
+            self._node(index),
         )
 
     def _state(self, index: int) -> str:
@@ -190,12 +192,13 @@ class Replicas:
             if failed := files.peek(self._folder / files.NO_REPLICA):
                 asked.fail(str(failed.get("message")))
         if asked.failure:
-            raise RolloutError(asked.failure)
+            raise RolloutError(asked.failure, asked.node)
 
     def _work(self, asked: "_Asked", index: int) -> None:
         """Let a replica answer requests until there are none."""
         while not asked.is_over:
-            place = asked.take() if self._known(index) else None
+            who = (self._named(index), self._node(index)) if self._known(index) else None
+            place = asked.take(*who) if who else None
             if place is None:
                 time.sleep(POLL_S)
                 continue
@@ -220,12 +223,18 @@ class Replicas:
         except (OSError, http.client.HTTPException, ValueError, _Refused) as error:
             return error
 
+    def _node(self, index: int) -> str | None:
+        return (self._known(index) or {}).get("node")
+
     def _named(self, index: int) -> str:
-        return f"rollout replica {index} on {(self._known(index) or {}).get('node', 'no node')}"
+        return f"rollout replica {index} on {self._node(index) or 'no node'}"
 
 
 class _Asked:
     """Requests that replicas share: each takes the next one.
+
+    failure: why they cannot be answered; "" if they can. node: of the replica whose fault that is,
+    None if it is not one replica's.
 
     Args:
         limit_s: for all of them.
@@ -236,6 +245,9 @@ class _Asked:
         self.deadline = time.monotonic() + limit_s
         self.answers: dict[int, Any] = {}
         self.failure = ""
+        self.node: str | None = None
+        # Who is at a request or was too slow, by its place: the replica's name and node.
+        self._at: dict[int, tuple[str, str | None]] = {}
         self._waiting = deque(range(len(requests)))
         self._refused: Counter[int] = Counter()
         self._fault = "none is ready"
@@ -255,33 +267,43 @@ class _Asked:
         with self._changed:
             self._changed.wait_for(lambda: self.is_over, seconds)
         if not self.is_over and time.monotonic() >= self.deadline:
-            said = f"no rollout replica answered within {self._limit_s:g} s: {self._fault}"
-            self.fail(f"generating: {said}")
+            late = dict(self._at.values())
+            who = ", ".join(sorted(late)) or "no rollout replica"
+            said = f"generating: {who} did not answer within {self._limit_s:g} s"
+            self.fail(said if late else f"{said}: {self._fault}", [*late.values()])
         return self.is_over
 
-    def fail(self, message: str) -> None:
-        """End it with this message."""
+    def fail(self, message: str, nodes: Sequence[str | None] = ()) -> None:
+        """End it with this message; the fault of a node, if these are one."""
         with self._changed:
-            self.failure = self.failure or message
+            if not self.failure:
+                self.failure = message
+                self.node = nodes[0] if len({*nodes}) == 1 else None
             self._changed.notify_all()
 
-    def take(self) -> int | None:
-        """The place of a request that nobody answers; None without any."""
+    def take(self, name: str, node: str | None) -> int | None:
+        """The place of a request that nobody answers, for this replica; None without any."""
         with self._changed:
-            return self._waiting.popleft() if self._waiting else None
+            if not self._waiting:
+                return None
+            self._at[self._waiting[0]] = name, node
+            return self._waiting.popleft()
 
     def answered(self, place: int, answer: Any) -> None:
         """Keep an answer."""
         with self._changed:
             self.answers[place] = answer
+            self._at.pop(place, None)
             self._changed.notify_all()
 
     def give_back(self, place: int, name: str, fault: Any) -> None:
         """Let another replica answer a request; the end, if several have refused it."""
         with self._changed:
             self._waiting.append(place)
+            if not isinstance(fault, TimeoutError):
+                self._at.pop(place, None)
             if fault is not None:
-                self._fault = f"the last one said: {fault}"
+                self._fault = f"{name}: {fault}"
             self._refused[place] += isinstance(fault, _Refused)
             if self._refused[place] < TRIES:
                 return

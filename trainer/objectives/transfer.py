@@ -61,8 +61,12 @@ def write(model: Model, config: GrpoConfig, world: World, path: Path) -> int:
     return world.on_main(lambda: _move(temporary, path)) or 0
 
 
-def remove_all_but(folder: Path, kept: Path) -> None:
-    """Remove versions that nobody asks for any more, and what a killed rank was writing."""
+def make_room(folder: Path, kept: Path) -> None:
+    """Remove versions that nobody asks for any more, and what a killed rank was writing.
+
+    A folder that somebody has deleted is made again, here or by slurm/rollout.py.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
     every = files.WEIGHTS_FOLDER.format("*")  # the files, too
     for pattern in (every, f".{every}.tmp"):
         for old in folder.glob(pattern):

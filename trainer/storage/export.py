@@ -68,6 +68,11 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
         write_model(model, config, temporary, world)
     if model.module.adapter is not None:
         write_adapter(model.module.adapter, model, config, temporary / files.ADAPTER, world)
+        if any(own.adapters and not own.transposed for _, own in experts.layers(model.module)):
+            world.say(
+                f"note: {files.EXPORT}/{files.ADAPTER} holds experts in the layout of PEFT 0.18; "
+                "0.19 and later have another and refuse it: take peft<0.19, or the merged model"
+            )
     world.on_main(lambda: _commit(temporary, final))
     return final
 
