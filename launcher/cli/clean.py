@@ -31,7 +31,7 @@ def clean(yes: bool, older: int, as_json: bool, cluster: str | None) -> None:
 
     These are caches, tokenised data, code that no run uses, what killed commands left, and
     checkpoints that training has put aside as damaged. Runs, models and datasets stay, and while
-    runs wait or run, so do tokenised data and images.
+    runs wait or run, so does tokenised data.
     """
     root = sites.load(cluster).root
     living = workflow.alive(root)
@@ -51,7 +51,7 @@ def clean(yes: bool, older: int, as_json: bool, cluster: str | None) -> None:
     total = _mib(sum(item.size for item in items)).strip()
     if living:
         one = f"{min(living)} waits or runs" if len(living) == 1 else f"{len(living)} runs are open"
-        click.echo(f"tokenised data and images stay: {one}: cookbook status", err=True)
+        click.echo(f"tokenised data stays: {one}: cookbook status", err=True)
     for item in kept:
         click.echo(f"error: {item.path} cannot be removed: check its permissions", err=True)
     if not items:

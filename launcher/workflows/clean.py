@@ -44,7 +44,7 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
     Args:
         older_s: tokenised data are listed if no run has read or written them for so long.
         living: the runs that wait or run, whose files stay. Neither the time of a file nor any
-            record says which tokenised data and images they are about to read: all of these stay.
+            record says which tokenised data they are about to read: all of it stays.
     """
     runs = runs_root(root)
     items: list[tuple[str, Path]] = []
