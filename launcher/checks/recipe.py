@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher import paths, venv
 from launcher.checks import Context, Finding, Skipped, failed, files, ok, unreadable
-from launcher.recipes import rewards, stock
+from launcher.recipes import batch_script, rewards, stock
 from launcher.recipes.environment import Environment
 from launcher.runs import snapshot
 from launcher.runs.directory import runs_root
@@ -97,7 +97,17 @@ def script(context: Context) -> Iterable[Finding]:
     name = launch.records.name if launch else "the kit's trainer"
     if script is None and folder is not None:
         why = snapshot.fault(folder) if folder.is_dir() else f"code_root {folder} is no folder"
-        return [failed("script", why)] if why else [ok("script", f"{name} in {folder}")]
+        lines = str(recipe.target or recipe.config.get("command") or "")
+        faults = (
+            [why]
+            if why
+            else [
+                f"{file}: {fault}"
+                for file, text in batch_script.run_by(lines, folder)
+                for fault in batch_script.faults(text)
+            ]
+        )
+        return [failed("script", text) for text in faults] or [ok("script", f"{name} in {folder}")]
     if script is None:
         return [ok("script", name)]
     if folder is None:
@@ -112,6 +122,10 @@ def script(context: Context) -> Iterable[Finding]:
     elif script.relative_to(folder) not in snapshot.files(folder):
         message = f"entry: git ignores {script}, so it would not be copied"
         remedy = f"git add -f {script.relative_to(folder)}"
+    elif batch_script.is_one(script):
+        message = f"entry: {script.name} is a shell script, and {recipe.entry_name} starts Python"
+        own = [f"; {fault}" for fault in batch_script.read(script)]
+        remedy = f"write entry: command:bash {recipe.target}{''.join(own)}"
     else:
         why = snapshot.fault(folder)
         return [failed("script", why)] if why else _imports(context, script, folder)

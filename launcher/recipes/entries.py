@@ -146,6 +146,11 @@ def _command_faults(config: Mapping[str, Any]) -> Iterable[Fault]:
     elif bool(entry.partition(":")[2]) == bool(lines and lines.strip()):
         message = "entry: command needs the lines to run" if not lines else "they are given twice"
         yield Fault("command", f"{message}: write them under command:, or entry: command:LINE")
+    else:
+        from launcher.recipes import batch_script  # most recipes run no shell lines
+
+        for text in batch_script.faults(lines or entry.partition(":")[2]):
+            yield Fault("command", f"command: {text}")
 
 
 _ENGINE = {

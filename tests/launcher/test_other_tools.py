@@ -9,6 +9,7 @@ import yaml
 
 from launcher import executors
 from launcher.checks import Context, engine, findings
+from launcher.checks.recipe import script
 from launcher.errors import UsageFault
 from launcher.recipes import entries, stock
 from launcher.recipes import recipe as recipes
@@ -195,3 +196,67 @@ def test_a_family_that_the_installed_torchtune_lacks_is_the_kits_with_a_model_of
     file = str(written(tmp_path / "my.yaml", later))
     loaded = recipes.load(file, (), {"nodes": 1}, model="Qwen/Qwen3-8B")
     assert loaded.entry_name == "sft" and loaded.config["model"]["_component_"] == "transformers"
+
+
+# Batch scripts of the user's own -----------------------------------------------------------------
+
+PASTED = """\
+#!/bin/bash
+#SBATCH --job-name=x
+#SBATCH -N 2   # two
+#SBATCH --gres=gpu:h100:8
+#SBATCH --time 04:00:00
+#SBATCH -pgpu
+#SBATCH --constraint="h100&ib"
+srun -n 16 --cpus-per-task=4 \\
+  python train.py --lr 1
+"""
+ASKED = (
+    'resources: {nodes: 2, gpus_per_node: 8, time: "04:00:00", partition: gpu, '
+    'constraint: "h100&ib"} in the recipe'
+)
+
+
+def told(folder: Path, **content: Any) -> list[str]:
+    """The faults at load, else those of the check of the script."""
+    file = written(folder / "mine.yaml", {"resources": {"nodes": 2}, **content})
+    try:
+        recipe = recipes.load(str(file))
+    except UsageFault as error:
+        return error.faults
+    context = Context(recipe, Site(shared_root=str(folder)), executor=executors.choose(True))
+    look = findings("script", script, context)
+    return [each.line for each in look if each.state == "failed"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"entry": "command", "command": PASTED},
+        {"entry": "command:bash job.slurm"},
+        {"entry": "command", "command": "cd x; ./job.slurm"},
+        {"entry": "script:job.slurm"},
+    ],
+)
+def test_what_a_batch_script_would_do_inside_the_job_is_told_before_the_queue(tmp_path, content):
+    written(tmp_path / "job.slurm", PASTED)
+    faults = "; ".join(told(tmp_path, **content))
+    assert ASKED in faults
+    assert "write python train.py --lr 1; one rank per GPU: entry: script:train.py" in faults
+    if content["entry"].startswith("script:"):
+        assert "job.slurm is a shell script, and script:job.slurm starts Python: write" in faults
+
+
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        ("srun --overlap -n 1 nvidia-smi &\npython train.py", ""),
+        ("# srun is the kit's\necho srun", ""),
+        ("torchrun --nnodes=2 train.py", ""),
+        ("set -e; exec srun ./a.out 3", "write ./a.out 3"),
+        ("if true; then sbatch next.sh; fi", "sbatch would start another job"),
+    ],
+)
+def test_only_what_cannot_run_inside_the_job_is_refused(tmp_path, lines, fault):
+    faults = told(tmp_path, entry="command", command=lines)
+    assert [fault in each for each in faults] == [True] * bool(fault), faults
