@@ -1,10 +1,7 @@
 """One start of a run on one rank: from the config to an exit status that the job can act on."""
 
-# ruff: noqa: E402
-
 import atexit
 import faulthandler
-import gc
 import os
 import signal
 import socket
@@ -14,10 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-# torch makes a million objects that stay. Looking through them for cycles while they are imported
-# takes a tenth of the time of all imports, and again in the middle of a step while others wait.
-gc.disable()
 
 from runspec import files
 from runspec.redact import redacted
@@ -29,10 +22,6 @@ from trainer.loop import Trainer
 from trainer.objectives.base import Objective
 from trainer.parallel import fitness
 from trainer.parallel import world as distributed
-
-gc.freeze()
-gc.enable()
-
 
 Task = Callable[[Any, int, type[Objective]], None]
 
