@@ -60,8 +60,7 @@ _SHARED = {
 KEYS = {key.name: key for key in _KEYS} | _SHARED
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Site:
     """A site's settings; what a recipe or an option says comes before its resources."""
 

@@ -160,8 +160,7 @@ def ask_trainer(
             file.write_text(yamlfile.dump(config), encoding="utf-8")
             names.append(str(file))
         return run_module(
-            "trainer.once",
-            module,
+            f"trainer.{module}",
             *names,
             *arguments,
             timeout_s=timeout_s,

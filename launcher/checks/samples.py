@@ -31,9 +31,8 @@ def counted(context: Context) -> Iterable[Finding]:
     if context.recipe.entry.checked != "complete":
         raise Skipped("the kit's trainer does not read the data")
     _check_readable(context)
-    data = _paths(context)
-    _check_small(context, data)
-    datasets, faults = ask_for_samples(context, 0, _variables(context), data)
+    _check_small(context, _paths(context))
+    datasets, faults = ask_for_samples(context, 0, _variables(context))
     for dataset in datasets:
         yield from _counted(dataset)
     yield from (_finding(context, fault) for fault in faults)
@@ -73,7 +72,7 @@ def read(context: Context, count: int) -> tuple[list[Finding], list[dict[str, An
 
     def look(context: Context) -> Iterable[Finding]:
         _check_readable(context)
-        datasets, faults = ask_for_samples(context, count, _variables(context), _paths(context))
+        datasets, faults = ask_for_samples(context, count, _variables(context))
         shown.extend(datasets)
         return [_finding(context, fault) for fault in faults]
 

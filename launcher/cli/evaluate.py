@@ -95,7 +95,7 @@ def evaluate(
     checked = submission.context(run_plan, executor)
     if dry_run:
         click.echo(run_plan.script, nl=False)
-        for fault in preflight.faults(checked):
+        for fault in preflight.faults(checked, quick=True):
             note(f"warning: eval would refuse this: {fault}")
         return
     with interruption_told(Run(run_plan.path)):

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from launcher.recipes.recipe import Recipe
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Entry:
     """What can be started, and what is known of it.
 

@@ -29,7 +29,7 @@ TRAINS_PROMPTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class TrainConfig(
     ModelKeys,
     DataKeys,
