@@ -3,6 +3,7 @@
 Compared are the tokens of rendered conversations, the logits, and the loss of the answers.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.folders import (
@@ -46,6 +48,7 @@ from trainer.layers.loss import TokenLoss
 from trainer.models import build as models
 from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel.world import World
+from trainer.storage import adapter
 from trainer.storage import export as exports
 
 NODE, MACHINE = (
@@ -444,3 +447,51 @@ def test_an_answer_ends_by_one_token_wherever_it_is_named(
 
 def tokenizer_end(folder: Path) -> str:
     return AutoTokenizer.from_pretrained(folder).eos_token
+
+
+# What PEFT's adapter is over, the model's change, and what a refusal says ("" for none).
+OVER = {
+    "the output head": (["q_proj", "lm_head"], {}, UNTIED, ""),
+    "the embedding": (["q_proj", "embed_tokens"], {}, UNTIED, ""),
+    "both": (["embed_tokens", "lm_head"], {}, UNTIED, ""),
+    "the head of another model": (
+        ["q_proj", "lm_head"],
+        {},
+        tensors(lambda held: held.update({HEAD: held[HEAD] * 2})),
+        "holds other weights of lm_head.base_layer.weight than .*; merge it into its base",
+    ),
+    "some layers": (
+        ["q_proj"],
+        {"layers_to_transform": [1]},
+        UNTIED,
+        r"layers_to_transform=\[1\], and the model an adapter in every layer; merge it into",
+    ),
+    "all layers by number": (["q_proj"], {"layers_to_transform": [0, 1]}, UNTIED, ""),
+}
+
+
+@pytest.mark.parametrize("name", OVER)
+def test_an_adapter_that_peft_wrote_is_gone_on_with(
+    name: str, base: Path, tmp_path: Path, world: World
+) -> None:
+    modules, more, change, told = OVER[name]
+    torch.manual_seed(0)
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(r=2, lora_alpha=4, target_modules=modules, init_lora_weights=False, **more),
+    )
+    theirs.save_pretrained(tmp_path / "adapter")
+    folder = copied(base, tmp_path / "model", change)
+    lora = {"lora_rank": 2, "lora_alpha": 4, "lora_modules": modules}
+    paths = {"checkpoint_dir": str(folder), "adapter_checkpoint": str(tmp_path / "adapter")}
+    content = content_of(folder, model=lora, checkpointer=paths)
+    faults = "\n".join(check.faults(content, SupervisedFineTuning))
+    assert re.search(told, faults) if told else faults == ""
+    if told:
+        return
+    config = parse(content)
+    model = models.build(config, world)
+    adapter.load(model, config)
+    row = torch.arange(40).view(1, -1) * 7 % ROWS
+    with torch.inference_mode():
+        torch.testing.assert_close(model.module(row), theirs.eval()(row).logits, rtol=0, atol=1e-5)

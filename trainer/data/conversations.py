@@ -151,8 +151,7 @@ def turns_of(messages: Any, column: str = "messages") -> tuple[list[dict[str, An
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, Mapping) else message
             raise ConfigError(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
-        # A table has a column for every key of any message, and null if a message has none.
-        turn = {key: _without_null(value) for key, value in message.items() if value is not None}
+        turn = {key: value for key, value in message.items() if value is not None}
         marked.append(bool(turn.pop(MARK, False)))
         if calls := turn.get("tool_calls"):
             turn["tool_calls"] = [_call(call, where) for call in calls]
@@ -222,12 +221,4 @@ def schemas_of(tools: Any, column: str) -> list[dict[str, Any]] | None:
             tools = parse_json(tools or "null", strict=True)
         except ValueError as error:
             raise ConfigError(f"the column {column!r} holds no JSON: {error}") from None
-    return [_without_null(tool) for tool in tools] if tools else None
-
-
-def _without_null(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_null(inner) for inner in value]
-    return value
+    return list(tools) if tools else None

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from runspec.tables import separator
@@ -36,6 +37,8 @@ class Rows:
         if source == "csv":
             load_dataset_kwargs = _as_text(split, load_dataset_kwargs)
         rows = load_dataset(source, split=split, **load_dataset_kwargs)
+        if source != "json":
+            rows = rows.with_transform(partial(_without_filling, rows.features))
         self.rows = rows if filter_fn is None else rows.filter(filter_fn)
 
     def __len__(self) -> int:
@@ -83,6 +86,27 @@ def _non_finite(value: Any) -> float | None:
     if isinstance(value, Mapping | list):
         return next((found for each in inner if (found := _non_finite(each)) is not None), None)
     return None
+
+
+def _without_filling(features: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns without the nulls with which a table fills up a record that lacks a key.
+
+    JSON says itself which keys a record has, and `datasets` keeps that.
+    """
+    return {
+        name: [_own_keys(value, features.get(name)) for value in values]
+        for name, values in batch.items()
+    }
+
+
+def _own_keys(value: Any, feature: Any) -> Any:
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        own = {key: inner for key, inner in value.items() if inner is not None}
+        return {key: _own_keys(inner, feature.get(key)) for key, inner in own.items()}
+    if isinstance(value, list):
+        each = getattr(feature, "feature", None)
+        return [_own_keys(inner, each) for inner in value]
+    return value
 
 
 def _as_text(split: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -176,12 +176,22 @@ class SafetensorsSource:
         with safe_open(self.files[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    def sample(self, name: str, count: int) -> torch.Tensor:
-        """About so many rows of a tensor, as its file holds it, at even distances."""
+    def differs(self, name: str, other: torch.Tensor) -> bool:
+        """Whether some rows of a tensor, at even distances, are not those of another one.
+
+        They may have been rounded to another dtype.
+        """
+        own, step = self.tensor_rows(name)
+        dtype = min(own.dtype, other.dtype, key=lambda each: each.itemsize)
+        return not torch.equal(own.to(dtype), other[::step].to(dtype))
+
+    def tensor_rows(self, name: str) -> tuple[torch.Tensor, int]:
+        """Some rows of a tensor, as its file holds it, and how far they are apart."""
         with safe_open(self.files[name], framework="pt") as file:
             part = file.get_slice(name)
             size = part.get_shape()[0]
-            return torch.cat([part[row : row + 1] for row in range(0, size, -(-size // count))])
+            step = -(-size // _COMPARED_ROWS)
+            return torch.cat([part[row : row + 1] for row in range(0, size, step)]), step
 
     def read(self, stack: ExitStack) -> Iterator[tuple[str, Reader]]:
         """Every tensor once, (Hugging Face name, what reads tensor[place]), file by file.
@@ -370,7 +380,7 @@ def _untied(module: Decoder, source: SafetensorsSource, folder: Path, head: str)
     (table,) = (module.hub_name(f"{name}.weight") for name in module.tables)
     if table is None or table not in source.shapes:
         return
-    own, other = (source.sample(key, _COMPARED_ROWS) for key in (head, table))
+    (own, _), (other, _) = (source.tensor_rows(key) for key in (head, table))
     if own.shape != other.shape or not torch.equal(own, other.to(own.dtype)):
         yield (
             f"{folder}: tensor {head} differs from {table}, although config.json ties them; set "
