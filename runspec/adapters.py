@@ -26,8 +26,7 @@ OF_LORA = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "
 NUM_VIRTUAL = "num_virtual_tokens"
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Adapter:
     """One kind of adapter.
 

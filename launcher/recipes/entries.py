@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from launcher.recipes.recipe import Recipe
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Entry:
     """What can be started, and what is known of it.
 
-    keys: all keys of its recipes. module: of the kit's trainer, which trainer/launch.py starts with
-    train.yaml as each rank. command: otherwise what torchrun starts as each rank, as shell text,
-    from the recipe and its resolved content. launch_name: the row of launcher/recipes/engines.py
+    keys: all keys of its recipes. module: of the kit's trainer. command: what torchrun starts as
+    each rank, as shell text, from the recipe and its resolved content: by default the module, with
+    train.yaml. launch_name: the row of launcher/recipes/engines.py
     that says it and the rest of what is not the kit's trainer. program: the file that is started,
     None for a module of the kit's trainer. on_host: it runs on the host with the kit's interpreter,
     and starts its engine in the recipe's environment (Recipe.starts_engine). own_code: it is the
@@ -49,7 +48,9 @@ class Entry:
 
     keys: Keys
     module: str = ""
-    command: Callable[[Recipe, Mapping[str, Any]], str] = lambda recipe, config: ""
+    command: Callable[[Recipe, Mapping[str, Any]], str] = lambda recipe, config: (
+        f'python -P -m {recipe.entry.module} "$RUN_DIR/train.yaml"'
+    )
     program: Callable[[Recipe], Path | None] = lambda recipe: None
     on_host: bool = False
     own_code: bool = False

@@ -18,8 +18,7 @@ from runspec.keys.key import faults
 BUILT = "environments"
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Environment:
     """A checked record; the keys of runspec/keys/environment.py."""
 

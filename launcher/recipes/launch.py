@@ -63,8 +63,7 @@ def of_torchtune(row: Engine, recipe: Recipe, config: Mapping[str, Any]) -> str:
     return row.command.format(program=shlex.quote(str(known[name].path)))
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Engine:
     """How a program other than the kit's trainer is started, resumed, stopped and followed.
 

@@ -215,11 +215,17 @@ def _replace(config: dict[str, Any], key: str, name: str, overrides: Mapping[str
 
         method = entries.of(config).method
         pairs = method.pairs if method else ""
-        wanted = set() if pairs else {"input", "output"}
+        samples_answers = method is not None and method.samples_answers
+        form = "{input: A, output: B}"
+        if samples_answers or pairs:
+            form = "{prompt: A}" if samples_answers else "{chosen: A, rejected: B}"
+        wanted = {"prompt"} if samples_answers else set() if pairs else {"input", "output"}
         if columns and not (isinstance(columns, dict) and wanted <= columns.keys()):
-            form = "{chosen: A, rejected: B}" if pairs else "{input: A, output: B}"
             raise UsageFault(f"{text!r}: write {key}.column_map='{form}'")
-        data = own_data.read(name, columns, pairs)
+        if samples_answers:
+            data = own_data.prompts(name, columns)
+        else:
+            data = own_data.read(name, columns, pairs)
         config[key] = {**data.block, **{k: before[k] for k in _OF_ROWS if k in before}}
         form = data.summary
     if key == "dataset":

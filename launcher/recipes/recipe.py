@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SECRETS = Path("~/.config/slurm-cookbook/secrets")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Resources:
     """What one run asks of Slurm; None leaves the choice to the cluster."""
 
@@ -73,8 +73,7 @@ class Resources:
         return None if self.time is None else time_limit_s(self.time)
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Notify:
     """Who is told of a run's events. webhook: the file that holds its address."""
 
@@ -102,7 +101,7 @@ class Notify:
         return [names[event] for event in self.events]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Recipe:
     """A recipe with its overrides applied and checked; its references are not replaced yet."""
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,33 @@ def test_a_method_reads_its_own_form(tmp_path, entry, record, options, words):
         recipes.load(f"llama8b_{entry}", data=written(tmp_path / "text.jsonl", [{"text": "a"}]))
 
 
+@pytest.mark.parametrize(
+    ("record", "options", "column"),
+    [
+        ({"prompt": "Do roses need sun?", "plant": "roses"}, (), "prompt"),
+        ({"Question": "Do roses need sun?", "answer": "yes"}, (), "Question"),
+        ({"messages": [{"role": "user", "content": "Hm?"}], "id": "7"}, (), "messages"),
+        ({"frage": "a?", "plant": "b"}, ("{prompt: frage}",), "frage"),
+        ({"messages": [*CHAT]}, (), None),
+        ({"frage": "a?", "plant": "b"}, (), "column_map='{prompt: frage}'"),
+    ],
+)
+def test_prompts_are_known_to_the_method_that_answers_them(tmp_path, record, options, column):
+    file = written(tmp_path / "mine.jsonl", [record] * 3)
+    overrides = tuple(f"dataset.column_map={text}" for text in options)
+    if column and "=" in column:
+        with pytest.raises(UsageFault, match=re.escape(column)):
+            recipes.load("qwen3_8b_grpo_lora", overrides, data=file)
+        return
+    block = recipes.load("qwen3_8b_grpo_lora", overrides, data=file).config["dataset"]
+    assert block["data_files"] == file and not {"name", "new_system_prompt"} & block.keys()
+    if column is None:
+        assert block["_component_"] == "torchtune.datasets.chat_dataset"
+    else:
+        assert block["_component_"] == own_data.PROMPTS
+        assert block["column_map"] == {"prompt": column}
+
+
 @pytest.mark.parametrize("how", ["--data", "override"])
 def test_a_file_takes_the_place_of_the_recipes_dataset(tmp_path, monkeypatch, how):
     """Without the recipe's source, its split and its dataset of the hub, but packed as it is."""
@@ -139,6 +167,12 @@ def test_columns_with_other_names(tmp_path):
     assert recipe.config["dataset"]["column_map"] == {"input": "frage", "output": "antwort"}
     with pytest.raises(UsageFault, match=r"column_map names reply, and .* has frage, antwort"):
         recipes.load("llama8b_lora", (columns.replace("antwort", "reply"),), data=file)
+
+
+def test_a_semicolon_between_cells_is_recognised(tmp_path):
+    (tmp_path / "mine.csv").write_text('question;answer\n"was, bitte?";ja, 1\n')
+    block = recipes.load("llama8b_lora", data=str(tmp_path / "mine.csv")).config["dataset"]
+    assert (block["sep"], block["column_map"]["output"]) == (";", "answer")
 
 
 @pytest.mark.parametrize("name", ["llama8b_qlora", "qwen3_8b_lora", "demo"])
