@@ -55,12 +55,7 @@ def find(root: Path, older_s: float) -> list[Item]:
     items += [
         ("sent by a laptop, and no run names it", path)
         for path in _inside(sent / "trees")
-        if path.name not in named and _untouched(path, _YOUNG_S)
-    ]
-    items += [
-        ("sent by a laptop, and in none of its trees", path)
-        for path in _inside(sent / "files")
-        if path.stat().st_nlink == 1 and _untouched(path, _YOUNG_S)
+        if path.name not in named and not path.is_symlink() and _untouched(path, _YOUNG_S)
     ]
     items += [
         ("image, made again when needed", path)
