@@ -367,9 +367,6 @@ case $WANT in
       can_install || die "the tests need a real Slurm, and setup.sh cannot install it here: install slurm-wlm and munge"
       apt_install slurm-wlm munge
     fi
-    if [ "$WANT" = test-all ] && can_install && ! { command -v mksquashfs && command -v squashfuse; } >/dev/null; then
-      (apt_install squashfs-tools squashfuse) || say "the tests of images are skipped"
-    fi
     if [ "$WANT" = test-all ] && ! has_accounting && can_install; then
       # If this system names them differently, the other tests still run.
       (apt_install slurmdbd mariadb-server-core) || say "the tests of accounts and limits are skipped"

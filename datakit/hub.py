@@ -10,6 +10,7 @@ from datakit import parquet
 from datakit.errors import DataError, first_line
 from datakit.inputs import Input
 from runspec import files
+from runspec.storage import patient_json
 
 _ROWS = 10_000
 # Rows of a stored file, a multiple of the rows that are fetched at a time.
@@ -30,8 +31,8 @@ def copied(
     """
     note = folder / "_origin.json"
     asked = {key: source.get(key) for key in ("repository", "split")} | {"limit": limit}
-    known = files.read_json_or_none(note)
-    if not (isinstance(known, dict) and known.get("asked") == asked):
+    known = patient_json(note) or {}
+    if known.get("asked") != asked:
         say(f"{where}: fetching its rows once")
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(temporary, ignore_errors=True)

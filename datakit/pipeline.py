@@ -26,6 +26,7 @@ from datakit.rows import Rows, Work
 from datakit.steps import columns
 from runspec import files
 from runspec.datarecipe import step_name, step_options
+from runspec.storage import patient_json
 
 # Incremented when the same recipe may give other rows, or another hash of them.
 FORMAT = 4
@@ -99,7 +100,7 @@ def run(
             root if name == "split" else base,
         )
         key = f"{number:02d}-{name}"
-        known = files.read_json_or_none(folder / _RECORD)
+        known = patient_json(folder / _RECORD)
         engine.progress.begin(key, rows.count)
         began, before = time.monotonic(), rows
         rows = steps.find(name)(rows, here)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.storage import patient_json
 
 # A large step finishes many tasks per second, and the file is on a shared disk.
 _EVERY_S = 2.0
@@ -35,8 +36,8 @@ class Progress:
         self._say, self._name, self._rows = say, "", 0
         self._step = self._pieces = 0
         self._part: dict[str, Any] | None = None
-        before = files.read_json_or_none(self._path) if self._path else None
-        self._most = int(before.get("saved", 0)) if isinstance(before, dict) else 0
+        before = patient_json(self._path) if self._path else None
+        self._most = int((before or {}).get("saved", 0))
         self._last = 0.0
         self._lock = threading.Lock()
         self.write("running")

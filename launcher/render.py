@@ -17,7 +17,6 @@ from launcher.errors import RecipeFault
 from launcher.executors import slurm, token
 from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe, Resources
-from launcher.runs import image
 from launcher.site import Site, with_site_defaults
 from runspec import files
 
@@ -106,7 +105,6 @@ def job_script(
         # What the engine runs in is not what the ranks run in.
         on_host=recipe.starts_engine and not recipe.entry.on_host,
         within=within(inside),
-        image=image.environment_file(cluster.root) if image.is_used(cluster, recipe) else None,
         answers=bool(recipe.entry.method and config.get("generate")),
     )
 
@@ -149,7 +147,9 @@ def enter(environment: Environment, interpreter: str | None) -> list[str]:
     if faults := _setup_faults(environment.lines, environment.place, "setup"):
         raise RecipeFault(faults)
     lines = environment.lines
-    if environment.is_container or (interpreter and "/" in interpreter):
+    if environment.is_container:
+        lines += [f"export ENV_IN_IMAGE=yes ENV_PYTHON={shlex.quote(str(interpreter))}"]
+    elif interpreter and "/" in interpreter:
         lines += [f"export ENV_PYTHON={shlex.quote(str(interpreter))}"]
     elif interpreter:
         lines += [f"find_python {shlex.quote(interpreter)}"]

@@ -44,19 +44,6 @@ _KEYS = (
     Key("job_setup", "texts", "Shell lines that a job runs first.", ()),
     Key("environment", "open block", "Environment variables of each job. No secrets.", {}),
     Key(
-        "start_from",
-        "shared | image",
-        "Whether ranks open the environment's files on the shared filesystem, or in one file that "
-        "each node mounts.",
-        "shared",
-    ),
-    Key(
-        "copy_images_to",
-        "text",
-        "With start_from: image, an absolute folder on each node's own disk or in its memory, to "
-        "which Slurm copies the images first.",
-    ),
-    Key(
         "logs",
         "all | failing",
         "Whether each node and rank has its log on the shared filesystem, or the first node and "
@@ -73,8 +60,7 @@ _SHARED = {
 KEYS = {key.name: key for key in _KEYS} | _SHARED
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Site:
     """A site's settings; what a recipe or an option says comes before its resources."""
 
@@ -94,8 +80,6 @@ class Site:
     node_paths: Sequence[str] = ()
     job_setup: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    start_from: str = "shared"
-    copy_images_to: str | None = None
     logs: str | None = None
     default_environment: str | None = None
     resources: dict[str, Any] = field(default_factory=dict)
@@ -148,13 +132,6 @@ def _own_faults(config: dict[str, Any]) -> Iterator[Fault]:
     for path in given if isinstance(given, list) else []:
         if not str(path).startswith("/"):
             yield Fault("node_paths", f"node_paths holds whole paths, from / on, got {path!r}")
-    if (folder := config.get("copy_images_to")) is not None:
-        if not str(folder).startswith("/"):
-            message = f"copy_images_to is a folder of each node, from / on, got {folder!r}"
-            yield Fault("copy_images_to", message)
-        if config.get("start_from") != "image":
-            message = "copy_images_to is used with start_from: image only: set that, too"
-            yield Fault("copy_images_to", message)
     if config.get("expedited_requeue") and config.get("requeue") is False:
         yield Fault(
             "expedited_requeue", "expedited_requeue: true and requeue: false exclude each other"

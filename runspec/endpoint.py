@@ -9,6 +9,8 @@ shares.json     the share of the traffic of each version
 scale.json      how many replicas of each version the gateway wants, if they follow the load
 gateway.json    the address and process of the gateway
 requests/       the log of requests and answers
+
+What reads a file raises OSError if it cannot be read, and files.DamagedFile if it is damaged.
 """
 
 import hashlib
@@ -33,15 +35,22 @@ def tell(folder: Path, name: str, facts: dict[str, Any]) -> None:
     place = folder / BACKENDS
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = {**facts, "time": time.time(), "machine": socket.gethostname()}
-    files.write_json(replica_file(folder, name), own, mode=0o600)
+    files.renew_json(replica_file(folder, name), own, mode=0o600)
 
 
 def replicas(folder: Path) -> list[dict[str, Any]]:
-    """Return what the living replicas of an endpoint say of themselves, ready ones first."""
+    """Return what the living replicas of an endpoint say of themselves, ready ones first.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
     rows = []
     for path in sorted((folder / BACKENDS).glob("*.json")):
-        facts = files.read_json_or_none(path)
-        if not isinstance(facts, dict) or not isinstance(facts.get("time"), int | float):
+        try:
+            facts = files.read_object(path) or {}
+        except files.DamagedFile:
+            continue  # it is being written on a full disk
+        if not isinstance(facts.get("time"), int | float):
             continue
         if time.time() - facts["time"] < STALE_S:
             rows.append({**facts, "name": path.stem})
@@ -63,8 +72,7 @@ def reachable(facts: Mapping[str, Any]) -> bool:
 
 def gateway(folder: Path) -> dict[str, Any] | None:
     """Return the address and process of the gateway, None if none runs on this host or another."""
-    content = files.read_json_or_none(folder / GATEWAY)
-    if not isinstance(content, dict):
+    if (content := files.read_object(folder / GATEWAY)) is None:
         return None
     if content.get("host") != socket.gethostname():
         renewed = content.get("time")
@@ -91,16 +99,13 @@ def drain_mark(folder: Path, name: str) -> Path:
 
 def shares(folder: Path) -> dict[str, float]:
     """Return the share of the traffic that each version gets, {} for an even spread."""
-    content = files.read_json_or_none(folder / SHARES)
-    if not isinstance(content, dict):
-        return {}
+    content = files.read_object(folder / SHARES) or {}
     return {str(key): float(value) for key, value in content.items()}
 
 
 def ranges(folder: Path) -> dict[str, tuple[int, int]]:
     """Return the least and the most replicas of each version whose number follows the load."""
-    content = files.read_json_or_none(folder / ENDPOINT)
-    served = content.get("served") if isinstance(content, dict) else None
+    served = (files.read_object(folder / ENDPOINT) or {}).get("served")
     return {
         str(each["version"]): (int(each["replicas"]), int(each["max_replicas"]))
         for each in served or []
@@ -110,16 +115,13 @@ def ranges(folder: Path) -> dict[str, tuple[int, int]]:
 
 def wanted(folder: Path) -> dict[str, int]:
     """Return how many replicas of each version the gateway wants."""
-    content = files.read_json_or_none(folder / SCALE)
-    return (
-        {str(k): int(v) for k, v in content["wanted"].items()} if isinstance(content, dict) else {}
-    )
+    content = files.read_object(folder / SCALE) or {"wanted": {}}
+    return {str(key): int(value) for key, value in content["wanted"].items()}
 
 
 def users(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the users of an endpoint by name: sha256, created, revoked, and their limits."""
-    content = files.read_json_or_none(folder / USERS)
-    return dict(content) if isinstance(content, dict) else {}
+    return files.read_object(folder / USERS) or {}
 
 
 def key_hash(key: str) -> str:
@@ -145,8 +147,8 @@ def used_today(folder: Path, without: str = "") -> dict[str, tuple[int, int]]:
 
 def used_by(path: Path) -> dict[str, tuple[int, int]]:
     """Return what one replica has counted on this day (UTC), {} if its file is of another day."""
-    content = files.read_json_or_none(path)
-    if not isinstance(content, dict) or content.get("day") != today():
+    content = files.read_object(path) or {}
+    if content.get("day") != today():
         return {}
     return {str(user): (int(pair[0]), int(pair[1])) for user, pair in content["users"].items()}
 

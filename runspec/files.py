@@ -7,10 +7,10 @@ sees the old content or the new one, never a part.
 import json
 import os
 import re
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from runspec.storage import OF_A_DISK
 
 # What the launcher writes before the job is submitted.
 RECIPE = "recipe.yaml"
@@ -33,7 +33,6 @@ RESERVE = ".reserve"  # space that is freed for the last word when the disk is f
 LOGS = "logs"
 LATEST_LOGS = "logs/latest"
 JOB_LOG = "logs/job.log"
-DRILL = "drill.txt"  # the page of cookbook doctor --drill
 REHEARSAL = "rehearsal.md"  # the page of cookbook doctor --rehearse, in a folder of its own
 # Inside logs/<attempt>: the trainer's sign of life, the stacks of its ranks, and who asks for them.
 HEARTBEAT = "heartbeat.json"
@@ -81,8 +80,6 @@ CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 CHECKPOINT_COMPLETE = "COMPLETE"
 _CHECKPOINT = re.compile(r"step_(0|[1-9]\d*)")
-# The content of files that keep() has read, and which version of a file it is.
-_kept: dict[Path, tuple[tuple[int, ...], bytes]] = {}
 
 
 def checkpoint_folders(run_dir: Path) -> dict[int, int]:
@@ -115,9 +112,10 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
     Raises:
         OSError: the folder or a manifest cannot be read.
+        DamagedFile: engine.json does not hold an object.
     """
     folder = run_dir / CHECKPOINTS
-    if (given := read_json_or_none(run_dir / ENGINE)) is not None:
+    if (given := read_object(run_dir / ENGINE)) is not None:
         from runspec.engines import Records  # few runs are another trainer's
 
         if (engine := Records.of(given)) is not None:
@@ -154,71 +152,109 @@ def write_json(path: Path, value: Any, mode: int | None = None) -> None:
     write_text(path, json_text(value), mode)
 
 
+def renew_json(path: Path, value: Any, mode: int | None = None) -> None:
+    """Replace path by value; on a full disk in place, which needs no space.
+
+    Then a reader, or a crash, may see a part of it: only for what is written again soon.
+
+    Raises:
+        OSError: it cannot be written, or it is new and the disk is full.
+    """
+    try:
+        write_json(path, value, mode)
+    except OSError as error:
+        if error.errno not in OF_A_DISK:
+            raise
+        with open(path, "r+b", buffering=0) as file:
+            text = json_text(value).encode().ljust(os.fstat(file.fileno()).st_size)
+            if file.write(text) < len(text):
+                raise
+
+
 def json_text(value: Any) -> str:
     """Return value as write_json writes it."""
     return json.dumps(value, indent=1) + "\n"
 
 
-def keep(paths: Iterable[Path]) -> None:
-    """Read files for this process, and those that it will fork, which then open none of them.
-
-    One that is kept is opened again if it has changed; one that cannot be read is left to them.
-    """
-    for path in paths:
-        with suppress(OSError):
-            if _current(path) is None:
-                with open(path, "rb", buffering=0) as file:
-                    _kept[path] = _version(os.fstat(file.fileno())), file.readall()
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number has more than {_DIGITS} digits")
+    return int(digits)
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return a file's content; one that is kept and has not changed is not opened.
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_DIGITS = 300
+_DECODER = json.JSONDecoder(parse_int=_integer)
+_STRICT = json.JSONDecoder(parse_int=_integer, parse_constant=_no_json)
+
+
+class DamagedFile(ValueError):
+    """A file was read and does not hold JSON."""
+
+
+def parse_json(text: str | bytes, strict: bool = False) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        strict: refuse NaN and Infinity, which Python writes and JSON does not have.
 
     Raises:
-        OSError: the file cannot be read.
+        ValueError: it is not JSON, nested deeper than Python can read, or has a number that no
+            float holds.
     """
-    kept = _current(path)
-    if kept is not None:
-        return kept
-    with open(path, "rb", buffering=0) as file:
-        return file.readall()
-
-
-def _current(path: Path) -> bytes | None:
-    """What is kept of a file, None if that is nothing or the file has changed since."""
-    kept = _kept.get(path)
-    return kept[1] if kept is not None and _version(os.stat(path)) == kept[0] else None
-
-
-def _version(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    try:
+        return (_STRICT if strict else _DECODER).decode(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_json(path: Path | str) -> Any:
-    """Return the JSON value in a file, None if there is no file.
+    """Return the JSON value in a file, None if and only if there is no file.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: the file does not hold JSON.
+        OSError: the file cannot be read, and may be sound: runspec/storage.py reads it again.
+        DamagedFile: the file does not hold JSON.
     """
     try:
-        return json.loads(read_bytes(Path(path)))
+        return parse_json(Path(path).read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{path} does not hold JSON: {error}") from error
+        raise DamagedFile(f"{path} does not hold JSON: {error}") from error
 
 
-def read_json_or_none(path: Path) -> Any:
-    """Return the JSON value in a file, None if it is missing, unreadable or not JSON."""
+def read_object(path: Path | str) -> dict[str, Any] | None:
+    """Return the JSON object in a file, None if and only if there is no file.
+
+    Raises:
+        OSError: the file cannot be read, and may be sound.
+        DamagedFile: the file does not hold a JSON object.
+    """
+    value = read_json(path)
+    if value is not None and not isinstance(value, dict):
+        raise DamagedFile(f"{path} does not hold a JSON object")
+    return value
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file as far as it can be seen now, {} if it cannot.
+
+    For what is shown, and what is looked at again in a moment. It does not say that there is no
+    file: whoever decides by that calls read_object.
+    """
     try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return None
+        return read_object(path) or {}
+    except (OSError, DamagedFile):
+        return {}
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return one value per line, [] if there is no file; a line that is cut short is left out."""
+    """Return one value per line, [] if there is no file; a damaged line is left out."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -226,7 +262,7 @@ def read_json_lines(path: Path) -> list[Any]:
     values = []
     for line in text.splitlines():
         try:
-            values.append(json.loads(line))
+            values.append(parse_json(line))
         except ValueError:
             continue
     return values
@@ -243,7 +279,7 @@ def last_json_line(path: Path, tail_bytes: int = 8192) -> Any:
         return None
     for line in reversed(lines):
         try:
-            return json.loads(line)
+            return parse_json(line)
         except ValueError:
             continue
     return None
@@ -280,8 +316,5 @@ def sha256(path: Path) -> str:
     # Imported late: every start of the command and of a rank imports this module.
     import hashlib
 
-    kept = _current(path)
-    if kept is not None:
-        return hashlib.sha256(kept).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.storage import patient_json
 
 CARD = "card.json"
 LINEAGE = "lineage.json"
@@ -72,8 +73,7 @@ def version_folder(data_dir: Path) -> Path | None:
 def card_of(data_dir: Path) -> dict[str, Any] | None:
     """Return the card of the training set that data_dir belongs to, None if it has none."""
     version = version_folder(data_dir)
-    card = files.read_json_or_none(version / CARD) if version else None
-    return card if isinstance(card, dict) else None
+    return patient_json(version / CARD) if version else None
 
 
 def changes(data_dir: Path) -> list[str]:

@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from runspec import files
 
 T = TypeVar("T")
 
@@ -23,13 +25,32 @@ UNREADABLE = frozenset(
         errno.ENODEV,
     }
 )
+# A full disk and a used-up quota, with the type of a fault's record.
+OF_A_DISK = {errno.ENOSPC: "NoSpace", errno.EDQUOT: "Quota"}
 # The file itself is missing, or is something else: reading it again does not help.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# Nor with these: a library's own OSError about the content has no number.
+_LASTING = frozenset({None, errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 def wait_s() -> float:
-    """Return for how long a file that cannot be read is read again, in seconds."""
-    return float(os.environ.get("STORAGE_WAIT_S") or 120)
+    """Return for how long a file that cannot be read is read again, in seconds.
+
+    A job has queued for its nodes; a person in front of a command can type it again.
+    """
+    return float(os.environ.get("STORAGE_WAIT_S") or (120 if "RUN_DIR" in os.environ else 5))
+
+
+def is_of_storage(error: BaseException | None) -> bool:
+    """Whether an error comes of storage that cannot be read, whatever was made of that.
+
+    A file that is not there is the user's to fix; one that cannot be read now is not.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in UNREADABLE:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def patiently(read: Callable[[Path], T], path: Path, most_s: float = math.inf) -> T:
@@ -41,6 +62,7 @@ def patiently(read: Callable[[Path], T], path: Path, most_s: float = math.inf) -
     Raises:
         FileNotFoundError, NotADirectoryError, IsADirectoryError: at once.
         OSError: it could not be read in all that time.
+        Exception: that of read; after all that time if it comes of such storage.
     """
     limit_s, began, pause_s = min(wait_s(), most_s), time.monotonic(), 0.25
     while True:
@@ -48,15 +70,29 @@ def patiently(read: Callable[[Path], T], path: Path, most_s: float = math.inf) -
             return read(path)
         except ABSENT:
             raise
-        except OSError as error:
+        except Exception as error:
+            lasting = not isinstance(error, OSError) or error.errno in _LASTING
+            if lasting and not is_of_storage(error):
+                raise
             left_s = began + limit_s - time.monotonic()
             if left_s <= 0:
                 raise
             if pause_s < 0.5:
+                reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
                 print(
-                    f"{path} cannot be read ({error.strerror}): trying again for {limit_s:.0f} s",
+                    f"{path} cannot be read ({reason}): trying again for {limit_s:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, 5.0)
+
+
+def patient_json(path: Path) -> dict[str, Any] | None:
+    """Return files.read_object(path), tried again while the storage cannot be read.
+
+    Raises:
+        OSError: it could not be read in all that time.
+        DamagedFile: the file does not hold a JSON object.
+    """
+    return patiently(files.read_object, path)

@@ -1,12 +1,11 @@
 """What a model folder holds: its content as one hash, and the size of its weights."""
 
-import json
 import math
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 from runspec import files
+from runspec.storage import patient_json
 
 # What decides on a model's answers; a README does not.
 _SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".txt", ".py"}
@@ -14,20 +13,60 @@ _THREADS = 8
 # Of a GPU's memory, what a model's weights may take where it answers: the rest is for the keys and
 # values of its texts, for activations and for CUDA. An assumption, not a measurement.
 WEIGHTS_SHARE = 0.8
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The key of config.json by which a folder has other names for these.
+OTHER_NAME = "transformers_weights"
+ADAPTER_CONFIG, _ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+
+
+class NoWeights(ValueError):
+    """A folder does not say which of its files are the model's weights; one line, with a remedy."""
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files of weights that transformers reads of a model's folder.
+
+    They are one whole file, or those that the index names. What else lies there belongs to another
+    model or program: shards of an older revision, Mistral's consolidated.safetensors. An adapter's
+    folder has the adapter's file.
+
+    Raises:
+        NoWeights: there is neither such a file nor a readable index.
+        OSError: the folder cannot be read.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        return [_ADAPTER]
+    path = folder / "config.json"
+    try:
+        named = (patient_json(path) or {}).get(OTHER_NAME)
+        if named and not str(named).endswith(".index.json"):
+            return [str(named)]
+        if not named and (folder / WHOLE).is_file():
+            return [WHOLE]
+        path = folder / (named or INDEX)
+        if (content := patient_json(path)) is not None:
+            return sorted(set(map(str, content["weight_map"].values())))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise NoWeights(f"{path} cannot be read; download it again") from None
+    there = sorted(path.name for path in folder.glob("*.safetensors"))
+    held = f"holds {there[0]}, but neither" if there else "holds neither"
+    raise NoWeights(
+        f"{folder} {held} {WHOLE} nor {INDEX}, which say what the model's weights are; "
+        "download the model as transformers reads it"
+    )
 
 
 def base_of(folder: Path) -> Path | None:
     """Return the folder of the base model that an adapter names, None for a whole model."""
-    adapter = files.read_json_or_none(folder / "adapter_config.json")
-    return Path(str(adapter.get("base_model_name_or_path"))) if isinstance(adapter, dict) else None
+    adapter = patient_json(folder / ADAPTER_CONFIG)
+    return None if adapter is None else Path(str(adapter.get("base_model_name_or_path")))
 
 
 def gives_scores(folder: Path) -> bool:
     """Whether a folder holds a reward model, or a reward model's adapter."""
-    adapter = files.read_json_or_none(folder / "adapter_config.json")
-    if isinstance(adapter, dict):
+    if (adapter := patient_json(folder / ADAPTER_CONFIG)) is not None:
         return adapter.get("task_type") == "SEQ_CLS"
-    content = files.read_json_or_none(folder / "config.json") or {}
+    content = patient_json(folder / "config.json") or {}
     classes = content.get("architectures") or []
     return any(name.endswith("ForSequenceClassification") for name in classes)
 
@@ -64,26 +103,21 @@ def content_sha256(folder: Path) -> str:
 def parameter_count(folder: Path) -> int:
     """Return how many numbers a model folder's safetensors hold, an adapter's base included.
 
-    Only the headers are read, of the files that transformers loads: Mistral's folders hold the
-    weights once more, as consolidated.safetensors.
+    Only the headers are read, of the files that transformers reads.
+
+    Raises:
+        NoWeights: a folder does not say which files these are.
+        OSError: one cannot be read.
     """
     base = base_of(folder)
-    parts = [_weights(folder), _weights(base) if base is not None and base.is_dir() else []]
-    return sum(map(_numbers, chain(*parts)))
-
-
-def _weights(folder: Path) -> list[Path]:
-    index = files.read_json_or_none(folder / "model.safetensors.index.json")
-    if isinstance(index, dict):
-        return [folder / name for name in sorted(set(index["weight_map"].values()))]
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    folders = [folder, *([base] if base is not None and base.is_dir() else ())]
+    return sum(_numbers(each / name) for each in folders for name in weight_files(each))
 
 
 def _numbers(path: Path) -> int:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+        header = files.parse_json(file.read(length))
     return sum(math.prod(each["shape"]) for key, each in header.items() if key != "__metadata__")
 
 

@@ -57,9 +57,11 @@ class Pool:
 
         Returns:
             Replicas whose file was removed or is not renewed.
+
+        Raises:
+            OSError: a file cannot be read; what is known stays.
         """
-        self.shares = endpoint.shares(self.folder)
-        present = {}
+        shares, present = endpoint.shares(self.folder), {}
         for facts in endpoint.replicas(self.folder):
             if facts.get("state") not in ("ready", "draining") or not endpoint.reachable(facts):
                 continue
@@ -69,7 +71,7 @@ class Pool:
             backend.draining = facts["state"] == "draining"
             present[name] = backend
         gone = [each for name, each in self.known.items() if name not in present]
-        self.known = present
+        self.known, self.shares = present, shares
         return gone
 
     async def dismiss(self, gone: list[Backend]) -> None:
@@ -106,7 +108,9 @@ def connections(backend: Backend) -> aiohttp.ClientSession:
         kind = aiohttp.UnixConnector if backend.socket else aiohttp.TCPConnector
         place: dict[str, Any] = {"path": backend.socket} if backend.socket else {}
         backend.session = aiohttp.ClientSession(
-            connector=kind(limit=0, keepalive_timeout=30, **place), auto_decompress=False
+            # Less than the server's own time, so that none is used that the other side closes.
+            connector=kind(limit=0, keepalive_timeout=15, **place),
+            auto_decompress=False,
         )
     return backend.session
 

@@ -15,6 +15,7 @@ from typing import Any
 from runspec import files
 from runspec.engine_start import vllm_lora
 from runspec.keys.serve import ENGINES
+from runspec.storage import patient_json
 
 # Beside its socket, why an engine of the kit's does not start.
 REASON = "reason.txt"
@@ -45,8 +46,8 @@ class Model:
     @staticmethod
     def of(folder: Path) -> "Model":
         """Return the model of a folder of weights, or of an adapter."""
-        adapter = files.read_json_or_none(folder / "adapter_config.json")
-        if not isinstance(adapter, dict):
+        adapter = patient_json(folder / "adapter_config.json")
+        if adapter is None:
             return Model(folder)
         ranks = (adapter.get("r") or 8, *(adapter.get("rank_pattern") or {}).values())
         return Model(Path(str(adapter["base_model_name_or_path"])), folder, int(max(ranks)))

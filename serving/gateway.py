@@ -21,9 +21,11 @@ from runspec import files
 from runspec.endpoint import ENDPOINT, GATEWAY
 from runspec.keys.serve import SERVE
 from runspec.states import process_start
+from runspec.storage import patient_json
 from serving import backends
+from serving.faults import Faults
 from serving.keys import Keys
-from serving.proxy import Proxy
+from serving.proxy import Proxy, runner
 from serving.scale import Scaler
 
 # How often its file is renewed; runspec.endpoint.STALE_S is several times as long.
@@ -60,8 +62,10 @@ class Gateway(Proxy):
 
 async def run(folder: Path, port: int, host: str) -> int:
     """Serve until SIGTERM or SIGINT."""
+    faults = Faults()
+    faults.allow_descriptors()
     settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
-    settings |= files.read_json(folder / ENDPOINT)["settings"]
+    settings |= (patient_json(folder / ENDPOINT) or {})["settings"]
     # The fronts of the replicas see every request: they log.
     keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
     pool = backends.Pool(folder)
@@ -70,51 +74,58 @@ async def run(folder: Path, port: int, host: str) -> int:
     idle_s = 60 * float(settings["scale_idle_minutes"])
     scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
     proxy = Gateway(settings, keys, pool, scaler)
-    runner = web.AppRunner(proxy.app(), access_log=None, handler_cancellation=True)
-    await runner.setup()
+    server = runner(proxy)
+    await server.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        await web.TCPSite(server, host, port, backlog=1024).start()
     except OSError as error:
         reason = f"port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)})"
         print(f"error: {reason}: leave --port out, or choose another", file=sys.stderr)
         return 1
-    url = f"http://{host}:{runner.addresses[0][1]}"
+    url = f"http://{host}:{server.addresses[0][1]}"
     facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     facts["process_start"] = process_start(os.getpid())
 
     files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
-    renewed = time.monotonic()
+    renewed, gone = time.monotonic(), []
 
-    def look() -> list[backends.Backend]:
-        """Read the replicas' files, and renew the gateway's own, whose time other hosts check."""
+    def renew() -> None:
+        """Renew the gateway's file, whose time is checked."""
         nonlocal renewed
         if time.monotonic() - renewed >= _RENEWED_S and _is_of(folder, facts):
             renewed = time.monotonic()
-            with suppress(OSError):
-                files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
-        keys.refresh()
-        return pool.refresh()
+            files.renew_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
+
+    def look() -> None:
+        """Read what changes; what cannot be read now stays as it was."""
+        faults.watch_descriptors()
+        faults.trying("the gateway's file", renew)
+        faults.trying("the users' keys", keys.refresh)
+        faults.trying("the replicas' files", lambda: gone.extend(pool.refresh()))
 
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():
         # In a thread: a shared filesystem may be slow.
-        await pool.dismiss(await asyncio.to_thread(look))
+        await asyncio.to_thread(look)
+        await pool.dismiss(gone)
+        gone.clear()
         await scaler.look(proxy.metrics.in_flight, proxy.metrics.take_peak())
         try:
             await asyncio.wait_for(ended.wait(), 0.5)
         except TimeoutError:
             continue
     await proxy.drained()
-    await runner.cleanup()
+    await server.cleanup()
     if _is_of(folder, facts):
-        (folder / GATEWAY).unlink(missing_ok=True)
+        with suppress(OSError):
+            (folder / GATEWAY).unlink()
     return 0
 
 
 def _is_of(folder: Path, facts: dict[str, Any]) -> bool:
     """Whether gateway.json is this gateway's, and not that of a newer one."""
-    content, keys = files.read_json_or_none(folder / GATEWAY), ("host", "started")
-    return isinstance(content, dict) and all(content.get(key) == facts[key] for key in keys)
+    content = files.peek(folder / GATEWAY)
+    return all(content.get(key) == facts[key] for key in ("host", "started"))
 
 
 def main() -> int:

@@ -3,20 +3,24 @@
 A request is written to the journal when it is accepted, and its answer when it is sent. A line is
 one write to a file opened for appending, so that a killed process loses no accepted request.
 Journals become Parquet: those of running processes at intervals, those of ended processes when the
-next one starts or reads the log.
+next one starts or reads the log. A disk that is full costs lines of the log, and no answer.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
 import socket
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from runspec.files import parse_json
 
 # Removed from all texts: mail addresses, phone numbers, keys.
 REDACTED = (
@@ -50,24 +54,34 @@ _TYPES |= dict.fromkeys(("status", "prompt_tokens", "answer_tokens"), "int64") |
 
 
 class Journal:
-    """One process's log of requests under a folder."""
+    """One process's log of requests under a folder.
+
+    unlogged: how many lines could not be written. fault: why the last one could not, None if it is
+    written.
+    """
 
     def __init__(self, folder: Path, share: float = 1.0, redact: Iterable[str] = ()) -> None:
         self.folder, self.share = folder, share
         self._patterns = [re.compile(each) for each in (*REDACTED, *redact)]
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        recover(folder)
-        self._count = 0
         self._open: dict[str, dict[str, Any]] = {}
-        self._begin()
+        self._file: int | None = None
+        self._torn = False
+        self.path, self.since, self.rows = folder, time.time(), 0
+        self.unlogged = 0
+        self.fault: OSError | None = None
+        recover(folder)
+        # Others see from now on that there is a log.
+        self._trying(self._begin)
 
     def _begin(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mark = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
-        self.path = self.folder / f"journal-{mark}.jsonl"
+        path = self.folder / f"journal-{mark}.jsonl"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
-        self._file = os.open(self.path, flags, 0o600)
+        file = os.open(path, flags, 0o600)
         # The kernel releases the lock when the process ends: then other processes may read it.
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        self.path, self._file, self._torn = path, file, False
         self.since, self.rows = time.time(), 0
 
     def wants(self, request_id: str) -> bool:
@@ -75,25 +89,30 @@ class Journal:
         place = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big")
         return place < self.share * 2**64
 
-    def accepted(self, row: Mapping[str, Any]) -> None:
-        """Write a request before it is answered."""
+    def accepted(self, row: Mapping[str, Any]) -> bool:
+        """Write a request before it is answered; return whether it is in the log."""
         line = self._clean(row)
-        self._open[line["request_id"]] = line
-        self._write({"accepted": line})
+        written = self._write({"accepted": line})
+        if written:
+            self._open[line["request_id"]] = line
+        return written
 
     def answered(self, request_id: str, answer: Mapping[str, Any]) -> None:
-        """Write its outcome."""
+        """Write the outcome of a request that is in the log."""
+        if self._open.pop(request_id, None) is None:
+            return
         line = {"request_id": request_id, **self._clean(answer)}
-        self._open.pop(request_id, None)
-        self._write({"answered": line})
-        self.rows += 1
+        self.rows += self._write({"answered": line})
 
     def switch(self) -> tuple[int, Path, set[str]] | None:
         """Begin a new journal; return the one before for turn_over, None if it has no answer yet.
 
         It is quick, and must not run concurrently with accepted and answered; turn_over may.
+
+        Raises:
+            OSError: no new one can be made; the one before goes on.
         """
-        if not self.rows:
+        if not self.rows or self._file is None:
             return None
         before, path = self._file, self.path
         self._begin()
@@ -104,11 +123,36 @@ class Journal:
 
     def close(self) -> None:
         """End the journal and convert it to Parquet."""
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
         recover(self.folder)
 
-    def _write(self, value: Any) -> None:
-        os.write(self._file, json.dumps(value, ensure_ascii=False).encode() + b"\n")
+    def _write(self, value: Any) -> bool:
+        """Append a line; return whether it is written."""
+        text = json.dumps(value, ensure_ascii=False).encode() + b"\n"
+        written = self._trying(lambda: self._append(text))
+        self.unlogged += not written
+        return written
+
+    def _append(self, line: bytes) -> None:
+        if self._file is None:
+            self._begin()
+        assert self._file is not None
+        # What is left of a line before it must not take this one with it.
+        line = b"\n" + line if self._torn else line
+        self._torn = True
+        if os.write(self._file, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self._torn = False
+
+    def _trying(self, act: Callable[[], None]) -> bool:
+        try:
+            act()
+        except OSError as error:
+            self.fault = error
+            return False
+        self.fault = None
+        return True
 
     def _clean(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -128,13 +172,22 @@ class Journal:
 
 
 def turn_over(file: int, path: Path, leave_out: set[str]) -> None:
-    """Convert a journal to Parquet after switch."""
-    to_parquet(path, leave_out)
-    os.close(file)
+    """Convert a journal to Parquet after switch.
+
+    Raises:
+        OSError: it cannot be written; the journal stays, and the next recover tries again.
+    """
+    try:
+        to_parquet(path, leave_out)
+    finally:
+        os.close(file)
 
 
 def recover(folder: Path) -> int:
-    """Convert the journals of processes that have ended to Parquet; return their number."""
+    """Convert the journals of processes that have ended to Parquet; return their number.
+
+    One that cannot be converted, as on a full disk, stays: a reader takes its rows as they are.
+    """
     count = 0
     for path in sorted(folder.glob("journal-*.jsonl")):
         try:
@@ -144,6 +197,9 @@ def recover(folder: Path) -> int:
                 count += 1
         except (BlockingIOError, FileNotFoundError):
             continue
+        except OSError as error:
+            with suppress(OSError):
+                print(f"{path} stays a journal for now: {error}", file=sys.stderr, flush=True)
     return count
 
 
@@ -152,7 +208,7 @@ def rows_of(path: Path, leave_out: Iterable[str] = ()) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            line = json.loads(text)
+            line = parse_json(text)
         except ValueError:
             continue  # an incomplete last line, from a full disk
         for kind in ("accepted", "answered"):
@@ -181,9 +237,12 @@ def _write(target: Path, rows: list[dict[str, Any]]) -> None:
     schema = pa.schema([(name, _TYPES.get(name, "string")) for name in COLUMNS])
     lines = [{name: _value(row, name) for name in COLUMNS} for row in rows]
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    pq.write_table(pa.Table.from_pylist(lines, schema), temporary)
-    os.chmod(temporary, 0o600)
-    os.replace(temporary, target)
+    try:
+        pq.write_table(pa.Table.from_pylist(lines, schema), temporary)
+        os.chmod(temporary, 0o600)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:

@@ -45,12 +45,12 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[int] = Counter()
         self.tokens: Counter[str] = Counter()
-        self.in_flight, self.peak = 0, 0
+        self.in_flight, self.peak, self.unlogged = 0, 0, 0
         self.latency, self.first_token, self.per_token = Histogram(), Histogram(), Histogram()
 
-    def began(self) -> None:
-        """Count a request that is answered from now on."""
-        self.in_flight += 1
+    def began(self, count: int) -> None:
+        """Count a request of so many answers that is answered from now on."""
+        self.in_flight += count
         self.peak = max(self.peak, self.in_flight)
 
     def take_peak(self) -> int:
@@ -82,6 +82,8 @@ class Metrics:
             lines.append(f'cookbook_tokens_total{{{label},kind="{kind}"}} {count}')
         lines.append("# TYPE cookbook_in_flight gauge")
         lines.append(f"cookbook_in_flight{{{label}}} {self.in_flight}")
+        lines.append("# TYPE cookbook_unlogged_total counter")
+        lines.append(f"cookbook_unlogged_total{{{label}}} {self.unlogged}")
         for name in ("latency", "first_token", "per_token"):
             seconds: Histogram = getattr(self, name)
             full = f"cookbook_{name}_seconds"

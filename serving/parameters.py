@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runspec import files
+from runspec.storage import ABSENT, patient_json, patiently
 from serving.engines import Model
 from serving.request import CHAT, BadRequest, prompts, stops
 
@@ -99,6 +99,11 @@ class Takes:
     batching: bool = False
     seconds: float | None = None
 
+    @property
+    def length(self) -> int:
+        """The most tokens of an answer to a request that names no number."""
+        return max(_NEW_TOKENS, int(self.defaults.get("max_new_tokens") or 0))
+
     def plan(self, path: str, asked: Mapping[str, Any]) -> Plan:
         """Return the plan of a valid request; BadRequest names an unsupported parameter."""
         return (self._transformers if self.engine == "transformers" else self._other)(path, asked)
@@ -182,8 +187,7 @@ class Takes:
         most = kept.get("max_completion_tokens", kept.get("max_tokens"))
         if self.batching:
             return {} if most is None else {"max_tokens": most}
-        default = max(_NEW_TOKENS, int(self.defaults.get("max_new_tokens") or 0))
-        config: dict[str, Any] = {"max_new_tokens": default if most is None else most}
+        config: dict[str, Any] = {"max_new_tokens": self.length if most is None else most}
         if self.seconds is not None:
             # Nobody waits any more, and the next request waits for this one.
             config["max_time"] = self.seconds
@@ -255,8 +259,7 @@ def takes(config: Mapping[str, Any], name: str, schema: Any = None) -> Takes:
     """
     model, engine = Path(str(config["model"])), str(config["engine"])
     base = Model.of(model).base
-    read = (files.read_json_or_none(base / f"{each}.json") for each in _FILES)
-    facts, defaults = (each if isinstance(each, dict) else {} for each in read)
+    facts, defaults = (patient_json(base / f"{each}.json") or {} for each in _FILES)
     arguments = [str(each) for each in config.get("engine_args") or []]
     batching = engine == "transformers" and "--continuous-batching" in arguments
     names = None if engine == "transformers" else names_of(schema)
@@ -270,10 +273,9 @@ _FILES = ("config", "generation_config")
 def _template(*folders: Path) -> str | None:
     """Return the chat template of the first folder that has one."""
     for folder in folders:
-        with suppress(OSError):
-            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        settings = files.read_json_or_none(folder / "tokenizer_config.json")
-        template = settings.get("chat_template") if isinstance(settings, dict) else None
+        with suppress(*ABSENT):
+            return patiently(Path.read_text, folder / "chat_template.jinja")
+        template = (patient_json(folder / "tokenizer_config.json") or {}).get("chat_template")
         if isinstance(template, str):
             return template
     return None

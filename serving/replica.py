@@ -24,8 +24,10 @@ from runspec import engine_start, files
 from runspec.devices import VISIBLE, visible
 from runspec.keys.serve import SERVE
 from runspec.processes import end_with_parent
+from runspec.storage import OF_A_DISK, patient_json
 from serving import backends, engines, parameters
 from serving.backends import Backend
+from serving.faults import Faults
 from serving.journal import Journal, turn_over
 from serving.keys import Keys, Quotas
 
@@ -76,6 +78,7 @@ class Replica:
         self.pool = Own(Backend(self.name, url, version, where, self.engine.key))
         self.takes = parameters.takes(config, self.engine.model)
         self.quotas = Quotas(self.endpoint, self.name)
+        self.faults = Faults()
         self.process: asyncio.subprocess.Process | None = None
         self.state, self.url = "starting", ""
         self.deaths: list[float] = []
@@ -87,7 +90,9 @@ class Replica:
         from aiohttp import web
 
         from serving.front import Front
+        from serving.proxy import runner as runner_of
 
+        self.faults.allow_descriptors()
         ended = backends.stop_event()
         journal = Journal(
             self.endpoint / endpoints.REQUESTS,
@@ -106,9 +111,7 @@ class Replica:
             lambda: self.pool.healthy,
             self.quotas,
         )
-        runner = web.AppRunner(
-            proxy.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2
-        )
+        runner = runner_of(proxy, shutdown_timeout=2)
         await runner.setup()
         try:
             if self.config["port"]:
@@ -126,12 +129,7 @@ class Replica:
                 # In a thread: a shared filesystem may be slow.
                 asked = await asyncio.to_thread(self._tell, proxy)
                 await self._look_after(ended)
-                if journal.rows >= int(self.config["log_rows"]) or (
-                    time.time() - journal.since > 60 * float(self.config["log_minutes"])
-                ):
-                    before = journal.switch()
-                    if before is not None:
-                        await asyncio.to_thread(turn_over, *before)
+                await self._look_at(journal)
                 try:
                     await asyncio.wait_for(ended.wait(), 1.0)
                 except TimeoutError:
@@ -140,12 +138,34 @@ class Replica:
             return "stopped"
         finally:
             # The files that others read come first: Slurm may leave only seconds.
-            endpoints.replica_file(self.endpoint, self.name).unlink(missing_ok=True)
-            endpoints.drain_mark(self.endpoint, self.name).unlink(missing_ok=True)
+            for path in (endpoints.replica_file, endpoints.drain_mark):
+                with suppress(OSError):
+                    path(self.endpoint, self.name).unlink()
             await runner.cleanup()
             journal.close()
             await self._end_engine()
             shutil.rmtree(self.place, ignore_errors=True)
+
+    async def _look_at(self, journal: Journal) -> None:
+        """Convert the journal when it is time, and say what the log lacks.
+
+        Raises:
+            OSError: requests cannot be logged, and they have to be.
+        """
+        if journal.fault is not None and self.config["log_required"]:
+            raise journal.fault
+        text = f"{journal.fault}; {journal.unlogged:,} lines are missing by now: free some space"
+        self.faults.tell("the log of requests", text if journal.fault else "")
+        age_s = time.time() - journal.since
+        if journal.rows < int(self.config["log_rows"]) and (
+            age_s < 60 * float(self.config["log_minutes"])
+        ):
+            return
+        try:
+            if (before := journal.switch()) is not None:
+                await asyncio.to_thread(turn_over, *before)
+        except OSError as error:
+            self.faults.tell("the log's conversion to Parquet", str(error))
 
     async def _open(self, site: Any, runner: Any) -> None:
         node = self.config["bind"] == "node"
@@ -164,9 +184,19 @@ class Replica:
     def _tell(self, proxy: Any) -> bool:
         """Write the replica's file, and return whether the stop file exists.
 
+        A filesystem that fails meanwhile does not end the service.
+
         Args:
             proxy: None while no request can be in flight.
         """
+        self.faults.watch_descriptors()
+        self.faults.trying("the replica's file", lambda: self._renew(proxy))
+        self.faults.trying("the users' keys", self.keys.refresh)
+        self.faults.trying("the users' quotas", self.quotas.refresh)
+        self.faults.trying("the minutes of service", self._count_minutes)
+        return os.path.exists(self.run_dir / files.STOP)
+
+    def _renew(self, proxy: Any) -> None:
         if endpoints.drain_mark(self.endpoint, self.name).exists():
             self.state = "draining"
         facts = {
@@ -179,13 +209,10 @@ class Replica:
             "start_s": round(self.start_s, 1),
             "model": self.config["model"],
             "in_flight": proxy.metrics.in_flight if proxy is not None else 0,
+            "unlogged": proxy.metrics.unlogged if proxy is not None else 0,
             "bind": self.config["bind"],
         }
         endpoints.tell(self.endpoint, self.name, facts)
-        self.keys.refresh()
-        self.quotas.refresh()
-        self._count_minutes()
-        return (self.run_dir / files.STOP).exists()
 
     def _count_minutes(self) -> None:
         """Record the minutes of service: an attempt that served counts as progress."""
@@ -193,10 +220,10 @@ class Replica:
         if self.state != "ready" or passed == self.minutes or self.number:
             return
         path = self.run_dir / files.SERVED
-        before = files.read_json_or_none(path) or {}
+        before = patient_json(path) or {}
         gained = passed - max(0, self.minutes)
-        self.minutes = passed
         files.write_json(path, {"minutes": int(before.get("minutes", 0)) + gained})
+        self.minutes = passed
 
     async def _start_engine(self, ended: asyncio.Event) -> None:
         """Start the engine and wait until it answers."""
@@ -282,7 +309,7 @@ def _asked_at(run_dir: Path) -> float:
     if os.environ.get("COOKBOOK_ATTEMPT", "0") == "0":
         with suppress(OSError):
             return (run_dir / files.SUBMISSION).stat().st_mtime
-    status = files.read_json_or_none(run_dir / files.STATUS) or {}
+    status = files.peek(run_dir / files.STATUS)
     return float(status.get("started") or time.time())
 
 
@@ -294,8 +321,7 @@ def _free_port() -> int:
 def _tokenizer(model: Path) -> tuple[Any, int | None]:
     """Return a function that counts tokens, and the model's context length; None if unknown."""
     base = engines.Model.of(model).base
-    settings = files.read_json_or_none(base / "config.json")
-    limit = (settings or {}).get("max_position_embeddings")
+    limit = (patient_json(base / "config.json") or {}).get("max_position_embeddings")
     if not (base / "tokenizer.json").is_file() or not isinstance(limit, int):
         return None, None
     from tokenizers import Tokenizer
@@ -330,8 +356,12 @@ def main(arguments: list[str]) -> int:
     except (ServeError, OSError, ValueError) as error:
         print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
         host = os.environ.get("NODE_NAME") or socket.gethostname()
-        record = {"rank": rank, "host": host, "time": time.time(), "type": "ServeError"}
-        record |= {"message": str(error), "permanent": isinstance(error, ServeError)}
+        full = OF_A_DISK.get(error.errno or 0) if isinstance(error, OSError) else None
+        record = {"rank": rank, "host": host, "time": time.time(), "type": full or "ServeError"}
+        record["message"] = (
+            f"{error}: free some space, then: cookbook resume" if full else str(error)
+        )
+        record["permanent"] = full is not None or isinstance(error, ServeError)
         folder = run_dir / files.LOGS / attempt
         folder.mkdir(parents=True, exist_ok=True)
         files.write_json(folder / f"error_rank_{rank}.json", record)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from runspec import endpoint as endpoints
 from runspec import files
+from runspec.storage import patiently
+from serving.faults import say
 
 # How long a load has to last before another replica is started; the first one starts at once.
 _SUSTAINED_S = 5.0
@@ -31,7 +33,7 @@ class Scaler:
     def __init__(self, folder: Path, per_replica: int, idle_s: float) -> None:
         self.folder, self.per_replica, self.idle_s = folder, per_replica, idle_s
         # A restarted gateway continues with the numbers of the one before it.
-        self.wanted = endpoints.wanted(folder)
+        self.wanted = patiently(endpoints.wanted, folder)
         self._loads: deque[tuple[float, int, int]] = deque()
         self._began: float | None = None
         self._adjusted = -math.inf
@@ -72,9 +74,9 @@ class Scaler:
         """Decide, and start the command that adjusts the jobs, one at a time."""
         try:
             await self._look(load, peak, time.monotonic())
-        except OSError as error:
+        except (OSError, files.DamagedFile) as error:
             # The gateway continues, and tries again at the next call.
-            print(f"{self.folder.name}: {error}", file=sys.stderr, flush=True)
+            say(f"{self.folder.name}: {error}")
 
     async def _look(self, load: int, peak: int, now: float) -> None:
         changed = await asyncio.to_thread(self.decide, load, peak, now)

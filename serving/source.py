@@ -4,14 +4,17 @@ Writes Parquet with one row per answered request: request_id, time, model, messa
 answer), answer, feedback and label. Feedback is joined by the request's id from feedback.jsonl of
 the endpoint: lines of {"request_id": ..., "feedback": ..., "label": ...}; a later line replaces an
 earlier one, and a label replaces the answer in messages. A line with client_id instead of
-request_id applies to all requests with this id of the client. With --delta the rows are merged into
-the Delta table requests_delta of the target: new requests are added, new feedback replaces a row.
+request_id applies to all requests with this id of the client. An answer whose feedback is not one
+of APPROVED, and that has no label, is left out. With --delta the rows are merged into the Delta
+table requests_delta of the target: new requests are added, new feedback replaces or removes a row.
 """
 
 import argparse
 import json
 import os
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,32 +25,82 @@ from serving import journal
 
 FEEDBACK = "feedback.jsonl"
 TABLE = "requests_delta"
+# The words of feedback, in lower case, with which an answer may be trained on as it is.
+APPROVED = {"up", "yes", "good", "like", "correct", "true", "positive", "1", "+1"}
 COLUMNS = ("request_id", "time", "model", "messages", "answer", "feedback", "label")
 
 
-def rows_of(folder: Path, begin: float, feedback: Path | None = None) -> list[dict[str, Any]]:
-    """Return the answered requests of an endpoint, with their feedback."""
-    given = {
-        (key, str(line[key])): line
-        for line in files.read_json_lines(feedback or folder / FEEDBACK)
-        if isinstance(line, dict)
-        for key in ("request_id", "client_id")
-        if key in line
-    }
+class Feedback:
+    """The lines of a file of feedback, and what they say of each request.
+
+    unreadable: the numbers of the lines that have no request_id or client_id as a text, or whose
+    label is no text. rejected: the answers that are left out, by their word of feedback.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.unreadable: list[int] = []
+        self.rejected: Counter[str] = Counter()
+        self._lines: dict[int, set[tuple[str, str]]] = {}
+        self._said: dict[tuple[str, str], dict[str, Any]] = {}
+        self._found: set[tuple[str, str]] = set()
+        # Not splitlines: a text may hold other characters that it takes for ends of lines.
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        for number, text in enumerate(lines, 1):
+            if not text.strip():
+                continue
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            ids = set(_ids(line)) if isinstance(line, dict) else set()
+            if not ids or not isinstance(line.get("label"), str | None):
+                self.unreadable.append(number)
+                continue
+            self._lines[number] = ids
+            self._said |= dict.fromkeys(ids, line)
+
+    def of(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return what is said of a logged request: its own line before that of a client's id."""
+        ids = list(_ids(row))
+        self._found.update(ids)
+        return next((self._said[each] for each in ids if each in self._said), {})
+
+    @property
+    def unmatched(self) -> list[int]:
+        """The numbers of the lines whose request is not in the log."""
+        return [number for number, ids in self._lines.items() if not ids & self._found]
+
+
+def _ids(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in ("request_id", "client_id"):
+        if isinstance(values.get(key), str) and values[key]:
+            yield key, values[key]
+
+
+def rows_of(folder: Path, begin: float, feedback: Feedback) -> list[dict[str, Any]]:
+    """Return the answered requests of an endpoint since a time, with their feedback.
+
+    Those that were rejected and have no label have None as messages: nobody may train on them.
+    """
     rows = []
-    for row in journal.read(folder / endpoints.REQUESTS, begin):
-        if row["status"] != 200 or not row["answer"]:
+    # All of them, so that a line about an earlier request is not taken for a wrong id.
+    for row in journal.read(folder / endpoints.REQUESTS):
+        known = feedback.of(row)
+        if row["status"] != 200 or not row["answer"] or (row["time"] or 0) < begin:
             continue
-        by_client = given.get(("client_id", str(row["client_id"])), {})
-        known = given.get(("request_id", row["request_id"]), by_client)
-        label = known.get("label")
+        label, word = known.get("label"), (journal.as_text(known.get("feedback")) or "").strip()
         turns = json.loads(row["messages"])
         turns.append({"role": "assistant", "content": label or row["answer"]})
+        rejected = bool(word) and not label and word.lower() not in APPROVED
+        if rejected:
+            feedback.rejected[word] += 1
         rows.append(
             {
                 **{key: row[key] for key in ("request_id", "time", "model", "answer")},
-                "messages": json.dumps(turns, ensure_ascii=False),
-                **{key: journal.as_text(known.get(key)) for key in ("feedback", "label")},
+                "messages": None if rejected else json.dumps(turns, ensure_ascii=False),
+                "feedback": word or None,
+                "label": label,
             }
         )
     return sorted(rows, key=lambda row: (row["time"], row["request_id"]))
@@ -59,28 +112,35 @@ def write(rows: list[dict[str, Any]], target: Path, delta: bool = False) -> Path
     import pyarrow.parquet as pq
 
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kept = [row for row in rows if row["messages"] is not None]
     kinds = {name: pa.float64() if name == "time" else pa.string() for name in COLUMNS}
-    columns = {name: pa.array([row[name] for row in rows], kinds[name]) for name in COLUMNS}
+
+    def table(rows: list[dict[str, Any]]) -> Any:
+        return pa.table({n: pa.array([row[n] for row in rows], kinds[n]) for n in COLUMNS})
+
     file = target / (TABLE if delta else "requests.parquet")
     if delta:
-        _merge(pa.table(columns), file)
+        _merge(table(kept), table(rows), file)
     else:
         temporary = target / f".requests.{os.getpid()}.tmp"
-        pq.write_table(pa.table(columns), temporary)
+        pq.write_table(table(kept), temporary)
         os.replace(temporary, file)
     chats = [
-        json.dumps({"messages": json.loads(row["messages"])}, ensure_ascii=False) for row in rows
+        json.dumps({"messages": json.loads(row["messages"])}, ensure_ascii=False) for row in kept
     ]
     files.write_text(target / "messages.jsonl", "".join(f"{line}\n" for line in chats))
     return file
 
 
-def _merge(rows: Any, folder: Path) -> None:
-    """Merge rows into a Delta table by request_id; a row that is the same is not written again."""
+def _merge(kept: Any, rows: Any, folder: Path) -> None:
+    """Merge rows into a Delta table by request_id; a row that is the same is not written again.
+
+    A row without messages, which `kept` lacks, is removed from the table.
+    """
     from deltalake import DeltaTable, write_deltalake
 
     if not DeltaTable.is_deltatable(str(folder)):
-        write_deltalake(str(folder), rows)
+        write_deltalake(str(folder), kept)
         return
     changed = " OR ".join(
         f"coalesce(old.{name}, '') <> coalesce(new.{name}, '')" for name in ("feedback", "label")
@@ -88,7 +148,9 @@ def _merge(rows: Any, folder: Path) -> None:
     merger = DeltaTable(str(folder)).merge(
         rows, "old.request_id = new.request_id", source_alias="new", target_alias="old"
     )
-    merger.when_matched_update_all(changed).when_not_matched_insert_all().execute()
+    merger.when_matched_delete("new.messages IS NULL").when_matched_update_all(
+        changed
+    ).when_not_matched_insert_all("new.messages IS NOT NULL").execute()
 
 
 def main() -> int:
@@ -102,10 +164,19 @@ def main() -> int:
     if options.feedback is not None and not options.feedback.is_file():
         print(f"error: --feedback: there is no file {options.feedback}", file=sys.stderr)
         return 2
-    rows = rows_of(options.folder, options.since, options.feedback)
+    feedback = Feedback(options.feedback or options.folder / FEEDBACK)
+    rows = rows_of(options.folder, options.since, feedback)
+    name = options.folder.name
     if not rows:
-        name = options.folder.name
         print(f"error: no answered request of {name} is logged in that time", file=sys.stderr)
+        return 1
+    trained_on = sum(row["messages"] is not None for row in rows)
+    if not trained_on:
+        print(
+            f"error: all {len(rows):,} answers of {name} were rejected and have no label: add "
+            f"labels to the lines of {feedback.path}",
+            file=sys.stderr,
+        )
         return 1
     if options.delta and not find_spec("deltalake"):
         print(
@@ -114,8 +185,14 @@ def main() -> int:
         )
         return 1
     file = write(rows, options.target, options.delta)
-    judged = sum(row["feedback"] is not None or row["label"] is not None for row in rows)
-    print(json.dumps({"rows": len(rows), "with_feedback": judged, "file": str(file)}))
+    answer = {
+        "rows": trained_on,
+        "with_feedback": sum(bool(row["feedback"] or row["label"]) for row in rows),
+        "rejected": dict(feedback.rejected),
+        "unmatched_lines": feedback.unmatched,
+        "unreadable_lines": feedback.unreadable,
+    }
+    print(json.dumps({**answer, "feedback": str(feedback.path), "file": str(file)}))
     return 0
 
 

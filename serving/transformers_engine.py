@@ -22,7 +22,8 @@ from jinja2 import TemplateError
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving import model_manager, utils
 
-from runspec import adapters, devices, files, weights
+from runspec import adapters, devices, weights
+from runspec.storage import patient_json
 from serving import engines
 
 
@@ -90,8 +91,8 @@ class Models(model_manager.ModelManager):
     ) -> tuple[Any, Any]:
         """Return the model of a name and its processor; loaded once."""
         name, _, revision = model_id_and_revision.rpartition("@")
-        settings = files.read_json_or_none(Path(name) / "adapter_config.json")
-        if not isinstance(settings, dict) or settings.get("peft_type") not in _VIRTUAL:
+        settings = patient_json(Path(name) / "adapter_config.json")
+        if settings is None or settings.get("peft_type") not in _VIRTUAL:
             loaded: tuple[Any, Any] = super().load_model_and_processor(
                 model_id_and_revision, *more, **named
             )

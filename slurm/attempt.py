@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from runspec import files
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
+from runspec.storage import OF_A_DISK
 from slurm import engine, job_log, reserve
 from slurm.faults import NODE_FAILURE, fault, no_space, on_nodes, read_errors, slurm_errors, unfit
 from slurm.history import (
@@ -31,7 +32,7 @@ from slurm.history import (
     used_up,
 )
 from slurm.identity import in_slurm, own_job_id, process_ended, process_of, this_job
-from slurm.ports import free_port
+from slurm.rendezvous import port_of
 from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
 
 # Attempts that may end without a record if the recipe has no retries.
@@ -46,21 +47,19 @@ _NEW_RUN = "make a new run with: cookbook submit"
 _REFUSED = 3
 
 
-def begin(
-    run_dir: Path, hosts: list[str], head: str, ended: str | None = None, max_retries: int = 0
-) -> str:
+def begin(run_dir: Path, hosts: list[str], ended: str | None = None, max_retries: int = 0) -> str:
     """Record the start of an attempt; return one line for the job script.
 
-    That line is the attempt's number and a free port, or "finished" if nothing is left to train,
-    or "superseded" if Slurm has given up this node and started the job again, or "busy JOB": the
+    That line is the attempt's number and its port, or "finished" if nothing is left to train, or
+    "superseded" if Slurm has given up this node and started the job again, or "busy JOB": the
     script has to check whether JOB still runs, and to call again with ended=JOB if it does not.
     Ends the program if too many attempts ended without a record and saved nothing, or if the disk
     is full.
     """
     try:
-        return _begin(run_dir, hosts, head, ended, max_retries)
+        return _begin(run_dir, hosts, ended, max_retries)
     except OSError as error:
-        if error.errno not in reserve.FULL:
+        if error.errno not in OF_A_DISK:
             raise
         full = reserve.fault(run_dir) or no_space(run_dir)
         status = {**read_object(run_dir / files.STATUS), **this_job()}
@@ -70,7 +69,7 @@ def begin(
         sys.exit(f"cookbook: {full['message']}")
 
 
-def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_retries: int) -> str:
+def _begin(run_dir: Path, hosts: list[str], ended: str | None, max_retries: int) -> str:
     status = read_object(run_dir / files.STATUS)
     job_id, before = own_job_id(), status.get("job_id")
     if _cancelled(run_dir, job_id):
@@ -79,7 +78,7 @@ def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_re
         _say(f"this start of job {job_id} ends: {_owner(status)} has the run")
         return SUPERSEDED
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
-        completed = {**this_job(), **status, "state": "COMPLETED", "updated": time.time()}
+        completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
         reserve.write_status(run_dir, completed)
         _say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
         return "finished"
@@ -117,7 +116,6 @@ def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_re
         _say(
             f"job {job_id} continues the run of job {before} in {run_dir}, from {since}; {_NEW_RUN}"
         )
-    port = free_port(head, job_id, number)
     (run_dir / files.STOP).unlink(missing_ok=True)
     (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
     if not repeated:
@@ -145,7 +143,7 @@ def _begin(run_dir: Path, hosts: list[str], head: str, ended: str | None, max_re
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
     files.write_json(run_dir / files.STATUS, {**started, **mine})
-    return f"{number} {port}"
+    return f"{number} {port_of(job_id, number)}"
 
 
 def end(
@@ -244,14 +242,16 @@ def end(
         "message": verdict.message,
         "next": verdict.next,
     }
-    if verdict.state == "COMPLETED" and os.environ.get("HAS_QUESTIONS") == "yes":
-        status["answering"] = True
+    # In a sweep the next run would wait for the answers.
+    answers = os.environ.get("HAS_QUESTIONS") and not os.environ.get("SWEEP_DIR")
+    if verdict.state == "COMPLETED" and answers:
+        status["answering"] = {"started": now}
     # The state first: on a full disk the line may fail.
     reserve.write_status(run_dir, status)
     try:
         _append_attempt(run_dir, status, exit_code, verdict, unfit(errors))
     except OSError as error:
-        if error.errno not in reserve.FULL:
+        if error.errno not in OF_A_DISK:
             raise
         _say(f"{run_dir / files.ATTEMPTS} has no line of attempt {attempt}: {error.strerror}")
     if verdict.message:
@@ -351,12 +351,14 @@ def succeed(run_dir: Path, job: str) -> None:
     _between(run_dir, {"successor": job})
 
 
-def answered(run_dir: Path, message: str) -> None:
-    """Record that the finished run's questions are answered, or a warning that says why not."""
+def answered(run_dir: Path, message: str, nodes: int) -> None:
+    """Record that a finished run's questions are answered on so many nodes, or why they are not."""
     status = read_object(run_dir / files.STATUS)
     if not _owned(status):
         return
-    status.pop("answering", None)
+    began, now = status.pop("answering", {}).get("started"), time.time()
+    status["answers"] = {"started": began, "ended": now, "gpus": nodes * _ranks_per_node()}
+    status["answers"]["seconds"] = now - (began or now)
     if message:
         status["message"] = message
         _say(message)
@@ -453,7 +455,6 @@ def main() -> None:
     calls = parser.add_subparsers(dest="call", required=True)
     begins, ends = calls.add_parser("begin"), calls.add_parser("end")
     begins.add_argument("--hosts", required=True, type=lambda text: text.split(","))
-    begins.add_argument("--head", required=True)
     begins.add_argument("--ended")
     begins.add_argument("--max-retries", type=int, default=0)
     ends.add_argument("--attempt", type=int)
@@ -469,15 +470,17 @@ def main() -> None:
     chooses.add_argument("--nodes", required=True, type=int)
     chooses.add_argument("--silent", type=lambda text: [name for name in text.split(",") if name])
     calls.add_parser("succeed").add_argument("--job", required=True)
-    calls.add_parser("answered").add_argument("--message", default="")
+    answers = calls.add_parser("answered")
+    answers.add_argument("--message", default="")
+    answers.add_argument("--nodes", required=True, type=int)
     for name in ("failed", "waiting"):
         calls.add_parser(name).add_argument("--message", required=True)
     given = vars(parser.parse_args())
     all_calls = (begin, end, choose, succeed, failed, waiting, answered)
-    answers = {call.__name__: call for call in all_calls}
+    by_name = {call.__name__: call for call in all_calls}
     run_dir = Path(os.environ["RUN_DIR"])
     try:
-        answer = answers[given.pop("call")](run_dir, **given)
+        answer = by_name[given.pop("call")](run_dir, **given)
     except OSError as error:
         _say(f"not recorded: {error}")
         sys.exit(1)

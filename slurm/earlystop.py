@@ -15,6 +15,7 @@ from typing import Any
 from runspec import files
 from runspec.earlystop import KEYS, verdict
 from runspec.states import process_start
+from runspec.storage import patient_json
 from slurm.history import read_lines
 
 
@@ -44,8 +45,7 @@ def look(run_dir: Path, sweep_dir: Path, rule: dict[str, Any]) -> str:
 
 def main() -> None:
     run_dir, sweep_dir = Path(os.environ["RUN_DIR"]), Path(os.environ["SWEEP_DIR"])
-    sweep = files.read_json_or_none(sweep_dir / files.SWEEP)
-    rule = sweep.get("early_stop") if isinstance(sweep, dict) else None
+    rule = (patient_json(sweep_dir / files.SWEEP) or {}).get("early_stop")
     if not isinstance(rule, dict) or stopped_before(run_dir):
         return
     pid = int(sys.argv[1])

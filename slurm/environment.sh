@@ -51,7 +51,7 @@ passed_variables() {
 # Sets INSIDE, the command that runs another inside the container on this node.
 # Arguments: kind, image, binds (one per line), options of the container.
 enter_container() {
-  local kind=$1 image=$2 line own binds=() names gpus=${SLURM_GPUS_ON_NODE:-0}
+  local kind=$1 image=$2 line binds=() names gpus=${SLURM_GPUS_ON_NODE:-0}
   while read -r line; do
     # A folder inside of one that is bound is there already.
     [ -z "$line" ] || binds+=("$line")
@@ -62,24 +62,6 @@ enter_container() {
   export PYTHONNOUSERSITE=1
   [[ $gpus =~ ^[0-9]+$ ]] || gpus=1
   case $kind in
-    podman)
-      # Ranks are signalled by their process ids; with --pid=host podman refuses --cgroups=disabled.
-      # It outlives podman and scancel, so a process on both sides of it ends it.
-      INSIDE=(env "PYTHONPATH=$COOKBOOK" "$VENV/bin/python" -P -m slurm.tether outside "${PODMAN:-podman}" run --rm --network=host --ipc=host --pid=host --cgroups=no-conmon
-        --security-opt=label=disable --log-driver=none --workdir "$PWD")
-      [ "$(id -u)" = 0 ] || INSIDE+=(--userns=keep-id)
-      if command -v nvidia-smi >/dev/null && ((gpus)); then INSIDE+=(--device nvidia.com/gpu=all); fi
-      if [ -e /dev/kfd ]; then INSIDE+=(--device /dev/kfd --device /dev/dri); fi
-      for line in "${binds[@]}"; do
-        case $line in *:*) INSIDE+=(-v "$line") ;; *) INSIDE+=(-v "$line:$line") ;; esac
-      done
-      for line in COOKBOOK_TETHER $(passed_variables); do INSIDE+=(--env "$line"); done
-      INSIDE+=("$@")
-      if [ -d "$image" ]; then INSIDE+=(--rootfs); fi
-      own=(-u PYTHONPATH)
-      [ -z "${PYTHONPATH:-}" ] || own=("PYTHONPATH=$PYTHONPATH")
-      INSIDE+=("$image" env "PYTHONPATH=$COOKBOOK" "${ENV_PYTHON:-python3}" -P -m slurm.tether inside env "${own[@]}")
-      ;;
     apptainer)
       INSIDE=("${APPTAINER:-apptainer}" exec --no-home --pwd "$PWD")
       if command -v nvidia-smi >/dev/null && ((gpus)); then INSIDE+=(--nv); fi

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
-from runspec.storage import UNREADABLE
+from runspec.storage import UNREADABLE, patiently
 from slurm import job_log
 from slurm.field_types import well_typed
 
@@ -20,6 +20,8 @@ BAD_NODE = "BadNodeError"  # slurm/ready.py, and the trainer's own check
 NODE_FAILURE = "NodeFailure"
 STORAGE = "StorageError"
 OUT_OF_MEMORY = "OutOfMemory"
+# How long the job script waits for storage that cannot be read.
+WAIT_S = 5.0
 # What ends the other ranks, in the order in which it explains the rest.
 _FIRST = (*WATCHDOG, NODE_FAILURE, BAD_NODE, OUT_OF_MEMORY, "Killed")
 
@@ -65,14 +67,28 @@ _EXCEPTION = re.compile(
 
 def read_errors(logs: Path) -> list[dict[str, Any]]:
     """Return what ranks and nodes left in an attempt's log folder, in no order."""
-    records = map(files.read_json_or_none, logs.glob("error_*.json"))
-    errors = [well_typed(record) for record in records if isinstance(record, dict)]
+    records = ((path, _record(path)) for path in logs.glob("error_*.json"))
+    errors = [_of_record(path, record) for path, record in records if record]
     errors += _of_peers(errors)
     # A workload that starts torchrun itself has its report in the log of its own output.
     for path in (*logs.glob("node_*.log"), *logs.glob("rank_*.log")):
         errors += _killed_ranks(path)
     # A script of the user's own leaves no record: its traceback says what happened.
     return errors or [error for path in logs.glob("rank_*.log") for error in _exception(path)]
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """Return the record of a fault, {} if it is damaged.
+
+    One that cannot be read is a fault of the storage: that there was none would be another cause.
+    """
+    try:
+        return patiently(files.read_object, path, most_s=WAIT_S) or {}
+    except files.DamagedFile:
+        return {}
+    except OSError as error:
+        where = {"host": socket.gethostname(), "time": time.time()}
+        return {**where, "type": STORAGE, "message": f"{path} cannot be read: {error.strerror}"}
 
 
 def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -182,10 +198,14 @@ def on_nodes(
 ) -> list[dict[str, Any]]:
     """Return the errors with Slurm's name of the node, found by the rank or the node's number.
 
-    Several nodes may be on one host, and a host may have other names.
+    Several nodes may be on one host, and a host may have other names. A rank's record may name
+    another node, or none, whose fault it is: that of a rollout replica.
     """
     named = []
     for error in errors:
+        if "of_node" in error:
+            named.append({**error, "host": error["of_node"], "rank": None})
+            continue
         rank, number = error.get("rank"), error.get("node_rank")
         if isinstance(rank, int):
             number = rank // ranks_per_node
@@ -193,6 +213,20 @@ def on_nodes(
             error = {**error, "host": hosts[number]}
         named.append(error)
     return named
+
+
+def _of_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of the kit's own, or the one that torch's @record writes for torchrun."""
+    said = record.get("message")
+    if not isinstance(said, dict):
+        return well_typed(record)
+    more = said.get("extraInfo")
+    stack = str(more.get("py_callstack") or "") if isinstance(more, dict) else ""
+    when = str(more.get("timestamp") or "") if isinstance(more, dict) else ""
+    number = path.stem.removeprefix("error_rank_")
+    time_s = float(when) if when.isdigit() else path.stat().st_mtime
+    error = _last_exception(stack or str(said.get("message") or ""))
+    return {"rank": int(number) if number.isdigit() else None, "time": time_s, **error}
 
 
 def _of_peers(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -222,12 +256,21 @@ def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
 
 
 def _exception(rank_log: Path) -> list[dict[str, Any]]:
-    """Return the last exception in a rank's log, with the last line of the user's own code."""
-    text = _PREFIX.sub("", _tail(rank_log))
-    exceptions = _TRACEBACK.findall(text) or _EXCEPTION.findall(text)
+    """Return the last exception in a rank's log."""
     number = rank_log.stem.removeprefix("rank_")
-    if not exceptions or not number.isdigit():
+    error = _last_exception(_PREFIX.sub("", _tail(rank_log)))
+    if not error or not number.isdigit():
         return []
+    # A rank that lost its peers writes last; the one that failed by itself wrote before it.
+    written = rank_log.stat().st_mtime
+    return [{"rank": int(number), "host": socket.gethostname(), "time": written, **error}]
+
+
+def _last_exception(text: str) -> dict[str, str]:
+    """Return type and message of a text's last exception, with the last line of the user's code."""
+    exceptions = _TRACEBACK.findall(text) or _EXCEPTION.findall(text)
+    if not exceptions:
+        return {}
     frames, name, message = exceptions[-1]
     name = name.removeprefix("__main__.")
     places = _FRAME.findall(frames)
@@ -237,10 +280,7 @@ def _exception(rank_log: Path) -> list[dict[str, Any]]:
     errno = _ERRNO.match(message)
     if errno and int(errno[1]) in UNREADABLE:
         name = STORAGE
-    # A rank that lost its peers writes last; the one that failed by itself wrote before it.
-    written = rank_log.stat().st_mtime
-    host = socket.gethostname()
-    return [{"rank": int(number), "host": host, "time": written, "type": name, "message": message}]
+    return {"type": name, "message": message}
 
 
 def _tail(log: Path) -> str:

@@ -58,7 +58,10 @@ def waiting(logs: Path) -> str:
     ranks: dict[int, str] = {}
     for path in logs.glob(files.FLIGHT.format("*")):
         number = re.search(r"\d+", path.name)
-        dump = files.read_json_or_none(path)
+        try:
+            dump = files.read_json(path)
+        except (OSError, files.DamagedFile):
+            continue  # it only adds to a message
         open_ = [each for each in dump or [] if not _is_done(each)]
         if number and open_:
             ranks[int(number[0])] = _described(min(open_, key=lambda each: each["time_created_ns"]))

@@ -11,12 +11,10 @@ from typing import Any
 from runspec import files
 from runspec.storage import patiently
 from runspec.usage import gpu_hours
+from slurm.faults import WAIT_S
 from slurm.field_types import well_typed
 from slurm.identity import own_job_id
 from slurm.retry import NOT_COUNTED
-
-# How long the job script waits for storage that cannot be read.
-_WAIT_S = 5.0
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -92,8 +90,8 @@ def latest_checkpoint(run_dir: Path) -> int:
     must be recorded.
     """
     try:
-        steps = patiently(files.checkpoint_steps, run_dir, most_s=_WAIT_S)
-    except OSError:
+        steps = patiently(files.checkpoint_steps, run_dir, most_s=WAIT_S)
+    except (OSError, files.DamagedFile):
         steps = [int(read_object(run_dir / files.PROGRESS).get("checkpoint_step") or -1)]
     return max(steps, default=-1)
 

@@ -43,11 +43,6 @@ if [ -z "${KEEP_LOGS:-}" ]; then KEEP_LOGS=all && ((NODES <= 16)) || KEEP_LOGS=f
 under_slurm || KEEP_LOGS=all
 export KEEP_LOGS
 
-if [ -n "${ENV_IMAGE:-}" ] && under_slurm; then
-  source "$COOKBOOK/slurm/image.sh"
-  start_job_from_images
-fi
-
 # Sets ATTEMPT, LOGS, HOSTS, HEAD_ADDR, HEAD_PORT and ONE_HOST. Returns false if nothing is left to do.
 begin_attempt() {
   [ "${NEXT:-run}" = run ] || return 1
@@ -70,8 +65,8 @@ begin_attempt() {
     [ -z "${ROLLOUT_NODES:-}" ] || ROLLOUT_HOSTS=$(yes "$HOSTS" | head -n "$ROLLOUT_NODES" | paste -sd,)
   fi
   export ROLLOUT_HOSTS=${ROLLOUT_HOSTS:-}
-  local begin=(begin --hosts "$HOSTS" --head "$HEAD_ADDR" --max-retries "$MAX_RETRIES")
-  # Returns the attempt's number and a free port, or the reason why there is nothing to do.
+  local begin=(begin --hosts "$HOSTS" --max-retries "$MAX_RETRIES")
+  # Returns the attempt's number and its port, or the reason why there is nothing to do.
   ask "${begin[@]}" || not_begun $? || return 1
   if [ "${REPLY% *}" = busy ]; then
     local other=${REPLY#busy }
@@ -94,12 +89,6 @@ begin_attempt() {
   say "attempt $ATTEMPT on ${HOSTS//,/, }; first node $HEAD_ADDR:$HEAD_PORT; logs in $LOGS"
   # An attempt that only records why it fails starts nothing.
   if [ -z "${SETUP_FAILED:-}" ]; then
-    if [ -n "${ENV_IMAGE:-}" ] && [ -n "${COPY_IMAGES_TO:-}" ] && under_slurm; then copy_images; fi
-    # Nothing was started that could save.
-    if [ -n "$STOP_ASKED" ]; then
-      end_attempt 143
-      return 1
-    fi
     [ -z "${ROLLOUT_REPLICAS:-}" ] || start_replicas
   fi
   # In the background, so training does not wait for it.
@@ -497,20 +486,29 @@ exclude() {
   say "Slurm did not exclude $2: the next attempt may use it again"
 }
 
-# Unmounts the images on the nodes: Slurm has killed what held them there.
-release_nodes() { # [nodes copies]
-  if [ -z "${ENV_IMAGE:-}" ] || [ -z "${HOSTS:-}" ] || ! under_slurm; then return 0; fi
-  local nodes=${1:-$HOSTS${ROLLOUT_HOSTS:+,$ROLLOUT_HOSTS}}
-  timeout 30 srun --overlap --mem=0 --nodes="$(count_of "$nodes")" --nodelist="$nodes" --ntasks-per-node=1 \
-    bash "$COOKBOOK/slurm/image.sh" "${2:-}" </dev/null >/dev/null 2>&1
+# Gives all nodes back but the one that this script runs on, and sets HOSTS to it.
+release_other_nodes() {
+  local place
+  under_slurm && [[ ,$HOSTS, == *,${SLURMD_NODENAME:-},* ]] && [ "${SLURM_JOB_NUM_NODES:-1}" != 1 ] || return 0
+  place=$(mktemp -d) && cd "$place" || return 0
+  # It writes a script here with the variables of the smaller job.
+  if ANSWER=$(timeout 60 scontrol update "JobId=$SLURM_JOB_ID" "NodeList=$SLURMD_NODENAME" 2>&1); then
+    HOSTS=$SLURMD_NODENAME
+    # shellcheck disable=SC1090  # Slurm's
+    source "$place/slurm_job_${SLURM_JOB_ID}_resize.sh" || export SLURM_JOB_NUM_NODES=1
+  else
+    say "the job keeps its other nodes while it answers questions: $ANSWER"
+  fi
+  cd "$RUN_DIR" && rm -rf "$place"
 }
 
-# Answers the recipe's questions with the exported model, on the first node: the others have ended, and
-# need not wait. The run is finished and recorded: a fault here is a warning in its record, and a TERM
-# ends the job with success.
+# Answers the recipe's questions with the exported model, on one node. The run is finished and recorded: a
+# fault here is a warning in its record, and a TERM ends the job with success.
 answer_questions() {
-  [ -n "${ANSWER_SCRIPT:-}" ] && [ -n "${LOGS:-}" ] && [ -n "${HOSTS:-}" ] || return 0
-  local answering rc warning=
+  # The next run of a sweep waits for this job's end.
+  [ -n "${ANSWER_SCRIPT:-}" ] && [ -z "${SWEEP_DIR:-}" ] && [ -n "${LOGS:-}" ] && [ -n "${HOSTS:-}" ] || return 0
+  local answering rc warning='' given_up='' wait_s=60
+  release_other_nodes
   (
     # Nothing of the attempt is left that this could wait for or overlap with.
     export NODES=1 HOSTS=${HOSTS%%,*} ONE_HOST=yes NODE_CHECK=no
@@ -519,25 +517,25 @@ answer_questions() {
     launch_nodes "$ANSWER_SCRIPT"
   ) &
   answering=$!
-  trap 'kill -TERM $answering 2>/dev/null; exit 0' TERM
+  # Slurm sends KILL after KillWait, 30 s by default.
+  trap 'given_up=yes wait_s=15; kill -TERM $answering 2>/dev/null' TERM
   while :; do
     wait $answering
     rc=$?
     kill -0 $answering 2>/dev/null || break
   done
-  case $rc in
+  case $given_up$rc in
   0) ;;
+  yes*) warning="the questions were given up" ;;
   124 | 137) warning="the questions were not answered within ${ANSWER_LIMIT_S:-1800} s" ;;
   *) warning="the questions were not answered (exit status $rc, see $LOGS/node_0.log)" ;;
   esac
   [ -z "$warning" ] || warning="warning: $warning; the run is finished. By hand: python -m trainer.generate $RUN_DIR/export QUESTION"
-  RECORD_WAIT_S=60 record answered --message "$warning"
-  release_nodes
+  RECORD_WAIT_S=$wait_s record answered --message "$warning" --nodes "${SLURM_JOB_NUM_NODES:-$NODES}"
 }
 
 finish() {
   end_replicas
-  release_nodes
   [ "$NEXT" != superseded ] || exit 1
   if [ "$NEXT" = requeue ]; then
     if under_slurm; then
@@ -549,7 +547,6 @@ finish() {
   drop_successor
   notify ended
   [ "$NEXT" != finished ] || answer_questions
-  [ -z "${HOLDERS:-}" ] || end_copies "${HOLDERS[@]}"
   [ "$NEXT" = finished ]
   exit $?   # in an EXIT trap, exit alone would return the status from before it
 }

@@ -46,28 +46,6 @@ print("missing " + " ".join(missing) if missing else "finds torch and torchtune"
   report import_ms $(($(now_ms) - started))
 }
 
-# How long the environment's files take to open, and whether this node can mount an image of them.
-check_start() {
-  local program answer name place
-  [ -x "$VENV/bin/python" ] || return 0
-  program='import glob, itertools, sys, time
-names = list(itertools.islice(glob.iglob(sys.argv[1] + "/lib/python*/site-packages/*/*.py"), 500))
-began = time.monotonic()
-for name in names:
-    with open(name, "rb", buffering=0) as file:
-        file.read(1)
-print(len(names), round(1e6 * (time.monotonic() - began)))'
-  if answer=$(timeout 60 "$VENV/bin/python" -I -S -c "$program" "$VENV" 2>/dev/null); then report opened "$answer"; fi
-  # As in slurm/image.sh.
-  answer=$(command -v squashfuse_ll squashfuse)
-  for name in apptainer singularity; do
-    place=$(readlink -f "$(command -v $name)")
-    if [ -x "${place%/bin/*}/libexec/$name/bin/squashfuse_ll" ]; then answer=$name; fi
-  done
-  if [ -w /dev/fuse ] && [ -n "$answer" ]; then report mounts yes; else report mounts no; fi
-  if PATH=$PATH:/usr/sbin:/sbin command -v unsquashfs >/dev/null && command -v flock >/dev/null; then report unpacks yes; fi
-}
-
 # What `compile: true` needs on a node: a C compiler and Python's headers.
 check_compiler() {
   local name headers
@@ -124,26 +102,14 @@ check_disk() {
 check_all_reduce() (
   export RUN_DIR=$SHARED LOGS=$SHARED ATTEMPT=0 HEAD_ADDR HEAD_PORT ONE_HOST NODES RANKS_PER_NODE
   export VENV COOKBOOK RENDEZVOUS_WAIT_S=60 FILES_WAIT_S=5
-  local head addresses waited
-  local free_port='import sys; sys.path[:0] = sys.argv[1:2]
-from slurm.ports import free_port
-print(free_port(*sys.argv[2:], 0))'
+  local head addresses
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   addresses=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
   HEAD_ADDR=$(scontrol --oneliner show node "$head" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
   HEAD_ADDR=${HEAD_ADDR:-$head}
   ONE_HOST=no
   if [ "$(sort -u <<<"$addresses" | wc -l)" = 1 ]; then ONE_HOST=yes; fi
-  # A port that is free on the first node, which tells the others by a file.
-  if [ "${SLURM_NODEID:-0}" = 0 ]; then
-    (cd "$COOKBOOK" && "$VENV/bin/python" -I -S -c "$free_port" "$PWD" "$HEAD_ADDR" "$SLURM_JOB_ID") >"$SHARED/.port" || return 1
-    mv "$SHARED/.port" "$SHARED/port"
-  fi
-  for ((waited = 0; waited < 60; waited++)); do
-    [ ! -s "$SHARED/port" ] || break
-    sleep 0.5
-  done
-  HEAD_PORT=$(<"$SHARED/port") || return 1
+  HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c "from slurm.rendezvous import port_of; print(port_of('$SLURM_JOB_ID', 0))") || return 1
   # shellcheck source=slurm/node.sh
   source "$COOKBOOK/slurm/node.sh"
   timeout 120 torchrun --nnodes="$NODES" --node-rank="$NODE_RANK" --nproc-per-node="$RANKS_PER_NODE" \
@@ -158,8 +124,6 @@ check_disk
 check_network
 check_gpus
 check_files
-# Before Python has read the environment.
-if [ "$FULL" = yes ]; then check_start; fi
 check_python
 check_compiler
 if [ "$FULL" = yes ]; then

@@ -35,11 +35,7 @@ def facts(run_dir: Path, event: str) -> dict[str, Any]:
         event: start, or ended: the run's state then decides between end and failure.
     """
     status, made, progress = (
-        value if isinstance(value, dict) else {}
-        for value in (
-            files.read_json_or_none(run_dir / name)
-            for name in (files.STATUS, files.SUBMISSION, files.PROGRESS)
-        )
+        files.peek(run_dir / name) for name in (files.STATUS, files.SUBMISSION, files.PROGRESS)
     )
     if str(status.get("job_id")) != own_job_id():
         return {}

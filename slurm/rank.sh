@@ -1,7 +1,6 @@
 #!/bin/bash
 # torchrun starts this script for each rank, or a node for its command. It runs the command and writes
-# its output to the rank's log and, prefixed with the rank, to the node's log. Without a command it
-# writes its input there: trainer/launch.py.
+# its output to the rank's log and, prefixed with the rank, to the node's log.
 # A command that torchrun does not start has no rank: its log has the node's number.
 rank=${RANK:-$NODE_RANK}
 log=$LOGS/rank_$rank.log
@@ -11,13 +10,14 @@ keep() { if [ -n "${NODE_LOG:-}" ]; then cat; else tee -a "$log"; fi | sed -u "s
 redact() { PYTHONPATH=$COOKBOOK "$python" -P -m runspec.redact; }
 # These processes must survive a signal to the whole step, or the rank's last lines would be lost.
 write() { trap '' TERM INT HUP; if [ "${REDACT:-no}" = yes ]; then redact | keep; else keep; fi; }
-if [ $# = 0 ]; then write; exit; fi
+if [ -n "${RANK:-}" ]; then
+  # Where a rank's exception is recorded: the trainer, and any function under torch's @record, write it.
+  export TORCHELASTIC_ERROR_FILE=$LOGS/error_rank_$rank.json
+  # Where slurm/flight.py asks the trainer for its collectives.
+  [ -z "${RANK_SOCKETS:-}" ] || export TORCH_WORKER_SERVER_SOCKET=$RANK_SOCKETS/rank_$rank
+fi
 # The command gets this process id; node.sh signals it.
 [ -z "${STOP_SIGNAL:-}" ] || echo $$ >"$LOGS/.pid_${NODE_NAME}_$rank"
 [ "$1" != python ] || set -- "$python" "${@:2}"
 exec > >(write) 2>&1
-# Its threads and processes inherit it.
-read -r -a near <<<"${NEAR_CPUS:-}"
-cpus=${near[${LOCAL_RANK:-0}]:--}
-if [ -n "${LOCAL_RANK:-}" ] && [ "$cpus" != - ]; then taskset --cpu-list --pid "$cpus" $$ >/dev/null; fi
 exec "$@"

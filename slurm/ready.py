@@ -104,8 +104,7 @@ def _disk() -> Iterator[str]:
 
 def _clock() -> str:
     """Return a note if this node's clock differs from the first node's, which wrote the status."""
-    status = files.read_json_or_none(Path(os.environ["RUN_DIR"]) / files.STATUS)
-    started = status.get("started") if isinstance(status, dict) else None
+    started = files.peek(Path(os.environ["RUN_DIR"]) / files.STATUS).get("started")
     if not isinstance(started, int | float):
         return ""
     skew_s = time.time() - started

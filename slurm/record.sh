@@ -5,12 +5,10 @@
 # loses one in a hundred signals that arrive while it reads a $(...).
 exec {ANSWERS}<> <(:)
 
-# Runs one of the job script's own programs, which need only the standard library: from the images if
-# they are mounted. -P prevents imports from the folder in which the job was submitted.
+# Runs one of the job script's own programs, which need only the standard library.
+# -P prevents imports from the folder in which the job was submitted.
 job_python() { # module arguments
-  local venv=${JOB_VENV:-$VENV} code=${JOB_CODE:-$COOKBOOK}
-  [ -x "$venv/bin/python" ] || venv=$VENV code=$COOKBOOK
-  PYTHONPATH=$code "$venv/bin/python" -P -m "$@"
+  PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -m "$@"
 }
 
 # One small program writes the run's records.

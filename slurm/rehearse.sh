@@ -12,7 +12,7 @@ trains() (
   local left=$((LIMIT_S - SECONDS)) folder=$REHEARSAL/$2
   [ "$left" -ge "$SHORTEST_S" ] || exit 125
   export RUN_DIR=$folder LOGS=$folder/logs/0 ATTEMPT=0 COOKBOOK_ATTEMPT=0 NODES=1 RANKS_PER_NODE VENV COOKBOOK
-  HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -P -c "from slurm.ports import free_port; print(free_port('localhost', '$SLURM_JOB_ID', 0))")
+  HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c "from slurm.rendezvous import port_of; print(port_of('$SLURM_JOB_ID', 0))")
   export HEAD_ADDR=localhost HEAD_PORT ONE_HOST=yes FILES_WAIT_S=5
   export NODE_CHECK=no HF_HOME COOKBOOK_ROOT
   mkdir -p "$LOGS"
@@ -24,7 +24,10 @@ trains() (
     watcher=$!
     trap 'kill $watcher 2>/dev/null' EXIT
   fi
-  timeout --kill-after=10 "$left" python -P -m trainer.launch "$MODULE" "$folder/train.yaml"
+  timeout --kill-after=10 "$left" python -P -m torch.distributed.run \
+    --nproc-per-node="$RANKS_PER_NODE" --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" \
+    --max-restarts=0 --no-python \
+    bash "$COOKBOOK/slurm/rank.sh" python -P -m "$MODULE" "$folder/train.yaml"
 )
 
 part() {

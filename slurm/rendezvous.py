@@ -17,9 +17,20 @@ from typing import Any, NoReturn
 
 WAIT_S = float(os.environ.get("RENDEZVOUS_WAIT_S", "120"))
 SIOCGIFADDR = 0x8915
+# Below the kernel's ephemeral ports, so that no other process gets one by chance.
+PORTS = range(20000, 32000)
 
 # (host, port), with two more fields for IPv6.
 Address = tuple[Any, ...]
+
+
+def port_of(job_id: str, attempt: int) -> int:
+    """Return the first node's port for the ranks to meet at: another one for each attempt.
+
+    If another program has it, the attempt fails with a message, and the next one has another port.
+    """
+    digits = "".join(filter(str.isdigit, job_id)) or "0"
+    return PORTS[(int(digits) * 31 + attempt) % len(PORTS)]
 
 
 def main() -> None:
@@ -60,7 +71,7 @@ def listen(family: int, target: Address, node: str, nodes: int, run: str) -> str
         try:
             server.bind(target)
         except OSError as error:
-            taken = "another program has taken the port since the attempt began"
+            taken = "another program has taken the port, the next attempt uses another one"
             own = "check that this address is its own"
             fail(
                 f"the first node {node} cannot listen on {target[0]}:{target[1]} "

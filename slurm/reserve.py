@@ -3,7 +3,6 @@
 Standard library only.
 """
 
-import errno
 import json
 import os
 from contextlib import suppress
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.storage import OF_A_DISK
 from slurm.faults import no_space
 
-# Errors of a full disk.
-FULL = (errno.ENOSPC, errno.EDQUOT)
 # Enough for the records and the last lines of the log.
 _BYTES = 65536
 
@@ -31,7 +29,7 @@ def write_status(run_dir: Path, status: dict[str, Any]) -> None:
     try:
         files.write_json(path, status)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in OF_A_DISK:
             raise
         try:
             with kept.open("r+", encoding="utf-8") as file:
@@ -55,7 +53,7 @@ def fault(run_dir: Path) -> dict[str, Any] | None:
             file.write(b"0" * _BYTES)
     except OSError as error:
         # An empty new file needs an inode only.
-        return no_space(run_dir, not probe.exists()) if error.errno in FULL else None
+        return no_space(run_dir, not probe.exists()) if error.errno in OF_A_DISK else None
     finally:
         with suppress(OSError):
             probe.unlink(missing_ok=True)

@@ -32,6 +32,7 @@ _CAUSES = {
     "NetworkTimeout": "network_timeout",
     "NonFiniteLossError": "non_finite_loss",
     "ConfigError": "user_error",
+    "DamagedFile": "user_error",
     "ModuleNotFoundError": _MISSING,
     "ImportError": _MISSING,
     "PackageNotFoundError": _MISSING,

@@ -126,8 +126,7 @@ class Replica:
         return None
 
     def _answers(self, secret: str) -> bool:
-        known = files.read_json_or_none(self._file)
-        if not isinstance(known, dict):
+        if not (known := files.peek(self._file)):
             return False
         try:
             connection = http.client.HTTPConnection(known["host"], known["port"], timeout=5)
@@ -141,7 +140,7 @@ class Replica:
     def _reason(self, status: int) -> str:
         """Why it ended, by itself or by its node: what was recorded, the signal, the last line."""
         for path in self._own.glob("error_*.json"):
-            if isinstance(error := files.read_json_or_none(path), dict):
+            if error := files.peek(path):
                 return str(error.get("message"))
         number = -status if status < 0 else status - 128
         if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT):
@@ -195,8 +194,8 @@ class Supervisor:
             for number, (node, address) in enumerate(zip(nodes, addresses, strict=True))
             for local in range(per_node)
         ]
-        before = files.read_json_or_none(run_dir / files.ROLLOUT_STATE)
-        self._deaths: list[Any] = before.get("deaths", []) if isinstance(before, dict) else []
+        before = files.peek(run_dir / files.ROLLOUT_STATE)  # shown, never decided by
+        self._deaths: list[Any] = before.get("deaths", [])
         self._written: Any = None
 
     def run(self) -> None:
@@ -206,6 +205,7 @@ class Supervisor:
         try:
             with ThreadPoolExecutor(len(self.replicas)) as threads:
                 while process_start(script) == began and not self._asked_to_end():
+                    self._make_again()
                     reasons = list(threads.map(lambda each: each.look(self._secret), self.replicas))
                     for replica, reason in zip(self.replicas, reasons, strict=True):
                         if reason is not None:
@@ -228,6 +228,18 @@ class Supervisor:
             secret = (self._folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
             return secret != self._secret or (self._folder / files.ROLLOUT_END).exists()
         return False
+
+    def _make_again(self) -> None:
+        """Make the folder again if somebody has deleted it: replicas are started again as they are
+        not reached any more, and ranks write their next weights there.
+        """
+        secret = self._folder / files.ROLLOUT_SECRET
+        if not secret.exists():
+            with suppress(OSError):
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                descriptor = os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(descriptor, "w", encoding="utf-8") as file:
+                    file.write(self._secret)
 
     def _died(self, replica: Replica, reason: str) -> None:
         death = {"time": time.time(), "replica": replica.index, "node": replica.node}

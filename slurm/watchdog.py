@@ -137,10 +137,8 @@ class Finished:
     def look(self, now: float) -> bool:
         """Return whether that was wait_s ago; now: a monotonic clock, in seconds."""
         if self._since is None:
-            files.keep([self.progress])
-            progress = files.read_json_or_none(self.progress)
             wanted = {"state": "finished", "attempt": self.attempt}
-            if isinstance(progress, dict) and wanted.items() <= progress.items():
+            if wanted.items() <= files.peek(self.progress).items():
                 self._since = now
         return self._since is not None and now - self._since >= self.wait_s
 
@@ -258,8 +256,15 @@ def _is_used_up(run_dir: Path) -> bool:
     """Whether the run has used its GPU-hours."""
     if not os.environ.get("MAX_GPU_HOURS"):
         return False
-    status = files.read_json_or_none(run_dir / files.STATUS)
-    return isinstance(status, dict) and bool(used_up(run_dir, {**status, "ended": time.time()}))
+    status = files.peek(run_dir / files.STATUS)
+    return bool(status and used_up(run_dir, {**status, "ended": time.time()}))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def main() -> None:
@@ -268,9 +273,8 @@ def main() -> None:
     run_dir, logs = Path(os.environ["RUN_DIR"]), Path(os.environ["LOGS"])
     stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
     watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
-    status = files.read_json_or_none(run_dir / files.STATUS)
-    began = status.get("job_log_bytes") if isinstance(status, dict) else 0
-    left_behind = LeftBehind(run_dir / files.JOB_LOG, began if isinstance(began, int) else 0)
+    job_log, began = run_dir / files.JOB_LOG, files.peek(run_dir / files.STATUS)
+    left_behind = LeftBehind(job_log, int(began.get("job_log_bytes") or _size(job_log)))
     wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
     finished = Finished(run_dir / files.PROGRESS, int(os.environ["ATTEMPT"]), wait_s)
     asked = nodes_asked = False
@@ -288,9 +292,8 @@ def main() -> None:
             nodes_asked = True
             print("cookbook: srun could not end the other ranks: nodes end them", file=sys.stderr)
             _have_nodes_end_ranks(logs)
-        files.keep([logs / files.HEARTBEAT])
-        beat = files.read_json_or_none(logs / files.HEARTBEAT)
-        fault = watch.look(beat, (run_dir / files.STOP).exists(), time.monotonic())
+        beat = files.peek(logs / files.HEARTBEAT)
+        fault = watch.look(beat or None, (run_dir / files.STOP).exists(), time.monotonic())
         if fault is not None:
             # The ranks are ended even if the record cannot be written.
             with suppress(OSError):

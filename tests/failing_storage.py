@@ -1,6 +1,7 @@
 """Storage that cannot be read: a library for LD_PRELOAD with which chosen files cannot be opened.
 
-A control file says which: "<errno> <part of the path>". Without it every file can be opened.
+A control file says which: "<errno> <part of the path>|<another>". Without it every file can be
+opened. With "once" behind it each process fails to read each of these files once.
 """
 
 import errno
@@ -20,10 +21,27 @@ _SOURCE = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-static int fails(const char *path) {
-    char text[512], part[480];
+static char *seen[4096];
+
+static int seen_before(const char *path) {
+    int place = 0;
+    for (; seen[place]; place++) if (!strcmp(seen[place], path)) return 1;
+    if (place < 4095) seen[place] = strdup(path);
+    return 0;
+}
+
+static int matches(const char *path, char *parts) {
+    char *place, *part = strtok_r(parts, "|", &place);
+    for (; part; part = strtok_r(NULL, "|", &place)) if (strstr(path, part)) return 1;
+    return 0;
+}
+
+static int fails(const char *path, int flags) {
+    char text[512], part[480], once[16] = "";
+    struct stat status;
     const char *control = getenv("FAILING_STORAGE");
     int (*real)(const char *, int, ...) = dlsym(RTLD_NEXT, "open"), number;
     if (!control || !path) return 0;
@@ -33,7 +51,11 @@ static int fails(const char *path) {
     close(file);
     if (size <= 0) return 0;
     text[size] = 0;
-    if (sscanf(text, "%d %479s", &number, part) != 2 || !strstr(path, part)) return 0;
+    if (sscanf(text, "%d %479s %15s", &number, part, once) < 2 || !matches(path, part)) return 0;
+    if (once[0]) {
+        if (flags & (O_WRONLY | O_RDWR) || stat(path, &status)) return 0;
+        if (!S_ISREG(status.st_mode) || seen_before(path)) return 0;
+    }
     errno = number;
     return 1;
 }
@@ -42,14 +64,14 @@ static int fails(const char *path) {
     int name(const char *path, int flags, ...) { \
         int (*real)(const char *, int, ...) = dlsym(RTLD_NEXT, #name); \
         va_list more; va_start(more, flags); int mode = va_arg(more, int); va_end(more); \
-        return fails(path) ? -1 : real(path, flags, mode); \
+        return fails(path, flags) ? -1 : real(path, flags, mode); \
     }
 OPEN(open)
 OPEN(open64)
 
 DIR *opendir(const char *path) {
     DIR *(*real)(const char *) = dlsym(RTLD_NEXT, "opendir");
-    return fails(path) ? NULL : real(path);
+    return fails(path, O_DIRECTORY) ? NULL : real(path);
 }
 """
 
@@ -67,10 +89,10 @@ class FailingStorage:
         self._control = folder / "failing_storage"
         self.env = {"LD_PRELOAD": str(library), "FAILING_STORAGE": str(self._control)}
 
-    def fail(self, part: str, number: int = errno.ESTALE) -> None:
-        """From now on no file whose path has this part can be opened."""
+    def fail(self, part: str, number: int = errno.ESTALE, once: bool = False) -> None:
+        """From now on no file whose path has a part can be opened, or read at the first try."""
         temporary = self._control.with_suffix(".new")
-        temporary.write_text(f"{number} {part}")
+        temporary.write_text(f"{number} {part}{' once' * once}")
         temporary.rename(self._control)
 
     def recover(self) -> None:

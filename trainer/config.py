@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from runspec import files, yamlrules
+from runspec import yamlrules
 from runspec.adapters import is_quantised
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
@@ -21,9 +21,10 @@ from runspec.keys.key import REQUIRED, Key, children, faults, unused
 from runspec.keys.model import TRANSFORMERS
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig as TrainConfig
-from runspec.keys.train import notes, recomputed, uses_deepep, with_train_on_input
+from runspec.keys.train import notes, recomputed, with_train_on_input
 from runspec.layout import StepFacts
 from runspec.step import offloads, reduces_each
+from runspec.storage import patiently
 from trainer.errors import ConfigError
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -83,7 +84,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = files.read_bytes(path).decode("utf-8")
+        text = patiently(Path.read_bytes, path).decode("utf-8")
         content = yaml.load(text, Loader=yamlrules.loader(yaml))
         # The launcher has resolved every interpolation, and OmegaConf takes a while to import.
         if "${" in text:
@@ -191,11 +192,6 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
         is_packed = tokenizer and (values[name] or {}).get("packed")
         if is_packed and not tokenizer.get("max_seq_len"):
             yield f"{name}.packed: set tokenizer.max_seq_len, the length of a packed row"
-    if uses_deepep(values) and not (tokenizer or {}).get("max_seq_len"):
-        yield (
-            "expert_parallel_comm_backend: deepep makes room for so many tokens; set "
-            "tokenizer.max_seq_len"
-        )
     mode, layers = values["ac_mode"], recomputed(values)
     if mode == "selective" and layers is None:
         yield (

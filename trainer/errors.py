@@ -21,10 +21,9 @@ from pathlib import Path
 
 from runspec import files
 from runspec.redact import redacted
-from runspec.storage import UNREADABLE
+from runspec.storage import OF_A_DISK, is_of_storage
 
-_OF_A_DISK = {errno.ENOSPC: "NoSpace", errno.EDQUOT: "Quota"}
-_KINDS = {**_OF_A_DISK, errno.EPIPE: "OutputError"}
+_KINDS = {**OF_A_DISK, errno.EPIPE: "OutputError"}
 _OF_TORCH_DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -69,9 +68,16 @@ class StorageError(TrainerError):
 
 
 class RolloutError(TrainerError):
-    """The rollout nodes do not answer; a later attempt may find others."""
+    """The rollout nodes do not answer; a later attempt may find others.
+
+    node: that of the replica at fault; None if it is not one replica's.
+    """
 
     permanent = False
+
+    def __init__(self, message: str, node: str | None = None) -> None:
+        super().__init__(message)
+        self.node = node
 
 
 class SupersededError(TrainerError):
@@ -109,15 +115,21 @@ class PeerError(TrainerError):
 
 
 def is_permanent(error: BaseException) -> bool:
-    """True if the same start would fail again: user faults, memory, a full disk."""
-    if _is_of_storage(error):
+    """True if the same start would fail again: user faults, memory, a full disk, a damaged file."""
+    if is_of_storage(error):
         return False
     if isinstance(error, TrainerError):
         return error.permanent
-    kinds = (MemoryError, FileNotFoundError, PermissionError, IsADirectoryError)
+    kinds = (
+        MemoryError,
+        FileNotFoundError,
+        PermissionError,
+        IsADirectoryError,
+        files.DamagedFile,
+    )
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, kinds):
         return True
-    return isinstance(error, OSError) and error.errno in _OF_A_DISK
+    return isinstance(error, OSError) and error.errno in OF_A_DISK
 
 
 def describe(error: BaseException) -> str:
@@ -140,7 +152,7 @@ def kind(error: BaseException) -> str:
     reader of the rank's output that is gone, and a connection between ranks: gloo raises
     RuntimeError, NCCL one error for everything.
     """
-    if _is_of_storage(error):
+    if is_of_storage(error):
         return StorageError.__name__
     if isinstance(error, OSError) and error.errno in _KINDS:
         return _KINDS[error.errno]
@@ -149,18 +161,6 @@ def kind(error: BaseException) -> str:
         timed_out = "timed out" in text.lower() or "timeout" in text.lower()
         return "NetworkTimeout" if timed_out else "NetworkError"
     return name
-
-
-def _is_of_storage(error: BaseException | None) -> bool:
-    """Whether an error comes of storage that cannot be read, whatever was made of that.
-
-    A file that is not there is the user's to fix; one that cannot be read now is not.
-    """
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in UNREADABLE:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
@@ -175,6 +175,9 @@ def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
         "permanent": is_permanent(error),
         "traceback": redacted("".join(traceback.format_exception(error))),
     }
+    if isinstance(error, RolloutError):
+        # The fault of another node than the rank's, or of none.
+        record["of_node"] = error.node
     if isinstance(error, PeerError):
         # A rank whose disk is full may leave no record of its own.
         record["peers"] = [

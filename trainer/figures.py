@@ -76,12 +76,19 @@ def over_ranks(
 
 
 def means(
-    sums: dict[str, float], targets: float, extremes: Mapping[str, str]
+    sums: dict[str, float], targets: float, extremes: Mapping[str, str], counted: Mapping[str, str]
 ) -> dict[str, float | None]:
-    """Figures by name; None for one that is not finite, as is a mean over no target."""
-    divisor = targets or math.nan
-    values = {n: value if n in extremes else value / divisor for n, value in sums.items()}
-    return {name: finite(value) for name, value in values.items()}
+    """Figures by name; None for one that is not finite, as is a mean over nothing.
+
+    Args:
+        counted: see Objective; the counts themselves are no figures.
+    """
+    found: dict[str, float | None] = {}
+    for name, value in sums.items():
+        if name not in counted.values():
+            count = sums[counted[name]] if name in counted else targets
+            found[name] = finite(value if name in extremes else value / (count or math.nan))
+    return found
 
 
 def finite(value: float) -> float | None:

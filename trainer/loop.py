@@ -173,9 +173,12 @@ class Trainer:
                     if validating:
                         with self.reporter.paused("validating"):
                             values |= self._validate()
+                        saving = saving or self._is_best()
                     if logging:
                         self.reporter.log(sent, values)
                     if saving and (step == last or values["grad_norm"] is not None):
+                        if self._is_best():
+                            state.best_val_loss = state.val_loss
                         with self.reporter.paused("saving"):
                             self._save(wait=step == last)
                 elif logging:
@@ -203,7 +206,9 @@ class Trainer:
         gc.collect()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.accelerator.empty_host_cache()
+            # New in torch 2.12; with 2.11 the host's pinned memory stays.
+            if hasattr(torch.accelerator, "empty_host_cache"):
+                torch.accelerator.empty_host_cache()
         self._choose_weights()
         self.world.say("exporting the model ...")
         # Imported late, as elsewhere here: a rank starts faster without what it needs later.
@@ -287,9 +292,11 @@ class Trainer:
         state.skipped_steps = int(skipped)
         if in_row >= self.config.max_non_finite_steps:
             raise self.guard.fault(step.step)
+        if skipped >= step.step == self.batches.total_steps:
+            raise self.guard.fault(step.step, "in every step of the run")
         if not step.targets:
             self.reporter.note_no_target(step.step)
-        means = figures.means(summed, step.targets, extremes)
+        means = figures.means(summed, step.targets, extremes, self.objective.counted)
         if means["loss"] is not None:
             state.loss_first = means["loss"] if state.loss_first is None else state.loss_first
             state.loss_last = means["loss"]
@@ -313,7 +320,7 @@ class Trainer:
     def _validate(self) -> dict[str, float | None]:
         """Means over all targets of dataset_val, each sample once: val_loss, and the metrics.
 
-        None for one that is not finite; no checkpoint is the best by such a val_loss. Leaves
+        None for one that is not finite; no step is the best by such a val_loss. Leaves
         weights, gradients and random state as they were; all ranks call this together.
         """
         module, world, targets = self.model.module, self.world, 0
@@ -337,9 +344,15 @@ class Trainer:
                 fsdp.reshard(each)
         extremes, own = self.objective.extremes, {n: value.item() for n, value in sums.items()}
         summed, count = figures.over_ranks(world, own, targets, extremes)
-        of_all = figures.means(summed, count, extremes)
+        of_all = figures.means(summed, count, extremes, self.objective.counted)
         self.state.val_loss = of_all["loss"]
         return {f"val_{name}": mean for name, mean in of_all.items()}
+
+    def _is_best(self) -> bool:
+        """Whether the val_loss of this very step is the lowest, and its weights are wanted."""
+        measured, best = self.state.val_loss, self.state.best_val_loss
+        wanted = self.config.export_checkpoint != "last"
+        return wanted and measured is not None and (best is None or measured < best)
 
     def _settings(self) -> dict[str, Any]:
         """What may change between a checkpoint and the start that resumes it, by key."""
@@ -388,7 +401,10 @@ class Trainer:
                 self.world.say("no checkpoint has a val_loss: exporting the last step")
             return
         step, val_loss = best
-        self.world.say(f"exporting step {step}, the best by val_loss {val_loss:.4f}")
+        of = "of all validations"
+        if self.state.best_val_loss is None or self.state.best_val_loss < val_loss:
+            of = "among the checkpoints that are left"
+        self.world.say(f"exporting step {step}: its val_loss {val_loss:.4f} is the lowest {of}")
         if step == self.state.step:
             return
         fault = self.checkpoints.load_weights(step, self.model.module)

@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 import os
 import re
 import time
@@ -21,6 +20,7 @@ import yaml
 from torch import nn
 
 from runspec import files, flops
+from runspec.storage import patiently
 from trainer.layers import nf4
 from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.attention import DocumentAttention
@@ -76,6 +76,12 @@ def memory(device: torch.device) -> dict[str, float]:
     }
 
 
+def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a file of steps up to this one; what is no such line is left out."""
+    lines = [line for line in patiently(files.read_json_lines, path) if isinstance(line, dict)]
+    return [line for line in lines if isinstance(n := line.get("step"), int) and n <= step]
+
+
 class Metrics:
     """Writes a run's metrics from rank 0.
 
@@ -86,8 +92,7 @@ class Metrics:
     def __init__(self, run_dir: Path, resumed_step: int) -> None:
         path = run_dir / files.METRICS
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [line for line in files.read_json_lines(path) if isinstance(line, dict)]
-        kept = [line for line in lines if line.get("step", math.inf) <= resumed_step]
+        kept = lines_until(path, resumed_step)
         files.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._folder, self._resumed_step = run_dir / files.TENSORBOARD, resumed_step

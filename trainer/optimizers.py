@@ -343,10 +343,15 @@ class NonFiniteGuard:
         total, row, _ = self._counts.tolist()
         return total, row
 
-    def fault(self, step: int) -> NonFiniteLossError:
-        """What to raise if the ranks have agreed that the limit is exceeded after `step`."""
+    def fault(self, step: int, where: str = "") -> NonFiniteLossError:
+        """What to raise if the ranks have agreed that the limit is exceeded after `step`.
+
+        Args:
+            where: the steps that had no update, if these are not as many in a row as the limit.
+        """
+        where = where or f"in {self._limit} steps in a row"
         return NonFiniteLossError(
-            f"step {step}: the loss or the gradient was not finite in {self._limit} steps in a "
-            "row; none of them changed the weights, and no checkpoint holds what followed; lower "
-            "optimizer.lr or set clip_grad_norm=1.0, then start a new run"
+            f"step {step}: the loss or the gradient was not finite {where}; none of them changed "
+            "the weights, and no checkpoint holds what followed; lower optimizer.lr or set "
+            "clip_grad_norm=1.0, then start a new run"
         )

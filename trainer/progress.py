@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.storage import patient_json
 
 
 @dataclass
@@ -47,4 +48,4 @@ class Progress:
 
 def recorded(run_dir: Path) -> dict[str, Any]:
     """The run's progress.json as it is; empty if there is none."""
-    return files.read_json_or_none(run_dir / files.PROGRESS) or {}
+    return patient_json(run_dir / files.PROGRESS) or {}

@@ -7,14 +7,15 @@ set. It says in the run's folder where it listens, and answers ranks over HTTP, 
 secret: trainer/objectives/replicas.py. One that nobody asks for its health any more ends itself.
 """
 
+import hmac
 import json
-import math
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,7 @@ import torch
 from runspec import files
 from runspec.keys.grpo import GrpoConfig
 from trainer import config as configs
-from trainer.objectives import network
-from trainer.objectives.replicas import TRIES, Request
-from trainer.objectives.reward_model import RewardModel, served
+from trainer.objectives.replicas import Request
 from trainer.parallel.device import choose
 from trainer.replica_engines import TransformersEngine, Versions, VllmEngine
 
@@ -34,11 +33,10 @@ LEASE_S = 20.0
 
 
 class Replica:
-    """An engine with the weights of one version, and reward models, which score one request at a
-    time beside it.
+    """An engine with the weights of one version.
 
     Args:
-        folder: where versions are; with a store they come over the network, to this process.
+        folder: where versions are.
     """
 
     def __init__(
@@ -46,58 +44,29 @@ class Replica:
         config: GrpoConfig,
         folder: Path,
         device: torch.device,
-        store: network.Store | None = None,
         in_turns: bool = False,
     ) -> None:
-        self._config, self._store, self._known = config, store, folder
-        if store is not None:
-            folder = store.folder
-        self._judging, self._scoring_since = threading.Lock(), math.inf
-        self._judges = {
-            name: RewardModel(path, config.dtype, device)
-            for name, path in served(config.rewards).items()
-        }
         engine: TransformersEngine | VllmEngine
         if config.rollout_engine == "vllm":
-            held = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-            engine = VllmEngine(config, folder, device, held, in_turns)
+            engine = VllmEngine(config, folder, device, in_turns)
         else:
             engine = TransformersEngine(config, folder, device)
         self._versions = Versions(engine)
 
-    def weights(self, version: str, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def weights(self, version: str) -> dict[str, Any]:
         """Have the weights of a version, which the trainer has written."""
-        self._fetch(version, source)
         self._versions.load(version)
         return {"version": version}
 
-    def generate(
-        self, version: str, source: Mapping[str, Any] | None = None, **asked: Any
-    ) -> dict[str, Any]:
+    def generate(self, version: str, **asked: Any) -> dict[str, Any]:
         """Answer a request by the weights of a version."""
-        self._fetch(version, source)
         sampled = self._versions.generate(version, Request(**asked))
         return {**sampled._asdict(), "version": version}
-
-    def _fetch(self, version: str, source: Mapping[str, Any] | None) -> None:
-        if self._store is not None and source is not None:
-            index = int(os.environ["ROLLOUT_INDEX"])
-            before = network.before(self._known, index, self._store.node)
-            self._store.fetch(version, [*before, source])
 
     def sleep(self, version: str) -> dict[str, Any]:
         """Give up the GPU until there are other weights than these."""
         self._versions.sleep(version)
         return {"version": version}
-
-    def score(self, name: str, documents: list[list[int]]) -> dict[str, Any]:
-        """The scores of documents, given by their tokens, by the reward model of this name."""
-        with self._judging:
-            self._scoring_since = time.monotonic()
-            try:
-                return {"scores": self._judges[name].scores(documents)}
-            finally:
-                self._scoring_since = math.inf
 
     @property
     def version(self) -> str:
@@ -106,31 +75,36 @@ class Replica:
 
     @property
     def hangs(self) -> bool:
-        """Whether its engine does not answer, or a reward model is at a request that every rank has
-        given up by now.
-        """
-        scoring_s = time.monotonic() - self._scoring_since
-        return scoring_s > TRIES * self._config.reward_timeout or not self._versions.engine.is_well
+        """Whether its engine does not answer."""
+        return not self._versions.engine.is_well
 
 
-class Server(network.Server):
-    """Answers health at any time, and requests to a model in order."""
+class Server(ThreadingHTTPServer):
+    """Answers health at any time, and requests to a model in order, at a port that is free.
 
-    def __init__(
-        self, address: str, replica: Replica, secret: str, store: network.Store | None = None
-    ) -> None:
-        self.replica, self.asked = replica, time.monotonic()
-        super().__init__(address, secret, Handler, store)
+    Args:
+        address: by which other nodes reach this one.
+
+    host: it, as a number.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, address: str, replica: Replica, secret: str) -> None:
+        self.replica, self.secret, self.asked = replica, secret, time.monotonic()
+        family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        self.address_family, self.host = family, str(place[0])
+        super().__init__(("::" if family == socket.AF_INET6 else "0.0.0.0", 0), Handler)
 
 
-class Handler(network.Handler):
-    """One request: also GET /health; POST /weights, /generate, /sleep, /score."""
+class Handler(BaseHTTPRequestHandler):
+    """One request with the run's secret: GET /health; POST /weights, /generate, /sleep."""
 
     server: Server
 
     def do_GET(self) -> None:
         if self.path != "/health":
-            super().do_GET()
+            self.send(404, {"error": f"there is no {self.path}"})
         elif self.is_allowed():
             self.server.asked = time.monotonic()
             replica = self.server.replica
@@ -145,7 +119,6 @@ class Handler(network.Handler):
             "/weights": replica.weights,
             "/generate": replica.generate,
             "/sleep": replica.sleep,
-            "/score": replica.score,
         }
         if (call := calls.get(self.path)) is None:
             self.send(404, {"error": f"there is no {self.path}"})
@@ -156,6 +129,26 @@ class Handler(network.Handler):
         except Exception as error:
             print(f"{self.path}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             self.send(500, {"error": f"{type(error).__name__}: {error}"})
+
+    def is_allowed(self) -> bool:
+        """Whether the request has the secret; else it is answered."""
+        given = str(self.headers.get("Authorization"))
+        if hmac.compare_digest(given.encode(), f"Bearer {self.server.secret}".encode()):
+            return True
+        self.send(401, {"error": "the run's secret is missing"})
+        return False
+
+    def send(self, status: int, value: Mapping[str, Any]) -> None:
+        """Answer with JSON."""
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Each request is no line of the log."""
 
 
 def main(arguments: list[str]) -> int:
@@ -172,13 +165,13 @@ def main(arguments: list[str]) -> int:
     folder = config.output_dir / files.ROLLOUT
     secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
     node = os.environ.get("NODE_NAME") or socket.gethostname()
-    store = network.Store(secret, node) if config.rollout_transfer == "network" else None
-    replica = Replica(config, folder, device, store, in_turns)
-    server = Server(os.environ["ROLLOUT_ADDRESS"], replica, secret, store)
+    replica = Replica(config, folder, device, in_turns)
+    server = Server(os.environ["ROLLOUT_ADDRESS"], replica, secret)
     threading.Thread(target=_end_without_lease, args=[server], daemon=True).start()
-    known = {**server.source, "node": node, "pid": os.getpid()}
+    port = server.server_port
+    known = {"host": server.host, "port": port, "node": node, "pid": os.getpid()}
     files.write_json(folder / files.REPLICA.format(index), known)
-    print(f"rollout replica {index} on {node} listens at port {server.server_port}", flush=True)
+    print(f"rollout replica {index} on {node} listens at port {port}", flush=True)
     server.serve_forever()
     return 0
 

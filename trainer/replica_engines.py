@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from runspec import engine_start, files
+from runspec import engine_start
 from runspec.adapters import name_of
 from runspec.devices import VISIBLE, share_beside, visible
 from runspec.keys.grpo import GrpoConfig
 from runspec.processes import end_with_parent
+from runspec.storage import patient_json
 from trainer.config import instantiate
 from trainer.errors import ConfigError, RolloutError
 from trainer.models.build import DTYPES, build
@@ -39,8 +40,6 @@ from trainer.storage import adapter
 _HEALTH_S = 5.0
 # Connections to vLLM, which decides itself how many answers it generates at once.
 _ANSWERS = 256
-# Of a GPU's memory, if a reward model is on it, too; vLLM's own default is more.
-_SHARE = 0.9
 # How often vLLM is told to drop answers that nobody waits for any more.
 _DROP_S = 0.2
 
@@ -133,7 +132,6 @@ class VllmEngine:
 
     Args:
         device: the first of its GPUs.
-        held: bytes of that one that this process has.
         in_turns: whether ranks have these GPUs, too.
 
     Raises:
@@ -147,7 +145,6 @@ class VllmEngine:
         config: GrpoConfig,
         folder: Path,
         device: torch.device,
-        held: int = 0,
         in_turns: bool = False,
     ) -> None:
         self._config, self._folder = config, folder
@@ -155,7 +152,7 @@ class VllmEngine:
         place = tempfile.mkdtemp(prefix="vllm-", dir=os.environ.get("RANK_SOCKETS"))
         self._socket, self._model = Path(place) / "engine.sock", "base"
         self._adapters: list[str] = []
-        settings = dict(files.read_json_or_none(config.model_folder / "config.json") or {})
+        settings = patient_json(config.model_folder / "config.json") or {}
         self._vocab_size = int((settings.get("text_config") or settings)["vocab_size"])
         self._own = {
             "HF_HUB_OFFLINE": "1",
@@ -170,7 +167,7 @@ class VllmEngine:
             places = range(first, first + config.rollout_gpus)
             self._own[VISIBLE] = visible(places, os.environ.get(VISIBLE))
             memory = torch.cuda.get_device_properties(device).total_memory
-        if (share := memory_share(config, memory, held, in_turns)) is not None:
+        if (share := memory_share(config, memory, in_turns)) is not None:
             self._more = ["--gpu-memory-utilization", f"{share:.2f}", *self._more]
         if in_turns:
             self._more.append("--enable-sleep-mode")
@@ -329,21 +326,18 @@ class VllmEngine:
             connection.close()
 
 
-def memory_share(config: GrpoConfig, memory: int, held: int, in_turns: bool) -> float | None:
+def memory_share(config: GrpoConfig, memory: int, in_turns: bool) -> float | None:
     """The share of a GPU's memory that vLLM takes; None for its own default.
 
     Args:
-        memory: of the GPU; 0 without one. held: of it, what this process has.
+        memory: of the GPU; 0 without one.
 
     Raises:
         ConfigError: in turns, if it is not known what ranks have of it (ROLLOUT_BESIDE_GIB, by the
             estimate in the job script).
     """
-    if (given := config.rollout_gpu_memory_utilization) or not memory:
+    if (given := config.rollout_gpu_memory_utilization) or not memory or not in_turns:
         return given
-    if not in_turns:
-        own = "--gpu-memory-utilization" in (config.rollout_engine_args or ())
-        return _SHARE - held / memory if held and not own else None
     if not (beside := os.environ.get("ROLLOUT_BESIDE_GIB")):
         raise ConfigError(
             "rollout_gpu_memory_utilization: what the trainer leaves of a GPU cannot be computed "

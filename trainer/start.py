@@ -1,10 +1,7 @@
 """One start of a run on one rank: from the config to an exit status that the job can act on."""
 
-# ruff: noqa: E402
-
 import atexit
 import faulthandler
-import gc
 import os
 import signal
 import socket
@@ -15,11 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-# torch makes a million objects that stay. Looking through them for cycles while they are imported
-# takes a tenth of the time of all imports, and again in the middle of a step while others wait.
-gc.disable()
-
 from runspec import files
+from runspec.processes import end_with_parent
 from runspec.redact import redacted
 from trainer import config as configs
 from trainer import progress
@@ -29,10 +23,6 @@ from trainer.loop import Trainer
 from trainer.objectives.base import Objective
 from trainer.parallel import fitness
 from trainer.parallel import world as distributed
-
-gc.freeze()
-gc.enable()
-
 
 Task = Callable[[Any, int, type[Objective]], None]
 
@@ -48,6 +38,9 @@ def main(arguments: list[str], objective: type[Objective], task: Task | None = N
     if len(arguments) != 1:
         print(f"usage: python -m {_module()} <run>/train.yaml", file=sys.stderr)
         return 2
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A torchrun that is killed cannot end its ranks, whose session is their own.
+        end_with_parent()
     path, rank, attempt = Path(arguments[0]), int(os.environ.get("RANK", 0)), _attempt()
     run_dir = path.absolute().parent
     _show_stacks_when_asked(run_dir / files.LOGS / str(attempt), rank)

@@ -85,10 +85,6 @@ def trace(
     faults = [f"{k}: cannot be traced; use the closed form" for k in keys if getattr(config, k)]
     if faults:
         raise ConfigError(*faults)
-    # Both need GPUs, and neither changes what a step keeps.
-    config = replace(
-        config, enable_async_tensor_parallel=False, expert_parallel_comm_backend="standard"
-    )
     if config.compile:
         # Past the limit of variants of one function the compiler would leave it as it is.
         torch._dynamo.reset()

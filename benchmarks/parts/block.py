@@ -142,7 +142,6 @@ def _model(
             compile=mode.compiled,
             activation_checkpointing=mode.recompute,
             enable_activation_offloading=False,
-            overlaps_tensor_parallel=False,
         ),
     )
     model.to_empty(device=device)

@@ -11,6 +11,7 @@ from typing import Any
 from datakit.engines.tasks import Task
 from datakit.progress import Progress
 from runspec import files
+from runspec.storage import patient_json
 
 DONE = "_done.json"
 
@@ -148,13 +149,13 @@ class Engine:
 
 def finished(folder: Path) -> int | None:
     """Return the number of rows of a finished folder, None if it is not finished."""
-    content = files.read_json_or_none(folder / DONE)
-    return int(content["rows"]) if isinstance(content, dict) else None
+    content = patient_json(folder / DONE)
+    return None if content is None else int(content["rows"])
 
 
 def _shard_rows(folder: Path) -> dict[Path, int]:
     """Return the shards of a finished folder, in order, and the number of rows of each."""
-    counts = files.read_json(folder / DONE)["shards"]
+    counts = (patient_json(folder / DONE) or {})["shards"]
     return {folder / name: int(counts[name]) for name in sorted(counts)}
 
 

@@ -74,7 +74,7 @@ def _first(settings: Path, logs: Path, home: Path, local: Path) -> int:
 def _other(logs: Path, home: Path, local: Path, rank: int) -> int:
     """Run a worker until the first node reports that the driver has ended."""
     deadline = time.monotonic() + _START_S
-    while not (master := files.read_json_or_none(logs / _MASTER)):
+    while not (master := files.peek(logs / _MASTER)):
         if time.monotonic() > deadline or (logs / _ENDED).exists():
             raise DataError(
                 f"the first node started no Spark master within {_START_S} s: see {logs}"

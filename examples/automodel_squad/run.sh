@@ -21,17 +21,15 @@ head -n 1 "$data/train.jsonl"
 trained() {
   local name=$1 nodes=$2 ranks=$3 run
   step "$name"
-  cookbook start "$here/squad.yaml" "$model" --nodes "$nodes" --gpus-per-node "$ranks" \
-    --output "$work/$name.yaml" | grep -E "^(taken|unused|refused|unknown) +(step|ckpt|checkpoint)"
   # fp32, so that the layouts can be compared.
-  run=$(cookbook submit "$work/$name.yaml" --name "squad-$name" --json "${how[@]}" dtype=fp32 \
-    hub=null "dataset.source=$data" dataset_val.split=validation \
+  run=$(cookbook submit "$here/kit.yaml" --nodes "$nodes" --gpus-per-node "$ranks" --name "squad-$name" \
+    --json "${how[@]}" gradient_accumulation_steps=$((8 / (nodes * ranks))) dtype=fp32 hub=null \
+    "checkpointer.checkpoint_dir=$model" "dataset.source=$data" dataset_val.split=validation \
     optimizer.lr="$lr" lr_scheduler.min_lr=3e-4 epochs="$epochs" \
     save_every_n_steps=10 run_val_every_n_steps=10 tokenizer.max_seq_len=512 | run_of)
   cookbook watch "$run" --plain
   ln -sfn "$root/runs/$run" "$work/run-$name"
 }
-rm -f "$work"/*.yaml
 trained one_gpu 1 1
 trained four_gpus 1 4
 trained two_nodes 2 4

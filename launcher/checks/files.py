@@ -1,6 +1,5 @@
 """Whether the files of model, tokenizer and dataset are there, readable and whole."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Any
 from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable, warning
 from launcher.paths import DOWNLOAD_RECORD
 from runspec import prepared
-from runspec.files import read_json_or_none, sha256
+from runspec.files import parse_json, read_object, sha256
 from runspec.keys.fields import FILE_SOURCES, STREAM, names_no_files
+from runspec.tables import separator
+from runspec.weights import NoWeights, weight_files
 
 _AGAIN = "download it again"
 _MEDIA = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
@@ -41,10 +42,14 @@ def _weights(context: Context) -> list[Finding]:
             remedy = "put the config.json of the model there, or set checkpointer.checkpoint_dir="
             return [failed("model", f"{folder / 'config.json'} {why}", remedy)]
         return [ok("model", f"{folder}: config.json; its weights are drawn by the seed")]
+    complete = context.recipe.entry.checked == "complete"
     names = checkpoint_files(checkpointer)
-    names = names or sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        if not (complete or any(folder.glob("*.safetensors"))):
+            raise Skipped(f"{folder} holds no safetensors, and no other weights are looked at")
+        return _of_folder(folder)
     pickles = [name for name in names if not name.endswith(".safetensors")]
-    if pickles and context.recipe.entry.checked == "complete":
+    if pickles and complete:
         message = f"checkpointer.checkpoint_files names {pickles[0]}, a pickle, which can run code"
         remedy = "download the model's *.safetensors and name those"
         return [failed("model", f"{message} when it is opened", remedy)]
@@ -64,7 +69,14 @@ def _teacher(context: Context) -> list[Finding]:
     if why := unreadable(folder):
         remedy = f"{_download(context, 'teacher')}, or set {key}="
         return [failed("model", f"{key} {folder} {why}", remedy)]
-    return whole(folder, sorted(path.name for path in folder.glob("*.safetensors")))
+    return _of_folder(folder)
+
+
+def _of_folder(folder: Path) -> list[Finding]:
+    try:
+        return whole(folder, weight_files(folder))
+    except NoWeights as error:
+        return [failed("model", str(error))]
 
 
 def _download(context: Context, key: str = "model") -> str:
@@ -75,19 +87,17 @@ def _download(context: Context, key: str = "model") -> str:
 
 
 def whole(folder: Path, names: list[str]) -> list[Finding]:
-    """Check the weights against their headers, the model's index and the download's record."""
-    findings: list[Finding] = []
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError):
-            return [failed("model", f"{index} cannot be read", _AGAIN)]
-        findings += [
-            failed("model", f"{folder} lacks {name}, which {index.name} names", _AGAIN)
-            for name in sorted(named - set(names))
-            if not (folder / name).is_file()
-        ]
+    """Check the weights against their headers and the download's record.
+
+    Args:
+        names: of the files that hold them.
+    """
+    findings = [
+        failed("model", f"{folder} lacks {name}, a file of the model's weights", _AGAIN)
+        for name in names
+        if not (folder / name).is_file()
+    ]
+    names = [name for name in names if (folder / name).is_file()]
     sizes = {folder / name: (folder / name).stat().st_size for name in names}
     for path, size in sizes.items():
         promised = _promised_bytes(path)
@@ -95,8 +105,7 @@ def whole(folder: Path, names: list[str]) -> list[Finding]:
             findings.append(failed("model", f"{path} is no safetensors file", _AGAIN))
         elif promised != size:
             findings.append(failed("model", f"{path} has {size:,} of {promised:,} bytes", _AGAIN))
-    recorded = read_json_or_none(folder / DOWNLOAD_RECORD)
-    record = recorded if isinstance(recorded, dict) else {}
+    record = read_object(folder / DOWNLOAD_RECORD) or {}
     findings += _differences(folder, record)
     count = f"{len(names)} file{'s' * (len(names) != 1)}"
     message = f"{folder}: {count}, {sum(sizes.values()) / 2**30:.1f} GiB"
@@ -131,7 +140,7 @@ def _promised_bytes(path: Path) -> int | None:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= 2**27:
                 return None
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
@@ -314,9 +323,12 @@ def _media(path: Path, block: dict[str, Any]) -> str | None:
         with path.open(encoding="utf-8-sig") as file:
             first = next((line for line in file if line.strip()), "")
         if path.suffix == ".csv":
-            columns = [name.strip('" ') for name in first.strip().split(str(block.get("sep", ",")))]
+            columns = [
+                name.strip('" ')
+                for name in first.strip().split(str(block.get("sep") or separator(path)))
+            ]
         else:
-            row = json.loads(first) if path.suffix == ".jsonl" else {}
+            row = parse_json(first) if path.suffix == ".jsonl" else {}
             columns = [name for name, value in row.items() if value]
     except (OSError, ValueError, AttributeError):
         return None
@@ -342,7 +354,7 @@ def _unfit(path: Path, block: dict[str, Any]) -> str | None:
     if not number:
         return "is empty"
     try:
-        sample = json.loads(first)
+        sample = parse_json(first)
     except ValueError as error:
         return f"cannot be used: line {number} is not JSON ({error})"
     if not isinstance(sample, dict):

@@ -16,7 +16,6 @@ from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe
 from launcher.runs import built
 from runspec.keys.serve import ENGINES
-from runspec.keys.train import uses_deepep
 
 SUBJECT = "environment"
 # How long a node may take to be free, and an image to be unpacked.
@@ -48,9 +47,6 @@ def inside(context: Context) -> Iterable[Finding]:
 def _kits_own(config: Mapping[str, Any]) -> Finding:
     engine = str(config.get("rollout_engine") or "transformers")
     packages = venv.site_packages()
-    if uses_deepep(config) and not (packages and [*packages.glob("deep_ep*")]):
-        message = "expert_parallel_comm_backend=deepep: the kit's virtual environment lacks deep_ep"
-        return failed(SUBJECT, message, "install it, or set expert_parallel_comm_backend=standard")
     if engine == "transformers" or (packages and (packages / ENGINES[engine]).is_dir()):
         return ok(SUBJECT, "the kit's virtual environment")
     message = f"rollout_engine={engine}: the kit's virtual environment lacks {ENGINES[engine]}"
@@ -105,7 +101,7 @@ def _named_faults(environment: Environment, context: Context) -> Iterator[Findin
                 "have it",
             )
     for option in environment.options:
-        if option.startswith(("--container-name", "--name")):
+        if option.startswith("--container-name"):
             message = (
                 f"options: {option}: an existing container of that name is used as it is, stale"
             )
@@ -121,7 +117,7 @@ def _needs(recipe: Recipe) -> list[str]:
     if other := entry.engine:
         return ["torch", other.schema]
     known = entry.checked == "complete" or entry.purpose == "evaluate"
-    return ["trainer", "torch"] * known + ["deep_ep"] * uses_deepep(config)
+    return ["trainer", "torch"] * known
 
 
 def _script(environment: Environment, context: Context, gpus: bool) -> str:
@@ -199,14 +195,9 @@ _MODULES = (
 )
 # What a program says that cannot be started, and what helps.
 _REMEDIES = (
-    ("RLIMIT", "set default_ulimits in podman's containers.conf: a node's own are lower"),
-    ("keep-id requires", "ask for subordinate ids (/etc/subuid), or options: [--userns=host]"),
-    ("cgroups in hybrid mode", 'set runtime = "runc" in podman\'s containers.conf'),
-    ("unrecognized option '--container", "this Slurm has no Pyxis: use kind: apptainer or podman"),
+    ("unrecognized option '--container", "this Slurm has no Pyxis: use kind: apptainer"),
     _MODULES,
     ("failed to import", "correct environment.image, or import it first with enroot import"),
-    ("short-name", "name its registry, too, such as docker.io/library/NAME"),
-    ("initializing source", "correct environment.image, or pull it first with podman pull"),
     ("Exec format error", "the image or the interpreter is for another architecture: see uname -m"),
     ("not found", "its runtime is not installed there: load it in environment.setup"),
     ("cannot execute", "the image or the interpreter is for another architecture: see uname -m"),

@@ -121,7 +121,7 @@ def disk(context: Context) -> Iterable[Finding]:
     kept = int(config.get("keep_last_n_checkpoints") or 2) + 1 + bool(config.get("dataset_val"))
     checkpoint, export = checkpoint_bytes(step), export_bytes(step)
     # A version stays until the next one is there.
-    transfer = 0.0 if step.over_network else 2 * transfer_bytes(step)
+    transfer = 2 * transfer_bytes(step)
     needed, free = kept * checkpoint + export + transfer, shutil.disk_usage(folder).free
     shown = f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f}"
     shown += ", weights for the replicas" if transfer else ""

@@ -1,6 +1,5 @@
 """The cookbook command: one file per group of commands, no logic in them."""
 
-import gc
 import sys
 from functools import partial
 from importlib import import_module
@@ -12,6 +11,8 @@ import click
 
 from launcher import __version__
 from launcher.errors import CookbookError, UsageFault, nearest
+from runspec.files import DamagedFile
+from runspec.storage import is_of_storage
 
 if TYPE_CHECKING:
     from launcher.remote.hosts import Host
@@ -103,8 +104,6 @@ class _Lazy(click.Group):
                 "cookbook init --host NAME, or on this machine with: bash setup.sh"
             )
         module = import_module(f"launcher.cli.{_COMMANDS[cmd_name][0]}")
-        gc.freeze()
-        gc.enable()
         # eval is a function of Python's own.
         command: click.Command = getattr(module, {"eval": "evaluate"}.get(cmd_name, cmd_name))
         return command
@@ -112,8 +111,6 @@ class _Lazy(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        # What is imported stays: to look for garbage meanwhile takes a tenth of the time.
-        gc.disable()
         # Light: most commands run here.
         from launcher.remote import hosts
 
@@ -176,3 +173,12 @@ def main() -> None:
         for fault in error.faults:
             click.echo(f"error: {fault}", err=True)
         sys.exit(error.exit_code)
+    except DamagedFile as error:
+        click.echo(f"error: {error}: move the file away, and try again", err=True)
+        sys.exit(1)
+    except OSError as error:
+        if not is_of_storage(error):
+            raise
+        what = f"{error.filename or 'a file'} cannot be read now ({error.strerror})"
+        click.echo(f"error: {what}: check its filesystem, and try again", err=True)
+        sys.exit(1)

@@ -23,7 +23,6 @@ from launcher.cli.samples import lines as sample_lines
 from launcher.recipes import recipe as recipe_file
 from launcher.workflows import registered
 from launcher.workflows.submit import context, plan
-from runspec import files
 
 
 @click.command()
@@ -92,24 +91,14 @@ def check(
     metavar="RECIPE",
     help="Rehearse a recipe on one node in ten minutes: links, products, steps, resume, export.",
 )
-@common.flag("--drill", help="Cause faults in a small run, and show what it survived and the cost.")
-@click.option(
-    "--faults",
-    metavar="LIST",
-    help="With --drill: rank, step, checkpoint, node, requeue. [default: all but node]",
-)
-@click.option(
-    "--nodes",
-    type=IntRange(min=1),
-    help="With --node-check or --drill: number of nodes. [default of --drill: 2]",
-)
+@click.option("--nodes", type=IntRange(min=1), help="With --node-check: number of nodes.")
 @click.option(
     "--wait",
     "wait_s",
     type=FloatRange(min=1, max=3600),
     metavar="SECONDS",
-    help="How long the job may wait to start. [default: 3; with --node-check 60, with --drill "
-    "or --rehearse 600]",
+    help="How long the job may wait to start. [default: 3; with --node-check 60, with "
+    "--rehearse 600]",
 )
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @common.json_option
@@ -117,8 +106,6 @@ def check(
 def doctor(
     node_check: bool,
     rehearse: str | None,
-    drill: bool,
-    faults: str | None,
     nodes: int | None,
     wait_s: float | None,
     overrides: tuple[str, ...],
@@ -127,19 +114,15 @@ def doctor(
 ) -> None:
     """Check if this site can run the kit, and show a fix for each problem.
 
-    The exit status is 1 if a check or a part of --rehearse fails, or if the run of --drill does not
-    survive a fault. With --rehearse, KEY=VALUE overrides a key of the recipe.
+    The exit status is 1 if a check or a part of --rehearse fails. With --rehearse, KEY=VALUE
+    overrides a key of the recipe.
     """
-    if node_check + drill + bool(rehearse) > 1:
-        raise click.UsageError("--node-check, --drill and --rehearse exclude each other")
+    if node_check and rehearse:
+        raise click.UsageError("--node-check and --rehearse exclude each other")
     if overrides and not rehearse:
         raise click.UsageError(f"{overrides[0]} requires --rehearse RECIPE")
-    if nodes and not (node_check or drill):
-        raise click.UsageError("--nodes requires --node-check or --drill")
-    if faults and not drill:
-        raise click.UsageError("--faults requires --drill")
-    if drill:
-        _drill(sites.load(cluster), nodes or 2, wait_s or 600, faults, as_json)
+    if nodes and not node_check:
+        raise click.UsageError("--nodes requires --node-check")
     if rehearse:
         _rehearse(sites.load(cluster), rehearse, overrides, wait_s or 600, as_json)
     options = Options.node_check(nodes, wait_s) if node_check else Options(wait_s=wait_s or 3)
@@ -152,28 +135,10 @@ def doctor(
     sys.exit(1 if failed else 0)
 
 
-def _drill(
-    site: sites.Site, nodes: int, wait_s: float, faults: str | None, as_json: bool
-) -> NoReturn:
-    # Imported late: only this option needs it.
-    from launcher.workflows import drill
-
-    result = drill.drill(site, nodes, wait_s, drill.chosen(faults), note)
-    file = result.run.path / files.DRILL
-    if as_json:
-        faced = list(map(asdict, result.outcomes))
-        answer = {"run": result.run.name, "outcomes": faced, "page": str(file)}
-        click.echo(json.dumps(answer, indent=1))
-    else:
-        click.echo("\n".join(["", *result.page]))
-        note(f"\nthis page is in {file}")
-    sys.exit(0 if all(each.survived is not False for each in result.outcomes) else 1)
-
-
 def _rehearse(
     site: sites.Site, name: str, overrides: tuple[str, ...], wait_s: float, as_json: bool
 ) -> NoReturn:
-    # Imported late, as above.
+    # Imported late: only this option needs it.
     from launcher.workflows import rehearse
 
     result = rehearse.rehearse(site, name, overrides, wait_s, note)

@@ -17,8 +17,8 @@ def of_run(run: Run) -> dict[str, Any] | None:
 
 def all_of(run: Run) -> list[dict[str, Any]]:
     """Return the results in a run: an evaluation's own, or those of its model; newest first."""
-    read = [files.read_json_or_none(path) for path in (run.path / files.EVALS).glob("*.json")]
-    results = [each for each in read if isinstance(each, dict) and "tasks" in each]
+    read = [files.peek(path) for path in (run.path / files.EVALS).glob("*.json")]
+    results = [each for each in read if "tasks" in each]
     return sorted(results, key=lambda each: float(each.get("created") or 0), reverse=True)
 
 
@@ -107,7 +107,9 @@ def _compared(figures: Mapping[str, Any]) -> list[str]:
 def _notes(result: Mapping[str, Any]) -> Iterator[str]:
     for task, block in (result.get("tasks") or {}).items():
         overlaps = block.get("contamination")
-        if overlaps:
+        if overlaps and overlaps.get("not_searched"):
+            yield f"{task}: the training set was not searched: {overlaps['not_searched']}"
+        elif overlaps:
             overlap = next((v for k, v in overlaps.items() if k.startswith("overlap")), 0)
             yield (
                 f"{task}: of {overlaps['samples']:,} samples the training set contains "

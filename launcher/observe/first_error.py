@@ -74,8 +74,8 @@ def _has_text(path: Path) -> bool:
 
 def _errors(folder: Path) -> list[dict[str, Any]]:
     """Return what ranks and nodes recorded in an attempt's log folder."""
-    records = map(files.read_json_or_none, sorted(folder.glob("error_*.json")))
-    return [record for record in records if isinstance(record, dict)]
+    records = map(files.peek, sorted(folder.glob("error_*.json")))
+    return [record for record in records if record]
 
 
 def _time(error: dict[str, Any]) -> float:

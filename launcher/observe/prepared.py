@@ -27,8 +27,7 @@ def every(root: Path) -> list[dict[str, Any]]:
     """Return name, version, rows, splits and time of the newest version of each set."""
     sets = []
     for folder in sorted((root / "datasets" / FOLDER).glob("*/")):
-        card = files.read_json_or_none(folder / CURRENT / CARD)
-        if isinstance(card, dict):
+        if card := files.peek(folder / CURRENT / CARD):
             splits = {name: each["rows"] for name, each in card["splits"].items()}
             version = (folder / CURRENT).resolve().name
             known = {"name": folder.name, "version": version, "rows": card["rows"]}
@@ -64,8 +63,8 @@ def find(root: Path, text: str) -> Prepared:
             f"{', '.join(versions)}"
         )
     path = (folder / fitting[0]).resolve()
-    card, lineage = (files.read_json_or_none(path / each) for each in (CARD, LINEAGE))
-    if not isinstance(card, dict) or not isinstance(lineage, dict):
+    card, lineage = (files.read_object(path / each) for each in (CARD, LINEAGE))
+    if card is None or lineage is None:
         raise UsageFault(
             f"{path} has no {CARD} and {LINEAGE}: prepare it again with: cookbook prepare"
         )

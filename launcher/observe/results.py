@@ -4,16 +4,12 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 from itertools import chain
 from typing import Any
 
-from launcher import paths
 from launcher.errors import UsageFault, nearest
-from launcher.observe.ended import EndedRows, settled
 from launcher.observe.outcome import outcome, resolved, settings
 from launcher.observe.text import number, percent, plain
-from launcher.runs.ahead import ahead
 from launcher.runs.directory import Run
 from launcher.runs.states import judged
 
@@ -26,6 +22,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "state": ("STATE", str),
     "step": ("STEP", lambda value: number(value, ",")),
     "val_loss": ("VAL LOSS", lambda value: number(value, ".4f")),
+    "best_val_loss": ("LOWEST", lambda value: number(value, ".4f")),
     "loss_last_tenth": ("LOSS (LAST 10 %)", lambda value: number(value, ".4f")),
     "tokens_per_second_per_gpu": ("TOK/S/GPU", lambda value: number(value, ",.0f")),
     "mfu": ("MFU", percent),
@@ -38,10 +35,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 # A setting is cut to this many characters where a person reads it.
 _WIDEST = 32
-# Of so many runs, what was read of those that have ended is kept for the next time.
-_MANY = 64
-# Another one when the keys of an outcome or their meaning change.
-_FORMAT = 3
 FORMATS = ("table", "csv", "json", "markdown")
 
 
@@ -51,18 +44,12 @@ def compare(runs: Sequence[Run], price: float | None = None) -> tuple[list[Resul
     Args:
         price: of a GPU-hour.
     """
-    kept = EndedRows(runs[0].path.parent, "results", _form()) if len(runs) >= _MANY else None
-    known = {} if kept is None else kept.find(runs)
-    texts = _Texts(kept.texts if kept is not None else [])
-    ended = {}
-    for run, state in judged(ahead([run for run in runs if run.name not in known])):
+    known: dict[str, Result] = {}
+    texts = _Texts()
+    for run, state in judged(runs):
         recipe = resolved(run)
         given = [texts.number(key, value) for key, value in settings(recipe).items()]
         known[run.name] = {**outcome(run, state, recipe), "settings": given}
-        if kept is not None and settled(run):
-            ended[run.name] = known[run.name]
-    if kept is not None:
-        kept.keep(runs, ended)
     names = sorted(known)
     keys, chosen = texts.differing([known[name]["settings"] for name in names])
     rows = []
@@ -74,20 +61,12 @@ def compare(runs: Sequence[Run], price: float | None = None) -> tuple[list[Resul
     return rows, keys
 
 
-def _form() -> str:
-    """Return what the rows that are kept of ended runs depend on besides their files."""
-    # The predicted memory is computed by the files there.
-    sources = sorted((paths.REPO_ROOT / "launcher" / "sizing").glob("*.py"))
-    seen = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
-    return sha256(repr((_FORMAT, seen)).encode()).hexdigest()[:16]
-
-
 class _Texts:
     """Settings by number: thousands of runs share most of them."""
 
-    def __init__(self, texts: list[str]) -> None:
-        self._texts = texts
-        self._numbers = {text: number for number, text in enumerate(texts)}
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._numbers: dict[str, int] = {}
 
     def number(self, key: str, value: Any) -> int:
         text = json.dumps([key, value])

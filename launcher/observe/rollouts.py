@@ -88,8 +88,8 @@ def figures(row: Mapping[str, Any]) -> list[str]:
 
 def roles(run: Run) -> str:
     """Return how ranks and replicas of a run are, in a line; nothing without replicas."""
-    state = files.read_json_or_none(run.path / files.ROLLOUT_STATE)
-    if not isinstance(state, dict):
+    state = files.peek(run.path / files.ROLLOUT_STATE)
+    if not state:
         return ""
     count = Counter(str(each.get("state")) for each in state.get("replicas", []))
     how = ", ".join(f"{number} {name}" for name, number in count.items())

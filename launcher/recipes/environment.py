@@ -18,8 +18,7 @@ from runspec.keys.key import faults
 BUILT = "environments"
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Environment:
     """A checked record; the keys of runspec/keys/environment.py."""
 
@@ -124,8 +123,9 @@ def record(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
     A named record says its name, so that a run's recipe holds all of it.
     """
-    if not isinstance(given, str):
+    if isinstance(given, Mapping):
         return dict(given)
+    given = str(given)
     path = paths.ENVIRONMENTS / f"{given}.yaml"
     if not path.is_file():
         known = names()

@@ -104,21 +104,6 @@ def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
     if any(str(each).startswith("--gpu-memory-utilization") for each in own):
         key, other = "rollout_engine_args", "rollout_gpu_memory_utilization"
         yield Fault(key, f"{key}: set {other} instead, which the estimate counts")
-    rewards = config.get("rewards")
-    for name, block in rewards.items() if isinstance(rewards, dict) else ():
-        if isinstance(block, dict) and block.get("served"):
-            key = f"rewards.{name}.served"
-            yield Fault(
-                key,
-                f"{key}: only rollout nodes serve a reward model; set resources.rollout=1 or more, "
-                "or leave it out",
-            )
-    if (config.get("rollout_transfer") or "disk") != "disk":
-        yield Fault(
-            "rollout_transfer",
-            "rollout_transfer: only rollout nodes get weights over the network; set "
-            "resources.rollout=1 or more, or leave it out",
-        )
     if config.get("max_staleness"):
         yield Fault(
             "max_staleness",
@@ -163,7 +148,8 @@ def variable_faults(variables: Any, key: str) -> Iterator[Fault]:
 def _secrets_faults(secrets: Any) -> Iterator[Fault]:
     if secrets is None:
         return
-    named = dict.fromkeys(map(str, secrets)) if isinstance(secrets, list) else secrets
+    listed = isinstance(secrets, list) and all(isinstance(name, str) for name in secrets)
+    named = dict.fromkeys(secrets) if listed else secrets
     if not isinstance(named, dict):
         yield Fault(
             "secrets",

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from launcher import paths, venv
+from launcher import paths, venv, yamlfile
 from launcher.errors import PreflightFault, RunFault, UsageFault
 from launcher.recipes.environment import BUILT, Environment
 from launcher.runs import lock
@@ -121,6 +120,28 @@ def ensure(environment: Environment | None, root: Path, say: Callable[[str], Non
         build(environment, root, say)
 
 
+def restore(run: Run, say: Callable[[str], None]) -> None:
+    """Build the environment that a run's job script names again if it is gone.
+
+    Raises:
+        RunFault: with today's Python and pins it would be another one.
+        PreflightFault: as of build.
+    """
+    root = run.path.parent.parent
+    for digest in digests(run):
+        if (root / BUILT / digest / _RECORD).is_file():
+            continue
+        block = yamlfile.load(run.path / files.RECIPE).get("environment") or {}
+        environment = Environment.of(block)
+        if environment.digest != digest:
+            raise RunFault(
+                f"{root / BUILT / digest}, the environment of {run.name}, was removed, and the kit "
+                "has other packages now: continue in a new one with: cookbook resume "
+                f"{run.name} --code current"
+            )
+        build(environment, root, say)
+
+
 def _fill(environment: Environment, path: Path) -> None:
     wanted = solve(environment)
     if environment.pins:
@@ -200,12 +221,12 @@ def listed(root: Path) -> list[Built]:
     """Return the built environments, the one used last first."""
     users: dict[str, list[str]] = {}
     for run in every(runs_root(root)):
-        for digest in _digests(run):
+        for digest in digests(run):
             users.setdefault(digest, []).append(run.name)
     environments = []
     for file in (root / BUILT).glob(f"[0-9a-f]*/{_RECORD}"):
         path = file.parent
-        content: dict[str, Any] = files.read_json_or_none(file) or {}
+        content = files.peek(file)
         size = sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
         used = path / _USED
         when = (used if used.exists() else file).stat().st_mtime
@@ -214,11 +235,11 @@ def listed(root: Path) -> list[Built]:
     return sorted(environments, key=lambda each: -each.used)
 
 
-def _digests(run: Run) -> set[str]:
-    """Return the built environments that a run's job script names."""
+def digests(run: Run) -> set[str]:
+    """Return the built environments that a run's job script names; OSError if it is unreadable."""
     try:
-        script = (run.path / files.JOB_SCRIPT).read_text(encoding="utf-8")
-    except OSError:
+        script = (run.path / files.JOB_SCRIPT).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
         return set()
     return set(re.findall(rf"/{BUILT}/([0-9a-f]{{16}})/", script))
 

@@ -39,8 +39,7 @@ class Code:
     @property
     def origin(self) -> dict[str, Any]:
         """The commit that it was made of, what had changed since, and untracked files."""
-        value = files.read_json_or_none(self.folder / ORIGIN)
-        return value if isinstance(value, dict) else {}
+        return files.peek(self.folder / ORIGIN)
 
     @property
     def title(self) -> str:
@@ -144,8 +143,7 @@ def git_state(folder: Path | None = None) -> dict[str, Any]:
     A copy, from which cookbook replay submits or which a laptop sent, says where it comes from.
     """
     folder = folder or paths.REPO_ROOT
-    known = files.read_json_or_none(folder / ORIGIN)
-    if isinstance(known, dict):
+    if (known := files.read_object(folder / ORIGIN)) is not None:
         return known
     commit, diff = git(folder, "rev-parse", "HEAD"), git(folder, "diff", "HEAD")
     untracked = git(folder, "ls-files", "--others", "--exclude-standard")

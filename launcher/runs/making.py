@@ -67,8 +67,10 @@ def left(root: Path) -> list[Path]:
 
 
 def _is_left(path: Path) -> bool:
-    submission = files.read_json_or_none(path / files.SUBMISSION)
-    sweep = submission.get("sweep") if isinstance(submission, dict) else None
+    try:
+        sweep = (files.read_object(path / files.SUBMISSION) or {}).get("sweep")
+    except files.DamagedFile:
+        sweep = None  # it is written whole, so that the disk was full
     if sweep and (path.parent.parent / files.SWEEPS / str(sweep)).is_dir():
         return False  # its sweep gives it its name
     try:

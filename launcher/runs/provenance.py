@@ -82,7 +82,7 @@ def _model_revision(recipe: Recipe, cluster: Site) -> dict[str, Any]:
     checkpointer = recipe.resolved(cluster.root, "run").get("checkpointer") or {}
     folder = Path(str(checkpointer.get("checkpoint_dir", "")))
     note = folder / ".cache" / "huggingface" / "download" / "config.json.metadata"
-    revision, record = None, files.read_json_or_none(folder / paths.DOWNLOAD_RECORD)
+    revision, record = None, files.read_object(folder / paths.DOWNLOAD_RECORD)
     if record:
         revision = record.get("revision")
     elif folder.parent.name == "snapshots":

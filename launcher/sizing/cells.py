@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher.errors import CookbookError
 from launcher.recipes.recipe import Recipe
-from launcher.sizing.estimate import epoch_of
+from launcher.sizing.epoch import epoch_of
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import host_bytes
 from launcher.sizing.recipe_step import step_of

@@ -5,7 +5,7 @@ formulas.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from launcher import venv
 from launcher.errors import PreflightFault, UsageFault
 from launcher.recipes.recipe import Recipe
 from launcher.sizing import gpus
+from launcher.sizing.epoch import epoch_of
 from launcher.sizing.memory import (
     ASLEEP,
     StepMemory,
@@ -32,11 +33,8 @@ from launcher.sizing.replicas import (
 )
 from launcher.sizing.search import METHODS, Prediction, Predictor, remedies, settings
 from launcher.sizing.step_config import GIB, StepConfig
-from runspec.keys.fields import STREAM
 from runspec.step import kept_bytes
 
-# English text, Llama 3's and Qwen's tokenizers: roughly; for an epoch whose tokens nobody counted.
-BYTES_PER_TOKEN = 4
 COMPARED_NODES = (1, 2, 4, 8)
 # What makes a term smaller.
 _SMALLER = {
@@ -54,31 +52,6 @@ _SMALLER = {
     "generation": "a smaller batch or fewer new tokens",
     "working memory": "a smaller batch or tensor parallelism",
 }
-
-
-def epoch_of(config: Mapping[str, Any], step: StepConfig) -> tuple[int, str, int]:
-    """Return the tokens of an epoch, by the size of a local file, else a million; what it is; and
-    its samples; where they are not known, rows as long as can be, or packed ones full of answers.
-
-    Of a stream, which has no epochs, those of the whole run.
-    """
-    dataset, length, steps = config.get("dataset"), step.length, config.get("max_steps")
-    if isinstance(dataset, Mapping) and dataset.get("_component_") == STREAM and steps:
-        tokens = int(steps) * step.rows_per_step * length
-        return tokens, f"the run's {steps:,} steps, {tokens:,} tokens", tokens // length
-    files = dataset.get("data_files") if isinstance(dataset, Mapping) else None
-    file = Path(files) if isinstance(files, str) else None
-    if file is None or file.suffix != ".jsonl" or not file.is_file():
-        each = step.new_tokens if step.packed and step.on_policy_share else length
-        return 10**6, "a million tokens; the dataset is not a local file", 10**6 // each
-    samples = size = 0
-    with file.open("rb") as lines:
-        for line in lines:
-            samples += bool(line.strip())
-            size += min(len(line), length * BYTES_PER_TOKEN)
-    tokens = max(size // BYTES_PER_TOKEN, 1)
-    text = f"an epoch of {samples:,} samples, about {tokens:,} tokens by their size"
-    return tokens, text, samples
 
 
 class Estimate:
@@ -387,7 +360,7 @@ def _remedies(estimate: Estimate) -> Iterator[str]:
 
 
 def _time_and_disk(estimate: Estimate) -> Iterator[str]:
-    from launcher.sizing.step_time import NETWORK_BYTES_PER_S, STORAGE_BYTES_PER_S
+    from launcher.sizing.step_time import STORAGE_BYTES_PER_S
 
     step, took, prediction = estimate.step, estimate.hours, estimate.prediction
     mfu, hfu, (low, high) = prediction.time.mfu, prediction.time.hfu, prediction.range
@@ -406,14 +379,9 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
         phases = ", ".join(f"{n} {s:.3g} s" for n, s in estimate.rollout_s.items())
         before += f"  {'each rollout':<20} {phases}\n"
     if step.replicas or step.vllm:
-        by = (
-            ("network", NETWORK_BYTES_PER_S)
-            if step.over_network
-            else ("storage", STORAGE_BYTES_PER_S)
-        )
         before += (
-            f"  {'':<20} a transfer of {_size(transfer_bytes(step)).strip()}, by {by[0]} of an "
-            f"assumed {by[1] / 1e9:g} GB/s\n"
+            f"  {'':<20} a transfer of {_size(transfer_bytes(step)).strip()}, by storage of an "
+            f"assumed {STORAGE_BYTES_PER_S / 1e9:g} GB/s\n"
         )
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
     exported = "adapter"

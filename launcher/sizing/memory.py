@@ -72,26 +72,6 @@ def asleep_bytes(step: StepConfig) -> float:
     return GIB * (2.0 if step.rollout_gpus == 1 else 7.0)
 
 
-DEEPEP = "DeepEP's buffer"
-
-
-def deepep_bytes(step: StepConfig) -> float:
-    """What DeepEP reserves for the tokens of a pass: its `ElasticBuffer` of 2.1, in bf16.
-
-    Within a node a rank has room for each token of each rank; over several nodes tokens go to a
-    rank of the node first, and are summed there on their way back.
-    """
-    active = max(block.experts[0].active for block in step.shape.kinds if block.experts)
-    ranks = step.layout.expert_parallel
-    near = min(ranks, step.gpus_per_node)
-    nodes = ranks // near
-    there = ranks if nodes == 1 else ranks + 1 + nodes
-    back = min(near, active) * nodes + (nodes > 1) * (min(nodes, active) + nodes)
-    # Beside the hidden state a token has its experts, their weights, and where it is from.
-    token = 2 * step.shape.dim + 16 * active
-    return max(there, back) * token * step.tokens / step.layout.tensor_parallel
-
-
 class _Phases:
     """Yields the phases of a step, each with its terms."""
 
@@ -121,8 +101,6 @@ class _Phases:
             "optimizer": self.on_gpu * self.trained_here * state_bytes(step),
             "rotary tables": tables,
         }
-        if step.deepep:
-            self.state[DEEPEP] = deepep_bytes(step)
         self.frozen = [_Phases(each) for each in step.frozen_models]
         if self.frozen:
             parts = ("weights", "rotary tables")
@@ -234,7 +212,7 @@ class _Phases:
             "weights": self.state["weights"],
             "rotary tables": self.state["rotary tables"],
             "working memory": working,
-        } | {name: size for name, size in self.state.items() if name in (DEEPEP, ASLEEP)}
+        } | {name: size for name, size in self.state.items() if name == ASLEEP}
 
     def _terms(
         self, gradients: float, activations: float = 0.0, gathered: float = 0.0, **more: float

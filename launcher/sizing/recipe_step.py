@@ -16,7 +16,7 @@ from runspec import adapters, tokens
 from runspec.adapters import IA3, KINDS
 from runspec.description import family_of
 from runspec.keys.model import TRANSFORMERS
-from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts, uses_deepep
+from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts
 from runspec.layout import Layout, LayoutError
 from runspec.shape import Shape
 from runspec.step import offloads, reduces_each
@@ -79,7 +79,6 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         cpu_offload=offloads(config),
         activation_offload=bool(config.get("enable_activation_offloading")),
         expert_imbalance=float(config.get("expert_imbalance") or StepConfig.expert_imbalance),
-        deepep=uses_deepep(config),
         compiled=config.get("compile") is True and not uncompiled_experts(config),
         reshard=config.get("fsdp_reshard_after_forward") is not False,
         fp8=bool(config.get("enable_fp8_training")),
@@ -136,10 +135,8 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         rewards = _block(config, "rewards")
         of_all |= {"vllm": config.get("rollout_engine") == "vllm"}
         of_all |= {"rollout_gpus": int(config.get("rollout_gpus") or 1)}
-        of_all |= {"over_network": config.get("rollout_transfer") == "network"}
         of_all |= {"vllm_share": config.get("rollout_gpu_memory_utilization")}
-        of_all |= {"in_reward_models": _in_reward_models(rewards, is_served=False)}
-        of_all |= {"in_served_models": _in_reward_models(rewards, is_served=True)}
+        of_all |= {"in_reward_models": _in_reward_models(rewards)}
         return of_all | {"generation_batch": at_once and int(at_once)}
     share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"
     if not share:
@@ -153,10 +150,8 @@ def _rollout_nodes(config: Mapping[str, Any]) -> int:
     return 0 if given in (None, "same") else int(given)
 
 
-def _in_reward_models(rewards: Mapping[str, Any], is_served: bool) -> int:
-    blocks = [_block(rewards, name) for name in rewards]
-    own = [each for each in blocks if bool(each.get("served")) == is_served]
-    folders = [Path(str(each.get("model") or "")) for each in own]
+def _in_reward_models(rewards: Mapping[str, Any]) -> int:
+    folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
     return sum(parameter_count(each) for each in folders if each.parts and each.is_dir())
 
 

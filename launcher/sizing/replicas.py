@@ -17,13 +17,12 @@ def replica(step: StepConfig, memory: float) -> Terms:
             given = step.vllm_share * memory - sum(terms.values())
             terms["keys and values"] += max(given, 0.0)
         if step.vllm_in_turns:
-            return {**terms, "trainer's state": beside_vllm(step)}
-    elif step.replicas:
-        on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
-        terms = {**generation(step), "base model": on_gpu}
-    else:
+            terms["trainer's state"] = beside_vllm(step)
+        return terms
+    if not step.replicas:
         return {}
-    return {**terms, "reward models": float(step.element_bytes * step.in_served_models)}
+    on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
+    return {**generation(step), "base model": on_gpu}
 
 
 def _vllm(step: StepConfig) -> Terms:

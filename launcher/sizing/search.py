@@ -75,8 +75,6 @@ def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
 def _to_split(step: StepConfig, nodes: int) -> StepConfig | None:
     """So many of the job's nodes train, and the others generate; all of them take turns."""
     others = step.nodes + step.rollout_nodes - nodes
-    if step.in_served_models and not others:
-        return None
     moved = _to_nodes(step, nodes)
     return moved and replace(
         moved,
@@ -197,8 +195,7 @@ def _method_keys(step: StepConfig) -> str:
 # What is predicted -------------------------------------------------------------------------------
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Prediction:
     """One setting, its memory, and its time, which is worked out when it is asked for."""
 
@@ -245,7 +242,7 @@ class Prediction:
         }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Predictor:
     """Predicts settings near a recipe's own.
 
@@ -308,7 +305,7 @@ class Predictor:
 # What to change if a recipe does not fit ---------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Remedy:
     """A change of the recipe, on top of those before it that helped, and what comes of it."""
 

@@ -19,7 +19,7 @@ FP32 = 4
 NF4_BYTES, FP8_BYTES = 0.5 + 2 / 64, 1 + 2 / 64
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class StepConfig:
     """One training step: a model, what is trained of it, a layout, rows and ways to save memory."""
 
@@ -54,7 +54,6 @@ class StepConfig:
     cpu_offload: bool = False
     activation_offload: bool = False
     expert_imbalance: float = 1.5  # rows that a rank's experts get at most, over the mean
-    deepep: bool = False  # DeepEP's kernels send tokens to their experts
     reshard: bool = True
     fp8: bool = False  # the products of the blocks' linear layers
     fp8_base: bool = False  # a quantised base is in fp8, not in NF4
@@ -70,13 +69,11 @@ class StepConfig:
     new_tokens: int = 0  # of such an answer at most
     keeps_sampled: bool = False  # log-probabilities of such answers, which no row has several of
     in_reward_models: int = 0  # numbers, all of them on each GPU
-    in_served_models: int = 0  # the same, on each GPU of a rollout node
     max_staleness: int = 0  # rollouts that replicas may be ahead
     replicas: int = 0  # GPUs of rollout nodes, which generate the answers; 0: those of the ranks
     vllm: bool = False  # vLLM servers on these
     vllm_share: float | None = None  # of a GPU's memory, as the recipe says it
     rollout_gpus: int = 1  # of such a server
-    over_network: bool = False  # weights go to these from the first node's memory
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
     top_k: int = 0  # of a teacher's pass, which trains nothing: what is kept of each token
     teacher_logits: bool = False  # the loss compares all of its logits with the policy's

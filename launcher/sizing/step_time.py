@@ -54,7 +54,7 @@ PROTOCOLS = (
 )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Links:
     """How the GPUs are connected: 10^9 bytes per second of each, in one direction.
 
@@ -132,13 +132,11 @@ class Links:
 
 # Bytes per second of shared storage at which weights are written, and read by each node: assumed.
 STORAGE_BYTES_PER_S = 1e9
-# The same of the network between two nodes, over TCP: assumed.
-NETWORK_BYTES_PER_S = 2e9
 # When messages are sent that no layer hides; see launcher.sizing.communication.Message.
 ENDS = ("start", "loss", "turn", "end", "step")
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class StepTime:
     """Seconds of one optimizer step, what of them is waiting, and what comes of it."""
 
@@ -284,21 +282,15 @@ def scoring_s(step: StepConfig, gpu: Gpu, reached: Reached | None = None) -> flo
     """Seconds per step, on average, in which reward models score answers that are all as long as
     can be: a forward pass. What functions take is not known.
     """
-    numbers = float(step.in_reward_models)
-    if step.replicas:
-        numbers += step.in_served_models * step.layout.data_parallel / step.replicas
-    if not numbers:
+    if not step.in_reward_models:
         return 0.0
-    products = 2 * numbers / Compute(step, gpu, reached).flops_per_s
+    products = 2 * step.in_reward_models / Compute(step, gpu, reached).flops_per_s
     return step.on_policy_share * step.answers_per_step * step.length * products
 
 
 def transfer_s(step: StepConfig) -> float:
-    """Seconds per step, on average, in which weights get to the replicas: written and read, or by
-    the network, where each node sends on what arrives.
-    """
-    once = transfer_bytes(step) * step.on_policy_share
-    return once / NETWORK_BYTES_PER_S if step.over_network else 2 * once / STORAGE_BYTES_PER_S
+    """Seconds per step, on average, in which weights are written for the replicas and read."""
+    return 2 * transfer_bytes(step) * step.on_policy_share / STORAGE_BYTES_PER_S
 
 
 def step_time(

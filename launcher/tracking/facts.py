@@ -81,10 +81,9 @@ def outcomes(run: Run, state: State) -> dict[str, float]:
 def evaluations(run: Run) -> Iterator[tuple[str, float, float]]:
     """Yield name, value and time of each figure of the run's evaluations."""
     for path in _evaluation_files(run):
-        result = files.read_json_or_none(path)
-        if isinstance(result, dict):
-            for name, value in figures(result).items():
-                yield f"eval/{name}", value, float(result.get("created") or 0)
+        result = files.peek(path)
+        for name, value in figures(result).items():
+            yield f"eval/{name}", value, float(result.get("created") or 0)
 
 
 def figures(result: Mapping[str, Any]) -> dict[str, float]:

@@ -289,8 +289,8 @@ def _write_model(place: Path, folder: Path, copy: bool, linked: bool) -> None:
         shutil.copytree(folder, place / "model")
     elif linked:
         (place / "model").symlink_to(folder.resolve())
-    settings = files.read_json_or_none(folder / "config.json")
-    if isinstance(settings, dict):
+    settings = files.read_object(folder / "config.json")
+    if settings is not None:
         dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
         kinds = settings.get("architectures") or ["AutoModelForCausalLM"]
         tokenizer = place / "components" / "tokenizer"

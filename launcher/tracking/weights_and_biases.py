@@ -39,8 +39,7 @@ def import_runs(store: Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
     entity, _, project = store.wandb.partition(":")[2].rpartition("/")
     with written_by_one(store.folder), _told():
         wandb = _module()
-        seen = files.read_json_or_none(store.folder / _WRITTEN)
-        written = seen if isinstance(seen, dict) else {}
+        written = files.read_object(store.folder / _WRITTEN) or {}
 
         def write(run: Run, state: State) -> str:
             before = written.get(run.name)

@@ -55,8 +55,7 @@ class Endpoint:
     @property
     def facts(self) -> dict[str, Any]:
         """The content of endpoint.json: the versions that are served, and the front's settings."""
-        content = files.read_json_or_none(self.folder / endpoints.ENDPOINT)
-        return content if isinstance(content, dict) else {}
+        return files.read_object(self.folder / endpoints.ENDPOINT) or {}
 
     @property
     def settings(self) -> dict[str, Any]:

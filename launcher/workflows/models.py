@@ -16,6 +16,7 @@ from launcher.site import Site
 from launcher.tracking import registry
 from launcher.tracking import store as stores
 from runspec import files
+from runspec.weights import NoWeights, weight_files
 
 _REGISTERED = re.compile(r"models:/([^@/]+)(?:@([^@/]+)|/(\d+))\Z")
 
@@ -131,11 +132,10 @@ def _complete(model: Model) -> Model:
     faults = []
     if not (folder / config).is_file():
         faults.append(f"{folder} is not a model folder: it has no {config}")
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        faults.append(f"{folder} contains no weights (*.safetensors): the export is incomplete")
-    else:
-        faults += [each.line for each in whole(folder, names) if each.state == "failed"]
+    try:
+        faults += [f.line for f in whole(folder, weight_files(folder)) if f.state == "failed"]
+    except NoWeights as error:
+        faults.append(str(error))
     if not model.is_adapter and not any(folder.glob("tokenizer*")):
         faults.append(f"{folder} has no tokenizer: copy the base model's tokenizer files there")
     if faults:

@@ -15,12 +15,15 @@ from runspec import files
 
 @dataclass(frozen=True)
 class Source:
-    """A data source made of a log: its folder, its data recipe, and how many rows it has."""
+    """A data source made of a log: its folder, its data recipe, and what serving.source counted.
+
+    counts: rows, with_feedback, rejected answers by word, and the numbers of the lines of the file
+    `feedback` that were not used: unmatched_lines, unreadable_lines.
+    """
 
     folder: Path
     recipe: Path
-    rows: int
-    with_feedback: int
+    counts: dict[str, Any]
 
 
 def export(
@@ -56,7 +59,7 @@ def export(
     recipe = folder / f"requests-{endpoint.name}.yaml"
     content = data_recipe(endpoint.name, Path(answer["file"]))
     files.write_text(recipe, yamlfile.dump(content))
-    return Source(folder, recipe, int(answer["rows"]), int(answer["with_feedback"]))
+    return Source(folder, recipe, {key: each for key, each in answer.items() if key != "file"})
 
 
 def data_recipe(name: str, place: Path) -> dict[str, Any]:

@@ -23,23 +23,22 @@ from launcher.errors import (
 from launcher.recipes import override
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import Recipe
-from launcher.runs import code, provenance, sweeps
+from launcher.runs import built, code, provenance, sweeps
 from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
 from launcher.site import Site
 from launcher.workflows import registered
-from launcher.workflows.submit import PlannedRun, context, make_environment, plan, start
+from launcher.workflows.submit import PlannedRun, context, plan, start
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
+from runspec.states import ANSWERING
 
 # They may change together, as long as a step sees the same samples.
 _BATCH = ("batch_size", "gradient_accumulation_steps")
 # Lines of a job script that follow the environment of the command that rendered it.
 _OF_THE_SHELL = (
     "export VENV=",
-    "export ENV_IMAGE=",
-    "export COPY_IMAGES_TO=",
     "export COOKBOOK_ROOT=",
     "export COOKBOOK_COMPONENTS=",
 )
@@ -88,6 +87,7 @@ def resume(
             _tell_of_code(run, say)
         if changes is None:
             with script_of_today(run, executor, say) as submission:
+                built.restore(run, say)
                 start(run, executor, lease, submission)
             return
         if (run.path / files.DATA_SETTINGS).exists():
@@ -102,7 +102,7 @@ def resume(
         planned, changes = _planned(run, changes, executor, say, kit.folder / "templates")
         if faults := preflight.faults(context(planned, executor, changes.elsewhere), changes.skip):
             raise PreflightFault(faults)
-        make_environment(planned.recipe, changes.site, say, kit)
+        built.ensure(planned.recipe.environment, changes.site.root, say)
         with _rewritten(run, planned.contents, planned.asked, kit):
             start(run, executor, lease, changes.words)
 
@@ -130,7 +130,7 @@ def script_of_today(
     origin = f"configs/clusters/{name}.yaml"
     say(f"job.sbatch: rendered again from {origin}, which has changed since")
     contents = {files.JOB_SCRIPT: planned.script}
-    make_environment(planned.recipe, planned.cluster, say, code.of_run(run.path))
+    built.ensure(planned.recipe.environment, planned.cluster.root, say)
     with _rewritten(run, contents, planned.asked, code.of_run(run.path)):
         yield [f"job.sbatch rendered again from {origin}"]
 
@@ -181,7 +181,7 @@ def _tell_of_code(run: Run, say: Callable[[str], None]) -> None:
 
 
 def _refuse_unless_ended(run: Run, state: State) -> None:
-    if state.word == "COMPLETED":
+    if state.word in ("COMPLETED", ANSWERING):
         export = run.path / files.EXPORT
         where = f": its model is in {export}" if export.exists() else ", nothing is left to do"
         raise UsageFault(f"{run.name} is finished{where}")

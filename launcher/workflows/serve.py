@@ -180,13 +180,12 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
     vLLM (lora/peft_helper.py) scales all layers alike, and SGLang (srt/lora/lora.py) by
     lora_alpha / r whatever else the adapter's settings say.
     """
-    adapter = files.read_json_or_none(folder / "adapter_config.json")
-    if not isinstance(adapter, dict):
+    if (adapter := files.read_object(folder / "adapter_config.json")) is None:
         return []
     kind = adapter.get("peft_type") or adapters.LORA.peft_type
     if engine == "transformers":
         base = Path(str(adapter.get("base_model_name_or_path")))
-        family = (files.read_json_or_none(base / "config.json") or {}).get("model_type")
+        family = (files.read_object(base / "config.json") or {}).get("model_type")
         if kind == adapters.PREFIX.peft_type and family in WITHOUT_PREFIX:
             return [
                 f"{folder}: PEFT 0.18 cannot put a prefix before Gemma 2 and 3: train "
@@ -280,8 +279,8 @@ def start_gateway(site: Site, endpoint: Endpoint, port: int = 0) -> str:
     """
     if (running := endpoint.gateway) is not None:
         return str(running["url"])
-    before = files.read_json_or_none(endpoint.folder / endpoints.GATEWAY)
-    if not port and isinstance(before, dict):
+    before = files.read_object(endpoint.folder / endpoints.GATEWAY)
+    if not port and before is not None:
         port = urlparse(str(before.get("url"))).port or 0
         with suppress(EndpointFault):
             return _start_gateway(site, endpoint, port)

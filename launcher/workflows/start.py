@@ -89,9 +89,9 @@ def draft(
     """
     if not NAME.match(file.stem):
         raise UsageFault(f"the name {file.stem!r} may contain only {NAME_RULE}: choose another")
+    block, form, questions = _data(data)
     if file.exists():
         raise UsageFault(f"{file} exists: choose another name with --output, or remove it")
-    block, form, questions = _data(data)
     pairs = block["_component_"] == DpoConfig.pairs
     config: dict[str, Any] = {}
     _, faults = own.use(config, (), None, model, "lora")
@@ -134,11 +134,15 @@ def _data(data: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
         return prepared.expanded(data), f"{data}, made by cookbook prepare", ()
     path = Path(data).expanduser()
     if path.is_dir() or path.suffix.lower() not in own_data.SUFFIXES:
-        kind = "is a folder" if path.is_dir() else "is neither data nor a config"
+        if path.suffix in (".yaml", ".yml"):
+            raise UsageFault(
+                f"{data} is a recipe or a config, and no data file: start it with cookbook submit "
+                f"{shlex.quote(data)}; for a recipe of your own see docs/coming_from.md"
+            )
+        kind = "is a folder" if path.is_dir() else "is no data file"
         raise UsageFault(
-            f"{data} {kind}: its name must end in one of {', '.join(own_data.SUFFIXES)} (data), or "
-            ".yaml, .yml (a config of axolotl, LLaMA-Factory, TRL, LitGPT or NeMo Automodel); or "
-            f"give {prepared.EXAMPLE}"
+            f"{data} {kind}: its name must end in one of {', '.join(own_data.SUFFIXES)}; or give "
+            f"{prepared.EXAMPLE}"
         )
     read_data = own_data.read(data)
     return read_data.block, read_data.summary, read_data.questions

@@ -16,7 +16,7 @@ from launcher.checks import Context, engine, preflight
 from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
 from launcher.recipes import rewards
 from launcher.recipes.recipe import NAME, NAME_RULE, Recipe, Resources
-from launcher.runs import built, code, directory, image, provenance
+from launcher.runs import built, code, directory, provenance
 from launcher.runs.directory import Run
 from launcher.runs.making import hidden
 from launcher.site import Site, with_site_defaults
@@ -109,13 +109,11 @@ def submit(
     if wanted is not None:
         prepare(wanted, say)
         refuse(preflight.faults(context(planned, checked.executor, checked.elsewhere), skip))
-    # Once: the checkout may change while an image is made of it.
-    kit = code.present(cluster.root)
-    make_environment(recipe, cluster, say, kit)
+    built.ensure(recipe.environment, cluster.root, say)
     if recipe.entry.engine and recipe.environment and recipe.environment.dependencies and not skip:
         # Only now can it be asked for its keys.
         refuse(checks.faults_of(checks.findings(engine.SUBJECT, engine.config, checked)))
-    run = record(planned, kit)
+    run = record(planned, code.present(cluster.root))
     try:
         with directory.locked(run) as lease:
             start(run, checked.executor, lease)
@@ -129,22 +127,6 @@ def submit(
             discard(run)
         raise
     return run
-
-
-def make_environment(
-    recipe: Recipe, cluster: Site, say: Callable[[str], None], kit: code.Code | None
-) -> None:
-    """Make what a run's ranks start in, unless it is there: dependencies, images.
-
-    kit: the copy of the kit's code that the run uses; None for the present one.
-    """
-    built.ensure(recipe.environment, cluster.root, say)
-    if image.is_used(cluster, recipe):
-        try:
-            image.ensure(cluster.root, kit or code.present(cluster.root), say)
-        except PreflightFault as fault:
-            # Each node says in its log that there is none.
-            say(f"warning: the nodes open the files one by one: {fault}")
 
 
 def record(planned: PlannedRun, kit: code.Code, named: bool = True, **more: Any) -> Run:

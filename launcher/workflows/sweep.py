@@ -25,7 +25,7 @@ from launcher.executors.slurm import jobs
 from launcher.recipes import recipe as recipes
 from launcher.recipes.override import key_of
 from launcher.recipes.sweep import Cell, Sweep
-from launcher.runs import code, directory, sweeps
+from launcher.runs import built, code, directory, sweeps
 from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
 from launcher.runs.sweeps import SweepDirectory
@@ -39,7 +39,6 @@ from launcher.workflows.submit import (
     context,
     discard,
     interrupted_later,
-    make_environment,
     plan,
     record,
     start,
@@ -162,9 +161,13 @@ def faults(
 ) -> list[str]:
     """Return what stands in the way of the runs; that one does not fit is no fault."""
     by_fault: dict[str, list[str]] = {}
-    contexts = {number: context(run, executor, elsewhere) for number, run in planned.runs.items()}
+    told: dict[str, dict[str, Any]] = {}
+    contexts = {
+        number: replace(context(run, executor, elsewhere), told=told)
+        for number, run in planned.runs.items()
+    }
     if not skip:
-        ask_ahead(contexts.values())
+        ask_ahead(contexts.values(), told)
     for cell in planned.cells:
         run = planned.runs[cell.number]
         failed = [
@@ -218,13 +221,10 @@ def submit_sweep(
             prepare(wanted, say)
     if wrong := faults(planned, executor, elsewhere, skip):
         raise PreflightFault(wrong)
-    recipes_by_environment = {
-        each.recipe.environment and each.recipe.environment.digest: each.recipe
-        for each in planned.runs.values()
-    }
+    used = (each.recipe.environment for each in planned.runs.values())
+    for environment in {each.digest: each for each in used if each}.values():
+        built.ensure(environment, planned.site.root, say)
     kit = code.present(planned.site.root)
-    for recipe in recipes_by_environment.values():
-        make_environment(recipe, planned.site, say, kit)
     made: list[Run] = []
     token = executors.token(planned.path.name)
     with interrupted_later():

@@ -2,22 +2,20 @@
 
 from runspec.keys.key import Key
 
-KINDS = "venv | conda | modules | pyxis | apptainer | podman"
-CONTAINERS = ("pyxis", "apptainer", "podman")
+KINDS = "venv | conda | modules | pyxis | apptainer"
+CONTAINERS = ("pyxis", "apptainer")
 
 _KEYS = (
     Key("description", "text", "One line about the environment."),
     Key("name", "text", "Name of the record that the other keys are from."),
     Key("kind", KINDS, "What holds the packages.", "venv"),
-    Key(
-        "image", "text", "Image of a container: a file, a folder for podman, or a registry's name."
-    ),
+    Key("image", "text", "Image of a container: a file, or a registry's name."),
     Key("conda", "text", "Name or folder of the conda environment."),
     Key("conda_root", "text", "Folder of conda. Default: that of CONDA_EXE, else ~/miniforge3."),
     Key("modules", "texts", "Modules to load, in this order."),
     Key("setup", "texts", "Shell lines that the job runs first, outside of a container."),
     Key("srun", "texts", "Additional options of the srun that starts the nodes."),
-    Key("options", "texts", "Additional options of the container: of podman, apptainer or Pyxis."),
+    Key("options", "texts", "Additional options of the container: of Apptainer or Pyxis."),
     Key("prefix", "texts", "Command before the interpreter, such as [numactl, --localalloc]."),
     Key(
         "python",

@@ -27,7 +27,7 @@ def names_no_files(dataset: Mapping[str, Any]) -> str | None:
     return f"data_files must name the files of source {source}"
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class DataKeys:
     """Data."""
 
@@ -75,7 +75,7 @@ class DataKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class TrainingKeys:
     """Training."""
 
@@ -164,7 +164,7 @@ class TrainingKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class PrecisionKeys:
     """Memory and precision."""
 
@@ -223,29 +223,15 @@ class PrecisionKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class LayoutKeys:
     """Layout over GPUs."""
 
     tensor_parallel_dim: int = setting(
         "positive", "GPUs of a node that split each layer.", 1, may_change=True
     )
-    enable_async_tensor_parallel: bool = setting(
-        "flag",
-        "Compiled blocks multiply parts of the sequence while others are on their way between the "
-        "GPUs of tensor_parallel_dim, by torch's symmetric memory; needs NVLink.",
-        False,
-        may_change=True,
-    )
     expert_parallel_dim: int = setting(
         "positive", "GPUs over which the experts of a layer are distributed.", 1, may_change=True
-    )
-    expert_parallel_comm_backend: str = setting(
-        "standard | deepep",
-        "How tokens reach their experts: all-to-alls of torch's, or DeepEP's kernels, where its "
-        "package deep_ep 2.1 is installed; bf16.",
-        "standard",
-        may_change=True,
     )
     expert_imbalance: float = setting(
         "ratio",
@@ -296,7 +282,7 @@ class LayoutKeys:
     fsdp_reduce_dtype: str = setting("fp32 | bf16", "Data type of the gradient reduction.", "fp32")
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class CheckpointKeys:
     """Checkpoints and export."""
 
@@ -307,14 +293,15 @@ class CheckpointKeys:
         "number", "Minutes between checkpoints.", may_change=True
     )
     keep_last_n_checkpoints: int = setting(
-        "positive", "Newest checkpoints to keep.", 2, may_change=True
+        "positive", "Newest checkpoints to keep, beside the best.", 2, may_change=True
     )
     enable_async_checkpointing: bool = setting(
         "flag", "Continue training while a checkpoint is written.", False, may_change=True
     )
     export_checkpoint: str | None = setting(
         "best | last",
-        "Checkpoint to export; best: lowest validation loss. Default: best with dataset_val.",
+        "Checkpoint to export; best: lowest validation loss, saved when it is measured. Default: "
+        "best with dataset_val.",
         may_change=True,
     )
     save_adapter_weights_only: bool = setting(
@@ -322,7 +309,7 @@ class CheckpointKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class LoggingKeys:
     """Logging and profiling."""
 

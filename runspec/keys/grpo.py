@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from runspec.keys.key import REQUIRED, setting
 from runspec.keys.train import TrainConfig
 
-# Scores by a reward model: on the rank's own device, or with `served` on the rollout nodes.
+# Scores by a reward model on the rank's own device.
 REWARD_MODEL = "reward_model"
 # The reward functions that the kit has, and the keys that each takes beside `weight`.
 BUILT_IN: dict[str, tuple[str, ...]] = {
@@ -15,11 +15,11 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "regex": ("pattern",),
     "json_schema": ("schema", "column"),
     "code": ("column", "seconds", "memory_mb", "network"),
-    REWARD_MODEL: ("model", "served"),
+    REWARD_MODEL: ("model",),
 }
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class GrpoConfig(TrainConfig):
     """Reinforcement learning: answers that score above others to the same prompt get likelier."""
 
@@ -32,9 +32,8 @@ class GrpoConfig(TrainConfig):
         "open block",
         "What scores the answers, by names of your own: {correct: {function: exact_match, column: "
         "answer}, mine: {function: /shared/reward.py:score, weight: 0.5}}; a class with reset and "
-        "step, and turns: the most answers; function: reward_model, and model: a folder, with "
-        "served: true on the rollout nodes. The sum of the scores times their weights (default 1) "
-        "is the reward.",
+        "step, and turns: the most answers; function: reward_model, and model: a folder. The sum "
+        "of the scores times their weights (default 1) is the reward.",
         REQUIRED,
     )
     loss: str = setting(
@@ -107,14 +106,6 @@ class GrpoConfig(TrainConfig):
         600.0,
         may_change=True,
     )
-    rollout_transfer: str = setting(
-        "disk | network",
-        "With resources.rollout: how weights get to the replicas. disk: as files in the run's "
-        "folder. network: from the first node's memory, which holds two versions of them, as does "
-        "that of each rollout node; each sends on to the next what arrives.",
-        "disk",
-        may_change=True,
-    )
     rollout_engine: str = setting(
         "transformers | vllm",
         "What generates the answers. vllm: a server on each GPU of the rollout nodes, or with "
@@ -144,8 +135,7 @@ class GrpoConfig(TrainConfig):
     )
     reward_timeout: float = setting(
         "number",
-        "Seconds for one score, or for a request to a served reward model; an answer whose score "
-        "takes longer is left out.",
+        "Seconds for one score of a function; an answer whose score takes longer is left out.",
         30.0,
         may_change=True,
     )

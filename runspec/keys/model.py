@@ -9,7 +9,7 @@ from runspec.keys.key import REQUIRED, Key, setting
 TRANSFORMERS = "transformers"
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class ModelKeys:
     """Model."""
 
@@ -177,7 +177,7 @@ class ModelKeys:
             Key(
                 "checkpoint_files",
                 "any",
-                "Weight files. Default: all *.safetensors in it.",
+                "Weight files. Default: those that transformers reads.",
                 may_change=True,
             ),
             Key(

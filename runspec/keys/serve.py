@@ -23,6 +23,12 @@ _KEYS = (
     Key("max_request_bytes", "positive", "Maximum size of a request.", 1048576),
     Key("max_in_flight", "positive", "Maximum concurrent requests; others get status 503.", 512),
     Key(
+        "max_answers",
+        "positive",
+        "Maximum answers of one request, prompts times n; it counts as that many requests.",
+        128,
+    ),
+    Key(
         "rate_per_s",
         "number",
         "Maximum requests per second; others get status 429. Default: no limit.",
@@ -46,6 +52,13 @@ _KEYS = (
         300,
     ),
     Key("log_share", "rate", "Share of the requests to log, 0 to 1.", 1.0),
+    Key(
+        "log_required",
+        "flag",
+        "Whether a replica ends if it cannot log a request, as on a full disk; else it goes on "
+        "and says so.",
+        False,
+    ),
     Key("log_rows", "positive", "Requests per Parquet file.", 1000),
     Key("log_minutes", "number", "Maximum time between two Parquet files.", 10),
     Key("redact", "texts", "Regular expressions whose matches are removed from the log."),

@@ -29,7 +29,7 @@ TRAINS_PROMPTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class TrainConfig(
     ModelKeys,
     DataKeys,
@@ -132,6 +132,7 @@ class TrainConfig(
             False,
             unused="peak memory is always logged",
         ),
+        Key("log_level", "text", "Level of torchtune's logger.", unused="logs are at INFO"),
     )
 
     output_dir: Path
@@ -209,12 +210,6 @@ class TrainConfig(
         return self.fp8_recipe_name if self.enable_fp8_training else None
 
     @property
-    def overlaps_tensor_parallel(self) -> bool:
-        """Whether compiled products go beside the messages of tensor parallelism."""
-        asked = self.enable_async_tensor_parallel and self.compile
-        return asked and self.tensor_parallel_dim > 1
-
-    @property
     def row_multiple(self) -> int:
         """What the length of every row must be divisible by, for tensor parallelism and fp8."""
         return math.lcm(self.tensor_parallel_dim, FP8_MULTIPLE if self.enable_fp8_training else 1)
@@ -250,12 +245,6 @@ def recomputed(config: Mapping[str, Any]) -> int | str | None:
     return int(mode) if str(mode).isdigit() else None
 
 
-def uses_deepep(config: Mapping[str, Any]) -> bool:
-    """Whether DeepEP's kernels send tokens to their experts."""
-    spread = int(config.get("expert_parallel_dim") or 1) > 1
-    return spread and config.get("expert_parallel_comm_backend") == "deepep"
-
-
 def uncompiled_experts(config: Mapping[str, Any]) -> bool:
     """Whether blocks with experts stay uncompiled, although `compile` is set.
 
@@ -283,27 +272,11 @@ def notes(config: Mapping[str, Any]) -> Iterator[str]:
                 f"{block['_component_'].rpartition('.')[2]} would also train the prompts: "
                 f"{name}.train_on_input=True"
             )
-    saved, validated = config.get("save_every_n_steps"), config.get("run_val_every_n_steps")
-    if isinstance(saved, int) and isinstance(validated, int) and validated and saved % validated:
-        yield (
-            "save_every_n_steps: only a checkpoint at a multiple of run_val_every_n_steps has a "
-            "val_loss and can be the best"
-        )
     if config.get("enable_fp8_training") and not config.get("compile"):
         yield (
             "enable_fp8_training: without compile its casts cost more time than its matrix "
             "products save; set compile=True"
         )
-    if config.get("enable_async_tensor_parallel"):
-        unmet = {
-            "compile=True": not config.get("compile"),
-            "tensor_parallel_dim above 1": int(config.get("tensor_parallel_dim") or 1) == 1,
-        }
-        for needed in (name for name, missing in unmet.items() if missing):
-            yield f"enable_async_tensor_parallel: does nothing without {needed}"
-    asked = config.get("expert_parallel_comm_backend") == "deepep"
-    if asked and not uses_deepep(config):
-        yield "expert_parallel_comm_backend: does nothing without expert_parallel_dim above 1"
     if uncompiled_experts(config):
         yield (
             "compile: blocks with experts are not compiled with expert_parallel_dim above 1 and "

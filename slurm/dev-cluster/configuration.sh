@@ -18,14 +18,14 @@ free_ports() { # count; prints the first of as many neighbouring TCP ports that 
     local used base attempt
     used=$(sed -nE 's/^ *[0-9]+: [0-9A-F]+:([0-9A-F]+) .*/\1/p' /proc/net/tcp{,6} 2>/dev/null) || true
     for ((attempt = 0; attempt < 1000; attempt++)); do
-        # Below the ports that the kernel assigns itself, so that a restarted daemon can use its port again.
-        base=$((20000 + (RANDOM * 32768 + RANDOM) % 12000))
+        # Below the ports of runs, and those that the kernel assigns itself: a restarted daemon gets its port again.
+        base=$((10000 + RANDOM % 9000))
         # shellcheck disable=SC2046 # one word per port
         grep -qxF -f <(printf '%04X\n' $(seq "$base" $((base + $1 - 1)))) <<<"$used" && continue
         echo "$base"
         return
     done
-    fail "found no $1 free neighbouring TCP ports from 20000 on"
+    fail "found no $1 free neighbouring TCP ports from 10000 on"
 }
 
 write_state() {

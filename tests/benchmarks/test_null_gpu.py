@@ -18,7 +18,6 @@ from launcher.recipes import recipe as recipes
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.recipe_step import step_of
 from runspec.keys.model import TRANSFORMERS
-from slurm.ports import free_port
 from tests.launcher.kit import until
 from tests.model_sizes import DEMO
 from tests.serving.test_virtual_tokens import answer
@@ -145,29 +144,6 @@ def test_the_host_waits_for_logged_steps_only(
     own = int(name == "Adafactor")
     assert waits[3:9] == [own + step for step in (0, 1, 0, 0, 1, 0)]
     assert (path.parent / "export/config.json").is_file()
-
-
-@pytest.mark.long
-@pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
-@pytest.mark.parametrize("folder", ["demo", "qwen3"])
-def test_ranks_that_are_forked_can_use_the_gpu(
-    folder: str, tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is imported before they are forked does not start CUDA: torchtune's or transformers'."""
-    changes: dict[str, Any] = {}
-    if folder != "demo":
-        source = write(folder, tmp_path / "model", demo_model)
-        changes = {"model": None, "checkpointer": {"checkpoint_dir": str(source)}}
-    settings = {"device": "cuda", "max_steps": 2, "log_every_n_steps": 1}
-    path = write_config(tmp_path / "run", demo_model, DATASET, **settings | changes)
-    place = {"HEAD_ADDR": "localhost", "HEAD_PORT": str(free_port("localhost", "1", 0))}
-    numbers = {"NODES": "1", "NODE_RANK": "0", "RANKS_PER_NODE": "1", "NODE_CHECK": "no"}
-    kit = {"COOKBOOK": str(ROOT), "PYTHONPATH": str(ROOT), "LOGS": str(tmp_path)}
-    for key, value in (place | numbers | kit).items():
-        monkeypatch.setenv(key, value)
-    done = run(sys.executable, "-P", "-m", "trainer.launch", "trainer.sft", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 on cuda" in done.stdout and "imports it again" not in done.stdout
 
 
 @pytest.mark.long

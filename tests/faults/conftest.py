@@ -1,7 +1,4 @@
-"""A cluster, its user and an undisturbed run, which the tests of this folder share.
-
-COOKBOOK_TEST_START_FROM=image: the nodes of all runs start from images.
-"""
+"""A cluster, its user and an undisturbed run, which the tests of this folder share."""
 
 import os
 import subprocess
@@ -17,10 +14,6 @@ from tests.conftest import SlurmCluster
 from tests.faults.kit import SHORT, Undisturbed
 from tests.launcher.kit import Kit, report
 
-# A line of the site's file.
-_VALUE = os.environ.get("COOKBOOK_TEST_START_FROM")
-START_FROM = f"start_from: {_VALUE}\n" if _VALUE else ""
-
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory) -> Path:
@@ -31,10 +24,6 @@ def user_of(cluster: SlurmCluster, root: Path) -> Kit:
     """A user of a cluster whose runs are in root."""
     env = {key: value for key, value in cluster.env.items() if not key.startswith("COOKBOOK_")}
     env |= {"COOKBOOK_ROOT": str(root), "XDG_CACHE_HOME": str(root / "cache")}
-    if START_FROM:
-        (root / "sites").mkdir(exist_ok=True)
-        (root / "sites" / "default.yaml").write_text(START_FROM)
-        env["COOKBOOK_CLUSTERS"] = str(root / "sites")
     return Kit(env, root)
 
 
@@ -43,7 +32,7 @@ def site_of(user: Kit, setting: str) -> Iterator[str]:
     """The name of a user's site with one more setting."""
     folder = Path(user.env.get("COOKBOOK_CLUSTERS", paths.CLUSTERS))
     path = folder / f"{setting.partition(':')[0]}-{os.getpid()}.yaml"
-    path.write_text(f"{START_FROM}{setting}\n")
+    path.write_text(f"{setting}\n")
     try:
         yield path.stem
     finally:

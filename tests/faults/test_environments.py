@@ -22,10 +22,8 @@ from tests.faults.kit import SHORT, attempts, ended, processes_of, rank, trains
 from tests.launcher.kit import Kit, ranks_of, report, until
 from tests.launcher.test_environments import CONDA
 
-# Root without CAP_SYS_RESOURCE cannot raise its limits; crun refuses the cgroups of some hosts.
-PODMAN = '[engine]\nruntime = "runc"\n[containers]\ndefault_ulimits = ["nofile={0}", "nproc={0}"]\n'
 SHORTEST = ("pyxis", "apptainer")
-KINDS = ("venv", "conda", "modules", "pyxis", "apptainer", "podman")
+KINDS = ("venv", "conda", "modules", "pyxis", "apptainer")
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not containers.SPANK.exists() or not shutil.which("gcc"),
@@ -43,7 +41,6 @@ def place(tmp_path_factory) -> Path:
     (place / "modules/llm").write_text(f"#%Module1.0\nprepend-path PATH {sys.prefix}/bin\n")
     (place / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS={place}/envs\n{CONDA}")
     (place / "envs/llm").symlink_to(sys.prefix)
-    (place / "podman.conf").write_text(PODMAN.format("4096:4096"))
     return place
 
 
@@ -73,7 +70,6 @@ def block(kind: str, place: Path) -> str:
         "conda": f"conda: llm, conda_root: {place}",
         "modules": f"setup: [export MODULEPATH={place}/modules], modules: [llm]",
         "apptainer": f"{image}, setup: [export APPTAINER={apptainer}]",
-        "podman": f"{image}, setup: [export CONTAINERS_CONF={place}/podman.conf]",
     }
     return f"+environment={{kind: {kind}, {own.get(kind, image)}}}"
 

@@ -109,7 +109,7 @@ def test_a_gpu_that_is_freed_within_seconds_is_fit(tmp_path):
 def test_every_unfit_node_of_an_attempt_is_left_out_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     (tmp_path / "logs").mkdir()
-    attempt.begin(tmp_path, ["n1", "n2", "n3", "n4"], "127.0.0.1")
+    attempt.begin(tmp_path, ["n1", "n2", "n3", "n4"])
     for number, node in enumerate(["n2", "n4"]):
         record = {"host": node, "time": 1, "type": "BadNodeError", "message": f"node {node} is bad"}
         (tmp_path / "logs" / "0" / f"error_node_{number}.json").write_text(json.dumps(record))

@@ -194,7 +194,7 @@ def test_values_of_a_wrong_type_end_no_run(tmp_path, monkeypatch, value):
     monkeypatch.setenv("MAX_GPU_HOURS", "100")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     (tmp_path / "logs").mkdir()
-    attempt.begin(tmp_path, ["n1"], "127.0.0.1")
+    attempt.begin(tmp_path, ["n1"])
     status, progress = tmp_path / "status.json", {"state": "running", "attempt": 0, "saved": 3}
     error = {"rank": 0, "host": "n1", "time": 1.0, "type": "RuntimeError", "message": "boom"}
     whole = {
@@ -219,7 +219,7 @@ def test_values_of_a_wrong_type_end_no_run(tmp_path, monkeypatch, value):
             broken = {**whole[status], key: value} if path == status else whole[status]
             status.write_text(json.dumps(broken))
             monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-            assert attempt.begin(tmp_path, ["n1"], "127.0.0.1", max_retries=99), (path, key)
+            assert attempt.begin(tmp_path, ["n1"], max_retries=99), (path, key)
             monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
             (tmp_path / "attempts.jsonl").write_text("")
 
@@ -230,7 +230,7 @@ def test_records_that_cannot_be_read_are_not_taken_for_missing(tmp_path):
     env = {**os.environ, "RUN_DIR": str(tmp_path), "JOB_PID": str(os.getpid())}
     env["PYTHONPATH"] = str(paths.REPO_ROOT)
     record = [sys.executable, "-P", "-m", "slurm.attempt"]
-    began = subprocess.run([*record, "begin", "--hosts=n1", "--head=127.0.0.1"], env=env)
+    began = subprocess.run([*record, "begin", "--hosts=n1"], env=env)
     assert began.returncode == 0
     # Reading a folder fails with an error that is not "no such file".
     (tmp_path / "progress.json").mkdir()
@@ -248,7 +248,7 @@ def test_an_end_is_recorded_once_with_the_time_at_which_it_came(tmp_path, monkey
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("JOB_PID", str(os.getpid()))
     (tmp_path / "logs").mkdir()
-    attempt.begin(tmp_path, ["n1"], "127.0.0.1")
+    attempt.begin(tmp_path, ["n1"])
     ended = time.time() + 5
     # An hour later it could be written: the attempt did not reach the recipe's timeout.
     for _ in range(2):

@@ -20,7 +20,6 @@ from tests.faults.conftest import user_of
 from tests.faults.kit import attempts, ended, processes_of, processes_of_node
 from tests.launcher.kit import Kit, checkpoints, losses, ranks_of, report, until
 from tests.trainer.runs import metrics
-from tests.trainer.test_grpo import scorer
 from tests.vllm_stand_in import vllm_python
 from trainer import demo_sums
 
@@ -201,25 +200,6 @@ def test_a_rank_that_is_killed_in_the_transfer_changes_no_loss(user: Kit, in_tur
     assert_equal(run, in_turns)
 
 
-@pytest.mark.named
-def test_weights_over_the_network_pass_a_replica_that_dies(new_cluster, root: Path, in_turns: Path):
-    """The one that sends on to the other; then the rank whose memory they came from."""
-    given = ("resources.rollout=2", "rollout_transfer=network", "generation_batch_size=16")
-    with new_cluster("roles-network", "--nodes", "3") as cluster:
-        user = user_of(cluster, root)
-        _, run = user.submit(*RUN, *given)
-        reaches(run, 10)
-        assert not [*(run / ".rollout").glob("weights_*")]
-        os.kill(replica(run), signal.SIGKILL)
-        until(lambda: rollout(run)["deaths"], 30, lambda: report(run))
-        reaches(run, 30)
-        kill_rank(run)
-        lines = ended(user, run, "COMPLETED")
-        assert [line["cause"] for line in lines] == ["killed", "finished"], report(run)
-        assert [each["replica"] for each in rollout(run)["deaths"]] == [0]
-        assert losses(run) == losses(in_turns)
-
-
 def kill_rank(run: Path) -> int:
     rank = ranks_of(run, PROGRAM)[0]
     os.kill(rank, signal.SIGKILL)
@@ -335,22 +315,6 @@ def test_a_run_ahead_loses_no_step_and_keeps_its_bound(user: Kit, in_turns: Path
     assert [line["step"] for line in logged] == [*range(1, 121)]
     assert max(line["staleness/most"] for line in logged) == 2
     assert len(rollout(run)["deaths"]) == 1
-
-
-@pytest.mark.named
-def test_a_served_reward_model_comes_back_with_its_replica(user: Kit, in_turns: Path, root: Path):
-    """A replica that is stopped while it scores, against a run with the model on the trainer."""
-    judge = scorer(root / "judge", root / "models/demo-sums")
-    block = "+rewards.judge={function: reward_model, model: " + f"{judge}, weight: 0.1"
-    _, beside = user.submit(*RUN, block + "}")
-    ended(user, beside, "COMPLETED")
-    _, run = user.submit(*RUN, "resources.rollout=1", block + ", served: true}")
-    reaches(run, 10)
-    os.kill(replica(run), signal.SIGSTOP)
-    ended(user, run, "COMPLETED", timeout=240)
-    assert rollout(run)["deaths"][0]["reason"] == "did not answer for 20 s"
-    assert all(line["answers/failed"] == 0 for line in metrics(run))
-    assert_equal(run, beside)
 
 
 def vllm(folder: Path) -> list[str]:

@@ -90,13 +90,13 @@ def test_a_series_counts_its_attempts_together_and_a_resumed_run_anew(tmp_path, 
     (tmp_path / "logs").mkdir()
     for number, job in enumerate(["11", "12", "13"]):
         monkeypatch.setenv("SLURM_JOB_ID", job)
-        attempt.begin(tmp_path, ["n1"], "127.0.0.1")
+        attempt.begin(tmp_path, ["n1"])
         attempt.succeed(tmp_path, str(int(job) + 1))
         follows = attempt.end(tmp_path, number, 1, max_retries=2)
         assert follows == ("failed" if number == 2 else "run")
     assert [line["series"] for line in attempts(tmp_path)] == ["11"] * 3
     monkeypatch.setenv("SLURM_JOB_ID", "20")
-    attempt.begin(tmp_path, ["n1"], "127.0.0.1")
+    attempt.begin(tmp_path, ["n1"])
     assert attempt.end(tmp_path, 3, 1, max_retries=2) == "run"
 
 

@@ -162,11 +162,9 @@ def ranks_of(run: Path, program: str = "trainer.sft") -> dict[int, int]:
                 for pair in (process / "environ").read_text(errors="replace").split("\0")
             )
             command = (process / "cmdline").read_text(errors="replace")
-            # One that trainer.launch has forked is known by its name.
-            name, _, rank = (process / "comm").read_text().strip().partition(" ")
+            rank = environ.get("RANK", "")
         except OSError:
             continue
-        rank = rank if name == "rank" else environ.get("RANK", "")
         is_rank = program in command and "bash" not in command.split("\0")[0]
         if is_rank and environ.get("RUN_DIR") == str(run) and rank:
             found[int(rank)] = int(process.name)

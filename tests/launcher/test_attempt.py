@@ -203,7 +203,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/{}] {}"
     ],
 )
 def test_a_ranks_fault_has_its_cause(run_dir, error, cause):
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    attempt.begin(run_dir, ["n1"])
     write_error_record(run_dir / "logs" / "0", 0, error)
     attempt.end(run_dir, 0, 1)
     assert read_json_lines(run_dir / "attempts.jsonl")[-1]["cause"] == cause
@@ -221,7 +221,7 @@ NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 def test_a_rank_without_a_record_is_blamed_by_its_peers(run_dir, monkeypatch):
     monkeypatch.setenv("RANKS_PER_NODE", "1")
-    attempt.begin(run_dir, ["n1", "n2"], "127.0.0.1")
+    attempt.begin(run_dir, ["n1", "n2"])
     write_error_record(run_dir / "logs" / "0", 1, PeerError({0: Fault.of(NO_SPACE)}))
     attempt.end(run_dir, 0, 1)
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
@@ -233,7 +233,7 @@ def test_a_rank_without_a_record_is_blamed_by_its_peers(run_dir, monkeypatch):
 def test_shared_storage_that_fails_is_no_nodes_fault(run_dir, monkeypatch, script):
     monkeypatch.setenv("RANKS_PER_NODE", "1")
     for number in range(3):
-        attempt.begin(run_dir, ["n1", "n2"], "127.0.0.1")
+        attempt.begin(run_dir, ["n1", "n2"])
         logs = run_dir / "logs" / str(number)
         if script:
             said = "Traceback\nOSError: [Errno 5] Input/output error: '/shared/data.bin'\n"
@@ -260,14 +260,14 @@ SLURMCTLD LOG FOR DETAILS ***
 def test_a_lost_node_is_named_and_left_out(run_dir, monkeypatch, recorded, nodes, names):
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     hosts = ["n1", "n2", "n3", "n4"]
-    attempt.begin(run_dir, hosts, "127.0.0.1")
+    attempt.begin(run_dir, hosts)
     text = LOST.format(nodes=nodes).replace("\\\n", "")
     # The job script may die with the first node, and with it what Slurm says of the job.
     (run_dir / "logs/job.log").write_text(text if recorded else text.partition("slurmstepd")[0])
     if recorded:
         attempt.end(run_dir, 0, 143, job_state="COMPLETING")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    attempt.begin(run_dir, hosts, "127.0.0.1")
+    attempt.begin(run_dir, hosts)
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert (line["cause"], line["node"], line["bad_nodes"]) == ("node_failure", "n2", names)
     assert line["message"] == f"Slurm ended the job because it lost a node: {', '.join(names)}"
@@ -290,7 +290,7 @@ KILL = "error: Detected 1 oom_kill event in StepId=11.0."
     ],
 )
 def test_memory_ran_out_on_the_node_that_slurm_names(run_dir, log, text, node):
-    attempt.begin(run_dir, ["n1", "n2"], "127.0.0.1")
+    attempt.begin(run_dir, ["n1", "n2"])
     (run_dir / "logs" / log).write_text(text)
     attempt.end(run_dir, 0, 1)
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
@@ -332,7 +332,7 @@ def test_retries_end_when_nothing_is_gained_and_go_on_while_something_is(run_dir
     for number, (gain, expected) in enumerate(
         [(10, "run"), (None, "run"), (20, "run"), (None, "run"), (None, "failed")]
     ):
-        assert attempt.begin(run_dir, ["n1"], "127.0.0.1").split()[0] == str(number)
+        assert attempt.begin(run_dir, ["n1"]).split()[0] == str(number)
         if gain:
             checkpoint(run_dir, gain)
         assert attempt.end(run_dir, number, 1, max_retries=1, job_state=None) == expected
@@ -348,7 +348,7 @@ def test_an_evaluation_gains_by_its_shards(run_dir):
     shards = run_dir / "evals" / "shards"
     shards.mkdir(parents=True)
     for number, gained in enumerate([True, False, True]):
-        attempt.begin(run_dir, ["n1"], "127.0.0.1")
+        attempt.begin(run_dir, ["n1"])
         if gained:
             (shards / f"{number}.json").write_text("{}")
         attempt.end(run_dir, number, 1, max_retries=3)
@@ -358,7 +358,7 @@ def test_an_evaluation_gains_by_its_shards(run_dir):
 
 def test_a_replica_gains_by_the_minutes_for_which_it_was_ready(run_dir):
     for number, minutes in enumerate([0, 2, 2, 3]):
-        attempt.begin(run_dir, ["n1"], "127.0.0.1")
+        attempt.begin(run_dir, ["n1"])
         (run_dir / "served.json").write_text(json.dumps({"minutes": minutes}))
         attempt.end(run_dir, number, 1, max_retries=3)
     told = read_json_lines(run_dir / "attempts.jsonl")
@@ -367,37 +367,37 @@ def test_a_replica_gains_by_the_minutes_for_which_it_was_ready(run_dir):
 
 def test_an_attempt_that_could_not_record_its_end_gets_a_line(run_dir, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "11")
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    attempt.begin(run_dir, ["n1"])
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     # The job script has to ask whether that job still runs; it does not.
-    assert attempt.begin(run_dir, ["n2"], "127.0.0.1") == "busy 11"
+    assert attempt.begin(run_dir, ["n2"]) == "busy 11"
     assert read_json_lines(run_dir / "attempts.jsonl") == []
-    assert attempt.begin(run_dir, ["n2"], "127.0.0.1", ended="11").startswith("1 ")
+    assert attempt.begin(run_dir, ["n2"], ended="11").startswith("1 ")
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert line["attempt"] == 0 and line["cause"] == "lost" and line["nodes"] == ["n1"]
 
 
 def test_a_process_of_this_host_that_runs_keeps_its_run(run_dir, monkeypatch):
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")  # as process 1
+    attempt.begin(run_dir, ["n1"])  # as process 1
     monkeypatch.setenv("JOB_PID", str(os.getpid()))
     with pytest.raises(SystemExit, match="job local-1 still works on this run"):
-        attempt.begin(run_dir, ["n1"], "127.0.0.1", ended=None)
+        attempt.begin(run_dir, ["n1"], ended=None)
 
 
 def test_a_fault_of_the_job_script_itself_is_permanent(run_dir):
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    attempt.begin(run_dir, ["n1"])
     assert attempt.end(run_dir, 0, 127, max_retries=3, message="line 'x' failed") == "failed"
     status = json.loads((run_dir / "status.json").read_text())
     assert status["state"] == "FAILED" and status["message"].endswith(": fault: line 'x' failed")
 
 
 def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsys):
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    attempt.begin(run_dir, ["n1"])
     checkpoint(run_dir, 10)
     attempt.end(run_dir, 0, 1, max_retries=0)
     assert capsys.readouterr().err.count("make a new run with: cookbook submit") == 0
     monkeypatch.setenv("JOB_PID", str(os.getpid()))
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    attempt.begin(run_dir, ["n1"])
     told = capsys.readouterr().err
     assert f"continues the run of job local-1 in {run_dir}, from the checkpoint of step 10" in told
     assert "make a new run with: cookbook submit" in told
@@ -405,14 +405,14 @@ def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsy
 
 def test_a_finished_run_is_not_trained_again(run_dir):
     (run_dir / "progress.json").write_text('{"state": "finished", "attempt": 0}')
-    assert attempt.begin(run_dir, ["n1"], "127.0.0.1") == "finished"
+    assert attempt.begin(run_dir, ["n1"]) == "finished"
 
 
 def test_progress_of_an_attempt_before_does_not_finish_this_one(run_dir):
     (run_dir / "progress.json").write_text('{"state": "stopped", "attempt": 0}')
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    attempt.begin(run_dir, ["n1"])
     assert attempt.end(run_dir, 0, 0, 3, None) == "run"  # stopped, without Slurm: again at once
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    attempt.begin(run_dir, ["n1"])
     assert attempt.end(run_dir, 1, 0, 3, None) == "run"
     causes = [line["cause"] for line in read_json_lines(run_dir / "attempts.jsonl")]
     assert causes == ["stopped", "killed"]
@@ -427,7 +427,7 @@ def test_torn_records_are_passed_over(run_dir):
 
 def test_a_run_whose_steps_are_not_finite_is_not_started_again(run_dir):
     """By the trainer's own record: torchrun's exit status is 1 whatever a rank's was."""
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    attempt.begin(run_dir, ["n1"])
     fault = NonFiniteLossError("step 7: not finite in 3 steps in a row")
     write_error_record(run_dir / "logs" / "0", 1, fault)
     assert attempt.end(run_dir, 0, 1, max_retries=3, job_state=None) == "failed"

@@ -35,11 +35,6 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["submit", "demo", "checkpointer.recipe_checkpoint=x"], 2, "cannot read the state of"),
         (["submit", "demo", "resources.rollout=2"], 2, "only entry: grpo generates answers"),
         (
-            ["submit", "demo_grpo", "+rewards.correct.served=true"],
-            2,
-            "rewards.correct.served: only rollout nodes serve a reward model",
-        ),
-        (
             ["submit", "demo_grpo", "rollout_engine=vllm", "max_staleness=1", "importance_cap=2"],
             2,
             "max_staleness: only rollout nodes sample ahead of the trainer; set",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from launcher import paths
 from launcher.checks import failed, warning
 from launcher.checks.doctor import nodes, report
 from launcher.checks.doctor.ask import NodeReport
-from launcher.site import Site
 from launcher.venv import TorchBuild
 from tests.launcher.hub_server import serving
 from tests.launcher.kit import FAKE_TOKEN, Kit, until
@@ -194,7 +192,6 @@ def test_the_node_check_asks_every_node_and_adds_up_over_them(slurm_user: Kit):
         assert (row["reached"], row["files"]) == ("yes", "shared")
         assert row["import"].endswith(" s") and row["gpus"] == "8 by Slurm"
     assert "2 ranks on 2 nodes: 16 MiB in" in text_of(findings, "all-reduce", "ok")
-    assert "a file of the virtual environment opens in" in text_of(findings, "start_from", "ok")
 
 
 @pytest.mark.long
@@ -290,42 +287,3 @@ def test_a_table_of_nodes_has_a_row_for_those_without_a_report():
     whole.values["all_reduce"] = ["4 16 0.0432 0.39"]
     told = "4 ranks on 1 nodes: 16 MiB in 43.2 ms, 0.39 GB/s bus bandwidth"
     assert report.all_reduce([whole]).message == told
-
-
-@pytest.mark.parametrize(
-    ("opened", "mounts", "setting", "state", "told"),
-    [
-        ("500 40000", "yes", "shared", "ok", "shared: a file of the .* opens in 0.08 ms"),
-        ("500 600000", "yes", "shared", "warning", "in 1.20 ms .* take 7.4 s"),
-        ("500 600000", "no", "shared", "warning", "take 7.4 s; n2 cannot mount images"),
-        ("500 40000", "no", "image", "warning", "^n2 cannot mount images"),
-        ("500 600000", "yes", "image", "ok", "image: all nodes can mount it"),
-    ],
-)
-def test_start_from_is_chosen_by_the_slowest_node(opened, mounts, setting, state, told):
-    first = NodeReport("n1", {"opened": ["500 30000"], "mounts": ["yes"]})
-    second = NodeReport("n2", {"opened": [opened], "mounts": [mounts]})
-    (found,) = report.start_from([first, second], Site(start_from=setting))
-    assert found.state == state and re.search(told, found.message)
-    if (opened, mounts, setting) == ("500 600000", "yes", "shared"):
-        assert found.remedy == "set start_from: image in the site's file"
-    assert not report.start_from([NodeReport("n1", {})], Site())
-
-
-def test_nodes_that_cannot_mount_images_unpack_their_copies() -> None:
-    node = NodeReport("n1", {"opened": ["500 600000"], "mounts": ["no"]})
-    site = Site(start_from="image", copy_images_to="/tmp")
-    (found,) = report.start_from([node], site)
-    assert found.state == "warning" and "copy_images_to" not in found.remedy
-    node.values["unpacks"] = ["yes"]
-    (found,) = report.start_from([node], Site(start_from="image"))
-    assert found.state == "warning"
-    assert found.remedy == (
-        "ask for squashfuse on the nodes, or set copy_images_to: what cannot mount its copies "
-        "unpacks them; until then they open the files one by one"
-    )
-    (found,) = report.start_from([node], site)
-    assert (found.state, found.message) == (
-        "ok",
-        "image: n1 cannot mount its copies, and unpacks them",
-    )

@@ -42,7 +42,8 @@ def test_it_loads_renders_and_is_checked(toy, tmp_path):
     recipe = recipes.load(str(toy), ["words=goodbye"], {"nodes": 3})
     assert recipe.entry is TOY and recipe.method == "full" and recipe.max_retries == 3
     planned = plan(recipe, Site(shared_root=str(tmp_path / "shared")))
-    assert '-P -m trainer.launch toys.train "$RUN_DIR/train.yaml"\n' in planned.script
+    rank = 'bash "$COOKBOOK/slurm/rank.sh" python -P -m toys.train "$RUN_DIR/train.yaml"\n'
+    assert "-P -m torch.distributed.run \\\n" in planned.script and rank in planned.script
     assert "#SBATCH --nodes=3\n" in planned.script and "MAX_RETRIES=3" in planned.script
     written = yaml.safe_load(planned.contents["train.yaml"])
     assert written == {"steps": 5, "words": "goodbye", "output_dir": str(planned.path)}

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -12,17 +11,16 @@ import pytest
 
 from launcher import executors, paths, render
 from launcher.checks import Context, findings, inside
-from launcher.errors import PreflightFault, RecipeFault
+from launcher.errors import PreflightFault, RecipeFault, RunFault
 from launcher.recipes import recipe
 from launcher.recipes.environment import Environment
 from launcher.runs import built
+from launcher.runs.directory import Run
 from launcher.site import Site, complete
 from runspec import files
-from runspec.states import process_start
 from slurm import probe
-from slurm.tether import descendants
 from tests.faults import containers
-from tests.launcher.kit import Kit, until
+from tests.launcher.kit import Kit
 
 RUN = Path("/shared/runs/20260102-030405-demo-0a1b")
 # A stand-in of conda, which reads variables that are not set, as conda does.
@@ -41,7 +39,7 @@ def loaded(block: str, *more: str) -> recipe.Recipe:
 @pytest.mark.parametrize(
     ("block", "wanted"),
     [
-        ("{dependencies: [einops]}", ['exec "$ENV_PYTHON" -P -m trainer.launch']),
+        ("{dependencies: [einops]}", ['exec "$ENV_PYTHON" -P -m torch.distributed.run']),
         ("{kind: conda, conda: llm}", ["enter_conda llm ''", "find_python python"]),
         ("{kind: modules, modules: [cuda/12.8]}", ["load_module cuda/12.8", "exec python -P"]),
         ("{prefix: [numactl, --localalloc]}", ["exec numactl --localalloc python -P"]),
@@ -52,7 +50,7 @@ def loaded(block: str, *more: str) -> recipe.Recipe:
                 f"{{kind: {kind}, image: /i, binds: ['/data:/d:ro'], options: [--o=1]}}",
                 [f"enter_container {kind} /i /data:/d:ro --o=1", 'exec "${INSIDE[@]}" "$ENV_PY'],
             )
-            for kind in ("pyxis", "apptainer", "podman")
+            for kind in ("pyxis", "apptainer")
         ],
     ],
 )
@@ -64,7 +62,7 @@ def test_a_record_becomes_lines_of_the_job_script(block, wanted):
 
 def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
     given = ["endpoint=e", "endpoint_dir=/e", "model=/m", "key_file=/k"]
-    block = "+environment={kind: podman, image: i, python: py}"
+    block = "+environment={kind: apptainer, image: i, python: py}"
     asked = recipe.load(str(paths.SERVE / "default.yaml"), [*given, block])
     text = render.job_script(asked, Site(), RUN, "serve")
     assert 'exec "$VENV/bin/python" -P -m torch.distributed.run' in text
@@ -77,11 +75,11 @@ def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ("{kind: podman}", "environment.image is missing"),
+        ("{kind: apptainer}", "environment.image is missing"),
         ("{image: /i}", "environment.image has no meaning for kind: venv"),
-        ("{kind: podman, image: i, binds: [data]}", "'data' is not /PATH"),
+        ("{kind: apptainer, image: i, binds: [data]}", "'data' is not /PATH"),
         ("{kind: docker}", "must be one of venv, conda"),
-        ("{kind: podman, image: i, dependencies: [a]}", "dependencies has no meaning"),
+        ("{kind: pyxis, image: i, dependencies: [a]}", "dependencies has no meaning"),
         ("{pyhton: a}", "did you mean python"),
         ("nosuch", "there is no environment 'nosuch'"),
     ],
@@ -106,7 +104,7 @@ def test_the_option_and_then_the_recipe_come_before_the_site(tmp_path, monkeypat
 # The environment, the words that are shown, and further settings of the recipe.
 FAULTS: dict[str, tuple[str, ...]] = {
     "an image that does not exist": ("{kind: apptainer, image: /no.sif}", "there is no image"),
-    "a bind that does not exist": ("{kind: podman, image: i, binds: [/no]}", "there is no /no"),
+    "a bind that does not exist": ("{kind: apptainer, image: i, binds: [/no]}", "there is no /no"),
     "a runtime that is not there": ("{kind: apptainer, image: i}", "not installed there"),
     "a conda environment that does not exist": (
         "{kind: conda, conda: nosuch, conda_root: PLACE}",
@@ -123,7 +121,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "an interpreter that does not exist": ("{python: /no/python}", "correct environment.python"),
     "another architecture": ("{python: PLACE/other}", "another architecture"),
-    "a stale container": ("{kind: podman, image: i, options: [--name=x]}", "stale"),
+    "a stale container": ("{kind: pyxis, image: i, options: [--container-name=x]}", "stale"),
     "a plugin of NCCL that is missing": (
         "{variables: {NCCL_NET: nosuch}}",
         "the NCCL plugin nosuch",
@@ -221,7 +219,7 @@ def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeyp
         block = block.replace(name, value)
     path = tmp_path / "mine.yaml"
     path.write_text("model_name_or_path: m\ndataset_name: d\nlearning_rte: 1\n")
-    asked = recipe.load(f"trl:{path}", [f"+environment={block}"])
+    asked = recipe.load(f"trl:{path}", ["entry=trl:sft", f"+environment={block}"])
     context = Context(asked, Site(shared_root=str(tmp_path)), executors.choose(True))
     *_, found = findings("environment", inside.inside, context)
     assert found.state == "failed", found.line
@@ -255,33 +253,6 @@ def test_what_the_probe_sees_inside(monkeypatch, tmp_path):
     assert f"packages in {tmp_path} come before" in found
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_container_ends_with_the_process_that_started_it(number):
-    """In the place of podman stands a shell that ends before what it has started."""
-    ranks = "import subprocess as s; p = s.Popen(['sleep', '61'], start_new_session=True); \
-print(p.pid, flush=True); p.wait()"
-    tether = [sys.executable, "-P", "-m", "slurm.tether"]
-    outer = subprocess.Popen(
-        [
-            *(*tether, "outside", "bash", "-c", 'setsid "$@" & read -r', "podman"),
-            *(*tether, "inside", sys.executable, "-c", ranks),
-        ],
-        env={**os.environ, "PYTHONPATH": str(paths.REPO_ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert outer.stdin is not None and outer.stdout is not None
-    rank = int(outer.stdout.readline())
-    outer.stdin.close()
-    until(lambda: not descendants(outer.pid), 20)
-    outer.send_signal(number)
-    outer.wait(timeout=20)
-    if number == signal.SIGTERM:
-        assert process_start(rank) is None, "the outer process lasts as long as the inner one"
-    until(lambda: process_start(rank) is None, 20)
-
-
 WHEEL = """
 import zipfile
 def build_wheel(folder, config_settings=None, metadata_directory=None):
@@ -295,15 +266,39 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 """
 
 
+def write_package(folder: Path, backend: str = WHEEL) -> str:
+    """Write a package that needs no index to be built; return the dependency that names it."""
+    folder.mkdir()
+    (folder / "backend.py").write_text(backend)
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        f'[project]\nname = "{folder.name}"\nversion = "1.0"\n'
+    )
+    return f"{folder.name} @ file://{folder}"
+
+
+def test_resume_builds_an_environment_that_was_removed_again(tmp_path):
+    block = {"dependencies": [write_package(tmp_path / "own")]}
+    environment, root = Environment.of(block), tmp_path / "shared"
+    run = Run(root / "runs" / RUN.name)
+    run.path.mkdir(parents=True)
+    python = environment.interpreter(root)
+    (run.path / files.JOB_SCRIPT).write_text(f"export ENV_PYTHON={python}\n")
+    for dependencies in (["another"], block["dependencies"]):
+        run.write(files.RECIPE, {"environment": {"dependencies": dependencies}})
+        if dependencies == ["another"]:
+            advice = f"was removed.*cookbook resume {RUN.name} --code current"
+            with pytest.raises(RunFault, match=advice):
+                built.restore(run, lambda text: None)
+        else:
+            built.restore(run, lambda text: None)
+    assert Path(str(python)).is_file()
+
+
 def test_a_dependency_by_its_address_is_built_or_says_why_not(tmp_path):
     """Needs no package index."""
-    for folder, backend in (("own", WHEEL), ("broken", "import not_there")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "backend.py").write_text(backend)
-        (tmp_path / folder / "pyproject.toml").write_text(
-            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-            f'[project]\nname = "{folder}"\nversion = "1.0"\n'
-        )
+    write_package(tmp_path / "own")
+    write_package(tmp_path / "broken", "import not_there")
 
     def built_of(folder: str) -> Path:
         environment = Environment(dependencies=(f"{folder} @ file://{tmp_path}/{folder}",))

@@ -18,12 +18,11 @@ import pytest
 
 from launcher import paths
 from launcher.errors import CookbookError
+from launcher.recipes import entries, sweep
 from launcher.recipes import recipe as recipes
-from launcher.recipes import sweep
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.recipe_step import step_of
 from launcher.sizing.step_config import GIB
-from launcher.workflows import convert
 from tests.launcher.kit import Kit, losses, until
 from tests.launcher.test_examples import ended
 from tests.remote import kit as remote
@@ -47,18 +46,30 @@ def test_torchtunes_configs_of_70b_are_recipes_as_they_are(name: str):
     assert own.config["entry"] == "sft" and own.config["model"]["_component_"] == "transformers"
 
 
-@pytest.mark.parametrize(("nodes", "ranks", "micro_steps"), [(1, 1, 8), (1, 4, 2), (2, 4, 1)])
-def test_automodels_config_of_squad_becomes_a_recipe(tmp_path, nodes, ranks, micro_steps):
-    made = convert.read(SQUAD, nodes=nodes, gpus_per_node=ranks)
-    assert not made.faults
-    file = tmp_path / "squad.yaml"
-    file.write_text(made.text)
-    recipe = recipes.load(str(file))
-    assert recipe.config["gradient_accumulation_steps"] == micro_steps
-    assert recipe.config["enable_async_checkpointing"] is True
-    itself = recipes.load(str(SQUAD), [], {"nodes": nodes, "gpus_per_node": ranks})
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 4), (2, 4)])
+def test_squad_is_a_recipe_of_automodel_and_of_the_kit(nodes, ranks):
+    given = {"nodes": nodes, "gpus_per_node": ranks}
+    itself = recipes.load(str(SQUAD), [], given)
+    theirs = itself.config["parameters"]
     assert itself.config["entry"].startswith("automodel:")
-    assert itself.config["parameters"]["checkpoint"]["staging_dir"] == "/tmp/squad"
+    assert theirs["checkpoint"]["staging_dir"] == "/tmp/squad"
+    micro_steps = 8 // (nodes * ranks)
+    kit = recipes.load(
+        str(SQUAD.with_name("kit.yaml")), [f"gradient_accumulation_steps={micro_steps}"], given
+    )
+    whole = kit.config["batch_size"] * micro_steps * kit.resources.world_size
+    assert whole == theirs["step_scheduler"]["global_batch_size"]
+    assert kit.config["optimizer"].items() >= {"lr": 1e-5, "betas": [0.9, 0.999]}.items()
+
+
+def test_the_keys_beside_those_of_other_trainers_are_the_kits():
+    page = (paths.REPO_ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    rows = page.partition("<!-- keys -->")[2].partition("<!-- end of keys -->")[0].splitlines()
+    cells = [row.rpartition(" | ")[2] for row in rows if row.startswith("| ")]
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)(?:: \w+|: \[[a-z, ]+\])?`", " ".join(cells))
+    named = [name.replace("dataset_val.", "dataset.") for name in named]
+    said = {"extends", "optimizer._component_", "lr_scheduler._component_"}
+    assert said < set(named) and set(named) - said <= entries.all_keys().keys()
 
 
 def test_the_course_is_one_sweep_of_both_studies_and_litgpts_own():

@@ -152,7 +152,6 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
         "gpu_request: gpus\nresources: {node: 2, mem: lots}\nenvironment: {HF_TOKEN: x, 'a b': 1,"
         " NODES: 1, SLURM_JOB_ID: 1, SRUN_CPUS_PER_TASK: 1}\n"
         'job_setup: ["a\\nb"]\nnetwork_interfaces: ib0\nnode_paths: [local]\n'
-        "copy_images_to: tmp\n"
     )
     with pytest.raises(RecipeFault) as fault:
         cluster.load("bad")
@@ -168,40 +167,15 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
         "job_setup must be a list of strings",
         "node_paths holds whole paths",
         "did you mean network_interface",
-        "copy_images_to is a folder of each node, from / on, got 'tmp'",
-        "copy_images_to is used with start_from: image only",
     ):
         assert part in told
-    assert len(fault.value.faults) == 12
+    assert len(fault.value.faults) == 10
 
 
 def test_spare_nodes_are_asked_for_and_wait(fixed):
     text = script("demo", Site(), "resources.spare_nodes=1")
     assert "#SBATCH --nodes=3\n#SBATCH --no-kill\n" in text
     assert "export NODES=$((${SLURM_JOB_NUM_NODES:-3} - 1))\n" in text
-
-
-def test_a_site_may_start_from_images(fixed, tmp_path, monkeypatch):
-    """The image's name changes with the installed packages; other environments have none."""
-    named = []
-    for number in (1, 2):
-        environment = tmp_path / str(number) / "venv"
-        monkeypatch.setenv("COOKBOOK_VENV", str(environment))
-        record = environment / "lib/python3.11/site-packages/a-1.dist-info/RECORD"
-        record.parent.mkdir(parents=True)
-        (environment / "pyvenv.cfg").write_text("home = /usr/bin\n")
-        record.write_text(f"a.py,sha256={number},1\n")
-        text = script("demo", Site(start_from="image", copy_images_to="/dev/shm"))
-        assert "export COPY_IMAGES_TO=/dev/shm " in text
-        named += re.findall(
-            r"^export ENV_IMAGE=(/shared/images/environment-\w+\.sqsh) ", text, re.M
-        )
-    assert len(set(named)) == 2
-    assert "ENV_IMAGE" not in script("demo", Site())
-    own = script(
-        "demo", Site(start_from="image"), "environment={kind: venv, python: /opt/other/bin/python}"
-    )
-    assert "ENV_IMAGE" not in own
 
 
 def test_vllm_in_turns_is_on_the_nodes_that_train():

@@ -118,6 +118,7 @@ def test_the_settings_follow_from_the_data(samples, tokens, packed, epochs, batc
     [
         ("none.csv", "Qwen/Qwen3-8B", "none.csv: give an existing one"),
         ("my.docx", "Qwen/Qwen3-8B", "its name must end in one of"),
+        ("my_axolotl.yaml", "Qwen/Qwen3-8B", "start it with cookbook submit my_axolotl.yaml"),
         ("here", "none", "--model none is no folder"),
     ],
 )

@@ -1,6 +1,5 @@
 """Files of a run directory are replaced whole, and damaged ones are told from missing ones."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -89,12 +88,22 @@ def test_a_reader_never_sees_a_part(tmp_path):
 
 def test_missing_and_damaged_are_not_the_same(tmp_path):
     path = tmp_path / "x.json"
-    assert files.read_json(path) is None
-    assert files.read_json_or_none(path) is None
-    path.write_text('{"a": 1')
-    with pytest.raises(ValueError, match=r"x\.json does not hold JSON"):
-        files.read_json(path)
-    assert files.read_json_or_none(path) is None
+    assert (files.read_json(path), files.read_object(path), files.peek(path)) == (None, None, {})
+    for text in ('{"a": 1', "", "[" * 100_000, '{"a":' * 100_000, "9" * 400):
+        path.write_text(text)
+        for read in (files.read_json, files.read_object):
+            with pytest.raises(files.DamagedFile, match=r"x\.json does not hold JSON"):
+                read(path)
+        assert files.peek(path) == {}
+    path.write_text("[1]")
+    with pytest.raises(files.DamagedFile, match=r"x\.json does not hold a JSON object"):
+        files.read_object(path)
+    path.unlink()
+    path.symlink_to(path)
+    for read in (files.read_json, files.read_object):
+        with pytest.raises(OSError, match="symbolic links"):
+            read(path)
+    assert files.peek(path) == {}
 
 
 def test_a_line_that_is_cut_short_is_left_out(tmp_path):
@@ -102,13 +111,13 @@ def test_a_line_that_is_cut_short_is_left_out(tmp_path):
     assert files.read_json_lines(path) == []
     files.append_json_line(path, {"attempt": 0})
     with path.open("ab") as file:
-        file.write(b'{"attempt": 1}\n{"att\xff')
+        file.write(b'{"attempt": 1}\n' + b"[" * 100_000 + b'\n{"att\xff')
     assert files.read_json_lines(path) == [{"attempt": 0}, {"attempt": 1}]
     for number in (2, 3):
         files.append_json_line(path, {"attempt": number})
     assert [line["attempt"] for line in files.read_json_lines(path)] == [0, 1, 2, 3]
     assert files.last_json_line(path) == {"attempt": 3}
-    assert path.read_bytes().count(b"\n") == 5, "no line is empty"
+    assert path.read_bytes().count(b"\n") == 6, "no line is empty"
 
 
 def test_only_complete_checkpoints_count(tmp_path):
@@ -130,25 +139,3 @@ def test_the_hash_is_of_the_whole_file(tmp_path):
 def test_what_is_written_is_plain_json(tmp_path):
     files.write_json(tmp_path / "x", {"a": [1, 2.5, None, "ü"]})
     assert json.loads((tmp_path / "x").read_text()) == {"a": [1, 2.5, None, "ü"]}
-
-
-def test_a_kept_file_is_not_opened_until_it_changes(tmp_path, monkeypatch):
-    path, missing = tmp_path / "config.json", tmp_path / "missing.json"
-    path.write_text('{"a": 1}')
-    files.keep([path, missing])
-    with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", lambda *_, **__: pytest.fail("opened"))
-        assert files.read_json(path) == {"a": 1} and files.read_json(str(path)) == {"a": 1}
-        assert files.sha256(path) == hashlib.sha256(b'{"a": 1}').hexdigest()
-        files.keep([path])
-    files.write_json(path, {"a": 2})
-    assert files.read_json(path) == {"a": 2}
-    assert files.sha256(path) == hashlib.sha256(files.json_text({"a": 2}).encode()).hexdigest()
-    files.keep([path])
-    with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", lambda *_, **__: pytest.fail("opened"))
-        assert files.read_json(path) == {"a": 2}
-    path.unlink()
-    assert files.read_json(path) is None and files.read_json(missing) is None
-    with pytest.raises(FileNotFoundError):
-        files.read_bytes(path)

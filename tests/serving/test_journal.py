@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
 from serving import source, stats
 from serving.journal import Journal, read, recover, turn_over
@@ -81,6 +82,23 @@ def test_a_request_that_another_replica_answered_counts_as_answered(tmp_path):
     assert {each["request_id"]: each["status"] for each in read(tmp_path)} == {"r1": 200, "r2": 0}
 
 
+def test_a_journal_that_cannot_become_parquet_is_kept_and_read(tmp_path):
+    journal = Journal(tmp_path)
+    journal.accepted(row(1))
+    journal.answered("r1", answer())
+    before = journal.switch()
+    assert before is not None
+    # A folder in its place: as on a full disk, the file cannot be written.
+    target = before[1].name.replace("journal-", "requests-").replace(".jsonl", ".parquet")
+    (tmp_path / target / "x").mkdir(parents=True)
+    with pytest.raises(OSError):
+        turn_over(*before)
+    (tmp_path / target).rename(tmp_path / "away")
+    assert not list(tmp_path.glob(".*.tmp")), "what was begun takes no more space"
+    assert [each["request_id"] for each in read(tmp_path)] == ["r1"]
+    assert list(tmp_path.glob("requests-*.parquet")) and not before[1].exists()
+
+
 def test_private_things_stay_out_and_ids_stay_whole(tmp_path):
     journal = Journal(tmp_path, redact=["ACME-[0-9]+"])
     text = "me@example.org, +49 170 1234567, sk-abcdefghijklmnop123, ACME-77"
@@ -101,18 +119,38 @@ def test_a_share_of_the_requests_is_logged(tmp_path):
 
 def test_the_log_becomes_a_data_source_with_feedback(tmp_path):
     journal = Journal(tmp_path / "requests")
-    for k in range(3):
-        journal.accepted(row(k, f"question {k}", when=1000.0 + k))
+    for k in range(5):
+        journal.accepted({**row(k, f"question {k}", when=1000.0 + k), "client_id": f"c{k}"})
         journal.answered(f"r{k}", answer(f"answer {k}", 500 if k == 2 else 200))
-    lines = [{"request_id": "r0", "feedback": "bad", "label": "better"}, {"request_id": "r9"}]
-    (tmp_path / "feedback.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = source.rows_of(tmp_path, 0)
-    assert [each["request_id"] for each in rows] == ["r0", "r1"], "no failed request is trained on"
+    lines = [
+        {"request_id": "r0", "feedback": "bad", "label": "better"},
+        {"request_id": "r1", "feedback": "Up"},
+        {"client_id": "c3", "feedback": "down"},
+        {"request_id": "r4", "feedback": False},
+        {"request_id": "r9", "feedback": "down", "label": "never"},
+        {"requestid": "r1", "feedback": "down"},
+        {"request_id": "r1", "label": ["never"]},
+        ["list"],
+    ]
+    texts = [*map(json.dumps, lines), "not json", '{"request_id": "r1", "feedback": ', "[" * 9999]
+    (tmp_path / "feedback.jsonl").write_text("\n\n".join(texts) + "\n")
+    feedback = source.Feedback(tmp_path / "feedback.jsonl")
+    rows = source.rows_of(tmp_path, 0, feedback)
+    assert [each["request_id"] for each in rows] == ["r0", "r1", "r3", "r4"], "r2 failed"
     assert json.loads(rows[0]["messages"])[-1] == {"role": "assistant", "content": "better"}
     assert (rows[0]["feedback"], rows[1]["label"]) == ("bad", None)
+    assert feedback.rejected == {"down": 1, "false": 1}
+    assert feedback.unmatched == [9]
+    assert feedback.unreadable == [11, 13, 15, 17, 19, 21]
     table = pq.read_table(source.write(rows, tmp_path / "out"))
-    assert tuple(table.column_names) == source.COLUMNS and table.num_rows == 2
-    assert source.rows_of(tmp_path, begin=1001.0)[0]["request_id"] == "r1"
+    assert tuple(table.column_names) == source.COLUMNS
+    assert table["request_id"].to_pylist() == ["r0", "r1"]
+    targets = (tmp_path / "out" / "messages.jsonl").read_text()
+    assert targets.count("\n") == 2 and "answer 3" not in targets
+    # A line about an earlier request is no wrong id.
+    feedback = source.Feedback(tmp_path / "feedback.jsonl")
+    rows = source.rows_of(tmp_path, 1001.0, feedback)
+    assert (rows[0]["request_id"], feedback.unmatched) == ("r1", [9])
 
 
 def test_drift_is_small_for_the_same_texts_and_large_for_others():

@@ -2,7 +2,15 @@
 
 import asyncio
 import json
+import os
+import resource
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -17,6 +25,8 @@ from serving.journal import Journal, read
 from serving.keys import Keys
 from serving.parameters import Takes
 from serving.proxy import Proxy
+from serving.proxy import runner as runner_of
+from tests.launcher.kit import until
 
 KEY = "right-key"
 CHAT = "/v1/chat/completions"
@@ -178,6 +188,49 @@ def test_a_client_that_hangs_up_ends_the_answer_and_is_logged(tmp_path):
     front(tmp_path, check)
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    argv = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(argv, capture_output=True).returncode:
+        pytest.skip("only root can mount a filesystem")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"0" * 4096):
+            pass
+    return filler
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_full_disk_costs_lines_of_the_log_and_no_answer(small_disk, required):
+    async def check(client, url, server, log):
+        statuses, filler = [], None
+        for k in range(4):
+            if k == 1:
+                endpoints.tell(small_disk, "a", {"state": "starting"})
+                filler = fill(small_disk)
+                # The gateway must not lose sight of a replica.
+                endpoints.tell(small_disk, "a", {"state": "ready"})
+                assert endpoints.replicas(small_disk)[0]["state"] == "ready"
+            if k == 3:
+                filler.unlink()
+            body = ask("abcd"[k] * 5000)
+            async with client.post(url, json=body) as answer:
+                statuses.append(answer.status)
+        assert statuses == ([200, 503, 503, 200] if required else [200] * 4)
+        rows = sorted(read(log), key=lambda row: row["time"])
+        assert [json.loads(row["messages"])[0]["content"][0] for row in rows] == ["a", "d"]
+        assert [row["status"] for row in rows] == [200, 200]
+        metrics = await (await client.get(url.replace("/v1/chat/completions", "/metrics"))).text()
+        assert 'cookbook_unlogged_total{endpoint="e"} 2' in metrics
+
+    front(small_disk, check, log_required=required)
+
+
 def test_a_stream_that_breaks_off_is_no_answer_and_is_told(tmp_path, capsys):
     async def check(client, url, server, log):
         server.breaks_off = True
@@ -238,6 +291,76 @@ def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lo
         await runner.cleanup()
 
     asyncio.run(run())
+
+
+def test_half_a_request_holds_no_connection_and_a_malformed_one_is_not_logged(tmp_path, caplog):
+    async def run() -> None:
+        proxy = Proxy(SETTINGS, Keys(KEY), Pool(tmp_path))
+        proxy.body_s = 0.1
+        server = runner_of(proxy, headers_s=0.1)
+        await server.setup()
+        await web.TCPSite(server, "127.0.0.1", 0).start()
+        port = server.addresses[0][1]
+
+        async def answer(text: str, end: bytes = b"") -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(text.encode())
+            async with asyncio.timeout(30):
+                received = await (reader.readuntil(end) if end else reader.read())
+            writer.close()
+            return received
+
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        assert await answer(head) == b"", "it is closed"
+        half = await answer(f"{head}Content-Length: 9\r\n\r\n{{", b"}}")
+        assert b"408" in half.splitlines()[0] and b"was not complete after 0.1 s" in half
+        malformed = await answer(head.replace("\r\n", "\n") + "\n")
+        assert b"400" in malformed.splitlines()[0]
+        await server.cleanup()
+
+    asyncio.run(run())
+    assert KEY not in caplog.text and "Error handling request" not in caplog.text
+
+
+def test_a_gateway_survives_more_connections_than_it_may_have(tmp_path):
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    settings = {"settings": {"endpoint": "e", "key_file": str(key)}}
+    (tmp_path / endpoints.ENDPOINT).write_text(json.dumps(settings))
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64))
+
+    argv = [sys.executable, "-m", "serving.gateway", str(tmp_path)]
+    log = tmp_path / "log"
+    process = subprocess.Popen(argv, preexec_fn=limit, stderr=log.open("wb"))
+    gateway = tmp_path / endpoints.GATEWAY
+
+    def ask() -> bytes:
+        with socket.create_connection(("127.0.0.1", port), 20) as one:
+            one.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            return one.recv(100)
+
+    def half() -> socket.socket:
+        one = socket.create_connection(("127.0.0.1", port), 20)
+        one.sendall(b"POST / HTTP/1.1\r\n")
+        return one
+
+    try:
+        until(gateway.exists, 60)
+        port = int(json.loads(gateway.read_text())["url"].rpartition(":")[2])
+        # Above the soft limit.
+        held = [half() for _ in range(35)]
+        assert b"503" in ask()
+        held += [half() for _ in range(60)]
+        until(lambda: "new connections: [Errno 24]" in log.read_text(), 60)
+        for each in held:
+            each.close()
+        assert b"503" in ask(), "it takes connections again"
+        process.terminate()
+        assert process.wait(60) == 0 and not gateway.exists()
+    finally:
+        process.kill()
 
 
 def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path):

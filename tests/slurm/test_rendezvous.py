@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from slurm.rendezvous import port_of
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -86,6 +88,12 @@ def test_thousands_of_nodes_connect_at_once(port):
     assert finish(first)[0] == 0
 
 
+def test_each_attempt_has_a_port_of_its_own():
+    ports = [port_of(job, attempt) for job in ("41", "42") for attempt in range(4)]
+    assert len({*ports}) == 8 and {*ports} < {*range(20000, 32000)}
+    assert port_of("41", 3) == ports[3], "the same on every node"
+
+
 def test_the_first_node_names_a_missing_node(port):
     first, second = node(0, port), node(1, port)
     assert finish(second)[0] == 0
@@ -121,7 +129,7 @@ def test_an_address_of_another_host_is_reported(port):
     assert "check that this address is its own" in message
 
 
-def test_a_port_that_was_taken_meanwhile_is_reported():
+def test_a_port_that_is_taken_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as other:
         status, _, message = finish(node(0, other.getsockname()[1]))
     assert status == 1 and "another program has taken the port" in message
@@ -185,7 +193,7 @@ def test_ranks_share_a_nodes_cpus_if_the_site_names_none(tmp_path, given, thread
     assert done.stdout.split() == [str(threads), str(threads)], done.stderr
 
 
-@pytest.mark.parametrize("missing", ["train.yaml", "venv"])
+@pytest.mark.parametrize("missing", ["train.yaml", "venv", "environment"])
 def test_a_node_that_cannot_read_the_files_records_a_permanent_fault(tmp_path, missing):
     logs = tmp_path / "logs" / "0"
     logs.mkdir(parents=True)
@@ -201,6 +209,8 @@ def test_a_node_that_cannot_read_the_files_records_a_permanent_fault(tmp_path, m
         "RANKS_PER_NODE": "1",
         "SLURMD_NODENAME": "n7",
         "FILES_WAIT_S": "1",
+        "ENV_TITLE": "the environment of the recipe",
+        "ENV_PYTHON": sys.executable if missing != "environment" else str(tmp_path / "nowhere"),
     }
     script = f"source {ROOT}/slurm/node.sh; echo trained"
     # What an earlier attempt has read is there: a retry may help.
@@ -212,3 +222,6 @@ def test_a_node_that_cannot_read_the_files_records_a_permanent_fault(tmp_path, m
         fault = json.loads((logs / "error_node_0.json").read_text())
         assert fault["permanent"] is permanent
         assert fault["message"].startswith("node n7 cannot")
+        assert {"train.yaml": "train.yaml", "venv": "the virtual environment"}.get(
+            missing, "nowhere, the Python of the environment of the recipe"
+        ) in fault["message"]

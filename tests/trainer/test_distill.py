@@ -249,6 +249,8 @@ def test_a_teacher_with_another_tokenizer_is_refused(
         ] | {"<|new|>": 1030}
         (other / "tokenizer.json").write_text(json.dumps(content))
         assert tokenizer_faults(model_folder, other) == []
+        (fault,) = tokenizer_faults(other, model_folder)
+        assert "has no token '<|new|>', which the student has" in fault
         (other / "tokenizer.json").unlink()
         (fault,) = tokenizer_faults(model_folder, other)
         assert "tokenizer.json is missing" in fault

@@ -44,7 +44,7 @@ from tests.trainer.transformers_runs import (
 )
 from trainer.config import load
 from trainer.layers import experts
-from trainer.layers.adapters.lora_experts import ExpertsLoRA
+from trainer.layers.adapters.lora_experts import ExpertsLoRA, from_peft, to_peft
 from trainer.layers.balance import Balance
 from trainer.models import build as models
 from trainer.parallel import activations, expert_parallel, fsdp
@@ -328,29 +328,23 @@ def test_the_host_waits_for_a_layers_rows_once(mode: str, world: distributed.Wor
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_deep_eps_interface_gives_what_all_to_alls_give() -> None:
-    """Outputs and gradients on two ranks, also computed again, where nothing is counted twice."""
-    ranks = Ranks("tests.trainer.deep_exchange", [], 2)
-    said, _ = ranks.communicate(timeout=120)
-    assert ranks.returncode == 0 and said.count("the same, counted 1 times") == 2, said
-
-
-@pytest.mark.long
-def test_a_run_by_deep_eps_interface_is_that_by_all_to_alls(
-    tmp_path: Path, sources: dict[str, Path], dataset: Path
-) -> None:
-    """In bf16, recomputed; refused where its package is missing."""
-    given = FULL | HALF | EP | CHECKPOINTED | {"dtype": "bf16", "max_steps": 4}
-    deep = given | {"expert_parallel_comm_backend": "deepep"}
-    plain = config_of(tmp_path / "plain", sources["qwen3-moe"], dataset, **given)
-    own = config_of(tmp_path / "deep", sources["qwen3-moe"], dataset, **deep)
-    train(plain, ranks=2)
-    assert "package deep_ep cannot be imported" in train(own, ranks=2, status=1)
-    ranks = Ranks("tests.trainer.deep_exchange", [str(own)], 2)
-    said, _ = ranks.communicate(timeout=120)
-    assert ranks.returncode == 0, said
-    # Both round to bf16, at other places.
-    assert_same_curve(own.parent, plain.parent, 5e-3, 5e-2)
+@pytest.mark.parametrize("outputs", [24, 16])
+def test_adapters_of_experts_are_read_in_the_layouts_of_old_and_new_peft(outputs: int) -> None:
+    """With sides of one length, too, where only the version tells."""
+    torch.manual_seed(1)
+    adapter = ExpertsLoRA(torch.empty(3, outputs, 16), 2, transposed=False)
+    for stack in (adapter.lora_a, adapter.lora_b):
+        torch.nn.init.normal_(stack.weight)
+    a, b = adapter.lora_a.weight.detach(), adapter.lora_b.weight.detach()
+    for version in ("0.18.1", None):
+        found = from_peft(*to_peft(a, b, False), adapter, False, version)
+        assert torch.equal(found[0], a) and torch.equal(found[1], b)
+    # PEFT 0.21's ParamWrapper.get_delta_weight.
+    new_a, new_b = torch.randn(3 * 2, 16), torch.randn(outputs, 2 * 3)
+    wanted = torch.einsum("ore,eri->eoi", new_b.view(outputs, -1, 3), new_a.view(3, -1, 16))
+    found = from_peft(new_a, new_b, adapter, False, "0.21.0@unknown")
+    torch.testing.assert_close(found[1] @ found[0], wanted)
+    assert (found[0].shape, found[1].shape) == (a.shape, b.shape)
 
 
 def test_a_rank_that_the_grouped_product_does_not_take_is_filled_up(monkeypatch) -> None:

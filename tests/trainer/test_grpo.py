@@ -61,6 +61,9 @@ def test_layouts_have_one_curve_and_a_killed_run_resumes_exactly(
         assert_same_curve(tmp_path / name, tmp_path / "one", 2e-4, 2e-3)
     killed = config(tmp_path / "killed", sums, **own)
     kill_at(killed, 3, module=MODULE)
+    for name in ("rollouts.jsonl", "metrics.jsonl"):
+        with open(killed.parent / name, "a") as file:
+            file.write('null\n{"step": "3"}\n{"note": "mine"}\nno JSON\n')
     assert "resuming from" in finish(start(killed, attempt=1, module=MODULE))
     assert curve(tmp_path / "killed") == curve(tmp_path / "one")
     rewards = [[line["reward"] for line in metrics(tmp_path / n)] for n in ("killed", "one")]

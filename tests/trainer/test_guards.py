@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import ROOT, error_record, metrics, progress, train, write_config
@@ -181,6 +182,21 @@ def test_too_many_in_a_row_end_the_run_for_good(
     record = error_record(tmp_path)
     assert record["permanent"] is True and record["type"] == "NonFiniteLossError"
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_that_never_updated_has_not_completed(
+    tmp_path: Path, poisoned: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer steps than max_non_finite_steps, and none of them finite."""
+    path = write_config(
+        tmp_path, poisoned["model"], poisoned["with"], shuffle=False, max_steps=1, epochs=1
+    )
+    content = yaml.safe_load(path.read_text())
+    content["dataset"]["split"] = f"train[{PER_STEP * (BAD_STEP - 1)}:{PER_STEP * BAD_STEP}]"
+    path.write_text(yaml.safe_dump(content))
+    assert run_here(path) == 65
+    assert "step 1: the loss or the gradient was not finite in every step" in capfd.readouterr().err
+    assert not (tmp_path / "export").exists() and not (tmp_path / "checkpoints").exists()
 
 
 TOKENIZER_FAULTS = {

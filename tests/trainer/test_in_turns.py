@@ -124,15 +124,14 @@ def test_vllm_takes_what_the_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.delenv("ROLLOUT_BESIDE_GIB", raising=False)
     memory = 80 * 2**30
-    assert memory_share(of(), 0, 0, in_turns=True) is None  # a CPU
-    assert memory_share(of(), memory, 0, in_turns=False) is None  # vLLM's own
-    assert memory_share(of(), memory, 8 * 2**30, in_turns=False) == pytest.approx(0.8)
+    assert memory_share(of(), 0, in_turns=True) is None  # a CPU
+    assert memory_share(of(), memory, in_turns=False) is None  # vLLM's own
     with pytest.raises(ConfigError, match="rollout_gpu_memory_utilization: what the trainer"):
-        memory_share(of(), memory, 0, in_turns=True)
+        memory_share(of(), memory, in_turns=True)
     monkeypatch.setenv("ROLLOUT_BESIDE_GIB", "34.00")
     # A twentieth, and 2 GiB more, are reserved.
-    assert memory_share(of(), memory, 0, in_turns=True) == 0.5
-    assert memory_share(of(0.3), memory, 0, in_turns=True) == 0.3
+    assert memory_share(of(), memory, in_turns=True) == 0.5
+    assert memory_share(of(0.3), memory, in_turns=True) == 0.3
 
 
 @pytest.mark.named

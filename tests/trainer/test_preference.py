@@ -26,10 +26,13 @@ from tests.trainer.runs import (
     wait_for_step,
 )
 from trainer.config import parse, read_yaml
+from trainer.errors import ConfigError
+from trainer.objectives import reference
 from trainer.trace import trace
 
 LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 LORA = lora_model(lora_dropout=0.0)
+NEVER = {"_component_": "torch.optim.AdamW", "lr": 0.0}
 SLOW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4}}
 PAIRS = "trainer.data.preferences.PreferenceDataset"
 UNPAIRED = "trainer.data.preferences.UnpairedPreferenceDataset"
@@ -79,6 +82,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pairs: Pa
 def test_it_begins_at_its_reference_and_learns(name: str, root: Path) -> None:
     first, *_, last = metrics(root / name)
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    # Kept log-probabilities, and those of another layout, differ by rounding.
+    assert first["rewards/accuracies"] == 0
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] == 1.0
     assert last["val_loss"] < 0.65 and last["val_rewards/margins"] > 0.1
@@ -121,12 +126,12 @@ def test_its_curves_are_those_of_trl(name: str, texts: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("reference", ["adapter_off", "model"])
+@pytest.mark.parametrize("kind", ["adapter_off", "model"])
 def test_labelled_answers_train_the_same_in_every_layout(
-    reference: str, tmp_path: Path, model_folder: Path, pairs: Path
+    kind: str, tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:
     """The distance of policy and reference is measured over the samples of all ranks."""
-    shared = {"model": LORA, "max_steps": 3, "reference": reference}
+    shared = {"model": LORA, "max_steps": 3, "reference": kind}
     runs: dict[str, tuple[int, dict[str, Any]]] = {
         "one": (1, {}),
         "fsdp": (2, {"batch_size": 2}),
@@ -160,6 +165,36 @@ def test_packed_equals_padded(name: str, tmp_path: Path, model_folder: Path, pai
     assert found[0]["val_logps/chosen"] < -10
     for key, value in found[0].items():
         assert found[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
+def test_figures_of_labelled_answers_are_means_over_their_label(
+    tmp_path: Path, model_folder: Path, pairs: Path
+) -> None:
+    """Whatever the share of a label is, in the training data and in dataset_val."""
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()[:6]]
+    own = [{"prompt": r["prompt"], "completion": r["chosen"], "label": True} for r in rows]
+    own += [{"prompt": r["prompt"], "completion": r["rejected"], "label": False} for r in rows]
+    found = []
+    for name, kept in (("all", own), ("few", own[:6] + own[6:8])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        changes = {"max_steps": 1, "run_val_every_n_steps": 1, "optimizer": NEVER}
+        changes |= {"dataset_val": {"data_files": str(path), "split": "train"}}
+        train = config(tmp_path / name, model_folder, pairs, UNPAIRED, **changes)
+        finish(start(train, module="trainer.kto"))
+        found += metrics(train.parent)
+    chosen, rejected = "val_logps/chosen", "val_logps/rejected"
+    assert found[0][chosen] == pytest.approx(found[1][chosen], rel=1e-6)
+    # Of no answer there is no mean.
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own[:6]))
+    finish(
+        start(
+            config(tmp_path / "none", model_folder, pairs, UNPAIRED, **changes),
+            module="trainer.kto",
+        )
+    )
+    (line,) = metrics(tmp_path / "none")
+    assert line[chosen] == pytest.approx(found[0][chosen], rel=1e-6) and line[rejected] is None
 
 
 @pytest.mark.long
@@ -218,30 +253,41 @@ def test_a_part_of_the_kept_log_probs_goes_on(
     assert not list(again.parent.glob(".reference_*"))
 
 
+def test_kept_log_probs_of_which_a_bit_has_changed_are_refused(tmp_path: Path) -> None:
+    path, values = tmp_path / "kept.npy", np.arange(6, dtype=np.float32).reshape(3, 2)
+    reference.write(path, values)
+    assert (reference.read(path, (3, 2)) == values).all()
+    content = path.read_bytes()
+    for place in (0, 140, len(content) - 1):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(ConfigError, match="is damaged: delete it and start again"):
+            reference.read(path, (3, 2))
+
+
 def test_a_reference_that_is_not_the_policy_ends_the_run(
     tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:
     path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
     finish(start(path, module="trainer.dpo"))
     for kept in (tmp_path / "tokens").rglob("reference_*.npy"):
-        np.save(kept, np.load(kept) - 1.0)
+        reference.write(kept, np.load(kept) - 1.0)
     again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
     output = finish(start(again, module="trainer.dpo"), None)
     assert "before the first update it must equal the policy" in output
 
 
-@pytest.mark.parametrize("reference", ["log_probs", "adapter_off", "model"])
+@pytest.mark.parametrize("kind", ["log_probs", "adapter_off", "model"])
 def test_the_closed_form_knows_each_kind_of_reference(
-    reference: str, tmp_path: Path, model_folder: Path, pairs: Path
+    kind: str, tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:
     wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
-    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "reference": reference}
+    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "reference": kind}
     content = read_yaml(config(tmp_path, model_folder, pairs, **changes))
-    content["model"] |= (LORA if reference == "adapter_off" else {}) | wide
+    content["model"] |= (LORA if kind == "adapter_off" else {}) | wide
     traced = trace(parse(content, DpoConfig), 2)
     step = step_of(content | {"entry": "dpo"}, 1, 2)
     assert StepMemory(step).peak == pytest.approx(traced.peak, rel=0.05)
     plain = step_of(content | {"entry": "sft", "loss": LINEAR}, 1, 2)
-    assert StepMemory(step).peak <= (1.25 if reference != "model" else 2) * StepMemory(plain).peak
+    assert StepMemory(step).peak <= (1.25 if kind != "model" else 2) * StepMemory(plain).peak
     ratio = step.flops.model / plain.flops.model
-    assert ratio == (1 if reference == "log_probs" else pytest.approx(1.4, abs=0.15))
+    assert ratio == (1 if kind == "log_probs" else pytest.approx(1.4, abs=0.15))

@@ -1,6 +1,7 @@
 """Preferences as samples, what is wrong with them, and their losses."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ from runspec.keys.preference import DpoConfig, KtoConfig
 from tests.trainer.test_preference import LORA, PAIRS, UNPAIRED, config
 from trainer.check import faults
 from trainer.config import parse, read_yaml
-from trainer.data.form import cut_at
+from trainer.data.form import SINGLE, SampleForm, cut_at
 from trainer.data.preview import previews
+from trainer.data.source import open_source, sample
+from trainer.data.tokenizers import hugging_face_tokenizer
+from trainer.errors import ConfigError
 from trainer.objectives import preference_losses as losses
 from trainer.objectives.dpo import PreferenceTuning
 from trainer.objectives.kto import UnpairedPreferenceTuning
 
+INF, NAN = float("inf"), float("nan")
 USER, TOOL = {"role": "user", "content": "Q?"}, {"role": "tool", "content": "4"}
 
 
@@ -120,6 +125,99 @@ def test_labelled_answers_come_with_another_records_answer(
     assert [text for _, text in texts] == [f"{text}<|end|>" for text in answers]
 
 
+def test_the_other_answer_is_to_another_prompt(tmp_path: Path, model_folder: Path) -> None:
+    """Answers to a prompt stand beside each other; as texts, whole conversations, and pairs."""
+    asked = "QQQRRS"
+    rows = [{"prompt": p, "completion": f"{p}{n}", "label": True} for n, p in enumerate(asked)]
+    others = ["S5", "S5", "S5", "Q2", "Q2", "R4"]
+    whole = [
+        row
+        | {"completion": [{"role": "user", "content": row["prompt"]}, answer(row["completion"])]}
+        for row in rows
+    ]
+    for given in (rows, whole):
+        texts, wrong, _ = shown(tmp_path, model_folder, given, component=UNPAIRED)
+        assert wrong == [] and [text for _, text in texts[1::2]] == [f"{o}<|end|>" for o in others]
+        assert [text for text, _ in texts[1::2]] == [
+            f"<|user|>{q}<|end|><|assistant|>" for q in asked
+        ]
+    pairs = [
+        {"prompt": p, "chosen": f"{p}{n}", "rejected": f"{p}{n} not"} for n, p in enumerate(asked)
+    ]
+    texts, wrong, _ = shown(tmp_path, model_folder, pairs, component=UNPAIRED)
+    assert [text for _, text in texts[1::4]] == [f"{other}<|end|>" for other in others[:5]]
+    assert [text for _, text in texts[3::4]] == [f"{other} not<|end|>" for other in others[:4]]
+    _, wrong, _ = shown(tmp_path, model_folder, rows[:3], component=UNPAIRED)
+    assert len(wrong) == 3 and "line 1: there is no other record to use" in wrong[0]
+
+
+INSTRUCT = "torchtune.datasets.instruct_dataset"
+CONVERSATIONS = "trainer.data.conversations.conversation_dataset"
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": NaN}'}}
+
+
+@pytest.mark.parametrize(
+    ("component", "row", "more", "words"),
+    [
+        (PAIRS, {"prompt": "Q?", "chosen": "A.", "rejected": "B.", "margin": -INF}, {}, "'margin'"),
+        (
+            PAIRS,
+            {
+                "prompt": "Q?",
+                "completions": [
+                    {"completion": "A.", "rank": 1.0},
+                    {"completion": "B.", "rank": NAN},
+                ],
+            },
+            {},
+            "'completions' holds nan; numbers must be finite",
+        ),
+        (UNPAIRED, {"prompt": "Q?", "completion": "A.", "label": NAN}, {}, "'label' holds nan"),
+        (
+            CONVERSATIONS,
+            {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+            {},
+            "arguments that are no JSON: NaN",
+        ),
+        ("trainer.data.prompts.prompt_dataset", {"prompt": "Q?", "answer": INF}, {}, "'answer'"),
+        (
+            INSTRUCT,
+            {"q": "Q?", "n": NAN, "unused": NAN},
+            {"prompt": "{q}", "answer": "{n:.1f}"},
+            "'n' holds nan",
+        ),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "train[:100%]"])
+def test_a_number_that_is_not_finite_is_named_by_its_line(
+    component: str,
+    row: dict[str, Any],
+    more: dict[str, Any],
+    words: str,
+    split: str,
+    tmp_path: Path,
+    model_folder: Path,
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = json.loads(json.dumps(row).replace("NaN", "2.0").replace("-Infinity", "0.5"))
+    good = json.loads(json.dumps(good).replace("Infinity", "0.5"))
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
+    block = {"_component_": component, "source": "json", "data_files": str(path), "split": split}
+    form = {PAIRS: PreferenceTuning.form, UNPAIRED: UnpairedPreferenceTuning.form}.get(component)
+    tokenizer = hugging_face_tokenizer(str(model_folder))
+    samples = open_source("dataset", block | more, tokenizer, form or SINGLE)
+    with pytest.raises(ConfigError, match=re.escape(words)) as told:
+        samples.pieces(1)
+    assert f"dataset: {path}, line 2: " in str(told.value)
+
+
+def test_a_samples_number_must_be_finite() -> None:
+    """Also that of somebody else's component."""
+    made = {"tokens": [1], "labels": [1], "margin": INF}
+    with pytest.raises(ConfigError, match="its margin is inf; it must be a finite number"):
+        sample([made], 0, None, SampleForm(number="margin"))
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -160,7 +258,7 @@ def test_other_columns_are_named_and_labels_are_checked(tmp_path: Path, model_fo
     _, (wrong,), _ = shown(tmp_path, model_folder, [row], dataset={"column_map": {"best": "a"}})
     assert "column_map: unknown best; known: prompt, chosen, rejected" in wrong
     rows: list[dict[str, Any]] = [{"prompt": "Q?", "completion": "A.", "label": 3}]
-    rows += [{"prompt": "Q?", "completion": text, "label": True} for text in ("B.", "C.")]
+    rows += [{"prompt": f"{a}?", "completion": f"{a}.", "label": True} for a in "BC"]
     # Only the wrong record is named, not the next one, which takes an older record's answer.
     texts, (wrong,), _ = shown(tmp_path, model_folder, rows, component=UNPAIRED)
     assert "line 1: the label is 3; it must be true or false" in wrong

@@ -2,13 +2,10 @@
 
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,19 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from runspec import files
-from runspec.keys.grpo import GrpoConfig
+from slurm import faults
+from tests.launcher.kit import until
 from tests.trainer.forks import environment
-from tests.trainer.runs import curve, finish, kill_at, metrics, start, wait_for_step
-from tests.trainer.test_grpo import MODULE, TP, config, scorer
+from tests.trainer.runs import curve, finish, kill_at, metrics, start
+from tests.trainer.test_grpo import MODULE, TP, config
 from tests.vllm_stand_in import vllm_python
-from trainer import config as configs
 from trainer import demo_sums
-from trainer.objectives.replicas import TRIES, Failed, Replicas, Request, post
-from trainer.replica import Replica, Server
+from trainer.errors import RolloutError, write_error_record
+from trainer.objectives.replicas import Replicas, Request
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 WORLD: Any = SimpleNamespace(data_rank=0)
@@ -37,9 +33,7 @@ WORLD: Any = SimpleNamespace(data_rank=0)
 
 def limited(seconds: float) -> Any:
     """What replicas read of a config."""
-    return SimpleNamespace(
-        rollout_timeout=seconds, rollout_engine="transformers", rollout_transfer="disk"
-    )
+    return SimpleNamespace(rollout_timeout=seconds, rollout_engine="transformers")
 
 
 @contextmanager
@@ -74,97 +68,58 @@ def servers(folder: Path, *answers: Answer) -> Iterator[None]:
             server.server_close()
 
 
-@contextmanager
-def stand_ins(folder: Path, *waits: threading.Event) -> Iterator[list[list[int]]]:
-    """Servers that repeat their prompts once they may; what each got."""
-    got: list[list[int]] = [[] for _ in waits]
+def test_replicas_share_requests_and_one_that_dies_gives_its_own_back(tmp_path: Path) -> None:
+    """Each request is asked of one replica, and of another if that one fails."""
+    got: list[list[int]] = [[], []]
+    both = threading.Barrier(2)
 
-    def answer(index: int, may: threading.Event) -> Answer:
+    def answer(index: int) -> Answer:
         def call(asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
             got[index].append(asked["prompts"][0][0])
-            may.wait()
+            if len(got[index]) == 1:
+                both.wait(60)  # each has one
+            if index == 1:
+                (tmp_path / files.REPLICA.format(1)).unlink(missing_ok=True)
+                return 500, {"error": "it ends"}
             return 200, {"version": "0.1.7", "tokens": asked["prompts"], "log_probs": [[0.0]]}
 
         return call
 
-    with servers(folder, *(answer(*each) for each in enumerate(waits))):
-        try:
-            yield got
-        finally:
-            for may in waits:
-                may.set()
-
-
-@pytest.mark.long
-def test_a_request_that_is_late_is_asked_of_another_replica(tmp_path: Path) -> None:
-    fast, slow = threading.Event(), threading.Event()
-    fast.set()
-    with stand_ins(tmp_path, fast, slow) as got:
+    with servers(tmp_path, answer(0), answer(1)):
         asked = [Request([[number]], None, 1, 8, 1.0) for number in range(6)]
         answers = Replicas(tmp_path, 2, WORLD, limited(60.0)).sample(asked)
-        assert not slow.is_set()
     assert [each.tokens for each in answers] == [[[number]] for number in range(6)]
     assert {each.version for each in answers} == {7}
-    # The slow one has the one request that it is at, if it was there in time for any.
-    assert sorted(got[0]) == [*range(6)] and len(got[1]) <= 1
+    assert sorted(got[0]) == [*range(6)] and len(got[1]) == 1
 
 
-@pytest.mark.long
-def test_scores_that_a_replica_refuses_or_owes_are_failed_ones(tmp_path: Path) -> None:
-    """A replica that is slow, and one that cannot score some documents."""
+def test_a_replica_that_does_not_answer_is_named_with_its_node(tmp_path: Path) -> None:
+    """And not the node that trains, where the rank is that says so."""
     ends = threading.Event()
 
-    def answer(asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        ((first, *_), *_) = asked["documents"]
-        if first == 2:
-            ends.wait()
-        if first == 1:
-            return 500, {"error": "ValueError: no"}
-        return 200, {"scores": [float(sum(each)) for each in asked["documents"]]}
+    def hangs(asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        ends.wait()
+        return 500, {}
 
-    with servers(tmp_path, answer, answer):
-        parts = [[[0, 5], [0]], [[1]], [[2]], [[3]]]
-        good, refused, late, other = Replicas(tmp_path, 2, WORLD, limited(60.0)).score(
-            "m", 0.5, parts
-        )
+    with servers(tmp_path, hangs):
+        asked = [Request([[1]], None, 1, 8, 1.0)]
+        with pytest.raises(RolloutError) as told:
+            Replicas(tmp_path, 1, WORLD, limited(0.5)).sample(asked)
         ends.set()
-    assert (good, other) == ([5.0, 0.0], [3.0])
-    assert isinstance(refused, Failed) and isinstance(late, Failed)
-    assert refused.kind == "raised" and refused.said.endswith("ValueError: no")
-    assert late.kind == "timeout" and late.said.endswith("took over 0.5 s")
-    # Nobody is there: the answers are lost, and not the run.
-    (tmp_path / files.REPLICA.format(0)).unlink()
-    (tmp_path / files.REPLICA.format(1)).unlink()
-    (nobody,) = Replicas(tmp_path, 2, WORLD, limited(0.5)).score("m", 9.0, [[[0]]])
-    assert isinstance(nobody, Failed) and nobody.said.endswith("0.5 s: none is ready")
+    write_error_record(tmp_path / "logs", 0, told.value)
+    (record,) = faults.on_nodes(faults.read_errors(tmp_path / "logs"), ["trains"], 1)
+    said = "generating: rollout replica 0 on n0 did not answer within 0.5 s"
+    assert faults.describe(record) == f"node n0: RolloutError: {said}"
 
 
-@pytest.mark.long
-def test_a_replica_whose_reward_model_hangs_is_unhealthy(tmp_path: Path) -> None:
-    """So that slurm/rollout.py starts it again."""
-    model, judge = tmp_path / "model", tmp_path / "judge"
-    demo_sums.make(model, steps=0)
-    block = {"function": "reward_model", "model": str(scorer(judge, model)), "served": True}
-    path = config(tmp_path / "run", model, rewards={"judge": block}, reward_timeout=0.1)
-    served = Replica(configs.load(path, GrpoConfig), tmp_path, torch.device("cpu"))
-    server = Server("127.0.0.1", served, "secret")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    known, asked = {"host": server.host, "port": server.server_port}, {"documents": [[0, 2, 1]]}
-    address = f"http://{server.host}:{server.server_port}/health"
-    health = urllib.request.Request(address, headers={"Authorization": "Bearer secret"})
-    (score,) = post(known, "/score", {"name": "judge", **asked}, "secret", 60.0)["scores"]
-    assert isinstance(score, float) and not served.hangs
-    ends = threading.Event()
-    served._judges["judge"].scores = lambda documents: ends.wait()  # type: ignore[method-assign]
-    with pytest.raises(TimeoutError):
-        post(known, "/score", {"name": "judge", **asked}, "secret", 0.1)
-    assert urllib.request.urlopen(health).status == 200
-    time.sleep(TRIES * 0.1)
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        urllib.request.urlopen(health)
-    ends.set()
-    server.shutdown()
-    server.server_close()
+def test_a_folder_that_is_deleted_in_a_run_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / files.ROLLOUT
+    secret = folder / files.ROLLOUT_SECRET
+    with replicas(tmp_path, 1, "exec sleep 600"):
+        until((tmp_path / files.ROLLOUT_STATE).exists, 30)
+        shutil.rmtree(folder)
+        until(lambda: secret.exists() and secret.read_text() == "secret", 30)
+        assert (folder.stat().st_mode | secret.stat().st_mode) & 0o077 == 0
 
 
 @pytest.fixture
@@ -180,13 +135,11 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("lora", "adapter", marks=pytest.mark.long),
         # vLLM would not apply it, or not to this base: the merged weights are sent.
         pytest.param("qdora", "model", marks=pytest.mark.named),
-        pytest.param("lora-network", None, marks=pytest.mark.named),
-        pytest.param("fsdp-network", None, marks=pytest.mark.named),
     ],
 )
 @pytest.mark.usefixtures("vllm")
 def test_vllm_generates_by_the_weights_of_each_rollout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, sent: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, sent: str
 ) -> None:
     model, (ranks, changes) = tmp_path / "model", CASES[case]
     demo_sums.make(model, steps=10)
@@ -198,12 +151,9 @@ def test_vllm_generates_by_the_weights_of_each_rollout(
         monkeypatch.setenv("ROLLOUT_REPLICAS", "1")
         finish(start(path, ranks, module=MODULE))
         written = sorted((path.parent / files.ROLLOUT).glob("weights_*"), reverse=True)
-        assert (sent is None) == (not written)
-        assert (
-            not written
-            or (written[0] / f"{sent}.safetensors").exists()
-            or (written[0] / f"{sent}_model.safetensors").exists()
-        )
+        assert (written[0] / f"{sent}.safetensors").exists() or (
+            written[0] / f"{sent}_model.safetensors"
+        ).exists()
     one, other = (metrics(tmp_path / name) for name in ("apart", "same"))
     for line, same in zip(one, other, strict=True):
         # By older weights, or another softmax, they would differ by far more.
@@ -213,7 +163,6 @@ def test_vllm_generates_by_the_weights_of_each_rollout(
 
 
 LORA = {"model": {"lora_rank": 4, "quantize_base": False}, "generation_batch_size": 16}
-NETWORK = {"rollout_transfer": "network"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "full": (1, {}),
     "fsdp": (2, {"batch_size": 16, "generation_batch_size": 4}),
@@ -221,14 +170,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "lora": (1, LORA),
     "qdora": (1, LORA | {"model": {"lora_rank": 4, "use_dora": True, "quantize_base": True}}),
     "lora-fsdp": (2, LORA | {"batch_size": 16}),
-    "lora-network": (1, LORA | NETWORK),
-    "fsdp-network": (2, {"batch_size": 16, "generation_batch_size": 4} | NETWORK),
 }
 
 
 @contextmanager
-def replicas(run: Path, count: int) -> Iterator[None]:
+def replicas(run: Path, count: int, script: str = "") -> Iterator[None]:
     """So many replicas of a run, as its job script starts them."""
+    script = script or f"exec {sys.executable} -m trainer.replica {run}/train.yaml"
     folder, logs = run / files.ROLLOUT, run / "logs" / "0"
     folder.mkdir()
     logs.mkdir(parents=True, exist_ok=True)
@@ -242,7 +190,7 @@ def replicas(run: Path, count: int) -> Iterator[None]:
             RANKS_PER_NODE="1",
             ROLLOUT_HOSTS=",".join(["here"] * count),
             ROLLOUT_ADDRESSES="127.0.0.1",
-            ROLLOUT_SCRIPT=f"exec {sys.executable} -m trainer.replica {run}/train.yaml",
+            ROLLOUT_SCRIPT=script,
         ),
     )
     try:
@@ -257,8 +205,6 @@ def replicas(run: Path, count: int) -> Iterator[None]:
     [
         *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "lora-fsdp")),
         *(pytest.param(name, marks=pytest.mark.named) for name in ("tensor", "lora", "qdora")),
-        pytest.param("fsdp-network", marks=pytest.mark.long),
-        pytest.param("lora-network", marks=pytest.mark.named),
     ],
 )
 def test_two_replicas_give_the_losses_of_none(
@@ -276,44 +222,11 @@ def test_two_replicas_give_the_losses_of_none(
         for each in (path.parent / files.ROLLOUT).glob(files.WEIGHTS.format("*")):
             with safe_open(each, framework="pt") as file:
                 names += file.keys()
-    assert bool(names) == ("network" not in case)
+    assert names
     assert curve(path.parent) == curve(tmp_path / "same")
     # Of an adapter nothing else is sent.
     for name in names:
         assert ("lora" in name or "magnitude" in name) == ("lora_rank" in str(own)), name
-
-
-@pytest.mark.long
-def test_a_served_reward_model_scores_as_one_beside_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if its replica is killed: it is asked again."""
-    model, judge = tmp_path / "model", tmp_path / "judge"
-    demo_sums.make(model, steps=10)
-    scorer(judge, model)
-    block = {"function": "reward_model", "model": str(judge)}
-    own: dict[str, Any] = {"max_steps": 8, "updates_per_rollout": 1, "batch_size": 16}
-    rewards = {"correct": {"function": "exact_match", "column": "answer"}, "judge": block}
-    finish(start(config(tmp_path / "same", model, **own, rewards=rewards), module=MODULE))
-    rewards["judge"] = block | {"served": True}
-    path = config(tmp_path / "apart", model, **own, rewards=rewards)
-    assert "only rollout nodes serve it" in finish(start(path, module=MODULE), status=None)
-    with replicas(path.parent, 1):
-        monkeypatch.setenv("ROLLOUT_REPLICAS", "1")
-        process = start(path, attempt=1, module=MODULE)
-        wait_for_step(path, 3, process)
-        known = json.loads((path.parent / files.ROLLOUT / files.REPLICA.format(0)).read_text())
-        os.kill(known["pid"], signal.SIGKILL)
-        finish(process)
-    assert [
-        each["reason"]
-        for each in json.loads((path.parent / files.ROLLOUT_STATE).read_text())["deaths"]
-    ] == ["killed by SIGKILL"]
-    assert curve(path.parent) == curve(tmp_path / "same")
-    scores = [[line["rewards/judge"] for line in metrics(tmp_path / n)] for n in ("apart", "same")]
-    assert scores[0] == scores[1] and all(
-        line["answers/failed"] == 0 for line in metrics(path.parent)
-    )
 
 
 @pytest.mark.parametrize(

@@ -114,10 +114,6 @@ def test_faults_of_the_key(tmp_path: Path) -> None:
     ]
     assert "did you mean exact_match" in found[0] and "did you mean pattern" in found[3]
     assert pool.faults({}, 30.0)[0].startswith("rewards: name at least one")
-    # A run that is resumed may have its reward model in another place.
-    beside = {"judge": {"function": "reward_model", "model": "/m"}}
-    served = {"judge": beside["judge"] | {"served": True}}
-    assert pool.identity(served) == pool.identity(beside)
 
 
 @pytest.mark.long

@@ -242,6 +242,7 @@ def test_a_weight_that_torchtune_would_not_see_is_refused(build: Any) -> None:
         ("sharegpt", {"from": "gpt", "value": None}, "message 2 (gpt) has no text in 'value'"),
         ("sharegpt", {"from": "bot", "value": "Hm."}, "message 2 is from 'bot'; known: system, "),
         ("instruct", {"q": "Why?", "a": None}, "there is no 'a'"),
+        ("instruct", {"q": " \n", "a": "So."}, "the question is empty"),
     ],
 )
 def test_what_stops_torchtunes_classes_is_named_by_line(

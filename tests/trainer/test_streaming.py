@@ -94,11 +94,13 @@ def write_model(folder: Path) -> None:
         {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
         for index in range(LAYERS)
     ]
+    placed = {}
     for number, shapes in enumerate([*files, rest], start=1):
-        save_file(
-            {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()},
-            folder / f"model-{number:05}-of-{LAYERS + 1:05}.safetensors",
-        )
+        file = f"model-{number:05}-of-{LAYERS + 1:05}.safetensors"
+        tensors = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+        save_file(tensors, folder / file)
+        placed |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """Layers split over ranks, alone and with FSDP, train exactly as on one process."""
 
 import json
-import re
 import shutil
 from itertools import chain
 from pathlib import Path
@@ -264,32 +263,3 @@ def test_flash_attention_takes_what_a_fused_layer_computes() -> None:
         tensor_parallel._split_module(layer, world.mesh(False)["tp"], Role.FUSED)
         out = layer(torch.zeros(2, 3, 8))
     assert out.shape == (2, 3, 12) and out.is_contiguous()
-
-
-def test_what_asynchronous_tensor_parallelism_needs() -> None:
-    told = tensor_parallel.missing_for_overlap(torch.device("cpu"))
-    assert told == "torch has no kernel for CPU for symm_mem::fused_all_gather_matmul"
-    assert tensor_parallel.missing_for_overlap(torch.device("cuda")) is None
-
-
-@pytest.mark.named
-def test_products_overlap_with_messages_of_tensor_parallelism(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
-    """torch's compiler finds what to overlap, and the curve is the same; one block of Llama."""
-    changes = {"first_blocks": 1, "tensor_parallel_dim": 2, "max_steps": 2}
-    changes |= {"loss": LINEAR, "save_every_n_steps": 0}
-    asynchronous = {"compile": True, "enable_async_tensor_parallel": True}
-    plain = write_config(tmp_path / "plain", model_folder, dataset, **changes)
-    path = write_config(tmp_path / "async", model_folder, dataset, **changes | asynchronous)
-    train(plain, ranks=2)
-    told = finish(start(path, 2, module="tests.trainer.async_tp"))
-    found = re.findall(r"overlapped: (\d+) gathers, (\d+) scatters", told)
-    # In each of two steps four gathers, and the two scatters of the forward pass: in the backward
-    # pass a gradient is the sum of several products before it is scattered.
-    assert found == 2 * [("8", "4")], told
-    assert_same_curve(path.parent, plain.parent, LOSS_TOLERANCE, NORM_TOLERANCE)
-    shutil.rmtree(path.parent / "export")
-    (path.parent / "progress.json").unlink()
-    refused = finish(start(path, 2, attempt=1), status=1)
-    assert "enable_async_tensor_parallel: torch has no kernel for CPU" in refused

@@ -55,7 +55,6 @@ from tests.trainer.transformers_runs import (
 from trainer import check
 from trainer.config import load, read_yaml
 from trainer.describe import of_block
-from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.metrics import model_flops
@@ -341,13 +340,6 @@ def test_linear_attention_of_another_kind_is_neither_packed_nor_split(
         check.faults(read_yaml(config_of(tmp_path / "run", source, dataset)), SupervisedFineTuning)
         == []
     )
-
-
-def test_an_adapter_is_no_base(tmp_path: Path, dataset: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    config = load(config_of(tmp_path, tmp_path, dataset))
-    with pytest.raises(ConfigError, match="holds an adapter, no model; give its base"):
-        models.empty(config)
 
 
 # Runs by name: ranks, family, the run that it must equal, changes to the config. The families

@@ -4,12 +4,13 @@ Each takes the keys of torchtune's dataset of its name and gives the same tokens
 torchtune's configs are read as they are and torchtune itself is not imported.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from trainer.data.conversations import Conversations, conversation_dataset, labelled
-from trainer.data.rows import Rows
+from trainer.data.rows import EMPTY_QUESTION, Rows
 from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 
@@ -75,12 +76,17 @@ class Chats(Rows):
         self._tokenizer, self._turns, self._train_on_input = tokenizer, turns, train_on_input
         self._system = new_system_prompt
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def turns(self, index: int) -> list[dict[str, Any]]:
+        """The turns of a sample, {role, content}."""
         turns = self._turns(self, self.row(index))
         if self._system is not None:
             own = {"role": "system", "content": self._system}
             turns = [own, *(turn for turn in turns if turn["role"] != "system")]
         _check_order(turns)
+        return turns
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        turns = self.turns(index)
         trained = [
             number
             for number, turn in enumerate(turns)
@@ -180,6 +186,8 @@ def alpaca_dataset(
 
     def turns(chats: Chats, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         asked, answer = chats.texts(row, instruction, output)
+        if not (asked.strip() or row.get(given)):
+            raise ConfigError(EMPTY_QUESTION)
         prompt = _ALPACA.format(instruction=asked)
         if row.get(given):
             prompt = _ALPACA_WITH_INPUT.format(instruction=asked, input=row[given])
@@ -270,9 +278,12 @@ def _formatted(
     if column_map or not (prompt and answer):
         raise ConfigError("dataset.prompt: goes with dataset.answer, and without column_map")
     forms = {"prompt": prompt, "answer": answer}
+    used = re.findall(r"{(\w+)", prompt + answer)
 
-    def turns(_: Chats, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def turns(chats: Chats, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         texts = []
+        for column in used:
+            chats.finite(row, column)
         for name, form in forms.items():
             try:
                 texts.append(form.format_map(row).rstrip("\n"))
@@ -286,6 +297,8 @@ def _formatted(
 
 
 def _question_and_answer(question: str, answer: str) -> list[dict[str, Any]]:
+    if not question.strip():
+        raise ConfigError(EMPTY_QUESTION)
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 

@@ -15,6 +15,8 @@ from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", "completions", "margin", "tools")
+# The texts of a table.
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
 SINGLE_COLUMNS = ("prompt", "completion", "label", "chosen", "rejected", "tools")
 SAME = "the chosen and the rejected answer are the same"
 # A completion of a ranked list: its text or messages, under the first of these that it has.
@@ -72,7 +74,7 @@ class Preferences(Rows):
         super().__init__(source=source, **rows)
 
     def _value(self, row: Mapping[str, Any], name: str) -> Any:
-        return row.get(self._columns[name])
+        return self.finite(row, self._columns[name])
 
     def _required(self, row: Mapping[str, Any], *names: str) -> list[Any]:
         missing = [repr(self._columns[n]) for n in names if self._value(row, n) is None]
@@ -114,7 +116,9 @@ class Preferences(Rows):
         turns, _ = turns_of(answer, "the answer")
         if turns[0]["role"] not in ("assistant", "tool"):
             # A whole conversation, prompt included.
-            return Answer([], turns)
+            answers = (i for i, turn in enumerate(turns) if turn["role"] == "assistant")
+            begin = next(answers, len(turns))
+            return Answer(turns[:begin], turns[begin:])
         return Answer(turns_of(before, "the prompt")[0] if before else [], turns)
 
     def _pair(self, row: Mapping[str, Any]) -> tuple[Answer, Answer]:
@@ -155,7 +159,7 @@ class PreferenceDataset(Preferences):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.rows[index]
+        row = self.row(index)
         sample: dict[str, Any] = {"margin": float(self._value(row, "margin") or 0.0)}
         pair = self._pair(row)
         for name, answer in zip(("chosen", "rejected"), pair, strict=True):
@@ -203,11 +207,16 @@ class UnpairedPreferenceDataset(Preferences):
     """Single answers: `prompt`, `completion`, and `label`, true for a desirable one.
 
     Pairs of `chosen` and `rejected` are taken, too: each is two samples. Beside its own answer a
-    sample has that of the nearest usable record before it, which does not belong to its prompt: KTO
-    measures by these how far policy and reference are apart.
+    sample has that of the nearest usable record before it, from the last one on behind the first,
+    that has another prompt: KTO measures by these how far policy and reference are apart.
     """
 
     names = SINGLE_COLUMNS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The last sample whose other one was looked for: its index, its prompt, and that one.
+        self._looked: dict[int, tuple[int, Any, int]] = {}
 
     @property
     def _are_pairs(self) -> bool:
@@ -236,13 +245,29 @@ class UnpairedPreferenceDataset(Preferences):
         self, index: int, row: Mapping[str, Any], prompt: Any
     ) -> tuple[list[int], list[int]]:
         """A prompt with the answer of another record, as _documents."""
-        each = 2 if self._are_pairs else 1
-        for other in range(index - each, index - len(self), -each):
+        each, asked = (2 if self._are_pairs else 1), self._asked(row, prompt)
+        begin, end, side = index - each, index - len(self), index % each
+        before, known, last = self._looked.get(side, (None, None, 0))
+        if before == begin and known == asked:
+            # Answers to one prompt are neighbours, and all between here and there are such.
+            begin = last
+        self._looked[side] = index, asked, end
+        for other in range(begin, end, -each):
             # A record before it that cannot be used is a fault of its own, and none of this one.
             with suppress(ConfigError):
-                answer = self._single(other % len(self))[1].answer
-                return self._documents(Answer(prompt, answer), row, "other")
-        raise ConfigError("there is no other record to use; this method needs at least two")
+                there, answer, _ = self._single(other % len(self))
+                if self._asked(there, answer.prompt) != asked:
+                    made = self._documents(Answer(prompt, answer.answer), row, "other")
+                    self._looked[side] = index, asked, other
+                    return made
+        raise ConfigError(
+            "there is no other record to use; this method needs answers to at least two prompts"
+        )
+
+    def _asked(self, row: Mapping[str, Any], prompt: Any) -> Any:
+        """What tells a record's prompt from others."""
+        given = self._value(row, "prompt")
+        return prompt if given is None else given
 
     def _single(self, index: int) -> tuple[Mapping[str, Any], Answer, bool]:
         """A record, its answer, and whether that is desirable."""
@@ -251,6 +276,7 @@ class UnpairedPreferenceDataset(Preferences):
             return row, self._pair(row)[index % 2], index % 2 == 0
         row = self.rows[index]
         prompt, completion, label = self._required(row, "prompt", "completion", "label")
+        label = _LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
         if label not in (True, False, 0, 1):
             raise ConfigError(f"the label is {label!r}; it must be true or false")
         return row, self._answer(prompt, completion), bool(label)

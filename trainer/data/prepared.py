@@ -1,10 +1,13 @@
 """The dataset that cookbook prepare made: dataset=prepared:NAME@SPLIT."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runspec import files, prepared
+from runspec import prepared
+from runspec.keys.fields import STREAM
+from runspec.storage import patient_json
 from trainer.config import instantiate
 from trainer.errors import ConfigError
 
@@ -16,6 +19,13 @@ _BY_FORMAT = {
         "conversation_style": "openai",
     },
 }
+# The last part of the names of components for plain texts.
+_TEXTS = (
+    "text_completion_dataset",
+    "wikitext_dataset",
+    "cnn_dailymail_articles_dataset",
+    STREAM.rpartition(".")[2],
+)
 
 
 def prepared_dataset(tokenizer: Any, *, data_dir: str, **block: Any) -> Any:
@@ -63,8 +73,16 @@ def by_files(block: Mapping[str, Any], preferences: str = "") -> dict[str, Any]:
     return {**read, "source": "parquet", "data_files": shards, "split": "train", **others}
 
 
+def is_text(block: Mapping[str, Any]) -> bool:
+    """Whether a dataset block names plain texts, which no chat template renders."""
+    if block.get("_component_") == prepared.COMPONENT:
+        with suppress(ConfigError):  # gone since it was read
+            block = by_files(block, preferences="preferences")
+    return str(block.get("_component_")).rpartition(".")[2] in _TEXTS
+
+
 def _card(folder: Path) -> Mapping[str, Any]:
-    card = files.read_json_or_none(folder.resolve().parent.parent / prepared.CARD)
-    if not isinstance(card, dict):
+    card = patient_json(folder.resolve().parent.parent / prepared.CARD)
+    if card is None:
         raise ConfigError(f"dataset: {folder} has no {prepared.CARD}: prepare it again")
     return card

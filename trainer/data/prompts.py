@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.data.conversations import turns_of
-from trainer.data.rows import Rows
+from trainer.data.rows import EMPTY_QUESTION, Rows
 from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
@@ -30,7 +30,11 @@ class Prompts(Rows):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         row, own = self.row(index), self._tokenizer
+        for column in row:
+            self.finite(row, column)  # what scores the answers gets all of them
         value = row.get(self._column)
+        if isinstance(value, str) and not value.strip():
+            raise ConfigError(EMPTY_QUESTION)
         if isinstance(value, str) and not own.has_chat_template:
             tokens = own.encode(value, add_bos=True)
         else:
@@ -44,7 +48,8 @@ class Prompts(Rows):
                 turns = [t for t in turns if t["role"] != "system"]
                 turns = [{"role": "system", "content": self._system}, *turns]
             tokens = own.encode(own.render(turns, add_generation_prompt=True))
-        end = own.eos_id if own.eos_id is not None else min(own.ends, default=0)
+        ends = (own.answer_end, own.eos_id, min(own.ends, default=0))
+        end = next(token for token in ends if token is not None)
         return {"tokens": [*tokens, end], "labels": [IGNORE_INDEX] * len(tokens) + [end]}
 
 

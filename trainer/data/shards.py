@@ -6,7 +6,7 @@ from the beginning.
 
 import glob
 import io
-import json
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from pyarrow import parquet
 
+from runspec.files import parse_json
+from runspec.storage import patiently
 from trainer.errors import ConfigError
 
 # Lines of an uncompressed file that are read at once: those that begin in so many bytes.
@@ -91,7 +93,7 @@ def parts_of(paths: list[Path], least: int) -> list[Part]:
 def _parts(path: Path) -> list[Part]:
     if _kind(path) == "parquet":
         try:
-            groups = parquet.read_metadata(path).num_row_groups
+            groups = patiently(parquet.read_metadata, path).num_row_groups
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
         return [Part(str(path), group, group + 1) for group in range(groups)]
@@ -113,13 +115,30 @@ def blocks(part: Part, column: str) -> Iterator[list[str]]:
     """
     number = 0
     try:
-        for block in _read(part, column):
+        for block in _patient(part, column):
             own = [text for n, text in enumerate(block, number) if n % part.stripes == part.stripe]
             number += len(block)
             yield [_checked(part, column, text) for text in own if text not in (None, "")]
     except (OSError, pa.ArrowException, EOFError, UnicodeDecodeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{part.path}: cannot be read: {reason}") from None
+
+
+def _patient(part: Part, column: str) -> Iterator[list[Any]]:
+    """What _read yields; while the storage cannot be read, it is read again from the beginning."""
+    done, stream = 0, _read(part, column)
+
+    def following(_: Path) -> list[Any] | None:
+        nonlocal stream
+        try:
+            return next(stream, None)
+        except OSError:
+            stream = itertools.islice(_read(part, column), done, None)
+            raise
+
+    while (block := patiently(following, Path(part.path))) is not None:
+        done += 1
+        yield block
 
 
 def _checked(part: Part, column: str, text: Any) -> str:
@@ -169,7 +188,7 @@ def _text(part: Part, line: bytes, column: str) -> Any:
     if not line.strip():
         return None
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ConfigError(
             f"{part.path}, behind byte {part.begin:,}: not JSON: {error}: {line[:60]!r}"

@@ -5,16 +5,21 @@ sample.
 """
 
 import copy
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sized
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from runspec.storage import patiently
 from trainer.config import instantiate
 from trainer.data import origin
 from trainer.data.form import SINGLE, SampleForm, cut_at
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
+
+T = TypeVar("T", bound=Sized)
 
 PREPARED = "trainer.data.prepared.prepared_dataset"
 
@@ -201,14 +206,24 @@ def open_source(
     Raises:
         ConfigError: it cannot be opened, or is empty.
     """
+    # Its own, as `Source` changes the limit.
+    tokenizer = copy.copy(tokenizer)
+    samples = opened(key, block, lambda: instantiate(key, block, tokenizer))
+    return Source(key, block, samples, tokenizer, form, share)
+
+
+def opened(key: str, block: dict[str, Any], make: Callable[[], T]) -> T:
+    """What `make` makes of the rows of a block.
+
+    Raises:
+        ConfigError: they cannot be opened, or there are none.
+    """
     from datasets import disable_progress_bars
     from datasets.exceptions import DatasetGenerationError
 
     disable_progress_bars()
-    # Its own, as `Source` changes the limit.
-    tokenizer = copy.copy(tokenizer)
     try:
-        samples = instantiate(key, block, tokenizer)
+        samples = patiently(lambda _: make(), Path(key))
     except StopIteration:
         # So datasets answers to a file of no line.
         raise ConfigError(f"{key}: holds no sample") from None
@@ -222,7 +237,7 @@ def open_source(
     if len(samples) == 0:
         split = f" (split {block['split']})" if "split" in block else ""
         raise ConfigError(f"{key}: holds no sample{split}")
-    return Source(key, block, samples, tokenizer, form, share)
+    return samples
 
 
 def sample(
@@ -251,7 +266,10 @@ def sample(
             f"{', '.join(missing)}; set dataset._component_ to one for the method"
         )
     documents = [_document(made[t], made[labels], limit) for t, labels in form.documents]
-    return documents, float(made[form.number]) if form.number else 0.0
+    number = float(made[form.number]) if form.number else 0.0
+    if not math.isfinite(number):
+        raise ConfigError(f"its {form.number} is {number}; it must be a finite number")
+    return documents, number
 
 
 def _document(tokens: Any, labels: Any, limit: int | None) -> Document:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from runspec import files
+from runspec.storage import patient_json
 from trainer.errors import ConfigError
 from trainer.layers.batch import TopK
 
@@ -65,10 +66,13 @@ class KeptTeacher:
     """
 
     def __init__(self, folder: Path, lengths: np.ndarray, targets: np.ndarray) -> None:
-        meta = files.read_json_or_none(folder / META)
-        parts = parts_of(lengths, targets)
-        if not isinstance(meta, dict) or meta["parts"] != len(parts):
-            raise ConfigError(f"{folder} is damaged: delete it, and run entry: teach again")
+        parts, damaged = parts_of(lengths, targets), f"{folder} is damaged: delete it, and run"
+        try:
+            meta = patient_json(folder / META)
+        except files.DamagedFile:
+            raise ConfigError(f"{damaged} entry: teach again") from None
+        if meta is None or meta["parts"] != len(parts):
+            raise ConfigError(f"{damaged} entry: teach again")
         self.folder = folder
         self.vocabulary: int = meta["vocabulary"]
         self._record, self._targets = record(meta["k"]), targets

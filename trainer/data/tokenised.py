@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runspec import files
+from runspec.storage import patient_json, patiently
 from trainer.config import TrainConfig
 from trainer.data import origin, source
 from trainer.data.form import SINGLE, SampleForm
@@ -203,13 +204,15 @@ def open_dataset(
         first = world.on_main(lambda: opened or open_it())
         make(world.on_all(lambda: first or open_it()), folder, world)
         meta = world.from_main(lambda: _meta(folder))
-    return world.on_all(lambda: TokenisedDataset(_seen(folder), meta, block))
+    return world.on_all(
+        lambda: patiently(lambda path: TokenisedDataset(path, meta, block), _seen(folder))
+    )
 
 
 def _meta(folder: Path) -> Any:
     """What a dataset's folder says of itself; None if there is no such folder yet."""
     try:
-        return files.read_json(folder / META)
+        return patient_json(folder / META)
     except NotADirectoryError:
         return None  # what makes the folder will say so
     except ValueError:
@@ -246,8 +249,10 @@ def _name(
         "dataset": block,
         "tokenizer": tokenizer_block,
         "form": [form.documents, form.number, share],
-        "data": [files.sha256(path) for path in origin.data_files(block)],
-        "tokenizer_files": [files.sha256(path) for path in tokenizer_files(tokenizer_block)],
+        "data": [patiently(files.sha256, path) for path in origin.data_files(block)],
+        "tokenizer_files": [
+            patiently(files.sha256, path) for path in tokenizer_files(tokenizer_block)
+        ],
         # The addresses of files on the hub hold the commit.
         "addresses": sorted(getattr(opened and opened.info, "download_checksums", None) or {}),
     }

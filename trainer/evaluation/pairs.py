@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from runspec import files
+from runspec.storage import patient_json
 from runspec.weights import gives_scores
 from trainer.data.preferences import PreferenceDataset
 from trainer.data.tokenizers import hugging_face_tokenizer
@@ -42,7 +42,7 @@ class Scorer:
         disable_progress_bar()
         if not gives_scores(folder):
             raise ConfigError(f"{folder}: is no reward model (entry: reward makes one)")
-        adapter = files.read_json_or_none(folder / "adapter_config.json")
+        adapter = patient_json(folder / "adapter_config.json")
         self.folder = Path(str(adapter["base_model_name_or_path"])) if adapter else folder
         try:
             model = AutoModelForSequenceClassification.from_pretrained(

@@ -11,6 +11,7 @@ import numpy as np
 
 from runspec import files
 from runspec.keys.evaluate import COMPARED
+from runspec.storage import patient_json
 from runspec.weights import content_sha256
 from trainer.errors import ConfigError
 from trainer.evaluation import samples, scores
@@ -31,9 +32,7 @@ def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     Raises:
         ConfigError: a model's files changed while it was evaluated.
     """
-    suite = str(
-        (files.read_json_or_none(run_dir / files.SUBMISSION) or {}).get("recipe") or "suite"
-    )
+    suite = str((patient_json(run_dir / files.SUBMISSION) or {}).get("recipe") or "suite")
     lines: list[dict[str, Any]] = []
     tasks = {}
     for name, task in config["tasks"].items():

@@ -13,6 +13,7 @@ from typing import Any
 
 from runspec import files
 from runspec.keys.evaluate import COMPARED_OF_TASK
+from runspec.storage import patient_json, patiently
 from runspec.weights import gives_scores
 from trainer.errors import ConfigError
 from trainer.evaluation import harness, judge, pairs, samples
@@ -119,11 +120,11 @@ class Plan:
 
     def rows(self, shard: Shard) -> list[dict[str, Any]] | None:
         """Return what a shard's file says, None if it has to be made."""
-        content = files.read_json_or_none(self.folder_of_shards / shard.file)
-        if (
-            not isinstance(content, dict)
-            or content.get("mark") != self._marks[shard.task][shard.side]
-        ):
+        try:
+            content = patient_json(self.folder_of_shards / shard.file) or {}
+        except files.DamagedFile:
+            return None  # it is made again
+        if content.get("mark") != self._marks[shard.task][shard.side]:
             return None
         return list(content["rows"])
 
@@ -211,7 +212,7 @@ def _complete(task: dict[str, Any], rows: list[Sample]) -> None:
         given = task["schema"]
         if isinstance(given, str):
             try:
-                given = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
+                given = files.parse_json(patiently(Path.read_bytes, Path(given).expanduser()))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"the JSON schema {given} cannot be read: {error}") from None
         task["schema_text"] = json.dumps(given)

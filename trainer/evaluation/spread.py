@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runspec.storage import patiently
 from runspec.weights import parameter_count, ranks_for
 from trainer.errors import ConfigError
 from trainer.parallel.world import TIMEOUT
@@ -51,11 +52,11 @@ def load(
         OSError, ValueError: transformers cannot load it.
     """
     if ranks == 1:
-        return kind.from_pretrained(str(folder), dtype=dtype, **more).to(device).eval()
+        return _loaded(kind, folder, dtype=dtype, **more).to(device).eval()
     from transformers import AutoConfig
     from transformers.distributed import DistributedConfig
 
-    config = AutoConfig.from_pretrained(str(folder)).get_text_config()
+    config = patiently(AutoConfig.from_pretrained, folder).get_text_config()
     layers = int(getattr(config, "num_hidden_layers", 0))
     if not getattr(config, "base_model_pp_plan", None) or layers < ranks:
         raise ConfigError(
@@ -64,7 +65,11 @@ def load(
         )
     start(device, ranks)
     spread = DistributedConfig(pp_size=ranks)
-    return kind.from_pretrained(str(folder), dtype=dtype, distributed_config=spread, **more).eval()
+    return _loaded(kind, folder, dtype=dtype, distributed_config=spread, **more).eval()
+
+
+def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
+    return patiently(lambda path: kind.from_pretrained(str(path), **options), folder)
 
 
 def options(model: Any, ranks: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from runspec import tokens
 from runspec.adapters import LORA, OF_LORA, is_built_in, own_adapters
 from runspec.description import family_of
 from runspec.keys.model import TRANSFORMERS
-from runspec.keys.train import uses_deepep
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, linear, nf4, noise
@@ -149,11 +148,9 @@ def lay_out(
         from trainer.parallel import expert_parallel
 
         # First: tensor parallelism keeps experts whole that are not spread.
-        expert_parallel.split(module, expert_mesh["ep"], config)
+        expert_parallel.split(module, expert_mesh["ep"], world.tensor_parallel_dim)
     if mesh is not None and world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
-        if config.overlaps_tensor_parallel:
-            tensor_parallel.use_symmetric_memory(mesh["tp"])
     attention.choose_kernels(module, world.device, DTYPES[config.dtype])
     # Measured on CPUs only. FSDP and tensor parallelism work block by block; first_blocks stand
     # for a model of more.
@@ -404,14 +401,6 @@ def _check_dtypes(config: TrainConfig, device: torch.device) -> None:
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
     if config.fp8_recipe and (lack := fp8.missing(config.fp8_recipe, device)):
         raise ConfigError(f"enable_fp8_training: {lack}; set enable_fp8_training=False")
-    if uses_deepep(vars(config)):
-        from trainer.parallel import deep_ep
-
-        if lack := deep_ep.missing(DTYPES[config.dtype]):
-            raise ConfigError(f"{deep_ep.KEY}: {lack}; or set {deep_ep.KEY}=standard")
-    lack = tensor_parallel.missing_for_overlap(device) if config.overlaps_tensor_parallel else None
-    if lack:
-        raise ConfigError(f"enable_async_tensor_parallel: {lack}; leave it out")
     name = config.flash_attention
     if name and (lack := attention.replace_flash_attention(name, device)):
         raise ConfigError(f"flash_attention: {name}: {lack}; leave flash_attention out")

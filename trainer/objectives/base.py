@@ -103,12 +103,15 @@ class Objective(ABC):
             pairs.
         extremes: by name, figures among LossSum.metrics that are the smallest or the largest of
             their values, over all targets, and no sum.
+        counted: by name, figures among LossSum.metrics that are means over some of the targets
+            only: the name of the sum there that counts these.
     """
 
     config_class: ClassVar[type[TrainConfig]]
     form: ClassVar[SampleForm] = SINGLE
     normaliser: ClassVar[Literal["tokens", "documents", "samples"]] = "tokens"
     extremes: ClassVar[Mapping[str, Literal["min", "max"]]] = {}
+    counted: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from runspec import tokens
-from runspec.files import read_json_or_none
 from runspec.keys.distill import DistillConfig
 from runspec.keys.train import TrainConfig
+from runspec.storage import patient_json, patiently
 from trainer.data.batches import Data
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
@@ -159,12 +159,11 @@ def tokenizer_faults(
 ) -> list[str]:
     """Why two model folders do not have the same tokens, at most one line; [] if either is absent.
 
-    Numbers that only one of them uses do not matter: vocabularies are padded, and a newer model of
-    a family often has a few special tokens more.
+    The teacher may have more of them. It must have all of the student's: it has learnt nothing for
+    an id that no token of its own has.
 
     Args:
-        added: tokens that the student gets beside its folder's, which the teacher must have, too:
-            it has learnt nothing for an id that no token of its own has.
+        added: tokens that the student gets beside its folder's.
     """
     if not (student.is_dir() and teacher.is_dir()):
         return []
@@ -172,20 +171,25 @@ def tokenizer_faults(
     advice = "give a teacher with the student's tokenizer"
     if missing := [str(file) for file in files if not file.is_file()]:
         return [f"teacher: {missing[0]} is missing, so its tokens cannot be compared; {advice}"]
-    if not added and files[0].read_bytes() == files[1].read_bytes():
+    if not added and len({patiently(Path.read_bytes, file) for file in files}) == 1:
         return []
-    own, other = (_tokens(read_json_or_none(file) or {}) for file in files)
-    if lacks := [text for number, text in (added or {}).items() if number not in other]:
-        more = f" and {len(lacks) - 1:,} more" if len(lacks) > 1 else ""
-        return [
-            f"{tokens.KEY}: the teacher {teacher} has no token {lacks[0]!r}{more}, and nothing to "
-            "teach of it; train the teacher with the same new_tokens first, or leave them out"
-        ]
+    own, other = (_tokens(patient_json(file) or {}) for file in files)
     own |= added or {}
     common = own.keys() & other.keys()
     differ = sorted(number for number in common if own[number] != other[number])
     if common and not differ:
-        return []
+        lacks = sorted(own.keys() - other.keys())
+        if not lacks:
+            return []
+        more = f" and {len(lacks) - 1:,} more" if len(lacks) > 1 else ""
+        key, remedy = "teacher", advice
+        if lacks[0] in (added or {}):
+            key = tokens.KEY
+            remedy = "train the teacher with the same new_tokens first, or leave them out"
+        return [
+            f"{key}: {teacher} has no token {own[lacks[0]]!r}{more}, which the student has, and "
+            f"nothing to teach of it; {remedy}"
+        ]
     reason = (
         f"token {differ[0]} is {other[differ[0]]!r} there and {own[differ[0]]!r} in {student}, and "
         f"{len(differ):,} of {len(common):,} differ"

@@ -104,10 +104,10 @@ class PolicyOptimisation(Objective):
             faults.append("overlong_tokens: must be at most max_new_tokens")
         if config.max_staleness and config.importance_cap is None:
             faults.append("max_staleness: older weights sample the answers; set importance_cap=2")
-        if config.max_staleness and judges.blocks(config.rewards) != judges.served(config.rewards):
+        if config.max_staleness and judges.blocks(config.rewards):
             faults.append(
-                "max_staleness: a reward model on the trainer's GPUs works beside no update; set "
-                "served: true in its block, or max_staleness=0"
+                "max_staleness: a reward model is on the trainer's GPUs and cannot score while "
+                "they train; set max_staleness=0"
             )
         faults += pool.faults(config.rewards, config.reward_timeout)
         policy = Path(str(config.tokenizer.get("path") or config.model_folder))
@@ -185,8 +185,7 @@ class PolicyOptimisation(Objective):
         workers = config.reward_workers if world.data_weight else 0
         self._pool = world.on_all(lambda: Pool(config.rewards, workers, config.reward_timeout))
         self._sources = world.on_all(lambda: self._opened(data))
-        judges_of, replicas = judges.scorers, self._sampler.replicas
-        self._judges = world.on_all(lambda: judges_of(config, world, replicas, self._pool.failed))
+        self._judges = world.on_all(lambda: judges.loaded(config, world))
         self._tail = following(self._sampler.tokenizer, []) if self._judges else []
         self._log = RolloutLog(config, world, self._sampler.tokenizer)
         self._ahead = Ahead(config, world, self._sampler, self._prompts, self._draw)
@@ -351,13 +350,11 @@ class PolicyOptimisation(Objective):
                 for a in answers
             ]
         )
-        for name, scorer in self._judges.items():
+        for name, judge in self._judges.items():
             # What is behind the last answer's end, as the reward model was trained.
             documents = [[*a.prompt, *a.tokens, *(self._tail if a.ended else ())] for a in answers]
-            for index, score in enumerate(scorer.scores(documents)):
-                scores[index].scores[name] = score
-                if score is None:
-                    scores[index] = scores[index]._replace(failed=True)
+            for own, value in zip(scores, judge.scores(documents), strict=True):
+                own.scores[name] = value
         for name in pool.environments_of(self.config.rewards):
             for index, (score, failed) in enumerate(played):
                 scores[index].scores[name] = score

@@ -1,12 +1,13 @@
 """Preference tuning on single answers, each labelled as desirable or not: KTO."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from runspec.keys.preference import KtoConfig
 from runspec.keys.train import TrainConfig
-from trainer.data.batches import Batches, Data
+from trainer.data.batches import Batches
 from trainer.data.form import SampleForm
 from trainer.layers.batch import MicroBatch
 from trainer.objectives import preference_losses as losses
@@ -26,7 +27,7 @@ class UnpairedPreferenceTuning(PreferenceObjective):
 
     Figures: kl; rewards/chosen and rewards/rejected, beta times the log-ratio to the reference of
     desirable and of undesirable answers; logps/chosen and logps/rejected, their log-probabilities.
-    Each sum is divided by as many answers of its label as the training data have on average.
+    Each is a mean over the answers of its label.
     """
 
     config_class: ClassVar[type[TrainConfig]] = KtoConfig
@@ -35,6 +36,11 @@ class UnpairedPreferenceTuning(PreferenceObjective):
         number="desirable",
         preferences=KtoConfig.pairs,
     )
+    counted: ClassVar[Mapping[str, str]] = {
+        f"{name}/{label}": f"count/{label}"
+        for name in ("rewards", "logps")
+        for label in ("chosen", "rejected")
+    }
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:
@@ -46,15 +52,6 @@ class UnpairedPreferenceTuning(PreferenceObjective):
                 "none; set batch_size=2 or more, or dataset.packed=True"
             )
         return texts
-
-    # The share of desirable answers in the training data; trainer.trace has none.
-    _share = 0.5
-
-    def prepare(self, models: Models, data: Data) -> None:
-        """As PreferenceObjective.prepare."""
-        if isinstance(data.training, Batches):
-            self._share = float(data.training.rows.samples.numbers.mean())
-        super().prepare(models, data)
 
     def described(self, batches: Batches) -> list[str]:
         """How many samples have each label, and which weights balance them."""
@@ -82,9 +79,8 @@ class UnpairedPreferenceTuning(PreferenceObjective):
         loss = losses.kto(own, desirable, baseline, config.beta)
         weight = torch.where(desirable, config.desirable_weight, config.undesirable_weight)
         figures = {"kl": baseline * len(own)}
-        for name, value in (("rewards", config.beta * own), ("logps", sums[:, 0])):
-            shares = (("chosen", desirable, self._share), ("rejected", ~desirable, 1 - self._share))
-            for label, mask, share in shares:
-                total = (value.detach() * mask).sum()
-                figures[f"{name}/{label}"] = total / share if share else total
+        for label, mask in (("chosen", desirable), ("rejected", ~desirable)):
+            figures[f"count/{label}"] = mask.sum()
+            for name, value in (("rewards", config.beta * own), ("logps", sums[:, 0])):
+                figures[f"{name}/{label}"] = (value.detach() * mask).sum()
         return LossSum((weight * loss).sum(), figures)

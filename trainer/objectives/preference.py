@@ -9,6 +9,7 @@ import torch.distributed as dist
 from runspec import adapters
 from runspec.keys.preference import PreferenceConfig
 from trainer.data.batches import Batches, Data
+from trainer.layers.batch import MicroBatch
 from trainer.objectives import reference
 from trainer.objectives.base import Models, Objective
 
@@ -21,6 +22,7 @@ class PreferenceObjective(Objective):
     """A method that compares the policy with the model before training."""
 
     normaliser = "samples"
+    _step = 0
 
     @classmethod
     def faults(cls, config: PreferenceConfig) -> list[str]:
@@ -72,10 +74,7 @@ class PreferenceObjective(Objective):
 
     def first_step_fault(self, figures: Mapping[str, float | None]) -> str | None:
         """Before the first update the policy is the reference, so that every reward is 0."""
-        if not self.config.reference_kind:
-            return None
-        if adapters.virtual_tokens(self.config.model):
-            # They begin as a text before each document, which the reference does not see.
+        if not self._begins_at_reference:
             return None
         names = ("rewards/chosen", "rewards/rejected")
         rewards = [abs(figures.get(name) or 0.0) / self.config.beta for name in names]
@@ -87,6 +86,23 @@ class PreferenceObjective(Objective):
             f"reference: before the first update it must equal the policy, and it does not "
             f"({shown}); set reference=log_probs, and report this if it stays"
         )
+
+    def before_step(
+        self, models: Models, micro_batches: list[MicroBatch], step: int
+    ) -> list[MicroBatch]:
+        """As Objective.before_step."""
+        self._step = step
+        return micro_batches
+
+    def at_reference(self, models: Models) -> bool:
+        """Whether this is a pass before the first update, when the policy is its reference."""
+        before = models.policy.module.training and self._step == 0
+        return before and self._begins_at_reference
+
+    @property
+    def _begins_at_reference(self) -> bool:
+        # Virtual tokens begin as a text before each document, which the reference does not see.
+        return bool(self.config.reference_kind) and not adapters.virtual_tokens(self.config.model)
 
     def mean_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """The mean of values [n] over all ranks that see different data, a scalar; 0 for none."""

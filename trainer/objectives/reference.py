@@ -6,6 +6,7 @@ held and no second forward pass is made in a step.
 """
 
 import hashlib
+import io
 import json
 import os
 import time
@@ -19,6 +20,7 @@ import torch
 
 from runspec import files
 from runspec.adapters import base_form
+from runspec.storage import patiently
 from trainer.config import TrainConfig
 from trainer.data.batches import Rows
 from trainer.data.tokenised import TokenisedDataset
@@ -31,6 +33,8 @@ from trainer.parallel import fsdp, tensor_parallel
 from trainer.parallel.world import World
 from trainer.storage.weights import SafetensorsSource
 
+# Of the file of kept values.
+FORMAT, DIGEST_BYTES = 2, hashlib.sha256().digest_size
 # After so many batches the results so far are written, so that a start that is killed loses few.
 BATCHES_PER_PART = 20
 PROGRESS_EVERY_S = 15.0
@@ -81,7 +85,7 @@ class KeptLogProbs:
     def __init__(self, config: TrainConfig, world: World, weights: dict[str, str]) -> None:
         self._config, self._world = config, world
         precision = (config.dtype, config.fp8_recipe, base_form(config.model))
-        content = json.dumps([weights, precision], sort_keys=True, default=str)
+        content = json.dumps([FORMAT, weights, precision], sort_keys=True, default=str)
         self._name = hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def give(self, key: str, rows: Rows[TokenisedDataset], models: Models) -> None:
@@ -101,7 +105,7 @@ class KeptLogProbs:
         if not world.gather(path.is_file())[0]:
             self._compute(key, rows, models, part)
             world.on_main(lambda: _publish(part, path, shape))
-        samples.reference = world.on_all(lambda: _read(path, shape))
+        samples.reference = world.on_all(lambda: read(path, shape))
 
     def _compute(self, key: str, rows: Rows[TokenisedDataset], models: Models, part: Path) -> None:
         world, module = self._world, models.policy.module
@@ -183,10 +187,7 @@ def _publish(part: Path, path: Path, shape: tuple[int, ...]) -> None:
     values[records["sample"]] = records["values"]
     temporary = path.with_name(f".tmp_{path.name}.{os.urandom(4).hex()}")
     try:
-        with open(temporary, "wb") as file:
-            np.save(file, values)
-            file.flush()
-            os.fsync(file.fileno())
+        write(temporary, values)
         os.replace(temporary, path)
     except OSError as error:
         raise ConfigError(
@@ -196,11 +197,23 @@ def _publish(part: Path, path: Path, shape: tuple[int, ...]) -> None:
     part.unlink(missing_ok=True)
 
 
-def _read(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    try:
-        values: np.ndarray = np.load(path)
-    except (OSError, ValueError):
-        values = np.zeros(0)
-    if values.shape != shape or not np.isfinite(values).all():
-        raise ConfigError(f"{path} is damaged: delete it and start again")
-    return values
+def write(path: Path, values: np.ndarray) -> None:
+    """Write kept values, and behind them the SHA-256 of what is before it."""
+    content = io.BytesIO()
+    np.save(content, values)
+    with open(path, "wb") as file:
+        file.write(content.getbuffer())
+        file.write(hashlib.sha256(content.getbuffer()).digest())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """The values that `write` wrote; ConfigError if they are not those, or of another shape."""
+    content = patiently(Path.read_bytes, path)
+    whole, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    if hashlib.sha256(whole).digest() == digest:
+        values: np.ndarray = np.load(io.BytesIO(whole))
+        if values.shape == shape and np.isfinite(values).all():
+            return values
+    raise ConfigError(f"{path} is damaged: delete it and start again")

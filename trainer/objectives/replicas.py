@@ -8,7 +8,6 @@ any replica answers it alike: one that dies or hangs costs the time of its reque
 import http.client
 import json
 import os
-import queue
 import threading
 import time
 from collections import Counter, deque
@@ -23,14 +22,12 @@ from runspec import files
 from runspec.keys.grpo import GrpoConfig
 from trainer.errors import RolloutError
 from trainer.models.build import Model
-from trainer.objectives import network, transfer
+from trainer.objectives import transfer
 from trainer.parallel.world import World
 
 POLL_S = 0.2
 # A request that a replica answers with an error is asked so often in all.
 TRIES = 3
-# What takes longer than so many times the longest of the others, and a second, is late.
-LATE = 2
 # How long a replica may take to say that it sleeps, before it is asked again.
 SLEEP_S = 30.0
 
@@ -57,13 +54,6 @@ class Request(NamedTuple):
     temperature: float
 
 
-class Failed(NamedTuple):
-    """Why a request has no answer: raised or timeout, and what was said."""
-
-    kind: str
-    said: str
-
-
 class _Refused(Exception):
     """A replica answered with an error."""
 
@@ -85,9 +75,6 @@ class Replicas:
         self._limit_s = config.rollout_timeout
         self._number, self.version = 0, ""
         self._secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
-        # Of versions over the network: what the requests say of them, and rank 0's own.
-        self._source: dict[str, Any] = {}
-        self._store: network.Store | None = None
 
     @classmethod
     def of(cls, config: GrpoConfig, world: World) -> "Replicas | None":
@@ -111,65 +98,37 @@ class Replicas:
         """
         world, self._number = self._world, self._number + 1
         version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}.{rollout}"
-        folder = self._folder
-        if self._config.rollout_transfer == "network":
-            self._source = self._source or world.from_main(self._serve)
-            folder = Path(self._source["folder"])
-        in_use = transfer.path_of(folder, self._config, self.version)
-        if self._store is not None:
-            self._store.remove_all_but(self.version)
-        elif not self._source:
-            world.on_main(lambda: transfer.remove_all_but(folder, in_use))
-        path = transfer.path_of(folder, self._config, version)
-        size = transfer.write(model, self._config, world, path, self._store)
-        if self._store is not None:
-            self._store.add(version, path)
+        in_use = transfer.path_of(self._folder, self._config, self.version)
+        world.on_main(lambda: transfer.make_room(self._folder, in_use))
+        path = transfer.path_of(self._folder, self._config, version)
+        size = transfer.write(model, self._config, world, path)
         if self._number == 1:
             noun = f"{self.count} replica{'s' if self.count > 1 else ''}"
             noun += " in turns with the ranks" if self.in_turns else ""
-            place = ", from this node's memory" if self._source else ""
-            world.say(f"rollouts   {noun}, {size / 1e6:,.2f} MB of weights in each transfer{place}")
+            world.say(f"rollouts   {noun}, {size / 1e6:,.2f} MB of weights in each transfer")
         if self.in_turns:
             # Replicas have the GPUs' memory from here on: no rank computes until they rest.
             world.on_all(torch.cuda.empty_cache)
         world.on_main(lambda: self._transfer(version))
         self.version = version
 
-    def _serve(self) -> dict[str, Any]:
-        """Offer versions over the network; return what requests say of them."""
-        address = os.environ.get("HEAD_ADDR", "127.0.0.1")
-        self._store = network.Store(self._secret, os.environ.get("NODE_NAME", ""))
-        server = network.Server(address, self._secret, network.Handler, self._store)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return {"source": server.source, "folder": str(self._store.folder)}
-
     def _transfer(self, version: str) -> None:
-        """Have the replicas load the weights. One that is starting, late, or dies, loads them with
-        its first request.
+        """Have the replicas load the weights. One that is starting or dies loads them with its
+        first request.
         """
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        began, body = time.monotonic(), self._of(version)
-        deadline = limit = began + self._limit_s
+        deadline = time.monotonic() + self._limit_s
 
-        def ask(index: int) -> None:
-            answers.put(self._tried(index, "/weights", body, deadline))
+        def ask(index: int) -> Any:
+            return self._tried(index, "/weights", {"version": version}, deadline)
 
-        for index in range(self.count):
-            threading.Thread(target=ask, args=[index], daemon=True).start()
-        for number in range(self.count):
-            try:
-                answer = answers.get(timeout=max(0.0, limit - time.monotonic()))
-            except queue.Empty:
-                answer = TimeoutError()
-            if isinstance(answer, dict):
-                limit = min(limit, _late(time.monotonic() - began) + began)
-            elif not isinstance(answer, TimeoutError):
-                continue
-            elif number + 1 == self.count and limit == deadline:
-                raise RolloutError(
-                    f"transfer of weights {version} to {self._named(0)}: not done within "
-                    f"{self._limit_s:.0f} s"
-                )
+        with ThreadPoolExecutor(self.count) as threads:
+            for index, answer in enumerate(threads.map(ask, range(self.count))):
+                if isinstance(answer, TimeoutError):
+                    raise RolloutError(
+                        f"transfer of weights {version} to {self._named(index)}: not done within "
+                        f"{self._limit_s:g} s",
+                        self._node(index),
+                    )
 
     def rest(self) -> None:
         """Take the GPUs back from replicas in turns, which answer nobody then; all ranks call this
@@ -200,13 +159,14 @@ class Replicas:
             time.sleep(POLL_S)
         raise RolloutError(
             f"{name} did not give up its GPUs within {self._limit_s:g} s, and training needs them: "
-            f"{fault or 'it does not answer'}"
+            f"{fault or 'it does not answer'}",
+            self._node(index),
         )
 
     def _state(self, index: int) -> str:
         """What slurm/rollout.py says of a replica: ready, until its processes have ended."""
-        known = files.read_json_or_none(self._folder.parent / files.ROLLOUT_STATE)
-        all_of_them = known.get("replicas", []) if isinstance(known, dict) else []
+        known = files.peek(self._folder.parent / files.ROLLOUT_STATE)
+        all_of_them = known.get("replicas", [])
         return next((str(each["state"]) for each in all_of_them if each["replica"] == index), "")
 
     def sample(self, requests: Sequence[Request]) -> list[Sampled]:
@@ -215,31 +175,12 @@ class Replicas:
         Raises:
             RolloutError: no replica answered in time, or the requests themselves fail.
         """
-        asked = _Asked("/generate", [each._asdict() for each in requests], self._limit_s)
+        asked = _Asked([each._asdict() for each in requests], self._limit_s)
         self._ask(asked)
         return [
             Sampled(own["tokens"], own["log_probs"], int(own["version"].rpartition(".")[2]))
             for own in asked.in_order()
         ]
-
-    def score(
-        self, name: str, limit_s: float, parts: Sequence[list[list[int]]]
-    ) -> list[list[float] | Failed]:
-        """The scores of each part's documents by a reward model that the replicas hold.
-
-        What replicas refuse, or what takes longer than limit_s, has failed after some tries; a
-        replica that is started again is waited for.
-
-        Args:
-            name: the reward's.
-
-        Raises:
-            RolloutError: no replica can be started.
-        """
-        requests = [{"name": name, "documents": part} for part in parts]
-        asked = _Asked("/score", requests, self._limit_s, limit_s)
-        self._ask(asked)
-        return [own if isinstance(own, Failed) else own["scores"] for own in asked.in_order()]
 
     def _ask(self, asked: "_Asked") -> None:
         """Have as many replicas as there are answer requests; RolloutError if they cannot."""
@@ -248,39 +189,30 @@ class Replicas:
             index = (first + place) % self.count
             threading.Thread(target=self._work, args=[asked, index], daemon=True).start()
         while not asked.wait(POLL_S):
-            if failed := files.read_json_or_none(self._folder / files.NO_REPLICA):
+            if failed := files.peek(self._folder / files.NO_REPLICA):
                 asked.fail(str(failed.get("message")))
         if asked.failure:
-            raise RolloutError(asked.failure)
+            raise RolloutError(asked.failure, asked.node)
 
     def _work(self, asked: "_Asked", index: int) -> None:
         """Let a replica answer requests until there are none."""
         while not asked.is_over:
-            place = asked.take() if self._known(index) else None
+            who = (self._named(index), self._node(index)) if self._known(index) else None
+            place = asked.take(*who) if who else None
             if place is None:
                 time.sleep(POLL_S)
                 continue
-            began = time.monotonic()
-            body = {**asked.requests[place]}
-            if asked.path == "/generate":
-                body |= self._of(self.version)
-            deadline = min(asked.deadline, began + asked.each_s)
-            answer = self._tried(index, asked.path, body, deadline)
+            body = {**asked.requests[place], "version": self.version}
+            answer = self._tried(index, "/generate", body, asked.deadline)
             if isinstance(answer, dict):
-                asked.answered(place, answer, time.monotonic() - began)
+                asked.answered(place, answer)
             else:
                 asked.give_back(place, self._named(index), answer)
                 time.sleep(POLL_S)
 
-    def _of(self, version: str) -> dict[str, Any]:
-        """What a request says of the weights that it is for."""
-        said = {"version": version}
-        return said | {"source": self._source["source"]} if self._source else said
-
     def _known(self, index: int) -> dict[str, Any] | None:
         """Where a replica listens; None if it does not."""
-        known = files.read_json_or_none(self._folder / files.REPLICA.format(index))
-        return known if isinstance(known, dict) else None
+        return files.peek(self._folder / files.REPLICA.format(index)) or None
 
     def _tried(self, index: int, path: str, body: dict[str, Any], deadline: float) -> Any:
         """Return a replica's answer, or the error that there was; None if it is not ready."""
@@ -291,37 +223,34 @@ class Replicas:
         except (OSError, http.client.HTTPException, ValueError, _Refused) as error:
             return error
 
+    def _node(self, index: int) -> str | None:
+        return (self._known(index) or {}).get("node")
+
     def _named(self, index: int) -> str:
-        return f"rollout replica {index} on {(self._known(index) or {}).get('node', 'no node')}"
+        return f"rollout replica {index} on {self._node(index) or 'no node'}"
 
 
 class _Asked:
-    """Requests that replicas share: each takes the next one, and at the end one that is late.
+    """Requests that replicas share: each takes the next one.
 
-    Every answer to a request is the same, so the first one counts.
+    failure: why they cannot be answered; "" if they can. node: of the replica whose fault that is,
+    None if it is not one replica's.
 
     Args:
         limit_s: for all of them.
-        each_s: for each of them, which may fail then; None if none may.
     """
 
-    def __init__(
-        self,
-        path: str,
-        requests: Sequence[dict[str, Any]],
-        limit_s: float,
-        each_s: float | None = None,
-    ) -> None:
-        self.path, self.requests, self._limit_s = path, requests, limit_s
-        self.each_s, self._may_fail = each_s or limit_s, each_s is not None
+    def __init__(self, requests: Sequence[dict[str, Any]], limit_s: float) -> None:
+        self.requests, self._limit_s = requests, limit_s
         self.deadline = time.monotonic() + limit_s
         self.answers: dict[int, Any] = {}
         self.failure = ""
+        self.node: str | None = None
+        # Who is at a request or was too slow, by its place: the replica's name and node.
+        self._at: dict[int, tuple[str, str | None]] = {}
         self._waiting = deque(range(len(requests)))
-        # Since when the others are asked, by place; and how often they were refused.
-        self._since: dict[int, float] = {}
         self._refused: Counter[int] = Counter()
-        self._longest, self._fault = 0.0, "none is ready"
+        self._fault = "none is ready"
         self._changed = threading.Condition()
 
     @property
@@ -338,67 +267,47 @@ class _Asked:
         with self._changed:
             self._changed.wait_for(lambda: self.is_over, seconds)
         if not self.is_over and time.monotonic() >= self.deadline:
-            said = f"no rollout replica answered within {self._limit_s:g} s: {self._fault}"
-            if not self._may_fail:
-                self.fail(f"generating: {said}")
-            with self._changed:
-                for place in range(len(self.requests)):
-                    self.answers.setdefault(place, Failed("timeout", said))
+            late = dict(self._at.values())
+            who = ", ".join(sorted(late)) or "no rollout replica"
+            said = f"generating: {who} did not answer within {self._limit_s:g} s"
+            self.fail(said if late else f"{said}: {self._fault}", [*late.values()])
         return self.is_over
 
-    def fail(self, message: str) -> None:
-        """End it with this message."""
+    def fail(self, message: str, nodes: Sequence[str | None] = ()) -> None:
+        """End it with this message; the fault of a node, if these are one."""
         with self._changed:
-            self.failure = self.failure or message
+            if not self.failure:
+                self.failure = message
+                self.node = nodes[0] if len({*nodes}) == 1 else None
             self._changed.notify_all()
 
-    def take(self) -> int | None:
-        """The place of a request that nobody answers, or of one that is late; None without any."""
+    def take(self, name: str, node: str | None) -> int | None:
+        """The place of a request that nobody answers, for this replica; None without any."""
         with self._changed:
-            now = time.monotonic()
-            place = self._waiting.popleft() if self._waiting else None
-            if place is None and self._since and self.answers:
-                oldest = min(self._since, key=lambda each: self._since[each])
-                if now - self._since[oldest] > _late(self._longest):
-                    place = oldest
-            if place is not None:
-                self._since[place] = now
-            return place
+            if not self._waiting:
+                return None
+            self._at[self._waiting[0]] = name, node
+            return self._waiting.popleft()
 
-    def answered(self, place: int, answer: Any, took_s: float) -> None:
+    def answered(self, place: int, answer: Any) -> None:
         """Keep an answer."""
         with self._changed:
-            if place not in self.answers:
-                self._longest = max(self._longest, took_s)
-            self.answers.setdefault(place, answer)
-            self._since.pop(place, None)
+            self.answers[place] = answer
+            self._at.pop(place, None)
             self._changed.notify_all()
 
     def give_back(self, place: int, name: str, fault: Any) -> None:
         """Let another replica answer a request; the end, if several have refused it."""
         with self._changed:
-            if place in self.answers:
-                return
-            if place not in self._waiting:
-                self._waiting.append(place)
-            self._since.pop(place, None)
+            self._waiting.append(place)
+            if not isinstance(fault, TimeoutError):
+                self._at.pop(place, None)
             if fault is not None:
-                self._fault = f"the last one said: {fault}"
-            is_late = self._may_fail and isinstance(fault, TimeoutError)
-            self._refused[place] += is_late or isinstance(fault, _Refused)
+                self._fault = f"{name}: {fault}"
+            self._refused[place] += isinstance(fault, _Refused)
             if self._refused[place] < TRIES:
                 return
-            said = f"{name}: {f'took over {self.each_s:g} s' if is_late else fault}"
-            if self._may_fail:
-                self.answers[place] = Failed("timeout" if is_late else "raised", said)
-                self._waiting.remove(place)
-                self._changed.notify_all()
-                return
-        self.fail(said)
-
-
-def _late(longest: float) -> float:
-    return LATE * longest + 1
+        self.fail(f"{name}: {fault}")
 
 
 def post(

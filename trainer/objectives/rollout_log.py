@@ -11,6 +11,7 @@ import torch
 
 from runspec import files
 from runspec.keys.grpo import GrpoConfig
+from trainer.metrics import lines_until
 from trainer.objectives.rollouts import Answer
 from trainer.parallel.world import World
 from trainer.rewards.pool import Scores, environments_of
@@ -164,8 +165,7 @@ class RolloutLog:
         path = self._config.output_dir / files.ROLLOUTS
         if not self._begun:
             self._begun = True
-            kept = [line for line in files.read_json_lines(path) if line["step"] <= step]
-            files.write_text(path, "".join(map(_line, kept)))
+            files.write_text(path, "".join(map(_line, lines_until(path, step))))
         decode, count = self._tokenizer.decode, self._config.logged_rollouts
         lines = []
         for group, scores, rewards in zip(

@@ -6,7 +6,7 @@ it, or the whole weights as on the Hub, if vLLM would not answer with that adapt
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +14,9 @@ import torch
 
 from runspec import adapters, files
 from runspec.keys.grpo import GrpoConfig
+from runspec.storage import patient_json
 from trainer.models.build import Model
 from trainer.objectives import whole
-from trainer.objectives.network import Store
 from trainer.parallel import fsdp
 from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
@@ -47,29 +47,26 @@ def lora_rank(config: GrpoConfig) -> int:
     return rank * (1 + str(model.get("init_lora_weights")).startswith("pissa"))
 
 
-def write(
-    model: Model, config: GrpoConfig, world: World, path: Path, store: Store | None = None
-) -> int:
+def write(model: Model, config: GrpoConfig, world: World, path: Path) -> int:
     """Write the present weights to `path`, whole or not at all; all ranks call this together.
-
-    Args:
-        store: of rank 0, for weights over the network: `path` is in it.
 
     Returns:
         How many bytes there are, on rank 0; 0 elsewhere.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     if config.rollout_engine == "vllm":
-        _write_folder(model, config, world, temporary, store)
+        _write_folder(model, config, world, temporary)
     else:
-        if store is not None:
-            store.create(temporary)
         _write_file(model, world, temporary)
     return world.on_main(lambda: _move(temporary, path)) or 0
 
 
-def remove_all_but(folder: Path, kept: Path) -> None:
-    """Remove versions that nobody asks for any more, and what a killed rank was writing."""
+def make_room(folder: Path, kept: Path) -> None:
+    """Remove versions that nobody asks for any more, and what a killed rank was writing.
+
+    A folder that somebody has deleted is made again, here or by slurm/rollout.py.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
     every = files.WEIGHTS_FOLDER.format("*")  # the files, too
     for pattern in (every, f".{every}.tmp"):
         for old in folder.glob(pattern):
@@ -97,9 +94,7 @@ def _write_file(model: Model, world: World, path: Path) -> None:
     world.on_main(lambda: None if writer is None else writer.close())
 
 
-def _write_folder(
-    model: Model, config: GrpoConfig, world: World, folder: Path, store: Store | None
-) -> None:
+def _write_folder(model: Model, config: GrpoConfig, world: World, folder: Path) -> None:
     fsdp.reshard(model.module)
     kind = model.module.adapter
     if kind is not None and lora_rank(config):
@@ -108,14 +103,11 @@ def _write_folder(
             return
         world.on_main(lambda: shutil.rmtree(folder))
     world.on_main(folder.mkdir)
-    create: Callable[[Path], object] | None = None
-    if config.rollout_transfer == "network":
-        create = Path.touch if store is None else store.create  # rank 0 alone calls it
-    export.write_model(model, config, folder, world, create)
+    export.write_model(model, config, folder, world)
 
 
 def _vllm_takes(folder: Path) -> bool:
-    settings = dict(files.read_json_or_none(folder / adapter.SETTINGS) or {})
+    settings = patient_json(folder / adapter.SETTINGS) or {}
     targets = {str(name).rpartition(".")[2] for name in settings.get("target_modules") or ()}
     tables = targets & {"embed_tokens", "lm_head"}
     return not tables and not any(settings.get(name) for name in _NOT_BY_VLLM)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runspec.description import config_file
+from runspec.storage import patiently
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.models import build
@@ -64,7 +65,7 @@ def transformers_model(folder: Path, dtype: torch.dtype, layers: int | None = No
             f"on_policy_share: {folder}/config.json is missing, which names the class to answer; "
             "run cookbook download"
         )
-    config = AutoConfig.from_pretrained(file)
+    config = patiently(AutoConfig.from_pretrained, file)
     if layers is not None:
         config.num_hidden_layers = layers
         if kinds := getattr(config, "layer_types", None):

@@ -150,7 +150,7 @@ def _compile(
     for block in model.blocks:
         if not skipped(block):
             # Not the call: FSDP's hooks and the checkpoint's stand around it.
-            block.forward = compiled(block.forward, config.overlaps_tensor_parallel)
+            block.forward = compiled(block.forward)
     model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
 
 
@@ -175,20 +175,12 @@ def _allow_variants() -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
 
 
-def compiled(function: Callable[..., Any], overlapped: bool = False) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, to be compiled when it is called.
 
     As in torchtune, TORCH_COMPILE_BACKEND may name another compiler, to look for what breaks.
-
-    Args:
-        overlapped: products go beside the messages of tensor parallelism; see
-            `trainer.parallel.tensor_parallel.use_symmetric_memory`.
     """
-    backend = os.environ.get(COMPILE_BACKEND, "inductor")
-    if overlapped and backend == "inductor":
-        # torch has no public name for this option (2.13).
-        return torch.compile(function, options={"_micro_pipeline_tp": True})
-    return torch.compile(function, backend=backend)
+    return torch.compile(function, backend=os.environ.get(COMPILE_BACKEND, "inductor"))
 
 
 def mark_dynamic(model: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

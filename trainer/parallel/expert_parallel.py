@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from runspec.layout import StepFacts
-from trainer.config import TrainConfig
 from trainer.layers import experts
 from trainer.models.decoder import Decoder
 from trainer.parallel.sharded import local
@@ -32,7 +31,7 @@ def faults(model: Decoder, ranks: int) -> list[str]:
     return StepFacts(expert_parallel=ranks, experts=counts).faults()
 
 
-def split(model: Decoder, mesh: DeviceMesh, config: TrainConfig) -> None:
+def split(model: Decoder, mesh: DeviceMesh, tensor_parallel: int) -> None:
     """Spread the experts of `model` over the one-dimensional `mesh`, in place.
 
     FSDP divides gradients by the ranks that it sums over. Those of experts have the tokens of all
@@ -40,8 +39,9 @@ def split(model: Decoder, mesh: DeviceMesh, config: TrainConfig) -> None:
 
     Args:
         model: on the meta device; its experts' parameters are whole, and `faults` found none.
+        tensor_parallel: ranks that compute the same tokens together.
     """
-    exchange = _exchange(mesh, config)
+    exchange = Exchange(mesh, tensor_parallel / mesh.size())
     for _, layer in experts.layers(model):
         for name, parameter in list(layer.named_parameters()):
             part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
@@ -50,26 +50,12 @@ def split(model: Decoder, mesh: DeviceMesh, config: TrainConfig) -> None:
         layer.exchange, layer.partial_gradient = exchange, False
 
 
-def _exchange(mesh: DeviceMesh, config: TrainConfig) -> Any:
-    share = config.tensor_parallel_dim / mesh.size()
-    if config.expert_parallel_comm_backend == "standard":
-        return Exchange(mesh, share)
-    from trainer.parallel.deep_ep import DeepExchange
-
-    rows = config.batch_size * config.documents_per_sample
-    length = -(-config.tokenizer["max_seq_len"] // config.row_multiple) * config.row_multiple
-    return DeepExchange(mesh, share, rows * length // config.tensor_parallel_dim)
-
-
 class Exchange:
     """Takes rows to the ranks of their experts, and the outputs back.
 
     Args:
         share: what the experts' gradients are multiplied with.
     """
-
-    # The outputs of a token's experts come back one by one.
-    sums = False
 
     def __init__(self, mesh: DeviceMesh, share: float) -> None:
         self._group, self._ranks, self._share = mesh.get_group(), mesh.size(), share

@@ -7,7 +7,6 @@ the ranks' partial results, of which each rank gets its part of the sequence (Ko
 the parameters, and does the communication and its gradients.
 """
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -305,33 +304,6 @@ def _distribute_one(
     # Every rank fills its own part later, so none needs to send it.
     split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
     setattr(owner, name, nn.Parameter(split, parameter.requires_grad))
-
-
-def missing_for_overlap(device: torch.device) -> str | None:
-    """What asynchronous tensor parallelism lacks on `device`; None if it lacks nothing."""
-    # Importing it defines the operators.
-    import torch.distributed._symmetric_memory
-
-    try:
-        for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
-            torch.library.get_kernel(f"symm_mem::{name}", device.type.upper())
-    except RuntimeError as error:
-        return f"torch has {error}"
-    return None
-
-
-def use_symmetric_memory(mesh: DeviceMesh) -> None:
-    """Let compiled products over `mesh` overlap with its messages: each sends parts of a sequence
-    while it multiplies others (Wang et al. 2023, ASPLOS, 10.1145/3567955.3567959).
-
-    torch's compiler does so for groups of this memory, which torch 2.13 has no public name for.
-    """
-    from torch.distributed import _symmetric_memory
-
-    with warnings.catch_warnings():
-        # Deprecated, but what the compiler's pass looks for.
-        warnings.simplefilter("ignore", FutureWarning)
-        _symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def faults(model: Decoder, ranks: int) -> list[str]:

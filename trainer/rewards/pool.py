@@ -139,8 +139,7 @@ def identity(rewards: Mapping[str, Any]) -> dict[str, Any]:
                 path = Path(spec.origin) if spec is not None and spec.origin else None
         sha = files.sha256(path)[:16] if path is not None and path.is_file() else ""
         own = f"{sha}:{function}" if sha else block["function"]
-        # Where a reward model lies changes no score.
-        blocks[name] = {k: v for k, v in block.items() if k != "served"} | {"function": own}
+        blocks[name] = {**block, "function": own}
     return blocks
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from runspec import files
+from runspec.storage import patient_json
 from trainer.data.tokenizers import HuggingFaceTokenizer, hugging_face_tokenizer
 
 TOKENIZER = "tokenizer_config.json"
@@ -31,7 +32,7 @@ def settings(config: Any, folder: Path) -> dict[str, Any]:
 
 def set_pad_token(folder: Path) -> None:
     """Let the tokenizer of an exported folder pad by the token that config.json names."""
-    content = files.read_json_or_none(folder / TOKENIZER)
+    content = patient_json(folder / TOKENIZER)
     if content is not None and (folder / "tokenizer.json").is_file():
         name, _ = pad_token(hugging_face_tokenizer(str(folder)))
         files.write_json(folder / TOKENIZER, content | {"pad_token": name})

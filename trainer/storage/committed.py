@@ -45,7 +45,8 @@ class TrainerState:
 
     `run` is the objective's identity, which must be the config's; `settings` are the keys that
     may change at resume, and `lr` the learning rate of the next step. `val_loss` was measured on
-    the weights of this very step; None if it was not. `data`: where the data are, if the step alone
+    the weights of this very step; None if it was not. `best_val_loss` is the lowest that a
+    checkpoint of the run had. `data`: where the data are, if the step alone
     does not say it.
     """
 
@@ -55,6 +56,7 @@ class TrainerState:
     loss_first: float | None = None
     loss_last: float | None = None
     val_loss: float | None = None
+    best_val_loss: float | None = None
     skipped_steps: int = 0
     world_size: int = 1
     tensor_parallel_dim: int = 1

@@ -14,7 +14,10 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from runspec import files
+from runspec.storage import patient_json, patiently
+from runspec.weights import OTHER_NAME
 from trainer.config import TrainConfig
+from trainer.data.prepared import is_text
 from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
 from trainer.layers.adapters import lora_embedding
@@ -24,6 +27,7 @@ from trainer.models.decoder import SCORE
 from trainer.parallel.sharded import full_tensor, gathered, local, near
 from trainer.parallel.world import World
 from trainer.storage import adapter, weights
+from trainer.storage.ending import name_answer_end
 
 MAX_SHARD_BYTES = 4 * 2**30
 TOKENIZER = (
@@ -64,6 +68,11 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
         write_model(model, config, temporary, world)
     if model.module.adapter is not None:
         write_adapter(model.module.adapter, model, config, temporary / files.ADAPTER, world)
+        if any(own.adapters and not own.transposed for _, own in experts.layers(model.module)):
+            world.say(
+                f"note: {files.EXPORT}/{files.ADAPTER} holds experts in the layout of PEFT 0.18; "
+                "0.19 and later have another and refuse it: take peft<0.19, or the merged model"
+            )
     world.on_main(lambda: _commit(temporary, final))
     return final
 
@@ -76,14 +85,15 @@ def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
     copied = [] if config.reads_weights else [(tokenizer, TOKENIZER)]
     for source, patterns in [*copied, (config.model_folder, COPIED)]:
         for path in (path for pattern in patterns for path in source.glob(pattern)):
-            shutil.copyfile(path, temporary / path.name)
+            _copy(path, temporary)
     if template := config.tokenizer.get("chat_template"):
         files.write_text(temporary / "chat_template.jinja", template_text(str(template)))
     write_new_tokens(config.tokenizer, temporary)
-    settings = files.read_json_or_none(temporary / "config.json") or {}
+    settings = patient_json(temporary / "config.json") or {}
     if config.tokenizer.get("new_tokens"):
         text = settings.get("text_config") or settings
         text["vocab_size"] = model.module.vocab_size
+    settings.pop(OTHER_NAME, None)
     key = "torch_dtype" if "torch_dtype" in settings else "dtype"
     settings[key] = str(model.dtype).removeprefix("torch.")
     if model.module.score_head is not None:
@@ -92,6 +102,13 @@ def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
         settings |= classifier.settings(model.module.config, config.model_folder)
         classifier.set_pad_token(temporary)
     files.write_json(temporary / "config.json", settings)
+    if not (model.module.score_head is not None or is_text(config.dataset)):
+        name_answer_end(temporary)
+
+
+def _copy(path: Path, folder: Path) -> None:
+    """Copy a file into a folder, tried again while the storage cannot be read."""
+    patiently(lambda source: shutil.copyfile(source, folder / path.name), path)
 
 
 def _commit(temporary: Path, final: Path) -> None:
@@ -158,19 +175,8 @@ def layers_of(model: Model) -> dict[str, torch.nn.Module]:
     return {weights.plain_name(name): m for name, m in model.module.named_modules()}
 
 
-def write_model(
-    model: Model,
-    config: TrainConfig,
-    folder: Path,
-    world: World,
-    create: Callable[[Path], object] | None = None,
-) -> None:
-    """Write the whole weights as on the Hub; all ranks call this together.
-
-    Args:
-        create: makes each file of weights, which rank 0 then writes; by default several ranks
-            write new ones.
-    """
+def write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
+    """Write the whole weights as on the Hub; all ranks call this together."""
     layers, pieces = layers_of(model), weights.hub_pieces(model.module)
     parts_of = {k: v for k, v in weights.hub_tensors(model.module).items() if k is not None}
     # By tensor of the hub, how its rows are gathered, in their order.
@@ -210,8 +216,6 @@ def write_model(
         return rows
 
     def opened(name: str, keys: list[str]) -> weights.SafetensorsWriter:
-        if create:
-            create(folder / name)
         return weights.SafetensorsWriter(folder / name, {k: shapes[k] for k in keys}, dtypes)
 
     waiting = [
@@ -222,7 +226,7 @@ def write_model(
         for name, keys in split.filename_to_tensors.items()
     ]
     # Spread over the nodes.
-    count = 1 if create else min(world.size, len(waiting))
+    count = min(world.size, len(waiting))
     writers = [number * world.size // count for number in range(count)]
     for first in range(0, len(waiting), count):
         _write_files(dict(zip(writers, waiting[first : first + count], strict=False)), world)
@@ -284,11 +288,15 @@ def write_adapter(
 
     def write() -> None:
         folder.mkdir()
-        if config.tokenizer.get("new_tokens"):
-            # The base model's folder has another one.
-            for path in (path for pattern in TOKENIZER for path in folder.parent.glob(pattern)):
-                shutil.copyfile(path, folder / path.name)
+        own = [path for pattern in TOKENIZER for path in folder.parent.glob(pattern)]
+        if any(_differs(path, config.model_folder / path.name) for path in own):
+            for path in own:
+                _copy(path, folder)
         save_file(tensors, folder / adapter.FILE, metadata={"format": "pt"})
         files.write_json(folder / adapter.SETTINGS, settings)
 
     world.on_main(write)
+
+
+def _differs(one: Path, other: Path) -> bool:
+    return not other.is_file() or one.read_bytes() != other.read_bytes()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from launcher import venv
 from launcher.checks import Finding, failed, of_error, ok, skipped
 from launcher.checks.doctor.ask import NodeReport, Options, Question, ask, natural
-from launcher.checks.doctor.report import all_reduce, node_findings, start_from
+from launcher.checks.doctor.report import all_reduce, node_findings
 from launcher.checks.doctor.slurm import SlurmAnswers
 from launcher.errors import CookbookError
 from launcher.executors.slurm import Node
@@ -60,7 +60,7 @@ def findings(site: SlurmAnswers, options: Options) -> tuple[list[Finding], list[
     others |= dict.fromkeys(silent, "no answer")
     # What needs attention and the result of the all-reduce; the table shows the rest.
     attention = [finding for finding in results if finding.state != "ok"]
-    attention += [all_reduce(reports), *start_from(reports, site.cluster)]
+    attention.append(all_reduce(reports))
     message = f"{len(reports)} of {len(site.own_nodes)} nodes of {site.partition} asked"
     together = joined(attention, [each.name for each in reports])
     return [ok("nodes", message), *together], rows(reports, others)

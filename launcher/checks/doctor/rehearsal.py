@@ -88,7 +88,7 @@ class Part:
     def message(self) -> str:
         """Its error, as the rank that failed first reported it, or from its log."""
         for path in sorted(self.folder.glob("logs/0/error_*.json")):
-            record = files.read_json_or_none(path) or {}
+            record = files.peek(path)
             if message := str(record.get("message") or "").strip():
                 kind, line = str(record.get("type", "error")), message.splitlines()[0]
                 return line if line.startswith(kind) else f"{kind}: {line}"

@@ -12,8 +12,6 @@ from launcher.venv import TorchBuild
 _SKEW_WARNING_S, _SKEW_FAULT_S = 2.0, 60.0
 # What compiled kernels, downloads' temporary files and the like take.
 _LOCAL_DISK_GIB = 10
-# Of a rank with transformers' Llama (docs/scale.md), and how long it may take to open them.
-_OPENED_BY_A_RANK, _SLOW_START_S = 6200, 5.0
 _SETUP = "bash setup.sh --torch BUILD (cu126, cu128, cu130: bash setup.sh --help)"
 
 
@@ -196,39 +194,3 @@ def all_reduce(reports: list[NodeReport]) -> Finding:
     message = " | ".join(faults) or "the nodes did not finish it"
     remedy = "fix what the nodes report; if they do not reach each other, try network_interface"
     return failed("all-reduce", message, f"{remedy} in the site file")
-
-
-def start_from(reports: list[NodeReport], cluster: Site) -> list[Finding]:
-    """Return what `start_from` should be, from how long files took to open on all nodes at once."""
-    subject, times = "start_from", []
-    for each in reports:
-        count, _, microseconds = each.one("opened", "0 0").partition(" ")
-        if int(count):
-            times.append(int(microseconds) / int(count) / 1000)
-    if not times:
-        return []
-    slowest_ms = max(times)
-    seconds = slowest_ms * _OPENED_BY_A_RANK / 1000
-    measured = (
-        f"a file of the virtual environment opens in {slowest_ms:.2f} ms on the slowest node; the "
-        f"{_OPENED_BY_A_RANK:,} of a rank take {seconds:.1f} s"
-    )
-    cannot = [each for each in reports if not each.yes("mounts")]
-    names = ",".join(each.name for each in cannot)
-    lacks = f"{names} cannot mount images: no squashfuse, or no /dev/fuse"
-    remedy = "ask for squashfuse on the nodes"
-    unpack = all(each.yes("unpacks") for each in cannot)
-    if unpack:
-        remedy += ", or set copy_images_to: what cannot mount its copies unpacks them"
-    if cluster.start_from == "image":
-        if cannot and unpack and cluster.copy_images_to:
-            return [ok(subject, f"image: {names} cannot mount its copies, and unpacks them")]
-        if cannot:
-            remedy += "; until then they open the files one by one"
-            return [warning(subject, lacks, remedy)]
-        return [ok(subject, f"image: all nodes can mount it; without it, {measured}")]
-    if seconds < _SLOW_START_S:
-        return [ok(subject, f"shared: {measured}")]
-    if cannot:
-        return [warning(subject, f"{measured}; {lacks}", remedy)]
-    return [warning(subject, measured, "set start_from: image in the site's file")]

@@ -1,6 +1,8 @@
 """LoRA of routed experts: an A and a B for each expert, as PEFT's `target_parameters` does."""
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,9 @@ from torch import nn
 from trainer.layers import experts
 from trainer.layers.adapters.peft_config import scaling
 from trainer.parallel.sharded import full_tensor, gathered_row, local, near, row_of
+
+# Whose layout is written; the field of adapter_config.json says so.
+PEFT_VERSION = "0.18.1"
 
 
 class ExpertsLoRA(nn.Module):
@@ -73,10 +78,11 @@ def add(layer: nn.Module, rank: int, alpha: float, use_rslora: bool = False) -> 
 def to_peft(
     a: torch.Tensor, b: torch.Tensor, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [experts, rank, in] and B [experts, out, rank] as PEFT's lora_A and lora_B.
+    """A [experts, rank, in] and B [experts, out, rank] as lora_A and lora_B of PEFT_VERSION.
 
-    PEFT (0.18, ParamWrapper.get_delta_weight) takes the weight for [experts, in, out] whatever it
-    is: lora_A is [experts x rank, in] and lora_B [out, rank x experts].
+    It (ParamWrapper.get_delta_weight) takes the weight for [experts, in, out] whatever it is:
+    lora_A is [experts x rank, in] and lora_B [out, rank x experts]. From 0.19 on a weight of
+    [experts, out, in] has them by its own sides, unless its class says is_transposed.
     """
     if not transposed:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
@@ -84,11 +90,22 @@ def to_peft(
 
 
 def from_peft(
-    a: torch.Tensor, b: torch.Tensor, count: int, transposed: bool
+    a: torch.Tensor, b: torch.Tensor, adapter: ExpertsLoRA, transposed: bool, version: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of `to_peft`."""
+    """The inverse of `to_peft`, of any PEFT's tensors.
+
+    Args:
+        version: of the PEFT that wrote them, as in adapter_config.json, if it is known; where both
+            sides are as long the shapes do not tell.
+    """
+    (count, _, inputs), outputs = adapter.lora_a.weight.shape, adapter.lora_b.weight.shape[1]
     a, b = a.unflatten(0, (count, -1)), b.unflatten(1, (-1, count)).permute(2, 0, 1)
-    return (a, b) if transposed else (b.transpose(1, 2), a.transpose(1, 2))
+    by_its_sides = a.shape[2] == inputs if inputs != outputs else _number(version) >= (0, 19)
+    return (a, b) if transposed or by_its_sides else (b.transpose(1, 2), a.transpose(1, 2))
+
+
+def _number(version: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", str(version or ""))[:2])
 
 
 def peft_places(name: str) -> dict[str, str]:

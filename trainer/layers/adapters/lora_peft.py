@@ -113,6 +113,7 @@ def _fields(
         "fan_in_fan_out": False,
     }
     if expert_scales:
+        settings["peft_version"] = lora_experts.PEFT_VERSION
         kinds = (".".join(name.split(".")[-3:]) for name in expert_scales)
         settings["target_parameters"] = list(dict.fromkeys(kinds))
     return settings
@@ -140,7 +141,7 @@ def read(
             for name, factor in _scalings(kind, model, hub, given, faults).items()
         }
     if any(name.startswith(PEFT_PREFIX) for name in tensors):
-        tensors = _from_peft(model, hub, tensors, faults)
+        tensors = _from_peft(model, hub, tensors, (settings or {}).get("peft_version"), faults)
     return Loaded(tensors, attributes)
 
 
@@ -221,7 +222,11 @@ def _places(model: "Decoder", hub: Hub, layers: dict[str, nn.Module]) -> dict[st
 
 
 def _from_peft(
-    model: "Decoder", hub: Hub, tensors: dict[str, torch.Tensor], faults: list[str]
+    model: "Decoder",
+    hub: Hub,
+    tensors: dict[str, torch.Tensor],
+    version: Any,
+    faults: list[str],
 ) -> dict[str, torch.Tensor]:
     """PEFT's tensors by the model's own names; adds what cannot be split to `faults`.
 
@@ -277,8 +282,8 @@ def _from_peft(
             if layer.adapters and all(key in tensors for key in keys):
                 used |= set(keys)
                 a, b = (tensors[key] for key in keys)
-                count = len(getattr(layer, matrix))
-                a, b = lora_experts.from_peft(a, b, count, layer.transposed)
+                own = layer.adapters[matrix]
+                a, b = lora_experts.from_peft(a, b, own, layer.transposed, version)
                 own_tensors[f"{name}.adapters.{matrix}.lora_a.weight"] = a
                 own_tensors[f"{name}.adapters.{matrix}.lora_b.weight"] = b
     return own_tensors | {name: tensor for name, tensor in tensors.items() if name not in used}

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from runspec.description import config_file
+from runspec.storage import patiently
 from trainer.errors import ConfigError
 from trainer.models.transformers.attention import NAME
 from trainer.models.transformers.decoder import PLACE, TransformersDecoder, base_name
@@ -38,11 +39,6 @@ def empty(folder: Path, rows: Callable[[int], int] | None = None) -> Transformer
     Raises:
         ConfigError: no class of transformers' fits, or the trainer cannot train it.
     """
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{PLACE}: {folder} holds an adapter, no model; give its base model's folder, and the "
-            "adapter as checkpointer.adapter_checkpoint"
-        )
     # The published file serves a look at a model that is not downloaded yet: a check, a trace.
     file = config_file(folder) or folder / "config.json"
     content = read_hf_config(file)
@@ -121,7 +117,9 @@ def _rope_types(content: dict[str, Any]) -> set[str]:
 
 def _config(file: Path) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(file, trust_remote_code=False)
+        return patiently(
+            lambda path: AutoConfig.from_pretrained(path, trust_remote_code=False), file
+        )
     except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
         raise ConfigError(

@@ -1,1 +1,0 @@
-"""Configs of other trainers as recipes: a table per trainer says what each key becomes."""
