@@ -1,5 +1,6 @@
 """What can be removed without losing anything: what can be computed again, and what was left."""
 
+import os
 import re
 import shutil
 import time
@@ -61,7 +62,7 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
     used = {copy.folder for run in every(runs) if (copy := code.of_run(run.path))}
     items += [
         ("code that no run uses", path)
-        for path in _inside(root / code.FOLDER)
+        for path in _inside(root / code.FOLDER / str(os.geteuid()))
         if path.resolve() not in used and _untouched(path, _YOUNG_S)
     ]
     sent = paths.sent(root)
