@@ -123,7 +123,7 @@ def shown(rows: Sequence[Result], keys: Sequence[str], form: str) -> str:
         text = io.StringIO()
         names = [name for name in rows[0] if name != "settings"]
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*names, *keys])
+        writer.writerow([*names, *map(plain, keys)])
         for row in rows:
             settings = (_value(row["settings"][key]) for key in keys)
             writer.writerow([*(_harmless(row[name]) for name in names), *map(_harmless, settings)])
@@ -163,5 +163,8 @@ def _cut(text: str) -> str:
 
 
 def _harmless(value: Any) -> Any:
-    """A spreadsheet would compute text that begins like a formula."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in "=+@\t\r" else value
+    """A spreadsheet would compute text that begins like a formula; a terminal obeys others."""
+    if not isinstance(value, str):
+        return value
+    value = plain(value)
+    return f"'{value}" if value[:1] in "=+@\t" else value

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from launcher.observe.logs import Tail
+from launcher.observe.text import plain
 from launcher.runs.directory import Run
 from launcher.runs.states import State, judged, own_state, state_of
 from runspec.states import ANSWERING, FINAL
@@ -83,7 +84,8 @@ def watch_all(runs: Sequence[Run], say: Callable[[str], None], poll_s: float = 1
     def show(run: Run) -> None:
         mark = f"{run.name} | " if len(runs) > 1 else ""
         for line in tails[run.name].new_lines():
-            say(f"{mark}{line}")
+            shown = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar its last state
+            say(plain(f"{mark}{shown}"))
 
     while True:
         for run in list(left):
@@ -91,7 +93,7 @@ def watch_all(runs: Sequence[Run], say: Callable[[str], None], poll_s: float = 1
             if state is not None and (not state.ended or state.word == ANSWERING):
                 text = f"{state.word}{f' ({state.detail})' if state.detail else ''}"
                 if text != said.get(run.name):
-                    say(f"{run.name}: {text}")
+                    say(plain(f"{run.name}: {text}"))
                     said[run.name] = text
             show(run)
             if state is not None and states.ended(run, state):

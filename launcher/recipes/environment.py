@@ -1,6 +1,7 @@
 """What ranks run in: a record in configs/environments/NAME.yaml, or a block of a recipe."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -94,7 +95,7 @@ class Environment:
         root: the shared folder, in which dependencies are built.
         """
         if self.dependencies:
-            return str(root / BUILT / self.digest / "bin" / "python")
+            return str(root / BUILT / str(os.geteuid()) / self.digest / "bin" / "python")
         if self.python:
             return self.python
         if self.is_container:

@@ -1,5 +1,6 @@
 """What can be removed without losing anything: what can be computed again, and what was left."""
 
+import os
 import re
 import shutil
 import time
@@ -61,7 +62,7 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
     used = {copy.folder for run in every(runs) if (copy := code.of_run(run.path))}
     items += [
         ("code that no run uses", path)
-        for path in _inside(root / code.FOLDER)
+        for path in _inside(root / code.FOLDER / str(os.geteuid()))
         if path.resolve() not in used and _untouched(path, _YOUNG_S)
     ]
     sent = paths.sent(root)
@@ -69,12 +70,7 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
     items += [
         ("sent by a laptop, and no run names it", path)
         for path in _inside(sent / "trees")
-        if path.name not in named and _untouched(path, _YOUNG_S)
-    ]
-    items += [
-        ("sent by a laptop, and in none of its trees", path)
-        for path in _inside(sent / "files")
-        if path.stat().st_nlink == 1 and _untouched(path, _YOUNG_S)
+        if path.name not in named and not path.is_symlink() and _untouched(path, _YOUNG_S)
     ]
     items += [("left by a killed command", path) for path in making.left(runs)]
     items += [

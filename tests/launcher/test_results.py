@@ -106,13 +106,17 @@ def test_the_last_mini_batch_does_not_decide(tmp_path, monkeypatch):
 
 
 def test_results_in_every_format(tmp_path):
-    runs = [made(tmp_path, "one"), made(tmp_path, "other", {"note|": "=1+1", "batch_size": 16})]
+    runs = [
+        made(tmp_path, "one"),
+        made(tmp_path, "other", {"note|": "=1+1", "batch_size": 16, "x\x1b]0;y\x07": "\x1b[2J"}),
+    ]
     rows, keys = compare(runs)
     heading, *lines = shown(rows, keys, "table").splitlines()
     assert heading.split()[:2] == ["RUN", "STATE"] and len(lines) == 2
     assert json.loads(shown(rows, keys, "json"))[1]["settings"]["batch_size"] == 16
     read = list(csv.DictReader(io.StringIO(shown(rows, keys, "csv"))))
     assert [row["batch_size"] for row in read] == ["8", "16"] and read[1]["note|"] == "'=1+1"
+    assert read[1]["x\\x1b]0;y\\x07"] == "\\x1b[2J"
     assert read[0]["loss_last_tenth"] == "0.5" and read[0]["cost"] == ""
     table = shown(rows, keys, "markdown").splitlines()
     assert len({line.replace("\\|", "").count("|") for line in table}) == 1
