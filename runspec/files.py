@@ -4,6 +4,7 @@ A file is written under a temporary name, flushed to the disk and renamed: a rea
 sees the old content or the new one, never a part.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -276,9 +277,6 @@ def fsync_path(path: Path) -> None:
 
 def sha256(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file's content."""
-    # Imported late: every start of the command and of a rank imports this module.
-    import hashlib
-
     kept = _current(path)
     if kept is not None:
         return hashlib.sha256(kept).hexdigest()
