@@ -20,6 +20,7 @@ from typing import Any
 
 from runspec import files
 from runspec.states import process_start
+from slurm.flight import waiting
 from slurm.history import used_up
 
 POLL_S = 1.0
@@ -180,8 +181,6 @@ def record(logs: Path, fault: dict[str, Any]) -> None:
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     message = f"{fault['message']}: {named}{more}" if slow else fault["message"]
     # Most runs never hang, and its modules are many files of a shared filesystem.
-    from slurm.flight import waiting
-
     if wait := waiting(logs):
         message += f"; {wait}"
     # A node is named, and later left out, only if a single rank is at fault.

@@ -17,6 +17,7 @@ from launcher.runs.sweeps import runs_of
 from launcher.workflows.cancel import cancel as cancel_run
 from launcher.workflows.resume import Changes
 from launcher.workflows.resume import resume as resume_run
+from launcher.workflows.sweep import cancel_all
 
 
 @contextmanager
@@ -50,9 +51,6 @@ def cancel(run: str, cluster: str | None) -> None:
     if len(chosen) == 1:
         click.echo(cancel_run(chosen[0]))
         return
-    # Imported late: only a sweep needs it.
-    from launcher.workflows.sweep import cancel_all
-
     click.echo("\n".join(cancel_all(chosen)))
 
 
