@@ -42,7 +42,7 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     samples: list[Sample] = []
     columns = {key: str(task.get(key) or default) for key, default in _COLUMNS.items()}
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
@@ -172,7 +172,7 @@ def _grams(text: str) -> Iterator[int]:
 def _texts(files: Iterable[str]) -> Iterator[str]:
     for name in files:
         try:
-            with open(name, encoding="utf-8") as file:
+            with open(name, encoding="utf-8-sig") as file:
                 for line in file:
                     if line.strip():
                         yield from origin.texts(json.loads(line))
