@@ -88,6 +88,11 @@ class Watch:
             return None
         compared = "" if usual_s is None else f" ({usual} {usual_s:.2f} s)"
         message = f"{what} for {still_s:.0f} s after step {last['step']}{compared}"
+        if phase == "saving":
+            message += (
+                ": the storage hangs, or is slow; if a save may take that long, raise "
+                f"hang_timeout_s ({self.timeout_s:.0f} s)"
+            )
         return {"type": "Hang", "message": message}
 
 

@@ -93,7 +93,8 @@ def resume(
         site = sites.load(cluster or chosen.submission.get("site"))
         changes = Changes(site, overrides, options, on_nodes, no_check, code == "current")
     with interruption_told(chosen):
-        resume_run(chosen, choose(local) if local else None, changes, note)
-    click.echo(f"resumed {chosen.name} as {title(chosen.job_id)}")
+        started = resume_run(chosen, choose(local) if local else None, changes, note)
+    if started:
+        click.echo(f"resumed {chosen.name} as {title(chosen.job_id)}")
     if follow:
         sys.exit(watch_to_the_end(chosen))
