@@ -51,6 +51,7 @@ FLOORS = [
     ],
     # Models of folders, which answer or give scores.
     [
+        "trainer.evaluation.datasets",
         "trainer.evaluation.pairs",
         "trainer.evaluation.model",
         "trainer.evaluation.samples",

@@ -133,6 +133,11 @@ def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> Tra
     wrong = {fault.key.partition(".")[0] for fault in wrong_keys}
     given = {name: None if name in wrong else content.get(name) for name in used}
     values = _complete(_with_defaults(given, used))
+    if isinstance(values.get("rewards"), dict):
+        # One of a file that the recipe extends is left out by null.
+        values["rewards"] = {
+            n: block for n, block in values["rewards"].items() if block is not None
+        }
     texts = [fault.text for fault in wrong_keys] + list(_faults_between_keys(values, used))
     if values["generate"] and method.has_score_head:
         texts.append("generate: a reward model gives scores and no text; leave it out")

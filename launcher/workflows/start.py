@@ -35,6 +35,7 @@ _COMPILED_FROM = 300
 _MANY_SAMPLES = 20_000
 _VALIDATED_FROM = 200
 _GPUS = (1, 2, 4, 8)
+_NEW_TOKENS = 256
 _BASES = ("hub_lora", "hub_qlora")
 
 
@@ -42,7 +43,8 @@ _BASES = ("hub_lora", "hub_qlora")
 class Draft:
     """A recipe that is not written yet, and what is known of it.
 
-    estimate: None if nothing is known of the model before it is downloaded. datasets: as the
+    reward: the file of the reward function that has to be written; None without one. estimate: None
+    if nothing is known of the model before it is downloaded. datasets: as the
     trainer shows their first samples. findings: why they could not be read.
     """
 
@@ -50,6 +52,7 @@ class Draft:
     text: str
     form: str
     downloads: bool
+    reward: Path | None
     estimate: Estimate | None
     tokens: int | None
     datasets: list[dict[str, Any]]
@@ -92,7 +95,7 @@ def draft(
     block, form, questions = _data(data)
     if file.exists():
         raise UsageFault(f"{file} exists: choose another name with --output, or remove it")
-    pairs = block["_component_"] == DpoConfig.pairs
+    method = {DpoConfig.pairs: "dpo", own_data.PROMPTS: "grpo"}.get(block["_component_"], "")
     config: dict[str, Any] = {}
     _, faults = own.use(config, (), None, model, "lora")
     if faults:
@@ -108,24 +111,34 @@ def draft(
         "form": form,
         "dataset": block,
         "questions": questions,
-        "pairs": pairs,
+        "method": method,
+        "reward": str(file.parent / "reward.py"),
+        "new_tokens": _NEW_TOKENS,
         "time": "04:00:00",
     }
     with TemporaryDirectory() as place:
         drafts = _Drafts(Path(place) / file.name, values, Path(folder).name, site)
         settings = _Settings()
         # Whole samples first: their lengths decide.
-        open_end = drafts.load(replace(settings, packed=False), "~tokenizer.max_seq_len")
+        overrides = ["~tokenizer.max_seq_len"]
+        if method == "grpo":
+            # The user's own is not written yet.
+            column = block["column_map"]["prompt"]
+            overrides.append(f"rewards={{any: {{function: exact_match, column: {column}}}}}")
+        open_end = drafts.load(replace(settings, packed=False), *overrides)
         planned = plan(complete(open_end, site, executor), site)
         checked = context(planned, executor)
         findings, datasets = samples.read(checked, shown)
-        settings = drafts.fitting(_by_data(settings, datasets))
-        if datasets:
+        samples_answers = method == "grpo"
+        settings = drafts.fitting(_by_data(settings, datasets, _NEW_TOKENS * samples_answers))
+        tokens = None
+        if datasets and not samples_answers:
             settings = _by_steps(settings, datasets[0])
-        tokens = settings.epochs * _tokens(datasets[0]) if datasets else None
+            tokens = settings.epochs * _tokens(datasets[0])
         estimate = drafts.estimate(settings, tokens)
         text = drafts.text(settings)
-    return Draft(file, text, form, downloads, estimate, tokens, datasets, findings)
+    reward = file.parent / "reward.py" if method == "grpo" else None
+    return Draft(file, text, form, downloads, reward, estimate, tokens, datasets, findings)
 
 
 def _data(data: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
@@ -159,7 +172,8 @@ class _Drafts:
 
     def text(self, settings: _Settings) -> str:
         method = {"hub_lora": "LoRA", "hub_qlora": "QLoRA"}[settings.base]
-        method = f"preference tuning by {method}" if self.values["pairs"] else method
+        goal = {"dpo": "preference tuning by ", "grpo": "reinforcement learning by "}
+        method = goal.get(self.values["method"], "") + method
         title = f"{method} of {self.model} on {self.path.stem}"
         return render.template("start.yaml.j2").render(**vars(settings), **self.values, title=title)
 
@@ -195,12 +209,17 @@ class _Drafts:
         return replace(settings, base=_BASES[-1], gpus=_GPUS[-1])
 
 
-def _by_data(settings: _Settings, datasets: list[dict[str, Any]]) -> _Settings:
-    """The length of rows, from the longest of the first samples."""
+def _by_data(settings: _Settings, datasets: list[dict[str, Any]], answer: int) -> _Settings:
+    """The length of rows, from the longest of the first samples, and room for an answer.
+
+    answer: tokens of an answer that is sampled, of which 8 belong to each prompt; else 0.
+    """
+    if answer:
+        settings = replace(settings, packed=False, batch=8)
     if not datasets:
         return settings
     longest = datasets[0]["longest"]
-    length = next((each for each in _LENGTHS if each >= longest), _LENGTHS[-1])
+    length = next((each for each in _LENGTHS if each >= longest + answer), _LENGTHS[-1])
     seen = f"the longest of the first {datasets[0]['read']:,} samples has {longest:,} tokens"
     return replace(settings, length=length, length_is=seen)
 
@@ -242,6 +261,8 @@ def _tokens(dataset: dict[str, Any]) -> int:
 def next_commands(made: Draft) -> Iterator[str]:
     """Yield what to type next."""
     name = shlex.quote(made.file.name if made.file.parent == Path.cwd() else str(made.file))
+    if made.reward is not None and not made.reward.is_file():
+        yield f"# write {made.reward}: def score(prompts, completions, **columns): return [SCORE]"
     if made.downloads:
         yield f"cookbook download {name}"
         if not made.datasets:

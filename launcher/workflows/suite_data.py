@@ -81,7 +81,7 @@ def validation_of(run: Run) -> dict[str, Any]:
     if not (method and method.samples_answers):
         return blocks[0]
     rewards = config.get("rewards") or {}
-    answers = [str(each["column"]) for each in rewards.values() if each.get("column")]
+    answers = [str(each["column"]) for each in rewards.values() if each and each.get("column")]
     if not answers:
         raise UsageFault(f"the prompts of {run.name} have no answers to compare with: {_GIVE}")
     prompt = (blocks[0].get("column_map") or {}).get("prompt", "prompt")

@@ -61,6 +61,24 @@ def test_a_table_becomes_a_recipe(faq: Path, model: Path, tmp_path: Path, monkey
     assert "my_faq.yaml exists" in str(again.exception)
 
 
+def test_prompts_become_a_recipe_with_a_reward_of_their_own(model: Path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
+    row = {"prompt": "Do roses need sun?", "plant": "roses"}
+    (tmp_path / "prompts.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    done = start("prompts.jsonl", str(model), "--samples", "0")
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    assert "prompts (column prompt), and for the reward functions plant" in done.output
+    assert f"# write {tmp_path / 'reward.py'}: def score(prompts, completions" in done.output
+    # The reward and the recipe that docs/rl.md begins with.
+    page = (paths.REPO_ROOT / "docs/rl.md").read_text()
+    for name, kind in (("reward.py", "python"), ("roses.yaml", "yaml")):
+        (tmp_path / name).write_text(re.findall(rf"```{kind}\n(.*?)```", page, re.S)[0])
+    assert recipes.load("roses.yaml").config["rewards"]["mine"]["function"].endswith(":score")
+    checked = CliRunner().invoke(cookbook, ["check", "prompts.yaml", "--local"])
+    assert "no faults: submit would accept this run" in checked.output, checked.output
+
+
 @pytest.mark.long
 def test_a_table_of_hundreds_of_rows_is_split_for_validation(model: Path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
