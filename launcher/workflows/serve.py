@@ -388,7 +388,7 @@ def drain(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
         time.sleep(0.5)
     for run in runs:
         with suppress(CookbookError):
-            say(cancel(run))
+            say(cancel(run, resumed=False))
 
 
 def share(endpoint: Endpoint, versions: Mapping[str, float]) -> None:
@@ -410,7 +410,7 @@ def stop(site: Site, endpoint: Endpoint, say: Say) -> None:
         with suppress(EndpointFault):
             stack.enter_context(endpoint.alone(10))
         for run in endpoint.living(site.root):
-            say(cancel(run))
+            say(cancel(run, resumed=False))
     if gateway is not None and not here:
         say(f"the gateway runs on {gateway['host']}: repeat the command there to stop it")
 
