@@ -43,7 +43,10 @@ def register(model: str, name: str, copy: bool, as_json: bool, cluster: str | No
 @click.option("--to", "alias", type=_ALIAS, help="Alias to assign.")
 @click.option("--version", "number", type=IntRange(min=1), help="Version. [default: the candidate]")
 @click.option(
-    "--gates", "rules", default="default", show_default=True, help="Name or YAML file of the gates."
+    "--gates",
+    "rules",
+    metavar="NAME|FILE|none",
+    help="NAME's gates from now on; none: no gate, this once. [default: those that it has]",
 )
 @click.option(
     "--rollback", "back", type=_ALIAS, help="Move this alias back to its previous version."
@@ -55,7 +58,7 @@ def promote(
     name: str,
     alias: str | None,
     number: int | None,
-    rules: str,
+    rules: str | None,
     back: str | None,
     why: str | None,
     as_json: bool,
@@ -72,9 +75,12 @@ def promote(
             )
         before, now = workflow.rollback(site, name, back, why)
         message = f"{back} of {name} is v{now.number} again, was v{before}"
+        for line in workflow.still_served(site, name, back, before):
+            note(line)
     else:
-        file = gates.find(paths.GATES, rules)
-        now = workflow.promote(site, name, str(alias), number, file, why, note)
+        without = rules == "none"
+        file = gates.find(paths.GATES, rules) if rules and not without else None
+        now = workflow.promote(site, name, str(alias), number, file, why, note, without)
         message = f"{alias} of {name} is v{now.number}"
     click.echo(json.dumps(_row(now), indent=1) if as_json else message)
 
@@ -104,9 +110,11 @@ def registry(name: str | None, as_json: bool, cluster: str | None) -> None:
         if name not in registered.names(client):
             registered.version(client, name, "candidate")
         versions = registered.versions(client, name)
-    changes = registered.history(store, name)
+    changes, own = registered.history(store, name), registered.gates_of(store, name)
+    rules = own[0] if own else "default"
     if as_json:
-        answer = {"versions": [_row(each) for each in versions], "history": changes}
+        rows = [_row(each) for each in versions]
+        answer = {"versions": rows, "gates": rules, "history": changes}
         click.echo(json.dumps(answer, indent=1))
         return
     for each in versions:
@@ -117,12 +125,15 @@ def registry(name: str | None, as_json: bool, cluster: str | None) -> None:
         facts += [f"{k[5:]} {v}" for k, v in sorted(each.tags.items()) if k.startswith("eval.")]
         if facts:
             click.echo(plain(f"    {'; '.join(facts)}"))
+    click.echo(plain(f"gates  {rules}"))
     click.echo("history")
     for line in changes:
         before = f", was v{line['before']}" if line.get("before") else ""
         why = f": {line['why']}" if line.get("why") else ""
         by = "".join(f", evaluated by {run}" for run in line.get("evaluations") or [])
-        text = f"{line['user']}  {line['change']} v{line['version']}{before}{by}{why}"
+        by += f", gates {line['gates']}" if line.get("gates") else ""
+        what = f" v{line['version']}" if line.get("version") else ""
+        text = f"{line['user']}  {line['change']}{what}{before}{by}{why}"
         click.echo(plain(f"  {_time(float(line['time']))}  {text}"))
 
 

@@ -64,11 +64,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Gates:
-    """A file of gates: the aliases that it guards, the evaluations by suite.task, the gates."""
+    """A file of gates: the aliases that it guards, the evaluations by suite.task, the gates.
+
+    origin: the file's path. text: its content.
+    """
 
     aliases: list[str]
     evaluations: Mapping[str, Wanted]
     gates: list[dict[str, Any]]
+    origin: str
+    text: str
 
 
 def load(path: Path) -> Gates:
@@ -77,7 +82,17 @@ def load(path: Path) -> Gates:
     Raises:
         RecipeFault: every fault of the file.
     """
-    config = yamlfile.load(path)
+    yamlfile.load(path)
+    return of_text(path.read_text(encoding="utf-8"), str(path.absolute()))
+
+
+def of_text(text: str, origin: str) -> Gates:
+    """Return the gates in the text of a file.
+
+    Raises:
+        RecipeFault: every fault of the text.
+    """
+    config = yamlfile.parse(text, origin)
     texts = [fault.text for fault in faults(config, _KEYS)]
     evaluations = config.get("evaluations")
     evaluations = evaluations if isinstance(evaluations, dict) else {}
@@ -97,7 +112,7 @@ def load(path: Path) -> Gates:
                 "finished evaluation with: cookbook eval MODEL --results --as-gates"
             )
     if texts:
-        raise RecipeFault([f"{text}, in {path}" for text in texts])
+        raise RecipeFault([f"{fault}, in {origin}" for fault in texts])
     wanted = {
         str(task): Wanted(
             block["data_sha256"],
@@ -107,7 +122,8 @@ def load(path: Path) -> Gates:
         )
         for task, block in evaluations.items()
     }
-    return Gates(list(config.get("aliases") or ["staging", "champion"]), wanted, list(gates or []))
+    aliases = list(config.get("aliases") or ["staging", "champion"])
+    return Gates(aliases, wanted, list(gates or []), origin, text)
 
 
 def task_of(gate: Mapping[str, Any]) -> str:

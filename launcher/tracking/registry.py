@@ -6,7 +6,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def add(
     if not (store.embedded or copy):
         shutil.rmtree(place, ignore_errors=True)
     number = int(made.version)
-    _record(store, name, "register", number, before=last or None, why=None)
+    _record(store, name, "register", version=number, before=last or None, why=None)
     set_alias(client, store, name, "candidate", number, why="registered")
     return version(client, name, str(number))
 
@@ -179,20 +179,30 @@ def set_alias(
     alias: str,
     number: int,
     why: str | None,
-    evaluations: Sequence[str] = (),
-    weights_sha256: str | None = None,
+    **judged: Any,
 ) -> None:
     """Let an alias name a version, and record who did it, when, why, and what it named before.
 
     Args:
-        evaluations: the runs whose figures let it through the gates.
-        weights_sha256: the hash of the weights that the gates judged.
+        judged: how it passed its gates: `gates`, the file's path; `evaluations`, the runs whose
+            figures let it through; `weights_sha256`, the hash of the weights.
     """
     if alias not in ALIASES:
         raise UsageFault(f"the alias {alias!r} is not one of {', '.join(ALIASES)}")
     before = aliases_of(client, name).get(alias)
     client.set_registered_model_alias(name, alias, str(number))
-    _record(store, name, alias, number, before, why, evaluations, weights_sha256)
+    _record(store, name, alias, version=number, before=before, why=why, **judged)
+
+
+def set_gates(store: Store, name: str, origin: str, text: str) -> None:
+    """Let a name have the gates of a file from now on, as they are now."""
+    _record(store, name, "gates", gates=origin, text=text)
+
+
+def gates_of(store: Store, name: str) -> tuple[str, str] | None:
+    """Return the path of the file of a name's gates, and its text then; None if it has none."""
+    lines = [each for each in history(store, name) if each.get("change") == "gates"]
+    return (str(lines[-1]["gates"]), str(lines[-1]["text"])) if lines else None
 
 
 def previous(store: Store, name: str, alias: str, now: int | None) -> int | None:
@@ -223,23 +233,12 @@ def history(store: Store, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _record(
-    store: Store,
-    name: str,
-    change: str,
-    number: int,
-    before: int | None,
-    why: str | None,
-    evaluations: Sequence[str] = (),
-    weights_sha256: str | None = None,
-) -> None:
+def _record(store: Store, name: str, change: str, **facts: Any) -> None:
+    """Append a line to the history; `version`, `before` and `why` may be null, no other fact is."""
     line = {"time": time.time(), "user": getpass.getuser(), "model": name, "change": change}
+    always = ("version", "before", "why")
+    line |= {key: value for key, value in facts.items() if value or key in always}
     store.folder.mkdir(parents=True, exist_ok=True)
-    line |= {"version": number, "before": before, "why": why}
-    if evaluations:
-        line["evaluations"] = list(evaluations)
-    if weights_sha256:
-        line["weights_sha256"] = weights_sha256
     files.append_json_line(store.history, line)
 
 

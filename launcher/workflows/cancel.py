@@ -11,8 +11,12 @@ from launcher.runs.states import State, living, own_state, state_of, write_cance
 from runspec import files
 
 
-def cancel(run: Run) -> str:
-    """Cancel every job of a run that waits or runs, and return one line that says what was done."""
+def cancel(run: Run, resumed: bool = True) -> str:
+    """Cancel every job of a run that waits or runs, and return one line that says what was done.
+
+    Args:
+        resumed: whether the line says how to continue it.
+    """
     with locked(run):
         jobs, status = living(run), run.status
         if not jobs:
@@ -30,7 +34,8 @@ def cancel(run: Run) -> str:
         if not at_work and not run.broken():
             write_cancelled(run, newest, "by cookbook cancel, while it was pending")
     which = " and ".join(map(title, jobs))
-    return f"cancelled {run.name} ({which}); continue it with: cookbook resume {run.name}"
+    then = f"; continue it with: cookbook resume {run.name}" if resumed else ""
+    return f"cancelled {run.name} ({which}){then}"
 
 
 def _nothing_to_cancel(run: Run, state: State) -> str:

@@ -1,11 +1,12 @@
 """Registering a model, moving an alias through its gates, and moving it back."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from launcher import paths
 from launcher.errors import GateFault, UsageFault
 from launcher.observe.outcome import outcome
 from launcher.runs.states import state_of
@@ -13,6 +14,7 @@ from launcher.site import Site
 from launcher.tracking import facts, gates, importer, judging, registry
 from launcher.tracking import store as stores
 from launcher.tracking.registry import Version
+from launcher.workflows import endpoint as endpoints
 from launcher.workflows import evaluate
 from launcher.workflows.models import Model, of_folder
 
@@ -66,28 +68,32 @@ def promote(
     name: str,
     alias: str,
     number: int | None,
-    gates_file: Path,
+    gates_file: Path | None,
     why: str | None,
     say: Callable[[str], None],
+    without: bool = False,
 ) -> Version:
     """Let an alias name a version that passes the alias's gates.
 
     Args:
         number: the version; None for the candidate.
+        gates_file: the name's gates from now on; None for those that it has, else the default.
+        without: this once, no gate is asked.
 
     Raises:
         GateFault: gates that it does not pass, with figures; nothing is changed.
     """
-    rules = gates.load(gates_file)
+    given = gates.load(gates_file) if gates_file else None
     store = stores.at(site.root, site.tracking)
     with stores.opened(store) as client:
         chosen = registry.version(client, name, str(number) if number else "candidate")
         present = registry.aliases_of(client, name)
         if present.get(alias) == chosen.number:
             raise UsageFault(f"{name} v{chosen.number} is already the {alias}")
+        rules = _rules(store, name, given, without, say)
         evaluations: list[str] = []
         weights: str | None = None
-        if alias in rules.aliases:
+        if rules is not None and alias in rules.aliases:
             subject = judging.Subject(
                 f"{name} v{chosen.number}",
                 chosen.folder,
@@ -131,8 +137,52 @@ def promote(
         # It may have been evaluated after it was registered.
         registry.tag(client, name, chosen.number, _figures(_results(site, chosen)))
         by = list(dict.fromkeys(evaluations))
-        registry.set_alias(client, store, name, alias, chosen.number, why, by, weights)
-        return registry.version(client, name, alias)
+        judged = {"gates": rules.origin if rules else "none", "evaluations": by}
+        registry.set_alias(
+            client, store, name, alias, chosen.number, why, weights_sha256=weights, **judged
+        )
+        promoted = registry.version(client, name, alias)
+    for line in still_served(site, name, alias, present.get(alias)):
+        say(line)
+    return promoted
+
+
+def _rules(
+    store: stores.Store,
+    name: str,
+    given: gates.Gates | None,
+    without: bool,
+    say: Callable[[str], None],
+) -> gates.Gates | None:
+    """Return the gates of a name, which are those that it was given last; None without."""
+    own = registry.gates_of(store, name)
+    if without:
+        say(f"note: no gate is asked this once; those of {name}: {own[0] if own else 'default'}")
+        return None
+    if given is None:
+        if own is None:
+            return gates.load(gates.find(paths.GATES, "default"))
+        say(f"gates of {name}: {own[0]}")
+        return gates.of_text(own[1], own[0])
+    if own is None or own[1] != given.text:
+        # Before they judge: a version that fails them does not get past them by the default.
+        registry.set_gates(store, name, given.origin, given.text)
+        say(
+            f"the gates of {name} are from now on {given.origin}{f', were {own[0]}' if own else ''}"
+        )
+    return given
+
+
+def still_served(site: Site, name: str, alias: str, number: int | None) -> Iterator[str]:
+    """Yield for each endpoint that serves the version that an alias named before how to swap it."""
+    for endpoint in endpoints.every(site):
+        for served in endpoint.served:
+            if served.version != f"{name} v{number}" or not endpoint.living(site.root, served):
+                continue
+            swap = f"cookbook serve models:/{name}@{alias} --name {endpoint.name} --replace"
+            if served.model == f"models:/{name}@{alias}":
+                swap = f"cookbook serve --keep {endpoint.name} --once"
+            yield f"endpoint {endpoint.name} still serves {served.version}; swap it with: {swap}"
 
 
 def _evaluated(version: Version) -> Path:

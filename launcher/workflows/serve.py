@@ -1,13 +1,15 @@
 """Serving a model: its jobs, its gateway, a successor without a gap, and the end of them."""
 
+import http.client
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace as changed
 from math import isclose
 from pathlib import Path
@@ -35,6 +37,9 @@ Say = Callable[[str], None]
 _POLL_S = 1.0
 # A gateway reads the replicas' files twice a second.
 _SEEN_S = 3.0
+# A gateway that says nothing for so long hangs.
+_SILENT_S = 10.0
+_ENDS_S = 30.0
 
 
 def config_file(name: str) -> Path:
@@ -318,6 +323,31 @@ def _start_gateway(site: Site, endpoint: Endpoint, port: int) -> str:
     raise EndpointFault(f"the gateway of {endpoint.name} did not start: {reason} (see {log})")
 
 
+def end_hung_gateway(endpoint: Endpoint) -> bool:
+    """End this host's gateway if it neither renews its file nor answers; return whether it did."""
+    facts = endpoint.gateway
+    if facts is None or facts["host"] != socket.gethostname():
+        return False
+    if time.time() - float(facts.get("time") or 0) < endpoints.STALE_S or _answers(facts["url"]):
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(int(facts["pid"]), signal.SIGKILL)
+    deadline = time.monotonic() + _ENDS_S
+    while endpoint.gateway == facts and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return True
+
+
+def _answers(url: str) -> bool:
+    """Whether a gateway answers at all; the kernel accepts connections to one that is stopped."""
+    place = urlparse(url)
+    asking = http.client.HTTPConnection(str(place.hostname), place.port, timeout=_SILENT_S)
+    with closing(asking), suppress(OSError, http.client.HTTPException):
+        asking.request("GET", "/health")
+        return bool(asking.getresponse().status)
+    return False
+
+
 def replace(site: Site, endpoint: Endpoint, asked: Served, say: Say) -> list[Run]:
     """Let one version take the place of all that an endpoint serves, without a gap."""
     before, going = endpoint.served, endpoint.living(site.root)
@@ -387,7 +417,7 @@ def drain(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
         time.sleep(0.5)
     for run in runs:
         with suppress(CookbookError):
-            say(cancel(run))
+            say(cancel(run, resumed=False))
 
 
 def share(endpoint: Endpoint, versions: Mapping[str, float]) -> None:
@@ -409,7 +439,7 @@ def stop(site: Site, endpoint: Endpoint, say: Say) -> None:
         with suppress(EndpointFault):
             stack.enter_context(endpoint.alone(10))
         for run in endpoint.living(site.root):
-            say(cancel(run))
+            say(cancel(run, resumed=False))
     if gateway is not None and not here:
         say(f"the gateway runs on {gateway['host']}: repeat the command there to stop it")
 

@@ -1,6 +1,8 @@
 """What the launcher says of endpoints: addresses that are not here, ports in use, what is due."""
 
 import json
+import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -50,6 +52,32 @@ def test_a_port_in_use_is_told_before_anything_is_submitted(endpoint):
         with pytest.raises(UsageFault, match=rf"--port {port} .* \(Address already in use\): "):
             serve.check_port(endpoint, port)
     serve.check_port(endpoint, port)
+
+
+def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
+    key = endpoint.key_file
+    key.write_text("a key")
+    endpoint.write([], {"endpoint": "intent", "key_file": str(key)})
+    told: list[str] = []
+    url = serve.start_gateway(Site(), endpoint)
+    file = endpoint.folder / endpoints.GATEWAY
+    facts = json.loads(file.read_text())
+    try:
+        # Its file alone proves nothing: the filesystem may be slow.
+        file.write_text(json.dumps({**facts, "time": time.time() - 60}))
+        assert not serve.end_hung_gateway(endpoint)
+        os.kill(facts["pid"], signal.SIGSTOP)
+        monkeypatch.setattr(serve, "_SILENT_S", 0.5)
+        file.write_text(json.dumps({**facts, "time": time.time() - 60}))
+        keep.look(Site(), endpoint, told.append)
+        facts = json.loads(file.read_text())
+        assert [line.partition(": ")[2] for line in told] == [
+            "the gateway did not answer: it was killed, and starts again",
+            f"gateway {url}",
+        ]
+        assert not serve.end_hung_gateway(endpoint)
+    finally:
+        os.kill(facts["pid"], signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from launcher.tracking import gates, importer, judging, registry
 from launcher.tracking import store as stores
 from launcher.workflows import evaluate, models
 from launcher.workflows import promote as workflow
+from launcher.workflows.endpoint import Endpoint, Served
 from runspec.keys.evaluate import COMPARED, EVAL
+from runspec.states import process_start
 from runspec.weights import content_sha256
 from tests.launcher.kit import finished_run, model_folder
 from trainer.evaluation import samples
@@ -142,18 +144,59 @@ def test_gates_let_through_or_say_why_and_rollback_goes_back(site):
     before, now = workflow.rollback(site, "intent", "champion", "worse in use")
     assert (before, now.number) == (2, 1)
     changes = registry.history(stores.at(site.root), "intent")
-    assert [(each["change"], each["version"]) for each in changes] == [
+    assert [(each["change"], each.get("version")) for each in changes] == [
         ("register", 1),
         ("candidate", 1),
+        ("gates", None),
         ("champion", 1),
         ("register", 2),
         ("candidate", 2),
         ("champion", 2),
         ("champion", 1),
     ]
-    assert changes[2]["why"] == "a reason" and all(each["user"] for each in changes)
-    assert changes[2]["evaluations"] == ["eval-of-aaa3-0"]
-    assert changes[5]["evaluations"] == ["eval-of-aaa4-1"]
+    assert changes[3]["why"] == "a reason" and all(each["user"] for each in changes)
+    assert changes[3]["evaluations"] == ["eval-of-aaa3-0"]
+    assert changes[6]["evaluations"] == ["eval-of-aaa4-1"]
+    assert [each.get("gates") for each in changes[2:4]] == [str(site.root / "gates.yaml")] * 2
+
+
+def test_the_gates_of_a_name_judge_its_next_version(site):
+    """Also if the file has changed or gone; other gates, or none, have to be named."""
+    good, bad = finished_run(site.root, 0), finished_run(site.root, 7)
+    file, told = site.root / "own.yaml", []
+    file.write_text(GATES)
+
+    def promote(gates: Path | None = None, **more) -> int:
+        told.clear()
+        say = told.append
+        return workflow.promote(site, "own", "champion", None, gates, None, say, **more).number
+
+    evaluated(good, 0.8)
+    workflow.register(site, models.resolve(site, good.name), "own", copy=False)
+    assert promote(file) == 1 and f"the gates of own are from now on {file}" in told[0]
+    file.unlink()
+    workflow.register(site, models.resolve(site, bad.name), "own", copy=False)
+    with pytest.raises(GateFault, match="own v2 has no evaluation of suite"):
+        promote()
+    assert told[0] == f"gates of own: {file}"
+    endpoint = Endpoint(site.root / "endpoints" / "garden")
+    endpoint.folder.mkdir(parents=True)
+    serving = Run(site.root / "runs" / "20260102-030405-serve-garden-0a1b")
+    serving.path.mkdir()
+    job = f"local-{os.getpid()}"
+    entry = {"job_id": job, "process_start": process_start(os.getpid())}
+    serving.write("submission.json", {"jobs": [entry]})
+    serving.write("status.json", {"state": "RUNNING", "job_id": job})
+    endpoint.write([Served("models:/own@champion", "own v1", runs=[serving.name])])
+    assert promote(without=True) == 2 and "no gate is asked this once" in told[0]
+    swap = "endpoint garden still serves own v1; swap it with: cookbook serve --keep garden --once"
+    assert told[-1] == swap
+    last = registry.history(stores.at(site.root), "own")[-1]
+    assert (last["change"], last["gates"]) == ("champion", "none")
+    endpoint.write([Served(str(bad.path / "export"), "own v2", runs=[serving.name])])
+    before, _ = workflow.rollback(site, "own", "champion", None)
+    (line,) = workflow.still_served(site, "own", "champion", before)
+    assert line.endswith("serve models:/own@champion --name garden --replace")
 
 
 def test_only_the_evaluation_that_a_gate_asks_for_counts(site):
@@ -208,8 +251,7 @@ def test_a_champion_whose_files_were_replaced_is_no_measure(site):
 def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site):
     run, told = finished_run(site.root, 8), []
     workflow.register(site, models.resolve(site, run.name), "faq", copy=False)
-    default = Path("configs/gates/default.yaml")
-    made = workflow.promote(site, "faq", "champion", None, default, None, told.append)
+    made = workflow.promote(site, "faq", "champion", None, None, None, told.append)
     assert made.number == 1
     for task in ("likelihood", "answers"):
         assert sum(f"slurm_qa.{task}" in line for line in told) == 1, told
@@ -220,7 +262,7 @@ def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site):
     workflow.register(site, models.resolve(site, again.name), "faq", copy=False)
     evaluated(again, 1.0, suite="slurm_qa")
     with pytest.raises(GateFault, match="does not count: its samples are others"):
-        workflow.promote(site, "faq", "champion", None, default, None, told.append)
+        workflow.promote(site, "faq", "champion", None, None, None, told.append)
 
 
 def test_an_evaluation_is_printed_as_gates(tmp_path):
