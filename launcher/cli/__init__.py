@@ -111,6 +111,11 @@ class _Lazy(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _COMMANDS:
+            from launcher.cli import habits  # hardly any command is another tool's
+
+            if way := habits.line(args):
+                raise UsageFault(way)
         # Light: most commands run here.
         from launcher.remote import hosts
 

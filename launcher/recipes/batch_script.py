@@ -47,6 +47,14 @@ def faults(text: str) -> Iterator[str]:
             return
 
 
+def recipe(file: Path) -> str:
+    """Return the lines of a recipe for the program that a script starts."""
+    text = _text(file)
+    script = re.search(r"^[^#\n]*?([\w./-]+\.py)\b", text, re.MULTILINE)
+    entry = f"script:{script[1] if script else 'FILE.py'}"
+    return f"entry: {entry} and resources: {resources(text)}"
+
+
 def resources(text: str) -> str:
     """Return the block `resources` that the #SBATCH lines of a script stand for."""
     given: dict[str, str] = {}

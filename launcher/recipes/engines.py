@@ -241,7 +241,9 @@ ENGINES: dict[str, Engine] = {
         },
         total="training.steps",
         overrides="options",
-        dependencies=("torchtitan==0.3.0",),
+        # It names no torch, and needs older datasets than the kit's.
+        dependencies=("torchtitan==0.3.0", "torch"),
+        pins=False,
         schema="torchtitan",
         needs_gpu=True,
     ),
@@ -327,7 +329,9 @@ def default_environment(config: dict[str, Any], engine: Engine) -> None:
     """
     given = config.get("environment") or {}
     own = given.get("dependencies") if isinstance(given, dict) else None
-    if given and not isinstance(own, list):
+    # What says only how packages are chosen names no other environment.
+    other = not isinstance(given, dict) or (own is None and given.keys() - {"pins"})
+    if other or not isinstance(own, list | None):
         return
     named = {venv.required(str(each)) for each in own or []}
     missing = [each for each in engine.dependencies if venv.required(each) not in named]

@@ -325,6 +325,10 @@ def find(name: str) -> Path:
         of_torchtune = stock.configs()
         if name in of_torchtune:
             return of_torchtune[name]
+        from launcher.recipes import absent  # most recipes are found
+
+        if other := absent.file(name):
+            raise RecipeFault(other)
         if hint := nearest(name, of_torchtune) if "/" in name else "":
             raise RecipeFault(f"torchtune has no config {name!r}{hint}: list them with: tune ls")
     if is_path and not path.is_file():

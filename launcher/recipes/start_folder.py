@@ -3,6 +3,7 @@
 Its users type its command in the tool's checkout, or in a folder of their own, and name the config.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,7 +40,7 @@ def _files(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def missing(folder: Path, names: Mapping[str, str]) -> list[str]:
     """Return the keys whose paths lead nowhere from a folder."""
-    return [key for key, name in names.items() if not (folder / name).exists()]
+    return [key for key, name in names.items() if not os.path.exists(folder / name)]
 
 
 def find(content: Mapping[str, Any], engine: Engine, file: Path) -> Path:

@@ -104,6 +104,10 @@ def test_dependencies_of_a_recipe_are_built_beside_the_engines_own(tmp_path):
     alone = built("litgpt:pretrain", dependencies=["einops"])
     assert alone.dependencies[::4] == ("litgpt==0.5.13", "einops") and not alone.pins
     assert built("trl:sft", python="/trl/bin/python").dependencies == ()
+    # It names no torch and needs older datasets than the kit's; pins alone is no environment.
+    for pins in ({}, {"pins": False}):
+        titan = built("torchtitan:llama3/llama3_8b", **pins)
+        assert titan.dependencies == ("torchtitan==0.3.0", "torch") and not titan.pins
 
 
 @pytest.mark.parametrize("entry", ["command", "command:echo $NODE_RANK"])
