@@ -18,6 +18,8 @@ from launcher.executors import slurm, token
 from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe, Resources
 from launcher.site import Site, with_site_defaults
+from launcher.sizing.recipe_step import step_of
+from launcher.sizing.replicas import beside_vllm
 from runspec import files
 
 # The trainer may need the cluster's signal_lead_s to finish a step and write a checkpoint; a short
@@ -117,10 +119,6 @@ def generates_in_turns(recipe: Recipe) -> bool:
 
 def _beside_gib(config: Mapping[str, Any], resources: Resources) -> str | None:
     """Return how much of a GPU vLLM must leave for the ranks; None if it cannot be computed."""
-    # Imported late: few runs need them.
-    from launcher.sizing.recipe_step import step_of
-    from launcher.sizing.replicas import beside_vllm
-
     try:
         step = step_of(config, resources.nodes, resources.gpus_per_node)
     except RecipeFault:

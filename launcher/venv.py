@@ -2,16 +2,15 @@
 
 import os
 import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from subprocess import CompletedProcess
+from typing import Any, NamedTuple
 
 from launcher import paths, yamlfile
 from runspec import versions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from subprocess import CompletedProcess
-
 
 # The oldest driver that runs a CUDA release, by NVIDIA's table of minor version compatibility.
 _DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
@@ -139,19 +138,16 @@ def torch_build() -> TorchBuild:
 
 def ask_trainer(
     module: str,
-    configs: "Sequence[dict[str, Any]]",
+    configs: Sequence[dict[str, Any]],
     *arguments: str,
     timeout_s: float | None = None,
-    variables: "Mapping[str, str] | None" = None,
-) -> "CompletedProcess[str]":
+    variables: Mapping[str, str] | None = None,
+) -> CompletedProcess[str]:
     """Run one of the trainer's modules in the virtual environment on a train.yaml of each config.
 
     variables: of its environment, besides this process's.
     OSError if there is no virtual environment; subprocess.TimeoutExpired after timeout_s.
     """
-    # Not at the top: the estimate's closed form must not wait for it.
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         names = []
         for number, config in enumerate(configs):
@@ -172,11 +168,9 @@ def run_module(
     module: str,
     *arguments: str,
     timeout_s: float | None = None,
-    variables: "Mapping[str, str] | None" = None,
-) -> "CompletedProcess[str]":
+    variables: Mapping[str, str] | None = None,
+) -> CompletedProcess[str]:
     """Run one of the kit's modules in the virtual environment; errors as of ask_trainer."""
-    import subprocess
-
     return subprocess.run(
         [str(python()), "-m", module, *arguments],
         cwd=paths.REPO_ROOT,

@@ -4,6 +4,7 @@ A file is written under a temporary name, flushed to the disk and renamed: a rea
 sees the old content or the new one, never a part.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -313,8 +314,5 @@ def fsync_path(path: Path) -> None:
 
 def sha256(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file's content."""
-    # Imported late: every start of the command and of a rank imports this module.
-    import hashlib
-
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

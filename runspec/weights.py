@@ -1,7 +1,9 @@
 """What a model folder holds: its content as one hash, and the size of its weights."""
 
+import hashlib
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from runspec import files
@@ -88,10 +90,6 @@ def content_sha256(folder: Path) -> str:
 
     An adapter's base counts, too. Sizes and times of files do not: a copy has the same hash.
     """
-    # Imported late: `cookbook estimate` needs only the size of models.
-    import hashlib
-    from concurrent.futures import ThreadPoolExecutor
-
     paths = content_files(folder)
     # hashlib lets other threads run while it reads a large block.
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -177,7 +177,7 @@ async def batch(
 def _rows(source: Path, settings: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     rows, faults = [], []
     try:
-        lines = source.read_text(encoding="utf-8").splitlines()
+        lines = source.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(f"--input {source} cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):

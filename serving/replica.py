@@ -321,7 +321,9 @@ def _free_port() -> int:
 def _tokenizer(model: Path) -> tuple[Any, int | None]:
     """Return a function that counts tokens, and the model's context length; None if unknown."""
     base = engines.Model.of(model).base
-    limit = (patient_json(base / "config.json") or {}).get("max_position_embeddings")
+    settings = patient_json(base / "config.json") or {}
+    # A larger model's text part has settings of its own.
+    limit = (settings.get("text_config") or settings).get("max_position_embeddings")
     if not (base / "tokenizer.json").is_file() or not isinstance(limit, int):
         return None, None
     from tokenizers import Tokenizer

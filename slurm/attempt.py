@@ -33,14 +33,13 @@ from slurm.history import (
 )
 from slurm.identity import in_slurm, own_job_id, process_ended, process_of, this_job
 from slurm.rendezvous import port_of
-from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
+from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm, pause_s
 
 # Attempts that may end without a record if the recipe has no retries.
 _MAX_LOST = 3
 
 # The answer if another job has the run: the job script ends and changes nothing.
 SUPERSEDED = "superseded"
-
 _NEW_RUN = "make a new run with: cookbook submit"
 
 # Exit status: no attempt follows.
@@ -488,7 +487,9 @@ def main() -> None:
         print(refusal.code, file=sys.stderr)
         sys.exit(_REFUSED)
     if answer:
-        print(answer)
+        print(answer, flush=True)
+    if answer == "run":
+        time.sleep(pause_s(attempts_of(run_dir)))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,16 @@ SIGKILL = (
     "ended the process"
 )
 
+# What srun says of a task that a signal ended; TERM explains nothing, as above.
+_SIGNALS = {
+    "Killed": "SIGKILL",
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Illegal instruction": "SIGILL",
+    "Floating point exception": "SIGFPE",
+}
+
 # What torch puts before a traceback of a rank that is in a process group.
 _PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)", re.MULTILINE)
 
@@ -164,10 +174,12 @@ def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:
     if memory := _out_of_memory(log, logs):
         return [memory]
     node, task, end = job_log.first_task(log) or ("", "", "")
-    if not end.startswith("Killed"):
+    killed = next((name for said, name in _SIGNALS.items() if end.startswith(said)), None)
+    if killed is None:
         return []
     nodes = job_log.hosts(node)
-    message = f"the process that starts this node's ranks (task {task}) was {SIGKILL}"
+    by = SIGKILL if killed == "SIGKILL" else f"killed by {killed}"
+    message = f"the process that starts this node's ranks (task {task}) was {by}"
     host = nodes[0] if len(nodes) == 1 else None
     return [{"host": host, "time": 0, "type": "Killed", "message": message}]
 

@@ -126,6 +126,16 @@ start_replicas() {
 end_replicas() {
   [ -n "${REPLICAS:-}" ] || return 0
   touch "$RUN_DIR/.rollout/end"
+  # One that is stopped ends at no request.
+  local waited children=()
+  for ((waited = 0; waited < 90; waited++)); do
+    kill -0 "$REPLICAS" 2>/dev/null || break
+    sleep 1
+  done
+  if kill -0 "$REPLICAS" 2>/dev/null; then
+    read -r -a children <"/proc/$REPLICAS/task/$REPLICAS/children"
+    kill -KILL "$REPLICAS" "${children[@]}" 2>/dev/null
+  fi
   wait "$REPLICAS" 2>/dev/null
   rm -rf "$RUN_DIR/.rollout"
   REPLICAS=
@@ -509,9 +519,10 @@ answer_questions() {
   [ -n "${ANSWER_SCRIPT:-}" ] && [ -z "${SWEEP_DIR:-}" ] && [ -n "${LOGS:-}" ] && [ -n "${HOSTS:-}" ] || return 0
   local answering rc warning='' given_up='' wait_s=60
   release_other_nodes
+  local hosts=$HOSTS nodes=${SLURM_JOB_NUM_NODES:-$NODES}
   (
     # Nothing of the attempt is left that this could wait for or overlap with.
-    export NODES=1 HOSTS=${HOSTS%%,*} ONE_HOST=yes NODE_CHECK=no
+    export NODES=1 HOSTS=${hosts%%,*} ONE_HOST=yes NODE_CHECK=no
     PLACED=(--nodes=1)
     TIMEOUT_S=${ANSWER_LIMIT_S:-1800} ATTEMPT=answers
     launch_nodes "$ANSWER_SCRIPT"
@@ -531,7 +542,7 @@ answer_questions() {
   *) warning="the questions were not answered (exit status $rc, see $LOGS/node_0.log)" ;;
   esac
   [ -z "$warning" ] || warning="warning: $warning; the run is finished. By hand: python -m trainer.generate $RUN_DIR/export QUESTION"
-  RECORD_WAIT_S=$wait_s record answered --message "$warning" --nodes "${SLURM_JOB_NUM_NODES:-$NODES}"
+  RECORD_WAIT_S=$wait_s record answered --message "$warning" --nodes "$nodes"
 }
 
 finish() {

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 from runspec.states import STOPPED_EARLY
@@ -65,6 +65,15 @@ _ENDED = {
 NOT_COUNTED = frozenset({"preempted", "requeued", "controller"})
 # Causes for which a node is left out, if two attempts in a row name it.
 _OF_A_NODE = frozenset({"killed", "hang", "error"})
+# A filesystem may be away for minutes: attempts at once would use up the retries. It doubles.
+_STORAGE_PAUSE_S, _STORAGE_MOST_S = 15.0, 240.0
+
+
+def pause_s(attempts: list[dict[str, Any]]) -> float:
+    """Return how long the job waits before the attempt that follows these, in seconds."""
+    of_storage = takewhile(lambda line: line.get("cause") == "storage", reversed(attempts))
+    count = len(list(of_storage))
+    return min(_STORAGE_PAUSE_S * 2 ** (count - 1), _STORAGE_MOST_S) if count else 0.0
 
 
 class Reason(NamedTuple):

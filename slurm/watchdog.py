@@ -20,6 +20,7 @@ from typing import Any
 
 from runspec import files
 from runspec.states import process_start
+from slurm.flight import waiting
 from slurm.history import used_up
 
 POLL_S = 1.0
@@ -87,6 +88,11 @@ class Watch:
             return None
         compared = "" if usual_s is None else f" ({usual} {usual_s:.2f} s)"
         message = f"{what} for {still_s:.0f} s after step {last['step']}{compared}"
+        if phase == "saving":
+            message += (
+                ": the storage hangs, or is slow; if a save may take that long, raise "
+                f"hang_timeout_s ({self.timeout_s:.0f} s)"
+            )
         return {"type": "Hang", "message": message}
 
 
@@ -180,8 +186,6 @@ def record(logs: Path, fault: dict[str, Any]) -> None:
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     message = f"{fault['message']}: {named}{more}" if slow else fault["message"]
     # Most runs never hang, and its modules are many files of a shared filesystem.
-    from slurm.flight import waiting
-
     if wait := waiting(logs):
         message += f"; {wait}"
     # A node is named, and later left out, only if a single rank is at fault.

@@ -23,7 +23,6 @@ from runspec import files
 from runspec.redact import redacted
 from runspec.storage import OF_A_DISK, is_of_storage
 
-_KINDS = {**OF_A_DISK, errno.EPIPE: "OutputError"}
 _OF_TORCH_DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -129,7 +128,16 @@ def is_permanent(error: BaseException) -> bool:
     )
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, kinds):
         return True
-    return isinstance(error, OSError) and error.errno in OF_A_DISK
+    return _of_a_disk(error) is not None
+
+
+def _of_a_disk(error: BaseException | None) -> str | None:
+    """The name of a full disk or quota that an error comes of, whatever was made of that."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in OF_A_DISK:
+            return OF_A_DISK[error.errno]
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def describe(error: BaseException) -> str:
@@ -154,8 +162,10 @@ def kind(error: BaseException) -> str:
     """
     if is_of_storage(error):
         return StorageError.__name__
-    if isinstance(error, OSError) and error.errno in _KINDS:
-        return _KINDS[error.errno]
+    if (full := _of_a_disk(error)) is not None:
+        return full
+    if isinstance(error, OSError) and error.errno == errno.EPIPE:
+        return "OutputError"
     name, text = type(error).__name__, str(error)
     if name in _OF_TORCH_DISTRIBUTED or (name == "RuntimeError" and "gloo/" in text):
         timed_out = "timed out" in text.lower() or "timeout" in text.lower()

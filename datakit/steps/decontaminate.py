@@ -115,7 +115,8 @@ def _texts(path: Path, where: str) -> list[str]:
         return _strings(table[1:])
     if kind == "jsonl":
         texts = []
-        for number, line in enumerate(raw.splitlines(), 1):
+        # Not splitlines, which cuts at separators that may stand in a JSON text.
+        for number, line in enumerate(raw.split("\n"), 1):
             try:
                 texts += _strings(parse_json(line)) if line.strip() else []
             except ValueError as error:

@@ -363,7 +363,7 @@ def _unfit(path: Path, block: dict[str, Any]) -> str | None:
     """Say why a file of JSON lines cannot hold the samples, from its first line that has text."""
     if path.suffix != ".jsonl":
         return None
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
         lines = enumerate(file, 1)
         number, first = next(((n, line) for n, line in lines if line.strip()), (0, ""))
     if not number:

@@ -107,8 +107,8 @@ def _check_readable(context: Context) -> None:
         raise Skipped("the model is made at submission, and its tokenizer with it")
     for name, check in (("tokenizer", files.tokenizer), ("dataset", files.dataset)):
         results = findings(name, check, context)
-        if any(each.state == "failed" for each in results):
-            raise Skipped(f"the {name} cannot be read: see above")
+        for fault in (each for each in results if each.state == "failed"):
+            raise Skipped(f"the {name} cannot be read: {fault.message}")
     paths = [*files.tokenizer_files(context.config).values(), *_paths(context)]
     if gone := [path for path in paths if not context.here(path)]:
         raise Skipped(f"{gone[0]} is only on the nodes")

@@ -21,7 +21,7 @@ from launcher.cli.common import note
 from launcher.cli.number import FloatRange, IntRange
 from launcher.cli.samples import lines as sample_lines
 from launcher.recipes import recipe as recipe_file
-from launcher.workflows import registered
+from launcher.workflows import registered, rehearse
 from launcher.workflows.submit import context, plan
 
 
@@ -138,9 +138,6 @@ def doctor(
 def _rehearse(
     site: sites.Site, name: str, overrides: tuple[str, ...], wait_s: float, as_json: bool
 ) -> NoReturn:
-    # Imported late: only this option needs it.
-    from launcher.workflows import rehearse
-
     result = rehearse.rehearse(site, name, overrides, wait_s, note)
     failed = _show(result.findings, as_json, page=str(result.page))
     if not as_json:

@@ -14,6 +14,8 @@ from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
+from launcher.executors import title
+from launcher.runs import directory
 from runspec.since import FORMS, moment
 
 if TYPE_CHECKING:
@@ -99,16 +101,11 @@ def resource_options(command: Command) -> Command:
 
 def runs_root(cluster: str | None) -> Path:
     """Return the folder of this site's runs."""
-    # Imported late: not every command needs it.
-    from launcher.runs import directory
-
     return directory.runs_root(sites.load(cluster).root)
 
 
 def tell_submitted(run: "Run", as_json: bool, **more: str) -> None:
     """Print which run was started, as which job and where; more: what the JSON has besides."""
-    from launcher.executors import title
-
     if as_json:
         answer = {"run": run.name, "job_id": run.job_id, "path": str(run.path)}
         click.echo(json.dumps({**answer, **more}))

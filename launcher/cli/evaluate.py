@@ -17,6 +17,7 @@ from launcher.cli.status import watch_to_the_end
 from launcher.errors import RunFault, UsageFault
 from launcher.executors import title
 from launcher.observe import evaluation as shown
+from launcher.observe.watch import watch_all
 from launcher.runs.directory import Run
 from launcher.tracking import judging
 from launcher.workflows import evaluate as workflow
@@ -117,8 +118,6 @@ def evaluate(
 
 
 def _followed(run: Run) -> int:
-    from launcher.observe.watch import watch_all
-
     return 0 if watch_all([run], note)[0].word == "COMPLETED" else 1
 
 

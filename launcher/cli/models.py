@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import click
 
 from launcher.errors import UsageFault, nearest
+from launcher.sizing.support import families, support
 
 Rows = Mapping[str, Mapping[str, bool | str]]
 
@@ -20,8 +21,6 @@ def models(family: str | None, as_json: bool) -> None:
     names only by their folder; it is computed from the descriptions in configs/descriptions. The
     trainer tries a model of another family, and refuses it with the reason if it cannot train it.
     """
-    from launcher.sizing.support import families, support
-
     known: Rows = {name: support(shape) for name, shape in families().items()}
     if family is not None:
         # As their text part is called.

@@ -12,8 +12,13 @@ from launcher import site as sites
 from launcher.cli import common
 from launcher.cli.common import cluster_option, flag, json_option, note
 from launcher.cli.number import FloatRange, IntRange
+from launcher.cli.runs import interruption_told
+from launcher.cli.status import watch_to_the_end
 from launcher.errors import UsageFault
+from launcher.runs.directory import Run
 from launcher.workflows import endpoint as endpoints
+from launcher.workflows import evaluate
+from launcher.workflows import submit as submission
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -103,13 +108,6 @@ def _offline(
     local: bool,
     as_json: bool,
 ) -> None:
-    # Imported late: a question to a server needs none of it.
-    from launcher.cli.runs import interruption_told
-    from launcher.cli.status import watch_to_the_end
-    from launcher.runs.directory import Run
-    from launcher.workflows import evaluate
-    from launcher.workflows import submit as submission
-
     recipe = evaluate.batch(site, model, source, target, settings, resources)
     executor = executors.choose(local)
     planned = submission.plan(sites.complete(recipe, site, executor), site)

@@ -14,7 +14,7 @@ from launcher.cli.common import cluster_option, own_options, recipe_arguments
 from launcher.cli.number import FloatRange, IntRange
 from launcher.recipes import entries
 from launcher.recipes import recipe as recipe_file
-from launcher.sizing import gpus
+from launcher.sizing import gpus, predictions
 from launcher.sizing.estimate import Estimate, peak_gib
 from launcher.workflows import registered
 
@@ -166,9 +166,6 @@ def estimate(
     )
     parts: dict[str, Any] = {}
     if scaling or tune:
-        # Imported late: the estimate alone stays quick.
-        from launcher.sizing import predictions
-
         parts |= {"scaling": predictions.Scaling(estimated.predictor)} if scaling else {}
         parts |= {"tuning": predictions.Tuning(estimated.predictor)} if tune else {}
     if as_json:

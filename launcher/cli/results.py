@@ -13,10 +13,12 @@ from launcher.cli.common import cluster_option, flag, json_option, note, runs_ro
 from launcher.cli.number import FloatRange
 from launcher.errors import UnknownRun, UsageFault
 from launcher.observe import diff as comparison
+from launcher.observe import report as reports
 from launcher.observe.results import FORMATS, compare, ordered, shown
 from launcher.runs.find import every, find, made_since, none_yet
 from launcher.runs.sweeps import runs_of
 from launcher.workflows import replay as replaying
+from launcher.workflows import stats
 
 _NEWEST = 20
 
@@ -94,10 +96,6 @@ def report(
 
     The report is one self-contained file.
     """
-    # Imported late: only this command needs the templates.
-    from launcher.observe import report as reports
-    from launcher.workflows import stats
-
     site = sites.load(cluster)
     runs = runs_of(site.root, wanted)
     target = output or (runs[0].path if len(runs) == 1 else Path.cwd()) / "report.html"

@@ -17,6 +17,7 @@ from launcher.runs.sweeps import runs_of
 from launcher.workflows.cancel import cancel as cancel_run
 from launcher.workflows.resume import Changes
 from launcher.workflows.resume import resume as resume_run
+from launcher.workflows.sweep import cancel_all
 
 
 @contextmanager
@@ -50,9 +51,6 @@ def cancel(run: str, cluster: str | None) -> None:
     if len(chosen) == 1:
         click.echo(cancel_run(chosen[0]))
         return
-    # Imported late: only a sweep needs it.
-    from launcher.workflows.sweep import cancel_all
-
     click.echo("\n".join(cancel_all(chosen)))
 
 
@@ -95,7 +93,8 @@ def resume(
         site = sites.load(cluster or chosen.submission.get("site"))
         changes = Changes(site, overrides, options, on_nodes, no_check, code == "current")
     with interruption_told(chosen):
-        resume_run(chosen, choose(local) if local else None, changes, note)
-    click.echo(f"resumed {chosen.name} as {title(chosen.job_id)}")
+        started = resume_run(chosen, choose(local) if local else None, changes, note)
+    if started:
+        click.echo(f"resumed {chosen.name} as {title(chosen.job_id)}")
     if follow:
         sys.exit(watch_to_the_end(chosen))

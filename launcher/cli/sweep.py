@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from typing import TYPE_CHECKING
 
 import click
 
@@ -16,12 +15,11 @@ from launcher.cli.common import note
 from launcher.cli.number import IntRange
 from launcher.executors import Executor
 from launcher.recipes import sweep as sweeps_of_the_kit
-from launcher.runs.sweeps import SweepDirectory, find
+from launcher.runs.sweeps import SweepDirectory, every, find
 from launcher.runs.sweeps import root as sweeps_root
+from launcher.sizing.cells import PredictedSweep
+from launcher.sizing.gpus import by_name
 from launcher.workflows import sweep as workflow
-
-if TYPE_CHECKING:
-    from launcher.sizing.cells import PredictedSweep
 
 
 @click.command()
@@ -108,10 +106,6 @@ def sweep(
 
 
 def _predicted(planned: workflow.PlannedSweep) -> PredictedSweep:
-    # Imported late: a sweep that is submitted computes nothing.
-    from launcher.sizing.cells import PredictedSweep
-    from launcher.sizing.gpus import by_name
-
     cells = [
         (cell.number, cell.name, planned.runs[cell.number].recipe, cell.published)
         for cell in planned.cells
@@ -178,9 +172,6 @@ def _resume(
 
 def _list(site: sites.Site) -> None:
     """Print the sweeps of the kit, and those that were started."""
-    # Imported late: only the list needs it.
-    from launcher.runs.sweeps import every
-
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
     for name in sweeps_of_the_kit.names():
         known = sweeps_of_the_kit.load(name)

@@ -10,6 +10,8 @@ from launcher.observe import gpu_use
 from launcher.observe.status import row
 from launcher.runs.directory import Run
 from launcher.runs.states import State
+from launcher.sizing.memory import StepMemory
+from launcher.sizing.recipe_step import step_of
 from runspec import files
 from runspec.usage import gpu_hours
 
@@ -152,10 +154,6 @@ def predicted_gib(
     recipe: Mapping[str, Any], nodes: int | None, gpus_per_node: int | None
 ) -> float | None:
     """Return the peak memory per GPU that `cookbook estimate` computes, None if it cannot."""
-    # Imported late: most commands compute no memory.
-    from launcher.sizing.memory import StepMemory
-    from launcher.sizing.recipe_step import step_of
-
     if not nodes or not gpus_per_node:
         return None
     try:

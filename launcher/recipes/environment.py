@@ -1,7 +1,10 @@
 """What ranks run in: a record in configs/environments/NAME.yaml, or a block of a recipe."""
 
+import hashlib
 import json
 import os
+import platform
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,9 +79,6 @@ class Environment:
     def digest(self) -> str:
         """What names the folder that its dependencies are built into: all that they depend on."""
         # Most runs have none, and the command is to start fast.
-        import hashlib
-        import platform
-
         # It shares the packages of the kit's virtual environment, which are at these versions.
         kit = [str(venv.site_packages()), venv.pins().read_text(encoding="utf-8")]
         content = {
@@ -105,8 +105,6 @@ class Environment:
     @property
     def lines(self) -> list[str]:
         """The shell lines that a job runs first, on the host."""
-        import shlex  # only what starts a job needs it
-
         lines = list(self.setup)
         lines += [f"load_module {shlex.quote(module)}" for module in self.modules]
         if self.conda:

@@ -1,6 +1,7 @@
 """The user's own data and model in any recipe: --data, --model, and dataset.data_files= alone."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -71,8 +72,6 @@ def use(
 
 
 def _option(name: str, value: str) -> str:
-    import shlex  # most commands name neither
-
     return f"{name} {shlex.quote(value)}"
 
 

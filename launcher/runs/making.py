@@ -75,7 +75,7 @@ def _is_left(path: Path) -> bool:
         return False  # its sweep gives it its name
     try:
         made_by = _HOLDER.match((path / files.LOCK).read_text(encoding="utf-8"))
-    except OSError:
+    except FileNotFoundError:
         made_by = None
     if made_by and made_by[2] == socket.gethostname():
         try:

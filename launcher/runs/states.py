@@ -115,7 +115,8 @@ def _keep_cancelled(seen: Snapshot, job_id: str) -> None:
     run = Run(seen.path)
     # Not if another command has begun to change the run, or somebody else owns it.
     with suppress(RunFault), locked(run):
-        if (run.status, run.submission) == (seen.status, seen.submission):
+        # A broken status may have been a final one.
+        if not run.broken() and (run.status, run.submission) == (seen.status, seen.submission):
             write_cancelled(run, job_id, "its job was cancelled while it was pending")
 
 

@@ -33,6 +33,7 @@ from launcher.sizing.replicas import (
 )
 from launcher.sizing.search import METHODS, Prediction, Predictor, remedies, settings
 from launcher.sizing.step_config import GIB, StepConfig
+from launcher.sizing.step_time import STORAGE_BYTES_PER_S, generation_s, scoring_s, transfer_s
 from runspec.step import kept_bytes
 
 COMPARED_NODES = (1, 2, 4, 8)
@@ -127,8 +128,6 @@ class Estimate:
         # Seconds of each phase of a rollout, of methods that sample answers.
         self.rollout_s: dict[str, float] = {}
         if step.on_policy_share:
-            from launcher.sizing.step_time import generation_s, scoring_s, transfer_s
-
             generating = generation_s(step, self.gpu, self.predictor.links)
             scoring = scoring_s(step, self.gpu)
             each = generating + scoring
@@ -360,8 +359,6 @@ def _remedies(estimate: Estimate) -> Iterator[str]:
 
 
 def _time_and_disk(estimate: Estimate) -> Iterator[str]:
-    from launcher.sizing.step_time import STORAGE_BYTES_PER_S
-
     step, took, prediction = estimate.step, estimate.hours, estimate.prediction
     mfu, hfu, (low, high) = prediction.time.mfu, prediction.time.hfu, prediction.range
     again = f", HFU {100 * hfu:.0f} %" if hfu > 1.005 * mfu else ""

@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from launcher.sizing.compute import Reached, grouped_by, uncertainty
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.replicas import generates, replica
 from launcher.sizing.step_config import GIB, StepConfig
+from launcher.sizing.step_time import Links, StepTime, pace_of, step_time
 from runspec.adapters import USUAL_RANK
 from runspec.keys.model import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
-
-if TYPE_CHECKING:
-    from launcher.sizing.step_time import Links, StepTime
 
 METHODS = ("full", "lora", "qlora")
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -207,9 +206,6 @@ class Prediction:
     @cached_property
     def time(self) -> StepTime:
         """Seconds of a step, and what follows from them."""
-        # Here and below imported late: checks and the list of recipes need no time of a step.
-        from launcher.sizing.step_time import step_time
-
         predictor = self.predictor
         return step_time(self.step, predictor.gpu, predictor.links, predictor.pace)
 
@@ -221,8 +217,6 @@ class Prediction:
     @property
     def range(self) -> tuple[float, float]:
         """The rates between which a run is expected."""
-        from launcher.sizing.compute import uncertainty
-
         spread = uncertainty(self.step)
         return (1 - spread) * self.rate, (1 + spread) * self.rate
 
@@ -259,22 +253,16 @@ class Predictor:
     @cached_property
     def links(self) -> Links:
         """How the GPUs are connected."""
-        from launcher.sizing.step_time import Links
-
         return Links.of(self.gpu, self.own.gpus_per_node, self.network_gbits)
 
     @cached_property
     def pace(self) -> float:
         """Time over that of the terms; UsageFault if products were faster than the data sheet."""
-        from launcher.sizing.step_time import pace_of
-
         return 1.0 if self.mfu is None else pace_of(self.own, self.gpu, self.mfu)
 
     @property
     def basis(self) -> str:
         """What the times rest on, in words."""
-        from launcher.sizing.compute import Reached, grouped_by
-
         reached = Reached.of(self.gpu)
         if self.mfu is None:
             experts = linear = ""

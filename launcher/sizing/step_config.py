@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 
@@ -340,8 +341,6 @@ class StepConfig:
         return max(0.0, 1 - frozen / shape.parameters)
 
     def _freezes(self, *modules: str) -> bool:
-        from fnmatch import fnmatchcase  # few recipes freeze anything
-
         names = [f"{module}.weight" for module in modules]
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.frozen)
 

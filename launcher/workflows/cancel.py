@@ -27,7 +27,7 @@ def cancel(run: Run) -> str:
         # Two jobs of one run never train at once: the mark is for the one that does.
         with _marked(run, own if at_work else newest):
             executor_of(newest).cancel(run.job, list(jobs))
-        if not at_work:
+        if not at_work and not run.broken():
             write_cancelled(run, newest, "by cookbook cancel, while it was pending")
     which = " and ".join(map(title, jobs))
     return f"cancelled {run.name} ({which}); continue it with: cookbook resume {run.name}"

@@ -1,6 +1,7 @@
 """Starting a run again from its last complete checkpoint, as it was or with changes."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -71,8 +72,10 @@ def resume(
     executor: executors.Executor | None = None,
     changes: Changes | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> None:
+) -> bool:
     """Start a new job of a run; UsageFault if it is finished or a job of it is still there.
+
+    False if none was needed: the run had finished after somebody ended its job.
 
     The job runs where the last one ran, or by the given executor. Its script follows the site's
     file. Changes are checked as submit checks a new run; if they, or the job, are refused, the run
@@ -83,6 +86,17 @@ def resume(
             raise RunFault([f"{fault}; then: cookbook resume {run.name}" for fault in faults])
         _refuse_others(run, changes)
         _refuse_unless_ended(run, state_of(run))
+        if run.progress.get("state") == "finished":
+            # Its job was cancelled or lost while it exported, and finished all the same.
+            done = {
+                "state": "COMPLETED",
+                "cause": "finished",
+                "message": "",
+                "updated": time.time(),
+            }
+            run.write(files.STATUS, {**run.status, **done})
+            say(f"{run.name} had finished: it is COMPLETED, and no job was started")
+            return False
         executor = executor or executors.executor_of(run.job_id)
         if not (changes and changes.code):
             _tell_of_code(run, say)
@@ -90,7 +104,7 @@ def resume(
             with script_of_today(run, executor, say) as submission:
                 built.restore(run, say)
                 start(run, executor, lease, submission)
-            return
+            return True
         if (run.path / files.DATA_SETTINGS).exists():
             raise UsageFault(
                 f"{run.name} prepares data and can only resume unchanged: leave {changes.words[0]} "
@@ -106,6 +120,7 @@ def resume(
         built.ensure(planned.recipe.environment, changes.site.root, say)
         with _rewritten(run, planned.contents, planned.asked, kit):
             start(run, executor, lease, changes.words)
+        return True
 
 
 @contextmanager

@@ -30,6 +30,8 @@ from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
 from launcher.runs.sweeps import SweepDirectory
 from launcher.site import Site
+from launcher.sizing.estimate import peak_gib
+from launcher.sizing.gpus import by_name
 from launcher.workflows import registered
 from launcher.workflows.cancel import cancel
 from launcher.workflows.prepare import missing, prepare
@@ -185,10 +187,6 @@ def faults(
 
 def _fits(planned: PlannedSweep, run: PlannedRun) -> bool:
     """Whether a run is predicted to fit, or nobody knows."""
-    # Imported late: few sweeps need it.
-    from launcher.sizing.estimate import peak_gib
-    from launcher.sizing.gpus import by_name
-
     try:
         usable = by_name(planned.sweep.gpu or planned.site.gpu).usable_gib
         return peak_gib(run.recipe, planned.site.root) <= usable

@@ -58,7 +58,8 @@ def test_a_save_that_takes_much_longer_than_those_before_is_a_hang():
     assert told.look(saving, False, 0) is None
     fault = told.look(saving, False, 20)
     assert fault and fault["message"] == (
-        "saving has not ended for 20 s after step 7 (longest before 3.00 s)"
+        "saving has not ended for 20 s after step 7 (longest before 3.00 s): the storage hangs, "
+        "or is slow; if a save may take that long, raise hang_timeout_s (5 s)"
     )
     validating = {**saving, "phase": "validating"}
     assert looks(Watch(timeout_s=5, stop_s=100), validating, 0, 3600) == [None, None]

@@ -222,6 +222,12 @@ def test_a_killed_torchrun_is_the_first_task_that_srun_reports(run_dir):
     text = "srun: error: n2: task 1: Killed\nsrun: error: n1: task 0: Terminated\n"
     (error,) = slurm_errors(text, run_dir)
     assert (error["host"], error["type"]) == ("n2", "Killed")
+    segv = "srun: error: n1: task 0: Segmentation fault (core dumped)\n"
+    (error_of_n1,) = slurm_errors(segv + "srun: error: n2: task 1: Terminated\n", run_dir)
+    assert (error_of_n1["host"], error_of_n1["type"]) == ("n1", "Killed")
+    assert "(task 0) was killed by SIGSEGV" in error_of_n1["message"]
+    broken = {"rank": 1, "host": "n2", "time": 1.0, "type": "NetworkError", "message": "reset"}
+    assert first_error([broken, error_of_n1]) == error_of_n1
     # One that was killed only after another had ended explains nothing.
     after = "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Killed\n"
     assert slurm_errors(after, run_dir) == []

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from runspec.files import read_json_lines
-from slurm import attempt, faults
+from runspec.files import DamagedFile, read_json_lines
+from slurm import attempt, faults, retry
+from slurm.identity import own_job_id
 from slurm.retry import AttemptEnd, decide
 from trainer.errors import (
     ConfigError,
@@ -192,6 +193,8 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/{}] {}"
         (StorageError("step_2 could not be read for 120 s"), "storage"),
         (told_to_the_user(OSError(errno.ESTALE, "Stale file handle", "model.json")), "storage"),
         (told_to_the_user(FileNotFoundError(errno.ENOENT, "No such file")), "user_error"),
+        (told_to_the_user(OSError(errno.ENOSPC, "No space left on device")), "no_space"),
+        (DamagedFile("config.json does not hold JSON"), "user_error"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), "killed"),
         (MemoryError(), "out_of_memory"),
         (ConfigError("model.path: no such folder"), "user_error"),
@@ -241,7 +244,11 @@ def test_shared_storage_that_fails_is_no_nodes_fault(run_dir, monkeypatch, scrip
         else:
             write_error_record(logs, 1, OSError(errno.ESTALE, "Stale file handle", "/shared/x"))
         assert attempt.end(run_dir, number, 1, max_retries=9) == "run"
-    assert {line["cause"] for line in read_json_lines(run_dir / "attempts.jsonl")} == {"storage"}
+    lines = read_json_lines(run_dir / "attempts.jsonl")
+    assert {line["cause"] for line in lines} == {"storage"}
+    assert [retry.pause_s(lines[:number]) for number in range(4)] == [0, 15, 30, 60]
+    assert retry.pause_s([*lines, {"cause": "error"}]) == 0
+    assert retry.pause_s(lines * 9) == 240
     assert attempt.choose(run_dir, ["n1", "n2"], 1) == "use n1"
     assert attempt.choose(run_dir, ["n2", "n1"], 1) == "use n2"
 
@@ -405,7 +412,11 @@ def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsy
 
 def test_a_finished_run_is_not_trained_again(run_dir):
     (run_dir / "progress.json").write_text('{"state": "finished", "attempt": 0}')
+    cancelled = {"state": "CANCELLED", "job_id": "local-1", "attempt": 0}
+    (run_dir / "status.json").write_text(json.dumps(cancelled))
     assert attempt.begin(run_dir, ["n1"]) == "finished"
+    told = json.loads((run_dir / "status.json").read_text())
+    assert (told["job_id"], told["state"]) == (own_job_id(), "COMPLETED")
 
 
 def test_progress_of_an_attempt_before_does_not_finish_this_one(run_dir):

@@ -347,6 +347,7 @@ def test_a_picture_in_a_message_is_refused(tmp_path):
     [
         ("a.jsonl", '{"question": "?", "answer": "!", "images": ["a.png"]}\n', "images"),
         ("a.jsonl", '{"question": "?", "answer": "!", "images": []}\n', None),
+        ("a.jsonl", '\ufeff{"question": "?", "answer": "!"}\n', None),
         ("a.csv", 'question,answer,"Image"\n?,!,a.png\n', "Image"),
         ("a.csv", "question,answer\n?,!\n", None),
     ],

@@ -15,6 +15,8 @@ from launcher import paths
 from launcher.checks import failed, warning
 from launcher.checks.doctor import nodes, report
 from launcher.checks.doctor.ask import NodeReport
+from launcher.checks.doctor.slurm import CHECKS, SlurmAnswers
+from launcher.site import Site
 from launcher.venv import TorchBuild
 from tests.launcher.hub_server import serving
 from tests.launcher.kit import FAKE_TOKEN, Kit, until
@@ -80,6 +82,7 @@ def test_a_site_in_order_is_found_so_within_seconds(slurm_user: Kit, tmp_path):
     for check in (
         "Slurm",
         "partitions",
+        "preemption",
         "accounting",
         "site file",
         "sbatch test",
@@ -101,6 +104,23 @@ def test_a_site_in_order_is_found_so_within_seconds(slurm_user: Kit, tmp_path):
     assert FAKE_TOKEN not in json.dumps(answer)
     # Measured: 2.1 s on two idle cores, where the target is 5 s; a busy machine takes longer.
     assert took < 20, took
+
+
+@pytest.mark.parametrize(
+    ("mode", "requeue", "state"),
+    [("CANCEL", True, "warning"), ("CANCEL", False, "ok"), ("REQUEUE", True, "ok")],
+)
+def test_a_site_that_cancels_preempted_jobs_is_told(tmp_path, monkeypatch, mode, requeue, state):
+    program = tmp_path / "sinfo"
+    program.write_text(f"#!/bin/sh\nprintf 'debug|OFF\\nlow|{mode}\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    site = SlurmAnswers(Site(name="mine", requeue=requeue), {}, {}, {}, [], None)
+    (finding,) = CHECKS["preemption"](site)
+    assert finding.state == state
+    if state == "warning":
+        assert "in low Slurm cancels a preempted job" in finding.message
+        assert "requeue: false in configs/clusters/mine.yaml" in finding.remedy
 
 
 def test_no_slurm_is_one_fault_that_hides_nothing_else(user: Kit):

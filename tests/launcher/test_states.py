@@ -15,8 +15,9 @@ from launcher.observe import watch as watching
 from launcher.observe.logs import Tail
 from launcher.observe.outcome import outcome
 from launcher.observe.status import row, table
-from launcher.observe.summary import summary
-from launcher.runs.directory import Run
+from launcher.observe.summary import story, summary
+from launcher.runs import states as states_of_runs
+from launcher.runs.directory import Run, Snapshot
 from launcher.runs.find import find
 from launcher.runs.states import state_of, states
 from launcher.workflows.cancel import cancel
@@ -141,6 +142,27 @@ def test_a_job_that_wrote_nothing_yet_has_not_the_state_of_an_earlier_one(tmp_pa
     assert (state_of(run).word, run.job_id) == ("FAILED", "3")
 
 
+def test_resume_of_a_run_that_finished_nevertheless_starts_no_job(tmp_path):
+    """Its job was cancelled in the export, which went on to its end."""
+    here = {"job_id": "local-7", "host": socket.gethostname(), "process_start": "1"}
+    run = run_of(tmp_path, {"state": "CANCELLED", "job_id": "local-7"}, **here)
+    run.write("progress.json", {"state": "finished", "attempt": 0})
+    said: list[str] = []
+    assert not resume(run, say=said.append)
+    assert said == [f"{NAME} had finished: it is COMPLETED, and no job was started"]
+    assert (state_of(run).word, len(run.jobs)) == ("COMPLETED", 1)
+
+
+def test_a_broken_status_is_not_overwritten(tmp_path):
+    run = run_of(tmp_path, {"state": "RUNNING", "job_id": "1"}, job_id="1")
+    (run.path / "status.json").write_text("")
+    states_of_runs._keep_cancelled(Snapshot(run.path), "1")
+    assert (run.path / "status.json").read_text() == ""
+    (run.path / "status.json").unlink()
+    states_of_runs._keep_cancelled(Snapshot(run.path), "1")
+    assert state_of(run).word == "CANCELLED"
+
+
 def test_a_finished_run_that_answers_questions_is_answering(tmp_path):
     now = time.time()
     ended = {"state": "COMPLETED", "job_id": "1", "nodes": ["n1"], "started": 100.0, "ended": 200.0}
@@ -156,7 +178,7 @@ def test_a_finished_run_that_answers_questions_is_answering(tmp_path):
     answers = {"started": 200.0, "ended": 300.0, "seconds": 100.0, "gpus": 36}
     run.write("status.json", {**ended, "answers": answers})
     assert outcome(run, state_of(run))["gpu_hours"] == 2
-    assert any("took 1 min 40 s" in line for line in summary(run, state_of(run)))
+    assert "took 1 min 40 s" in "\n".join(story(run, state_of(run)))
 
 
 @pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff{}"])

@@ -429,7 +429,9 @@ def test_a_copy_of_the_data_is_no_validation_data(
 
 def test_a_sample_is_named_by_file_and_line(tmp_path: Path) -> None:
     path, table = tmp_path / "rows.jsonl", tmp_path / "rows.csv"
-    path.write_text('{"a": "one"}\n\n{"a": "two", "b": null}\n{"a": 3}\n')
+    # With a byte order mark, and with a separator within a text, which is no end of a line.
+    rows = '{"a": "one\u2028"}\n\n{"a": "two", "b": null}\n{"a": 3}\n'
+    path.write_text(rows, encoding="utf-8-sig")
     table.write_text('a,b\n"one\nline",1\ntwo,2\n')
     block = {"source": "json", "data_files": str(path)}
     assert origin.of_sample(block, 1) == f"{path}, line 3"

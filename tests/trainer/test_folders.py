@@ -12,7 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from tests.trainer.folders import (
     BEGIN,
@@ -21,6 +26,7 @@ from tests.trainer.folders import (
     INDEX,
     ROWS,
     SHARDED,
+    SIZES,
     TEXT_END,
     WHOLE,
     Change,
@@ -495,3 +501,48 @@ def test_an_adapter_that_peft_wrote_is_gone_on_with(
     row = torch.arange(40).view(1, -1) * 7 % ROWS
     with torch.inference_mode():
         torch.testing.assert_close(model.module(row), theirs.eval()(row).logits, rtol=0, atol=1e-5)
+
+
+IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
+LARGER: dict[str, dict[str, Any]] = {
+    "mistral3": {"vision_config": {"model_type": "pixtral", "head_dim": 8, **IMAGES}},
+    "smolvlm": {"vision_config": IMAGES, "scale_factor": 2},
+}
+
+
+@pytest.mark.parametrize("kind", LARGER)
+def test_the_text_part_of_a_larger_model_is_trained_exported_and_asked(
+    kind: str, base: Path, tmp_path: Path, world: World
+) -> None:
+    ids = {"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": None}
+    part = {"model_type": "llama", **SIZES, **ids}
+    config = AutoConfig.for_model(kind, text_config=part, tie_word_embeddings=False, **LARGER[kind])
+    torch.manual_seed(1)
+    folder = copied(base, tmp_path / "model", without(WHOLE, "config.json"))
+    reference = AutoModelForImageTextToText.from_config(config)
+    reference.save_pretrained(folder)
+    content = content_of(folder)
+    assert check.faults(content, SupervisedFineTuning) == []
+    settings = parse(content)
+    exported = exports.export(models.build(settings, world), settings, world)
+    asked = {"seed": 0, "dtype": "fp32", "max_new_tokens": 8, "temperature": 0, "top_p": 1.0}
+    answerer = Answerer(exported, asked | {"template": "chat"}, torch.device("cpu"))
+    assert answerer.limit == SIZES["max_position_embeddings"]
+    (row,) = answerer.answers([Sample(0, "a node?", "", "")], {})
+    tokens = answerer.tokenizer.apply_chat_template(
+        TURNS[:1], add_generation_prompt=True, return_dict=False
+    )
+    made = len(tokens)
+    with torch.inference_mode():
+        while len(tokens) < made + 8 and 258 not in tokens[made:]:
+            tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+    expected = answerer.tokenizer.decode(tokens[made:], skip_special_tokens=True).strip()
+    assert row["answer"] == expected
+    assert dict(answers(exported, ["a node?"], 8, torch.device("cpu"))) == {"a node?": expected}

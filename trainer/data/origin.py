@@ -58,7 +58,9 @@ def broken_line(block: dict[str, Any]) -> str | None:
         if path.suffix not in JSON_LINES:
             continue
         kinds: dict[str, str] = {}
-        for number, text in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+        # Not splitlines, which cuts at separators that may stand in a JSON text.
+        lines = path.read_text("utf-8-sig", errors="replace").split("\n")
+        for number, text in enumerate(lines, 1):
             try:
                 record = parse_json(text) if text.strip() else {}
             except ValueError as error:

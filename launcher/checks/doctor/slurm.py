@@ -86,6 +86,18 @@ def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
             yield ok(subject, message + (f"; {len(out)} cannot be used" if out else ""))
 
 
+def _preemption(site: SlurmAnswers) -> list[Finding]:
+    modes = slurm.preempt_modes()
+    ends = [name for name, mode in modes.items() if "CANCEL" in mode.upper()]
+    if not ends or not site.cluster.requeue:
+        how = ", ".join(f"{mode} in {name}" for name, mode in modes.items())
+        return [ok("preemption", f"a preempted run continues by itself (PreemptMode: {how})")]
+    message = f"in {', '.join(ends)} Slurm cancels a preempted job (PreemptMode=CANCEL)"
+    message += ", and such a run waits for cookbook resume"
+    remedy = f"set requeue: false in configs/clusters/{site.cluster.name}.yaml: a job then has a "
+    return [warning("preemption", message, f"{remedy}successor in the queue, which continues")]
+
+
 def _accounting(site: SlurmAnswers) -> list[Finding]:
     subject, rights = "accounting", site.rights
     if not slurm.keeps_accounting(site.configuration):
@@ -156,6 +168,7 @@ def _munge(site: SlurmAnswers) -> list[Finding]:
 
 CHECKS: dict[str, Callable[[SlurmAnswers], Iterable[Finding]]] = {
     "partitions": _partitions,
+    "preemption": _preemption,
     "accounting": _accounting,
     "site file": _site_file,
     "sbatch test": _sbatch_test,

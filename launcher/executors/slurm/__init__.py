@@ -9,6 +9,7 @@ from launcher.executors.slurm.cluster import gpus_of as gpus_of
 from launcher.executors.slurm.cluster import munge as munge
 from launcher.executors.slurm.cluster import nodes as nodes
 from launcher.executors.slurm.cluster import partitions as partitions
+from launcher.executors.slurm.cluster import preempt_modes as preempt_modes
 from launcher.executors.slurm.cluster import version as version
 from launcher.executors.slurm.command import EXPORT as EXPORT
 from launcher.executors.slurm.jobs import queue as queue

@@ -4,6 +4,7 @@ import os
 import pwd
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -147,9 +148,6 @@ def rights(configured: dict[str, str]) -> Rights | None:
     """
     if not keeps_accounting(configured):
         return None
-    # Not at the top: few commands ask, and all would wait for it.
-    from concurrent.futures import ThreadPoolExecutor
-
     user = pwd.getpwuid(os.getuid()).pw_name
     listed = ["sacctmgr", "--noheader", "--parsable2", "show"]
     questions = (
