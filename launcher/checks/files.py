@@ -1,5 +1,6 @@
 """Whether the files of model, tokenizer and dataset are there, readable and whole."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable, warning
 from launcher.paths import DOWNLOAD_RECORD
+from launcher.runs import trust
 from runspec import prepared
-from runspec.files import parse_json, read_object, sha256
+from runspec.files import SUBMISSION, parse_json, read_object, sha256
 from runspec.keys.fields import FILE_SOURCES, STREAM, names_no_files
 from runspec.tables import separator
 from runspec.weights import NoWeights, weight_files
@@ -20,8 +22,8 @@ _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 def weights(context: Context) -> Iterable[Finding]:
-    """Check the model's folder, and that of a teacher."""
-    return [*_weights(context), *_teacher(context)]
+    """Check the model's folder, that of a teacher, and whose run an adapter is of."""
+    return [*_weights(context), *_teacher(context), *_adapter(context)]
 
 
 def _weights(context: Context) -> list[Finding]:
@@ -70,6 +72,19 @@ def _teacher(context: Context) -> list[Finding]:
         remedy = f"{_download(context, 'teacher')}, or set {key}="
         return [failed("model", f"{key} {folder} {why}", remedy)]
     return _of_folder(folder)
+
+
+def _adapter(context: Context) -> Iterator[Finding]:
+    checkpointer = context.config.get("checkpointer")
+    named = checkpointer.get("adapter_checkpoint") if isinstance(checkpointer, dict) else None
+    path = Path(str(named or "")).expanduser().absolute()
+    run = next((each for each in path.parents if os.path.isfile(each / SUBMISSION)), None)
+    if named and run and (text := trust.fault(run, context.cluster.trusted_users)):
+        remedy = (
+            f"name the owner under trusted_users in configs/clusters/{context.cluster.name}.yaml"
+        )
+        message = f"checkpointer.adapter_checkpoint lies in another user's run: {text}"
+        yield failed("model", message, f"{remedy}, or copy the adapter to a folder of yours")
 
 
 def _of_folder(folder: Path) -> list[Finding]:

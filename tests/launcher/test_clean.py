@@ -32,6 +32,9 @@ def aged(path: Path, days: float) -> Path:
     return path
 
 
+CODE = f"code/{os.geteuid()}"
+
+
 def clean(*arguments: str) -> Result:
     return CliRunner().invoke(cookbook, ["clean", *arguments])
 
@@ -43,15 +46,15 @@ def test_what_can_be_made_again_goes_and_runs_stay(root: Path):
         aged(run / "recipe.yaml", 90),
         aged(root / "models/base/model.safetensors", 90),
         aged(root / "runs/.data_cache/new/tokens", 1),
-        aged(root / "code/used/trainer/sft.py", 90),
-        aged(root / "code/young/trainer/sft.py", 0),
+        aged(root / CODE / "used/trainer/sft.py", 90),
+        aged(root / CODE / "young/trainer/sft.py", 0),
     ]
     (run / "submission.json").write_text(json.dumps({"jobs": [{"job_id": "1"}]}))
     (run / "status.json").write_text(json.dumps({"job_id": "1", "state": "COMPLETED"}))
-    code.link(run, code.Code(root / "code/used"))
+    code.link(run, code.Code(root / CODE / "used"))
     goes = [
         aged(root / "runs/.data_cache/old/tokens", 30),
-        aged(root / "code/unused/trainer/sft.py", 30),
+        aged(root / CODE / "unused/trainer/sft.py", 30),
         aged(root / "runs/.tmp-20260101-000000-mine-ffff/recipe.yaml", 30),
         aged(run / "checkpoints/damaged_step_3/shard", 30),
         aged(paths.user_cache() / "checks/answer.json", 0),
@@ -77,7 +80,6 @@ def test_what_open_runs_and_programs_need_stays(root: Path):
     run = root / "runs/20260101-000000-mine-abcd"
     stays = [
         aged(root / "runs/.data_cache/old/teacher_1/meta.json", 30),
-        aged(root / "images/environment-1.sqsh", 30),
         aged(run / "checkpoints/damaged_step_3/shard", 30),
     ]
     waits = {"job_id": f"local-{os.getpid()}", "host": "another", "process_start": "1"}

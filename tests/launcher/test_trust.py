@@ -2,9 +2,11 @@
 
 import os
 import pwd
+from types import SimpleNamespace
 
 import pytest
 
+from launcher.checks.files import _adapter
 from launcher.errors import RunFault
 from launcher.recipes.environment import Environment
 from launcher.runs import built, code, trust
@@ -65,3 +67,7 @@ def test_what_belongs_to_a_colleague_is_used_if_the_site_names_them(tmp_path):
     with pytest.raises(RunFault, match="belongs to nobody: its job would execute what others"):
         _refuse_others(run, None)
     _refuse_others(run, Changes(Site(trusted_users=["nobody"])))
+    adapter = {"checkpointer": {"adapter_checkpoint": str(run.path / "export" / "adapter")}}
+    for trusted, count in (([], 1), (["nobody"], 0)):
+        context = SimpleNamespace(config=adapter, cluster=Site(trusted_users=trusted))
+        assert len(list(_adapter(context))) == count
