@@ -371,8 +371,8 @@ case $WANT in
       # If this system names them differently, the other tests still run.
       (apt_install slurmdbd mariadb-server-core) || say "the tests of accounts and limits are skipped"
     fi
-    if [ "$WANT" = test-all ] && ! { command -v sshd >/dev/null || [ -x /usr/sbin/sshd ]; } && can_install; then
-      (apt_install openssh-server) || say "the tests of cookbook --host are skipped"
+    if [ "$WANT" = test-all ] && ! { { command -v sshd || [ -x /usr/sbin/sshd ]; } && command -v rsync; } >/dev/null && can_install; then
+      (apt_install openssh-server rsync) || say "the tests of cookbook --host are skipped"
     fi
     cd "$REPO"
     if [ "$WANT" = test ]; then exec "$VENV/bin/python" -m pytest; fi

@@ -19,7 +19,9 @@ from datakit.formats import reader
 from datakit.parquet import BATCH_ROWS
 from datakit.recognisers import hidden, hidden_json
 from runspec.datarecipe import FORMATS
+from runspec.files import parse_json
 from runspec.prepared import ROW_BITS
+from runspec.tables import separator
 
 # The text after an unclosed quote is one field, which must not fill the memory.
 _LONGEST_FIELD = 2**26
@@ -187,12 +189,9 @@ def _json_lines(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
             yield number, shown, f"is not {encoding} (byte {error.start}): set encoding="
             continue
         try:
-            record = json.loads(text)
+            record = parse_json(text)
         except ValueError as error:
             yield number, text, f"is not JSON: {error}"
-            continue
-        except RecursionError:
-            yield number, text[:_SHOWN], "is JSON that is nested too deep"
             continue
         fault = "" if isinstance(record, dict) else "is JSON, but not an object"
         yield number, record, fault
@@ -202,7 +201,7 @@ def _json_array(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
     """The records of a JSON file that is one array; its line is the number of the record."""
     encoding = str(block["encoding"])
     try:
-        content = json.loads(openers.whole(block).decode(encoding))
+        content = parse_json(openers.whole(block).decode(encoding))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{block['file']}: is not {encoding} (byte {error.start}): set encoding="
@@ -219,7 +218,7 @@ def _json_array(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
 
 
 def _csv(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
-    delimiter = "\t" if ".tsv" in Path(str(block["file"])).suffixes else ","
+    delimiter = separator(Path(str(block["file"])))
     encoding = str(block["encoding"])
     csv.field_size_limit(_LONGEST_FIELD)
     with openers.stream(str(block["file"])) as raw:

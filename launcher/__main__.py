@@ -7,7 +7,10 @@ from launcher.cli import main
 
 # What a run's provenance shows.
 sys.argv[0] = "cookbook"
-if sys.platform != "win32":
+try:
     # cookbook --host holds Ctrl-C back until there is somebody to handle it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-main()
+    main()
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)

@@ -147,7 +147,9 @@ def enter(environment: Environment, interpreter: str | None) -> list[str]:
     if faults := _setup_faults(environment.lines, environment.place, "setup"):
         raise RecipeFault(faults)
     lines = environment.lines
-    if environment.is_container or (interpreter and "/" in interpreter):
+    if environment.is_container:
+        lines += [f"export ENV_IN_IMAGE=yes ENV_PYTHON={shlex.quote(str(interpreter))}"]
+    elif interpreter and "/" in interpreter:
         lines += [f"export ENV_PYTHON={shlex.quote(str(interpreter))}"]
     elif interpreter:
         lines += [f"find_python {shlex.quote(interpreter)}"]

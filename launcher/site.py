@@ -44,6 +44,12 @@ _KEYS = (
     Key("job_setup", "texts", "Shell lines that a job runs first.", ()),
     Key("environment", "open block", "Environment variables of each job. No secrets.", {}),
     Key(
+        "trusted_users",
+        "texts",
+        "Users whose runs and code in the shared folder are continued as one's own.",
+        (),
+    ),
+    Key(
         "logs",
         "all | failing",
         "Whether each node and rank has its log on the shared filesystem, or the first node and "
@@ -60,8 +66,7 @@ _SHARED = {
 KEYS = {key.name: key for key in _KEYS} | _SHARED
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Site:
     """A site's settings; what a recipe or an option says comes before its resources."""
 
@@ -81,6 +86,7 @@ class Site:
     node_paths: Sequence[str] = ()
     job_setup: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    trusted_users: Sequence[str] = ()
     logs: str | None = None
     default_environment: str | None = None
     resources: dict[str, Any] = field(default_factory=dict)

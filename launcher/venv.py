@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher import paths, yamlfile
+from runspec import versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,6 +86,12 @@ def other_versions() -> dict[str, str]:
     return others
 
 
+def unsupported() -> list[str]:
+    """Return why installed packages cannot run the trainer, one text each."""
+    faults = (versions.fault(plain_name(name), version) for name, version in packages().items())
+    return [fault for fault in faults if fault]
+
+
 def pins() -> Path:
     """Return the file of the pinned versions; setup.sh --torch keeps one of its own."""
     own = paths.venv_root() / "constraints.txt"
@@ -153,8 +160,7 @@ def ask_trainer(
             file.write_text(yamlfile.dump(config), encoding="utf-8")
             names.append(str(file))
         return run_module(
-            "trainer.once",
-            module,
+            f"trainer.{module}",
             *names,
             *arguments,
             timeout_s=timeout_s,

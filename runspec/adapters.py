@@ -26,8 +26,7 @@ OF_LORA = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "
 NUM_VIRTUAL = "num_virtual_tokens"
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Adapter:
     """One kind of adapter.
 
@@ -125,9 +124,14 @@ PREFIX = Adapter(
 KINDS = {"lora": LORA, "dora": DORA, "ia3": IA3, "prompt": PROMPT, "prefix": PREFIX}
 
 
-def name_of(model: Mapping[str, Any]) -> str | None:
-    """Return the kind that a `model` block names; None if all weights are trained."""
-    name = model.get("adapter")
+def name_of(model: Any) -> str | None:
+    """Return the kind that a `model` block names; None if all weights are trained.
+
+    None, too, of what is not a block, or not a name: its key's check says it.
+    """
+    name = model.get("adapter") if isinstance(model, Mapping) else None
+    if not isinstance(model, Mapping) or not isinstance(name, str | None):
+        return None
     if name is None and (is_built_in(model) or (own_adapters(model) and model.get("lora_rank"))):
         name = "lora"
     return "dora" if name == "lora" and model.get("use_dora") else name

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Records:
     """The files and the end of one engine.
 

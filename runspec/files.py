@@ -176,18 +176,39 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number has more than {_DIGITS} digits")
+    return int(digits)
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_DIGITS = 300
+_DECODER = json.JSONDecoder(parse_int=_integer)
+_STRICT = json.JSONDecoder(parse_int=_integer, parse_constant=_no_json)
+
+
 class DamagedFile(ValueError):
     """A file was read and does not hold JSON."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, strict: bool = False) -> Any:
     """Return the value of a JSON text.
 
+    Args:
+        strict: refuse NaN and Infinity, which Python writes and JSON does not have.
+
     Raises:
-        ValueError: it is not JSON, or nested deeper than Python can read.
+        ValueError: it is not JSON, nested deeper than Python can read, or has a number that no
+            float holds.
     """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
-        return json.loads(text)
+        return (_STRICT if strict else _DECODER).decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from runspec.shape import Block, Matrix, Shape
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Linear:
     """The numbers that one token is multiplied with in a linear layer, and which are trained.
 
@@ -38,7 +38,7 @@ class Linear:
         return self.trained or sum(self.adapter) > 0
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Attention:
     """Scores and their product with the values.
 
@@ -50,7 +50,7 @@ class Attention:
     window: int | None = None
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Recurrence:
     """Linear attention by the delta rule; state: numbers of all heads' states together.
 
@@ -65,7 +65,7 @@ class Recurrence:
 Stage = Sequence[Linear] | Attention | Recurrence
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class ModelFlops:
     """FLOPs per token, per trained position and per query-key pair.
 

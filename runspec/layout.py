@@ -104,8 +104,7 @@ NF4_BLOCK = 64
 NEED_WHOLE_PARAMETERS = ("torch.optim.Adafactor", "torch.optim.Rprop")
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class StepFacts:
     """What the rules read of a training step. What is left out breaks none.
 

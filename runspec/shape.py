@@ -20,8 +20,7 @@ Part = Literal["attention", "mlp", "router", "experts", "shared", "output"]
 Role = Literal["column", "fused", "row", "replicated", "expert"]
 
 
-# Here and below none is shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Matrix:
     """A weight [outputs, inputs], or `count` of them, of which a token meets `active`.
 
@@ -57,7 +56,7 @@ class Matrix:
         return self.part in ("attention", "mlp", "output") and self.role != "replicated"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Vector:
     """A parameter [rows, width] that is no matrix: a norm's scale, sinks, a convolution.
 
@@ -70,7 +69,7 @@ class Vector:
     features: int = 0
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Attention:
     """Softmax attention, as its layer calls the kernel.
 
@@ -104,7 +103,7 @@ class Attention:
         return self.heads * self.value_dim
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class GatedDelta:
     """Linear attention: a gated delta rule (arXiv 2412.06464).
 
@@ -134,7 +133,7 @@ class GatedDelta:
         return self.value_width * self.key
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Block:
     """One kind of block.
 
@@ -193,7 +192,7 @@ class Block:
         return self.parameters - sum(idle)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Shape:
     """A decoder.
 

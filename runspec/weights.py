@@ -1,6 +1,5 @@
 """What a model folder holds: its content as one hash, and the size of its weights."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,7 +117,7 @@ def parameter_count(folder: Path) -> int:
 def _numbers(path: Path) -> int:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+        header = files.parse_json(file.read(length))
     return sum(math.prod(each["shape"]) for key, each in header.items() if key != "__metadata__")
 
 

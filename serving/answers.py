@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from runspec.files import parse_json
 from serving.parameters import Plan
 from serving.request import CHAT
 
@@ -158,7 +159,7 @@ def message_of(body: bytes) -> str:
     """Return the message of an engine's error: OpenAI's form, FastAPI's, or its text."""
     text = body.decode("utf-8", errors="replace")
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         return " ".join(text.split())[:500]
     for key in ("error", "detail", "message"):

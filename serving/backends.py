@@ -108,7 +108,9 @@ def connections(backend: Backend) -> aiohttp.ClientSession:
         kind = aiohttp.UnixConnector if backend.socket else aiohttp.TCPConnector
         place: dict[str, Any] = {"path": backend.socket} if backend.socket else {}
         backend.session = aiohttp.ClientSession(
-            connector=kind(limit=0, keepalive_timeout=30, **place), auto_decompress=False
+            # Less than the server's own time, so that none is used that the other side closes.
+            connector=kind(limit=0, keepalive_timeout=15, **place),
+            auto_decompress=False,
         )
     return backend.session
 

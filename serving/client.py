@@ -20,6 +20,7 @@ import aiohttp
 
 from runspec import endpoint as endpoints
 from runspec import files
+from runspec.files import parse_json
 from serving.answers import message_of
 from serving.request import OF_A_LINE
 
@@ -104,7 +105,7 @@ async def _streamed(answer: aiohttp.ClientResponse) -> str:
             text = line.decode("utf-8", errors="replace").strip()
             if not text.startswith("data:") or text.endswith("[DONE]"):
                 continue
-            for choice in json.loads(text[5:]).get("choices") or []:
+            for choice in parse_json(text[5:]).get("choices") or []:
                 piece = (choice.get("delta") or {}).get("content")
                 if piece:
                     print(piece, end="", flush=True)
@@ -183,7 +184,7 @@ def _rows(source: Path, settings: dict[str, Any]) -> list[tuple[str, dict[str, A
         if not line.strip():
             continue
         try:
-            body = body_of(json.loads(line), settings, f"{source}, line {number}")
+            body = body_of(parse_json(line), settings, f"{source}, line {number}")
             rows.append((hashlib.sha256(line.encode()).hexdigest()[:16], body))
         except ValueError as error:
             faults.append(f"{source}, line {number}: not JSON: {error}")
@@ -203,7 +204,7 @@ def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
     kept: list[str] = []
     for text in target.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             same = line["hash"] == rows[len(kept)][0]
         except (ValueError, KeyError, IndexError, TypeError):
             same, line = None, {}

@@ -1,14 +1,20 @@
 """What keeps failing while an endpoint goes on serving: a full disk, files that cannot be read."""
 
+import asyncio
+import os
+import resource
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from runspec.files import DamagedFile
 
 # A fault that lasts is said again after this time.
 _AGAIN_S = 60.0
+# Of the descriptors that this process may open, the share from which it is said.
+_MANY = 0.8
 
 
 class Faults:
@@ -35,6 +41,35 @@ class Faults:
         elif before is None or now - before > _AGAIN_S:
             self._said[what] = now
             say(f"ERROR: {what}: {fault}")
+
+    def watch_descriptors(self) -> None:
+        """Say that connections and files take most of the descriptors that there may be."""
+
+        def watch() -> None:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            used = len(os.listdir("/proc/self/fd"))
+            text = f"{used:,} of {limit:,} are in use: raise ulimit -Hn, or find who connects"
+            self.tell("descriptors", text if used > _MANY * limit else "")
+
+        self.trying("descriptors", watch)
+
+    def allow_descriptors(self) -> None:
+        """Let this process have as many descriptors as its hard limit allows; say if it needs more.
+
+        The running loop accepts connections again a second after it could not.
+        """
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+        def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            error = context.get("exception")
+            if "socket" in context and isinstance(error, OSError):
+                # asyncio says it a thousand times a second.
+                self.tell("new connections", str(error))
+            else:
+                loop.default_exception_handler(context)
+
+        asyncio.get_running_loop().set_exception_handler(handle)
 
 
 def say(text: str) -> None:

@@ -4,20 +4,24 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from runspec.files import parse_json
 from serving.answers import END, Answers, message_of, sse
 from serving.backends import Backend, connections
 from serving.journal import Journal
-from serving.keys import OWNER, Keys, Quotas, seconds_left
+from serving.keys import OWNER, Charge, Keys, Quotas
 from serving.outcome import Outcome
 from serving.parameters import Plan, Takes
 from serving.proxy import CLIENT_ID, ID, Asked, BrokenOff, Pool, Proxy, begin, break_off, gone
-from serving.request import BadRequest, check, parsed, prompts
+from serving.request import BadRequest, answers, check, parsed, prompts
+
+# Of the requests to an engine for one request of a client, so many at a time: others come between.
+_AT_A_TIME = 8
 
 
 class EngineError(Exception):
@@ -34,7 +38,7 @@ class Front(Proxy):
     Args:
         takes: the parameters of the engine; a function, because a running engine lists its own.
         journal: the log of requests.
-        count: counts the tokens of a text, None if it is unknown.
+        count: counts the tokens of a text; None: a quarter of its bytes are charged.
         limit: the model's context length in tokens.
         quotas: the use of each user today.
     """
@@ -58,45 +62,87 @@ class Front(Proxy):
         self.count, self.limit = count, limit
 
     async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
-        """Validate a request, log it, and answer it."""
-        if over := self._over_quota(asked.user):
-            again = {"Retry-After": str(seconds_left())}
-            return self.refuse(429, f"{asked.user}: {over}", headers=again)
+        """Validate a request, charge it, log it, and answer it."""
+        # Before it is parsed and counted, which takes time.
+        if (over := self._over_quota(asked.user)) is not None:
+            return over
+        most = int(self.settings["max_answers"])
         try:
             body = parsed(asked.body)
             check(asked.path, body)
+            if (count := answers(body)) > most:
+                raise BadRequest(
+                    f"the request asks for {count:,} answers (prompts times n), and max_answers "
+                    f"allows {most:,}: lower n, or send fewer prompts",
+                    "n",
+                )
             if too_long := await self._too_long(body):
                 raise BadRequest(too_long, "prompt" if "prompt" in body else "messages")
             plan = self.takes().plan(asked.path, body)
         except BadRequest as error:
             return self.refuse(error.status, str(error), error.param)
-        if asked.user != OWNER and self.quotas is not None:
-            # Before the answer, so that concurrent requests count against the quota.
-            self.quotas.add(asked.user, 1, 0)
+        charge = await self._charge(asked.user, body, count)
+        # Again, and from here on without a pause: requests beside it must not pass together.
+        if (over := self._over_quota(asked.user, count)) is not None:
+            return over
         if self.journal.wants(asked.id):
             logged = self.journal.accepted(_row(asked, body, self.settings))
             self.metrics.unlogged = self.journal.unlogged
             if not logged and self.settings["log_required"]:
                 return self.refuse(503, "the request cannot be logged: try again in a moment")
+        self.take(count - 1)
+        if charge is not None and self.quotas is not None:
+            self.quotas.begin(charge)
         outcome = Outcome()
-        composed = self._composed(request, asked, plan, outcome)
-        response = await self.counted(asked, composed, outcome)
+        try:
+            composed = self._composed(request, asked, plan, outcome)
+            response = await self.counted(asked, composed, outcome, count)
+        finally:
+            if charge is not None and self.quotas is not None:
+                self.quotas.end(charge, *self._spent(charge, plan, outcome))
         if not response.prepared:
             response.headers.update(_ids(asked))
         return response
 
     def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
-        """Log the outcome of a request, and count it for its user."""
+        """Log the outcome of a request."""
         if self.journal.wants(asked.id):
             self.journal.answered(asked.id, row)
-        if asked.user != OWNER and self.quotas is not None:
-            tokens = sum(row[f"{kind}_tokens"] or 0 for kind in ("prompt", "answer"))
-            self.quotas.add(asked.user, 0, tokens)
+            self.metrics.unlogged = self.journal.unlogged
 
-    def _over_quota(self, user: str) -> str:
+    def _over_quota(self, user: str, requests: int = 1) -> web.Response | None:
         if user == OWNER or self.quotas is None:
-            return ""
-        return self.quotas.over(user, self.keys.users.get(user, {}))
+            return None
+        text, wait_s = self.quotas.over(user, self.keys.users.get(user, {}), requests)
+        again = {"Retry-After": str(wait_s)}
+        return self.refuse(429, f"{user}: {text}", headers=again) if text else None
+
+    async def _charge(self, user: str, body: Mapping[str, Any], count: int) -> Charge | None:
+        """Return what a user is charged for a request when it begins."""
+        if user == OWNER or self.quotas is None:
+            return None
+        texts = _plain(body)
+        prompt = sum([await asyncio.to_thread(self._tokens, text) for text in texts])
+        most = body.get("max_completion_tokens", body.get("max_tokens", self.takes().length))
+        if self.limit is not None:
+            most = min(most, max(1, self.limit - prompt // len(texts)))
+        return Charge(user, count, prompt, count * most)
+
+    def _tokens(self, text: str) -> int:
+        return self.count(text) if self.count is not None else -(-len(text.encode()) // 4)
+
+    def _spent(self, charge: Charge, plan: Plan, outcome: Outcome) -> tuple[int, int]:
+        """Return the tokens of the prompts and of the answers of a request that has ended."""
+        used = outcome.usage
+        if used:
+            return int(used.get("prompt_tokens") or 0), int(used.get("completion_tokens") or 0)
+        if outcome.status == 499 and not plan.stream:
+            # Nobody knows how many were generated.
+            return charge.prompt, charge.answer
+        if outcome.status in (200, 499, 502, 504):
+            written = sum(map(self._tokens, outcome.texts.values()))
+            return charge.prompt, max(written, outcome.pieces)
+        return 0, 0
 
     async def _too_long(self, asked: Mapping[str, Any]) -> str:
         if self.count is None or self.limit is None:
@@ -128,7 +174,7 @@ class Front(Proxy):
         try:
             if sent is not None:
                 return await self._streamed(request, asked, asking, answers, sent, outcome)
-            values = await _all(asking.whole(k, body) for k, body in enumerate(plan.bodies))
+            values = await _all(asking.whole, plan.bodies)
             body = json.dumps(answers.whole(values), ensure_ascii=False).encode()
             outcome.text_came()
             return web.Response(body=body, content_type="application/json")
@@ -216,7 +262,7 @@ class _Engine:
             text = await answer.read()
             _check(answer.status, text)
         try:
-            value = json.loads(text)
+            value = parse_json(text)
             return {**value, "choices": list(value["choices"])}
         except (ValueError, KeyError, TypeError):
             raise EngineError(502, "the engine's answer is not one of OpenAI's protocol") from None
@@ -240,7 +286,7 @@ class _Engine:
 
 def _event(text: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         # transformers serve does not quote the message of an error.
         raise EngineError(500, f"the engine failed: {message_of(text)}") from None
@@ -260,9 +306,15 @@ def _check(status: int, text: bytes) -> None:
     raise EngineError(500 if status >= 500 else 502, f"the engine {answer}")
 
 
-async def _all(asked: Any) -> list[Any]:
-    """Return what all coroutines return; if one fails, the others are cancelled."""
-    tasks = [asyncio.ensure_future(each) for each in asked]
+async def _all(ask: Callable[[int, Any], Awaitable[Any]], bodies: list[Any]) -> list[Any]:
+    """Return what is answered to all bodies; if one fails, the others are cancelled."""
+    turns = asyncio.Semaphore(_AT_A_TIME)
+
+    async def one(number: int, body: Any) -> Any:
+        async with turns:
+            return await ask(number, body)
+
+    tasks = [asyncio.ensure_future(one(k, body)) for k, body in enumerate(bodies)]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -279,11 +331,13 @@ async def _merged(
             yield 0, value
         return
     queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(64)
+    turns = asyncio.Semaphore(_AT_A_TIME)
 
     async def pump(number: int, stream: AsyncGenerator[dict[str, Any], None]) -> None:
         try:
-            async for value in stream:
-                await queue.put((number, value))
+            async with turns:
+                async for value in stream:
+                    await queue.put((number, value))
             await queue.put((number, None))
         except Exception as error:
             await queue.put((number, error))

@@ -25,7 +25,7 @@ from runspec.storage import patient_json
 from serving import backends
 from serving.faults import Faults
 from serving.keys import Keys
-from serving.proxy import Proxy
+from serving.proxy import Proxy, runner
 from serving.scale import Scaler
 
 # How often its file is renewed; runspec.endpoint.STALE_S is several times as long.
@@ -62,6 +62,8 @@ class Gateway(Proxy):
 
 async def run(folder: Path, port: int, host: str) -> int:
     """Serve until SIGTERM or SIGINT."""
+    faults = Faults()
+    faults.allow_descriptors()
     settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
     settings |= (patient_json(folder / ENDPOINT) or {})["settings"]
     # The fronts of the replicas see every request: they log.
@@ -72,20 +74,20 @@ async def run(folder: Path, port: int, host: str) -> int:
     idle_s = 60 * float(settings["scale_idle_minutes"])
     scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
     proxy = Gateway(settings, keys, pool, scaler)
-    runner = web.AppRunner(proxy.app(), access_log=None, handler_cancellation=True)
-    await runner.setup()
+    server = runner(proxy)
+    await server.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        await web.TCPSite(server, host, port, backlog=1024).start()
     except OSError as error:
         reason = f"port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)})"
         print(f"error: {reason}: leave --port out, or choose another", file=sys.stderr)
         return 1
-    url = f"http://{host}:{runner.addresses[0][1]}"
+    url = f"http://{host}:{server.addresses[0][1]}"
     facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     facts["process_start"] = process_start(os.getpid())
 
     files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
-    renewed, gone, faults = time.monotonic(), [], Faults()
+    renewed, gone = time.monotonic(), []
 
     def renew() -> None:
         """Renew the gateway's file, whose time is checked."""
@@ -96,6 +98,7 @@ async def run(folder: Path, port: int, host: str) -> int:
 
     def look() -> None:
         """Read what changes; what cannot be read now stays as it was."""
+        faults.watch_descriptors()
         faults.trying("the gateway's file", renew)
         faults.trying("the users' keys", keys.refresh)
         faults.trying("the replicas' files", lambda: gone.extend(pool.refresh()))
@@ -112,7 +115,7 @@ async def run(folder: Path, port: int, host: str) -> int:
         except TimeoutError:
             continue
     await proxy.drained()
-    await runner.cleanup()
+    await server.cleanup()
     if _is_of(folder, facts):
         with suppress(OSError):
             (folder / GATEWAY).unlink()

@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from runspec.files import parse_json
+
 # Removed from all texts: mail addresses, phone numbers, keys.
 REDACTED = (
     r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}",
@@ -206,7 +208,7 @@ def rows_of(path: Path, leave_out: Iterable[str] = ()) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            line = json.loads(text)
+            line = parse_json(text)
         except ValueError:
             continue  # an incomplete last line, from a full disk
         for kind in ("accepted", "answered"):

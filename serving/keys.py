@@ -2,8 +2,10 @@
 
 import hmac
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,25 @@ class Keys:
         return OWNER if own else self._names.get(endpoints.key_hash(given))
 
 
+@dataclass(frozen=True)
+class Charge:
+    """What a user is charged for a request when it begins.
+
+    requests: its answers. prompt: the tokens of its prompts. answer: the most tokens of its
+    answers, which are held until it ends.
+    """
+
+    user: str
+    requests: int
+    prompt: int
+    answer: int
+
+
 class Quotas:
     """The requests and tokens of each user today (UTC), of all replicas.
 
     Each replica has its own file; refresh writes it and reads the others. Their later counts are
-    not included.
+    not included, nor what is held for the answers that they are generating.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -58,24 +74,45 @@ class Quotas:
         self.own = patiently(endpoints.used_by, self.folder / f"{name}.json")
         self.others: dict[str, tuple[int, int]] = {}
         self._written = self.own
+        self._held: Counter[str] = Counter()
         self.refresh()
 
-    def add(self, user: str, requests: int, tokens: int) -> None:
+    def begin(self, charge: Charge) -> None:
+        """Charge a request that begins, so that requests beside it count."""
+        self._add(charge.user, charge.requests, charge.prompt)
+        self._held[charge.user] += charge.answer
+
+    def end(self, charge: Charge, prompt: int, answer: int) -> None:
+        """Charge the tokens of a request that has ended in place of what was assumed."""
+        self._held[charge.user] -= charge.answer
+        self._add(charge.user, 0, prompt - charge.prompt + answer)
+
+    def _add(self, user: str, requests: int, tokens: int) -> None:
         if self.day != endpoints.today():
             self.day, self.own, self.others = endpoints.today(), {}, {}
         before = self.own.get(user, (0, 0))
-        self.own = {**self.own, user: (before[0] + requests, before[1] + tokens)}
+        now = before[0] + requests, max(0, before[1] + tokens)
+        self.own = {**self.own, user: now}
 
-    def over(self, user: str, limits: Mapping[str, Any]) -> str:
-        """Return a message if a user has reached a limit, else ""."""
+    def over(self, user: str, limits: Mapping[str, Any], requests: int = 1) -> tuple[str, int]:
+        """Return why a user may not ask so many requests now, "" if they may, and for how long.
+
+        A limit of tokens is one of what was used before; an answer may end above it.
+        """
+        pairs = [self.own.get(user, (0, 0)), self.others.get(user, (0, 0))]
         if self.day != endpoints.today():
-            return ""
-        pairs = (self.own.get(user, (0, 0)), self.others.get(user, (0, 0)))
+            pairs = [(0, 0)]
         for number, kind in enumerate(("requests", "tokens")):
             limit, used = limits.get(f"{kind}_per_day"), sum(pair[number] for pair in pairs)
-            if limit is not None and used >= limit:
-                return f"{used:,} of {limit:,} {kind} of today (UTC) are used"
-        return ""
+            if limit is None:
+                continue
+            if used + (requests - 1) * (kind == "requests") >= limit:
+                more = f", and this one counts as {requests:,}" if used < limit else ""
+                return f"{used:,} of {limit:,} {kind} of today (UTC) are used{more}", seconds_left()
+            if kind == "tokens" and used + self._held[user] >= limit:
+                held = f"{used:,} of {limit:,} tokens of today (UTC) are used"
+                return f"{held}, and running requests may need the rest: try again when they end", 1
+        return "", 0
 
     def refresh(self) -> None:
         """Write this replica's counts, read those of the others, and remove old files."""

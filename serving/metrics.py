@@ -48,9 +48,9 @@ class Metrics:
         self.in_flight, self.peak, self.unlogged = 0, 0, 0
         self.latency, self.first_token, self.per_token = Histogram(), Histogram(), Histogram()
 
-    def began(self) -> None:
-        """Count a request that is answered from now on."""
-        self.in_flight += 1
+    def began(self, count: int) -> None:
+        """Count a request of so many answers that is answered from now on."""
+        self.in_flight += count
         self.peak = max(self.peak, self.in_flight)
 
     def take_peak(self) -> int:

@@ -1,8 +1,9 @@
 """The outcome of a request, collected while its answer is passed on: text, tokens, times."""
 
-import json
 import time
 from typing import Any
+
+from runspec.files import parse_json
 
 
 class Outcome:
@@ -58,7 +59,7 @@ def _answer(body: bytes) -> tuple[dict[int, str], dict[str, Any], int]:
         if streamed and (not line.startswith("data:") or line.endswith("[DONE]")):
             continue
         try:
-            value = json.loads(line.removeprefix("data:"))
+            value = parse_json(line.removeprefix("data:"))
             usage = value.get("usage") or usage
             for choice in value.get("choices") or []:
                 place = choice.get("delta") or choice.get("message") or choice

@@ -99,6 +99,11 @@ class Takes:
     batching: bool = False
     seconds: float | None = None
 
+    @property
+    def length(self) -> int:
+        """The most tokens of an answer to a request that names no number."""
+        return max(_NEW_TOKENS, int(self.defaults.get("max_new_tokens") or 0))
+
     def plan(self, path: str, asked: Mapping[str, Any]) -> Plan:
         """Return the plan of a valid request; BadRequest names an unsupported parameter."""
         return (self._transformers if self.engine == "transformers" else self._other)(path, asked)
@@ -182,8 +187,7 @@ class Takes:
         most = kept.get("max_completion_tokens", kept.get("max_tokens"))
         if self.batching:
             return {} if most is None else {"max_tokens": most}
-        default = max(_NEW_TOKENS, int(self.defaults.get("max_new_tokens") or 0))
-        config: dict[str, Any] = {"max_new_tokens": default if most is None else most}
+        config: dict[str, Any] = {"max_new_tokens": self.length if most is None else most}
         if self.seconds is not None:
             # Nobody waits any more, and the next request waits for this one.
             config["max_time"] = self.seconds

@@ -5,6 +5,7 @@ are passed on chunk by chunk. Nothing but the listed paths passes, and of a requ
 """
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,6 +16,7 @@ from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from serving.backends import Backend, connections
 from serving.keys import OWNER, Keys
@@ -36,6 +38,9 @@ ID, CLIENT_ID = "X-Request-Id", "X-Client-Request-Id"
 _OWN_ID, _OWN_USER = "X-Cookbook-Request-Id", "X-Cookbook-User"
 # A lost node does not refuse a connection, it only does not answer.
 CONNECT_S = 3
+# For how long half a request holds its connection: without all headers, or without all of its body.
+# Connections of a client that waits for nothing are closed after the first, too.
+HEADERS_S, BODY_S = 30.0, 60.0
 _NO_KEY = "the API key is wrong or missing: send it as Authorization: Bearer KEY"
 
 
@@ -68,6 +73,7 @@ class Proxy:
         keys: a request needs one of them.
     """
 
+    body_s = BODY_S
     # Whether requests with the endpoint's own key may come from a gateway, with an id and a user.
     behind_gateway = False
 
@@ -167,6 +173,10 @@ class Proxy:
         self._allowed -= 1
         return False
 
+    def take(self, count: int) -> None:
+        """Count an accepted request as so many more; later ones wait for them."""
+        self._allowed -= count
+
     async def _accepted(self, request: web.Request, path: str, user: str) -> web.StreamResponse:
         """Read a request whose path is listed, and pass it on."""
         if self.metrics.in_flight >= int(self.settings["max_in_flight"]):
@@ -189,7 +199,11 @@ class Proxy:
         if self.behind_gateway and user == OWNER and _OWN_ID in given:
             request_id, user = given[_OWN_ID], given.get(_OWN_USER, OWNER)
         try:
-            body = await request.read()
+            async with asyncio.timeout(self.body_s):
+                body = await request.read()
+        except TimeoutError:
+            message = f"the body was not complete after {self.body_s:g} s"
+            return self.refuse(408, message, headers={"Connection": "close"})
         except web.HTTPRequestEntityTooLarge:
             limit = int(self.settings["max_request_bytes"])
             return self.refuse(413, f"the request has more than {limit:,} bytes")
@@ -200,13 +214,13 @@ class Proxy:
     async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         """Answer a request that may be passed on."""
         outcome = Outcome()
-        return await self.counted(asked, self._passed_on(request, asked, outcome), outcome)
+        return await self.counted(asked, self._passed_on(request, asked, outcome), outcome, 1)
 
     async def counted(
-        self, asked: Asked, answering: Awaitable[web.StreamResponse], outcome: Outcome
+        self, asked: Asked, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int
     ) -> web.StreamResponse:
-        """Count a request while it is answered, and its outcome."""
-        self.metrics.began()
+        """Count a request of so many answers while it is answered, and its outcome."""
+        self.metrics.began(count)
         try:
             response = await answering
             outcome.status = outcome.status or response.status
@@ -219,7 +233,7 @@ class Proxy:
             outcome.status = 502 if isinstance(error, BrokenOff) else 499
             raise
         finally:
-            self.metrics.in_flight -= 1
+            self.metrics.in_flight -= count
             row = outcome.row()
             self.metrics.ended(row)
             self.ended(asked, row)
@@ -307,7 +321,30 @@ class Proxy:
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_TYPES |= {429: "rate_limit_error"} | dict.fromkeys((400, 405, 413, 415), "invalid_request_error")
+_TYPES |= {429: "rate_limit_error"} | dict.fromkeys(
+    (400, 405, 408, 413, 415), "invalid_request_error"
+)
+
+
+def runner(proxy: Proxy, headers_s: float = HEADERS_S, **more: Any) -> web.AppRunner:
+    """Return aiohttp's server of a proxy, with its limits for strangers."""
+    log = logging.getLogger("serving.http")
+    log.addFilter(_is_ours)
+    return web.AppRunner(
+        proxy.app(),
+        access_log=None,
+        handler_cancellation=True,
+        # It begins with the connection, and no part of a request prolongs it.
+        keepalive_timeout=headers_s,
+        logger=log,
+        **more,
+    )
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a fault is none of a malformed request, which is answered with 400: its text has
+    parts of the headers, such as keys."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _key_of(request: web.Request) -> str:

@@ -90,7 +90,9 @@ class Replica:
         from aiohttp import web
 
         from serving.front import Front
+        from serving.proxy import runner as runner_of
 
+        self.faults.allow_descriptors()
         ended = backends.stop_event()
         journal = Journal(
             self.endpoint / endpoints.REQUESTS,
@@ -109,9 +111,7 @@ class Replica:
             lambda: self.pool.healthy,
             self.quotas,
         )
-        runner = web.AppRunner(
-            proxy.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2
-        )
+        runner = runner_of(proxy, shutdown_timeout=2)
         await runner.setup()
         try:
             if self.config["port"]:
@@ -189,6 +189,7 @@ class Replica:
         Args:
             proxy: None while no request can be in flight.
         """
+        self.faults.watch_descriptors()
         self.faults.trying("the replica's file", lambda: self._renew(proxy))
         self.faults.trying("the users' keys", self.keys.refresh)
         self.faults.trying("the users' quotas", self.quotas.refresh)

@@ -3,6 +3,7 @@
 import json
 import math
 import posixpath
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -102,6 +103,13 @@ def prompts(asked: Mapping[str, Any]) -> list[str] | list[list[int]]:
     raise BadRequest("prompt must be a text, a list of texts, or token ids", "prompt")
 
 
+def answers(asked: Mapping[str, Any]) -> int:
+    """Return how many answers a valid request asks for: prompts times choices."""
+    given = [asked.get(name) for name in ("n", "best_of")]
+    choices = max([1, *(int(each) for each in given if isinstance(each, int))])
+    return choices * (len(prompts(asked)) if "messages" not in asked else 1)
+
+
 def stops(asked: Mapping[str, Any]) -> list[str]:
     """Return the stop strings of a request."""
     given = asked.get("stop") or []
@@ -130,7 +138,10 @@ def _check_messages(messages: Any) -> None:
 
 
 def _part(part: Any) -> bool:
-    return _typed(part) and (part["type"] != "text" or isinstance(part.get("text"), str))
+    # Some types have no text; one that is there is counted and logged as a text.
+    return _typed(part) and isinstance(
+        part.get("text", "" if part["type"] != "text" else None), str
+    )
 
 
 def _tool_calls(calls: Any) -> bool:
@@ -173,7 +184,9 @@ def _named(function: Any) -> bool:
 
 def _bias(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        key.isascii() and key.isdigit() and _number(each, -100, 100) for key, each in value.items()
+        # Python converts no more than 4,300 digits.
+        re.fullmatch("[0-9]{1,18}", key) and _number(each, -100, 100)
+        for key, each in value.items()
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from runspec import endpoint as endpoints
 from runspec import since
+from runspec.files import parse_json
 from serving import journal
 from serving.metrics import per_token_s, quantile
 
@@ -131,7 +132,7 @@ def _jensen_shannon(one: Counter[str], other: Counter[str]) -> float:
 
 def _last(messages: Any) -> str:
     try:
-        turns = json.loads(messages) if isinstance(messages, str) else messages
+        turns = parse_json(messages) if isinstance(messages, str) else messages
         return str(next(t["content"] for t in reversed(turns) if t.get("role") == "user"))
     except (ValueError, KeyError, TypeError, StopIteration):
         return ""
@@ -143,7 +144,7 @@ def _training(names: Sequence[str]) -> tuple[Texts, Texts]:
     for name in names:
         with open(name, encoding="utf-8") as file:
             for line in file:
-                row = json.loads(line) if line.strip() else {}
+                row = parse_json(line) if line.strip() else {}
                 if isinstance(row.get("messages"), list):
                     questions.add(_last(row["messages"]))
                     answers.add(str(row["messages"][-1].get("content", "")))

@@ -78,7 +78,7 @@ def _begin(run_dir: Path, hosts: list[str], ended: str | None, max_retries: int)
         _say(f"this start of job {job_id} ends: {_owner(status)} has the run")
         return SUPERSEDED
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
-        completed = {**this_job(), **status, "state": "COMPLETED", "updated": time.time()}
+        completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
         reserve.write_status(run_dir, completed)
         _say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
         return "finished"
@@ -242,8 +242,10 @@ def end(
         "message": verdict.message,
         "next": verdict.next,
     }
-    if verdict.state == "COMPLETED" and os.environ.get("HAS_QUESTIONS") == "yes":
-        status["answering"] = True
+    # In a sweep the next run would wait for the answers.
+    answers = os.environ.get("HAS_QUESTIONS") and not os.environ.get("SWEEP_DIR")
+    if verdict.state == "COMPLETED" and answers:
+        status["answering"] = {"started": now}
     # The state first: on a full disk the line may fail.
     reserve.write_status(run_dir, status)
     try:
@@ -349,12 +351,14 @@ def succeed(run_dir: Path, job: str) -> None:
     _between(run_dir, {"successor": job})
 
 
-def answered(run_dir: Path, message: str) -> None:
-    """Record that the finished run's questions are answered, or a warning that says why not."""
+def answered(run_dir: Path, message: str, nodes: int) -> None:
+    """Record that a finished run's questions are answered on so many nodes, or why they are not."""
     status = read_object(run_dir / files.STATUS)
     if not _owned(status):
         return
-    status.pop("answering", None)
+    began, now = status.pop("answering", {}).get("started"), time.time()
+    status["answers"] = {"started": began, "ended": now, "gpus": nodes * _ranks_per_node()}
+    status["answers"]["seconds"] = now - (began or now)
     if message:
         status["message"] = message
         _say(message)
@@ -466,15 +470,17 @@ def main() -> None:
     chooses.add_argument("--nodes", required=True, type=int)
     chooses.add_argument("--silent", type=lambda text: [name for name in text.split(",") if name])
     calls.add_parser("succeed").add_argument("--job", required=True)
-    calls.add_parser("answered").add_argument("--message", default="")
+    answers = calls.add_parser("answered")
+    answers.add_argument("--message", default="")
+    answers.add_argument("--nodes", required=True, type=int)
     for name in ("failed", "waiting"):
         calls.add_parser(name).add_argument("--message", required=True)
     given = vars(parser.parse_args())
     all_calls = (begin, end, choose, succeed, failed, waiting, answered)
-    answers = {call.__name__: call for call in all_calls}
+    by_name = {call.__name__: call for call in all_calls}
     run_dir = Path(os.environ["RUN_DIR"])
     try:
-        answer = answers[given.pop("call")](run_dir, **given)
+        answer = by_name[given.pop("call")](run_dir, **given)
     except OSError as error:
         _say(f"not recorded: {error}")
         sys.exit(1)

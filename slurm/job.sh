@@ -486,12 +486,29 @@ exclude() {
   say "Slurm did not exclude $2: the next attempt may use it again"
 }
 
-# Answers the recipe's questions with the exported model, on the first node: the others have ended, and
-# need not wait. The run is finished and recorded: a fault here is a warning in its record, and a TERM
-# ends the job with success.
+# Gives all nodes back but the one that this script runs on, and sets HOSTS to it.
+release_other_nodes() {
+  local place
+  under_slurm && [[ ,$HOSTS, == *,${SLURMD_NODENAME:-},* ]] && [ "${SLURM_JOB_NUM_NODES:-1}" != 1 ] || return 0
+  place=$(mktemp -d) && cd "$place" || return 0
+  # It writes a script here with the variables of the smaller job.
+  if ANSWER=$(timeout 60 scontrol update "JobId=$SLURM_JOB_ID" "NodeList=$SLURMD_NODENAME" 2>&1); then
+    HOSTS=$SLURMD_NODENAME
+    # shellcheck disable=SC1090  # Slurm's
+    source "$place/slurm_job_${SLURM_JOB_ID}_resize.sh" || export SLURM_JOB_NUM_NODES=1
+  else
+    say "the job keeps its other nodes while it answers questions: $ANSWER"
+  fi
+  cd "$RUN_DIR" && rm -rf "$place"
+}
+
+# Answers the recipe's questions with the exported model, on one node. The run is finished and recorded: a
+# fault here is a warning in its record, and a TERM ends the job with success.
 answer_questions() {
-  [ -n "${ANSWER_SCRIPT:-}" ] && [ -n "${LOGS:-}" ] && [ -n "${HOSTS:-}" ] || return 0
-  local answering rc warning=
+  # The next run of a sweep waits for this job's end.
+  [ -n "${ANSWER_SCRIPT:-}" ] && [ -z "${SWEEP_DIR:-}" ] && [ -n "${LOGS:-}" ] && [ -n "${HOSTS:-}" ] || return 0
+  local answering rc warning='' given_up='' wait_s=60
+  release_other_nodes
   (
     # Nothing of the attempt is left that this could wait for or overlap with.
     export NODES=1 HOSTS=${HOSTS%%,*} ONE_HOST=yes NODE_CHECK=no
@@ -500,19 +517,21 @@ answer_questions() {
     launch_nodes "$ANSWER_SCRIPT"
   ) &
   answering=$!
-  trap 'kill -TERM $answering 2>/dev/null; exit 0' TERM
+  # Slurm sends KILL after KillWait, 30 s by default.
+  trap 'given_up=yes wait_s=15; kill -TERM $answering 2>/dev/null' TERM
   while :; do
     wait $answering
     rc=$?
     kill -0 $answering 2>/dev/null || break
   done
-  case $rc in
+  case $given_up$rc in
   0) ;;
+  yes*) warning="the questions were given up" ;;
   124 | 137) warning="the questions were not answered within ${ANSWER_LIMIT_S:-1800} s" ;;
   *) warning="the questions were not answered (exit status $rc, see $LOGS/node_0.log)" ;;
   esac
   [ -z "$warning" ] || warning="warning: $warning; the run is finished. By hand: python -m trainer.generate $RUN_DIR/export QUESTION"
-  RECORD_WAIT_S=60 record answered --message "$warning"
+  RECORD_WAIT_S=$wait_s record answered --message "$warning" --nodes "${SLURM_JOB_NUM_NODES:-$NODES}"
 }
 
 finish() {

@@ -26,8 +26,11 @@ read_secret() {
 # On a network filesystem, a file that the login node has just written may appear seconds later.
 # The ranks need no other file of the run.
 given=${COOKBOOK_PARAMETERS:-$RUN_DIR/train.yaml}
+# The ranks' own interpreter, if it is on the host.
+own=
+case ${ENV_IN_IMAGE:-}${ENV_PYTHON:-} in /*) own=$ENV_PYTHON ;; esac
 for ((waited = 0; waited < ${FILES_WAIT_S:-30}; waited++)); do
-  [ -r "$given" ] && [ -x "$VENV/bin/python" ] && break
+  [ -r "$given" ] && [ -x "$VENV/bin/python" ] && [ -x "${own:-/bin/sh}" ] && break
   sleep 1
 done
 [ -d "$LOGS" ] || { printf 'cookbook: node %s cannot see %s\n' "$NODE_NAME" "$LOGS"; exit 1; }
@@ -38,6 +41,9 @@ first=false
   node_fault $first "node $NODE_NAME cannot read $given: keep runs on a filesystem that all nodes mount (COOKBOOK_ROOT)"
 [ -x "$VENV/bin/python" ] ||
   node_fault $first "node $NODE_NAME cannot see the virtual environment $VENV: put it on a filesystem that all nodes mount (COOKBOOK_VENV)"
+
+[ -x "${own:-/bin/sh}" ] ||
+  node_fault $first "node $NODE_NAME cannot see $own, the Python of ${ENV_TITLE:-the environment}: put it on a filesystem that all nodes mount; if it was removed, cookbook resume ${RUN_DIR##*/} builds it again"
 
 # A folder on the local disk, which is kept after the attempt and used only if this user owns it.
 local_folder=${TMPDIR:-/tmp}/cookbook-$(id -u)
@@ -53,7 +59,7 @@ fi
 
 export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1
 # The interpreter of another environment, if it is on the host (slurm/environment.sh).
-case ${ENV_PYTHON:-} in /*) if [ -x "$ENV_PYTHON" ]; then PATH=${ENV_PYTHON%/*}:$PATH && unset VIRTUAL_ENV; fi ;; esac
+if [ -n "$own" ]; then PATH=${own%/*}:$PATH && unset VIRTUAL_ENV; fi
 unset PYTHONHOME PYTHONPATH
 # The kit's code, from the checkout that submitted the run.
 export PYTHONPATH=$COOKBOOK

@@ -14,9 +14,9 @@ import platform
 import site
 import sys
 from collections.abc import Iterable, Iterator
+from importlib import metadata
 
-# pyproject.toml says it, too.
-_OLDEST_TORCH = (2, 11)
+from runspec import versions
 
 
 def faults(
@@ -52,6 +52,10 @@ def faults(
                 f"the NCCL plugin {name} is in no folder of LD_LIBRARY_PATH",
                 "bind it and set LD_LIBRARY_PATH in environment.variables, or leave NCCL_NET out",
             )
+    if trainer and importlib.util.find_spec("transformers"):
+        fault = versions.fault("transformers", metadata.version("transformers"))
+        if fault:
+            yield fault, "install another release there, or name another environment"
     if "torch" in there:
         try:
             torch = importlib.import_module("torch")
@@ -59,12 +63,8 @@ def faults(
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             yield f"torch cannot be imported: {first}", "its build has to match the image"
         else:
-            oldest = ".".join(map(str, _OLDEST_TORCH))
-            if trainer and tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
-                yield (
-                    f"torch {torch.__version__} is older than {oldest}, which the trainer needs",
-                    "another image or environment",
-                )
+            if trainer and (fault := versions.fault("torch", torch.__version__)):
+                yield fault, "another image or environment"
             if gpus_needed and not torch.cuda.is_available():
                 built = torch.version.cuda or torch.version.hip
                 yield (

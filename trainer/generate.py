@@ -13,7 +13,7 @@ from runspec import files
 from runspec.storage import patiently
 from trainer.config import read_yaml
 from trainer.errors import ConfigError
-from trainer.evaluation import spread
+from trainer.evaluation import opened, spread
 from trainer.parallel.device import own
 
 
@@ -30,23 +30,27 @@ def answers(
     """
     # A model folder is all that is asked for; nothing is looked up on the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: holds no model (config.json is missing)")
-    model = spread.load(AutoModelForCausalLM, folder, "auto", device, ranks)
+    model = opened.load(folder, "auto", device, ranks)
     tokenizer = patiently(AutoTokenizer.from_pretrained, folder)
-    # It moves a model that is on one device.
-    where = {"device": device} if ranks == 1 else {}
-    ask = pipeline("text-generation", model, tokenizer=tokenizer, **where)
-    greedy = {"do_sample": False, "temperature": None, "top_p": None}
+    opened.be_greedy(model, opened.ends(model, tokenizer)[0], tokenizer.pad_token_id)
     for prompt in prompts:
         turns = [{"role": "user", "content": prompt}]
-        more = greedy | spread.options(model, ranks)
-        (answer,) = ask(turns, max_new_tokens=max_new_tokens, return_full_text=False, **more)
-        yield prompt, answer["generated_text"].strip()
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(device)
+        with torch.inference_mode():
+            (both,) = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                **spread.options(model, ranks),
+            )
+        yield prompt, tokenizer.decode(both[ids.shape[1] :], skip_special_tokens=True).strip()
 
 
 def write_samples(config: Path) -> None:

@@ -206,7 +206,9 @@ class Trainer:
         gc.collect()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.accelerator.empty_host_cache()
+            # New in torch 2.12; with 2.11 the host's pinned memory stays.
+            if hasattr(torch.accelerator, "empty_host_cache"):
+                torch.accelerator.empty_host_cache()
         self._choose_weights()
         self.world.say("exporting the model ...")
         # Imported late, as elsewhere here: a rank starts faster without what it needs later.

@@ -7,7 +7,6 @@ and answer.
 
 import csv
 import io
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,8 @@ from datakit.rows import Rows, Work
 from datakit.sources import matches
 from datakit.steps.filters import keep
 from runspec.datarecipe import source_type
+from runspec.files import parse_json
+from runspec.tables import separator
 
 NGRAM = 13
 # Minimum words and characters of a short item to be compared. A question of this length is
@@ -105,11 +106,10 @@ def _texts(path: Path, where: str) -> list[str]:
         return [text for row in pq.read_table(path).to_pylist() for text in _strings(row)]
     raw = openers.whole({"file": str(path)}).decode("utf-8", errors="replace")
     if kind == "json":
-        return _strings(json.loads(raw))
+        return _strings(parse_json(raw))
     if kind == "csv":
-        delimiter = "\t" if ".tsv" in path.suffixes else ","
         try:
-            table = list(csv.reader(io.StringIO(raw, newline=""), delimiter=delimiter))
+            table = list(csv.reader(io.StringIO(raw, newline=""), delimiter=separator(path)))
         except csv.Error as error:
             raise DataError(f"{where}.against: {path}: {error}: fix the file") from None
         return _strings(table[1:])
@@ -117,7 +117,7 @@ def _texts(path: Path, where: str) -> list[str]:
         texts = []
         for number, line in enumerate(raw.splitlines(), 1):
             try:
-                texts += _strings(json.loads(line)) if line.strip() else []
+                texts += _strings(parse_json(line)) if line.strip() else []
             except ValueError as error:
                 raise DataError(
                     f"{where}.against: {path}, line {number}: not JSON: {error}"
@@ -208,7 +208,7 @@ def _parts(table: Any) -> Iterator[tuple[str, Any, Any]]:
     turns = [
         (row, turn["role"], turn["content"])
         for row, text in zip(rows.tolist(), messages.take(pa.array(rows)).to_pylist(), strict=True)
-        for turn in json.loads(text)
+        for turn in parse_json(text)
     ]
     for name in ("asked", "answered"):
         of_role = [

@@ -59,6 +59,7 @@ class Context:
 
     executor: what will run it. prepared: the model's files should be there,
     not made first by the recipe's prepare. elsewhere: paths that only the nodes have.
+    told: the trainer's answers so far, by question; several checks ask, and a start takes seconds.
     """
 
     recipe: Recipe
@@ -66,6 +67,7 @@ class Context:
     executor: Executor = field(default_factory=executors.choose)
     prepared: bool = True
     elsewhere: tuple[str, ...] = ()
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @cached_property
     def config(self) -> dict[str, Any]:

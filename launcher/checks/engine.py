@@ -1,6 +1,5 @@
 """Whether another trainer is installed where it will run, and knows the keys of its config."""
 
-import hashlib
 import json
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -10,8 +9,9 @@ from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.checks import Context, Finding, Skipped, failed, ok
+from launcher.recipes import start_folder
+from launcher.recipes.launch import Engine
 from launcher.recipes.recipe import Recipe
-from runspec.files import peek, write_text
 
 SUBJECT = "engine config"
 SCHEMA = paths.REPO_ROOT / "engines" / "schema.py"
@@ -20,12 +20,34 @@ _LIMIT_S = 300
 
 def config(context: Context) -> Iterable[Finding]:
     """Ask the engine, in the jobs' environment, for the keys that it knows."""
-    if context.recipe.entry.engine is None or is_asked_inside(context):
+    if context.recipe.entry.engine is None:
+        return []
+    if faults := _paths(context.recipe, context.recipe.entry.engine):
+        return faults
+    if is_asked_inside(context):
         return []
     name, python = context.recipe.entry.engine.records.name, _python(context)
     if not Path(python).is_file():
         raise Skipped(f"{name} is asked once its environment is built")
-    return judged(context, _ask(python, name, question(context)))
+    asked = question(context)
+    key = json.dumps([python, *asked])
+    if key not in context.told:
+        context.told[key] = _ask(python, name, asked)
+    return judged(context, context.told[key])
+
+
+def _paths(recipe: Recipe, engine: Engine) -> list[Finding]:
+    """Find the relative paths of its config that lead nowhere from where it starts."""
+    folder = recipe.code_root or recipe.work_dir or recipe.path.parent
+    names = start_folder.named(recipe.config.get("parameters") or {}, engine)
+    where = f"not in {folder}, where {engine.records.name} starts"
+    remedy = "give the folder from which the paths count: work_dir=FOLDER"
+    if not folder.is_dir():
+        return [failed(SUBJECT, f"work_dir: {folder} is no folder", remedy)]
+    return [
+        failed(SUBJECT, f"{key}: {names[key]} is {where}", remedy)
+        for key in start_folder.missing(folder, names)
+    ]
 
 
 def is_asked_inside(context: Context) -> bool:
@@ -107,22 +129,13 @@ def _keys(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ask(python: str, name: str, question: list[str]) -> dict[str, Any]:
-    content = json.dumps([*question, python, venv.packages()])
-    key = hashlib.sha256(content.encode()).hexdigest()
-    kept = paths.user_cache() / "checks" / f"engine_{key}.json"
-    if answer := peek(kept):
-        return answer
     with TemporaryDirectory() as place:
         argv = [python, "-P", str(SCHEMA), *question]
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=_LIMIT_S, cwd=place)
-            answer = dict(json.loads(done.stdout.splitlines()[-1]))
+            return dict(json.loads(done.stdout.splitlines()[-1]))
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Skipped(f"{name} does not answer with {python}: {error}") from error
         except (ValueError, IndexError) as error:
             message = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise Skipped(f"{name} does not answer with {python}: {message}") from error
-    if "unknown" in answer:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, json.dumps(answer))
-    return answer

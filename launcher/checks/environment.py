@@ -16,6 +16,9 @@ def python(context: Context) -> Iterable[Finding]:
     if not context.here(program):
         raise Skipped("only the nodes have it")
     if os.access(program, os.X_OK):
+        if faults := venv.unsupported():
+            message = f"{paths.venv_root()}: {'; '.join(faults)}"
+            return [failed(subject, message, "bash setup.sh installs the pinned ones")]
         other = [*venv.other_versions().values()]
         if other:
             message = f"{paths.venv_root()} has {', '.join(other[:3])}"

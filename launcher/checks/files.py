@@ -1,6 +1,5 @@
 """Whether the files of model, tokenizer and dataset are there, readable and whole."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable, warning
 from launcher.paths import DOWNLOAD_RECORD
 from runspec import prepared
-from runspec.files import read_object, sha256
+from runspec.files import parse_json, read_object, sha256
 from runspec.keys.fields import FILE_SOURCES, STREAM, names_no_files
+from runspec.tables import separator
 from runspec.weights import NoWeights, weight_files
 
 _AGAIN = "download it again"
@@ -140,7 +140,7 @@ def _promised_bytes(path: Path) -> int | None:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= 2**27:
                 return None
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
@@ -323,9 +323,12 @@ def _media(path: Path, block: dict[str, Any]) -> str | None:
         with path.open(encoding="utf-8-sig") as file:
             first = next((line for line in file if line.strip()), "")
         if path.suffix == ".csv":
-            columns = [name.strip('" ') for name in first.strip().split(str(block.get("sep", ",")))]
+            columns = [
+                name.strip('" ')
+                for name in first.strip().split(str(block.get("sep") or separator(path)))
+            ]
         else:
-            row = json.loads(first) if path.suffix == ".jsonl" else {}
+            row = parse_json(first) if path.suffix == ".jsonl" else {}
             columns = [name for name, value in row.items() if value]
     except (OSError, ValueError, AttributeError):
         return None
@@ -351,7 +354,7 @@ def _unfit(path: Path, block: dict[str, Any]) -> str | None:
     if not number:
         return "is empty"
     try:
-        sample = json.loads(first)
+        sample = parse_json(first)
     except ValueError as error:
         return f"cannot be used: line {number} is not JSON ({error})"
     if not isinstance(sample, dict):

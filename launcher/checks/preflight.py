@@ -25,11 +25,20 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     ("Slurm limits", False, scheduler.limits),
     ("sbatch test", False, scheduler.test_only),
 )
+# They start the trainer or another environment, which takes seconds: a dry run leaves them out.
+_START = (inside.inside, samples.counted, recipe.components, engine.config)
 
 
-def check(context: checks.Context, skip: bool = False) -> Iterator[checks.Finding]:
-    """Yield what each check finds, in order; skip leaves out those that may be left out."""
+def check(
+    context: checks.Context, skip: bool = False, quick: bool = False
+) -> Iterator[checks.Finding]:
+    """Yield what each check finds, in order.
+
+    skip leaves out those that may be left out, quick those that start something.
+    """
     for subject, needed, look in CHECKS:
+        if quick and look in _START:
+            continue
         if look is engine.config and context.recipe.entry.engine is None:
             continue
         if skip and not needed:
@@ -38,6 +47,6 @@ def check(context: checks.Context, skip: bool = False) -> Iterator[checks.Findin
             yield from checks.findings(subject, look, context)
 
 
-def faults(context: checks.Context, skip: bool = False) -> list[str]:
+def faults(context: checks.Context, skip: bool = False, quick: bool = False) -> list[str]:
     """Return all faults, one line each; [] if the run may be queued."""
-    return checks.faults_of(check(context, skip))
+    return checks.faults_of(check(context, skip, quick))

@@ -1,9 +1,7 @@
 """What the recipe itself says: its layout, its secrets, its script, and its components."""
 
 import contextlib
-import hashlib
 import json
-import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, venv
-from launcher.checks import Context, Finding, Skipped, failed, files, ok, unreadable
-from launcher.recipes import rewards, stock
+from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable
+from launcher.recipes import batch_script, stock
 from launcher.recipes.environment import Environment
 from launcher.runs import snapshot
 from launcher.runs.directory import runs_root
-from runspec.files import DATA_CACHE, KEPT_TEACHERS, peek, write_json
-from runspec.keys.methods import METHODS
+from runspec.files import DATA_CACHE
 from runspec.layout import Layout, LayoutError
 
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
 
-# What the samples depend on; the files that these name count, too.
+# What the samples depend on.
 _OF_SAMPLES = ("dataset", "dataset_val", "tokenizer", "checkpointer", "rewards")
 # Of python -m trainer.check.
 Options = tuple[str, ...]
@@ -97,7 +94,17 @@ def script(context: Context) -> Iterable[Finding]:
     name = launch.records.name if launch else "the kit's trainer"
     if script is None and folder is not None:
         why = snapshot.fault(folder) if folder.is_dir() else f"code_root {folder} is no folder"
-        return [failed("script", why)] if why else [ok("script", f"{name} in {folder}")]
+        lines = str(recipe.target or recipe.config.get("command") or "")
+        faults = (
+            [why]
+            if why
+            else [
+                f"{file}: {fault}"
+                for file, text in batch_script.run_by(lines, folder)
+                for fault in batch_script.faults(text)
+            ]
+        )
+        return [failed("script", text) for text in faults] or [ok("script", f"{name} in {folder}")]
     if script is None:
         return [ok("script", name)]
     if folder is None:
@@ -112,6 +119,10 @@ def script(context: Context) -> Iterable[Finding]:
     elif script.relative_to(folder) not in snapshot.files(folder):
         message = f"entry: git ignores {script}, so it would not be copied"
         remedy = f"git add -f {script.relative_to(folder)}"
+    elif batch_script.is_one(script):
+        message = f"entry: {script.name} is a shell script, and {recipe.entry_name} starts Python"
+        own = [f"; {fault}" for fault in batch_script.read(script)]
+        remedy = f"write entry: command:bash {recipe.target}{''.join(own)}"
     else:
         why = snapshot.fault(folder)
         return [failed("script", why)] if why else _imports(context, script, folder)
@@ -142,10 +153,10 @@ def components(context: Context) -> Iterable[Finding]:
     if not context.prepared:
         raise Skipped("the model is made at submission")
     config, options = _question(context)
-    kept = _kept(config, options)
-    if not (answer := peek(kept)):
-        (answer,) = _ask([config], *options)
-        _keep(kept, answer)
+    key = _key(config, options)
+    if key not in context.told:
+        (context.told[key],) = _ask([config], *options)
+    answer = context.told[key]
     # The trainer does not know by which name the recipe was given.
     again = f"--recipe {context.recipe.given_name}"
     faults = [
@@ -154,41 +165,37 @@ def components(context: Context) -> Iterable[Finding]:
     return faults or [ok("components", str(answer["found"]))]
 
 
-def ask_ahead(contexts: Iterable[Context]) -> None:
-    """Let one process of the trainer answer for all recipes: its start takes most of the time."""
-    open_questions: dict[Options, dict[Path, dict[str, Any]]] = {}
+def ask_ahead(contexts: Iterable[Context], told: dict[str, dict[str, Any]]) -> None:
+    """Let one process of the trainer answer for all recipes: its start takes most of the time.
+
+    told: gets the answers, to be that of each context.
+    """
+    questions: dict[Options, dict[str, dict[str, Any]]] = {}
     for context in contexts:
         if context.recipe.entry.checked and context.prepared:
             config, options = _question(context)
-            if not peek(kept := _kept(config, options)):
-                open_questions.setdefault(options, {})[kept] = config
-    for options, asked in open_questions.items():
+            questions.setdefault(options, {})[_key(config, options)] = config
+    for options, asked in questions.items():
         # What keeps it from answering is told by the recipe's own check.
         with contextlib.suppress(Skipped):
-            answers = _ask(list(asked.values()), *options)
-            for kept, answer in zip(asked, answers, strict=True):
-                _keep(kept, answer)
+            told |= zip(asked, _ask(list(asked.values()), *options), strict=True)
 
 
 def ask_for_samples(
-    context: Context, count: int, variables: Mapping[str, str], data: Sequence[Path]
+    context: Context, count: int, variables: Mapping[str, str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Ask the trainer for the first samples as it trains them, and for their faults.
 
-    The answer on the components comes with it, and is kept; so is one that shows no sample.
-    data: the files or folders that the samples are in.
+    The answer on the components comes with it.
     """
     config, options = _question(context)
     # Recipes that differ in other settings have the same samples.
     of_data = {key: config.get(key) for key in _OF_SAMPLES}
-    kept = _kept(of_data, (*options, "--samples=0"), data)
-    answer = {} if count else peek(kept)
-    if not answer:
+    key = _key(of_data, (*options, "--samples"))
+    if count or key not in context.told:
         (answer,) = _ask([config], *options, f"--samples={count}", variables=variables)
-        of_components = {k: v for k, v in answer.items() if not k.startswith("sample")}
-        _keep(_kept(config, options), of_components)
-        samples = [{**each, "shown": []} for each in answer.get("samples", [])]
-        _keep(kept, {"samples": samples, "sample_faults": answer.get("sample_faults", [])})
+        context.told[key] = context.told[_key(config, options)] = answer
+    answer = context.told[key]
     return answer.get("samples", []), answer.get("sample_faults", [])
 
 
@@ -208,55 +215,25 @@ def _question(context: Context) -> tuple[dict[str, Any], Options]:
     return config, ("--objective", recipe.entry.method.objective)
 
 
-def _kept(config: dict[str, Any], options: Options, data: Sequence[Path] = ()) -> Path:
-    return paths.user_cache() / "checks" / f"{_cache_key(config, options, data)}.json"
+def _key(config: dict[str, Any], options: Options) -> str:
+    return json.dumps([config, options])
 
 
-def _keep(kept: Path, answer: dict[str, Any]) -> None:
-    # If it cannot be kept, it is asked again next time.
-    with contextlib.suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, answer)
-
-
-def _cache_key(config: dict[str, Any], options: Options, data: Sequence[Path]) -> str:
-    """Return a hash of what the answer depends on: config, packages, trainer, files that it names.
-
-    These are the files of the model, of a teacher, of the tokenizer, of an adapter to start from,
-    and `data`; a teacher's log-probabilities, if they are read; and the user's own components.
-    """
-    checkpointer = config.get("checkpointer") or {}
-    folder = Path(str(checkpointer.get("checkpoint_dir", "")))
-    named = [folder, *files.tokenizer_files(config).values(), *data]
-    if adapter := checkpointer.get("adapter_checkpoint"):
-        given = (Path(str(adapter)).expanduser(), folder / str(adapter))
-        named += [path if path.is_dir() else path.parent for path in given if path.exists()]
-    keys = {method.teacher_key for method in METHODS.values()}
-    named += [Path(str(config[key])) for key in sorted(keys) if config.get(key)]
-    named += rewards.files(config).values()
-    sources = sorted((paths.REPO_ROOT / "trainer").rglob("*.py"))
-    sources += sorted((paths.REPO_ROOT / "runspec").rglob("*.py"))
-    for path in venv.own_packages().values():
-        sources += sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    if config.get("teacher_log_probs") == "kept":
-        cache = Path(str(config["data_cache_dir"])).expanduser()
-        sources += sorted(cache.glob(KEPT_TEACHERS))
-    for path in named:
-        sources += sorted(path.iterdir()) if path.is_dir() else [path] * path.is_file()
-    seen = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
-    own = os.environ.get("COOKBOOK_COMPONENTS")
-    text = json.dumps([config, options, own, str(paths.venv_root()), venv.packages(), seen])
-    return hashlib.sha256(text.encode()).hexdigest()
+def ask_evaluation(config: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return how many samples each task of a suite has, and their faults."""
+    (answer,) = _ask([config], variables=variables, module="evaluation.samples")
+    return answer
 
 
 def _ask(
     configs: Sequence[dict[str, Any]],
     *options: str,
     variables: Mapping[str, str] | None = None,
+    module: str = "check",
 ) -> list[dict[str, Any]]:
     limit_s = 300 + 30 * (len(configs) - 1)
     try:
-        done = venv.ask_trainer("check", configs, *options, timeout_s=limit_s, variables=variables)
+        done = venv.ask_trainer(module, configs, *options, timeout_s=limit_s, variables=variables)
         lines = done.stdout.splitlines()[-len(configs) :]
         if len(lines) != len(configs):
             raise ValueError("an answer is missing")

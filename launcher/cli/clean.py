@@ -30,9 +30,12 @@ def clean(yes: bool, older: int, as_json: bool, cluster: str | None) -> None:
     """List what can be removed without losing anything, with its size; --yes removes it.
 
     These are caches, tokenised data, code that no run uses, what killed commands left, and
-    checkpoints that training has put aside as damaged. Runs, models and datasets stay.
+    checkpoints that training has put aside as damaged. Runs, models and datasets stay, and while
+    runs wait or run, so does tokenised data.
     """
-    items = workflow.find(sites.load(cluster).root, older * _DAY_S)
+    root = sites.load(cluster).root
+    living = workflow.alive(root)
+    items = workflow.find(root, older * _DAY_S, living)
     kept = workflow.remove(items) if yes else []
     if as_json:
         rows = [{"reason": i.reason, "path": str(i.path), "bytes": i.size} for i in items]
@@ -46,6 +49,9 @@ def clean(yes: bool, older: int, as_json: bool, cluster: str | None) -> None:
         for item in group:
             click.echo(f"  {_mib(item.size)}  {item.path}")
     total = _mib(sum(item.size for item in items)).strip()
+    if living:
+        one = f"{min(living)} waits or runs" if len(living) == 1 else f"{len(living)} runs are open"
+        click.echo(f"tokenised data stays: {one}: cookbook status", err=True)
     for item in kept:
         click.echo(f"error: {item.path} cannot be removed: check its permissions", err=True)
     if not items:

@@ -28,7 +28,14 @@ from launcher.workflows import submit as submission
 @click.argument("model", shell_complete=completion.runs)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
-    "--suite", default="slurm_qa", show_default=True, help="Name or YAML file of the suite."
+    "--suite",
+    help="Name or YAML file of the suite. [default: validation; pairs for a run trained on pairs]",
+)
+@click.option(
+    "--data",
+    metavar="FILE",
+    help="Samples of all tasks: JSON, CSV or Parquet. [default: the suite's, or the dataset_val "
+    "of the run]",
 )
 @click.option(
     "--against", metavar="MODEL", help="Compare with base, a run, a folder, or models:/NAME@ALIAS."
@@ -49,7 +56,8 @@ from launcher.workflows import submit as submission
 def evaluate(
     model: str,
     overrides: tuple[str, ...],
-    suite: str,
+    suite: str | None,
+    data: str | None,
     against: str | None,
     samples: int,
     only_results: bool,
@@ -63,7 +71,8 @@ def evaluate(
 ) -> None:
     """Evaluate MODEL (a run, a folder, or models:/NAME@ALIAS) on a suite, as a Slurm job.
 
-    KEY=VALUE overrides a key of the suite: tasks.answers.limit=100, batch_size=32.
+    Without --suite and --data a run is asked its own dataset_val. KEY=VALUE overrides a key of the
+    suite: tasks.answers.limit=100, batch_size=32.
     """
     site = sites.load(cluster)
     if as_gates and not only_results:
@@ -77,16 +86,16 @@ def evaluate(
         else:
             _show(results[0], as_json, samples)
         return
-    planned = workflow.plan(site, model, suite, against, overrides, resources)
+    planned = workflow.plan(site, model, suite, against, overrides, resources, data)
     executor = executors.choose(local)
     recipe = sites.complete(planned.recipe, site, executor)
-    for line in recipe.notes:
+    for line in (*planned.notes, *recipe.notes):
         note(f"note: {line}")
     run_plan = submission.plan(recipe, site)
     checked = submission.context(run_plan, executor)
     if dry_run:
         click.echo(run_plan.script, nl=False)
-        for fault in preflight.faults(checked):
+        for fault in preflight.faults(checked, quick=True):
             note(f"warning: eval would refuse this: {fault}")
         return
     with interruption_told(Run(run_plan.path)):

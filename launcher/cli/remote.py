@@ -10,7 +10,6 @@ from launcher import paths
 from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
 from launcher.remote import hosts
-from launcher.remote.ssh import Connection
 
 note = partial(click.echo, err=True)
 # As that of all commands, whose module needs more than a laptop has.
@@ -50,12 +49,11 @@ def fetch(
 ) -> None:
     """Copy the model, the adapter or the logs of RUN from the cluster to this machine.
 
-    If run again, it continues: what is here is not sent again. Every file is verified.
+    If run again, it continues: what is here is not sent again. rsync verifies every file.
     """
-    from launcher.remote import fetch as fetching
+    from launcher.remote import client
 
-    connection = Connection(_host(ctx), note)
-    click.echo(fetching.fetch(connection, run, part or "export", output, cluster, note))
+    click.echo(client.fetch(_host(ctx), run, part or "export", output, cluster))
 
 
 @click.command()
@@ -93,5 +91,5 @@ def init(ctx: click.Context, name: str | None, kit: str | None, torch: str | Non
     if kit and Path(kit).is_relative_to(Path.home()):
         # The shell has expanded ~, but that is another folder there.
         kit = Path(kit).relative_to(Path.home()).as_posix()
-    connection = Connection(hosts.Host(host.name, kit or host.kit), note)
-    sys.exit(install.install(connection, paths.REPO_ROOT, torch, note))
+    given = hosts.Host(host.name, kit or host.kit)
+    sys.exit(install.install(given, paths.REPO_ROOT, torch, note))

@@ -62,10 +62,11 @@ from runspec.endpoint import reachable
 @common.flag("--once", help="With --keep: check once, as from cron.")
 @click.option("--keys", metavar="NAME", help="List the users of an endpoint, with their limits.")
 @click.option("--add-key", metavar="NAME", help="Create an API key for --user, and print it once.")
+@click.option("--set-limits", metavar="NAME", help="Change the limits of --user; 0: no limit.")
 @click.option("--revoke-key", metavar="NAME", help="Revoke the API key of --user.")
-@click.option("--user", metavar="USER", help="User of --add-key or --revoke-key.")
-@click.option("--requests-per-day", type=IntRange(min=1), help="With --add-key: limit per UTC day.")
-@click.option("--tokens-per-day", type=IntRange(min=1), help="With --add-key: limit per UTC day.")
+@click.option("--user", metavar="USER", help="User of these three.")
+@click.option("--requests-per-day", type=IntRange(min=0), help="Limit of --user per UTC day.")
+@click.option("--tokens-per-day", type=IntRange(min=0), help="Limit of --user per UTC day.")
 @click.option("--adjust", metavar="NAME", hidden=True, help="Submit and end jobs by the load.")
 @common.json_option
 @common.cluster_option
@@ -88,6 +89,7 @@ def serve(
     once: bool,
     keys: str | None,
     add_key: str | None,
+    set_limits: str | None,
     revoke_key: str | None,
     user: str | None,
     requests_per_day: int | None,
@@ -102,14 +104,21 @@ def serve(
     KEY=VALUE overrides a key of the configuration: engine=vllm, rate_per_s=20, bind=node.
     """
     site = sites.load(cluster)
-    named = (url, stopped, stats, keep, keys, add_key, revoke_key, adjust)
+    of_user = [each for each in (add_key, set_limits, revoke_key) if each is not None]
+    named = (url, stopped, stats, keep, keys, *of_user, adjust)
     if listed + sum(each is not None for each in named) + bool(given) != 1:
         raise UsageFault(f"give MODEL, or one of {_ACTIONS}")
-    if (user is None) != (add_key is None and revoke_key is None):
-        raise UsageFault("--add-key and --revoke-key require --user USER; no other option uses it")
+    if (user is None) != (not of_user):
+        raise UsageFault(
+            "--add-key, --set-limits and --revoke-key require --user USER; no other option uses it"
+        )
     limits = {"requests_per_day": requests_per_day, "tokens_per_day": tokens_per_day}
-    if add_key is None and any(limits.values()):
-        raise UsageFault("--requests-per-day and --tokens-per-day require --add-key")
+    limits = {key: value or None for key, value in limits.items() if value is not None}
+    if bool(limits) > bool(add_key or set_limits) or (set_limits and not limits):
+        raise UsageFault(
+            "--requests-per-day and --tokens-per-day are for --add-key and --set-limits, which "
+            "needs one of them"
+        )
     if since and stats is None:
         raise UsageFault("--since requires --stats: leave it out")
     if once and keep is None:
@@ -132,6 +141,9 @@ def serve(
         key = access.add(endpoints.find(site, add_key), user, limits)
         click.echo(json.dumps({"user": user, "key": key}) if as_json else key)
         note(f"  the key of {user} is not shown again")
+    elif set_limits is not None and user is not None:
+        access.limit(endpoints.find(site, set_limits), user, limits)
+        _list_keys(endpoints.find(site, set_limits), as_json)
     elif revoke_key is not None and user is not None:
         access.revoke(endpoints.find(site, revoke_key), user)
         note(f"the key of {user} is revoked")
@@ -159,7 +171,7 @@ def serve(
         _wait(site, endpoint, runs, port or 0, no_wait, as_json)
 
 
-_ACTIONS = "--list, --url, --stop, --stats, --keep, --keys, --add-key and --revoke-key"
+_ACTIONS = "--list, --url, --stop, --stats, --keep, --keys, --add-key, --set-limits, --revoke-key"
 
 
 def _only_a_model(*given: Any, **resources: Any) -> None:

@@ -66,8 +66,9 @@ def submit(
     checked = workflow.context(planned, executor, on_nodes)
     if dry_run:
         click.echo(planned.script, nl=False)
-        for fault in preflight.faults(checked, no_check):
+        for fault in preflight.faults(checked, no_check, quick=True):
             note(f"warning: submit would refuse this: {fault}")
+        note(f"the trainer was not asked; all checks: cookbook check {recipe.given_name}")
         return
     with interruption_told(Run(planned.path)):
         run = workflow.submit(planned, checked, note, no_check)

@@ -1,6 +1,5 @@
 """Curves of a run's logged steps, thinned so that every peak and dip is kept."""
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -83,7 +82,7 @@ def _rows(run: Run) -> Iterator[dict[str, Any]]:
         with open(run.path / files.METRICS, "rb") as lines:
             for line in lines:
                 try:
-                    row = json.loads(line)
+                    row = files.parse_json(line)
                 except ValueError:
                     continue
                 if isinstance(row, dict):

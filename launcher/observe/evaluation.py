@@ -107,7 +107,9 @@ def _compared(figures: Mapping[str, Any]) -> list[str]:
 def _notes(result: Mapping[str, Any]) -> Iterator[str]:
     for task, block in (result.get("tasks") or {}).items():
         overlaps = block.get("contamination")
-        if overlaps:
+        if overlaps and overlaps.get("not_searched"):
+            yield f"{task}: the training set was not searched: {overlaps['not_searched']}"
+        elif overlaps:
             overlap = next((v for k, v in overlaps.items() if k.startswith("overlap")), 0)
             yield (
                 f"{task}: of {overlaps['samples']:,} samples the training set contains "

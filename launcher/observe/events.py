@@ -4,7 +4,6 @@ The kit's trainer writes event files itself. Of other trainers and of scripts th
 metrics.jsonl, with the kit's names of its figures.
 """
 
-import json
 import math
 import threading
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ class Feed:
         while lines := self._metrics.new_lines():
             for line in lines:
                 try:
-                    row = json.loads(line)
+                    row = files.parse_json(line)
                     step, when = int(row["step"]), float(row.get("time") or 0.0)
                 except (ValueError, KeyError, TypeError):
                     continue

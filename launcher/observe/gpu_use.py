@@ -1,6 +1,5 @@
 """How busy the GPUs of a run are, as slurm/gpu_use.py sampled it on each node."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -71,7 +70,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         with path.open(encoding="utf-8", errors="replace") as file:
             for text in file:
                 try:
-                    value = json.loads(text)
+                    value = files.parse_json(text)
                 except ValueError:
                     continue
                 if isinstance(value, dict):

@@ -1,6 +1,5 @@
 """The live view of runs on a terminal: progress, loss curve, speed, attempts, newest lines."""
 
-import json
 import math
 import time
 from collections import deque
@@ -51,7 +50,7 @@ class View:
         while lines := self._metrics.new_lines():
             for line in lines:
                 try:
-                    row = json.loads(line)
+                    row = files.parse_json(line)
                     step, loss = row["step"], row["loss"]
                 except (ValueError, KeyError, TypeError):
                     continue

@@ -4,16 +4,12 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 from itertools import chain
 from typing import Any
 
-from launcher import paths
 from launcher.errors import UsageFault, nearest
-from launcher.observe.ended import EndedRows, settled
 from launcher.observe.outcome import outcome, resolved, settings
 from launcher.observe.text import number, percent, plain
-from launcher.runs.ahead import ahead
 from launcher.runs.directory import Run
 from launcher.runs.states import judged
 
@@ -39,10 +35,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 # A setting is cut to this many characters where a person reads it.
 _WIDEST = 32
-# Of so many runs, what was read of those that have ended is kept for the next time.
-_MANY = 64
-# Another one when the keys of an outcome or their meaning change.
-_FORMAT = 3
 FORMATS = ("table", "csv", "json", "markdown")
 
 
@@ -52,18 +44,12 @@ def compare(runs: Sequence[Run], price: float | None = None) -> tuple[list[Resul
     Args:
         price: of a GPU-hour.
     """
-    kept = EndedRows(runs[0].path.parent, "results", _form()) if len(runs) >= _MANY else None
-    known = {} if kept is None else kept.find(runs)
-    texts = _Texts(kept.texts if kept is not None else [])
-    ended = {}
-    for run, state in judged(ahead([run for run in runs if run.name not in known])):
+    known: dict[str, Result] = {}
+    texts = _Texts()
+    for run, state in judged(runs):
         recipe = resolved(run)
         given = [texts.number(key, value) for key, value in settings(recipe).items()]
         known[run.name] = {**outcome(run, state, recipe), "settings": given}
-        if kept is not None and settled(run):
-            ended[run.name] = known[run.name]
-    if kept is not None:
-        kept.keep(runs, ended)
     names = sorted(known)
     keys, chosen = texts.differing([known[name]["settings"] for name in names])
     rows = []
@@ -75,20 +61,12 @@ def compare(runs: Sequence[Run], price: float | None = None) -> tuple[list[Resul
     return rows, keys
 
 
-def _form() -> str:
-    """Return what the rows that are kept of ended runs depend on besides their files."""
-    # The predicted memory is computed by the files there.
-    sources = sorted((paths.REPO_ROOT / "launcher" / "sizing").glob("*.py"))
-    seen = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
-    return sha256(repr((_FORMAT, seen)).encode()).hexdigest()[:16]
-
-
 class _Texts:
     """Settings by number: thousands of runs share most of them."""
 
-    def __init__(self, texts: list[str]) -> None:
-        self._texts = texts
-        self._numbers = {text: number for number, text in enumerate(texts)}
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._numbers: dict[str, int] = {}
 
     def number(self, key: str, value: Any) -> int:
         text = json.dumps([key, value])
@@ -145,7 +123,7 @@ def shown(rows: Sequence[Result], keys: Sequence[str], form: str) -> str:
         text = io.StringIO()
         names = [name for name in rows[0] if name != "settings"]
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*names, *keys])
+        writer.writerow([*names, *map(plain, keys)])
         for row in rows:
             settings = (_value(row["settings"][key]) for key in keys)
             writer.writerow([*(_harmless(row[name]) for name in names), *map(_harmless, settings)])
@@ -185,5 +163,8 @@ def _cut(text: str) -> str:
 
 
 def _harmless(value: Any) -> Any:
-    """A spreadsheet would compute text that begins like a formula."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in "=+@\t\r" else value
+    """A spreadsheet would compute text that begins like a formula; a terminal obeys others."""
+    if not isinstance(value, str):
+        return value
+    value = plain(value)
+    return f"'{value}" if value[:1] in "=+@\t" else value

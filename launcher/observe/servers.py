@@ -24,7 +24,7 @@ from launcher.recipes.recipe import Resources, time_limit_s
 from launcher.site import Site
 from runspec import files
 
-# The file for what a laptop forwards a port to: launcher/remote/runner.py.
+# The file for what a laptop forwards a port to: launcher/remote/far.py.
 LISTENING = "COOKBOOK_LISTENING"
 # How long one may serve on a node, unless another time is asked for or the partition allows less.
 _JOB_TIME = "04:00:00"

@@ -7,21 +7,20 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from launcher.errors import UsageFault, nearest
-from launcher.observe.ended import EndedRows, settled
 from launcher.observe.text import duration, number, percent, plain
-from launcher.runs.ahead import ahead
 from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
 
 # The states of runs, and those that only Slurm reports.
 _STATES = (
-    "PENDING RUNNING RETRYING REQUEUED INTERRUPTED COMPLETED FAILED CANCELLED STOPPED_EARLY "
-    "UNKNOWN CONFIGURING COMPLETING SUSPENDED TIMEOUT PREEMPTED NODE_FAIL OUT_OF_MEMORY "
-    "BOOT_FAIL DEADLINE"
+    "PENDING RUNNING RETRYING REQUEUED INTERRUPTED ANSWERING COMPLETED FAILED CANCELLED "
+    "STOPPED_EARLY UNKNOWN CONFIGURING COMPLETING SUSPENDED TIMEOUT PREEMPTED NODE_FAIL "
+    "OUT_OF_MEMORY BOOT_FAIL DEADLINE"
 )
 STATES = tuple(_STATES.split(" "))
 _COLOURS = {
     "COMPLETED": "green",
+    "ANSWERING": "green",
     "RUNNING": "cyan",
     "PENDING": "yellow",
     "RETRYING": "yellow",
@@ -34,8 +33,6 @@ _COLOURS = {
 }
 # From the one that is missed least, if the terminal is too narrow for all.
 _LEFT_OUT_FIRST = ("JOB", "RECIPE", "MFU", "USED", "TOK/S/GPU", "SIZE", "LEFT", "LOSS", "STEP")
-# Of the rows that are kept of ended runs: another one when their keys or their meaning change.
-_FORMAT = "1"
 # A reason that has less room than this on its run's line stands below it.
 _REASON_ROOM = 24
 
@@ -147,15 +144,11 @@ def chosen(
     patterns = list(recipes)
 
     def by_recipe(recipe: Any) -> bool:
-        return not patterns or any(fnmatchcase(str(recipe), pattern) for pattern in patterns)
+        return any(fnmatchcase(str(recipe), pattern) for pattern in patterns)
 
-    # All are read: those that have ended since long are known from the last time.
-    whole = bool(runs) and (limit is None or bool(wanted_states))
-    kept = EndedRows(runs[0].path.parent, "status", _FORMAT) if whole else None
-    known = {} if kept is None else kept.find(runs)
     torn: list[str] = []
     picked: list[Run] = []
-    for run in ahead([run for run in runs[::-1] if run.name not in known]):
+    for run in runs[::-1]:
         if len(picked) == limit and not wanted_states:
             break
         if patterns and not by_recipe(run.submission.get("recipe")):
@@ -164,18 +157,8 @@ def chosen(
             torn.append(run.name)
         else:
             picked.append(run)
-    rows, ended = list(known.values()), {}
-    for run, state in judged(ahead(picked)):
-        rows.append(row(run, state))
-        if settled(run):
-            ended[run.name] = rows[-1]
-    if kept is not None:
-        kept.keep(runs, ended)
-    rows = [
-        each
-        for each in rows
-        if (not wanted_states or each["state"] in wanted_states) and by_recipe(each["recipe"])
-    ]
+    rows = [row(run, state) for run, state in judged(picked)]
+    rows = [each for each in rows if not wanted_states or each["state"] in wanted_states]
     rows.sort(key=lambda each: each["run"])
     return rows[-limit:] if limit else rows, sorted(torn)
 

@@ -14,7 +14,10 @@ from launcher.recipes.recipe import time_limit_s
 from launcher.runs.directory import Run
 from launcher.runs.states import State
 from runspec import files
+from runspec.states import ANSWERING
 from runspec.weights import gives_scores
+
+_FINISHED = ("COMPLETED", ANSWERING)
 
 
 def summary(run: Run, state: State) -> Iterator[str]:
@@ -97,6 +100,9 @@ def _facts(run: Run, state: State) -> Iterator[tuple[str, str]]:
     ]
     yield "speed", ", ".join(part for part in parts if not part.endswith("-"))
     yield "time used", "" if values["used_s"] is None else duration(values["used_s"])
+    answers = run.status.get("answers")
+    spent = (answers if isinstance(answers, dict) else {}).get("seconds")
+    yield "answers", f"took {duration(spent)}" if isinstance(spent, int | float) else ""
 
 
 def _limit(run: Run, state: State, limit: str | None) -> str:
@@ -165,16 +171,19 @@ def _results(run: Run, state: State) -> Iterator[tuple[str, str]]:
     yield "checkpoints", _if_there(run.path / files.CHECKPOINTS)
     yield "model", _if_there(run.path / files.EXPORT)
     yield "adapter", _if_there(run.path / files.EXPORT / files.ADAPTER)
-    if state.word == "COMPLETED" and (run.path / files.EXPORT / "config.json").is_file():
+    if state.word in _FINISHED and (run.path / files.EXPORT / "config.json").is_file():
         yield "in Python", _loading(run.path / files.EXPORT)
         yield "", "the whole of it, also for PEFT: docs/runs.md, The exported model"
-    if state.ended and state.word != "COMPLETED":
+    if state.ended and state.word not in _FINISHED:
         yield "next", f"cookbook logs {run.name}; then cookbook resume {run.name}"
 
 
 def _loading(export: Path) -> str:
     """Return the line of Python that loads a model, or its adapter if that is all there is."""
-    kind = "SequenceClassification" if gives_scores(export) else "CausalLM"
+    try:
+        kind = "SequenceClassification" if gives_scores(export) else "CausalLM"
+    except (OSError, files.DamagedFile) as error:
+        return f"(cannot be read: {error})"
     if any(export.glob("*.safetensors")):
         return f'AutoModelFor{kind}.from_pretrained("{export}")'
     return f'AutoPeftModelFor{kind}.from_pretrained("{export / files.ADAPTER}")'

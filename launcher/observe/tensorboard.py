@@ -16,6 +16,15 @@ from runspec import files
 
 # TensorBoard's own default port, and the next ones if it is taken.
 PORTS = range(6006, 6106)
+_OPTIONS = "COOKBOOK_TENSORBOARD"
+# As the tensorboard program, with its options from a variable.
+_STARTS = f"""
+import os, sys
+from tensorboard import program
+server = program.TensorBoard()
+server.configure(("tensorboard", *os.environ.pop("{_OPTIONS}").split("\\n")))
+sys.exit(server.main())
+"""
 
 
 def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | None = None) -> int:
@@ -37,11 +46,16 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | 
         # Others on the cluster can connect to a node's address: they do not know the path.
         host = servers.address()
         path = "/" if host == "127.0.0.1" else f"/{secrets.token_hex(16)}/"
-        argv = [str(program), f"--logdir={folder}", f"--host={host}", f"--port={port}"]
-        argv += [f"--path_prefix={path.rstrip('/')}"] if path != "/" else []
-        argv.append("--load_fast=false")
+        options = [f"--logdir={folder}", f"--host={host}", f"--port={port}", "--load_fast=false"]
+        options += [f"--path_prefix={path.rstrip('/')}"] if path != "/" else []
+        # Everybody on a host sees the arguments of a process, only its user the variables.
+        argv = [str(program.parent / "python"), "-P", "-c", _STARTS]
         # The profiler's tab logs every file that it opens, and warns about float64 tensors.
-        environment = {**os.environ, "TORCH_PROFILER_LOG_LEVEL": "ERROR"}
+        environment = {
+            **os.environ,
+            "TORCH_PROFILER_LOG_LEVEL": "ERROR",
+            _OPTIONS: "\n".join(options),
+        }
         if servers.LISTENING not in os.environ:
             say(f"on your own machine:  {servers.tunnel(port, jump)}")
             say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")

@@ -6,7 +6,6 @@ are operators like any other. So communication is "exposed" if nothing is comput
 """
 
 import gzip
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import RunFault
+from runspec.files import parse_json
 
 Interval = tuple[float, float]
 Event = dict[str, Any]
@@ -89,7 +89,7 @@ def read(path: Path, rank: int) -> RankTime:
     try:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rb") as file:
-            trace = json.loads(file.read())
+            trace = parse_json(file.read())
         events = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
         host = str(trace.get("host_name") or "?")
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from launcher.observe.logs import Tail
+from launcher.observe.text import plain
 from launcher.runs.directory import Run
 from launcher.runs.states import State, judged, own_state, state_of
-from runspec.states import FINAL
+from runspec.states import ANSWERING, FINAL
 
 # A cluster has many watchers: the controller is asked this seldom, in one question for all runs.
 ASK_S = 15.0
 # An end that only squeue, sacct or this host reports must last this long to be believed: Slurm may
 # requeue the job, and the job may still be writing its own state. Slurm is asked once more in it.
 _DOUBT_S = 17.0
-# A finished run's answers are waited for so long: its job may have been killed.
-_ANSWERS_S = 1800.0
 
 
 class States:
@@ -49,18 +48,11 @@ class States:
     def ended(self, run: Run, state: State | None) -> bool:
         """Whether a run has ended beyond doubt."""
         now = time.monotonic()
-        if state is None or not state.ended:
+        if state is None or not state.ended or state.word == ANSWERING:
             self._ended_at.pop(run.name, None)
             return False
         since = self._ended_at.setdefault(run.name, now)
         return state.source == "status.json" or now - since > _DOUBT_S
-
-    def answers(self, run: Run) -> bool:
-        """Whether the job of a finished run still answers the recipe's questions."""
-        status = run.status
-        since = status.get("updated")
-        fresh = isinstance(since, int | float) and time.time() - since < _ANSWERS_S
-        return bool(status.get("answering")) and fresh
 
     def ask(self, runs: Sequence[Run]) -> None:
         """Ask Slurm about runs in the background, unless that is going on or was done just now."""
@@ -92,18 +84,19 @@ def watch_all(runs: Sequence[Run], say: Callable[[str], None], poll_s: float = 1
     def show(run: Run) -> None:
         mark = f"{run.name} | " if len(runs) > 1 else ""
         for line in tails[run.name].new_lines():
-            say(f"{mark}{line}")
+            shown = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar its last state
+            say(plain(f"{mark}{shown}"))
 
     while True:
         for run in list(left):
             state = states.look(run)
-            if state is not None and not state.ended:
+            if state is not None and (not state.ended or state.word == ANSWERING):
                 text = f"{state.word}{f' ({state.detail})' if state.detail else ''}"
                 if text != said.get(run.name):
-                    say(f"{run.name}: {text}")
+                    say(plain(f"{run.name}: {text}"))
                     said[run.name] = text
             show(run)
-            if state is not None and states.ended(run, state) and not states.answers(run):
+            if state is not None and states.ended(run, state):
                 # Once more, for what was written while the state was looked at.
                 show(run)
                 last[run.name] = replace(state)

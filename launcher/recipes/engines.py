@@ -15,7 +15,8 @@ from typing import Any
 
 from launcher import venv, yamlfile
 from launcher.errors import RecipeFault
-from launcher.recipes.launch import Engine, at, is_file, of_script, of_shell_lines, of_torchtune
+from launcher.recipes import start_folder
+from launcher.recipes.launch import Engine, count, is_file, of_script, of_shell_lines, of_torchtune
 from runspec.engines import Records
 
 _CONFIG = '"$RUN_DIR/train.yaml"'
@@ -28,27 +29,78 @@ _HF_RECORDS = Records("transformers", r"checkpoint-(\d+)", "COMPLETE", beats=Tru
 
 def _litgpt_iterations(config: Mapping[str, Any]) -> int:
     """Micro-steps of a step: LitGPT's CSV logger counts them."""
-    train = at(config.get("parameters"), "train") or {}
     whole, micro = (512, 4) if str(config.get("entry")).endswith(":pretrain") else (16, 1)
-    resources = config.get("resources") or {}
-    ranks = int(resources.get("nodes") or 1) * int(resources.get("gpus_per_node") or 1)
-    per_rank = int(train.get("global_batch_size") or whole) // ranks
-    return max(1, per_rank // int(train.get("micro_batch_size") or micro))
+    ranks = count(config, "resources.nodes", 1) * count(config, "resources.gpus_per_node", 1)
+    per_rank = count(config, "parameters.train.global_batch_size", whole) // ranks
+    return max(1, per_rank // count(config, "parameters.train.micro_batch_size", micro))
+
+
+def _keys(**programs: str) -> dict[str, frozenset[str]]:
+    return {name: frozenset(keys.split()) for name, keys in programs.items()}
+
+
+# Of trl 1.16.0's classes of arguments; all other keys are read by all programs, or by most.
+_PREFERENCES = "beta precompute_ref_log_probs precompute_ref_batch_size"
+_SFT = (
+    "packing packing_strategy eval_packing assistant_only_loss completion_only_loss "
+    "dataset_text_field max_seq_length"
+)
+_REWARDED = "reward_funcs reward_model_name_or_path reward_weights num_generations"
+_SAMPLED = f"{_REWARDED} beta max_completion_length use_vllm vllm_mode temperature top_p top_k"
+_TRL_SIGNS = _keys(
+    sft=_SFT,
+    dpo=f"{_PREFERENCES} label_smoothing f_divergence_type ld_alpha loss_weights use_weighting",
+    kto=f"{_PREFERENCES} desirable_weight undesirable_weight",
+    reward="center_rewards_coefficient",
+    grpo=f"{_SAMPLED} scale_rewards importance_sampling_level mask_truncated_completions epsilon",
+    rloo=f"{_SAMPLED} normalize_advantages reward_clip_range mask_truncated_completions epsilon",
+    distillation=f"{_SFT} {_SAMPLED} teacher_model_name_or_path lmbda seq_kd max_new_tokens",
+)
+_TRL_NEEDS = _keys(grpo=_REWARDED, rloo=_REWARDED, distillation="teacher_model_name_or_path")
+_LITGPT_LORA = (
+    "lora_r lora_alpha lora_dropout lora_query lora_key lora_value lora_projection lora_mlp "
+    "lora_head"
+)
+_LITGPT_SIGNS = _keys(
+    finetune_full="checkpoint_dir resume",
+    finetune_lora=f"checkpoint_dir quantize {_LITGPT_LORA}",
+    finetune_adapter="checkpoint_dir quantize adapter_prompt_length adapter_start_layer",
+    pretrain="model_name model_config initial_checkpoint_dir tokenizer_dir resume",
+)
+
+
+def _litgpt_reads(content: Mapping[str, Any]) -> dict[str, str]:
+    """Another name is downloaded."""
+    keys = ("checkpoint_dir", "initial_checkpoint_dir", "tokenizer_dir")
+    given = {key: str(content.get(key)) for key in keys}
+    return {key: name for key, name in given.items() if name.startswith("checkpoints/")}
+
+
+def _llamafactory_reads(content: Mapping[str, Any]) -> dict[str, str]:
+    """The file that says what the names of datasets mean."""
+    folder = content.get("dataset_dir", "data")
+    remote = not isinstance(folder, str) or folder == "ONLINE" or folder.startswith("REMOTE:")
+    return (
+        {} if remote or not content.get("dataset") else {"dataset": f"{folder}/dataset_info.json"}
+    )
 
 
 def _automodel_layout(config: Mapping[str, Any], ranks: int) -> str | None:
     """By the rules of its StepScheduler, which it asks after every rank has loaded the model."""
-    given = at(config.get("parameters"), "distributed") or {}
-    split = math.prod(int(given.get(key) or 1) for key in ("tp_size", "pp_size", "cp_size"))
+    place = "parameters.distributed"
+    split = math.prod(
+        count(config, f"{place}.{key}", 1) for key in ("tp_size", "pp_size", "cp_size")
+    )
     if ranks % split:
         return f"{ranks} ranks are no multiple of tp_size * pp_size * cp_size = {split}"
-    batches = at(config.get("parameters"), "step_scheduler") or {}
-    whole, each = (batches.get(f"{name}_batch_size") for name in ("global", "local"))
-    together = int(each or 1) * ranks // split
-    if not isinstance(whole, int) or whole % together == 0:
+    place = "parameters.step_scheduler"
+    whole = count(config, f"{place}.global_batch_size", 0)
+    each = count(config, f"{place}.local_batch_size", 1)
+    together = each * ranks // split
+    if whole % together == 0:
         return None
     return (
-        f"step_scheduler.global_batch_size={whole} is no multiple of local_batch_size={each or 1} "
+        f"step_scheduler.global_batch_size={whole} is no multiple of local_batch_size={each} "
         f"times {ranks // split} data-parallel ranks, {together}"
     )
 
@@ -79,6 +131,8 @@ ENGINES: dict[str, Engine] = {
             frozenset({"model_name_or_path"}),
             frozenset({"dataset_name", "per_device_train_batch_size", "datasets"}),
         ),
+        signs=_TRL_SIGNS,
+        needs=_TRL_NEEDS,
         schema="trl",
     ),
     "automodel:": Engine(
@@ -136,6 +190,8 @@ ENGINES: dict[str, Engine] = {
             frozenset({"train"}),
             frozenset({"checkpoint_dir", "initial_checkpoint_dir", "model_name"}),
         ),
+        signs=_LITGPT_SIGNS,
+        reads=_litgpt_reads,
         schema="litgpt",
     ),
     "axolotl:": Engine(
@@ -160,6 +216,7 @@ ENGINES: dict[str, Engine] = {
             frozenset({"model_name_or_path"}),
             frozenset({"finetuning_type", "stage", "dataset_dir"}),
         ),
+        reads=_llamafactory_reads,
         schema="llamafactory",
     ),
     "torchtitan:": Engine(
@@ -184,7 +241,9 @@ ENGINES: dict[str, Engine] = {
         },
         total="training.steps",
         overrides="options",
-        dependencies=("torchtitan==0.3.0",),
+        # It names no torch, and needs older datasets than the kit's.
+        dependencies=("torchtitan==0.3.0", "torch"),
+        pins=False,
         schema="torchtitan",
         needs_gpu=True,
     ),
@@ -250,6 +309,17 @@ def read(config: dict[str, Any], path: Path, engine: Engine, prefix: str, target
     own = config.get("parameters")
     config["parameters"] = _merged(content, own if isinstance(own, dict) else {})
     config["config_read_from"] = str(file)
+    if is_file(target) and engine.programs:
+        program, *others = engine.programs_of(config["parameters"])
+        if others:
+            known = [f"entry={prefix}{name}" for name in (program, *others)]
+            beside = "" if given else f", with config: {name} in the recipe"
+            raise RecipeFault(
+                f"{file} is a config of {engine.records.name}, and its keys do not say of which "
+                f"program: add {' or '.join(known)}{beside}"
+            )
+        config["entry"] = f"{prefix}{program}"
+    config.setdefault("work_dir", str(start_folder.find(config["parameters"], engine, file)))
 
 
 def default_environment(config: dict[str, Any], engine: Engine) -> None:
@@ -259,7 +329,9 @@ def default_environment(config: dict[str, Any], engine: Engine) -> None:
     """
     given = config.get("environment") or {}
     own = given.get("dependencies") if isinstance(given, dict) else None
-    if given and not isinstance(own, list):
+    # What says only how packages are chosen names no other environment.
+    other = not isinstance(given, dict) or (own is None and given.keys() - {"pins"})
+    if other or not isinstance(own, list | None):
         return
     named = {venv.required(str(each)) for each in own or []}
     missing = [each for each in engine.dependencies if venv.required(each) not in named]

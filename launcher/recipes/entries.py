@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from launcher.recipes.recipe import Recipe
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Entry:
     """What can be started, and what is known of it.
 
@@ -116,7 +115,23 @@ def other(name: str, keys: Keys, **known: Any) -> Entry:
         launch = engines.ENGINES[name]
         return launch.start(launch, recipe, config)
 
+    known.setdefault("notes", _start_notes)
     return Entry(keys={**COMMON, **keys}, command=command, launch_name=name, **known)
+
+
+def _start_notes(config: Mapping[str, Any]) -> Iterable[str]:
+    read_from, folder = config.get("config_read_from"), config.get("work_dir")
+    if folder and read_from and Path(str(folder)) != Path(str(read_from)).parent:
+        yield f"it starts in {folder}, from which the paths in {Path(str(read_from)).name} count"
+
+
+def _torchtune_notes(config: Mapping[str, Any]) -> Iterable[str]:
+    name = str(config.get("entry")).partition(":")[2]
+    if own := stock.own_method(name):
+        yield (
+            f"torchtune's own {name} runs it, and saves at the end of an epoch; the kit's own "
+            f"method is entry: {own} (cookbook recipes --key entry)"
+        )
 
 
 def _script(recipe: Recipe) -> Path:
@@ -130,6 +145,11 @@ def _command_faults(config: Mapping[str, Any]) -> Iterable[Fault]:
     elif bool(entry.partition(":")[2]) == bool(lines and lines.strip()):
         message = "entry: command needs the lines to run" if not lines else "they are given twice"
         yield Fault("command", f"{message}: write them under command:, or entry: command:LINE")
+    else:
+        from launcher.recipes import batch_script  # most recipes run no shell lines
+
+        for text in batch_script.faults(lines or entry.partition(":")[2]):
+            yield Fault("command", f"command: {text}")
 
 
 _ENGINE = {
@@ -175,6 +195,7 @@ ENTRIES = {
         other_keys=True,
         checked="components",
         can_profile=True,
+        notes=_torchtune_notes,
     ),
     "script:": other("script:", SCRIPT, program=_script, own_code=True),
     **{

@@ -1,6 +1,7 @@
 """What ranks run in: a record in configs/environments/NAME.yaml, or a block of a recipe."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,8 +19,7 @@ from runspec.keys.key import faults
 BUILT = "environments"
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Environment:
     """A checked record; the keys of runspec/keys/environment.py."""
 
@@ -95,7 +95,7 @@ class Environment:
         root: the shared folder, in which dependencies are built.
         """
         if self.dependencies:
-            return str(root / BUILT / self.digest / "bin" / "python")
+            return str(root / BUILT / str(os.geteuid()) / self.digest / "bin" / "python")
         if self.python:
             return self.python
         if self.is_container:
@@ -124,8 +124,9 @@ def record(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
     A named record says its name, so that a run's recipe holds all of it.
     """
-    if not isinstance(given, str):
+    if isinstance(given, Mapping):
         return dict(given)
+    given = str(given)
     path = paths.ENVIRONMENTS / f"{given}.yaml"
     if not path.is_file():
         known = names()

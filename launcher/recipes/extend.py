@@ -62,8 +62,9 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         replace_older(merged, key)
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            components = {old.get("_component_"), value.get("_component_")} - {None}
-            value = value if len(components) == 2 else _laid_over(old, value)
+            before, now = old.get("_component_"), value.get("_component_")
+            other = None not in (before, now) and before != now
+            value = value if other else _laid_over(old, value)
         merged[key] = value
     return merged
 

@@ -63,8 +63,7 @@ def of_torchtune(row: Engine, recipe: Recipe, config: Mapping[str, Any]) -> str:
     return row.command.format(program=shlex.quote(str(known[name].path)))
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Engine:
     """How a program other than the kit's trainer is started, resumed, stopped and followed.
 
@@ -82,8 +81,10 @@ class Engine:
     total: the dotted path of the number of steps in its config; iterations: how many make a step,
     if it reports those; layout_fault: why it would refuse so many ranks. resumes: started again, it
     continues from its newest checkpoint. known_by: keys of a file that is its config, all of the
-    first and one of the second. schema: its package, in which engines/schema.py finds wrong keys
-    before the queue; needs_gpu: its import may fail without one.
+    first and one of the second. signs: keys that not all of its programs read, by program; needs:
+    of which a program's file has one. reads: what its config names relative to the folder in which
+    it starts, by key (start_folder.py). schema: its package, in which engines/schema.py finds wrong
+    keys before the queue; needs_gpu: its import may fail without one.
     """
 
     records: Records
@@ -101,6 +102,9 @@ class Engine:
     dependencies: tuple[str, ...] = ()
     pins: bool = True
     known_by: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    signs: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    needs: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    reads: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda content: {}
     schema: str = ""
     needs_gpu: bool = False
 
@@ -108,14 +112,22 @@ class Engine:
         """Return what the entry's target starts; RecipeFault if the engine has no such program."""
         if not self.programs:
             return target
-        if is_file(target):
-            return next(iter(self.programs.values()))
         if target not in self.programs:
             message = f"{self.records.name} has no {target!r}{nearest(target, self.programs)}"
             raise RecipeFault(
                 f"entry: {message}: name one of {', '.join(self.programs)}, or its config file"
             )
         return self.programs[target]
+
+    def programs_of(self, content: Mapping[str, Any]) -> list[str]:
+        """Return the programs that may read a config, by its keys: one, or those it fits."""
+        told = content.keys() & frozenset[str]().union(*self.signs.values())
+        fitting = [
+            name
+            for name in self.programs
+            if told <= self.signs[name] and (name not in self.needs or told & self.needs[name])
+        ]
+        return fitting or list(self.programs)
 
     @property
     def has_config(self) -> bool:
@@ -139,11 +151,9 @@ class Engine:
 
     def recorded(self, config: Mapping[str, Any]) -> Records:
         """Return where this recipe's progress is."""
-        steps = at(config.get("parameters"), self.total) if self.total else None
-        is_number = type(steps) is int and steps > 0
+        steps = count(config, f"parameters.{self.total}", 0) if self.total else 0
         iterations = self.iterations(config) if self.iterations else 1
-        total = steps if is_number else None
-        return replace(self.records, total_steps=total, iterations=iterations)
+        return replace(self.records, total_steps=steps or None, iterations=iterations)
 
 
 def is_file(target: str) -> bool:
@@ -170,6 +180,12 @@ def at(block: Any, path: str) -> Any:
         else:
             block = block.get(part) if isinstance(block, Mapping) else None
     return block
+
+
+def count(block: Any, path: str, default: int) -> int:
+    """Return the number from 1 on at a dotted path, else the default."""
+    value = at(block, path)
+    return value if type(value) is int and value > 0 else default
 
 
 def _put(block: dict[str, Any], path: str, value: Any) -> None:

@@ -9,6 +9,7 @@ from launcher.errors import UsageFault, nearest_key
 from launcher.recipes.entries import all_keys
 from launcher.recipes.extend import replace_older
 from runspec import prepared
+from runspec.keys.evaluate import TASK
 from runspec.keys.key import children
 
 _PART = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -84,6 +85,9 @@ def _is_known(config: Mapping[str, Any], parts: list[str]) -> bool:
     dataset = config.get("dataset")
     if parts[0] == "dataset_val" and len(parts) == 2 and isinstance(dataset, dict):
         return parts[1] in dataset
+    tasks = config.get("tasks")
+    if parts[0] == "tasks" and len(parts) == 3 and isinstance(tasks, dict) and parts[1] in tasks:
+        return parts[2] in TASK
     return ".".join(parts) in all_keys()
 
 

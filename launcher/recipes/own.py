@@ -79,12 +79,14 @@ def _option(name: str, value: str) -> str:
 def use_whole_paths(
     config: dict[str, Any], overrides: Sequence[str], files: Sequence[Path]
 ) -> None:
-    """Let a file that was typed count from the shell's folder, and one that a recipe names from
+    """Let a path that was typed count from the shell's folder, and one that a recipe names from
     that recipe's: a job runs in another.
 
     Args:
         files: the recipe, and those that it extends.
     """
+    if "work_dir" in _by_key(overrides) and isinstance(folder := config.get("work_dir"), str):
+        config["work_dir"] = str(Path(folder).expanduser().absolute())
     for key in prepared.BLOCKS:
         block = config.get(key)
         if not isinstance(block, dict) or not block.get("data_files"):
@@ -213,11 +215,17 @@ def _replace(config: dict[str, Any], key: str, name: str, overrides: Mapping[str
 
         method = entries.of(config).method
         pairs = method.pairs if method else ""
-        wanted = set() if pairs else {"input", "output"}
+        samples_answers = method is not None and method.samples_answers
+        form = "{input: A, output: B}"
+        if samples_answers or pairs:
+            form = "{prompt: A}" if samples_answers else "{chosen: A, rejected: B}"
+        wanted = {"prompt"} if samples_answers else set() if pairs else {"input", "output"}
         if columns and not (isinstance(columns, dict) and wanted <= columns.keys()):
-            form = "{chosen: A, rejected: B}" if pairs else "{input: A, output: B}"
             raise UsageFault(f"{text!r}: write {key}.column_map='{form}'")
-        data = own_data.read(name, columns, pairs)
+        if samples_answers:
+            data = own_data.prompts(name, columns)
+        else:
+            data = own_data.read(name, columns, pairs)
         config[key] = {**data.block, **{k: before[k] for k in _OF_ROWS if k in before}}
         form = data.summary
     if key == "dataset":

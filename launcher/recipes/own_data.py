@@ -1,7 +1,6 @@
 """A data file of the user's own as a dataset block: format and columns come from its records."""
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -10,9 +9,13 @@ from typing import Any
 
 from launcher import venv
 from launcher.errors import UsageFault, nearest
+from runspec.files import parse_json
 from runspec.keys.preference import DpoConfig
 from runspec.prepared import EXAMPLE
+from runspec.tables import separator
 
+# What reads prompts of a method that samples the answers.
+PROMPTS = "trainer.data.prompts.prompt_dataset"
 SUFFIXES = {
     ".jsonl": "json",
     ".ndjson": "json",
@@ -31,6 +34,7 @@ _INPUTS = ("prompt", "question", "instruction", "input", "query", "user", "probl
 _OUTPUTS = ("completion", "response", "answer", "output", "assistant", "solution", "target")
 _OF_PAIRS = ("prompt", "chosen", "rejected", "completions", "completion", "label", "tools")
 _TEXTS = ("text", "content")
+_OF_CHATS = ("messages", "conversations")
 _KNOWN = (
     "messages (a list of role and content), conversations (a list of from and value), "
     "instruction + input + output, two columns such as prompt and response, or text"
@@ -61,7 +65,10 @@ class DataFile:
 
 
 def read(
-    name: str, column_map: Mapping[str, Any] | None = None, pairs: str | None = None
+    name: str,
+    column_map: Mapping[str, Any] | None = None,
+    pairs: str | None = None,
+    task: str = "",
 ) -> DataFile:
     """Return what a file holds, from its first 200 records.
 
@@ -69,10 +76,85 @@ def read(
         column_map: {input: COLUMN, output: COLUMN}, if the user names the columns.
         pairs: the component that reads the preferences of a method that trains on them; "" for
             another method, for which they are a fault; None if the method follows from the file.
+        task: of a suite, whose keys name the columns; "" for a recipe.
 
     Raises:
         UsageFault: it cannot be read, or its columns do not say how to train on it.
     """
+    path, source, records = _opened(name)
+    columns = _columns(records)
+    preferences = _preferences(path, columns, column_map, pairs)
+    if preferences is None and pairs is None and _are_prompts(columns):
+        return prompts(name)
+    form, block, used = preferences or _form(path, records, columns, column_map, task)
+    block = _with_files(block, path, source)
+    unused = tuple(name for name in columns if name not in used)
+    return DataFile(path, source, form, block, unused, tuple(_questions(block, records)))
+
+
+def prompts(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
+    """Return what a file of prompts holds, for a method that samples the answers.
+
+    Every other column goes to the reward functions. Conversations that end with an answer are read
+    as for fine-tuning.
+
+    Args:
+        column_map: {prompt: COLUMN}, if the user names it.
+
+    Raises:
+        UsageFault: it cannot be read, or no column is known to be the prompt.
+    """
+    path, source, records = _opened(name)
+    columns = _columns(records)
+    by_lower = {column.lower(): column for column in reversed(columns)}
+    known = [by_lower[each] for each in _INPUTS if each in by_lower]
+    chats = [column for column in columns if _turns(records, column)]
+    named = str((column_map or {}).get("prompt") or "")
+    if named and named not in columns:
+        raise UsageFault(f"dataset.column_map names {named}, and {path} has {', '.join(columns)}")
+    column = next(iter([*([named] if named else []), *known, *chats]), None)
+    if column is None:
+        raise UsageFault(
+            f"{path} has the columns {', '.join(columns)}, and none of {', '.join(_INPUTS)} or "
+            f"messages: name the prompt: dataset.column_map='{{prompt: {columns[0]}}}'"
+        )
+    turns = _turns(records, column)
+    if turns and (turns[-1].get("role") or turns[-1].get("from")) not in _ASKING:
+        return read(name, None, "")
+    block: dict[str, Any] = {"_component_": PROMPTS, "column_map": {"prompt": column}}
+    others = ", ".join(each for each in columns if each != column)
+    form = f"prompts (column {column})"
+    form += f", and for the reward functions {others}" if others else ""
+    block = _with_files(block, path, source)
+    return DataFile(path, source, form, block, (), tuple(_questions(block, records)))
+
+
+def _are_prompts(columns: list[str]) -> bool:
+    """Whether a file has questions and nothing that could be their answers, or a text to train."""
+    lower = {column.lower() for column in columns}
+    return bool(lower & set(_INPUTS)) and not lower & {*_OUTPUTS, *_TEXTS, *_OF_CHATS}
+
+
+def _turns(records: list[dict[str, Any]], column: str) -> list[dict[str, Any]] | None:
+    """The turns in the first record that has any in a column."""
+    value = next((record[column] for record in records if record.get(column)), None)
+    known = isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value)
+    return value if known else None
+
+
+def _columns(records: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(column for record in records for column in record))
+
+
+def _with_files(block: dict[str, Any], path: Path, source: str) -> dict[str, Any]:
+    block = {**block, "source": source, "data_files": str(path), "split": "train"}
+    if source == "csv" and (between := separator(path)) != ",":
+        block["sep"] = between
+    return block
+
+
+def _opened(name: str) -> tuple[Path, str, list[dict[str, Any]]]:
+    """Return the path of a file, its kind, and its first records; UsageFault if it has none."""
     path = Path(name).expanduser().absolute()
     if path.is_dir():
         raise UsageFault(f"--data {name} is a folder: give a file, or {EXAMPLE}")
@@ -95,14 +177,7 @@ def read(
         raise UsageFault(f"{path} cannot be read: {why.splitlines()[0]}") from error
     if not records:
         raise UsageFault(f"{path} has no record: give a file with data")
-    columns = list(dict.fromkeys(column for record in records for column in record))
-    preferences = _preferences(path, columns, column_map, pairs)
-    form, block, used = preferences or _form(path, records, columns, column_map)
-    block = {**block, "source": source, "data_files": str(path), "split": "train"}
-    if path.suffix.lower() == ".tsv":
-        block["sep"] = "\t"
-    unused = tuple(name for name in columns if name not in used)
-    return DataFile(path, source, form, block, unused, tuple(_questions(block, records)))
+    return path, source, records
 
 
 def _questions(block: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator[str]:
@@ -111,7 +186,7 @@ def _questions(block: Mapping[str, Any], records: list[dict[str, Any]]) -> Itera
     for record in records[:3]:
         if columns:
             parts = [record.get(name) for role, name in columns.items() if role != "output"]
-            text = "\n".join(str(part) for part in parts if part)
+            text = "\n".join(part for part in parts if isinstance(part, str) and part)
         else:
             turns = (record.get(column) or []) if column else []
             asked = [turn for turn in turns if (turn.get("role") or turn.get("from")) in _ASKING]
@@ -129,7 +204,7 @@ def records_of(path: Path, source: str) -> Iterator[dict[str, Any]]:
     # A byte order mark is no part of the first column's name.
     with path.open(encoding="utf-8-sig", newline="") as file:
         if source == "csv":
-            rows = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+            rows = csv.DictReader(file, delimiter=separator(path))
             yield from ({str(k): v for k, v in row.items()} for row in rows)
         elif source == "text":
             yield from ({"text": line.rstrip("\n")} for line in file if line.strip())
@@ -143,7 +218,7 @@ def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
     done = venv.run_module("datakit.head", str(path), str(_READ))
     if done.returncode != 0:
         raise ValueError((done.stderr.strip().splitlines() or ["no message"])[-1])
-    yield from map(json.loads, done.stdout.splitlines())
+    yield from map(parse_json, done.stdout.splitlines())
 
 
 def _json_records(path: Path, file: Any) -> Iterator[dict[str, Any]]:
@@ -152,11 +227,11 @@ def _json_records(path: Path, file: Any) -> Iterator[dict[str, Any]]:
     for number, line in lines:
         if line.lstrip().startswith("["):
             file.seek(0)
-            values: Any = json.loads(file.read().lstrip("\ufeff"))
+            values: Any = parse_json(file.read().lstrip("\ufeff"))
             yield from (value for value in values if isinstance(value, dict))
             return
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError as error:
             raise ValueError(f"line {number} is not JSON ({error})") from error
         if not isinstance(value, dict):
@@ -169,13 +244,15 @@ def _form(
     records: list[dict[str, Any]],
     columns: list[str],
     column_map: Mapping[str, Any] | None,
+    task: str,
 ) -> tuple[str, dict[str, Any], set[str]]:
     """Return the format in words, the block, and the columns that it uses."""
     if column_map:
         named = {str(column_map.get(role)) for role in ("input", "output")}
         if absent := sorted(named - set(columns)):
+            where = f"tasks.{task}" if task else "dataset.column_map"
             raise UsageFault(
-                f"dataset.column_map names {', '.join(absent)}, and {path} has {', '.join(columns)}"
+                f"{where} names {', '.join(absent)}, and {path} has {', '.join(columns)}"
             )
         return _pair(str(column_map["input"]), str(column_map["output"]))
     by_lower = {column.lower(): column for column in reversed(columns)}
@@ -201,9 +278,12 @@ def _form(
     if texts := [by_lower[name] for name in _TEXTS if name in by_lower]:
         block = {"_component_": "torchtune.datasets.text_completion_dataset", "column": texts[0]}
         return f"plain text (column {texts[0]}), all of it trained", block, {texts[0]}
+    names = f"dataset.column_map='{{input: {columns[0]}, output: {columns[-1]}}}'"
+    if task:
+        names = f"tasks.{task}.prompt={columns[0]} tasks.{task}.reference={columns[-1]}"
     raise UsageFault(
         f"{path} has the columns {', '.join(columns)}, and the kit knows {_KNOWN}: rename them, or "
-        f"name the two to use: dataset.column_map='{{input: {columns[0]}, output: {columns[-1]}}}'"
+        f"name the two to use: {names}"
     )
 
 

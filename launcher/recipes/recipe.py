@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SECRETS = Path("~/.config/slurm-cookbook/secrets")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Resources:
     """What one run asks of Slurm; None leaves the choice to the cluster."""
 
@@ -73,8 +73,7 @@ class Resources:
         return None if self.time is None else time_limit_s(self.time)
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Notify:
     """Who is told of a run's events. webhook: the file that holds its address."""
 
@@ -102,7 +101,7 @@ class Notify:
         return [names[event] for event in self.events]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Recipe:
     """A recipe with its overrides applied and checked; its references are not replaced yet."""
 
@@ -162,11 +161,10 @@ class Recipe:
 
     @property
     def work_dir(self) -> Path | None:
-        """The folder in which another trainer runs without code of the user's: its config's."""
-        read_from = self.config.get("config_read_from")
+        """The folder in which another trainer runs without code of the user's."""
         if not self.entry.engine or self.code_root:
             return None
-        return Path(str(read_from)).parent if read_from else self.path.parent
+        return self.path.parent / Path(str(self.config.get("work_dir") or "")).expanduser()
 
     @property
     def code_root(self) -> Path | None:
@@ -327,6 +325,10 @@ def find(name: str) -> Path:
         of_torchtune = stock.configs()
         if name in of_torchtune:
             return of_torchtune[name]
+        from launcher.recipes import absent  # most recipes are found
+
+        if other := absent.file(name):
+            raise RecipeFault(other)
         if hint := nearest(name, of_torchtune) if "/" in name else "":
             raise RecipeFault(f"torchtune has no config {name!r}{hint}: list them with: tune ls")
     if is_path and not path.is_file():
@@ -373,20 +375,10 @@ def load(
     prefix, file = _split(name)
     path = find(file)
     config, files = extend.read(path)
-    if prefix and "entry" in config:
-        raise RecipeFault(f"{path} has its own entry: name the file without {prefix}")
-    if prefix:
-        config = {"entry": f"{prefix}{path.name}"}
-    if "entry" not in config and {"command", "compute", "code_source"} & config.keys():
-        from launcher.recipes import air  # hardly any file is one
+    if prefix or not {"entry", "checkpointer"} & config.keys():
+        from launcher.recipes import others  # hardly any file is another tool's
 
-        config = air.recipe(config, path) if air.is_workload(config) else config
-    if not {"entry", "checkpointer"} & config.keys():
-        from launcher.recipes import engines  # hardly any file is another trainer's
-
-        if row := engines.recognised(config):
-            # Unchanged: the kit's launch around it.
-            config = {"entry": f"{row}{path.name}"}
+        config = others.as_recipe(config, path, prefix)
     for key in prepared.BLOCKS:
         if key in config:
             config[key] = prepared.expanded(config[key], config.get("dataset"))
@@ -415,7 +407,7 @@ def load(
         engines.default_environment(config, engine)
     builder = _builder(config)
     if not config.get("entry"):
-        config["entry"] = stock.entry_of(path, builder) or COMMON["entry"].default
+        config["entry"] = stock.entry_of(path, config) or COMMON["entry"].default
     if stock.config_name(path):
         # It means what torchtune says, wherever the kit's own default is another.
         for key in ("dataset", "dataset_val"):
@@ -446,7 +438,7 @@ def _own_inputs(
     model: str | None,
 ) -> tuple[own.Inputs, list[str]]:
     """Put the user's data and model into config; return what was found, and the faults."""
-    entry = config.get("entry") or stock.entry_of(path, _builder(config)) or COMMON["entry"].default
+    entry = config.get("entry") or stock.entry_of(path, config) or COMMON["entry"].default
     if not _is_trained({"entry": entry}):
         named = [option for option, name in (("--data", data), ("--model", model)) if name]
         message = f"{path.name} starts {entry}, which has keys of its own: leave it out"

@@ -4,16 +4,27 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from launcher.venv import site_packages
+from launcher.errors import RecipeFault
+from launcher.venv import packages, site_packages
 
 # What trainer.sft does in the place of these recipes, for the models that it builds.
 _OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)")
 _TEXT_MODELS = re.compile(r"(code_)?llama2|llama3(_[123])?|gemma2|mistral|phi[34]|qwen2(_5)?")
+# Keys that only some of its scripts read, and what these have in their names.
+_OTHERS = {
+    "ref_checkpointer": "full_dpo",
+    "kd_loss": "knowledge_distillation",
+    "quantizer": "qat",
+    "policy_model": "ppo",
+    "tasks": "eval",
+}
+# The kit's methods of the same purpose.
+_METHODS = {"dpo": "dpo", "knowledge_distillation": "distill", "grpo": "grpo"}
 
 
 class Stock(NamedTuple):
@@ -74,28 +85,59 @@ def _config_folder() -> Path | None:
     return packages / "recipes" / "configs" if packages else None
 
 
-def entry_of(path: Path, builder: str) -> str | None:
-    """Return the entry for one of torchtune's own config files, None for any other file.
+def entry_of(path: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the entry of one of torchtune's configs or of a copy, None for any other file.
 
-    What trainer.sft does too is its; preference tuning, distillation, quantisation, images and
-    the like are torchtune's own script's. builder is the config's model component.
+    What trainer.sft does too is its; preference tuning, distillation, quantisation, images and the
+    like are torchtune's own script's: the one that lists the file, or that the file's header runs,
+    as in a copy that `tune cp` made.
+
+    Raises:
+        RecipeFault: the installed torchtune has no such script, or a copy does not name it.
     """
-    config = config_name(path)
-    if config is None:
+    relative = f"{config_name(path)}.yaml"
+    listed = [name for name, each in recipes().items() if relative in each.configs]
+    # A header may show before how a teacher is trained.
+    shown = re.findall(r"tune run .*?([a-z0-9_/]+) --config", path.read_text(encoding="utf-8"))
+    name = next(iter([*listed, *reversed(shown)]), "")
+    if name not in recipes():
+        marks = [mark for key, mark in _OTHERS.items() if config.get(key) is not None]
+        marks += ["lora_dpo"] if "DPO" in _component(config, "loss") else []
+        if name or marks:
+            raise RecipeFault(_lost(path, name, marks))
         return None
-    relative = f"{config}.yaml"
-    name = next((name for name, each in recipes().items() if relative in each.configs), None)
-    if name is None:
-        # One that torchtune forgot to register: its header shows how it is run.
-        shown = re.search(r"tune run .*?([a-z_/]+) --config", path.read_text(encoding="utf-8"))
-        name = shown.group(1) if shown and shown.group(1) in recipes() else None
-    if name is None:
-        return None
-    family = builder.removeprefix("torchtune.models.").partition(".")[0]
+    family = _component(config, "model").removeprefix("torchtune.models.").partition(".")[0]
     # --model puts one of transformers' models in its place.
-    known = family == "transformers" or _TEXT_MODELS.fullmatch(family)
+    known = family == "transformers" or _TEXT_MODELS.fullmatch(family) or not _has_models(family)
     is_ours = _OURS.fullmatch(name) and known
     return "sft" if is_ours else f"torchtune:{name}"
+
+
+def _component(config: Mapping[str, Any], key: str) -> str:
+    block = config.get(key)
+    return str(block.get("_component_") or "") if isinstance(block, Mapping) else ""
+
+
+def _has_models(family: str) -> bool:
+    """Whether torchtune has models of a family; those of later versions need --model here."""
+    folder = site_packages()
+    return folder is None or (folder / "torchtune" / "models" / family).is_dir()
+
+
+def _lost(path: Path, name: str, marks: Sequence[str]) -> str:
+    """Say how a config is started whose script is missing or not named."""
+    mark = next((each for each in _OTHERS.values() if each in name), name) or marks[0]
+    fitting = [f"entry=torchtune:{each}" for each in recipes() if mark in each]
+    here = f"torchtune {packages().get('torchtune', '')}".strip()
+    what = f"is of {name}, which {here} does not have" if name else f"has the keys of {mark}"
+    ways = [f"add {' or '.join(fitting)} to start torchtune's own script"] if fitting else []
+    ways += [f"the kit's own method is entry: {own}"] if (own := own_method(mark)) else []
+    return f"{path} {what}: {'; '.join(ways) or 'tune ls shows what it has'}"
+
+
+def own_method(name: str) -> str:
+    """Return the kit's method for the purpose of a script of torchtune's, "" if it has none."""
+    return next((own for part, own in _METHODS.items() if part in name), "")
 
 
 def missing_imports(

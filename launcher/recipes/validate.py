@@ -148,7 +148,8 @@ def variable_faults(variables: Any, key: str) -> Iterator[Fault]:
 def _secrets_faults(secrets: Any) -> Iterator[Fault]:
     if secrets is None:
         return
-    named = dict.fromkeys(map(str, secrets)) if isinstance(secrets, list) else secrets
+    listed = isinstance(secrets, list) and all(isinstance(name, str) for name in secrets)
+    named = dict.fromkeys(secrets) if listed else secrets
     if not isinstance(named, dict):
         yield Fault(
             "secrets",

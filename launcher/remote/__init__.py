@@ -1,6 +1,5 @@
-"""cookbook --host NAME: every command from a laptop, over the user's own OpenSSH.
+"""cookbook --host NAME: every command from a laptop, by the user's own ssh and rsync.
 
-The laptop's side: hosts, ssh, tree, client, fetch, install. It needs click and yaml, and runs on
-Linux, macOS and Windows. The cluster's side: far, runner, store. One ssh call starts far, which
-runs the cluster's own cookbook command; wire is what both sides say.
+The laptop's side: hosts, ssh, tree, client, install; it needs click and yaml. On the cluster far
+runs the cookbook command there.
 """

@@ -1,10 +1,12 @@
 """Running a cookbook command on the cluster from this machine, and showing what it prints."""
 
+import hashlib
 import json
 import os
+import re
 import secrets
-import shutil
 import signal
+import subprocess
 import sys
 import time
 import webbrowser
@@ -15,179 +17,217 @@ from typing import Any
 
 from launcher import __version__
 from launcher.errors import RemoteFault, UsageFault
-from launcher.remote import wire
 from launcher.remote.hosts import Host
-from launcher.remote.ssh import Broken, Connection, Session
+from launcher.remote.ssh import LOST, NO_KIT, Connection, far
+from launcher.remote.tree import Tree, collect, staged
+from runspec import files
 
 # These take files of this machine: a recipe, data, the working tree.
 SENDING = (
     "start", "recipes", "doctor", "download", "prepare", "estimate", "check", "submit", "sweep",
     "eval", "serve", "query",
 )  # fmt: skip
-# A connection that breaks so often before anything new has come is not tried again.
-_MOST_BREAKS = 6
+# What `fetch` copies, by the name of its option.
+_PARTS = {
+    "export": files.EXPORT,
+    "adapter": f"{files.EXPORT}/{files.ADAPTER}",
+    "logs": files.LOGS,
+}
+Say = Callable[[str], None]
 
 
-def run(host: Host, argv: Sequence[str], say: Callable[[str], None]) -> int:
+def run(host: Host, argv: Sequence[str], say: Say) -> int:
     """Run a command there and return its exit status."""
     _end_with_signals()
-    connection = Connection(host, say)
     try:
-        with ExitStack() as stack:
-            return Command(connection, list(argv), say, stack).run()
+        return _run(host, list(argv), say)
     except KeyboardInterrupt:
-        say("\ninterrupted; what was started on the cluster continues: see cookbook status")
+        say("\ninterrupted; runs on the cluster go on: see them with: cookbook status")
         return 130
 
 
-class Command:
-    """One command on the cluster: it is started once, whatever happens to the connection."""
+def _run(host: Host, argv: list[str], say: Say) -> int:
+    argv, output = _output_there(argv)
+    tree = Tree(Path.cwd())
+    if argv[0] in SENDING:
+        tree, argv = collect(argv)
+        for line in tree.left_out:
+            say(f"not sent: {line}")
+    connection, cluster, call = Connection(host), _option(argv, "--cluster"), secrets.token_hex(8)
+    # What was sent before from here is not sent again.
+    project = hashlib.sha256(str(tree.root).encode()).hexdigest()[:16]
+    name = tree.name() if tree.files else ""
+    if name:
+        _send(connection, tree, [cluster or "", project, name])
+    asked = {
+        "version": __version__,
+        "call": call,
+        "argv": argv,
+        "tree": name,
+        "project": project,
+        "cwd": tree.cwd,
+        "env": {key: os.environ[key] for key in ("NO_COLOR",) if key in os.environ},
+    }
+    shown = _Shown(call, name, tree, output)
+    with ExitStack() as stack:
 
-    def __init__(
-        self,
-        connection: Connection,
-        argv: list[str],
-        say: Callable[[str], None],
-        stack: ExitStack,
-    ) -> None:
-        self.connection, self._say, self._stack = connection, say, stack
-        self._session = secrets.token_hex(8)
-        self._offset, self._pressed, self._stops, self._told_version = 0, 0, 0, False
-        self._records = wire.Records()
-        self._listening: dict[str, Any] = {}
-        self._out_there, self._written = "", b""
-        self._tree_there = ""
-        self._argv, self._output = _output_there(argv)
-        self._tree, self._entries = None, b""
-        if argv[0] in SENDING:
-            from launcher.remote import tree  # most commands send none
+        def listening(where: str, port: int, path: str) -> None:
+            own = stack.enter_context(connection.forwarded(where, port))
+            # A terminal that ssh reads from does not go to the first column by itself.
+            say(f"open: http://127.0.0.1:{own}{path}   (Ctrl-C here closes it)\r")
 
-            self._tree, self._argv = tree.collect(self._argv)
-            for line in self._tree.left_out:
-                say(f"not sent: {line}")
-            if self._tree.files:
-                self._entries = wire.packed(self._tree.entries())
-
-    @property
-    def _header(self) -> dict[str, Any]:
-        size = shutil.get_terminal_size()
-        shown = [name for name in ("stdout", "stderr") if getattr(sys, name).isatty()]
-        env = {key: os.environ[key] for key in ("TERM", "NO_COLOR") if key in os.environ}
-        return {
-            "do": "run",
-            "protocol": wire.PROTOCOL,
-            "version": __version__,
-            "cluster": _option(self._argv, "--cluster"),
-            "session": self._session,
-            "offset": self._offset,
-            "argv": self._argv,
-            "cwd": self._tree.cwd if self._tree and self._entries else ".",
-            "kit": bool(self._tree and self._tree.kit),
-            # Windows has no TERM, and its terminals understand this one.
-            "env": {"TERM": "xterm-256color", **env},
-            "terminal": {"rows": size.lines, "columns": size.columns, "streams": shown},
-        }
-
-    def run(self) -> int:
-        """Run it to its end and return its exit status; take a broken connection up again."""
-        code: int = with_connection(self.connection, self._once)
-        if self._output is not None and self._written:
-            self._output.write_bytes(self._written)
-            if self._argv[0] == "report":
-                webbrowser.open(self._output.absolute().as_uri())
-        if code == 0 and self._listening and not self._stops:
-            hold(self._say)
-        return code
-
-    def _once(self, session: Session) -> int:
-        session.send(self._header, self._entries)
-        header, payload = session.receive()
-        self._compare(session)
-        if header.get("missing"):
-            if self._tree is None:
-                raise RemoteFault("the cluster asks for files of a tree that was not sent")
-            self._tree.send(session, wire.unpacked(payload), self._say)
-            header, _ = session.receive()
-        self._out_there = header["out"]
-        self._tree_there = header["tree"] or self._tree_there
-        if self._listening:
-            self._forward()  # the new connection has no forwarded port
-        # Not as an exception, which would come in the middle of a record.
-        before = signal.signal(signal.SIGINT, self._press)
-        try:
-            return self._read(session)
-        except SystemExit:
-            if self._listening:  # a server serves only this machine; other commands go on
-                with suppress(Broken):
-                    session.send({"interrupt": True})
-                    session.message()
-            raise
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _press(self, *_: object) -> None:
-        self._pressed += 1
-
-    def _read(self, session: Session) -> int:
-        """Show what comes until the command's end; pass Ctrl-C on, once."""
-        while True:
-            data = session.some()
-            if self._pressed > 1:
-                return 130
-            if self._pressed > self._stops:
-                self._stops += 1
-                session.send({"interrupt": True})
-            if data is None:
-                continue
-            if not data:
-                raise Broken(session.message())
-            self._offset += len(data)
-            for kind, text in self._records.feed(data):
-                if kind == wire.END:
-                    return int(text)
-                self._show(kind, text)
-
-    def _show(self, kind: int, data: bytes) -> None:
-        if kind == wire.FORWARD:
-            self._listening = json.loads(data)
-            self._forward()
-            return
-        if kind == wire.FILE:
-            self._written += data
-            return
-        if self._output is not None:
-            there = f"{self._out_there}/{self._output.name}"
-            data = data.replace(there.encode(), str(self._output).encode())
-        if kind == wire.ERR and self._tree and self._tree_there:
-            # A message names the user's own file.
-            for name, path in self._tree.elsewhere():
-                data = data.replace(f"{self._tree_there}/{name}".encode(), str(path).encode())
-            data = data.replace(self._tree_there.encode(), str(self._tree.root).encode())
-        stream = sys.stdout if kind == wire.OUT else sys.stderr
-        stream.flush()
-        stream.buffer.write(data)
-        stream.buffer.flush()
-
-    def _compare(self, session: Session) -> None:
-        theirs = (session.greeting or {}).get("version")
-        if theirs != __version__ and not self._told_version:
-            self._told_version = True
-            name = self.connection.host.name
-            self._say(
-                f"note: this machine has version {__version__} of the kit, {name} has {theirs}: "
-                f"update the older one; the cluster's with: cookbook init --host {name}"
-            )
-
-    def _forward(self) -> None:
-        """Forward a port of this machine to where a server listens, until the command ends."""
-        from launcher.remote.ports import forwarded  # most commands start no server
-
-        known = self._listening
-        port = self._stack.enter_context(forwarded(self.connection, known["host"], known["port"]))
-        self._say(f"open: http://127.0.0.1:{port}{known['path']}   (Ctrl-C here closes it)")
+        code = _follow(connection, ["run", cluster or "", json.dumps(asked)], shown, listening)
+        if output is not None:
+            _take(connection, cluster, call, output, argv[0] == "report")
+        if code == 0 and shown.listens and argv[0] == "serve":
+            _hold(say)  # the job goes on; other servers end with their command
+    return code
 
 
-def hold(say: Callable[[str], None]) -> None:
+def _send(connection: Connection, tree: Tree, words: list[str]) -> None:
+    # Read-only, as the next tree has links to the same files.
+    options = ["-p", "--chmod=Du+w,Fa-w", f"--link-dest=../last-{words[1]}"]
+    enter = f'd=$({far(connection.host, "sent", *words)}) && cd "$d"'
+    with staged(tree.files) as folder:
+        connection.push(folder, enter, *options, progress=tree.large)
+
+
+class _Shown:
+    """What the cluster prints, with the names that files have here, and without its marks."""
+
+    def __init__(self, call: str, name: str, tree: Tree, output: Path | None) -> None:
+        self.listens: re.Match[bytes] | None = None
+        self._mark = re.compile(rf"\x1e{call} ([\w.:-]+) (\d+) ([\w./?&=%~-]*)\r?\n".encode())
+        self._rest = b""
+        sent, here = r"/[^\s'\"]*/sent-\d+", {}
+        if output:
+            here[f"{sent}/calls/{call}/out/{re.escape(output.name)}"] = str(output)
+        if name:
+            cwd = re.escape(os.path.join(tree.cwd, os.path.relpath(".", tree.cwd), ""))
+            for each, path in tree.elsewhere().items():
+                here[f"{sent}/trees/{name}/({cwd})?{re.escape(each)}"] = path
+            here[f"{sent}/trees/{name}"] = str(tree.root)
+        self._here = [
+            (re.compile(there.encode()), os.fsencode(own.replace("\\", r"\\")))
+            for there, own in here.items()
+        ]
+
+    def text(self, data: bytes) -> bytes:
+        """Return what is to be shown; none: all that was held back."""
+        self._rest += data
+        if found := self._mark.search(self._rest):
+            self.listens = found
+            self._rest = self._rest[: found.start()] + self._rest[found.end() :]
+        # A mark may come in two parts.
+        whole, sign, part = self._rest.rpartition(b"\x1e")
+        if not sign or not data or len(part) > 500:
+            whole, sign, part = self._rest, b"", b""
+        self._rest = sign + part
+        for there, own in self._here:
+            whole = there.sub(own, whole)
+        return whole
+
+
+def _follow(
+    connection: Connection,
+    words: list[str],
+    shown: _Shown,
+    listening: Callable[[str, int, str], None],
+) -> int:
+    """Start the command, show what it prints, pass Ctrl-C on; return its exit status.
+
+    On a terminal by ssh -t, which does all that itself. Else the command's output stays apart from
+    its messages, and the end of its input interrupts it.
+    """
+    terminal = all(each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr))
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        connection.far(*words, terminal=terminal),
+        stdin=None if terminal else pipe,
+        stdout=pipe if terminal else None,
+        stderr=None if terminal else pipe,
+        start_new_session=not terminal,
+    )
+    printed = process.stdout if terminal else process.stderr
+    assert printed is not None
+
+    def press(*_: object) -> None:
+        if process.stdin is None or process.stdin.closed:
+            process.terminate()
+        else:
+            process.stdin.close()
+
+    before = signal.signal(signal.SIGINT, press)
+    into = sys.stdout if terminal else sys.stderr
+    try:
+        more = True
+        while more:
+            data = os.read(printed.fileno(), 2**16)
+            more, known = bool(data), shown.listens
+            into.buffer.write(shown.text(data))
+            into.buffer.flush()
+            if shown.listens and not known:
+                where, port, path = shown.listens.groups()
+                listening(where.decode(), int(port), path.decode())
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        process.terminate()
+        process.wait()
+    if code in (LOST, NO_KIT):
+        raise connection.fault(code, "")
+    return code if code >= 0 else 130
+
+
+def _take(
+    connection: Connection, cluster: str | None, call: str, output: Path, shown: bool
+) -> None:
+    """Write what the command has written for this machine, if it has."""
+    content = connection.ask("take", cluster or "", call)
+    if content:
+        part = output.with_name(f".{output.name}.part")
+        part.write_bytes(content)
+        part.replace(output)
+        if shown:
+            webbrowser.open(output.absolute().as_uri())
+
+
+def fetch(host: Host, run: str, part: str, into: Path | None, cluster: str | None) -> Path:
+    """Copy a part of a run: export, adapter or logs; return the folder with it.
+
+    Args:
+        into: the folder for the run's files; None for one with the run's name, here.
+
+    Raises:
+        RemoteFault: the cluster names the run so that it would lie elsewhere.
+    """
+    connection = Connection(host)
+    known = json.loads(connection.ask("look", cluster or "", run, _PARTS[part]))
+    folder = into or Path(_plain(known["run"]))
+    connection.pull(str(known["folder"]), folder / _PARTS[part])
+    return folder
+
+
+def _plain(name: Any) -> str:
+    """Return a run's name as the cluster gives it, if it is one for a folder here."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", str(name), re.ASCII):
+        raise RemoteFault(f"the cluster names the run {name!r}, which is no folder's name: use -o")
+    return str(name)
+
+
+def forward(host: Host, run: str, port: int, cluster: str | None, say: Say) -> None:
+    """Forward a port of this machine to the same of a run's first node, until Ctrl-C."""
+    _end_with_signals()
+    connection = Connection(host)
+    known = json.loads(connection.ask("look", cluster or "", run, ""))
+    if not known["nodes"]:
+        raise RemoteFault(f"{known['run']} runs on no node now: see: cookbook status {run}")
+    with connection.forwarded(known["nodes"][0], port) as own:
+        say(f"open: http://127.0.0.1:{own}/   ({known['nodes'][0]}; Ctrl-C here closes it)")
+        _hold(say)
+
+
+def _hold(say: Say) -> None:
     """Keep a port open until Ctrl-C: what listens there goes on without it."""
     with suppress(KeyboardInterrupt):
         while True:
@@ -195,62 +235,13 @@ def hold(say: Callable[[str], None]) -> None:
     say("\nthe port is closed; what was started on the cluster continues")
 
 
-def forward(
-    host: Host, run: str, port: int, cluster: str | None, say: Callable[[str], None]
-) -> None:
-    """Forward a port of this machine to the same of a run's first node, until Ctrl-C."""
-    from launcher.remote.ports import forwarded
-
-    _end_with_signals()
-    asked = {"do": "nodes", "run": run, "cluster": cluster}
-
-    def ask(session: Session) -> dict[str, Any]:
-        session.send({**asked, "protocol": wire.PROTOCOL, "version": __version__})
-        return session.receive()[0]
-
-    connection = Connection(host, say)
-    answer = with_connection(connection, ask)
-    if not answer["nodes"]:
-        raise RemoteFault(f"{answer['run']} runs on no node now: see: cookbook status {run}")
-    with forwarded(connection, answer["nodes"][0], port) as own:
-        say(f"open: http://127.0.0.1:{own}/   ({answer['nodes'][0]}; Ctrl-C here closes it)")
-        hold(say)
-
-
-def with_connection(connection: Connection, once: Callable[[Session], Any]) -> Any:
-    """Return what once returns, called again with a new session whenever the connection breaks.
-
-    Raises:
-        RemoteFault: there is no connection, or none again.
-    """
-    greeted, breaks = False, 0
-    while True:
-        session = connection.open()
-        try:
-            return once(session)
-        except Broken as error:
-            if session.greeting is None and not (greeted or connection.dropped()):
-                raise connection.fault(session.exit_code, str(error)) from error
-            greeted = True
-            breaks = breaks + 1 if session.received < 2**10 else 1
-            if breaks > _MOST_BREAKS:
-                raise RemoteFault(
-                    f"the connection to {connection.host.name} broke {breaks} times in a row: "
-                    f"{error or 'ssh gave no reason'}"
-                ) from error
-            connection.again(breaks)
-        finally:
-            session.close()
-
-
 def _end_with_signals() -> None:
     """Let Ctrl-C raise KeyboardInterrupt, and a kill or a closed terminal SystemExit: a port that
-    the master connection forwards would stay open."""
+    the open connection forwards would stay open."""
     # A shell that starts this in the background makes it ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):  # Windows has no SIGHUP
-            signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _option(argv: Sequence[str], name: str) -> str | None:

@@ -1,216 +1,186 @@
-"""The cluster's side of --host: python -m launcher.remote.far, started by one ssh call.
+"""The cluster's side of --host: python -m launcher.remote.far, started by ssh.
 
-It takes the client's tree, runs the cluster's own cookbook command in it, and sends what that
-prints; or it sends the files of a run. It ends with its connection, the command does not.
+run CLUSTER ASKED            run the command that a text of JSON asks for
+sent CLUSTER PROJECT TREE    make the folder for a tree, and print it
+take CLUSTER CALL            print the file that a command has written for the laptop
+look CLUSTER RUN PART        say where a part of a run lies, and on which nodes the run is
 """
 
-import hashlib
+import json
 import os
 import re
 import select
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from launcher import __version__, paths
 from launcher import site as sites
-from launcher.errors import CookbookError, RunFault, UnknownRun, UsageFault
-from launcher.remote import runner, wire
-from launcher.remote.store import Store, private
-from launcher.runs import directory, find
-from runspec import files as names
+from launcher.errors import CookbookError, RunFault, UsageFault
+from launcher.runs import directory, find, trust
 
-# Finished sessions are kept so long, for a client that comes back.
-_KEPT_S = 2 * 86400
-# A command that nobody looks after for so long was ended with its login node.
-_LOST_S = 60.0
-# What `fetch` sends, by the name of its option.
-_PARTS = {
-    "export": names.EXPORT,
-    "adapter": f"{names.EXPORT}/{names.ADAPTER}",
-    "logs": names.LOGS,
-}
+# What a killed command has left is removed after so long.
+_KEPT_S = 86400
+# What was interrupted and goes on gets SIGTERM.
+_LAST_S = 20.0
 
 
-def main() -> None:
-    """Answer one client."""
-    # What is imported or started here prints nothing between our bytes.
-    client = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    asked = sys.stdin.buffer
-    client.write(wire.GREETING + b"\n")
-    wire.send(client, {"protocol": wire.PROTOCOL, "version": __version__})
+def main() -> int:
+    """Do what the first word says, and return the exit status."""
+    what, cluster, *words = sys.argv[1:]
     try:
-        header, payload = wire.receive(asked)
-        if header["protocol"] != wire.PROTOCOL:
-            raise UsageFault(
-                f"this machine's kit has version {header['version']}, the cluster's {__version__}, "
-                "and they cannot talk to each other: update the older one; the cluster's with: "
-                "cookbook init --host NAME"
-            )
-        root = sites.load(header.get("cluster")).root
-        if header["do"] == "run":
-            _run(asked, client, root, header, payload)
-        elif header["do"] == "nodes":
-            run = find.find(directory.runs_root(root), header["run"])
-            nodes = run.status.get("nodes") if run.status.get("state") == "RUNNING" else None
-            wire.send(client, {"run": run.name, "nodes": nodes or []})
+        root = sites.load(cluster or None).root
+        if what == "run":
+            return _run(root, json.loads(words[0]))
+        if what == "sent":
+            print(_sent(root, *words))
+        elif what == "take":
+            _take(_private(root, "calls") / _hex(words[0]))
         else:
-            _send_files(asked, client, root, header)
+            print(json.dumps(_look(root, *words)))
     except CookbookError as error:
-        wire.send(client, {"faults": error.faults, "exit_code": error.exit_code})
-    except OSError as error:
-        message = f"{error.filename or 'the shared folder'}: {error.strerror or error}"
-        with suppress(OSError):
-            wire.send(client, {"faults": [f"on the cluster: {message}"], "exit_code": 1})
-    except EOFError:
-        pass
+        for fault in error.faults:
+            print(f"error: {fault}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
-def _session(root: Path, name: str) -> Path:
-    if not re.fullmatch(r"[0-9a-f]{16}", name):
-        raise UsageFault(f"{name!r} is no session")
-    return private(root, "sessions") / name
+def _hex(name: str) -> str:
+    if not re.fullmatch("[0-9a-f]{12,64}", name):
+        raise UsageFault(f"{name!r} is no name of a call or a tree")
+    return name
 
 
-def _run(
-    asked: BinaryIO, client: BinaryIO, root: Path, header: dict[str, Any], payload: bytes
-) -> None:
-    """Start a session's command unless it was started, and send its records from a byte on."""
-    folder, tree = _session(root, header["session"]), None
+def _private(root: Path, name: str) -> Path:
+    """Return a folder of what laptops send, made if it is not there; only this user enters it.
+
+    By the mode of the folder around it: by a umask, all that a command makes would be private too.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    sent = paths.sent(root)
+    sent.mkdir(mode=0o700, exist_ok=True)
+    trust.require(sent)
+    (sent / name).mkdir(exist_ok=True)
+    return sent / name
+
+
+def _sent(root: Path, project: str, name: str) -> Path:
+    """Make a tree's folder. What did not change since the project's last one is linked."""
+    trees = _private(root, "trees")
+    last = trees / f"last-{_hex(project)}"
+    if not last.exists():
+        last.unlink(missing_ok=True)
+        last.symlink_to(".")
+    (trees / _hex(name)).mkdir(exist_ok=True)
+    return trees / name
+
+
+def _look(root: Path, wanted: str, part: str) -> dict[str, Any]:
+    run = find.find(directory.runs_root(root), wanted)
+    nodes = run.status.get("nodes") if run.status.get("state") == "RUNNING" else None
+    folder = run.path / part
     if not folder.is_dir():
-        _remove_old(root)
-        code = paths.REPO_ROOT
-        if payload:
-            entries = [
-                (str(name), str(sha), bool(runs)) for name, sha, runs in wire.unpacked(payload)
-            ]
-            store = Store(root)
-            missing = store.missing(entries)
-            if missing and not store.tree(entries).is_dir():
-                wire.send(client, {"missing": True}, wire.packed(missing))
-                store.receive(asked)
-            tree = store.build(entries)
-            if header["kit"]:
-                code = tree
-        _start(folder, root, header, tree, code)
-    wire.send(client, {"out": str(folder / runner.OUT), "tree": str(tree) if tree else ""})
-    _stream(asked, client, folder, header["offset"])
+        raise RunFault(
+            f"{run.name} has no {part}: see what it has with: cookbook status {run.name}"
+        )
+    return {"run": run.name, "nodes": nodes or [], "folder": str(folder)}
 
 
-def _start(folder: Path, root: Path, header: dict[str, Any], tree: Path | None, code: Path) -> None:
-    # Exactly once: who makes the folder starts the command.
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return
-    (folder / runner.OUT).mkdir()
-    message = [word.replace("{out}", str(folder / runner.OUT)) for word in header["argv"]]
-    argv = [sys.executable, "-P", "-m", "launcher", *message]
+def _take(call: Path) -> None:
+    for path in (call / "out").glob("*"):
+        with open(path, "rb") as file:
+            shutil.copyfileobj(file, sys.stdout.buffer)
+    shutil.rmtree(call, ignore_errors=True)
+
+
+def _run(root: Path, asked: dict[str, Any]) -> int:
+    """Run a command to its end and return its exit status, as a shell tells it.
+
+    It is interrupted, as by Ctrl-C, if the laptop wants that or is gone: then the input ends, or
+    the terminal says so.
+    """
+    if asked["version"] != __version__:
+        print(
+            f"note: this machine has version {asked['version']} of the kit, the cluster has "
+            f"{__version__}: update the older one; the cluster's with: cookbook init",
+            file=sys.stderr,
+        )
+    calls = _private(root, "calls")
+    for old in calls.iterdir():
+        if time.time() - old.stat().st_mtime > _KEPT_S:
+            shutil.rmtree(old, ignore_errors=True)
+    call, cwd = calls / _hex(asked["call"]), Path.home()
+    (call / "out").mkdir(parents=True)
     variables = {
-        **{key: header["env"][key] for key in ("TERM", "NO_COLOR") if header["env"].get(key)},
+        **asked["env"],
+        "COOKBOOK_HOST": "local",
+        "COOKBOOK_LISTENING": str(call / "listening"),
         "COOKBOOK_ROOT": str(root),
         "COOKBOOK_VENV": str(paths.venv_root()),
         "COOKBOOK_CLUSTERS": str(paths.CLUSTERS),
-        "PYTHONPATH": str(code),
+        "PYTHONPATH": str(paths.REPO_ROOT),
     }
-    if tree is not None:
+    if asked["tree"]:
+        tree = _private(root, "trees") / _hex(asked["tree"])
+        os.utime(tree)
+        last = tree.with_name(f"last-{_hex(asked['project'])}")
+        last.unlink(missing_ok=True)
+        last.symlink_to(tree.name)
         # The checkout around it is another one.
         variables["GIT_CEILING_DIRECTORIES"] = str(tree.parent)
-    cwd = (tree / header["cwd"]) if tree is not None else Path.home()
-    cwd.mkdir(parents=True, exist_ok=True)  # it may hold no file
-    runner.start(folder, argv, cwd, variables, header["terminal"])
+        cwd = tree / asked["cwd"]
+        cwd.mkdir(parents=True, exist_ok=True)  # it may hold no file
+    words = [word.replace("{out}", str(call / "out")) for word in asked["argv"]]
+    # Held back until the command has been imported: launcher/__main__.py.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "launcher", *words],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _follow(process, call / "listening", asked["call"])
+    if not any((call / "out").iterdir()):
+        shutil.rmtree(call, ignore_errors=True)
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
-def _remove_old(root: Path) -> None:
-    now = time.time()
-    for folder in private(root, "sessions").iterdir():
-        with suppress(OSError):
-            newest = max(each.stat().st_mtime for each in [folder, *folder.iterdir()])
-            if now - newest > _KEPT_S:
-                shutil.rmtree(folder)
+def _follow(process: "subprocess.Popen[bytes]", listening: Path, mark: str) -> None:
+    """Wait for the end of a command; tell the laptop where it listens, and it that it shall end."""
+    interrupted: list[float] = []
+
+    def interrupt(*_: object) -> None:
+        interrupted.append(time.monotonic())
+        _signal(process, signal.SIGINT)
+
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    inputs = [] if sys.stdin.isatty() else [sys.stdin]
+    told = False
+    while process.poll() is None:
+        if select.select(inputs, [], [], 0.1)[0] and not os.read(0, 1):
+            inputs = []
+            interrupt()
+        if not told and listening.is_file():
+            told = True
+            with suppress(OSError):
+                os.write(2, f"\x1e{mark} {listening.read_text()}\n".encode())
+        if interrupted and time.monotonic() > interrupted[0] + _LAST_S:
+            _signal(process, signal.SIGTERM)
 
 
-def _stream(asked: BinaryIO, client: BinaryIO, folder: Path, offset: int) -> None:
-    """Send a session's records from a byte on, until the last or until the client is gone."""
-    seen, beat = runner.Sign(folder / runner.SEEN), runner.Sign(folder / runner.BEAT)
-    records, next_beat = wire.Records(), 0.0
-    path = folder / runner.RECORDS
-    if offset:
-        # Where records begin is known only from the first one on.
-        with open(path, "rb") as file:
-            list(records.feed(file.read(offset)))
-    while True:
-        data = b""
-        with suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            data = file.read(wire.CHUNK)
-        if data:
-            client.write(data)
-            client.flush()
-            offset += len(data)
-            if any(kind == wire.END for kind, _ in records.feed(data)):
-                return
-        if time.monotonic() > next_beat:
-            next_beat = time.monotonic() + runner.BEAT_S
-            seen.change()
-            if beat.still_s() > _LOST_S:
-                message = b"error: the command was ended on the cluster's login node\n"
-                client.write(wire.record(wire.ERR, message) + wire.record(wire.END, b"1"))
-                client.flush()
-                return
-        ready, _, _ = select.select([asked], [], [], 0 if data else 0.05)
-        if ready:
-            wire.receive(asked)  # Ctrl-C; EOFError: the client is gone
-            (folder / runner.STOP).touch()
-
-
-def _send_files(asked: BinaryIO, client: BinaryIO, root: Path, header: dict[str, Any]) -> None:
-    """List the files of a part of a run, and send what the client says it lacks of each."""
-    run = find.find(directory.runs_root(root), header["run"])
-    base, folder = run.path, run.path / _PARTS[header["part"]]
-    if not folder.is_dir():
-        raise RunFault(
-            f"{run.name} has no {folder.relative_to(base)}: see what it has with: "
-            f"cookbook status {run.name}"
-        )
-    listed = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    listed = [path for path in listed if not any(up.is_symlink() for up in _between(path, folder))]
-    sizes = [[path.relative_to(base).as_posix(), path.stat().st_size] for path in listed]
-    wire.send(client, {"run": run.name}, wire.packed(sizes))
-    _, payload = wire.receive(asked)
-    known = {name for name, _ in sizes}
-    for name, offset, sha256 in wire.unpacked(payload):
-        if name not in known:
-            raise UnknownRun(f"{name} is not one of the files that were listed")
-        _send_file(client, base / name, name, offset, sha256)
-
-
-def _between(path: Path, folder: Path) -> list[Path]:
-    """Return the folders from a file up to, and without, another folder."""
-    return [up for up in path.parents if up.is_relative_to(folder) and up != folder]
-
-
-def _send_file(client: BinaryIO, path: Path, name: str, offset: int, sha256: str) -> None:
-    """Send a file from a byte on if the bytes before it have that hash, else from the start."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        left = offset
-        while left and (data := file.read(min(left, wire.CHUNK))):
-            digest.update(data)
-            left -= len(data)
-        if left or digest.hexdigest() != sha256:
-            digest, offset = hashlib.sha256(), 0
-            file.seek(0)
-        wire.send(client, {"name": name, "offset": offset})
-        while data := file.read(wire.CHUNK):
-            digest.update(data)
-            wire.send(client, {}, data)
-    wire.send(client, {"sha256": digest.hexdigest()})
+def _signal(process: "subprocess.Popen[bytes]", number: int) -> None:
+    """Send a signal to the command and what it started in its session, as a terminal does."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

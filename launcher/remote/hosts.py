@@ -15,8 +15,7 @@ DEFAULT_KIT = "slurm-cookbook"
 _KEYS = ("host", "kits")
 
 
-# Read at each start: what is not generated takes no time.
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Host:
     """A host by its name in ssh's configuration, and the folder of the kit there."""
 

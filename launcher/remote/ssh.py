@@ -1,312 +1,188 @@
-"""ssh as the user has configured it: an existing master connection, and never a question.
+"""ssh and rsync as the user has configured them, through one connection that stays open.
 
-COOKBOOK_SSH is the program with its options, as GIT_SSH_COMMAND is for git.
+COOKBOOK_SSH is the ssh program with its options, as GIT_SSH_COMMAND is for git.
 """
 
-import math
 import os
-import queue
+import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from typing import IO, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from launcher.errors import RemoteFault
-from launcher.remote import wire
 from launcher.remote.hosts import Host
 
 # ssh's own status if the connection failed, and not the command.
 LOST = 255
+NO_KIT, _NO_RSYNC, IS_CHECKOUT = 96, 97, 98
 # Used if the user's configuration names no control socket. %C: a hash of user, host and port.
 _OWN_SOCKET = "~/.ssh/cookbook-%C"
-# A host that has not answered for so long is said to be silent.
-_SILENT_S = 10
-# A lost connection is waited for so long.
-_WAIT_S = 600
-_WINDOWS = os.name == "nt"
-_REMEDY = "install OpenSSH's client, or name it with COOKBOOK_SSH"
-
-
-class Broken(Exception):
-    """The connection ended before the answer did; its text is ssh's own words."""
-
-
-class Session:
-    """One ssh call: the cluster's side of the kit, with its input and its output.
-
-    turns: how often an answer was waited for after something was sent.
-    """
-
-    def __init__(self, argv: list[str], silent: Callable[[], None] = lambda: None) -> None:
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115, closed in close()
-        # Ctrl-C is for us: ssh must live on to carry the last words.
-        apart: dict[str, Any] = {"start_new_session": True}
-        if sys.platform == "win32":
-            apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-        self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, **apart
-        )
-        assert self._process.stdin and self._process.stdout
-        self._stdin: IO[bytes] = self._process.stdin
-        self._stdout: IO[bytes] = self._process.stdout
-        self._came: queue.Queue[bytes] = queue.Queue(64)
-        self._rest = b""
-        self._ended, self._sent, self.turns, self.received = False, False, 0, 0
-        self._silent, self._patient_until = silent, time.monotonic() + _SILENT_S
-        threading.Thread(target=self._read_all, daemon=True).start()
-        self.greeting: dict[str, Any] | None = None
-
-    def _read_all(self) -> None:
-        while data := os.read(self._stdout.fileno(), 2**16):
-            self._came.put(data)
-        self._came.put(b"")
-
-    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        self._sent = True
-        try:
-            wire.send(self._stdin, header, payload)
-        except OSError as error:
-            raise Broken(self.message()) from error
-
-    def receive(self) -> tuple[dict[str, Any], bytes]:
-        """Return the next message of the cluster's side.
-
-        Raises:
-            Broken: the connection ended.
-            RemoteFault: the other side reports faults.
-        """
-        try:
-            self._greeted()
-            header, payload = wire.receive(self)
-        except EOFError as error:
-            raise Broken(self.message()) from error
-        if "faults" in header:
-            raise RemoteFault(header["faults"], header.get("exit_code", 1))
-        return header, payload
-
-    def _greeted(self) -> None:
-        while self.greeting is None:
-            line = self.readline(2**16)
-            if not line:
-                raise EOFError
-            if line.startswith(wire.GREETING):
-                header, _ = wire.receive(self)
-                self.greeting = header
-
-    def some(self) -> bytes | None:
-        """Return what has come, b"" at the end, None if nothing comes within a moment."""
-        if not self._fill(once=True):
-            return None
-        data, self._rest = self._rest, b""
-        return data
-
-    def _fill(self, once: bool = False) -> bool:
-        """Wait until there is something to read, or the end; once: or until a moment is over."""
-        if self._sent:
-            self._sent, self.turns = False, self.turns + 1
-        while not self._rest and not self._ended:
-            # With a time limit: Windows delivers no Ctrl-C to a thread that blocks without one.
-            try:
-                self._rest = self._came.get(timeout=0.2)
-            except queue.Empty:
-                if self.greeting is None and time.monotonic() > self._patient_until:
-                    self._patient_until = math.inf
-                    self._silent()
-                if once:
-                    return False
-                continue
-            self._ended = not self._rest
-            self.received += len(self._rest)
-        return True
-
-    def readline(self, limit: int, /) -> bytes:
-        line = b""
-        while not line.endswith(b"\n") and len(line) < limit:
-            self._fill()
-            if not self._rest:
-                break
-            end = self._rest.find(b"\n") + 1 or len(self._rest)
-            line, self._rest = line + self._rest[:end], self._rest[end:]
-        return line
-
-    def read(self, count: int, /) -> bytes:
-        parts, left = [], count
-        while left:
-            self._fill()
-            if not self._rest:
-                break
-            parts.append(self._rest[:left])
-            self._rest = self._rest[left:]
-            left -= len(parts[-1])
-        return b"".join(parts)
-
-    def message(self) -> str:
-        """Return what ssh, or the shell there, said before it ended."""
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return ""
-        self._words.seek(0)
-        said = self._words.read().decode(errors="replace").split("\n")
-        return "; ".join(line.strip() for line in said[-4:] if line.strip())
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.poll()
-
-    def close(self) -> None:
-        """End the call; what runs there is not ended by this."""
-        for stream in (self._stdin, self._words):
-            with suppress(OSError):
-                stream.close()
-        self._process.terminate()
-        self._process.wait()
+_OPEN_FOR = "12h"
+# macOS has another program of this name.
+_RSYNC = "install rsync 3.1 or newer (apt install rsync, brew install rsync, or conda-forge's)"
 
 
 class Connection:
-    """The way to a host: through the user's master connection, else without any question."""
+    """The way to a host: the user's open connection, else one that ssh opens, asking once."""
 
-    def __init__(self, host: Host, say: Callable[[str], None]) -> None:
+    def __init__(self, host: Host) -> None:
         self.host = host
-        self._say = say
-        # On Windows \ is no escape, and quotes around a path stay.
-        given = shlex.split(os.environ.get("COOKBOOK_SSH") or "ssh", posix=not _WINDOWS)
-        self._program = [part.strip('"') for part in given] if _WINDOWS else given
-        if shutil.which(self._program[0]) is None:
-            raise RemoteFault(f"there is no {self._program[0]} on this machine: {_REMEDY}")
-        self._socket = (
-            [] if _WINDOWS or self._configured() else ["-o", f"ControlPath={_OWN_SOCKET}"]
-        )
-        self.master = self._has_master()
-        self.sessions: list[Session] = []
-
-    def _configured(self) -> bool:
-        """Whether the user's own configuration names a control socket for the host."""
-        done = self._run(["-G", self.host.name])
-        if done is None or done.returncode:
-            message = _last(done.stderr) if done else "ssh -G gives no answer"
-            raise RemoteFault(f"ssh cannot read its configuration: {message}")
-        lines = done.stdout.decode(errors="replace").lower().splitlines()
-        paths = [line.split()[1] for line in lines if line.startswith("controlpath ")]
-        return bool(paths) and paths[0] != "none"
-
-    def _run(self, arguments: list[str]) -> "subprocess.CompletedProcess[bytes] | None":
-        argv = [*self._program, *arguments]
-        try:
-            return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def _has_master(self) -> bool:
-        if _WINDOWS:  # its OpenSSH shares no connections
-            return False
-        done = self._run([*self._socket, "-O", "check", self.host.name])
-        return done is not None and done.returncode == 0
-
-    def dropped(self) -> bool:
-        """Whether there was a master connection, and is none any more."""
-        return self.master and not self._has_master()
-
-    @property
-    def opening(self) -> str:
-        """The command that opens a master connection, with one authentication."""
-        # Not -M, which leaves the socket of a connection that died, and then shares nothing.
-        argv = [*self._program, "-Nf", "-o", "ControlMaster=auto"]
-        argv += ["-o", "ServerAliveInterval=15", *self._socket]
-        return shlex.join([*argv, self.host.name])
-
-    def argv(self, command: str) -> list[str]:
-        """Return the ssh call that runs a shell's command there."""
-        # Never a question, nor a master; and a connection without one notices that it is dead.
-        settings = (
-            "BatchMode=yes",
-            "ControlMaster=no",
-            "ConnectTimeout=20",
-            "ServerAliveInterval=15",
-        )
-        options = [part for each in settings for part in ("-o", each)]
-        return [*self._program, *self._socket, "-T", *options, self.host.name, command]
-
-    def control(self, what: str, rule: list[str]) -> None:
-        """Ask the master connection to forward a port, or to end that."""
-        done = self._run([*self._socket, "-O", what, *rule, self.host.name])
-        if done is None or done.returncode:
-            message = _last(done.stderr) if done else "no answer"
-            raise RemoteFault(f"ssh -O {what} {' '.join(rule)}: {message}")
-
-    def forwarding(self, rule: list[str]) -> list[str]:
-        """Return the ssh call that only forwards a port, without a master connection."""
-        return [*self.argv("")[:-2], "-N", "-o", "ExitOnForwardFailure=yes", *rule, self.host.name]
-
-    def open(self) -> Session:
-        """Start the cluster's side of the kit."""
-        argv = self.argv(shell(self.host, "launcher.remote.far"))
-        self.sessions.append(Session(argv, self._say_silent))
-        return self.sessions[-1]
-
-    def _say_silent(self) -> None:
-        name = self.host.name
-        message = f"{name} has not answered for {_SILENT_S} s; waiting (Ctrl-C stops this)"
-        if self.master:
-            ends = shlex.join([*self._program, *self._socket, "-O", "exit", name])
-            message += f". A connection that died is ended with: {ends}"
-        self._say(message)
-
-    def fault(self, exit_code: int | None, message: str) -> RemoteFault:
-        """Return what to tell if a call ended before the cluster's side had begun."""
-        name = self.host.name
-        if exit_code != LOST:
-            summary = f"{name} has no working kit in {self.host.kit} ({message or 'no answer'})"
-            return RemoteFault(
-                f"{summary}: install it with: cookbook init --host {name}, or name its folder in "
-                "~/.config/slurm-cookbook/config.yaml"
+        self._ssh = shlex.split(os.environ.get("COOKBOOK_SSH") or "ssh")
+        if shutil.which(self._ssh[0]) is None:
+            raise RemoteFault(
+                f"there is no {self._ssh[0]} on this machine: install OpenSSH's client, or name it "
+                "with COOKBOOK_SSH"
             )
-        if self.master or not ("denied" in message or "authentication" in message.lower()):
-            return RemoteFault(
-                f"cannot connect to {name}: {message or 'ssh gave no reason'}: see why with: "
-                f"{shlex.join([*self._program, name])}"
-            )
-        if _WINDOWS:
-            remedy = "load your key with: ssh-add (OpenSSH for Windows shares no connections)"
-        else:
-            remedy = f"authenticate once, for all commands of the day, with: {self.opening}"
-        return RemoteFault(f"there is no open connection to {name}: {remedy}")
+        self._plain = shlex.join([*self._ssh, host.name])
+        self._ssh += ["-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=20"]
+        known = self._run(["-G", host.name])
+        if not re.search(r"(?im)^controlpath (?!none$)", known.stdout):
+            self._ssh += ["-o", f"ControlPath={_OWN_SOCKET}"]
+            Path(_OWN_SOCKET).expanduser().parent.mkdir(mode=0o700, exist_ok=True)
+        if self._run(["-O", "check", host.name]).returncode:
+            self._open()
+        self._ssh += ["-o", "ControlMaster=no", "-o", "BatchMode=yes"]
 
-    def again(self, attempt: int) -> None:
-        """Wait until a lost connection can be tried again.
+    def _run(self, arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        argv = [*self._ssh, *arguments]
+        return subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
+
+    def _open(self) -> None:
+        """Open a connection that outlives this command; ssh asks on the terminal."""
+        shared = ["-o", "ControlMaster=auto", "-o", f"ControlPersist={_OPEN_FOR}"]
+        argv = [*self._ssh, *shared, "-T", self.host.name, "true"]
+        # Not a pipe, which the connection of an older ssh would keep open.
+        with tempfile.TemporaryFile() as words:
+            done = subprocess.run(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words
+            )
+            words.seek(0)
+            said = _last(words.read().decode(errors="replace"))
+        if done.returncode == LOST:
+            raise RemoteFault(
+                f"cannot connect to {self.host.name}: {said}: see why with: {self._plain} (a "
+                "second factor is asked for once a day, in a terminal)"
+            )
+
+    def argv(self, inner: str) -> list[str]:
+        """Return the ssh call that runs a script in a login shell there."""
+        return [*self._ssh, "-T", self.host.name, _login(inner)]
+
+    def far(self, *words: str, terminal: bool = False) -> list[str]:
+        """Return the ssh call that starts the cluster's side with these words."""
+        argv = self.argv(f"{far(self.host, *words)} {_OUT}")
+        # -q: without ssh's own last line.
+        return [*argv[:-3], "-qt", *argv[-2:]] if terminal else argv
+
+    def ask(self, *words: str) -> bytes:
+        """Return what the cluster's side prints.
 
         Raises:
-            RemoteFault: nobody opened the master connection again.
+            RemoteFault: it reports a fault, or there is no connection.
         """
-        self._say(f"the connection to {self.host.name} was lost; reconnecting (Ctrl-C stops this)")
-        if not self.master:
-            time.sleep(min(30, 2**attempt / 2))
-            return
-        deadline, warned = time.monotonic() + _WAIT_S, False
-        while not self._has_master():
-            if not warned:
-                warned = True
-                self._say(f"open it again, in another terminal, with: {self.opening}")
-            if time.monotonic() > deadline:
-                raise RemoteFault(f"there is no connection to {self.host.name}: {self.opening}")
-            time.sleep(1)
+        done = subprocess.run(self.far(*words), stdin=subprocess.DEVNULL, capture_output=True)
+        if done.returncode:
+            raise self.fault(done.returncode, done.stderr.decode(errors="replace"))
+        return done.stdout
+
+    def fault(self, code: int, said: str) -> RemoteFault:
+        """Return what to tell about a call that failed."""
+        name = self.host.name
+        if code == NO_KIT:
+            return RemoteFault(
+                f"{name} has no working kit in {self.host.kit}: install it with: cookbook init "
+                f"--host {name}, or name its folder in ~/.config/slurm-cookbook/config.yaml"
+            )
+        if code == _NO_RSYNC:
+            return RemoteFault(f"{name} has no rsync for login shells: there, {_RSYNC}")
+        if code == LOST:
+            return RemoteFault(
+                f"the connection to {name} was lost: runs there go on; see them with: cookbook "
+                f"--host {name} status"
+            )
+        found = re.findall(r"(?m)^error: (.+)$", said)
+        return RemoteFault(found or f"on {name}: {_last(said)}", 2 if code == 2 else 1)
+
+    def push(self, folder: Path, enter: str, *options: str, progress: bool = False) -> int:
+        """Copy what the links of a folder point to into the folder there that a script enters.
+
+        Returns 0, or IS_CHECKOUT if the script ended with that.
+        """
+        words = [*options, "-rLtz", f"{folder}/", f"{self.host.name}:./"]
+        return self._rsync(enter, words, progress)
+
+    def pull(self, there: str, folder: Path) -> None:
+        """Copy the files of a folder there into one here. Links are left out: what comes lies in
+        that folder, whatever the other side sends."""
+        folder.mkdir(parents=True, exist_ok=True)
+        options = ["--partial-dir=.rsync-partial", "--no-inc-recursive", "-rt"]
+        enter = f"cd {shlex.quote(there)}"
+        self._rsync(enter, [*options, f"{self.host.name}:./", f"{folder}/"], True)
+
+    def _rsync(self, enter: str, words: list[str], progress: bool) -> int:
+        program = shutil.which("rsync") or "rsync"
+        with suppress(OSError):
+            known = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+            if not re.match(r"rsync +version 3\.[1-9]", known):
+                program = ""
+        if not program or shutil.which(program) is None:
+            raise RemoteFault(f"there is no rsync 3.1 on this machine: {_RSYNC}")
+        has = f"command -v rsync >/dev/null || exit {_NO_RSYNC}"
+        inner = f'{{ {enter}; }} && {{ {has}; }} && exec rsync "$@" {_OUT}'
+        argv = [program, "-e", shlex.join(self._ssh), "--rsync-path", _login(inner), *words]
+        if progress and sys.stderr.isatty():
+            argv.insert(1, "--info=progress2")
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, errors="replace"
+        )
+        if done.returncode not in (0, IS_CHECKOUT):
+            # What the host said, before rsync's own words about it.
+            said = [line for line in done.stderr.splitlines() if not line.startswith("rsync")]
+            raise self.fault(done.returncode, "\n".join(said) or done.stderr)
+        return done.returncode
+
+    @contextmanager
+    def forwarded(self, host: str, port: int) -> Iterator[int]:
+        """Forward a port of 127.0.0.1 to host and port as the login node sees them; yield the port.
+
+        It is the same number if that is free here.
+        """
+        own = _free(port)
+        rule = ["-L", f"127.0.0.1:{own}:{host}:{port}", self.host.name]
+        done = self._run(["-O", "forward", *rule])
+        if done.returncode:
+            raise RemoteFault(f"ssh cannot forward port {own} to {host}:{port}: {done.stderr}")
+        try:
+            yield own
+        finally:
+            self._run(["-O", "cancel", *rule])
 
 
-def shell(host: Host, module: str, *message: str) -> str:
-    """Return the command that runs a module of the kit on the host, in a login shell.
+# What a login shell's own files print must not come between the bytes of an answer.
+_OUT = "1>&3 3>&-"
+
+
+def _login(inner: str) -> str:
+    """Return the command, for any user's shell, that runs a script in a login shell of bash.
 
     A login shell: on many clusters Slurm's commands come from /etc/profile.d.
     """
-    python = '"${COOKBOOK_VENV:-$PWD/.venv}/bin/python"'
-    inner = f'cd {folder(host.kit)} && PYTHONPATH="$PWD" exec {python} -P -m {module}'
-    inner = " ".join([inner, *map(shlex.quote, message)])
-    return f"exec bash -lc {shlex.quote(inner)}"
+    return f"""sh -c 'exec bash -lc "$0" kit "$@" 3>&1 1>&2' {shlex.quote(inner)}"""
+
+
+def far(host: Host, *words: str, module: str = "launcher.remote.far") -> str:
+    """Return the script that runs a module of the kit on the host."""
+    enter = f'cd {folder(host.kit)} && p="${{COOKBOOK_VENV:-$PWD/.venv}}/bin/python"'
+    start = f'PYTHONPATH="$PWD" "$p" -P -m {module} {shlex.join(words)}'
+    return f'{{ {{ {enter} && [ -x "$p" ]; }} 2>/dev/null || exit {NO_KIT}; }}; {start}'
 
 
 def folder(path: str) -> str:
@@ -315,5 +191,13 @@ def folder(path: str) -> str:
     return shlex.quote(path) if path.startswith("/") else f'"$HOME"/{shlex.quote(path)}'
 
 
-def _last(text: bytes) -> str:
-    return (text.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
+def _free(wanted: int) -> int:
+    """Return a port of 127.0.0.1 on which nothing listens, the wanted one if it can be had."""
+    for port in (wanted, 0):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)) as server:
+            return int(server.getsockname()[1])
+    raise RemoteFault("there is no free port on 127.0.0.1")
+
+
+def _last(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]

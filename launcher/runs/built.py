@@ -1,4 +1,4 @@
-"""Environments that are built of dependencies: <shared folder>/environments/<digest>."""
+"""Environments that are built of dependencies: <shared folder>/environments/<user id>/<digest>."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import paths, venv
+from launcher import paths, venv, yamlfile
 from launcher.errors import PreflightFault, RunFault, UsageFault
 from launcher.recipes.environment import BUILT, Environment
-from launcher.runs import lock
+from launcher.runs import lock, trust
 from launcher.runs.directory import Run, runs_root
 from launcher.runs.find import every
 from runspec import files
@@ -37,12 +37,16 @@ class Built:
 
 def folder(environment: Environment, root: Path) -> Path:
     """Return where an environment's dependencies are built, whether they are or not."""
-    return root / BUILT / environment.digest
+    return root / BUILT / str(os.geteuid()) / environment.digest
 
 
 def is_built(environment: Environment, root: Path) -> bool:
-    """Whether its dependencies are built."""
-    return (folder(environment, root) / _RECORD).is_file()
+    """Whether its dependencies are built; RunFault if others could have changed what is there."""
+    path = folder(environment, root)
+    if not (path / _RECORD).is_file():
+        return False
+    trust.require(path.parent, path, path / "bin", *path.glob("lib/python*/site-packages"))
+    return True
 
 
 def solve(environment: Environment) -> list[str]:
@@ -95,7 +99,7 @@ def build(environment: Environment, root: Path, say: Callable[[str], None]) -> P
     It appears whole or not at all; who comes meanwhile waits. It can be moved.
     """
     path = folder(environment, root)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    trust.own_folder(root, BUILT)
     with (path.parent / f".{path.name}.lock").open("a+", encoding="utf-8") as file:
         lock.take(file, _WAIT_S, lambda who: say(f"waiting for {path.name}, built by {who}"))
         if not is_built(environment, root):
@@ -104,7 +108,11 @@ def build(environment: Environment, root: Path, say: Callable[[str], None]) -> P
             shutil.rmtree(path, ignore_errors=True)
             temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
             try:
-                _fill(environment, temporary)
+                before = os.umask(0o022)
+                try:
+                    _fill(environment, temporary)
+                finally:
+                    os.umask(before)
                 temporary.chmod(0o755)
                 os.rename(temporary, path)
             finally:
@@ -117,6 +125,29 @@ def build(environment: Environment, root: Path, say: Callable[[str], None]) -> P
 def ensure(environment: Environment | None, root: Path, say: Callable[[str], None]) -> None:
     """Build a recipe's environment if it has dependencies; errors as of build."""
     if environment and environment.dependencies:
+        build(environment, root, say)
+
+
+def restore(run: Run, say: Callable[[str], None]) -> None:
+    """Build the environment that a run's job script names again if it is gone.
+
+    Raises:
+        RunFault: with today's Python and pins it would be another one.
+        PreflightFault: as of build.
+    """
+    root = run.path.parent.parent
+    for digest in digests(run):
+        path = root / BUILT / str(os.geteuid()) / digest
+        if (path / _RECORD).is_file():
+            continue
+        block = yamlfile.load(run.path / files.RECIPE).get("environment") or {}
+        environment = Environment.of(block)
+        if environment.digest != digest:
+            raise RunFault(
+                f"{path}, the environment of {run.name}, was removed, and the kit "
+                "has other packages now: continue in a new one with: cookbook resume "
+                f"{run.name} --code current"
+            )
         build(environment, root, say)
 
 
@@ -199,10 +230,10 @@ def listed(root: Path) -> list[Built]:
     """Return the built environments, the one used last first."""
     users: dict[str, list[str]] = {}
     for run in every(runs_root(root)):
-        for digest in _digests(run):
+        for digest in digests(run):
             users.setdefault(digest, []).append(run.name)
     environments = []
-    for file in (root / BUILT).glob(f"[0-9a-f]*/{_RECORD}"):
+    for file in (root / BUILT).glob(f"*/[0-9a-f]*/{_RECORD}"):
         path = file.parent
         content = files.peek(file)
         size = sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
@@ -213,13 +244,13 @@ def listed(root: Path) -> list[Built]:
     return sorted(environments, key=lambda each: -each.used)
 
 
-def _digests(run: Run) -> set[str]:
-    """Return the built environments that a run's job script names."""
+def digests(run: Run) -> set[str]:
+    """Return the built environments that a run's job script names; OSError if it is unreadable."""
     try:
-        script = (run.path / files.JOB_SCRIPT).read_text(encoding="utf-8")
-    except OSError:
+        script = (run.path / files.JOB_SCRIPT).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
         return set()
-    return set(re.findall(rf"/{BUILT}/([0-9a-f]{{16}})/", script))
+    return set(re.findall(rf"/{BUILT}/\d+/([0-9a-f]{{16}})/", script))
 
 
 def remove(root: Path, digest: str, force: bool = False) -> Built:

@@ -1,4 +1,4 @@
-"""The kit's own code as a part of a run: a copy by content, shared by all runs that have the same.
+"""The kit's own code as a part of a run: a copy by content, shared by a user's runs that have it.
 
 A change in the checkout reaches no run that is queued, retried or resumed.
 """
@@ -6,12 +6,14 @@ A change in the checkout reaches no run that is queued, retried or resumed.
 import hashlib
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher import paths
 from launcher.errors import RunFault
+from launcher.runs import trust
 from launcher.runs.snapshot import git
 from runspec import files
 
@@ -34,7 +36,7 @@ class Code:
 
     @property
     def sha256(self) -> str:
-        return self.folder.name.partition(".")[0]
+        return self.folder.name
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -60,16 +62,14 @@ def of_run(run_dir: Path) -> Code | None:
 
 
 def present(root: Path) -> Code:
-    """Return the copy of the present code in the shared folder, made if it is not there.
-
-    The group may read it, because a colleague's run may have the same code.
+    """Return this user's copy of the present code, made if it is not there; the group may read it.
 
     Raises:
-        RunFault: it cannot be read or written.
+        RunFault: it cannot be read or written, or others could have changed it.
     """
     before = os.umask(0o027)
     try:
-        return _kept(root / FOLDER, _content())
+        return _kept(trust.own_folder(root, FOLDER), _content(paths.REPO_ROOT))
     except OSError as error:
         raise RunFault(
             f"cannot copy the kit's code to {root / FOLDER}: {error.filename or ''}: "
@@ -81,21 +81,41 @@ def present(root: Path) -> Code:
 
 def present_sha256() -> str:
     """Return the hash that a copy of the present code has."""
-    return _hash(_content())
+    return _hash(_content(paths.REPO_ROOT))
 
 
-def _content() -> dict[str, bytes]:
+def require(copy: Code, trusted: Iterable[str] = ()) -> None:
+    """Raise RunFault unless a copy is what its name says, and nobody else could change it.
+
+    Args:
+        trusted: names of users whose copies are used too.
+    """
+    places = [copy.folder.parent, copy.folder]
+    for folder, folders, names in os.walk(copy.folder):
+        places += [Path(folder, name) for name in (*folders, *names)]
+    faults = [text for place in places if (text := trust.fault(place, trusted))][:1]
+    other = {each.name for each in copy.folder.iterdir()} - {*_PARTS, ORIGIN}
+    if other or _hash(_content(copy.folder)) != copy.sha256:
+        faults.append(f"{copy.folder} is not the code that its name says")
+    if faults:
+        raise RunFault(
+            f"{'; '.join(faults)}: remove that folder; a run that uses it goes on with the present "
+            "code by: cookbook resume RUN --code current"
+        )
+
+
+def _content(root: Path) -> dict[str, bytes]:
     """Return the files of the kit's code by path; settings of sites are left out."""
     content = {}
     for part in _PARTS:
-        for folder, folders, names in os.walk(paths.REPO_ROOT / part):
+        for folder, folders, names in os.walk(root / part):
             folders[:] = sorted(name for name in folders if name != "__pycache__")
             place = Path(folder)
             if place in (paths.CLUSTERS, paths.OWN_CLUSTERS):
                 continue
             for name in sorted(names):
                 path = place / name
-                content[str(path.relative_to(paths.REPO_ROOT))] = path.read_bytes()
+                content[str(path.relative_to(root))] = path.read_bytes()
     return content
 
 
@@ -107,10 +127,8 @@ def _hash(content: dict[str, bytes]) -> str:
 def _kept(folder: Path, content: dict[str, bytes]) -> Code:
     sha256 = _hash(content)
     final = folder / sha256
-    if final.is_dir() and not os.access(final, os.R_OK | os.X_OK):
-        # Another user's private copy.
-        final = folder / f"{sha256}.{os.getuid()}"
     if final.is_dir():
+        require(Code(final))
         return Code(final)
     temporary = folder / f".tmp-{final.name}-{os.getpid()}"
     try:

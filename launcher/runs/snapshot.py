@@ -70,7 +70,11 @@ def fault(folder: Path) -> str | None:
 
 
 def copy(folder: Path, target: Path) -> None:
-    """Copy a folder's files, or one file, to target, which must not exist; follow links."""
+    """Copy a folder's files, or one file, to target, which must not exist.
+
+    A link that leads out of the folder stays a link: the run may be readable for others, who may
+    not read what it leads to.
+    """
     try:
         if folder.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +83,11 @@ def copy(folder: Path, target: Path) -> None:
         target.mkdir(parents=True)
         for path in files(folder):
             (target / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(folder / path, target / path)
+            source = (folder / path).resolve()
+            if source.is_relative_to(folder.resolve()):
+                shutil.copy2(source, target / path)
+            else:
+                (target / path).symlink_to(source)
     except OSError as error:
         raise PreflightFault(
             f"cannot copy {error.filename or folder} into the run: {error.strerror}: make it "

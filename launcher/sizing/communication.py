@@ -27,7 +27,7 @@ BALANCE = 3
 LOSS_SUMS = 3
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class Message:
     """`count` messages of one kind that each rank takes part in, in one step.
 

@@ -48,9 +48,7 @@ class Reached(NamedTuple):
         Cards with more than 400 TFLOP/s are held back by their power, and FlashAttention 2 does
         not use what is new in them, so it is as fast on all: on H100 it reaches 350 to 370 TFLOP/s
         forward and about 290 backward (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6), on
-        A100 200 and 180 (Dao 2023, arXiv 2307.08691, figures 4 to 6). The kit's own grouped
-        product is not measured: it is taken to be as fast as torch's. On A100 MegaBlocks' kernels
-        have 98.6 % of a batched product's speed (Gale et al. 2022, arXiv 2211.15841).
+        A100 200 and 180 (Dao 2023, arXiv 2307.08691, figures 4 to 6).
         """
         if gpu.bf16_tflops <= 400:
             return _AMPERE
@@ -81,14 +79,12 @@ DENSE, OTHER = 0.15, 0.3
 
 
 def grouped_by(step: StepConfig, gpu: Gpu) -> str:
-    """Return what multiplies the experts' rows: torch, Triton, or "a loop" over the experts.
+    """Return what multiplies the experts' rows: a kernel of torch, or "a loop" over the experts.
 
-    As trainer.layers.experts has it: torch has a kernel for bf16 from compute capability 9 on, the
-    kit one in Triton for other GPUs.
+    torch has a kernel for bf16 from compute capability 9 on.
     """
-    if step.element_bytes == FP32:
-        return "a loop"
-    return "Triton" if gpu.is_amd or Reached.of(gpu) is _AMPERE else "torch"
+    older = gpu.is_amd or Reached.of(gpu) is _AMPERE
+    return "a loop" if step.element_bytes == FP32 or older else "torch"
 
 
 def uncertainty(step: StepConfig) -> float:

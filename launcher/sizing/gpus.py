@@ -13,8 +13,7 @@ DEFAULT = "h100-80"
 _LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 144, 180, 186, 192, 256, 288)
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Gpu:
     """A kind of GPU; match is a regular expression for the name that the driver gives it."""
 

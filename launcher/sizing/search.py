@@ -195,8 +195,7 @@ def _method_keys(step: StepConfig) -> str:
 # What is predicted -------------------------------------------------------------------------------
 
 
-# Neither compared nor shown: what is not generated takes no time at each start.
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Prediction:
     """One setting, its memory, and its time, which is worked out when it is asked for."""
 
@@ -243,7 +242,7 @@ class Prediction:
         }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Predictor:
     """Predicts settings near a recipe's own.
 
@@ -306,7 +305,7 @@ class Predictor:
 # What to change if a recipe does not fit ---------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Remedy:
     """A change of the recipe, on top of those before it that helped, and what comes of it."""
 

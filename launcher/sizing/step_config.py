@@ -19,7 +19,7 @@ FP32 = 4
 NF4_BYTES, FP8_BYTES = 0.5 + 2 / 64, 1 + 2 / 64
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class StepConfig:
     """One training step: a model, what is trained of it, a layout, rows and ways to save memory."""
 

@@ -54,7 +54,7 @@ PROTOCOLS = (
 )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Links:
     """How the GPUs are connected: 10^9 bytes per second of each, in one direction.
 
@@ -136,7 +136,7 @@ STORAGE_BYTES_PER_S = 1e9
 ENDS = ("start", "loss", "turn", "end", "step")
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class StepTime:
     """Seconds of one optimizer step, what of them is waiting, and what comes of it."""
 

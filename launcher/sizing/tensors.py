@@ -44,9 +44,8 @@ class Parameter(NamedTuple):
         return -(-self.rows // self.shards) * self.shards
 
 
-# Neither compared nor shown: what is not generated takes no time at each start. Each block of a
-# model asks for its kind's sizes.
-@dataclass(frozen=True, eq=False, repr=False)
+# Each block of a model asks for its kind's sizes.
+@dataclass(frozen=True)
 class Unit:
     """Parameters that FSDP gathers and reduces together."""
 

@@ -20,6 +20,7 @@ from runspec import files
 _METRICS, _PARAMS, _TEXT = 1000, 100, 5000
 _ENDS = {
     "COMPLETED": "FINISHED",
+    "ANSWERING": "FINISHED",
     "CANCELLED": "KILLED",
     "STOPPED_EARLY": "KILLED",
     "FAILED": "FAILED",

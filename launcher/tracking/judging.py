@@ -11,6 +11,7 @@ from typing import Any
 from launcher.errors import nearest
 from launcher.tracking.facts import figures
 from launcher.tracking.gates import Gates, Wanted, task_of
+from runspec.files import parse_json
 from runspec.keys.evaluate import COMPARED, COMPARED_OF_TASK, EVAL, TASK
 from runspec.weights import content_sha256
 
@@ -260,7 +261,7 @@ def _forbidden(gate: Mapping[str, Any], counting: Sequence[Mapping[str, Any]]) -
     try:
         with open(samples, encoding="utf-8") as file:
             for line in file:
-                row = json.loads(line)
+                row = parse_json(line)
                 if row.get("task") != name.partition(".")[2]:
                     continue
                 count += 1

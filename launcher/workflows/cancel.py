@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from launcher.errors import SlurmFault, SlurmTimeout
 from launcher.executors import executor_of, title
 from launcher.runs.directory import Run, locked
-from launcher.runs.states import State, living, state_of, write_cancelled
+from launcher.runs.states import State, living, own_state, state_of, write_cancelled
 from runspec import files
 
 
@@ -18,6 +18,11 @@ def cancel(run: Run) -> str:
         if not jobs:
             return _nothing_to_cancel(run, state_of(run))
         own, newest = str(status.get("job_id")), list(jobs)[-1]
+        if own_state(run) == "COMPLETED":
+            # It answers the recipe's questions: that end is no end of the run.
+            executor_of(newest).cancel(run.job, list(jobs))
+            which = " and ".join(map(title, jobs))
+            return f"{run.name} is COMPLETED and stays so: its questions are given up ({which})"
         at_work = status.get("state") == "RUNNING" and jobs.get(own, "PENDING") != "PENDING"
         # Two jobs of one run never train at once: the mark is for the one that does.
         with _marked(run, own if at_work else newest):

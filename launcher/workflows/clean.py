@@ -1,9 +1,10 @@
 """What can be removed without losing anything: what can be computed again, and what was left."""
 
+import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from launcher import paths
 from launcher.runs import code, making
 from launcher.runs.directory import runs_root
 from launcher.runs.find import every
+from launcher.runs.states import judged
 from runspec import files
 
 # A run that is being submitted may not link to its code yet.
@@ -30,24 +32,37 @@ class Item:
     size: int
 
 
-def find(root: Path, older_s: float) -> list[Item]:
+def alive(root: Path) -> set[str]:
+    """Return the runs under a shared folder that wait or run, or of which nobody can tell."""
+    # A run of a sweep that has no job yet will get one.
+    known = judged(every(runs_root(root)))
+    return {run.name for run, state in known if not state.ended or state.word == "PENDING"}
+
+
+def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
     """Return what can be removed under a shared folder, and from this user's cache.
 
     Args:
         older_s: tokenised data are listed if no run has read or written them for so long.
+        living: the runs that wait or run, whose files stay. Neither the time of a file nor any
+            record says which tokenised data they are about to read: all of it stays.
     """
     runs = runs_root(root)
     items: list[tuple[str, Path]] = []
-    items += [("made again when needed", path) for path in _inside(paths.user_cache())]
+    items += [
+        ("made again when needed", path)
+        for path in _inside(paths.user_cache())
+        if not _executed(path)
+    ]
     items += [
         ("tokenised data, made again when needed", path)
         for path in _inside(runs / files.DATA_CACHE)
-        if _untouched(path, older_s)
+        if not living and _untouched(path, older_s)
     ]
     used = {copy.folder for run in every(runs) if (copy := code.of_run(run.path))}
     items += [
         ("code that no run uses", path)
-        for path in _inside(root / code.FOLDER)
+        for path in _inside(root / code.FOLDER / str(os.geteuid()))
         if path.resolve() not in used and _untouched(path, _YOUNG_S)
     ]
     sent = paths.sent(root)
@@ -55,27 +70,32 @@ def find(root: Path, older_s: float) -> list[Item]:
     items += [
         ("sent by a laptop, and no run names it", path)
         for path in _inside(sent / "trees")
-        if path.name not in named and _untouched(path, _YOUNG_S)
-    ]
-    items += [
-        ("sent by a laptop, and in none of its trees", path)
-        for path in _inside(sent / "files")
-        if path.stat().st_nlink == 1 and _untouched(path, _YOUNG_S)
+        if path.name not in named and not path.is_symlink() and _untouched(path, _YOUNG_S)
     ]
     items += [("left by a killed command", path) for path in making.left(runs)]
     items += [
         ("put aside by training, not used", path)
         for run in every(runs)
+        if run.name not in living
         for pattern in _ASIDE
         for path in sorted((run.path / files.CHECKPOINTS).glob(pattern))
     ]
     return [Item(reason, path, _size(path)) for reason, path in items]
 
 
+def _executed(path: Path) -> bool:
+    """Whether a process of this user on this host has a file of a folder open as its program."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if f" {path.resolve()}/" in maps.read_text(encoding="utf-8", errors="replace"):
+                return True
+    return False
+
+
 def _trees_of(run: Path) -> Iterator[str]:
     """Yield the trees that a laptop sent and that a run's files name, such as for its data."""
     for name in (files.RECIPE, files.TRAIN, files.SUBMISSION):
-        with suppress(OSError):
+        with suppress(FileNotFoundError):
             yield from _TREE.findall((run / name).read_text(encoding="utf-8", errors="replace"))
 
 

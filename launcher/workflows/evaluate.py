@@ -8,23 +8,24 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError, RecipeFault, UsageFault, nearest
-from launcher.recipes import extend
+from launcher.recipes import extend, override
 from launcher.recipes import recipe as recipe_file
 from launcher.recipes.recipe import Recipe
-from launcher.runs.directory import Run
 from launcher.site import Site
-from launcher.workflows import models
+from launcher.workflows import models, suite_data
 from launcher.workflows.models import Model
 from runspec import files
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that could be submitted: its recipe, and the models it is about."""
+    """An evaluation that could be submitted: its recipe, the models it is about, and what is told
+    of its samples."""
 
     recipe: Recipe
     candidate: Model
     against: Model | None
+    notes: tuple[str, ...] = ()
 
 
 def suites() -> list[str]:
@@ -54,16 +55,20 @@ def suite_file(name: str) -> Path:
 def plan(
     site: Site,
     wanted: str,
-    suite: str,
+    suite: str | None,
     against: str | None,
     overrides: Sequence[str] = (),
     resources: Mapping[str, Any] | None = None,
+    data: str | None = None,
 ) -> Evaluation:
     """Work out an evaluation without starting anything.
 
     Args:
         wanted: a run, a model folder, or models:/NAME@ALIAS.
+        suite: its name or file; None for the one that fits the run.
         against: base, or what wanted may be; None for no comparison.
+        data: a file of samples for all tasks; None for what the suite names, or the run's
+            dataset_val.
 
     Raises:
         UsageFault, RecipeFault: every fault of what was given.
@@ -81,21 +86,16 @@ def plan(
             other = models.resolve(site, str(against), ("base",))
     except CookbookError as error:
         faults += error.faults
-    given = [f"candidate={candidate.folder}" if candidate else "candidate=unknown"]
+    run = candidate.run if candidate else None
+    recipe: Recipe | None = None
+    notes: tuple[str, ...] = ()
     try:
-        file = suite_file(suite)
-        if "entry" not in extend.read(file)[0]:
-            raise UsageFault(f"{file} is not a suite: it has no line `entry: eval`")
-        recipe = recipe_file.load(str(file), [*overrides, *given], resources)
-        if recipe.entry.purpose != "evaluate":
-            faults.append(
-                f"{recipe.path} is not a suite: its entry is {recipe.entry_name}, not eval"
-            )
-        else:
-            faults += _missing_data(recipe, site)
+        file = suite_file(suite or suite_data.suite_of(run))
+        if candidate is not None:
+            recipe, notes = _suite(site, file, candidate, overrides, resources, data)
     except CookbookError as error:
         faults += error.faults
-    if faults or candidate is None:
+    if faults or candidate is None or recipe is None:
         raise UsageFault(list(dict.fromkeys(faults)))
     settings: dict[str, Any] = {"candidate_name": candidate.name}
     kinds = {str(task.get("kind")) for task in (recipe.config.get("tasks") or {}).values()}
@@ -105,9 +105,35 @@ def plan(
     settings["results"] = str(results_folder(site, candidate))
     if other is not None:
         settings |= {"against": str(other.folder), "against_name": other.name}
-    if candidate.run is not None and not recipe.config.get("training_data"):
-        settings["training_data"] = training_data(candidate.run)
-    return Evaluation(replace(recipe, config={**recipe.config, **settings}), candidate, other)
+    if run is not None and not recipe.config.get("training_data"):
+        settings["training_data"] = suite_data.training_of(run)
+    recipe = replace(recipe, config={**recipe.config, **settings})
+    return Evaluation(recipe, candidate, other, notes)
+
+
+def _suite(
+    site: Site,
+    file: Path,
+    candidate: Model,
+    overrides: Sequence[str],
+    resources: Mapping[str, Any] | None,
+    data: str | None,
+) -> tuple[Recipe, tuple[str, ...]]:
+    """Return a suite for a model, with the samples of its tasks, and what is told of these."""
+    if "entry" not in extend.read(file)[0]:
+        raise UsageFault(f"{file} is not a suite: it has no line `entry: eval`")
+    samples, notes = suite_data.overrides(file, overrides, data, candidate.run)
+    given = [*overrides, *samples, f"candidate={candidate.folder}"]
+    recipe = recipe_file.load(str(file), given, resources)
+    if recipe.entry.purpose != "evaluate":
+        raise UsageFault(
+            f"{recipe.path} is not a suite: its entry is {recipe.entry_name}, not eval"
+        )
+    config, faults = suite_data.with_whole_paths(recipe, set(map(override.key_of, given)), site)
+    recipe = replace(recipe, config=config)
+    if faults := [*faults, *suite_data.missing(recipe, site)]:
+        raise UsageFault(list(dict.fromkeys(faults)))
+    return recipe, notes
 
 
 def batch(
@@ -139,18 +165,6 @@ def batch(
     return plan(site, wanted, "batch", None, overrides, resources).recipe
 
 
-def _missing_data(recipe: Recipe, site: Site) -> list[str]:
-    """Return the data files of a suite that are not there; nodes may have their own paths."""
-    tasks = recipe.resolved(site.root, "run").get("tasks") or {}
-    named = {name: str(task["data"]) for name, task in tasks.items() if task.get("data")}
-    return [
-        f"tasks.{name}.data: there is no file {data}: set tasks.{name}.data="
-        for name, data in named.items()
-        if not any(Path(data).is_relative_to(each) for each in site.node_paths)
-        and not Path(data).expanduser().is_file()
-    ]
-
-
 def results_folder(site: Site, model: Model) -> Path:
     """Return where the results about a model lie: beside its run, else under the shared folder."""
     if model.run is not None:
@@ -171,13 +185,6 @@ def _base(candidate: Model) -> Model:
     if not folder:
         raise UsageFault(f"--against base: the recipe of {candidate.run.name} names no base model")
     return models.of_folder(Path(str(folder)))
-
-
-def training_data(run: Run) -> list[str]:
-    """Return the JSON lines files that a run was trained on and that are still there."""
-    listed = run.provenance.get("data")
-    names = [str(each.get("file")) for each in listed or [] if isinstance(each, dict)]
-    return [name for name in names if name.endswith((".jsonl", ".json")) and Path(name).is_file()]
 
 
 def results(site: Site, model: Model) -> list[dict[str, Any]]:

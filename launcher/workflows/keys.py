@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from launcher.errors import UsageFault, nearest
@@ -25,8 +26,8 @@ def add(endpoint: Endpoint, user: str, limits: dict[str, int | None]) -> str:
     users = endpoints.users(endpoint.folder)
     if user in users and users[user].get("revoked") is None:
         raise UsageFault(
-            f"{user} already has a key: revoke it first with: cookbook serve --revoke-key "
-            f"{endpoint.name} --user {user}"
+            f"{user} already has a key: change its limits with --set-limits {endpoint.name}, or "
+            f"revoke it first with: cookbook serve --revoke-key {endpoint.name} --user {user}"
         )
     key = f"ck-{secrets.token_urlsafe(32)}"
     entry = {"sha256": endpoints.key_hash(key), "created": time.time(), "revoked": None}
@@ -34,14 +35,33 @@ def add(endpoint: Endpoint, user: str, limits: dict[str, int | None]) -> str:
     return key
 
 
+def limit(endpoint: Endpoint, user: str, limits: Mapping[str, int | None]) -> None:
+    """Change some limits of a user, whose key and whose use of today stay.
+
+    Args:
+        limits: requests_per_day, tokens_per_day; None: no limit.
+
+    Raises:
+        UsageFault: there is no such user.
+    """
+    users = _with_key(endpoint, user)
+    _write(endpoint, {**users, user: {**users[user], **limits}})
+
+
 def revoke(endpoint: Endpoint, user: str) -> None:
     """Let a user's key open nothing from now on; UsageFault if there is no such key."""
+    users = _with_key(endpoint, user)
+    _write(endpoint, {**users, user: {**users[user], "revoked": time.time()}})
+
+
+def _with_key(endpoint: Endpoint, user: str) -> dict[str, dict[str, Any]]:
+    """Return all users; UsageFault if this one has no valid key."""
     users = endpoints.users(endpoint.folder)
     valid = sorted(name for name, each in users.items() if each.get("revoked") is None)
     if user not in valid:
         known = f"there are {', '.join(valid)}" if valid else "there is none"
         raise UsageFault(f"there is no key for user {user!r}{nearest(user, valid)}: {known}")
-    _write(endpoint, {**users, user: {**users[user], "revoked": time.time()}})
+    return users
 
 
 def rows(endpoint: Endpoint) -> list[dict[str, Any]]:

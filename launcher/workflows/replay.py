@@ -78,6 +78,7 @@ def _code(run: Run, site: Site, say: Callable[[str], None]) -> Path:
     if used is None:
         say("not the same: the code, because there is no copy of it: the current code is used")
         return code.present(site.root).folder
+    code.require(used, site.trusted_users)
     if used.sha256 != code.present_sha256():
         say(f"code: {used.title}, in {used.folder}")
     return used.folder

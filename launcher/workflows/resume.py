@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from launcher.errors import (
 from launcher.recipes import override
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import Recipe
-from launcher.runs import built, code, provenance, sweeps
+from launcher.runs import built, code, provenance, sweeps, trust
 from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
 from launcher.site import Site
@@ -32,6 +32,7 @@ from launcher.workflows.submit import PlannedRun, context, plan, start
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
+from runspec.states import ANSWERING
 
 # They may change together, as long as a step sees the same samples.
 _BATCH = ("batch_size", "gradient_accumulation_steps")
@@ -80,12 +81,14 @@ def resume(
     with locked(run) as lease:
         if faults := run.broken():
             raise RunFault([f"{fault}; then: cookbook resume {run.name}" for fault in faults])
+        _refuse_others(run, changes)
         _refuse_unless_ended(run, state_of(run))
         executor = executor or executors.executor_of(run.job_id)
         if not (changes and changes.code):
             _tell_of_code(run, say)
         if changes is None:
             with script_of_today(run, executor, say) as submission:
+                built.restore(run, say)
                 start(run, executor, lease, submission)
             return
         if (run.path / files.DATA_SETTINGS).exists():
@@ -178,8 +181,28 @@ def _tell_of_code(run: Run, say: Callable[[str], None]) -> None:
         )
 
 
+def _refuse_others(run: Run, changes: Changes | None) -> None:
+    """RunFault if a job would execute what another user could have written.
+
+    Checkpoints hold pickles, and the job script and the code are executed.
+    """
+    site, name = changes.site if changes else None, str(run.submission.get("site") or "default")
+    with suppress(CookbookError):  # the run may be older than the site's file
+        site = site or sites.load(name)
+    trusted = site.trusted_users if site else ()
+    if text := trust.fault(run.path, trusted):
+        raise RunFault(
+            f"{text}: its job would execute what others have written there; if you trust them, "
+            f"name the owner under trusted_users in {paths.CLUSTERS / name}.yaml, or submit your "
+            "own run from its model"
+        )
+    used = code.of_run(run.path)
+    if used is not None and not (changes and changes.code):
+        code.require(used, trusted)
+
+
 def _refuse_unless_ended(run: Run, state: State) -> None:
-    if state.word == "COMPLETED":
+    if state.word in ("COMPLETED", ANSWERING):
         export = run.path / files.EXPORT
         where = f": its model is in {export}" if export.exists() else ", nothing is left to do"
         raise UsageFault(f"{run.name} is finished{where}")

@@ -89,9 +89,9 @@ def draft(
     """
     if not NAME.match(file.stem):
         raise UsageFault(f"the name {file.stem!r} may contain only {NAME_RULE}: choose another")
+    block, form, questions = _data(data)
     if file.exists():
         raise UsageFault(f"{file} exists: choose another name with --output, or remove it")
-    block, form, questions = _data(data)
     pairs = block["_component_"] == DpoConfig.pairs
     config: dict[str, Any] = {}
     _, faults = own.use(config, (), None, model, "lora")

@@ -11,7 +11,6 @@ from launcher.site import Site
 from launcher.workflows import endpoint as endpoints
 from launcher.workflows import models
 from launcher.workflows.endpoint import Endpoint
-from launcher.workflows.evaluate import training_data
 
 Say = Callable[[str], None]
 
@@ -32,7 +31,9 @@ def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:
     except CookbookError as error:
         say(f"warning: no drift is computed: {error.faults[0]}")
         return []
-    return training_data(model.run) if model and model.run else []
+    listed = model.run.provenance.get("data") if model and model.run else None
+    names = [str(each.get("file")) for each in listed or [] if isinstance(each, dict)]
+    return [name for name in names if name.endswith((".jsonl", ".json")) and Path(name).is_file()]
 
 
 def of_runs(site: Site, runs: Sequence[Run], say: Say) -> list[tuple[str, list[str]]]:

@@ -161,9 +161,13 @@ def faults(
 ) -> list[str]:
     """Return what stands in the way of the runs; that one does not fit is no fault."""
     by_fault: dict[str, list[str]] = {}
-    contexts = {number: context(run, executor, elsewhere) for number, run in planned.runs.items()}
+    told: dict[str, dict[str, Any]] = {}
+    contexts = {
+        number: replace(context(run, executor, elsewhere), told=told)
+        for number, run in planned.runs.items()
+    }
     if not skip:
-        ask_ahead(contexts.values())
+        ask_ahead(contexts.values(), told)
     for cell in planned.cells:
         run = planned.runs[cell.number]
         failed = [

@@ -197,6 +197,14 @@ _ENGINE = (
         "programs (trl:dpo); the recipe's parameters are put over it.",
     ),
     Key(
+        "work_dir",
+        "text",
+        "Folder in which the engine starts, relative to the recipe's file, or typed to the "
+        "shell's. Default: the nearest folder, from the config's upwards, else the shell's, in "
+        "which the files that the config names lie.",
+        may_change=True,
+    ),
+    Key(
         "config_read_from",
         "text",
         "Where the run's parameters came from; the kit writes it and reads the file only once.",

@@ -13,7 +13,11 @@ _KEYS = (
     Key("against", "text", "Folder of the model to compare with."),
     Key("against_name", "text", "Its name in the table."),
     Key("results", "text", "Folder for the result, beside the evaluated run."),
-    Key("training_data", "texts", "JSON lines files to search for the samples."),
+    Key(
+        "training_data",
+        "open block",
+        "Dataset block to search for the samples; cookbook eval sets it to the run's dataset.",
+    ),
     Key("seed", "count", "Seed of sampling, of the bootstrap and of the permutations.", 0),
     Key("dtype", "bf16 | fp16 | fp32", "Type of the weights.", "fp32"),
     Key("device", "auto | cpu | cuda", "Where the models run.", "auto"),
@@ -48,7 +52,17 @@ _TASK = (
         "score of a reward model, or the higher log-probability of a language model.",
         REQUIRED,
     ),
-    Key("data", "text", "JSON lines, one sample each."),
+    Key(
+        "data",
+        "text",
+        "File of samples: JSON, CSV or Parquet. cookbook eval finds its columns as start does.",
+    ),
+    Key(
+        "dataset",
+        "open block",
+        "Dataset block of a recipe, instead of data. Default of cookbook eval: the run's "
+        "dataset_val.",
+    ),
     Key("prompt", "text", "Column of the prompt.", "question"),
     Key("reference", "text", "Column of the correct answer.", "answer"),
     Key("group", "text", "Column whose groups also get separate figures."),
@@ -120,8 +134,9 @@ def task_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
 def _needs(where: str, task: Mapping[str, Any]) -> Iterator[Fault]:
     kind, metrics = task.get("kind"), task.get("metrics") or []
     of_samples = ("perplexity", "generation", "pair_accuracy", "judge", "batch")
-    if kind in of_samples and not task.get("data"):
-        yield Fault(f"{where}.data", f"{where}.data is missing: name a file of JSON lines")
+    if kind in of_samples and bool(task.get("data")) == bool(task.get("dataset")):
+        given = "and a dataset: leave one out" if task.get("data") else "is missing: name a file"
+        yield Fault(f"{where}.data", f"{where}.data {given}")
     if kind == "batch" and not task.get("output"):
         yield Fault(f"{where}.output", f"{where}.output is missing: name the file of the answers")
     if kind == "judge" and not (task.get("judge_url") and task.get("judge_model")):

@@ -27,7 +27,7 @@ def names_no_files(dataset: Mapping[str, Any]) -> str | None:
     return f"data_files must name the files of source {source}"
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class DataKeys:
     """Data."""
 
@@ -75,7 +75,7 @@ class DataKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class TrainingKeys:
     """Training."""
 
@@ -164,7 +164,7 @@ class TrainingKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class PrecisionKeys:
     """Memory and precision."""
 
@@ -223,7 +223,7 @@ class PrecisionKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class LayoutKeys:
     """Layout over GPUs."""
 
@@ -282,7 +282,7 @@ class LayoutKeys:
     fsdp_reduce_dtype: str = setting("fp32 | bf16", "Data type of the gradient reduction.", "fp32")
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class CheckpointKeys:
     """Checkpoints and export."""
 
@@ -309,7 +309,7 @@ class CheckpointKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class LoggingKeys:
     """Logging and profiling."""
 

@@ -139,7 +139,7 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Key:
     """One key of a recipe; a dotted name is a key inside a block.
 

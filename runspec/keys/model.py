@@ -9,7 +9,7 @@ from runspec.keys.key import REQUIRED, Key, setting
 TRANSFORMERS = "transformers"
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class ModelKeys:
     """Model."""
 

@@ -23,6 +23,12 @@ _KEYS = (
     Key("max_request_bytes", "positive", "Maximum size of a request.", 1048576),
     Key("max_in_flight", "positive", "Maximum concurrent requests; others get status 503.", 512),
     Key(
+        "max_answers",
+        "positive",
+        "Maximum answers of one request, prompts times n; it counts as that many requests.",
+        128,
+    ),
+    Key(
         "rate_per_s",
         "number",
         "Maximum requests per second; others get status 429. Default: no limit.",

@@ -29,7 +29,7 @@ TRAINS_PROMPTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, init=False)
 class TrainConfig(
     ModelKeys,
     DataKeys,
@@ -132,6 +132,7 @@ class TrainConfig(
             False,
             unused="peak memory is always logged",
         ),
+        Key("log_level", "text", "Level of torchtune's logger.", unused="logs are at INFO"),
     )
 
     output_dir: Path

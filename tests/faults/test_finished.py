@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -102,13 +103,18 @@ QUICK = ["--recipe", "demo", "--nodes", "2", "--gpus-per-node", "1", "max_steps=
 
 
 @pytest.mark.long
-def test_answers_that_take_too_long_are_a_warning(user: Kit):
-    _, run = user.submit(*QUICK, "+env.ANSWER_LIMIT_S='1'")
-    user.wait(run, "COMPLETED")
+def test_answers_take_one_node_and_can_be_given_up(user: Kit):
+    job, run = user.submit(*QUICK)
+    user.wait(run, "ANSWERING")
+    size = ["squeue", "--noheader", f"--jobs={job}", "--format=%D"]
+    until(lambda: subprocess.check_output(size, env=user.env, text=True) == "1\n", 30)
+    done = user.cookbook("cancel", run.name)
+    assert done.returncode == 0 and "is COMPLETED and stays so" in done.stdout, done.stdout
     status = until(lambda: answered(run), 60, lambda: report(run))
-    assert "not answered within 1 s; the run is finished" in status["message"]
+    assert "the questions were given up; the run is finished" in status["message"]
+    assert status["answers"]["gpus"] == 1 and status["answers"]["seconds"] > 0
     assert status["state"] == "COMPLETED" and (run / "export/config.json").is_file()
-    assert not (run / "samples.jsonl").exists()
+    assert not (run / "samples.jsonl").exists() and not (run / "cancelled.json").exists()
     (line,) = attempts(run)
     assert line["cause"] == "finished" and line["exit_code"] == 0
     until(lambda: not processes_of(run), 60, lambda: f"left over: {processes_of(run)}")
@@ -120,7 +126,7 @@ def test_a_fault_in_the_answers_is_a_warning(tmp_path: Path, plain_env):
     kit = Kit(plain_env | {"COOKBOOK_ROOT": str(tmp_path)}, tmp_path)
     _, run = kit.submit(*QUICK, "--local")
     until(lambda: json_of(run).get("answering"), 120, lambda: report(run))
-    assert json_of(run)["state"] == "COMPLETED"
+    assert (json_of(run)["state"], state_of(Run(run)).word) == ("COMPLETED", "ANSWERING")
     (run / "export/config.json").unlink()
     status = until(lambda: answered(run), 60, lambda: report(run))
     assert "exit status 1" in status["message"] and status["state"] == "COMPLETED"

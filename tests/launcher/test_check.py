@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +47,14 @@ def test_packages_that_are_not_the_pinned_ones_are_named(tmp_path, monkeypatch):
     (tmp_path / "constraints.txt").write_text("torch==2.11.0\npython-stdnum==2.1\n")
     (finding,) = found("virtual environment", "demo", [])
     assert "torch 2.13.0+cpu (pinned: 2.11.0)" in finding.message
+    # Nor does the trainer run with any release.
+    for name in ("torch-2.10.1", "transformers-5.3.0"):
+        (packages / f"{name}.dist-info").mkdir()
+    (packages / "torch-2.13.0+cpu.dist-info").rmdir()
+    (finding,) = found("virtual environment", "demo", [])
+    assert finding.state == "failed" and finding.remedy.startswith("bash setup.sh")
+    assert "torch 2.10.1 is not supported: the trainer needs 2.11 or newer" in finding.message
+    assert "transformers 5.3.0 is not supported: the trainer needs 5.17 or newer" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -267,20 +274,26 @@ def demo_model(shared: Path) -> Path:
     return folder
 
 
-def test_the_trainers_answer_is_kept_by_config_and_environment(kit, demo_model, tmp_path):
-    """The second question is answered from the first, unless something that matters changed."""
-    user = Kit(kit.env | {"XDG_CACHE_HOME": str(tmp_path)}, kit.root)
-    answers = []
-    for override in ("seed=1", "resources.time=90", "optimizer.lrr=1"):
-        done = user.cookbook("check", "demo", "--local", "--json", "seed=1", f"+{override}")
-        rows = {row["subject"]: row for row in json.loads(done.stdout)["findings"]}
-        kept = {path: path.stat() for path in tmp_path.glob("slurm-cookbook/checks/*")}
-        # One that is asked for again is written again.
-        answers.append({(path, stat.st_ino, stat.st_mtime_ns) for path, stat in kept.items()})
-    first, second, third = answers
-    assert first and second == first and third > first
-    assert rows["components"]["state"] == "failed"
-    assert "optimizer: torch.optim.AdamW does not take this" in rows["components"]["message"]
+@pytest.mark.usefixtures("fast_trainer")
+def test_cells_of_a_sweep_are_one_question(demo_model: Path):
+    """The trainer's start takes seconds: it is asked for all components, and once for the data."""
+    told: dict = {}
+    cells = [
+        checks.Context(
+            recipe.load(
+                "demo", [f"checkpointer.checkpoint_dir={demo_model}", f"optimizer.lr={lr}"]
+            ),
+            cluster.Site(),
+            told=told,
+        )
+        for lr in (1e-4, 2e-4)
+    ]
+    recipe_checks.ask_ahead(cells, told)
+    components = {*told}
+    found = [finding for cell in cells for finding in (*LOOKS["samples"](cell),)]
+    found += [finding for cell in cells for finding in LOOKS["components"](cell)]
+    assert {each.state for each in found} == {"ok"}, found
+    assert len(components) == 2 and len({*told} - components) == 1
 
 
 @pytest.mark.usefixtures("fast_trainer")
@@ -348,19 +361,6 @@ def test_pictures_in_the_data_are_said_not_to_be_trained(tmp_path, name, text, c
         one.state == "warning" and f"has the column {column}, which is not trained" in one.message
     )
     assert one.remedy.endswith("for pictures and sound use axolotl or NeMo Automodel")
-
-
-def test_a_changed_component_of_ones_own_is_checked_again(tmp_path: Path, monkeypatch):
-    file = tmp_path / "own_losses" / "loss.py"
-    file.parent.mkdir()
-    monkeypatch.setenv("COOKBOOK_COMPONENTS", "own_losses")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    kept = []
-    for text in ("", "", "class Loss: ...\n"):
-        file.write_text(text)
-        os.utime(file, (1, 1))
-        kept.append(recipe_checks._kept({}, ()))
-    assert kept[0] == kept[1] != kept[2]
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -44,7 +46,8 @@ def test_what_can_be_made_again_goes_and_runs_stay(root: Path):
         aged(root / "code/used/trainer/sft.py", 90),
         aged(root / "code/young/trainer/sft.py", 0),
     ]
-    (run / "submission.json").write_text("{}")
+    (run / "submission.json").write_text(json.dumps({"jobs": [{"job_id": "1"}]}))
+    (run / "status.json").write_text(json.dumps({"job_id": "1", "state": "COMPLETED"}))
     code.link(run, code.Code(root / "code/used"))
     goes = [
         aged(root / "runs/.data_cache/old/tokens", 30),
@@ -67,6 +70,28 @@ def test_what_can_be_made_again_goes_and_runs_stay(root: Path):
     assert clean("--yes").exit_code == 0
     assert all(path.exists() for path in stays) and not any(path.exists() for path in goes)
     assert clean().output == "nothing to remove\n"
+
+
+def test_what_open_runs_and_programs_need_stays(root: Path):
+    """A run that waits for longer than --older, and the programs of a test cluster."""
+    run = root / "runs/20260101-000000-mine-abcd"
+    stays = [
+        aged(root / "runs/.data_cache/old/teacher_1/meta.json", 30),
+        aged(root / "images/environment-1.sqsh", 30),
+        aged(run / "checkpoints/damaged_step_3/shard", 30),
+    ]
+    waits = {"job_id": f"local-{os.getpid()}", "host": "another", "process_start": "1"}
+    (run / "submission.json").write_text(json.dumps({"jobs": [waits]}))
+    program = paths.user_cache() / "slurm-26.05/bin/slurmd"
+    program.parent.mkdir(parents=True)
+    shutil.copy(shutil.which("sleep"), program)
+    with subprocess.Popen([program, "60"]) as daemon:
+        assert clean("--yes", "--older", "0").exit_code == 0
+        assert all(path.exists() for path in (*stays, program))
+        daemon.kill()
+    (run / "status.json").write_text(json.dumps({**waits, "state": "COMPLETED"}))
+    assert clean("--yes").exit_code == 0
+    assert not any(path.exists() for path in (*stays, program))
 
 
 def test_data_that_a_run_uses_stay(root: Path):

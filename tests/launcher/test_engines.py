@@ -70,7 +70,8 @@ def test_each_engine_is_started_with_its_own_config_in_the_runs_folders(tmp_path
 
 
 def test_an_override_reaches_the_engines_file_and_an_unknown_one_does_not(tmp_path):
-    (tmp_path / "sft.yaml").write_text("model_name_or_path: a\ndataset_name: b\nmax_steps: 5\n")
+    theirs = "model_name_or_path: a\ndataset_name: b\npacking: true\nmax_steps: 5\n"
+    (tmp_path / "sft.yaml").write_text(theirs)
     content = {"entry": "trl:sft.yaml", "resources": RESOURCES}
     made = planned(tmp_path, content, "parameters.max_steps=7")
     assert yaml.safe_load(made.contents[files.TRAIN])["max_steps"] == 7
@@ -84,8 +85,8 @@ def test_an_override_reaches_the_engines_file_and_an_unknown_one_does_not(tmp_pa
     with pytest.raises(RecipeFault, match=r"there is no config file .*sft\.yaml"):
         planned(tmp_path, content)
     # A file whose keys do not say whose it is, with its entry before it.
-    (tmp_path / "own.yaml").write_text("max_steps: 5\n")
-    assert recipes.load(f"trl:{tmp_path}/own.yaml").entry_name == "trl:own.yaml"
+    (tmp_path / "own.yaml").write_text("max_steps: 5\nbeta: 0.1\n")
+    assert recipes.load(f"trl:{tmp_path}/own.yaml", ["entry=trl:dpo"]).entry_name == "trl:dpo"
     with pytest.raises(RecipeFault, match="trl:sft is an entry, and no file"):
         recipes.load("trl:sft")
     with pytest.raises(RecipeFault, match=r"TRL has no 'sfd' \(did you mean sft\?\)"):
@@ -103,6 +104,10 @@ def test_dependencies_of_a_recipe_are_built_beside_the_engines_own(tmp_path):
     alone = built("litgpt:pretrain", dependencies=["einops"])
     assert alone.dependencies[::4] == ("litgpt==0.5.13", "einops") and not alone.pins
     assert built("trl:sft", python="/trl/bin/python").dependencies == ()
+    # It names no torch and needs older datasets than the kit's; pins alone is no environment.
+    for pins in ({}, {"pins": False}):
+        titan = built("torchtitan:llama3/llama3_8b", **pins)
+        assert titan.dependencies == ("torchtitan==0.3.0", "torch") and not titan.pins
 
 
 @pytest.mark.parametrize("entry", ["command", "command:echo $NODE_RANK"])

@@ -11,10 +11,11 @@ import pytest
 
 from launcher import executors, paths, render
 from launcher.checks import Context, findings, inside
-from launcher.errors import PreflightFault, RecipeFault
+from launcher.errors import PreflightFault, RecipeFault, RunFault
 from launcher.recipes import recipe
 from launcher.recipes.environment import Environment
 from launcher.runs import built
+from launcher.runs.directory import Run
 from launcher.site import Site, complete
 from runspec import files
 from slurm import probe
@@ -218,7 +219,7 @@ def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeyp
         block = block.replace(name, value)
     path = tmp_path / "mine.yaml"
     path.write_text("model_name_or_path: m\ndataset_name: d\nlearning_rte: 1\n")
-    asked = recipe.load(f"trl:{path}", [f"+environment={block}"])
+    asked = recipe.load(f"trl:{path}", ["entry=trl:sft", f"+environment={block}"])
     context = Context(asked, Site(shared_root=str(tmp_path)), executors.choose(True))
     *_, found = findings("environment", inside.inside, context)
     assert found.state == "failed", found.line
@@ -265,15 +266,39 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 """
 
 
+def write_package(folder: Path, backend: str = WHEEL) -> str:
+    """Write a package that needs no index to be built; return the dependency that names it."""
+    folder.mkdir()
+    (folder / "backend.py").write_text(backend)
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        f'[project]\nname = "{folder.name}"\nversion = "1.0"\n'
+    )
+    return f"{folder.name} @ file://{folder}"
+
+
+def test_resume_builds_an_environment_that_was_removed_again(tmp_path):
+    block = {"dependencies": [write_package(tmp_path / "own")]}
+    environment, root = Environment.of(block), tmp_path / "shared"
+    run = Run(root / "runs" / RUN.name)
+    run.path.mkdir(parents=True)
+    python = environment.interpreter(root)
+    (run.path / files.JOB_SCRIPT).write_text(f"export ENV_PYTHON={python}\n")
+    for dependencies in (["another"], block["dependencies"]):
+        run.write(files.RECIPE, {"environment": {"dependencies": dependencies}})
+        if dependencies == ["another"]:
+            advice = f"was removed.*cookbook resume {RUN.name} --code current"
+            with pytest.raises(RunFault, match=advice):
+                built.restore(run, lambda text: None)
+        else:
+            built.restore(run, lambda text: None)
+    assert Path(str(python)).is_file()
+
+
 def test_a_dependency_by_its_address_is_built_or_says_why_not(tmp_path):
     """Needs no package index."""
-    for folder, backend in (("own", WHEEL), ("broken", "import not_there")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "backend.py").write_text(backend)
-        (tmp_path / folder / "pyproject.toml").write_text(
-            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-            f'[project]\nname = "{folder}"\nversion = "1.0"\n'
-        )
+    write_package(tmp_path / "own")
+    write_package(tmp_path / "broken", "import not_there")
 
     def built_of(folder: str) -> Path:
         environment = Environment(dependencies=(f"{folder} @ file://{tmp_path}/{folder}",))

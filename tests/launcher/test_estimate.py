@@ -3,9 +3,6 @@
 import csv
 import json
 import re
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -284,34 +281,6 @@ def test_a_fault_is_one_line(user: Kit, recipe, arguments, line):
     done = user.cookbook("estimate", recipe, *arguments)
     assert done.returncode == 2 and done.stdout == "", done.stdout
     assert line in done.stderr and done.stderr.count("error: ") == 1, done.stderr
-
-
-@pytest.mark.alone
-def test_it_prints_within_twice_the_time_of_help(user: Kit):
-    # As for a user, whose Python keeps the compiled code.
-    env = {key: value for key, value in user.env.items() if key != "PYTHONDONTWRITEBYTECODE"}
-
-    def seconds(*arguments: str) -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, "-m", "launcher", *arguments],
-            env=env,
-            cwd=paths.REPO_ROOT,
-            stdout=subprocess.DEVNULL,
-            check=True,
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-
-    # In turn, because the host has slow phases, and again while all rounds may have met one: what
-    # is slow in the command itself is slow in each.
-    pairs: list[tuple[float, float]] = []
-    for _ in range(5):
-        pairs += [(seconds("estimate", "llama70b_lora"), seconds("--help")) for _ in range(12)]
-        estimated, helped = map(min, zip(*pairs, strict=True))
-        if estimated <= 2 * helped:
-            return
-    raise AssertionError(f"estimate takes {estimated:.3f} s of CPU time, --help {helped:.3f} s")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_two_commands_that_copy_the_same_code_at_once_share_it(tmp_path, monkeyp
     monkeypatch.setattr(code, "git_state", another_was_faster)
     made = code.present(tmp_path)
     assert (made.folder / "slurm/job.sh").is_file()
-    assert [path.name for path in (tmp_path / code.FOLDER).iterdir()] == [made.sha256]
+    assert [path.name for path in made.folder.parent.iterdir()] == [made.sha256]
 
 
 def test_settings_of_sites_are_no_part_of_the_code(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,33 @@ def test_a_method_reads_its_own_form(tmp_path, entry, record, options, words):
         recipes.load(f"llama8b_{entry}", data=written(tmp_path / "text.jsonl", [{"text": "a"}]))
 
 
+@pytest.mark.parametrize(
+    ("record", "options", "column"),
+    [
+        ({"prompt": "Do roses need sun?", "plant": "roses"}, (), "prompt"),
+        ({"Question": "Do roses need sun?", "answer": "yes"}, (), "Question"),
+        ({"messages": [{"role": "user", "content": "Hm?"}], "id": "7"}, (), "messages"),
+        ({"frage": "a?", "plant": "b"}, ("{prompt: frage}",), "frage"),
+        ({"messages": [*CHAT]}, (), None),
+        ({"frage": "a?", "plant": "b"}, (), "column_map='{prompt: frage}'"),
+    ],
+)
+def test_prompts_are_known_to_the_method_that_answers_them(tmp_path, record, options, column):
+    file = written(tmp_path / "mine.jsonl", [record] * 3)
+    overrides = tuple(f"dataset.column_map={text}" for text in options)
+    if column and "=" in column:
+        with pytest.raises(UsageFault, match=re.escape(column)):
+            recipes.load("qwen3_8b_grpo_lora", overrides, data=file)
+        return
+    block = recipes.load("qwen3_8b_grpo_lora", overrides, data=file).config["dataset"]
+    assert block["data_files"] == file and not {"name", "new_system_prompt"} & block.keys()
+    if column is None:
+        assert block["_component_"] == "torchtune.datasets.chat_dataset"
+    else:
+        assert block["_component_"] == own_data.PROMPTS
+        assert block["column_map"] == {"prompt": column}
+
+
 @pytest.mark.parametrize("how", ["--data", "override"])
 def test_a_file_takes_the_place_of_the_recipes_dataset(tmp_path, monkeypatch, how):
     """Without the recipe's source, its split and its dataset of the hub, but packed as it is."""
@@ -139,6 +167,12 @@ def test_columns_with_other_names(tmp_path):
     assert recipe.config["dataset"]["column_map"] == {"input": "frage", "output": "antwort"}
     with pytest.raises(UsageFault, match=r"column_map names reply, and .* has frage, antwort"):
         recipes.load("llama8b_lora", (columns.replace("antwort", "reply"),), data=file)
+
+
+def test_a_semicolon_between_cells_is_recognised(tmp_path):
+    (tmp_path / "mine.csv").write_text('question;answer\n"was, bitte?";ja, 1\n')
+    block = recipes.load("llama8b_lora", data=str(tmp_path / "mine.csv")).config["dataset"]
+    assert (block["sep"], block["column_map"]["output"]) == (";", "answer")
 
 
 @pytest.mark.parametrize("name", ["llama8b_qlora", "qwen3_8b_lora", "demo"])
@@ -201,13 +235,13 @@ def test_validation_data_of_the_recipe_are_not_left_with_other_training_data(tmp
 @pytest.mark.parametrize(
     ("content", "entry"),
     [
-        ("base_model: a/b\nsequence_len: 8\nadapter: lora\n", "axolotl"),
-        ("model_name_or_path: a/b\nstage: sft\n", "llamafactory"),
-        ("model_name_or_path: a/b\ndataset_name: c/d\n", "trl"),
-        ("checkpoint_dir: a/b\ntrain: {epochs: 1}\nprecision: bf16-true\n", "litgpt"),
+        ("base_model: a/b\nsequence_len: 8\nadapter: lora\n", "axolotl:theirs.yaml"),
+        ("model_name_or_path: a/b\nstage: sft\n", "llamafactory:theirs.yaml"),
+        ("model_name_or_path: a/b\ndataset_name: c/d\npacking: true\n", "trl:sft"),
+        ("checkpoint_dir: a/b\ntrain: {epochs: 1}\nlora_r: 4\n", "litgpt:finetune_lora"),
         (
             "model: {pretrained_model_name_or_path: a/b}\nstep_scheduler: {}\ndistributed: {}\n",
-            "automodel",
+            "automodel:theirs.yaml",
         ),
     ],
 )
@@ -215,14 +249,15 @@ def test_another_trainers_file_is_a_recipe_as_it_is(tmp_path, content, entry):
     file = tmp_path / "theirs.yaml"
     file.write_text(content)
     recipe = recipes.load(str(file), ("+parameters.seed=3",), {"nodes": 2})
-    assert recipe.entry_name == f"{entry}:theirs.yaml" and recipe.resources.nodes == 2
+    assert recipe.entry_name == entry and recipe.resources.nodes == 2
     config = yamlfile.load(file)
     assert recipe.train_config(tmp_path, "/r").items() >= {**config, "seed": 3}.items()
-    wrong = "litgpt" if entry == "trl" else "trl"
+    engine = entry.partition(":")[0]
+    wrong = "litgpt" if engine == "trl" else "trl"
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"entry: {wrong}:theirs.yaml\nresources: {{nodes: 1}}\n")
-    if entry != "llamafactory":  # what TRL reads, and more
-        with pytest.raises(UsageFault, match=f"use entry: {entry}:theirs.yaml"):
+    if engine != "llamafactory":  # what TRL reads, and more
+        with pytest.raises(UsageFault, match=f"use entry: {engine}:theirs.yaml"):
             recipes.load(str(mine))
 
 

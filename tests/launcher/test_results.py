@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -107,53 +106,20 @@ def test_the_last_mini_batch_does_not_decide(tmp_path, monkeypatch):
 
 
 def test_results_in_every_format(tmp_path):
-    runs = [made(tmp_path, "one"), made(tmp_path, "other", {"note|": "=1+1", "batch_size": 16})]
+    runs = [
+        made(tmp_path, "one"),
+        made(tmp_path, "other", {"note|": "=1+1", "batch_size": 16, "x\x1b]0;y\x07": "\x1b[2J"}),
+    ]
     rows, keys = compare(runs)
     heading, *lines = shown(rows, keys, "table").splitlines()
     assert heading.split()[:2] == ["RUN", "STATE"] and len(lines) == 2
     assert json.loads(shown(rows, keys, "json"))[1]["settings"]["batch_size"] == 16
     read = list(csv.DictReader(io.StringIO(shown(rows, keys, "csv"))))
     assert [row["batch_size"] for row in read] == ["8", "16"] and read[1]["note|"] == "'=1+1"
+    assert read[1]["x\\x1b]0;y\\x07"] == "\\x1b[2J"
     assert read[0]["loss_last_tenth"] == "0.5" and read[0]["cost"] == ""
     table = shown(rows, keys, "markdown").splitlines()
     assert len({line.replace("\\|", "").count("|") for line in table}) == 1
-
-
-def test_results_of_ended_runs_are_known_from_the_last_time(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask
-    runs = []
-    for k in range(66):
-        runs.append(
-            made(tmp_path, f"a{k:02}", {"batch_size": k % 3, "tags": ["x", k]}, loss=k + 0.5)
-        )
-        os.utime(runs[-1].path, (1000.0 + k, 1000.0 + k))
-    runs[5].write("status.json", {**runs[5].status, "state": "RUNNING"})
-    first = compare(runs, price=2.0)
-    (file,) = (tmp_path / "cache" / "slurm-cookbook").iterdir()
-    assert file.name.startswith("results-") and len(json.loads(file.read_text())["rows"]) == 65
-    # A file that is not replaced is not read again: that is how one sees where a row is from.
-    recipe = runs[7].path / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace("batch_size", "batch_sizes"))
-    rows, keys = compare(runs, price=2.0)
-    # The run that goes on counts its time.
-    assert rows[:5] + rows[6:] == first[0][:5] + first[0][6:]
-    assert keys == first[1] == ["batch_size", "tags"]
-    assert rows[4]["settings"] == {"batch_size": 1, "tags": ["x", 4]}
-    assert compare(runs[:64])[0][0]["cost"] is None
-    # A new run is compared with those that are kept, and one that was replaced is read again.
-    runs.append(made(tmp_path, "new", {"batch_size": 9}))
-    os.utime(runs[7].path, (5000.0, 5000.0))
-    rows, keys = compare(runs, price=1.0)
-    assert rows[-1]["settings"] == {"batch_size": 9, "tags": None, "batch_sizes": None}
-    assert rows[7]["settings"] == {"batch_size": None, "tags": ["x", 7], "batch_sizes": 1}
-    assert rows[0] == {**first[0][0], "cost": 4.0, "settings": rows[0]["settings"]}
-    # Where the kit's memory formulas changed, all are read again.
-    kept = json.loads(file.read_text())
-    for broken in (json.dumps({**kept, "format": "another"}), '{"rows": 3}', "[]", "{"):
-        file.write_text(broken)
-        again, keys_again = compare(runs, price=1.0)
-        assert keys_again == keys and again[6:] == rows[6:]
 
 
 def test_results_of_all_runs(tmp_path, user: Kit):

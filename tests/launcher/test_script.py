@@ -157,8 +157,14 @@ def test_a_snapshot_holds_what_git_does_not_ignore(tmp_path):
     (tmp_path / ".gitignore").write_text("data/\nvenv/\n.hidden/\n")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     assert set(map(str, snapshot.files(tmp_path))) == {".gitignore", "a.py", "sub/b.py"}
-    snapshot.copy(tmp_path, tmp_path.parent / "copy")
-    assert (tmp_path.parent / "copy/sub/b.py").read_text() == "sub/b.py"
+    private, copy = tmp_path.parent / "id_rsa", tmp_path.parent / "copy"
+    private.write_text("private")
+    for name, target in (("notes", "../id_rsa"), ("inside", "sub/b.py")):
+        (tmp_path / name).symlink_to(target)
+    snapshot.copy(tmp_path, copy)
+    assert (copy / "sub/b.py").read_text() == "sub/b.py"
+    # What a link outside the tree leads to is not made readable for whom the run is.
+    assert (copy / "notes").readlink() == private and not (copy / "inside").is_symlink()
 
 
 def test_every_fault_of_a_script_is_named_at_once(tmp_path):

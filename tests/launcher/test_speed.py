@@ -1,22 +1,13 @@
-"""The command stays quick: the committed benchmark, held to its targets."""
+"""The command stays quick: the committed benchmark, held to its bounds."""
 
 import subprocess
 import sys
 
-import pytest
-
 from launcher import paths
 
 
-# Quick are the tests of what a command imports, and of the time of an estimate.
-@pytest.mark.long
-@pytest.mark.alone
-def test_the_benchmark_meets_its_targets(kit):
+def test_the_commands_stay_within_their_bounds(kit):
+    """CPU time, some five times less than the bounds: what a busy or slow host adds is no fault."""
     argv = [sys.executable, paths.REPO_ROOT / "benchmarks" / "launcher.py", "--check"]
-    # Again, if the host had a slow phase: what is slow in the command is slow each time.
-    for _ in range(3):
-        done = subprocess.run(argv, env=kit.env, capture_output=True, text=True, timeout=300)
-        if done.returncode == 0:
-            break
+    done = subprocess.run(argv, env=kit.env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "cookbook submit minus sbatch" in done.stdout, done.stderr

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from launcher.errors import RunFault, UsageFault
 from launcher.executors import title
 from launcher.observe import watch as watching
 from launcher.observe.logs import Tail
+from launcher.observe.outcome import outcome
 from launcher.observe.status import row, table
 from launcher.observe.summary import summary
 from launcher.runs.directory import Run
@@ -19,6 +21,7 @@ from launcher.runs.find import find
 from launcher.runs.states import state_of, states
 from launcher.workflows.cancel import cancel
 from launcher.workflows.resume import resume
+from runspec import files
 from tests.launcher.kit import Kit
 
 NAME = "20260102-030405-demo-0a1b"
@@ -138,6 +141,24 @@ def test_a_job_that_wrote_nothing_yet_has_not_the_state_of_an_earlier_one(tmp_pa
     assert (state_of(run).word, run.job_id) == ("FAILED", "3")
 
 
+def test_a_finished_run_that_answers_questions_is_answering(tmp_path):
+    now = time.time()
+    ended = {"state": "COMPLETED", "job_id": "1", "nodes": ["n1"], "started": 100.0, "ended": 200.0}
+    run = run_of(tmp_path, {**ended, "answering": {"started": now}}, job_id="1")
+    files.append_json_line(run.path / files.ATTEMPTS, {**ended, "attempt": 0, "gpus": 36})
+    state = state_of(run)
+    assert (state.word, state.ended) == ("ANSWERING", True) and "cookbook cancel" in state.detail
+    with pytest.raises(UsageFault, match="is finished"):
+        resume(run)
+    # Its job was killed long ago.
+    run.write("status.json", {**ended, "answering": {"started": now - 7200}})
+    assert state_of(run).word == "COMPLETED"
+    answers = {"started": 200.0, "ended": 300.0, "seconds": 100.0, "gpus": 36}
+    run.write("status.json", {**ended, "answers": answers})
+    assert outcome(run, state_of(run))["gpu_hours"] == 2
+    assert any("took 1 min 40 s" in line for line in summary(run, state_of(run)))
+
+
 @pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff{}"])
 @pytest.mark.parametrize("name", ["status.json", "submission.json", "progress.json"])
 def test_a_broken_record_is_named_and_hides_no_other_run(tmp_path, name, text):
@@ -163,5 +184,40 @@ def test_bytes_that_are_no_text_are_shown_as_such(tmp_path, user: Kit, command):
     junk = b'{"step": 1, "loss": 2.5}\n{"step": "\xff", "loss": "\xfe"}\n7\n\xff\n'
     for name in ("metrics.jsonl", "samples.jsonl", "attempts.jsonl", "logs/job.log"):
         (run.path / name).write_bytes(junk)
+    done = user.cookbook(*command.split())
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+DEEP = "[" * 100_000
+ODD = [DEEP, "null", "[]", '{"step": [], "loss": {}}', '{"step": "x", "loss": "y", "time": "z"}']
+ODD += ['{"step": 3, "loss": null, "time": 1e400}', '{"step": true}', f'{{"step": {"9" * 400}}}']
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status",
+        f"status {NAME}",
+        "results",
+        f"diff whole {NAME}",
+        f"report whole {NAME}",
+        f"watch --plain {NAME}",
+        "clean",
+    ],
+)
+def test_another_runs_damage_is_never_mine(tmp_path, user: Kit, command):
+    user = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path)}, tmp_path)
+    run = run_of(tmp_path, {"state": "COMPLETED", "job_id": "1"}, job_id="1")
+    (run.path / "recipe.yaml").write_text("max_steps: 2\n")
+    shutil.copytree(run.path, run.path.with_name("20260102-030405-whole-0a1b"))
+    (run.path / "logs" / "0").mkdir()
+    lines = ("metrics", "attempts", "samples", "rollouts", "logs/0/gpus_node_0")
+    for name in (f"{name}.jsonl" for name in lines):
+        (run.path / name).write_text("".join(f"{line}\n" for line in ODD))
+    whole = ("provenance.json", "recipe.yaml", "rollout.json", "engine.json", "early_stop.json")
+    whole += ("evals/x.json", "export/config.json", "logs/0/error_rank_0.json", "progress.json")
+    for name in whole:
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).write_text(DEEP)
     done = user.cookbook(*command.split())
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

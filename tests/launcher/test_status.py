@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UsageFault
-from launcher.observe.ended import EndedRows
 from launcher.observe.status import chosen, row, table
 from launcher.observe.summary import story
 from launcher.observe.text import plain
-from launcher.runs import ahead as reading
 from launcher.runs import states as judging
 from launcher.runs.directory import Run
 from launcher.runs.find import every, foreign, made_since
@@ -116,33 +114,6 @@ def test_filters(tmp_path):
         chosen(runs, 20, ["FAILD"])
 
 
-def test_runs_that_have_ended_are_known_from_the_last_time(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    names = [f"20260102-0304{k:02}-demo-0a1b" for k in range(70)]
-    for k, name in enumerate(names):
-        run = made(tmp_path, name, "RUNNING" if k == 5 else "COMPLETED")
-        if k == 6:
-            run.write("submission.json", {**run.submission, "starting": {"since": 1.0}})
-        os.utime(run.path, (1000.0 + k, 1000.0 + k))
-    runs = every(tmp_path / "runs")
-    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask
-    first, _ = chosen(runs, None)
-    (file,) = (tmp_path / "cache" / "slurm-cookbook").iterdir()
-    assert file.stat().st_mode & 0o777 == 0o600
-    kept = EndedRows(tmp_path / "runs", "status", "1").find(runs)
-    assert set(kept) == set(names) - {*names[5:7]}, "not of one that runs or is started"
-    assert chosen(runs, None)[0] == first
-    assert chosen(runs, 3, ["completed"])[0] == first[-3:]
-    # Whatever replaces a file of a run, such as its next attempt, is seen at once.
-    runs[7].write("status.json", {**runs[7].status, "state": "FAILED"})
-    assert [each["run"] for each in chosen(runs, None, ["failed"])[0]] == [names[7]]
-    # And later, when the change is long ago.
-    os.utime(runs[7].path, (5000.0, 5000.0))
-    assert [each["run"] for each in chosen(runs, None, ["failed"])[0]] == [names[7]]
-    file.write_text('{"format": 1, "rows": {"x": 3}}')
-    assert len(chosen(runs, None, ["completed"])[0]) == 68
-
-
 def test_since_takes_a_time_or_how_long_ago(tmp_path, user: Kit):
     def left(since: str | None) -> list[str]:
         return [run.name[:15] for run in made_since(runs, since)]
@@ -222,8 +193,6 @@ def test_many_runs_are_one_question_and_each_file_is_read_once(
     assert len(json.loads(done.stdout)) == 300, done.stderr
     asked = count.read_text().split()
     assert asked.count("squeue") == 1 and asked.count("sacct") <= 1
-    # The command has kept the rows of those that have ended.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     opened: list[str] = []
     before = files.read_json
 
@@ -238,20 +207,3 @@ def test_many_runs_are_one_question_and_each_file_is_read_once(
         files.read_json = before
     opened = [path for path in opened if "/runs/" in path]
     assert len(opened) == len(set(opened)) == 6
-
-
-def test_slow_files_are_read_ahead_and_the_answer_is_the_same(tmp_path, monkeypatch):
-    for k in range(80):
-        made(tmp_path, f"20260102-{k // 60:02}{k % 60:02}00-demo-0a1b")
-    runs = every(tmp_path / "runs")
-    (runs[70].path / "progress.json").unlink()
-    touched: list[str] = []
-    plain_rows = chosen(runs, None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    monkeypatch.setattr(reading, "_MANY_WAITS", -1)
-    monkeypatch.setattr(reading, "_touch", touched.append)
-    assert chosen(runs, None) == plain_rows
-    # Those after the first 64 of the newest.
-    assert touched and {Path(path).parent.name for path in touched} <= {
-        run.name for run in (*runs[:16], *runs[64:])
-    }

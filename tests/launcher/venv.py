@@ -1,8 +1,8 @@
 """A virtual environment whose trainer answers from forks: python -I -S venv.py SESSION ...
 
-The launcher asks the trainer about configs in a process of its own, `python -m trainer.once`, most
-of whose time is that of imports. The environment is the tests' own but for bin/python, which forks
-such a process (tests/forked.py), and starts all others as they are.
+The launcher asks the trainer about configs in a process of its own, `python -m trainer.check` for
+example, most of whose time is that of imports. The environment is the tests' own but for
+bin/python, which forks such a process (tests/forked.py), and starts all others as they are.
 """
 
 import os
@@ -26,9 +26,10 @@ def make(folder: Path, session: str) -> Path:
         if path.name != "python":
             (folder / "bin" / path.name).symlink_to(path)
     python, own = shlex.quote(str(real / "bin" / "python")), shlex.quote(__file__)
+    asks = "|".join(f'"-m trainer.{each} {ROOT}"' for each in ("check", "describe", "trace"))
     program = folder / "bin" / "python"
     program.write_text(
-        f'#!/bin/sh\ncase "$1 $2 $PYTHONPATH" in\n"-m trainer.once {ROOT}")\n'
+        f'#!/bin/sh\ncase "$1 $2 $PYTHONPATH" in\n{asks})\n'
         f'  exec {python} -I -S {own} {shlex.quote(session)} "$@" ;;\nesac\nexec {python} "$@"\n'
     )
     program.chmod(0o755)

@@ -1,14 +1,12 @@
-"""A cluster behind ssh, on this host: two real sshds with two factors, and a network between."""
+"""A cluster behind ssh, on this host: a real sshd with two factors."""
 
 import os
-import queue
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,81 +21,11 @@ _RULES = Path("/etc/pam.d") / _NAME
 _CODE = "123456"
 
 
-class Network:
-    """A TCP proxy: one address for several hosts in turn, a delay, and broken connections.
-
-    delay_s: one way. cut_after: bytes after which a connection breaks, of a direction, once.
-    """
-
-    def __init__(self, ports: Sequence[int]) -> None:
-        self.delay_s, self.rotating = 0.0, False
-        self.cut_after: dict[str, int] = {}
-        self.sent = {"up": 0, "down": 0}
-        self.served: list[int] = []
-        self._ports, self._open = list(ports), set[socket.socket]()
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._server.accept()
-                place = len(self.served) % len(self._ports) if self.rotating else 0
-                self.served.append(place)
-                host = socket.create_connection(("127.0.0.1", self._ports[place]))
-                self._open |= {client, host}
-                for one, other, way in ((client, host, "up"), (host, client, "down")):
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    line: queue.Queue[tuple[float, bytes]] = queue.Queue()
-                    threading.Thread(target=self._read, args=(one, line, way), daemon=True).start()
-                    threading.Thread(target=self._write, args=(other, line), daemon=True).start()
-
-    def _read(self, source: socket.socket, line: queue.Queue, way: str) -> None:
-        data = b"-"
-        while data:
-            try:
-                data = source.recv(2**16)
-            except OSError:
-                data = b""
-            self.sent[way] += len(data)
-            line.put((time.monotonic() + self.delay_s, data))
-            if way in self.cut_after:
-                self.cut_after[way] -= len(data)
-                if self.cut_after[way] <= 0:
-                    del self.cut_after[way]
-                    self.cut()
-
-    @staticmethod
-    def _write(target: socket.socket, line: queue.Queue) -> None:
-        data = b"-"
-        with suppress(OSError):
-            while data:
-                due, data = line.get()
-                time.sleep(max(0.0, due - time.monotonic()))
-                target.sendall(data)
-        with suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        """Break all connections."""
-        for each in list(self._open):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        self._open.clear()
-
-    def close(self) -> None:
-        self._server.close()
-        self.cut()
-
-
 @dataclass
 class Cluster:
-    """What a laptop sees of it, and what its login nodes have noted."""
+    """What a laptop sees of it, and what its login node has noted."""
 
     folder: Path
-    network: Network
     root: Path
     env: dict[str, str] = field(default_factory=dict)
 
@@ -124,8 +52,7 @@ class Cluster:
     @property
     def calls(self) -> int:
         """How many commands ssh has started."""
-        logs = (self.folder / f"sshd{number}.log" for number in (0, 1))
-        return sum(log.read_text().count("Starting session: command") for log in logs)
+        return (self.folder / "sshd.log").read_text().count("Starting session: command")
 
     def start(self, *arguments: str, cwd: Path) -> "subprocess.Popen[bytes]":
         """Start the laptop's command."""
@@ -148,7 +75,7 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path, variables: str = "") -> Iterator[Cluster]:
-    """Start two login nodes that share all their files. As root they ask for a second factor.
+    """Start a login node. As root it asks for a second factor.
 
     Args:
         variables: NAME=VALUE of each login shell, with a space between two.
@@ -169,29 +96,26 @@ def cluster(folder: Path, variables: str = "") -> Iterator[Cluster]:
         f"{_service()}UsePAM yes\nKbdInteractiveAuthentication yes\n"
         "AuthenticationMethods publickey,keyboard-interactive:pam\n"
     )
-    ports, processes = [_free_port() for _ in range(2)], []
+    port = _free_port()
     if root:
         permit = "".join(
             f"{kind} required pam_permit.so\n" for kind in ("auth", "account", "session")
         )
         _RULES.write_text(f"auth required pam_exec.so expose_authtok quiet {code}\n{permit}")
         Path("/run/sshd").mkdir(exist_ok=True)
-    for number, port in enumerate(ports):
-        config = folder / f"sshd{number}.conf"
-        config.write_text(
-            f"Port {port}\nListenAddress 127.0.0.1\nHostKey {host_key}\nStrictModes no\n"
-            f"AuthorizedKeysFile {key}.pub\nPidFile none\nLogLevel VERBOSE\nMaxSessions 50\n"
-            f"PermitRootLogin yes\nPasswordAuthentication no\n{two if root else 'UsePAM no'}\n"
-            f"SetEnv COOKBOOK_ROOT={shared} COOKBOOK_VENV={sys.prefix} {variables}\n"
-        )
-        with open(folder / f"sshd{number}.log", "wb") as log:
-            argv = [sshd, "-D", "-e", "-f", config]
-            processes.append(subprocess.Popen(argv, stderr=log, start_new_session=True))
-    for port in ports:
-        _await(port)
-    network = Network(ports)
+    config = folder / "sshd.conf"
+    config.write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {host_key}\nStrictModes no\n"
+        f"AuthorizedKeysFile {key}.pub\nPidFile none\nLogLevel VERBOSE\nMaxSessions 50\n"
+        f"PermitRootLogin yes\nPasswordAuthentication no\n{two if root else 'UsePAM no'}\n"
+        f"SetEnv COOKBOOK_ROOT={shared} COOKBOOK_VENV={sys.prefix} {variables}\n"
+    )
+    with open(folder / "sshd.log", "wb") as log:
+        argv = [sshd, "-D", "-e", "-f", config]
+        process = subprocess.Popen(argv, stderr=log, start_new_session=True)
+    _await(port)
     (folder / "config").write_text(
-        f"Host cluster\n  HostName 127.0.0.1\n  Port {network.port}\n  IdentityFile {key}\n"
+        f"Host cluster\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {key}\n"
         "  IdentitiesOnly yes\n  UserKnownHostsFile /dev/null\n  StrictHostKeyChecking no\n"
         f"  LogLevel ERROR\n  ControlPath {folder}/cm\n"
     )
@@ -209,15 +133,13 @@ def cluster(folder: Path, variables: str = "") -> Iterator[Cluster]:
         "SSH_ASKPASS_REQUIRE": "force",
         "BROWSER": "true",
     }
-    found = Cluster(folder, network, shared, env)
+    found = Cluster(folder, shared, env)
     try:
         yield found
     finally:
         found.hang_up()
-        network.close()
-        for process in processes:
-            process.terminate()
-            process.wait()
+        process.terminate()
+        process.wait()
         if root:
             _RULES.unlink()
 

@@ -1,7 +1,6 @@
-"""The laptop's side alone: what it imports, what it reads, how its words become the cluster's."""
+"""The laptop's side alone: what it imports, reads and sends, and how words become the cluster's."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,88 +9,33 @@ import pytest
 
 from launcher import paths, yamlfile
 from launcher import site as sites
-from launcher.errors import UsageFault
+from launcher.errors import RemoteFault, UsageFault
 from launcher.executors.slurm import Nodes, Partition
-from launcher.remote import hosts, site_file, ssh, tree, wire
+from launcher.remote import client, hosts, site_file, tree
 from launcher.remote.client import _output_there
-from launcher.runs.directory import Run
 from runspec.keys.key import faults
 
-# What Windows lacks, and what the light half does not install.
-ABSENT = (
-    "fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty",
-    "torch", "transformers", "datasets", "tensorboard", "huggingface_hub", "jinja2", "rich",
-)  # fmt: skip
-ABSENT_IN_OS = (
-    "chown", "fork", "forkpty", "getegid", "geteuid", "getgid", "getpgid", "getuid", "killpg",
-    "mkfifo", "nice", "openpty", "setsid", "statvfs", "uname",
-)  # fmt: skip
-WINDOWS_SIGNALS = ("SIGABRT", "SIGFPE", "SIGILL", "SIGINT", "SIGSEGV", "SIGTERM")
-# Instead of ssh: no master connection, and the command runs here.
-SSH = """
-import subprocess, sys
-if "-O" in sys.argv: sys.exit(255)
-if "-G" not in sys.argv: sys.exit(subprocess.run(["bash", "-c", sys.argv[-1]]).returncode)
-"""
 
-
-@pytest.mark.parametrize(
-    ("words", "status", "printed"),
-    [
-        (["fetch", "--help"], 0, "--adapter"),
-        (["status"], 2, "status runs on a cluster: cookbook --host NAME status"),
-        pytest.param(["--host", "a", "status"], 0, "no run in", marks=pytest.mark.long),
-        pytest.param(
-            ["--host", "a", "fetch", "last", "--logs"],
-            0,
-            "1 files, 0.0 MiB, verified by SHA-256",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            ["--host", "a", "check", "none.yaml"],
-            2,
-            r"there is no 'nothing' for /\S*client_needs\S*/none.yaml:",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_the_client_needs_only_click_and_yaml_on_any_system(tmp_path, words, status, printed):
-    """Commands on the cluster, the tree that is sent, and Ctrl-C, without what is posix alone."""
+def test_the_client_needs_only_click_and_yaml(tmp_path):
+    absent = (
+        "torch", "transformers", "datasets", "tensorboard", "huggingface_hub", "jinja2", "rich",
+    )  # fmt: skip
     code = f"""
-import os, signal, sys
-for name in {ABSENT!r}:
+import sys
+for name in {absent!r}:
     sys.modules[name] = None
-for name in {ABSENT_IN_OS!r}:
-    delattr(os, name)
-for name in [name for name in dir(signal) if name.startswith("SIG") and name[3] != "_"]:
-    if name not in {WINDOWS_SIGNALS!r}:
-        delattr(signal, name)
 import launcher.cli, launcher.cli.remote
-from launcher.remote import client, fetch, hosts, install, ports, ssh, tree
+from launcher.remote import client, hosts, install, ssh, tree
 launcher.cli.main()
 """
-    (tmp_path / "ssh.py").write_text(SSH)
-    (tmp_path / ".config/slurm-cookbook").mkdir(parents=True)
-    (tmp_path / ".config/slurm-cookbook/config.yaml").write_text(f"kits: {{a: {paths.REPO_ROOT}}}")
-    (tmp_path / "none.yaml").write_text("extends: nothing\n")
-    if "fetch" in words:
-        made = Run(tmp_path / "shared" / "runs" / "20261122-151728-demo-abcd")
-        (made.path / "logs").mkdir(parents=True)
-        (made.path / "logs" / "job.log").write_text("one line\n")
-        made.write("submission.json", {"recipe": "demo", "jobs": [], "asked": {}})
-    env = {
-        **os.environ,
-        "HOME": str(tmp_path),
-        "COOKBOOK_ROOT": str(tmp_path / "shared"),
-        "COOKBOOK_VENV": sys.prefix,
-        "COOKBOOK_SSH": f"{sys.executable} {tmp_path / 'ssh.py'}",
-        "PYTHONPATH": str(paths.REPO_ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == status, done.stderr
-    assert re.search(printed, done.stdout + done.stderr), done.stderr
+    for words, status, printed in (
+        (["fetch", "--help"], 0, "--adapter"),
+        (["status"], 2, "status runs on a cluster: cookbook --host NAME status"),
+    ):
+        env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(paths.REPO_ROOT)}
+        argv = [sys.executable, "-c", code, *words]
+        done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == status and printed in done.stdout + done.stderr, done.stderr
 
 
 def test_the_users_file_names_the_host(tmp_path, monkeypatch):
@@ -107,15 +51,6 @@ def test_the_users_file_names_the_host(tmp_path, monkeypatch):
     hosts.FILE.expanduser().write_text("hots: b\n")
     with pytest.raises(UsageFault, match="did you mean host"):
         hosts.chosen(None)
-
-
-def test_records_are_the_same_however_they_are_cut():
-    whole = b"".join(wire.record(kind, bytes([kind]) * kind) for kind in (1, 2, 0, 300 % 256))
-    for size in (1, 3, 7, len(whole)):
-        records, found = wire.Records(), []
-        for start in range(0, len(whole), size):
-            found += records.feed(whole[start : start + size])
-        assert found == [(1, b"\1"), (2, b"\2\2"), (0, b""), (44, bytes([44]) * 44)]
 
 
 @pytest.mark.parametrize(
@@ -142,28 +77,61 @@ def test_outside_git_only_what_is_named_is_sent(tmp_path, monkeypatch):
         Path(name).write_text("dataset: {data_files: a.csv}\nscript: 'script:../x.py'\n")
     found, words = tree.collect(["submit", "c.yaml", "--data=[a.csv]", "epochs=2", "demo"])
     assert words == ["submit", "c.yaml", "--data=[a.csv]", "epochs=2", "demo"]
-    assert sorted(found.files) == ["a.csv", "c.yaml"] and not found.kit
+    assert sorted(found.files) == ["a.csv", "c.yaml"]
     found, _ = tree.collect(["submit", "demo"])
     assert not found.files
     found, _ = tree.collect(["query", "a", "--output", "{out}/b.jsonl"])
     assert not found.left_out
 
 
-def test_windows_paths_in_the_name_of_the_ssh_program(monkeypatch):
-    monkeypatch.setattr(ssh, "_WINDOWS", True)
-    monkeypatch.setattr(ssh.shutil, "which", lambda program: program)
-    monkeypatch.setenv("COOKBOOK_SSH", r'"C:\Program Files\OpenSSH\ssh.exe" -F C:\me\config')
-    wanted = [r"C:\Program Files\OpenSSH\ssh.exe", "-F", r"C:\me\config", "-T"]
-    assert ssh.Connection(hosts.Host("a"), print).argv("true")[:4] == wanted
+def test_no_link_of_a_clone_leads_out_of_it(tmp_path, monkeypatch):
+    """Neither by git's list, nor named in a recipe, nor on the command line."""
+    clone, key = tmp_path / "clone", tmp_path / "home" / "id_rsa"
+    for folder in (clone / "data", key.parent):
+        folder.mkdir(parents=True)
+    key.write_text("private")
+    (clone / "data" / "a.csv").write_text("a\n1\n")
+    (clone / "inside").symlink_to("data/a.csv")
+    for name in ("notes.txt", "tracked.csv"):
+        (clone / name).symlink_to("../home/id_rsa")
+    (clone / "folder").symlink_to("../home")
+    named = "{data_files: [notes.txt, folder/id_rsa, ../home/id_rsa, data/a.csv]}"
+    (clone / "own.yaml").write_text(f"dataset: {named}\n")
+    subprocess.run(["git", "init", "-q", clone], check=True)
+    subprocess.run(["git", "-C", clone, "add", "-A"], check=True)
+    monkeypatch.chdir(clone)
+    found, _ = tree.collect(["submit", "own.yaml", "--data=tracked.csv", "x=folder/id_rsa"])
+    assert sorted(found.files) == ["data/a.csv", "inside", "own.yaml"]
+    assert key not in found.files.values()
+    assert sum("name the file itself" in line for line in found.left_out) == 2
+    with tree.staged(found.files) as folder:
+        assert (folder / "inside").read_text() == "a\n1\n"
 
 
-def test_the_kits_own_checkout_is_sent_with_its_commit(monkeypatch):
-    monkeypatch.chdir(paths.REPO_ROOT / "docs")
-    found, words = tree.collect(["submit", "../configs/recipes/demo.yaml"])
-    assert found.kit and found.cwd == "docs" and words[1] == "../configs/recipes/demo.yaml"
-    assert {"launcher/__init__.py", "setup.sh"} <= set(found.files)
-    assert b'"commit"' in found.texts["origin.json"]
-    assert not any(name.startswith((".venv", "runs/")) for name in found.files)
+def test_a_name_that_the_cluster_gives_is_one_folder_here():
+    assert client._plain("20261122-151728-demo-abcd") == "20261122-151728-demo-abcd"
+    for name in ("../home", "/home/me/.ssh", ".", "..", "", "-x", "a/b", "a\n", "a\x1b[2J"):
+        with pytest.raises(RemoteFault, match="no folder's name"):
+            client._plain(name)
+
+
+def test_what_the_cluster_prints_has_the_names_of_this_machine(tmp_path):
+    found = tree.Tree(tmp_path, "a", {".elsewhere/ab/d.csv": Path("/mine/d.csv")})
+    shown = client._Shown("c" * 16, "e" * 64, found, Path("out/r.html"))
+    there = f"/s/sent-7/trees/{'e' * 64}"
+    text = f"{there}/a/../.elsewhere/ab/d.csv {there}/x /s/sent-7/calls/{'c' * 16}/out/r.html"
+    assert shown.text(text.encode()).decode() == f"/mine/d.csv {tmp_path}/x out/r.html"
+    # Where a server listens, in any number of parts; only with this call's own mark.
+    said = b"a\x1b[1m\x1eno\n\x1e" + b"c" * 16 + b" n1 6006 /x/?a=b\nend"
+    for size in (1, 7, len(said)):
+        shown = client._Shown("c" * 16, "", found, None)
+        parts = [said[at : at + size] for at in range(0, len(said), size)]
+        assert b"".join(map(shown.text, [*parts, b""])) == b"a\x1b[1m\x1eno\nend"
+        assert shown.listens and shown.listens.groups() == (b"n1", b"6006", b"/x/?a=b")
+    for other in ("d" * 16 + " n1 6006 /", "c" * 16 + " n1 6006 /\x1b]0;x"):
+        shown = client._Shown("c" * 16, "", found, None)
+        shown.text(f"\x1e{other}\n".encode())
+        assert not shown.listens
 
 
 def test_the_site_file_says_what_sinfo_says():

@@ -1,22 +1,23 @@
-"""cookbook --host, through real sshds with a second factor, a slow network and broken lines."""
+"""cookbook --host, through a real sshd with a second factor, and rsync."""
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
-import threading
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from launcher.errors import RemoteFault, UsageFault
-from launcher.remote import client, fetch, hosts, install, ssh
-from launcher.remote.client import Command
+from launcher.remote import hosts, install
 from launcher.remote.hosts import Host
 from launcher.remote.ssh import Connection
 from launcher.runs.directory import Run
@@ -26,7 +27,8 @@ from tests.remote.kit import Cluster
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
-        kit.SSHD is None, reason="sshd is not installed: bash setup.sh --test-all installs it"
+        kit.SSHD is None or shutil.which("rsync") is None,
+        reason="sshd or rsync is not installed: bash setup.sh --test-all installs them",
     ),
 ]
 RECIPE = "extends: demo\ndescription: mine\ndataset: {data_files: my.jsonl}\n"
@@ -36,16 +38,6 @@ RECIPE = "extends: demo\ndescription: mine\ndataset: {data_files: my.jsonl}\n"
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     with kit.cluster(tmp_path_factory.mktemp("cluster")) as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def connected(cluster) -> Iterator[None]:
-    """Every test begins with one authentication, and a network that works."""
-    cluster.network.delay_s, cluster.network.rotating = 0.0, False
-    cluster.network.cut_after.clear()
-    if cluster.ssh("-O", "check", "cluster").returncode:
-        cluster.authenticate()
-    yield
 
 
 @pytest.fixture
@@ -78,49 +70,23 @@ def run(cluster) -> Run:
     return made
 
 
-def test_without_a_connection_the_command_that_opens_it_is_told(cluster, project):
+def test_one_authentication_serves_all_commands(cluster, project):
     cluster.hang_up()
     before = cluster.prompts
-    done = cluster.cookbook("status", cwd=project)
-    if os.geteuid() == 0:
-        assert done.returncode == 1 and cluster.prompts == before
-        assert re.fullmatch(
-            r"error: there is no open .* with: ssh -F \S+ -Nf .* cluster\n", done.stderr
-        )
-        cluster.authenticate()
-        assert cluster.prompts == before + 1
-        for command in (["status"], ["submit", "mine.yaml", "--dry-run"]):
-            cluster.cookbook(*command, cwd=project)
-        assert cluster.prompts == before + 1
     done = cluster.cookbook("status", "--json", cwd=project)
-    assert done.returncode == 0 and json.loads(done.stdout) == []
+    assert done.returncode == 0 and json.loads(done.stdout) == [], done.stderr
+    for command in (["status"], ["submit", "mine.yaml", "--dry-run"]):
+        assert cluster.cookbook(*command, cwd=project).returncode == 0
+    assert cluster.prompts == before + (os.geteuid() == 0)
 
 
-def test_the_command_that_is_told_replaces_a_connection_that_died(cluster, monkeypatch):
+def test_a_connection_that_died_is_opened_again(cluster, project):
     """Its socket is left, as by a laptop that was switched off."""
-    for name, value in cluster.env.items():
-        monkeypatch.setenv(name, value)
     pid = re.search(r"pid=(\d+)", cluster.ssh("-O", "check", "cluster").stderr)
     os.kill(int(pid[1]), signal.SIGKILL)
     assert (cluster.folder / "cm").exists()
-    connection = Connection(Host("cluster"), print)
-    assert not connection.master
-    subprocess.run(connection.opening.split(), env=cluster.env, check=True, timeout=60)
-    assert Connection(Host("cluster"), print).master
-
-
-def test_a_host_that_does_not_answer_is_named(cluster, project, monkeypatch):
-    monkeypatch.setattr(ssh, "_SILENT_S", 0.5)
-    for name, value in cluster.env.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(project)
-    cluster.network.delay_s = 0.6
-    said: list[str] = []
-    with client.ExitStack() as stack:
-        connection = Connection(Host("cluster", str(kit.paths.REPO_ROOT)), said.append)
-        assert Command(connection, ["status"], said.append, stack).run() == 0
-    master = re.escape(f"ssh -F {cluster.folder}/config -O exit cluster")
-    assert re.fullmatch(rf"cluster has not answered for 0.5 s; waiting .* {master}", said[0])
+    assert cluster.cookbook("status", cwd=project).returncode == 0
+    assert cluster.ssh("-O", "check", "cluster").returncode == 0
 
 
 def test_faults_and_exit_codes_are_those_of_the_cluster(cluster, project, monkeypatch):
@@ -136,137 +102,110 @@ def test_faults_and_exit_codes_are_those_of_the_cluster(cluster, project, monkey
     assert done.returncode == 1 and "install it with: cookbook init --host cluster" in done.stderr
 
 
-COMMANDS = [
-    ["status"],
-    ["logs", "last"],
-    ["report", "last"],
-    ["check", "mine.yaml", "--local"],
-    ["submit", "mine.yaml", "--dry-run"],
-    ["watch", "{run}"],
-    ["results"],
-    ["diff", "{run}", "last"],
-    ["cancel", "{run}"],
-    ["resume", "{run}"],
-    ["sweep", "demo_settings", "--dry-run"],
-    ["eval", "none", "--local"],
-    ["prepare", "none.yaml"],
-    ["registry"],
-    ["query", "none", "mine.yaml"],
-]
-
-
-def test_round_trips(cluster, project, run, monkeypatch, capfd):
-    """Two at most, with a tree that was never sent, in one ssh call, whatever the command says."""
-    for name, value in cluster.env.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(project)
-    monkeypatch.setattr(client, "__version__", "0.0.1")
-    run.write("status.json", {**run.status, "state": "COMPLETED"})
-    cluster.network.delay_s = 0.025  # 50 ms there and back
-    for command in [*COMMANDS, ["fetch", run.name]]:
-        before, began = cluster.calls, time.monotonic()
-        with client.ExitStack() as stack:
-            connection = Connection(Host("cluster", str(kit.paths.REPO_ROOT)), print)
-            if command[0] == "fetch":
-                fetch.fetch(connection, run.name, "export", None, None, print)
-            else:
-                words = [word.format(run=run.name) for word in command]
-                Command(connection, words, print, stack).run()
-        trips, took_s = sum(each.turns for each in connection.sessions), time.monotonic() - began
-        assert cluster.calls - before == len(connection.sessions) == 1
-        assert trips <= 2, command
-        other = "this machine has version 0.0.1 of the kit"
-        assert (other in capfd.readouterr().out) == (command[0] != "fetch")
-        with capfd.disabled():
-            print(f"{' '.join(command)}: {trips} round trips, {took_s:.1f} s")
-
-
 def test_the_tree_is_sent_once_and_as_it_is(cluster, project):
     (project / "data.bin").write_bytes(os.urandom(11 * 2**20))
     elsewhere = project.parent / "other.jsonl"
     elsewhere.write_text(f'{{"prompt": "a", "response": "{os.urandom(4).hex()}"}}\n')
     dry = ["submit", "../mine.yaml", "--dry-run", f"dataset_val.data_files={elsewhere}"]
-    done = cluster.cookbook(*dry, cwd=project / "sub")
-    assert done.returncode == 0, done.stderr
-    assert (
-        "not sent: data.bin (11.0 MiB; above 10 MiB" in done.stderr and "of 5 files" in done.stderr
-    )
-    before = cluster.network.sent["up"]
-    done = cluster.cookbook(*dry, cwd=project / "sub")
-    assert "sent " not in done.stderr.replace("not sent", "")
-    assert cluster.network.sent["up"] - before < 20_000
-    first = (project / "train.py").read_text()
+    trees = kit.paths.sent(cluster.root) / "trees"
+
+    def sent() -> set[Path]:
+        done = cluster.cookbook(*dry, cwd=project / "sub")
+        assert done.returncode == 0, done.stderr
+        assert "not sent: data.bin (11.0 MiB; above 10 MiB" in done.stderr
+        # A message names the user's own file.
+        assert f"{project}/sub/../my.jsonl has no column" in done.stderr, done.stderr
+        assert f"{elsewhere} has no column" in done.stderr, done.stderr
+        return {path for path in trees.glob("*/train.py") if not path.parent.is_symlink()}
+
+    first = sent()
+    assert sent() == first
+    before = (project / "train.py").read_text()
     (project / "train.py").write_text("print(2)\n")
-    done = cluster.cookbook(*dry, cwd=project / "sub")
-    assert "sent 1 of 5 files, 0.0 MiB: train.py" in done.stderr
-    trees = [
-        path.read_text() for path in (kit.paths.sent(cluster.root) / "trees").glob("*/train.py")
-    ]
-    assert {first, "print(2)\n"} <= set(trees)
+    second = sent()
+    assert len(second) == len(first) + 1
+    (new,) = second - first
+    assert new.read_text() == "print(2)\n" and before in [path.read_text() for path in first]
+    # What did not change lies there once.
+    assert (new.parent / "my.jsonl").stat().st_nlink == 2
+    assert list(new.parent.glob(".elsewhere/*/other.jsonl"))
     # Only what was sent is private: the models and data of the command are for the group too.
     modes = [folder.stat().st_mode & 0o777 for folder in (cluster.root, project / "sub")]
     assert modes[0] == modes[1] and kit.paths.sent(cluster.root).stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("way", ["up", "down"])
-def test_a_transfer_that_breaks_continues(cluster, project, run, way):
-    big = project / "big" / "my.jsonl"
-    big.parent.mkdir()
-    big.write_bytes(b"".join(os.urandom(500).hex().encode() + b"\n" for _ in range(12000)))
-    command = ["check", "demo", "--local", "--data", "big/my.jsonl"]
-    command = command if way == "up" else ["fetch", run.name]
-    process = cluster.start(*command, cwd=project)
-    cluster.network.cut_after[way] = 4 * 2**20
-    total = cluster.network.sent[way]
-    while way in cluster.network.cut_after:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    cluster.authenticate()
-    _, err = process.communicate(timeout=60)
-    assert b"was lost; reconnecting" in err, err
-    if way == "down":
-        assert process.returncode == 0, err
-        fetched = project / run.name / "export" / "model.safetensors"
-        assert fetched.read_bytes() == (run.path / "export" / fetched.name).read_bytes()
-        again = cluster.cookbook("fetch", run.name, cwd=project)
-        assert "0.0 MiB came over the connection" in again.stderr
-        whole = 6 * 2**20
-    else:
-        contents = list((kit.paths.sent(cluster.root) / "files").glob("*.-"))
-        assert big.read_bytes() in [path.read_bytes() for path in contents]
-        whole = 6.5 * 2**20  # hexadecimal digits, compressed
-    # What had arrived was not sent again, but for the 2 MiB that ssh has on its way.
-    assert cluster.network.sent[way] - total < whole + 3 * 2**20
+def test_files_come_and_continue_and_no_link_does(cluster, project, run):
+    export, secret = run.path / "export", project.parent / "secret"
+    (export / "evil").symlink_to(secret)
+    (export / "folder").symlink_to(project.parent)
+    done = cluster.cookbook("fetch", run.name, cwd=project)
+    assert done.returncode == 0 and done.stdout == f"{run.name}\n", done.stderr
+    here = project / run.name / "export"
+    assert sorted(each.name for each in here.iterdir()) == ["config.json", "model.safetensors"]
+    (export / "config.json").write_text('{"a": 1}')
+    weights = here / "model.safetensors"
+    before = weights.stat().st_ino
+    done = cluster.cookbook("fetch", run.name, cwd=project)
+    assert (here / "config.json").read_text() == '{"a": 1}', done.stderr
+    assert weights.stat().st_ino == before, "it was sent again"
+    done = cluster.cookbook("fetch", run.name, "--adapter", cwd=project)
+    assert done.returncode == 1 and "has no export/adapter: see what it has" in done.stderr
 
 
-def test_logs_come_once_each_through_breaks_and_other_login_nodes(cluster, project, run):
-    cluster.hang_up()
-    cluster.network.rotating = True
-    cluster.authenticate()
-    lines = [f"line {number} {'x' * 200}" for number in range(600)]
+def test_a_hostile_cluster_writes_nowhere_else(tmp_path):
+    """Its ssh answers what it likes: names of runs, and rsync's protocol with links and paths."""
+    home, work = tmp_path / "home", tmp_path / "work"
+    for folder in (home / ".ssh", work, tmp_path / "served" / "sub"):
+        folder.mkdir(parents=True)
+    key = home / ".ssh" / "authorized_keys"
+    key.write_text("mine")
+    (tmp_path / "served" / "authorized_keys").write_text("attacker")
+    (tmp_path / "served" / "sub" / "link").symlink_to(home)
+    fake = tmp_path / "ssh"
+    # The second of its answers has paths with .., by rsync's own option.
+    fake.write_text(f"""#!/bin/bash
+case "$*" in
+  *-G*) echo "controlpath none"; exit 0;;
+  *" look "*) printf '{{"run": "%s", "nodes": [], "folder": "/x"}}' "$EVIL_RUN"; exit 0;;
+  *--server*) cd {tmp_path}/served; exec rsync --server --sender $EVIL_HOW;;
+esac
+""")
+    fake.chmod(0o755)
+    env = {**os.environ, "HOME": str(home), "COOKBOOK_SSH": str(fake)}
+    env["PYTHONPATH"] = str(kit.paths.REPO_ROOT)
+    argv = [sys.executable, "-m", "launcher", "--host", "evil", "fetch", "last"]
 
-    def write() -> None:
-        with (run.logs / "0" / "node_0.log").open("a") as log:
-            for number, line in enumerate(lines):
-                print(line, file=log, flush=True)
-                time.sleep(0.005)
-                if number in (150, 400):
-                    cluster.network.cut()
-                    cluster.authenticate()
-        run.write("status.json", {**run.status, "state": "COMPLETED"})
+    def fetched(name: str, how: str) -> str:
+        done = subprocess.run(
+            argv, cwd=work, env={**env, "EVIL_RUN": name, "EVIL_HOW": how}, capture_output=True
+        )
+        assert key.read_text() == "mine"
+        assert sorted(path.name for path in home.rglob("*")) == [".ssh", "authorized_keys"]
+        return done.stderr.decode()
 
-    sessions = kit.paths.sent(cluster.root) / "sessions"
-    before = len(list(sessions.glob("*")))
-    process = cluster.start("logs", run.name, "-f", cwd=project)
-    time.sleep(1.5)
-    writer = threading.Thread(target=write)
-    writer.start()
-    out, err = process.communicate(timeout=60)
-    writer.join()
-    assert process.returncode == 0, err
-    assert out.decode().splitlines()[1:] == ["first", *lines]
-    assert len(list(sessions.glob("*"))) == before + 1, "the command was started again"
-    assert err.count(b"was lost") == 2 and {0, 1} <= set(cluster.network.served[-3:])
+    plain = "-tre.LsfxCIvu . ./"
+    for name in (str(home / ".ssh"), "../home/.ssh", "..", ".ssh", "-e"):
+        assert "which is no folder's name" in fetched(name, plain)
+    assert not list(work.iterdir())
+    fetched("good", plain)
+    assert (work / "good/export/authorized_keys").read_text() == "attacker"
+    fetched("bad", "-tlRre.LsfxCIvu . ../home/.ssh/../../served/authorized_keys")
+    assert not [path for path in work.rglob("*") if path.is_symlink()]
+
+
+def test_a_missing_rsync_is_told_with_its_remedy(cluster, project, monkeypatch):
+    programs = project.parent / "programs"
+    programs.mkdir()
+    for name in ("git", "ssh"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setitem(cluster.env, "PATH", str(programs))
+    done = cluster.cookbook("check", "mine.yaml", cwd=project)
+    assert done.returncode == 1 and "there is no rsync 3.1 on this machine" in done.stderr
+    monkeypatch.undo()
+    monkeypatch.setenv("COOKBOOK_SSH", cluster.env["COOKBOOK_SSH"])
+    with pytest.raises(RemoteFault, match="has no rsync for login shells: there, install rsync"):
+        connection = Connection(Host("cluster"))
+        connection.push(project, "PATH=/nowhere")
 
 
 def test_ctrl_c_leaves_the_run(cluster, project, run):
@@ -276,8 +215,7 @@ def test_ctrl_c_leaves_the_run(cluster, project, run):
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130 and b"the run continues; follow it with" in err
     assert run.status["state"] == "RUNNING"
-    left = subprocess.run(["pgrep", "-f", f"launcher watch {run.name}"], capture_output=True)
-    assert not left.stdout
+    assert _ends(f"launcher watch {run.name}")
 
 
 def test_an_early_ctrl_c_is_no_traceback(cluster, project):
@@ -291,19 +229,57 @@ def test_an_early_ctrl_c_is_no_traceback(cluster, project):
     assert b"Traceback" not in err and process.returncode in (0, 130), err
 
 
+def test_on_a_terminal_ssh_passes_ctrl_c_and_the_size(cluster, project, run):
+    """A live view, its end by Ctrl-C, and nothing that ssh adds."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(project)
+        argv = [sys.executable, "-m", "launcher", "--host", "cluster", "watch", run.name]
+        os.execve(sys.executable, argv, {**cluster.env, "PYTHONPATH": str(kit.paths.REPO_ROOT)})
+    shown = b""
+    while run.name.encode() not in shown:
+        shown += os.read(terminal, 2**16)
+    os.write(terminal, b"\x03")
+    with suppress(OSError):  # the terminal has no user any more
+        while data := os.read(terminal, 2**16):
+            shown += data
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert b"the run continues" in shown and b"onnection to" not in shown
+    assert _ends(f"launcher watch {run.name}")
+
+
+def test_a_lost_connection_ends_the_command_there_and_not_the_run(cluster, project, run):
+    process = cluster.start("watch", run.name, cwd=project)
+    assert process.stderr and process.stderr.read(1)
+    pid = re.search(r"pid=(\d+)", cluster.ssh("-O", "check", "cluster").stderr)
+    os.kill(int(pid[1]), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and b"was lost: runs there go on" in err
+    assert _ends(f"launcher watch {run.name}") and run.status["state"] == "RUNNING"
+
+
+def _ends(words: str) -> bool:
+    """Whether no process has these words any more, within a time that is enough."""
+    deadline = time.monotonic() + 60
+    while subprocess.run(["pgrep", "-f", words], capture_output=True).stdout:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 def test_two_clients_at_once(cluster, project):
     (project / "train.py").write_text(os.urandom(2**20).hex())
     both = [cluster.start("submit", "mine.yaml", "--dry-run", cwd=project) for _ in range(2)]
     for process in both:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0 and out.startswith(b"#!/bin/bash"), err
-    found = [p for p in (kit.paths.sent(cluster.root) / "files").iterdir() if p.suffix == ".part"]
-    assert not found
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_port_is_forwarded_and_closed(cluster, project, run, number):
-    """Also if the terminal is closed: the master connection, which has the port, lives on."""
+    """Also if the terminal is closed: the open connection, which has the port, lives on."""
     (run.path / "tensorboard").mkdir()
     process = cluster.start("tensorboard", run.name, cwd=project)
     assert process.stderr
@@ -316,8 +292,7 @@ def test_a_port_is_forwarded_and_closed(cluster, project, run, number):
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == (0 if number == signal.SIGINT else 128 + number)
-    left = subprocess.run(["pgrep", "-f", f"launcher tensorboard {run.name}"], capture_output=True)
-    assert not left.stdout
+    assert _ends(f"launcher tensorboard {run.name}")
     with pytest.raises(OSError):
         urllib.request.urlopen(address)
 
@@ -334,8 +309,8 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
     (source / "runs.log").write_text("ignored")
     (source / ".gitignore").write_text("*.log\n__pycache__/\n/configs/clusters/default.yaml\n")
     subprocess.run(["git", "init", "-q", source], check=True)
-    connection, said = Connection(Host("cluster", str(there)), print), []
-    code = install.install(connection, source, "cu126", said.append)
+    host, said = Host("cluster", str(there)), []
+    code = install.install(host, source, "cu126", said.append)
     out, err = capfd.readouterr()
     assert "set up with --torch cu126" in err and said[0] == f"copied the kit to cluster:{there}"
     # There is no Slurm behind these login nodes, which both say.
@@ -351,15 +326,14 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
     (source / "launcher/remote/far.py").unlink()
     (there / "configs/recipes/own.yaml").write_text("extends: demo\n")
     with pytest.raises(RemoteFault, match=r"setup\.sh failed on cluster"):
-        install.install(connection, source, None, said.append)
-    for host, fault in (
-        (
-            Host("cluster", str(source / "setup.sh")),
-            r"cannot copy the kit to \S+ on cluster: mkdir",
-        ),
+        install.install(host, source, None, said.append)
+    assert not (there / "launcher/remote/far.py").exists()
+    assert (there / "configs/recipes/own.yaml").is_file()
+    for other, fault in (
+        (Host("cluster", str(source / "setup.sh")), "on cluster: mkdir: cannot create directory"),
         (Host("cluster.invalid"), "cannot connect to cluster.invalid: ssh: .*: see why with: ssh"),
     ):
         with pytest.raises(RemoteFault, match=fault):
-            install.install(Connection(host, print), source, None, said.append)
+            install.install(other, source, None, said.append)
     with pytest.raises(UsageFault, match="this is none"):
-        install.install(connection, tmp_path, None, said.append)
+        install.install(host, tmp_path, None, said.append)

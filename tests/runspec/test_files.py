@@ -89,7 +89,7 @@ def test_a_reader_never_sees_a_part(tmp_path):
 def test_missing_and_damaged_are_not_the_same(tmp_path):
     path = tmp_path / "x.json"
     assert (files.read_json(path), files.read_object(path), files.peek(path)) == (None, None, {})
-    for text in ('{"a": 1', "", "[" * 100_000, '{"a":' * 100_000):
+    for text in ('{"a": 1', "", "[" * 100_000, '{"a":' * 100_000, "9" * 400):
         path.write_text(text)
         for read in (files.read_json, files.read_object):
             with pytest.raises(files.DamagedFile, match=r"x\.json does not hold JSON"):

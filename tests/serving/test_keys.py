@@ -32,14 +32,86 @@ def test_a_users_key_is_shown_once_and_kept_as_a_hash(endpoint):
     key = access.add(endpoint, "ada", {"requests_per_day": 3, "tokens_per_day": None})
     file = endpoint.folder / endpoints.USERS
     assert key not in file.read_text() and file.stat().st_mode & 0o077 == 0
-    with pytest.raises(UsageFault, match="ada already has a key: revoke it first"):
+    with pytest.raises(
+        UsageFault, match="ada already has a key: change its limits with --set-limits e"
+    ):
         access.add(endpoint, "ada", {})
     with pytest.raises(UsageFault, match="may contain only"):
         access.add(endpoint, "a/b", {})
     with pytest.raises(UsageFault, match=r"no key for user 'aba'.*there are ada"):
         access.revoke(endpoint, "aba")
+    access.limit(endpoint, "ada", {"tokens_per_day": 50})
+    access.limit(endpoint, "ada", {"requests_per_day": None})
+    (row,) = access.rows(endpoint)
+    assert (row["requests_per_day"], row["tokens_per_day"]) == (None, 50)
+    with pytest.raises(UsageFault, match="no key for user 'eve'"):
+        access.limit(endpoint, "eve", {})
+    keys = Keys(KEY, endpoint.folder)
+    assert keys.who(key) == "ada", "the key stays"
     access.revoke(endpoint, "ada")
     assert access.add(endpoint, "ada", {}) != key, "a revoked one may be replaced"
+
+
+def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoint):
+    """A stream and an answer that are given up count, and requests at a time do not pass together.
+
+    Its prompt has 10 tokens, its answer 50 at most; a stream that is given up has sent two.
+    """
+    ada = access.add(endpoint, "ada", {"tokens_per_day": 100, "requests_per_day": None})
+    eve = access.add(endpoint, "eve", {"tokens_per_day": None, "requests_per_day": 3})
+    prompt = {"messages": [{"role": "user", "content": "word " * 10}], "max_tokens": 50}
+
+    async def run() -> None:
+        engine, app = Engine(), web.Application()
+        engine.pause = asyncio.Event()
+        app.router.add_route("*", "/{path:.*}", engine.answer)
+        below, port = await opened(app)
+        keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, "a")
+        journal, takes = Journal(endpoint.folder / endpoints.REQUESTS), Takes("vllm", "m")
+        own = One(f"http://127.0.0.1:{port}")
+        words = (lambda text: len(text.split()), 1000)
+        proxy = Front(SETTINGS, keys, own, lambda: takes, journal, *words, quotas=quotas)
+        runner, place = await opened(proxy.app())
+        url = f"http://127.0.0.1:{place}{CHAT}"
+
+        async def settled(tokens: int) -> None:
+            async with asyncio.timeout(20):
+                while quotas.own["ada"][1] != tokens or proxy.metrics.in_flight:
+                    await asyncio.sleep(0.01)
+
+        head = {"Authorization": f"Bearer {ada}"}
+        async with aiohttp.ClientSession(headers=head) as client:
+            stream = await client.post(url, json={**prompt, "stream": True})
+            await stream.content.readuntil(b"two")
+            assert quotas.own["ada"] == (1, 10), "the prompt is charged when it begins"
+            stream.close()
+            await settled(12)
+            given_up = asyncio.create_task(client.post(url, json=prompt))
+            async with asyncio.timeout(20):
+                while not proxy.metrics.in_flight:
+                    await asyncio.sleep(0.01)
+                # 12 and 10 are used, and 50 are held: a third one would fit, a fourth one not.
+                running = asyncio.create_task(client.post(url, json=prompt))
+                while proxy.metrics.in_flight < 2:
+                    await asyncio.sleep(0.01)
+            async with client.post(url, json=prompt) as answer:
+                assert answer.status == 429 and answer.headers["Retry-After"] == "1"
+                assert "32 of 100 tokens" in (text := await answer.text()) and "running" in text
+            given_up.cancel()
+            async with asyncio.timeout(20):
+                while quotas.own["ada"][1] != 82:
+                    await asyncio.sleep(0.01)
+            engine.pause.set()
+            assert (await running).status == 200
+            # What was assumed of its prompt is replaced by the engine's count: 3 and 2.
+            await settled(77)
+            client.headers["Authorization"] = f"Bearer {eve}"
+            statuses = [(await client.post(url, json={**prompt, "n": n})).status for n in (4, 3, 1)]
+            assert (statuses, quotas.own["eve"][0]) == ([429, 200, 429], 3)
+        for each in (runner, below):
+            await each.cleanup()
+
+    asyncio.run(run())
 
 
 def test_users_are_limited_over_all_replicas_and_revoked(endpoint):

@@ -39,6 +39,8 @@ class Engine:
         self.heard: list[tuple[str, str, Any]] = []
         self.headers: Any = None
         self.status, self.words = 200, ("one ", "two")
+        # What an answer, or the end of a stream, waits for.
+        self.pause: asyncio.Event | None = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/openapi.json":
@@ -56,6 +58,7 @@ class Engine:
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         head = {"id": "x", "object": "chat.completion", "created": 1, "model": "/models/m"}
         if not asked.get("stream"):
+            await self.paused()
             message = {"role": "assistant", "content": "".join(self.words)}
             choice = {"index": 0, "message": message, "finish_reason": "length"}
             return web.json_response({**head, "choices": [choice], "usage": usage})
@@ -66,11 +69,16 @@ class Engine:
             end = "length" if number == len(self.words) - 1 else None
             choice = {"index": 0, "delta": {"content": word}, "finish_reason": end}
             await stream.write(f"data: {json.dumps({**head, 'choices': [choice]})}\n\n".encode())
+        await self.paused()
         if "generation_config" in asked or asked["stream_options"]["include_usage"]:
             last = json.dumps({**head, "choices": [], "usage": usage})
             await stream.write(f"data: {last}\n\n".encode())
         await stream.write(b"data: [DONE]\n\n")
         return stream
+
+    async def paused(self) -> None:
+        if self.pause is not None:
+            await self.pause.wait()
 
 
 def openapi() -> dict[str, Any]:
@@ -233,6 +241,13 @@ FAULTS: list[tuple[bytes, str | None]] = [
     (b'{"messages": [{"role": "king", "content": "x"}]}', "messages[0].role"),
     (b'{"messages": [{"role": "user"}]}', "messages[0].content"),
     (b'{"messages": [{"role": "user", "content": [{"text": "x"}]}]}', "messages[0].content"),
+    *[
+        (
+            json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode(),
+            "messages[0].content",
+        )
+        for part in ({"type": "image_url", "text": 5}, {"type": "x", "text": [1]}, {"type": "text"})
+    ],
 ]
 VALUES = {
     "max_tokens": (-1, 0, 1.5, "8", True, 2**70),
@@ -244,7 +259,7 @@ VALUES = {
     "stop": ("", ["a", ""], ["a"] * 17, 1),
     "stream": ("yes", 1),
     "stream_options": ({"include_usage": True}, {"include_usage": 1}),
-    "logit_bias": ({"a": 1}, {"1": 101}, []),
+    "logit_bias": ({"a": 1}, {"1": 101}, [], {"9" * 4500: 1}, {"１": 1}),
     "logprobs": ("x",),
     "top_logprobs": (21, 1),
     "tools": ({}, [{"type": "function"}], [{}]),
@@ -267,6 +282,10 @@ def test_client_errors_are_told_as_such_by_name(tmp_path):
             async with client.post(url + CHAT, data=body) as answer:
                 error = (await answer.json())["error"]
                 assert (answer.status, error["param"]) == (400, param), (body[:60], error)
+        for count, n in ((65, 2), (129, 1), (64, 3)):
+            body = {"prompt": ["a"] * count, "n": n}
+            async with client.post(f"{url}/v1/completions", json=body) as answer:
+                assert answer.status == 400 and "lower n" in await answer.text()
         for key in ("Bearer schlüssel", "Bearer \xff\xfe", "", "Basic eDp5"):
             assert await raw(port, "GET", "/v1/models", b"", f"Authorization: {key}") == 401
         assert await raw(port, "POST", CHAT, BODY, "X-Request-Id: é") == 400

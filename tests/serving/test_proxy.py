@@ -3,7 +3,10 @@
 import asyncio
 import json
 import os
+import resource
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +25,8 @@ from serving.journal import Journal, read
 from serving.keys import Keys
 from serving.parameters import Takes
 from serving.proxy import Proxy
+from serving.proxy import runner as runner_of
+from tests.launcher.kit import until
 
 KEY = "right-key"
 CHAT = "/v1/chat/completions"
@@ -286,6 +291,76 @@ def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lo
         await runner.cleanup()
 
     asyncio.run(run())
+
+
+def test_half_a_request_holds_no_connection_and_a_malformed_one_is_not_logged(tmp_path, caplog):
+    async def run() -> None:
+        proxy = Proxy(SETTINGS, Keys(KEY), Pool(tmp_path))
+        proxy.body_s = 0.1
+        server = runner_of(proxy, headers_s=0.1)
+        await server.setup()
+        await web.TCPSite(server, "127.0.0.1", 0).start()
+        port = server.addresses[0][1]
+
+        async def answer(text: str, end: bytes = b"") -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(text.encode())
+            async with asyncio.timeout(30):
+                received = await (reader.readuntil(end) if end else reader.read())
+            writer.close()
+            return received
+
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        assert await answer(head) == b"", "it is closed"
+        half = await answer(f"{head}Content-Length: 9\r\n\r\n{{", b"}}")
+        assert b"408" in half.splitlines()[0] and b"was not complete after 0.1 s" in half
+        malformed = await answer(head.replace("\r\n", "\n") + "\n")
+        assert b"400" in malformed.splitlines()[0]
+        await server.cleanup()
+
+    asyncio.run(run())
+    assert KEY not in caplog.text and "Error handling request" not in caplog.text
+
+
+def test_a_gateway_survives_more_connections_than_it_may_have(tmp_path):
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    settings = {"settings": {"endpoint": "e", "key_file": str(key)}}
+    (tmp_path / endpoints.ENDPOINT).write_text(json.dumps(settings))
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64))
+
+    argv = [sys.executable, "-m", "serving.gateway", str(tmp_path)]
+    log = tmp_path / "log"
+    process = subprocess.Popen(argv, preexec_fn=limit, stderr=log.open("wb"))
+    gateway = tmp_path / endpoints.GATEWAY
+
+    def ask() -> bytes:
+        with socket.create_connection(("127.0.0.1", port), 20) as one:
+            one.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            return one.recv(100)
+
+    def half() -> socket.socket:
+        one = socket.create_connection(("127.0.0.1", port), 20)
+        one.sendall(b"POST / HTTP/1.1\r\n")
+        return one
+
+    try:
+        until(gateway.exists, 60)
+        port = int(json.loads(gateway.read_text())["url"].rpartition(":")[2])
+        # Above the soft limit.
+        held = [half() for _ in range(35)]
+        assert b"503" in ask()
+        held += [half() for _ in range(60)]
+        until(lambda: "new connections: [Errno 24]" in log.read_text(), 60)
+        for each in held:
+            each.close()
+        assert b"503" in ask(), "it takes connections again"
+        process.terminate()
+        assert process.wait(60) == 0 and not gateway.exists()
+    finally:
+        process.kill()
 
 
 def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path):

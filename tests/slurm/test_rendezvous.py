@@ -193,7 +193,7 @@ def test_ranks_share_a_nodes_cpus_if_the_site_names_none(tmp_path, given, thread
     assert done.stdout.split() == [str(threads), str(threads)], done.stderr
 
 
-@pytest.mark.parametrize("missing", ["train.yaml", "venv"])
+@pytest.mark.parametrize("missing", ["train.yaml", "venv", "environment"])
 def test_a_node_that_cannot_read_the_files_records_a_permanent_fault(tmp_path, missing):
     logs = tmp_path / "logs" / "0"
     logs.mkdir(parents=True)
@@ -209,6 +209,8 @@ def test_a_node_that_cannot_read_the_files_records_a_permanent_fault(tmp_path, m
         "RANKS_PER_NODE": "1",
         "SLURMD_NODENAME": "n7",
         "FILES_WAIT_S": "1",
+        "ENV_TITLE": "the environment of the recipe",
+        "ENV_PYTHON": sys.executable if missing != "environment" else str(tmp_path / "nowhere"),
     }
     script = f"source {ROOT}/slurm/node.sh; echo trained"
     # What an earlier attempt has read is there: a retry may help.
@@ -220,3 +222,6 @@ def test_a_node_that_cannot_read_the_files_records_a_permanent_fault(tmp_path, m
         fault = json.loads((logs / "error_node_0.json").read_text())
         assert fault["permanent"] is permanent
         assert fault["message"].startswith("node n7 cannot")
+        assert {"train.yaml": "train.yaml", "venv": "the virtual environment"}.get(
+            missing, "nowhere, the Python of the environment of the recipe"
+        ) in fault["message"]

@@ -71,6 +71,23 @@ def edit(name: str, **values: Any) -> Change:
     return change
 
 
+def model_ids(**ids: Any) -> Change:
+    """Set them in both files of the model that name such."""
+    return all_of(edit("config", **ids), edit("generation_config", **ids))
+
+
+def more_tokens(size: int, last: str) -> Change:
+    """Add tokens to tokenizer.json until there are so many, of which this is the last."""
+
+    def change(folder: Path) -> None:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        unused = [f"<unused{n}>" for n in range(size - 1 - tokenizer.get_vocab_size())]
+        tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (*unused, last)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+
+    return change
+
+
 def text(name: str, content: str) -> Change:
     return lambda folder: (folder / name).write_text(content)
 
@@ -90,9 +107,9 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
     return changed
 
 
-def cast(dtype: torch.dtype, **settings: Any) -> Change:
+def cast(to: torch.dtype, **settings: Any) -> Change:
     return all_of(
-        tensors(lambda held: held.update({k: t.to(dtype) for k, t in held.items()})),
+        tensors(lambda held: held.update({k: t.to(to) for k, t in held.items()})),
         edit("config", **settings),
     )
 

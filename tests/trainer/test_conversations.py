@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from tests.trainer.runs import write_config
@@ -338,3 +339,36 @@ def test_what_the_template_leaves_out_is_noted_or_refused(
         "message 2 (assistant), the call of nodes in message 2 (assistant); leave this "
         "conversation out, or train a model whose template renders it"
     )
+
+
+@pytest.mark.parametrize("form", ["object", "text", "table"])
+def test_a_null_argument_is_trained_and_a_missing_one_is_not(
+    form: str, tokenizer_of: Any, tmp_path: Path
+) -> None:
+    """A table has null for both, and it stands for the missing ones there."""
+    given = [{"query": "a", "limit": None}, {"query": "b"}]
+    rows = [
+        {"messages": [CALLS[0], said("", arguments if form != "text" else json.dumps(arguments))]}
+        for arguments in given
+    ]
+    tokenizer = tokenizer_of(THINKING)
+    samples = opened(tokenizer, tmp_path, *rows)
+    if form == "table":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        files = str(tmp_path / "rows.parquet")
+        samples = conversations.conversation_dataset(tokenizer, source="parquet", data_files=files)
+    found = [tokenizer.decode(sample(samples, n, None)[0][0][0].tolist()) for n in range(2)]
+    both = (
+        '{"query": "a"}' if form == "table" else '{"query": "a", "limit": null}',
+        '{"query": "b"}',
+    )
+    assert all(json_text in text for json_text, text in zip(both, found, strict=True)), found
+
+
+def said(content: str, arguments: Any) -> dict[str, Any]:
+    function = {"name": "jobs", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"type": "function", "function": function}],
+    }

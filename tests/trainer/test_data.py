@@ -18,6 +18,8 @@ from trainer.config import instantiate, load
 from trainer.data import origin
 from trainer.data.batches import Batches, MicroBatch
 from trainer.data.packing import WINDOW, pack
+from trainer.data.preferences import UnpairedPreferenceDataset
+from trainer.data.rows import Rows
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.layers import attention
@@ -438,3 +440,35 @@ def test_a_sample_is_named_by_file_and_line(tmp_path: Path) -> None:
     assert origin.broken_line(block) == f"{path}, line 4: 'a' is a number, before it was str"
     path.write_text('{"a": "one"}\n{"a": "tw\n')
     assert str(origin.broken_line(block)).startswith(f"{path}, line 2: not JSON: ")
+
+
+# What pandas, and so the library `datasets`, makes numbers, truth values or nothing of.
+CELLS = ("None", "NA", "null", "nan", "N/A", "00042", "1.10", "1e3", "True", "-", "#N/A", "inf")
+
+
+@pytest.mark.parametrize("between", [",", ";", "\t"])
+@pytest.mark.parametrize(
+    "cells",
+    [CELLS, *[(cell, cell) for cell in CELLS], ("0", "1"), ("1", "2.5"), ("True", "False")],
+    ids=str,
+)
+def test_a_cell_holds_the_text_that_stands_in_the_file(
+    cells: tuple[str, ...], between: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.csv"
+    rows = [f"case {n}{between}{cell}\n" for n, cell in enumerate(cells)]
+    path.write_text(f"question{between}answer\n" + "".join(rows) + f"empty{between}\n")
+    read = Rows(source="csv", data_files=str(path), cache_dir=str(tmp_path / "cache"))
+    assert [read.row(n)["answer"] for n in range(len(read))] == [*cells, None]
+    assert origin.of_sample({"source": "csv", "data_files": str(path)}, 1, read.row(1)) == (
+        f"{path}, line 3"
+    )
+
+
+def test_a_tables_labels_are_read_as_truth_values(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "rows.csv"
+    lines = [f"q{n},a{n},{label}\n" for n, label in enumerate(("1", "0", "True", "false"))]
+    path.write_text("prompt,completion,label\n" + "".join(lines))
+    tokenizer = hugging_face_tokenizer(str(model_folder))
+    read = UnpairedPreferenceDataset(tokenizer, source="csv", data_files=str(path), split="train")
+    assert [read[n]["desirable"] for n in range(4)] == [1.0, 0.0, 1.0, 0.0]

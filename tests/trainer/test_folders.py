@@ -3,6 +3,7 @@
 Compared are the tokens of rendered conversations, the logits, and the loss of the answers.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,29 +11,45 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.folders import (
+    BEGIN,
+    CHATML,
+    END,
     INDEX,
+    ROWS,
     SHARDED,
+    TEXT_END,
     WHOLE,
     Change,
     all_of,
+    cast,
     consolidated,
     copied,
     edit,
+    model_ids,
+    more_tokens,
     shards,
+    tensors,
     text,
     without,
     write,
 )
 from trainer import check
 from trainer.config import instantiate, parse
+from trainer.evaluation import opened
+from trainer.evaluation.model import Answerer
+from trainer.evaluation.samples import Sample
+from trainer.generate import answers
 from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.models import build as models
 from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel.world import World
+from trainer.storage import adapter
+from trainer.storage import export as exports
 
 NODE, MACHINE = (
     {"role": "user", "content": "a node?"},
@@ -53,6 +70,97 @@ SAME: dict[str, Change] = {
         shards(1, other=True, index=False),
         edit("config", transformers_weights="mine-00001-of-00001.safetensors"),
     ),
+}
+MAP = {"bos_token": BEGIN, "eos_token": END, "pad_token": "<|pad|>"}
+NO_MAP = edit("tokenizer_config", **dict.fromkeys(MAP))
+NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+EVERY = "".join("{% if X %}{{ X }}{% endif %}".replace("X", f"{name}_token") for name in NAMES)
+SAME |= {
+    "special tokens in special_tokens_map.json alone": all_of(
+        NO_MAP, edit("special_tokens_map", **MAP)
+    ),
+    "special tokens in special_tokens_map.json as objects": all_of(
+        NO_MAP,
+        edit("special_tokens_map", **{k: {"content": v, "lstrip": False} for k, v in MAP.items()}),
+    ),
+    "special_tokens_map.json says otherwise": all_of(
+        edit("special_tokens_map", bos_token="<|sep|>"), model_ids(bos_token_id=260)
+    ),
+    "special_tokens_map.json beside a list of added tokens": all_of(
+        edit("special_tokens_map", bos_token="<|sep|>"),
+        edit("tokenizer_config", added_tokens_decoder={"256": {"content": BEGIN, "special": True}}),
+    ),
+    "special tokens as objects": edit(
+        "tokenizer_config", **{k: {"__type": "AddedToken", "content": v} for k, v in MAP.items()}
+    ),
+    "special tokens by the tokenizer's class": all_of(
+        NO_MAP,
+        edit("tokenizer_config", tokenizer_class="Qwen2Tokenizer"),
+        model_ids(eos_token_id=259),
+    ),
+    "no tokenizer_config.json": all_of(
+        without("tokenizer_config.json"), edit("special_tokens_map", **MAP)
+    ),
+    "a template with sep_token": all_of(
+        edit("tokenizer_config", sep_token="<|sep|>"),
+        text("chat_template.jinja", "{{ sep_token }}" + CHATML),
+    ),
+    "a template with every special token": all_of(
+        edit(
+            "tokenizer_config",
+            sep_token="<|sep|>",
+            cls_token=BEGIN,
+            mask_token="<|pad|>",
+            unk_token=TEXT_END,
+        ),
+        text("chat_template.jinja", EVERY + CHATML),
+    ),
+    "a template in tokenizer_config.json": all_of(
+        without("chat_template.jinja"), edit("tokenizer_config", chat_template=CHATML)
+    ),
+    "templates by name": all_of(
+        without("chat_template.jinja"),
+        edit(
+            "tokenizer_config",
+            chat_template=[
+                {"name": "tool_use", "template": "tools"},
+                {"name": "default", "template": CHATML},
+            ],
+        ),
+    ),
+    "a token beyond the embedding": more_tokens(ROWS + 1, "<image_soft_token>"),
+    "a padding token beyond the embedding": all_of(
+        more_tokens(ROWS + 1, "<late_pad>"), edit("tokenizer_config", pad_token="<late_pad>")
+    ),
+    "a padding token that tokenizer.json lacks": all_of(
+        more_tokens(ROWS, "<unused>"), edit("tokenizer_config", pad_token="<late_pad>")
+    ),
+}
+HEAD, ROWS_OF = "lm_head.weight", "model.embed_tokens.weight"
+TIED, UNTIED = edit("config", tie_word_embeddings=True), edit("config", tie_word_embeddings=False)
+SAME |= {
+    "a head of its own": UNTIED,
+    "a head of its own, of which config.json says nothing": edit(
+        "config", tie_word_embeddings=None
+    ),
+    "tied, and no head in the file": all_of(TIED, tensors(lambda held: held.pop(HEAD))),
+    "tied, and a copy in the file": all_of(
+        TIED, tensors(lambda held: held.update({HEAD: held[ROWS_OF].clone()}))
+    ),
+    "tied, shards": all_of(TIED, tensors(lambda held: held.pop(HEAD)), SHARDED),
+    "rotary tables of old folders": tensors(
+        lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    ),
+    "float16": cast(torch.float16, dtype="float16"),
+    "bfloat16": cast(torch.bfloat16, dtype="bfloat16"),
+    "bfloat16 by the older key": cast(torch.bfloat16, dtype=None, torch_dtype="bfloat16"),
+    "float64": cast(torch.float64, dtype="float64"),
+    "float32 that config.json calls bfloat16": edit("config", dtype="bfloat16"),
+    "more than one dtype": tensors(
+        lambda held: held.update({HEAD: held[HEAD].half(), ROWS_OF: held[ROWS_OF].bfloat16()})
+    ),
+    "float8 without a word": cast(torch.float8_e4m3fn),
+    "no dtype": edit("config", dtype=None),
 }
 # By its name: the change, and what a refusal says.
 REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
@@ -79,6 +187,65 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "an adapter's config beside weights": (
         edit("adapter_config", base_model_name_or_path="/base"),
         ("holds an adapter (adapter_config.json); give", "remove that file"),
+    ),
+    "a head that is missing": (
+        all_of(UNTIED, tensors(lambda held: held.pop(HEAD))),
+        ("tensor lm_head.weight is missing", "; "),
+    ),
+    "tied, and a head that differs": (
+        TIED,
+        ("lm_head.weight differs from", "config.json ties them; set tie_word_embeddings to false"),
+    ),
+    "tied, and only the head": (
+        all_of(TIED, tensors(lambda held: held.pop(ROWS_OF))),
+        ("tensor model.embed_tokens.weight is missing", "; "),
+    ),
+    "a tensor of another model": (
+        tensors(lambda held: held.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)})),
+        ("tensor model.layers.7.mlp.up_proj.weight belongs to no part of the model", "; "),
+    ),
+    "a tensor of another shape": (
+        tensors(lambda held: held.update({HEAD: torch.ones(ROWS, 8)})),
+        ("tensor lm_head.weight has shape", "; "),
+    ),
+    "quantised weights": (
+        edit("config", quantization_config={"quant_method": "gptq", "bits": 4}),
+        ("its weights are quantised (gptq); download the bf16 weights",),
+    ),
+    "a class that is not known": (
+        edit("config", model_type="unheard"),
+        ("no causal language model for config.json's model_type 'unheard'; choose another model",),
+    ),
+    "code in the folder": (
+        edit("config", model_type="unheard", auto_map={"AutoModelForCausalLM": "own.Own"}),
+        ("needs the code in its folder (auto_map)", "; choose a model"),
+    ),
+    "no config.json": (without("config.json"), ("config.json is missing", "; give a Hugging")),
+    "a begin token beyond the embedding": (
+        all_of(more_tokens(ROWS + 1, "<late>"), edit("tokenizer_config", bos_token="<late>")),
+        (f"its bos_id is {ROWS}, the model knows {ROWS} tokens", "; give the tokenizer"),
+    ),
+    "a template's token beyond the embedding": (
+        all_of(more_tokens(ROWS + 1, "<late>"), text("chat_template.jinja", "<late>" + CHATML)),
+        (f"the chat template writes token {ROWS}", "; choose another tokenizer.chat_template"),
+    ),
+    "a tokenizer of a larger vocabulary": (
+        edit("config", vocab_size=200),
+        ("tokenizer: it has 256 tokens, the model knows 200; give the tokenizer",),
+    ),
+    "no tokenizer.json": (
+        without("tokenizer.json"),
+        ("tokenizer.json is missing; give a Hugging Face folder",),
+    ),
+    "a tokenizer.json that is cut short": (
+        text("tokenizer.json", "{"),
+        ("cannot be opened by transformers", "; download its tokenizer again"),
+    ),
+    "a tokenizer's code in its folder": (
+        edit(
+            "tokenizer_config", tokenizer_class="Own", auto_map={"AutoTokenizer": [None, "own.Own"]}
+        ),
+        ("cannot be opened by transformers", "; download its tokenizer again"),
     ),
 }
 
@@ -155,3 +322,176 @@ def test_what_transformers_makes_something_else_of_is_refused(
     folder = copied(base, tmp_path / "model", change)
     faults = check.faults(content_of(folder), SupervisedFineTuning)
     assert any(all(part in fault for part in told) for fault in faults), faults
+
+
+# What a generation config may say beside what is asked for.
+ODD: dict[str, dict[str, Any]] = {
+    "sampling": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 3},
+    "penalties": {"repetition_penalty": 1.8, "encoder_repetition_penalty": 1.3},
+    "no repetition": {"no_repeat_ngram_size": 2},
+    "a minimum": {"min_new_tokens": 12, "min_length": 90},
+    "beams": {"num_beams": 4, "length_penalty": 2.0},
+    "a length": {"max_length": 30},
+    "words": {"bad_words_ids": [[5]], "suppress_tokens": [7, 8], "forced_eos_token_id": 9},
+    "another end": {"eos_token_id": [259, 5], "pad_token_id": 7},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_temperature_zero_takes_the_likeliest_token(name: str, base: Path, tmp_path: Path) -> None:
+    folder = copied(base, tmp_path / "model", edit("generation_config", **ODD[name]))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ends, expected = {258, *ODD[name].get("eos_token_id", ())}, {}
+    for question in ("a node?", "b"):
+        turns = [{"role": "user", "content": question}]
+        tokens = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        made = len(tokens)
+        while len(tokens) < made + 16 and not (len(tokens) > made and tokens[-1] in ends):
+            with torch.inference_mode():
+                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+        expected[question] = theirs.decode(tokens[made:], skip_special_tokens=True).strip()
+    settings = {"seed": 0, "dtype": "fp32", "max_new_tokens": 16, "temperature": 0, "top_p": 1.0}
+    answerer = Answerer(folder, settings | {"template": "chat"}, torch.device("cpu"))
+    samples = [Sample(n, question, "", "") for n, question in enumerate(expected)]
+    assert [row["answer"] for row in answerer.answers(samples, {})] == [*expected.values()]
+    assert dict(answers(folder, [*expected], 16, torch.device("cpu"))) == expected
+
+
+BASE = all_of(
+    model_ids(eos_token_id=259),
+    edit("tokenizer_config", eos_token=TEXT_END),
+    text("chat_template.jinja", CHATML),
+)
+TEXTS = {
+    "_component_": "torchtune.datasets.text_completion_dataset",
+    "source": "text",
+    "data_files": "none.txt",
+}
+# By its name: the change, what the recipe says, and the exported model's and tokenizer's ends.
+ENDS: dict[str, tuple[Change, dict[str, Any], int | list[int], str]] = {
+    "a base model with a template": (BASE, {}, [258, 259], END),
+    "a base model with the recipe's template": (
+        all_of(BASE, without("chat_template.jinja")),
+        {"chat_template": CHATML},
+        [258, 259],
+        END,
+    ),
+    "a base model without generation_config.json": (
+        all_of(BASE, without("generation_config.json")),
+        {},
+        [258, 259],
+        END,
+    ),
+    "a base model whose tokenizer has another file": (
+        all_of(BASE, NO_MAP, edit("special_tokens_map", **MAP | {"eos_token": TEXT_END})),
+        {},
+        [258, 259],
+        END,
+    ),
+    "a template that writes eos_token elsewhere": (
+        all_of(BASE, text("chat_template.jinja", "{{ eos_token }}" + CHATML)),
+        {},
+        [258, 259],
+        TEXT_END,
+    ),
+    "plain texts": (BASE, {"texts": True}, 259, TEXT_END),
+    "an instruct model": (lambda folder: None, {}, 258, END),
+    "an instruct model of two ends": (
+        all_of(BASE, model_ids(eos_token_id=[259, 258])),
+        {},
+        [259, 258],
+        TEXT_END,
+    ),
+    "a generation config that lacks the end": (
+        all_of(BASE, edit("config", eos_token_id=[259, 258])),
+        {},
+        [258, 259],
+        TEXT_END,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_answer_ends_by_one_token_wherever_it_is_named(
+    name: str, base: Path, tmp_path: Path, world: World
+) -> None:
+    change, says, ends, last = ENDS[name]
+    folder = copied(base, tmp_path / "model", change)
+    content = content_of(folder, model={"lora_rank": 2, "lora_alpha": 2})
+    content["tokenizer"] |= {"chat_template": says.get("chat_template")}
+    content["dataset"] = TEXTS if says.get("texts") else content["dataset"]
+    assert check.faults(content, SupervisedFineTuning) == []
+    config = parse(content)
+    tokenizer = instantiate("tokenizer", config.tokenizer)
+    tokens, mask = tokenizer.tokenize_turns(TURNS, [1, 3])
+    trained = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+    assert trained.count(258) == 2 and trained[-1] == 258
+
+    exported = exports.export(models.build(config, world), config, world)
+    reference = AutoModelForCausalLM.from_pretrained(exported)
+    assert reference.generation_config.eos_token_id == ends
+    for place in (exported, exported / "adapter" if last != tokenizer_end(folder) else exported):
+        theirs = AutoTokenizer.from_pretrained(place)
+        assert theirs.eos_token == last
+        assert theirs.apply_chat_template(TURNS, tokenize=True, return_dict=False) == tokens
+    if not says.get("texts"):
+        named = reference.config.eos_token_id
+        assert 258 in (named if isinstance(named, list) else [named])
+    assert opened.ends(reference, theirs)[1] == 258
+    # Before the training, too: a base model is compared with what was made of it.
+    before = AutoModelForCausalLM.from_pretrained(folder)
+    if not says.get("chat_template"):
+        assert 258 in opened.ends(before, AutoTokenizer.from_pretrained(folder))[0]
+
+
+def tokenizer_end(folder: Path) -> str:
+    return AutoTokenizer.from_pretrained(folder).eos_token
+
+
+# What PEFT's adapter is over, the model's change, and what a refusal says ("" for none).
+OVER = {
+    "the output head": (["q_proj", "lm_head"], {}, UNTIED, ""),
+    "the embedding": (["q_proj", "embed_tokens"], {}, UNTIED, ""),
+    "both": (["embed_tokens", "lm_head"], {}, UNTIED, ""),
+    "the head of another model": (
+        ["q_proj", "lm_head"],
+        {},
+        tensors(lambda held: held.update({HEAD: held[HEAD] * 2})),
+        "holds other weights of lm_head.base_layer.weight than .*; merge it into its base",
+    ),
+    "some layers": (
+        ["q_proj"],
+        {"layers_to_transform": [1]},
+        UNTIED,
+        r"layers_to_transform=\[1\], and the model an adapter in every layer; merge it into",
+    ),
+    "all layers by number": (["q_proj"], {"layers_to_transform": [0, 1]}, UNTIED, ""),
+}
+
+
+@pytest.mark.parametrize("name", OVER)
+def test_an_adapter_that_peft_wrote_is_gone_on_with(
+    name: str, base: Path, tmp_path: Path, world: World
+) -> None:
+    modules, more, change, told = OVER[name]
+    torch.manual_seed(0)
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(r=2, lora_alpha=4, target_modules=modules, init_lora_weights=False, **more),
+    )
+    theirs.save_pretrained(tmp_path / "adapter")
+    folder = copied(base, tmp_path / "model", change)
+    lora = {"lora_rank": 2, "lora_alpha": 4, "lora_modules": modules}
+    paths = {"checkpoint_dir": str(folder), "adapter_checkpoint": str(tmp_path / "adapter")}
+    content = content_of(folder, model=lora, checkpointer=paths)
+    faults = "\n".join(check.faults(content, SupervisedFineTuning))
+    assert re.search(told, faults) if told else faults == ""
+    if told:
+        return
+    config = parse(content)
+    model = models.build(config, world)
+    adapter.load(model, config)
+    row = torch.arange(40).view(1, -1) * 7 % ROWS
+    with torch.inference_mode():
+        torch.testing.assert_close(model.module(row), theirs.eval()(row).logits, rtol=0, atol=1e-5)

@@ -100,6 +100,6 @@ def misfits(
         texts.append(
             f"tokenizer: it made token {samples.highest_token} of {key}'s "
             f"{samples.highest_origin}, the model knows {vocab_size} tokens; "
-            "tokenizer and model do not belong together"
+            "leave it out, or give the model's own tokenizer"
         )
     return texts

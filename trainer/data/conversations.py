@@ -4,10 +4,10 @@ A sample is {"messages": [...], "tools": [...]}: roles system, user, assistant a
 text, a list of text parts, or null beside tool calls.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from runspec.files import parse_json
 from trainer.data.marks import REASONING
 from trainer.data.rows import Rows
 from trainer.data.tokenizers import HuggingFaceTokenizer
@@ -151,8 +151,7 @@ def turns_of(messages: Any, column: str = "messages") -> tuple[list[dict[str, An
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, Mapping) else message
             raise ConfigError(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
-        # A table has a column for every key of any message, and null if a message has none.
-        turn = {key: _without_null(value) for key, value in message.items() if value is not None}
+        turn = {key: value for key, value in message.items() if value is not None}
         marked.append(bool(turn.pop(MARK, False)))
         if calls := turn.get("tool_calls"):
             turn["tool_calls"] = [_call(call, where) for call in calls]
@@ -208,7 +207,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}", parse_constant=_no_json)
+            arguments = parse_json(arguments or "{}", strict=True)
         except ValueError as error:
             raise ConfigError(
                 f"{where} calls {function['name']} with arguments that are no JSON: {error}"
@@ -219,19 +218,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 def schemas_of(tools: Any, column: str) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools or "null", parse_constant=_no_json)
+            tools = parse_json(tools or "null", strict=True)
         except ValueError as error:
             raise ConfigError(f"the column {column!r} holds no JSON: {error}") from None
-    return [_without_null(tool) for tool in tools] if tools else None
-
-
-def _no_json(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _without_null(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_null(inner) for inner in value]
-    return value
+    return list(tools) if tools else None

@@ -76,12 +76,17 @@ class Chats(Rows):
         self._tokenizer, self._turns, self._train_on_input = tokenizer, turns, train_on_input
         self._system = new_system_prompt
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def turns(self, index: int) -> list[dict[str, Any]]:
+        """The turns of a sample, {role, content}."""
         turns = self._turns(self, self.row(index))
         if self._system is not None:
             own = {"role": "system", "content": self._system}
             turns = [own, *(turn for turn in turns if turn["role"] != "system")]
         _check_order(turns)
+        return turns
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        turns = self.turns(index)
         trained = [
             number
             for number, turn in enumerate(turns)

@@ -2,16 +2,17 @@
 
 import csv
 import glob
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from runspec.files import parse_json
 from runspec.keys.fields import FILE_SOURCES
+from runspec.tables import separator
 
 JSON_LINES = (".json", ".jsonl")
-TABLES = {".csv": ",", ".tsv": "\t"}
+TABLES = (".csv", ".tsv")
 
 
 def data_files(block: dict[str, Any]) -> list[Path]:
@@ -59,7 +60,7 @@ def broken_line(block: dict[str, Any]) -> str | None:
         kinds: dict[str, str] = {}
         for number, text in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
             try:
-                record = json.loads(text) if text.strip() else {}
+                record = parse_json(text) if text.strip() else {}
             except ValueError as error:
                 return f"{path}, line {number}: not JSON: {error}"
             if not isinstance(record, dict):
@@ -76,7 +77,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     # A byte order mark is no part of the first column's name.
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
         if path.suffix in TABLES:
-            reader = csv.DictReader(file, delimiter=TABLES[path.suffix])
+            reader = csv.DictReader(file, delimiter=separator(path))
             begin = 2
             for row in reader:
                 yield begin, row
@@ -84,7 +85,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         elif path.suffix in JSON_LINES:
             for number, text in enumerate(file, 1):
                 try:
-                    record = json.loads(text) if text.strip() else None
+                    record = parse_json(text) if text.strip() else None
                 except ValueError:
                     return
                 if isinstance(record, dict):
@@ -94,9 +95,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _same(record: dict[str, Any], row: dict[str, Any], path: Path) -> bool:
     """Whether a row of the dataset is this record of a file."""
     if path.suffix in TABLES:
-        # All of a table's cells are text here, and `datasets` makes numbers of some.
-        texts_of = {key: value for key, value in row.items() if isinstance(value, str)}
-        return bool(texts_of) and all(record.get(key) == text for key, text in texts_of.items())
+        return any(row.values()) and all((record.get(k) or None) == v for k, v in row.items())
     return _filled(record) == _filled(row)
 
 

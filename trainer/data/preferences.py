@@ -15,6 +15,8 @@ from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", "completions", "margin", "tools")
+# The texts of a table.
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
 SINGLE_COLUMNS = ("prompt", "completion", "label", "chosen", "rejected", "tools")
 SAME = "the chosen and the rejected answer are the same"
 # A completion of a ranked list: its text or messages, under the first of these that it has.
@@ -274,6 +276,7 @@ class UnpairedPreferenceDataset(Preferences):
             return row, self._pair(row)[index % 2], index % 2 == 0
         row = self.rows[index]
         prompt, completion, label = self._required(row, "prompt", "completion", "label")
+        label = _LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
         if label not in (True, False, 0, 1):
             raise ConfigError(f"the label is {label!r}; it must be true or false")
         return row, self._answer(prompt, completion), bool(label)

@@ -1,10 +1,12 @@
 """The dataset that cookbook prepare made: dataset=prepared:NAME@SPLIT."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from runspec import prepared
+from runspec.keys.fields import STREAM
 from runspec.storage import patient_json
 from trainer.config import instantiate
 from trainer.errors import ConfigError
@@ -17,6 +19,13 @@ _BY_FORMAT = {
         "conversation_style": "openai",
     },
 }
+# The last part of the names of components for plain texts.
+_TEXTS = (
+    "text_completion_dataset",
+    "wikitext_dataset",
+    "cnn_dailymail_articles_dataset",
+    STREAM.rpartition(".")[2],
+)
 
 
 def prepared_dataset(tokenizer: Any, *, data_dir: str, **block: Any) -> Any:
@@ -62,6 +71,14 @@ def by_files(block: Mapping[str, Any], preferences: str = "") -> dict[str, Any]:
     own = {"_component_", "data_dir", *(["train_on_input"] if "column" in read else [])}
     others = {key: value for key, value in block.items() if key not in own}
     return {**read, "source": "parquet", "data_files": shards, "split": "train", **others}
+
+
+def is_text(block: Mapping[str, Any]) -> bool:
+    """Whether a dataset block names plain texts, which no chat template renders."""
+    if block.get("_component_") == prepared.COMPONENT:
+        with suppress(ConfigError):  # gone since it was read
+            block = by_files(block, preferences="preferences")
+    return str(block.get("_component_")).rpartition(".")[2] in _TEXTS
 
 
 def _card(folder: Path) -> Mapping[str, Any]:

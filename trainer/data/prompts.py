@@ -48,7 +48,8 @@ class Prompts(Rows):
                 turns = [t for t in turns if t["role"] != "system"]
                 turns = [{"role": "system", "content": self._system}, *turns]
             tokens = own.encode(own.render(turns, add_generation_prompt=True))
-        end = own.eos_id if own.eos_id is not None else min(own.ends, default=0)
+        ends = (own.answer_end, own.eos_id, min(own.ends, default=0))
+        end = next(token for token in ends if token is not None)
         return {"tokens": [*tokens, end], "labels": [IGNORE_INDEX] * len(tokens) + [end]}
 
 

@@ -1,9 +1,14 @@
 """The rows of a dataset, opened by the library `datasets`: what all kinds of datasets share."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from runspec.tables import separator
+from trainer.data.origin import data_files
 from trainer.errors import ConfigError
 
 EMPTY_QUESTION = "the question is empty: fill it, or take the row out"
@@ -29,7 +34,11 @@ class Rows:
     ) -> None:
         from datasets import load_dataset
 
+        if source == "csv":
+            load_dataset_kwargs = _as_text(split, load_dataset_kwargs)
         rows = load_dataset(source, split=split, **load_dataset_kwargs)
+        if source != "json":
+            rows = rows.with_transform(partial(_without_filling, rows.features))
         self.rows = rows if filter_fn is None else rows.filter(filter_fn)
 
     def __len__(self) -> int:
@@ -77,3 +86,48 @@ def _non_finite(value: Any) -> float | None:
     if isinstance(value, Mapping | list):
         return next((found for each in inner if (found := _non_finite(each)) is not None), None)
     return None
+
+
+def _without_filling(features: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns without the nulls with which a table fills up a record that lacks a key.
+
+    JSON says itself which keys a record has, and `datasets` keeps that.
+    """
+    return {
+        name: [_own_keys(value, features.get(name)) for value in values]
+        for name, values in batch.items()
+    }
+
+
+def _own_keys(value: Any, feature: Any) -> Any:
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        own = {key: inner for key, inner in value.items() if inner is not None}
+        return {key: _own_keys(inner, feature.get(key)) for key, inner in own.items()}
+    if isinstance(value, list):
+        each = getattr(feature, "feature", None)
+        return [_own_keys(inner, each) for inner in value]
+    return value
+
+
+def _as_text(split: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with which `datasets` reads each cell of a CSV as the text that stands there.
+
+    By itself it makes numbers, truth values and nothing of some, whatever other rows hold. An empty
+    cell is nothing.
+    """
+    from datasets import Features, Value, load_dataset
+
+    plain = {"keep_default_na": False, "na_values": [""], **given}
+    files = data_files({"source": "csv", **given})
+    if files and not (plain.get("sep") or plain.get("delimiter")):
+        plain["sep"] = separator(files[0])
+    if plain.get("features") is None:
+        whole = re.match(r"\w*", split)
+        first: Mapping[str, Any] = {}
+        # Why the table cannot be read is said when it is.
+        with suppress(ValueError, OSError, StopIteration):
+            others = {key: value for key, value in plain.items() if key != "num_proc"}
+            name = whole[0] if whole else "train"
+            first = next(iter(load_dataset("csv", split=name, streaming=True, **others)))
+        plain["features"] = Features({name: Value("string") for name in first}) if first else None
+    return plain

@@ -7,7 +7,6 @@ from the beginning.
 import glob
 import io
 import itertools
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from pyarrow import parquet
 
+from runspec.files import parse_json
 from runspec.storage import patiently
 from trainer.errors import ConfigError
 
@@ -188,7 +188,7 @@ def _text(part: Part, line: bytes, column: str) -> Any:
     if not line.strip():
         return None
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ConfigError(
             f"{part.path}, behind byte {part.begin:,}: not JSON: {error}: {line[:60]!r}"

@@ -6,9 +6,9 @@ sample.
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sized
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from trainer.data import origin
 from trainer.data.form import SINGLE, SampleForm, cut_at
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
+
+T = TypeVar("T", bound=Sized)
 
 PREPARED = "trainer.data.prepared.prepared_dataset"
 
@@ -204,14 +206,24 @@ def open_source(
     Raises:
         ConfigError: it cannot be opened, or is empty.
     """
+    # Its own, as `Source` changes the limit.
+    tokenizer = copy.copy(tokenizer)
+    samples = opened(key, block, lambda: instantiate(key, block, tokenizer))
+    return Source(key, block, samples, tokenizer, form, share)
+
+
+def opened(key: str, block: dict[str, Any], make: Callable[[], T]) -> T:
+    """What `make` makes of the rows of a block.
+
+    Raises:
+        ConfigError: they cannot be opened, or there are none.
+    """
     from datasets import disable_progress_bars
     from datasets.exceptions import DatasetGenerationError
 
     disable_progress_bars()
-    # Its own, as `Source` changes the limit.
-    tokenizer = copy.copy(tokenizer)
     try:
-        samples = patiently(lambda _: instantiate(key, block, tokenizer), Path(key))
+        samples = patiently(lambda _: make(), Path(key))
     except StopIteration:
         # So datasets answers to a file of no line.
         raise ConfigError(f"{key}: holds no sample") from None
@@ -225,7 +237,7 @@ def open_source(
     if len(samples) == 0:
         split = f" (split {block['split']})" if "split" in block else ""
         raise ConfigError(f"{key}: holds no sample{split}")
-    return Source(key, block, samples, tokenizer, form, share)
+    return samples
 
 
 def sample(

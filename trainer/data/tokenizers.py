@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runspec import tokens
 from runspec.files import write_json
-from runspec.storage import ABSENT, patient_json, patiently
+from runspec.storage import patient_json, patiently
 from trainer.data.spans import SYSTEM_PROMPT, Spans
 from trainer.errors import ConfigError
 
@@ -66,16 +67,72 @@ def template_text(given: str) -> str:
         raise ConfigError(f"tokenizer.chat_template: {given} cannot be read: {error}") from None
 
 
-def _opened(folder: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer
+def _file(folder: Path) -> Path:
+    if not (file := folder / "tokenizer.json").is_file():
+        raise ConfigError(f"tokenizer.path: {file} is missing; give a Hugging Face folder")
+    return file
 
-    file = folder / "tokenizer.json"
+
+def opened(folder: Path) -> Any:
+    """The tokenizer that transformers makes of a folder; it runs no code of the folder.
+
+    Raises:
+        ConfigError: tokenizer.json is missing, or transformers makes nothing of it.
+    """
+    from transformers import AutoTokenizer
+
+    def read(path: Path) -> Any:
+        try:
+            name = str(path)
+            return AutoTokenizer.from_pretrained(
+                name, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:
+            # One with a number is the storage's; the libraries raise most others.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            reason = " ".join(str(error).split("\n")[:1]) or repr(error)
+            raise ConfigError(
+                f"tokenizer.path: {folder} cannot be opened by transformers ({reason}); download "
+                "its tokenizer again, or give another folder"
+            ) from None
+
+    _file(folder)
+    found = patiently(read, folder)
+    if not found.is_fast:
+        raise ConfigError(
+            f"tokenizer.path: transformers makes a {type(found).__name__} of {folder}, which does "
+            "not say where in a text a token is; give a folder with a tokenizer.json for it"
+        )
+    return found
+
+
+def answer_end(tokenizer: Any, known: set[int], template: str | None = None) -> int | None:
+    """The token that the chat template puts behind an answer; None if it puts none there.
+
+    Args:
+        tokenizer: of transformers.
+        known: tokens that end a text; another one of the vocabulary's added tokens must stand
+            first behind the answer.
+        template: in the place of the tokenizer's own.
+    """
+    _, tail = _answered(tokenizer, template)
+    ids = tokenizer(tail.strip(), add_special_tokens=False)["input_ids"]
+    added = set(tokenizer.added_tokens_decoder)
+    return next((i for i in ids if i in known), next((i for i in ids[:1] if i in added), None))
+
+
+def _answered(tokenizer: Any, template: str | None) -> tuple[str, str]:
+    """What the chat template makes of a question and its answer, and what is behind the answer."""
+    mark = "qzq"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
     try:
-        content = patiently(Path.read_bytes, file)
-    except ABSENT:
-        missing = f"tokenizer.path: {file} is missing; give a Hugging Face folder"
-        raise ConfigError(missing) from None
-    return Tokenizer.from_buffer(content)
+        text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+    except Exception:
+        # Templates raise what they like, such as for a conversation that lacks a system prompt.
+        return "", ""
+    _, found, tail = str(text).rpartition(mark)
+    return str(text), tail if found else ""
 
 
 def _add(tokenizer: "Tokenizer", texts: Sequence[str]) -> range:
@@ -103,7 +160,9 @@ def write_new_tokens(block: Mapping[str, Any], folder: Path) -> None:
     """Add a `tokenizer` block's new tokens to the tokenizer's files in a folder."""
     if not (texts := tokens.new_tokens(block)):
         return
-    tokenizer = _opened(folder)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     first = _add(tokenizer, texts).start
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = {text: first + index for index, text in enumerate(texts)}
@@ -132,40 +191,69 @@ class HuggingFaceTokenizer:
         new_tokens: Sequence[str] = (),
     ) -> None:
         self.max_seq_len = max_seq_len
-        self._tokenizer = _opened(folder)
-        self.new_ids = _add(self._tokenizer, new_tokens)
+        self._folder = folder
+        self._own = opened(folder)
+        self._tokenizer: Tokenizer = self._own.backend_tokenizer
+        self.new_ids = self._added(new_tokens)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = patient_json(folder / "tokenizer_config.json") or {}
-        self._special = {
-            key: value["content"] if isinstance(value, dict) else value
-            for key, value in settings.items()
-            if key in ("bos_token", "eos_token", "pad_token", "unk_token") and value
-        }
-        self._folder = folder
-        self._template = template or _template(folder, settings)
+        self._template = template
         self._arguments = dict(template_arguments or {})
         self._left_out: frozenset[str] = frozenset()
         self.special_tokens = {
             token.content: index
             for index, token in self._tokenizer.get_added_tokens_decoder().items()
         }
-        self.bos_id = self._id("bos_token")
-        self.eos_id = self._id("eos_token")
-        pad_id = self._id("pad_token")
-        self.pad_id = pad_id if pad_id is not None else self.eos_id or 0
-        own = set() if self.eos_id is None else {self.eos_id}
-        self._ends = _ids(_model_settings(folder), "eos_token_id") | own
+        self.bos_id: int | None = self._own.bos_token_id
+        self.eos_id: int | None = self._own.eos_token_id
+        # What fills a row up is never trained: a token without a row in the embedding will not do.
+        pad_id, rows = self._own.pad_token_id, _rows(_model_settings(folder))
+        self.pad_id: int = pad_id if pad_id is not None and pad_id < rows else self.eos_id or 0
+
+    def _added(self, texts: Sequence[str]) -> range:
+        """Add tokens, which the exported tokenizer.json gives the same ids."""
+        from tokenizers import Tokenizer
+
+        if texts:
+            size = Tokenizer.from_file(str(_file(self._folder))).get_vocab_size()
+            if size != self.vocab_size:
+                raise ConfigError(
+                    f"{tokens.KEY}: {self._folder}/tokenizer.json has {size} tokens, and its other "
+                    f"files name {self.vocab_size - size} more; save it once by transformers' "
+                    "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+                )
+        return _add(self._tokenizer, texts)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether it can tokenise messages."""
-        return self._template is not None
+        return bool(self._template or self._own.chat_template)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text, by tokenizer, model and chat template."""
+        known = _ids(_model_settings(self._folder), "eos_token_id") | ({self.eos_id} - {None})
+        return frozenset(known | ({self.answer_end} - {None}))
+
+    @cached_property
+    def answer_end(self) -> int | None:
+        """The token that the chat template puts behind an answer; see `answer_end`."""
+        known = _ids(_model_settings(self._folder), "eos_token_id") | ({self.eos_id} - {None})
+        return answer_end(self._own, known, self._template) if self.has_chat_template else None
+
+    def writes(self, name: str) -> bool:
+        """Whether the chat template has a name in it, such as eos_token."""
+        return self.has_chat_template and name in self._template_for(None)
+
+    def template_ids(self) -> set[int]:
+        """The tokens of a question and its answer, as the chat template renders them."""
+        text, _ = _answered(self._own, self._template) if self.has_chat_template else ("", "")
+        return set(self._encoded(text).ids)
 
     @property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end a text, by tokenizer and model."""
-        return frozenset(self._ends)
+    def base_size(self) -> int:
+        """Number of tokens, added ones left out, which only a text that names them has."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=False)
 
     @property
     def vocab_size(self) -> int:
@@ -222,12 +310,12 @@ class HuggingFaceTokenizer:
             reasoning: whether an answer's reasoning is trained, too.
         """
         turns = self._as_taken(turns, tools)
-        spans = Spans(self._rendered, self._encoded, self._ends, turns, tools)
+        spans = Spans(self._rendered, self._encoded, self.ends, turns, tools)
         if SYSTEM_PROMPT in spans.left_out:
             folded = self._with_system_prompt(turns, tools)
             if folded is not None:
                 turns, trained = folded, [i - 1 for i in trained if i]
-                spans = Spans(self._rendered, self._encoded, self._ends, turns, tools)
+                spans = Spans(self._rendered, self._encoded, self.ends, turns, tools)
         # A span may add an end token to the text.
         pieces = [piece for index in trained for piece in spans.of(index, reasoning)]
         encoding = self._encoded(spans.text)
@@ -267,33 +355,39 @@ class HuggingFaceTokenizer:
         **options: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and begin and end of what the template marks as the model's."""
-        if self._template is None:
-            raise ConfigError(
-                f"tokenizer.path: {self._folder} has no chat template; use the folder of an "
-                "instruct model, or the model's torchtune tokenizer"
-            )
+        template = self._template_for(tools)
         from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils import chat_template_utils as templates
 
         try:
             # Not by render_jinja_template, which lets no other date in. The compiled one is cached.
             return templates._render_with_assistant_indices(
-                templates._compile_jinja_template(self._template),
+                templates._compile_jinja_template(template),
                 turns,
                 tools,
                 None,
                 add_generation_prompt,
                 strftime_now=TEMPLATE_DATE.strftime,
-                **{**self._special, **self._arguments, **options},
+                **{**self._own.special_tokens_map, **self._arguments, **options},
             )
         except TemplateSyntaxError as error:
             raise ConfigError(f"tokenizer: the chat template is broken: {error}") from None
         except (TemplateError, TypeError) as error:
             raise ConfigError(f"tokenizer: the chat template refuses a sample: {error}") from None
 
+    def _template_for(self, tools: Any) -> str:
+        """The chat template, as transformers chooses it."""
+        try:
+            return str(self._own.get_chat_template(self._template, tools))
+        except ValueError:
+            raise ConfigError(
+                f"tokenizer.path: {self._folder} has no chat template; use the folder of an "
+                "instruct model, or set tokenizer.chat_template"
+            ) from None
+
     def _as_taken(self, turns: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
         """Turns with the roles and the kind of arguments that the template knows."""
-        if not re.search("""['"]developer['"]""", self._template or ""):
+        if not re.search("""['"]developer['"]""", self._template_for(tools)):
             turns = [t | {"role": "system"} if t["role"] == "developer" else t for t in turns]
         try:
             self.render(turns, tools=tools)
@@ -332,10 +426,6 @@ class HuggingFaceTokenizer:
     def _encoded(self, text: str) -> "Encoding":
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _id(self, name: str) -> int | None:
-        token = self._special.get(name)
-        return None if token is None else self._tokenizer.token_to_id(token)
-
 
 def faults(tokenizer: Any, folder: Path) -> list[str]:
     """Why tokenizer and model do not belong together, one line per reason; [] if they do.
@@ -349,13 +439,22 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
         folder: the model's Hugging Face folder.
     """
     known = _model_settings(folder)
-    vocabulary = (known[0].get("vocab_size") if known else None) or math.inf
+    vocabulary = _rows(known)
     advice = "; give the tokenizer that belongs to checkpointer.checkpoint_dir"
     own = {name: getattr(tokenizer, name, None) for name in ("bos_id", "eos_id", "pad_id")}
     ends = {own["eos_id"], *(getattr(tokenizer, "stop_tokens", None) or ())} - {None}
     texts = []
-    size = getattr(tokenizer, "vocab_size", 0)
-    if size > vocabulary and not getattr(tokenizer, "new_ids", ()):
+    new, size = getattr(tokenizer, "new_ids", ()), getattr(tokenizer, "vocab_size", 0)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        # Gemma 3 1B has a token for images, and no row for it. Samples that hold one are refused.
+        size = tokenizer.base_size
+        texts += [
+            f"tokenizer: the chat template writes token {token}, the model knows {vocabulary} "
+            "tokens, from 0; choose another tokenizer.chat_template, or the model's own tokenizer"
+            for token in sorted(tokenizer.template_ids())
+            if token >= vocabulary and token not in new
+        ]
+    if size > vocabulary and not new:
         texts.append(f"tokenizer: it has {size} tokens, the model knows {vocabulary}{advice}")
     texts += [
         f"tokenizer: its {name} is {value}, the model knows {vocabulary} tokens, from 0{advice}"
@@ -389,7 +488,14 @@ def _with_text_arguments(turn: dict[str, Any]) -> dict[str, Any]:
 def _model_settings(folder: Path) -> list[dict[str, Any]]:
     names = ("config", "generation_config")
     settings = [patient_json(folder / f"{name}.json") for name in names]
-    return [s for s in settings if s is not None]
+    found = [s for s in settings if s is not None]
+    # A larger model's text part has settings of its own.
+    return found + [s["text_config"] for s in found if isinstance(s.get("text_config"), dict)]
+
+
+def _rows(settings: list[dict[str, Any]]) -> float:
+    """How many tokens the model knows."""
+    return next((s["vocab_size"] for s in settings if s.get("vocab_size")), math.inf)
 
 
 def _ids(settings: list[dict[str, Any]], name: str) -> set[int]:
@@ -400,15 +506,3 @@ def _ids(settings: list[dict[str, Any]], name: str) -> set[int]:
 
 def _or(ids: set[int]) -> str:
     return " or ".join(map(str, sorted(ids)))
-
-
-def _template(folder: Path, settings: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    template = (
-        patiently(Path.read_bytes, file).decode()
-        if file.is_file()
-        else settings.get("chat_template")
-    )
-    if isinstance(template, list):
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    return template if isinstance(template, str) else None

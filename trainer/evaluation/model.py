@@ -12,7 +12,7 @@ from safetensors import safe_open
 from runspec import weights
 from runspec.storage import patient_json, patiently
 from trainer.errors import ConfigError
-from trainer.evaluation import spread
+from trainer.evaluation import opened, spread
 from trainer.evaluation.samples import Sample
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -41,7 +41,7 @@ class Answerer:
     ) -> None:
         # A model folder is all that is asked for; nothing is looked up on the network.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
         disable_progress_bar()
@@ -63,17 +63,20 @@ class Answerer:
                 lambda path: AutoTokenizer.from_pretrained(str(path), padding_side="left"), own
             )
             dtype = DTYPES[settings["dtype"]]
-            model = spread.load(AutoModelForCausalLM, base, dtype, device, ranks)
+            model = opened.load(base, dtype, device, ranks)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{base}: transformers cannot load it: {error}") from None
+        self.ends, self._end = opened.ends(model, self.tokenizer, settings["template"] != "none")
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        if settings["temperature"] == 0:
+            opened.be_greedy(model, self.ends, self.tokenizer.pad_token_id)
+        # Virtual tokens of prompt and prefix tuning take positions, too.
+        virtual = (adapter or {}).get("num_virtual_tokens") or 0
+        self.limit = opened.positions(model) - virtual
         if adapter:
             model = adapted(model, folder).to(device).eval()
         self.base, self.model = base, model
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        positions = int(getattr(self.model.config, "max_position_embeddings", 0) or 2**20)
-        # Virtual tokens of prompt and prefix tuning take positions, too.
-        self.limit = positions - ((adapter or {}).get("num_virtual_tokens") or 0)
 
     def prompt_text(self, sample: Sample, task: dict[str, Any]) -> str:
         """Return what the model reads before it answers."""
@@ -112,16 +115,14 @@ class Answerer:
             return rows
         batch = self.tokenizer.pad({"input_ids": [ids[k] for k in fits]}, return_tensors="pt")
         began = time.perf_counter()
-        hot = self.settings["temperature"] > 0
-        sampling = {"temperature": self.settings["temperature"], "top_p": self.settings["top_p"]}
-        greedy = {"temperature": None, "top_p": None, "top_k": None}
+        hot = {"do_sample": True, **{key: self.settings[key] for key in ("temperature", "top_p")}}
         generated = self.model.generate(
             **batch.to(self.device),
             max_new_tokens=self.settings["max_new_tokens"],
-            do_sample=hot,
+            eos_token_id=self.ends or None,
             pad_token_id=self.tokenizer.pad_token_id,
             **spread.options(self.model, self.ranks),
-            **(sampling if hot else greedy),
+            **(hot if self.settings["temperature"] > 0 else {}),
         )
         seconds = time.perf_counter() - began
         width = batch["input_ids"].shape[1]
@@ -138,8 +139,8 @@ class Answerer:
         for sample in samples:
             prompt = self._ids(self.prompt_text(sample, task))
             answer = self.tokenizer(sample.reference, add_special_tokens=False)["input_ids"]
-            if self.settings["template"] == "chat" and self.tokenizer.eos_token_id is not None:
-                answer = [*answer, self.tokenizer.eos_token_id]
+            if self.settings["template"] == "chat" and self._end is not None:
+                answer = [*answer, self._end]
             if not answer or len(prompt) + len(answer) > self.limit:
                 rows.append({"nll": 0.0, "tokens": 0, "too_long": bool(answer)})
                 continue

@@ -1,12 +1,19 @@
-"""The samples of a task from a JSON lines file, and how many of them the training set has."""
+"""The samples of a task, and how many of them the training set has.
+
+As a program it says what is wrong with the samples of a suite, before a job is queued:
+python -m trainer.evaluation.samples TRAIN.YAML prints {"samples": {TASK: COUNT}, "faults": [...]}.
+"""
 
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from runspec.files import parse_json
 from runspec.storage import patiently
@@ -22,8 +29,8 @@ NGRAM = 13
 class Sample:
     """One sample: its place in the file, its prompt, its reference answer and its group.
 
-    messages: the conversation that a task of kind batch continues; the prompt is its last message.
-    Of kind pair_accuracy: the record alone.
+    messages: the conversation that is continued, whose last message is the prompt; empty for a
+    prompt alone. Of kind pair_accuracy: the record alone.
     """
 
     index: int
@@ -39,6 +46,8 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     Raises:
         ConfigError: the file is missing or empty, or a line lacks what the task asks for.
     """
+    if task.get("dataset"):
+        return list(_of_block(f"tasks.{name}.dataset", task))
     path = Path(os.path.expanduser(str(task["data"])))
     faults: list[str] = []
     samples: list[Sample] = []
@@ -55,7 +64,7 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
                     samples.append(_pair(len(samples), row, task.get("group")))
                 else:
                     samples.append(_sample(len(samples), row, columns, task.get("group")))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 faults.append(f"tasks.{name}.data {path}, line {number}: {_why(error)}")
                 if len(faults) == 5:
                     break
@@ -68,6 +77,27 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     if not samples:
         raise ConfigError(f"tasks.{name}.data {path} holds no sample")
     return samples
+
+
+def _of_block(key: str, task: dict[str, Any]) -> Iterator[Sample]:
+    """Yield the samples of a dataset block, as a recipe of training has it."""
+    from trainer.evaluation import datasets  # JSON lines are read without it
+
+    block, limit, group = task["dataset"], task.get("limit"), task.get("group")
+    if task.get("kind") == "pair_accuracy":
+        for index, pair, row in datasets.pairs(key, block, limit):
+            yield replace(_pair(index, pair, None), group=_group(key, row, group))
+        return
+    for index, turns, row in datasets.conversations(key, block, limit):
+        *asked, answer = turns
+        prompt, reference = str(asked[-1]["content"]), str(answer["content"])
+        yield Sample(index, prompt, reference, _group(key, row, group), tuple(asked))
+
+
+def _group(key: str, row: dict[str, Any], group: str | None) -> str:
+    if group and group not in row:
+        raise ConfigError(f"{key}: has no column {group!r}, which group names")
+    return str(row[group]) if group else ""
 
 
 def content(samples: Iterable[Sample]) -> list[Any]:
@@ -87,13 +117,16 @@ def _sample(index: int, row: Any, columns: dict[str, str], group: str | None) ->
     if not isinstance(row, dict):
         raise TypeError("it is no JSON object")
     messages = row.get("messages")
+    asked: list[dict[str, Any]] = []
     if isinstance(messages, list) and messages and columns["prompt"] not in row:
-        # A conversation: its last message is the answer to the one before.
-        row = {**row, columns["prompt"]: messages[-2]["content"]}
-        row[columns["reference"]] = messages[-1]["content"]
+        *asked, answer = messages
+        if not asked or answer.get("role") != "assistant":
+            raise TypeError("its messages do not end with an answer")
+        row = {**row, columns["prompt"]: asked[-1]["content"]}
+        row[columns["reference"]] = answer["content"]
     values = [row[columns["prompt"]], row[columns["reference"]]]
     texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
-    return Sample(index, texts[0], texts[1], str(row[group]) if group else "")
+    return Sample(index, texts[0], texts[1], str(row[group]) if group else "", tuple(asked))
 
 
 def _pair(index: int, row: Any, group: str | None) -> Sample:
@@ -137,12 +170,18 @@ def _why(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def contamination(samples: list[Sample], files: Iterable[str]) -> dict[str, Any]:
+def contamination(samples: list[Sample], block: dict[str, Any]) -> dict[str, Any]:
     """Count the samples whose prompt or answer the training set has, as a whole or in part.
 
     exact: a whole text of the training set is the prompt. overlap: the prompt or the reference
-    shares 13 words in a row with it. Texts are compared as SQuAD normalises them.
+    shares 13 words in a row with it. Texts are compared as SQuAD normalises them. not_searched: why
+    the training set could not be read.
+
+    Args:
+        block: the dataset block of the training set.
     """
+    from trainer.evaluation import datasets  # hardly any command searches
+
     texts = [(normalised(each.prompt), normalised(each.reference)) for each in samples]
     wanted: dict[int, set[int]] = {}
     for number, pair in enumerate(texts):
@@ -154,13 +193,15 @@ def contamination(samples: list[Sample], files: Iterable[str]) -> dict[str, Any]
         prompts.setdefault(prompt, set()).add(number)
     exact: set[int] = set()
     overlap: set[int] = set()
-    known = list(files)
-    for text in map(normalised, _texts(known)):
-        exact |= prompts.get(text, set())
-        for gram in _grams(text):
-            overlap |= wanted.get(gram, set())
-    counted = {"exact": len(exact), f"overlap_{NGRAM}_words": len(overlap)}
-    return {"samples": len(samples), **counted, "files": known}
+    known = {"samples": len(samples), "files": [str(path) for path in origin.data_files(block)]}
+    try:
+        for text in map(normalised, datasets.texts("training_data", block)):
+            exact |= prompts.get(text, set())
+            for gram in _grams(text):
+                overlap |= wanted.get(gram, set())
+    except ConfigError as error:
+        return {**known, "not_searched": "; ".join(error.faults)}
+    return {**known, "exact": len(exact), f"overlap_{NGRAM}_words": len(overlap)}
 
 
 def _grams(text: str) -> Iterator[int]:
@@ -170,12 +211,23 @@ def _grams(text: str) -> Iterator[int]:
         yield int.from_bytes(hashlib.blake2b(gram, digest_size=8).digest(), "big")
 
 
-def _texts(files: Iterable[str]) -> Iterator[str]:
-    for name in files:
-        try:
-            with patiently(lambda path: open(path, encoding="utf-8"), Path(name)) as file:
-                for line in file:
-                    if line.strip():
-                        yield from origin.texts(parse_json(line))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"training_data {name} cannot be read: {error}") from None
+def main(arguments: list[str]) -> int:
+    """Print what a suite's samples are; exit status 0, or 2 for wrong usage."""
+    if len(arguments) != 1:
+        print("usage: python -m trainer.evaluation.samples TRAIN.YAML", file=sys.stderr)
+        return 2
+    config = yaml.safe_load(Path(arguments[0]).read_text(encoding="utf-8"))
+    counts: dict[str, int] = {}
+    faults: list[str] = []
+    for name, task in (config.get("tasks") or {}).items():
+        if task.get("kind") != "lm_eval":
+            try:
+                counts[name] = len(read(name, task))
+            except ConfigError as error:
+                faults += error.faults
+    print(json.dumps({"samples": counts, "faults": faults}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

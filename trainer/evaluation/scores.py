@@ -1,6 +1,5 @@
 """Scores of one answer against its reference, and the report of a classification."""
 
-import json
 import re
 import string
 from collections import Counter
@@ -8,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from runspec.files import parse_json
 from trainer.errors import ConfigError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -72,7 +72,7 @@ def fits_schema(answer: str, schema: str) -> float:
         ConfigError: the package that reads JSON schemas is missing, or the schema is wrong.
     """
     try:
-        value = json.loads(_inner(answer))
+        value = parse_json(_inner(answer))
     except ValueError:
         return 0.0
     return float(_validator(schema).is_valid(value))
@@ -91,7 +91,7 @@ def _validator(schema: str) -> Any:
     except ImportError:
         message = "the metric schema needs the package jsonschema: bash setup.sh --with eval"
         raise ConfigError(message) from None
-    value = json.loads(schema)
+    value = parse_json(schema)
     try:
         Draft202012Validator.check_schema(value)
     except SchemaError as error:

@@ -6,8 +6,6 @@ dropped.
 """
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,9 +22,6 @@ MATRICES, BIAS = ("gate_up_proj", "down_proj"), "_bias"
 NAME = "experts"
 # The native kernel wants rows of whole 16 bytes.
 MULTIPLE = 8
-# The compute capabilities that torch has a grouped kernel for: Hopper's, and Blackwell's of data
-# centres (_scaled_mm_allowed_device in its GroupedBlas.cpp).
-NATIVE = (9, 10)
 
 
 def prepare(layer: nn.Module, activation: Callable[..., torch.Tensor], transposed: bool) -> None:
@@ -140,11 +135,11 @@ def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.
     """x [rows, in] by weight [experts, in, out]: rows up to ends[0] by the first, and so on.
 
     It is torch's grouped product. That takes nothing but bf16 on fake tensors, and so under the
-    compiler: there, and on GPUs where torch has no kernel, it is an operator of our own.
+    compiler: there it is an operator of our own.
     """
     real = type(x) is torch.Tensor and not x.is_meta and not torch.compiler.is_compiling()
     takes = (real or x.dtype is torch.bfloat16) and _aligned(x, weight)
-    if takes and not (_leaves_gaps(x) or _lacks_kernel(x)):
+    if takes and not _leaves_gaps(x):
         return F.grouped_mm(x, weight, offs=ends)
     return _grouped(x, weight, ends)
 
@@ -163,29 +158,9 @@ def _leaves_gaps(x: torch.Tensor) -> bool:
     return x.is_cuda and _capability() == 10
 
 
-def _lacks_kernel(x: torch.Tensor) -> bool:
-    """Whether torch computes one expert after the other here, and waits for their numbers of rows.
-
-    So it does on other GPUs of NVIDIA's, and on AMD's unless ROCM_ALLOW_GROUP_GEMM_CK is set
-    (pytorch/pytorch pull request 170159).
-    """
-    if not x.is_cuda or x.dtype is not torch.bfloat16:
-        return False
-    return torch.version.hip is not None or _capability() not in NATIVE
-
-
 @torch.compiler.assume_constant_result
 def _capability() -> int:
     return torch.cuda.get_device_capability()[0]
-
-
-def _products(x: torch.Tensor) -> ModuleType | None:
-    """Triton's kernels, if x needs them and Triton is there; torch's builds for GPUs bring it."""
-    if not _lacks_kernel(x) or find_spec("triton") is None:
-        return None
-    from trainer.layers import expert_products
-
-    return expert_products
 
 
 def zeroed_without_rows(gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -196,8 +171,6 @@ def zeroed_without_rows(gradient: torch.Tensor, ends: torch.Tensor) -> torch.Ten
 
 @torch.library.custom_op("slurm_cookbook::grouped", mutates_args=())
 def _grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    if products := _products(x):
-        return products.by_rows(x, weight, ends)
     if _aligned(x, weight):
         return F.grouped_mm(x, weight, offs=ends)
     out, start = x.new_empty(x.shape[0], weight.shape[2]), 0
@@ -215,8 +188,6 @@ def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
 @torch.library.custom_op("slurm_cookbook::grouped_weight", mutates_args=())
 def _grouped_weight(x: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The gradient of the weights, [experts, in, out]; zeros for an expert without a row."""
-    if products := _products(x):
-        return products.by_weights(x, gradient, ends)
     if _aligned(x, gradient):
         product = F.grouped_mm(x.T, gradient, offs=ends)
         return zeroed_without_rows(product, ends) if _leaves_gaps(x) else product

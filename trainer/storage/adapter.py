@@ -1,5 +1,6 @@
 """Training goes on from an adapter: of our own export, of PEFT, or of torchtune."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from runspec.storage import patient_json
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers.adapters.base import PEFT_PREFIX, Loaded, kind_of_layer
+from trainer.layers.adapters.peft_config import REMEDY
 from trainer.models.build import Model
 from trainer.models.decoder import SCORE, Decoder
 from trainer.storage import weights
@@ -20,6 +22,7 @@ from trainer.storage import weights
 KEY = "checkpointer.adapter_checkpoint"
 # PEFT's copy of a tied embedding that is trained beside LoRA.
 TIED_HEAD = f"{PEFT_PREFIX}lm_head.weight"
+_BASE_LAYER = ".base_layer.weight"
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -76,12 +79,43 @@ def read(model: Decoder, config: TrainConfig) -> tuple[Path, Loaded]:
     whole |= _score(model, tensors, faults)
     if whole and settings is not None:
         settings = {key: value for key, value in settings.items() if key != "modules_to_save"}
+    faults += _other_base(model, config, tensors)
     loaded = model.adapter.from_peft(model, weights.hub_tensors(model), tensors, settings, faults)
     # Another rank shows in the shapes, too.
-    if faults := faults or _differences(_adapter_parameters(model), loaded.tensors):
+    differences = _differences(_adapter_parameters(model), loaded.tensors)
+    some = (settings or {}).get("layers_to_transform")
+    if differences and some is not None:
+        differences = [
+            f"the adapter has layers_to_transform={some}, and the model an adapter in every layer; "
+            f"{REMEDY}"
+        ]
+    if faults := faults or differences:
         raise ConfigError(*(f"{KEY}: {fault}" for fault in dict.fromkeys(faults)))
     loaded.tensors.update(whole)
     return path, loaded
+
+
+def _other_base(
+    model: Decoder, config: TrainConfig, tensors: dict[str, torch.Tensor]
+) -> Iterator[str]:
+    """Take PEFT's copies of embedding and output head out of tensors; a fault if they are others.
+
+    PEFT adds them if an adapter is over one of these.
+    """
+    copies = {name: tensors.pop(name) for name in [*tensors] if name.endswith(_BASE_LAYER)}
+    if not copies:
+        return
+    source = weights.SafetensorsSource.open(config.checkpointer)
+    known = {PEFT_PREFIX + model.peft_name(key): key for key in source.shapes}
+    for name, copy in copies.items():
+        key = known.get(name.removesuffix(_BASE_LAYER) + ".weight", "")
+        if not key and model.is_tied:
+            key = next(filter(None, (model.hub_name(f"{t}.weight") for t in model.tables)), "")
+        if not key or source.shapes[key] != tuple(copy.shape) or source.differs(key, copy):
+            yield (
+                f"holds other weights of {name.removeprefix(PEFT_PREFIX)} than "
+                f"{config.model_folder}; {REMEDY}"
+            )
 
 
 def _score(

@@ -17,6 +17,7 @@ from runspec import files
 from runspec.storage import patient_json, patiently
 from runspec.weights import OTHER_NAME
 from trainer.config import TrainConfig
+from trainer.data.prepared import is_text
 from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
 from trainer.layers.adapters import lora_embedding
@@ -26,6 +27,7 @@ from trainer.models.decoder import SCORE
 from trainer.parallel.sharded import full_tensor, gathered, local, near
 from trainer.parallel.world import World
 from trainer.storage import adapter, weights
+from trainer.storage.ending import name_answer_end
 
 MAX_SHARD_BYTES = 4 * 2**30
 TOKENIZER = (
@@ -100,6 +102,8 @@ def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
         settings |= classifier.settings(model.module.config, config.model_folder)
         classifier.set_pad_token(temporary)
     files.write_json(temporary / "config.json", settings)
+    if not (model.module.score_head is not None or is_text(config.dataset)):
+        name_answer_end(temporary)
 
 
 def _copy(path: Path, folder: Path) -> None:
@@ -284,11 +288,15 @@ def write_adapter(
 
     def write() -> None:
         folder.mkdir()
-        if config.tokenizer.get("new_tokens"):
-            # The base model's folder has another one.
-            for path in (path for pattern in TOKENIZER for path in folder.parent.glob(pattern)):
+        own = [path for pattern in TOKENIZER for path in folder.parent.glob(pattern)]
+        if any(_differs(path, config.model_folder / path.name) for path in own):
+            for path in own:
                 _copy(path, folder)
         save_file(tensors, folder / adapter.FILE, metadata={"format": "pt"})
         files.write_json(folder / adapter.SETTINGS, settings)
 
     world.on_main(write)
+
+
+def _differs(one: Path, other: Path) -> bool:
+    return not other.is_file() or one.read_bytes() != other.read_bytes()

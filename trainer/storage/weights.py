@@ -48,6 +48,10 @@ class Piece(NamedTuple):
 Reader = Callable[..., torch.Tensor]
 # The folder of another model differs in every layer, and a few lines show that.
 SHOWN_TENSORS = 8
+_OTHERS = "; give the folder whose weights belong to its config.json"
+_HEAD = "lm_head.weight"
+# Of an embedding and an output head, which take a second for each GiB, to see if they are the same.
+_COMPARED_ROWS = 64
 # As safetensors calls them.
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -171,6 +175,23 @@ class SafetensorsSource:
         """One tensor by its Hugging Face name, on the CPU."""
         with safe_open(self.files[name], framework="pt") as file:
             return file.get_tensor(name)
+
+    def differs(self, name: str, other: torch.Tensor) -> bool:
+        """Whether some rows of a tensor, at even distances, are not those of another one.
+
+        They may have been rounded to another dtype.
+        """
+        own, step = self.tensor_rows(name)
+        dtype = min(own.dtype, other.dtype, key=lambda each: each.itemsize)
+        return not torch.equal(own.to(dtype), other[::step].to(dtype))
+
+    def tensor_rows(self, name: str) -> tuple[torch.Tensor, int]:
+        """Some rows of a tensor, as its file holds it, and how far they are apart."""
+        with safe_open(self.files[name], framework="pt") as file:
+            part = file.get_slice(name)
+            size = part.get_shape()[0]
+            step = -(-size // _COMPARED_ROWS)
+            return torch.cat([part[row : row + 1] for row in range(0, size, step)]), step
 
     def read(self, stack: ExitStack) -> Iterator[tuple[str, Reader]]:
         """Every tensor once, (Hugging Face name, what reads tensor[place]), file by file.
@@ -332,18 +353,39 @@ def mismatches(module: Decoder, source: SafetensorsSource, folder: Path) -> list
     wanted |= {key: piece.shape for key, piece in hub_pieces(module).items()}
     # A score head that the folder lacks begins anew.
     missing = sorted(wanted.keys() - source.shapes.keys() - {SCORE})
-    faults += [f"{folder}: tensor {key} is missing" for key in missing]
+    faults += [f"{folder}: tensor {key} is missing{_if_missing(key)}" for key in missing]
     for key in sorted(source.shapes.keys() - wanted.keys() - set(module.carried_tensors)):
         if not any(fnmatchcase(key, pattern) for pattern in module.ignored_tensors):
-            faults.append(f"{folder}: tensor {key} belongs to no part of the model")
+            faults.append(f"{folder}: tensor {key} belongs to no part of the model{_OTHERS}")
+        elif module.is_tied and key.endswith(_HEAD):
+            faults += _untied(module, source, folder, key)
     for key in sorted(wanted.keys() & source.shapes.keys()):
         if wanted[key] != source.shapes[key]:
             faults.append(
                 f"{folder}: tensor {key} has shape {list(source.shapes[key])}, "
-                f"the model needs {list(wanted[key])}"
+                f"the model needs {list(wanted[key])}{_OTHERS}"
             )
     more = len(faults) - SHOWN_TENSORS
     return faults if more <= 0 else [*faults[:-more], f"{folder}: {more} more tensors do not fit"]
+
+
+def _if_missing(key: str) -> str:
+    if not key.endswith(_HEAD):
+        return _OTHERS
+    return "; if the output is the embedding, set tie_word_embeddings to true in its config.json"
+
+
+def _untied(module: Decoder, source: SafetensorsSource, folder: Path, head: str) -> Iterator[str]:
+    """Why a file's output head is no copy of the embedding: transformers takes both then."""
+    (table,) = (module.hub_name(f"{name}.weight") for name in module.tables)
+    if table is None or table not in source.shapes:
+        return
+    (own, _), (other, _) = (source.tensor_rows(key) for key in (head, table))
+    if own.shape != other.shape or not torch.equal(own, other.to(own.dtype)):
+        yield (
+            f"{folder}: tensor {head} differs from {table}, although config.json ties them; set "
+            "tie_word_embeddings to false there"
+        )
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -33,6 +33,7 @@ def environment() -> list[Finding]:
     if not (root / ".cookbook-setup").is_file():
         message = f"setup.sh did not finish {root}, or did not make it"
         findings.append(warning(_VENV, message, _SETUP))
+    findings += [failed(_VENV, f"{root}: {fault}", _SETUP) for fault in venv.unsupported()]
     installed = {venv.plain_name(name): version for name, version in venv.packages().items()}
     # Another build of torch is what setup.sh --torch is for.
     if other := sorted(text for name, text in venv.other_versions().items() if name != "torch"):

@@ -31,6 +31,12 @@ SUITE = {
 }
 
 
+def text_of(file: Path) -> dict:
+    """A dataset block of a file of JSON lines."""
+    text = "torchtune.datasets.text_completion_dataset"
+    return {"_component_": text, "source": "json", "data_files": str(file), "split": "train"}
+
+
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory, dataset) -> Path:
     from trainer import demo
@@ -48,7 +54,7 @@ def suite(model_folder, other_model, dataset, tmp_path_factory) -> dict:
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     tasks = {name: {**task, "data": str(data)} for name, task in SUITE["tasks"].items()}
     models = {"candidate": str(model_folder), "against": str(other_model)}
-    return {**SUITE, **models, "training_data": [str(dataset)], "tasks": tasks}
+    return {**SUITE, **models, "training_data": text_of(dataset), "tasks": tasks}
 
 
 def start(folder: Path, suite: dict, ranks: list[int], world: int) -> dict | None:
@@ -254,7 +260,7 @@ def test_contamination_sees_thirteen_words_in_a_row(tmp_path):
         samples.Sample(0, f"asks {words}", "x", ""),
         samples.Sample(1, " ".join(words.split()[:12]), "x", ""),
     ]
-    found = samples.contamination(given, [str(training)])
+    found = samples.contamination(given, text_of(training))
     assert (found["exact"], found["overlap_13_words"]) == (0, 1)
 
 

@@ -9,7 +9,7 @@ from trainer.layers.patch import patch_forward
 from trainer.parallel.sharded import local
 
 # What a class has that transformers' own functions compute (integrations/moe.py): a gate beside
-# the activation, and no norm behind.
+# the activation, and no norm behind. A release that lacks one computes all classes so.
 TRAITS = {"has_gate": True, "has_post_expert_norm": False}
 
 
@@ -45,7 +45,7 @@ def _is_known(module: nn.Module) -> bool:
     return (
         hasattr(module, "is_transposed")
         and not _is(module, "Llama4TextExperts")
-        and all(getattr(module, name, None) == value for name, value in TRAITS.items())
+        and all(getattr(module, name, value) == value for name, value in TRAITS.items())
         and all(isinstance(getattr(module, n, None), nn.Parameter) for n in experts.MATRICES)
     )
 

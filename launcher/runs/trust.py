@@ -1,0 +1,59 @@
+"""Whose files are used: the user's own, root's, and those of whom the site's file names.
+
+What a run executes lies in a folder that colleagues share: code, environments, run directories.
+"""
+
+import os
+import pwd
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from launcher.errors import RunFault
+
+
+def fault(path: Path, trusted: Iterable[str] = ()) -> str | None:
+    """Say why what lies at a path is not used; None if nobody else could have put it there.
+
+    Args:
+        trusted: names of users whose files are used too.
+    """
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        return f"{path} is a link"
+    if found.st_uid not in (0, os.geteuid()) and (name := owner(found.st_uid)) not in trusted:
+        return f"{path} belongs to {name}"
+    if found.st_mode & 0o022:
+        return f"{path} can be changed by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
+
+
+def require(*paths: Path) -> None:
+    """Raise RunFault unless all paths are this user's or root's, and no other may write there."""
+    if faults := [text for path in paths if (text := fault(path))]:
+        raise RunFault([f"{text}: remove it, or set COOKBOOK_ROOT" for text in faults])
+
+
+def own_folder(root: Path, name: str) -> Path:
+    """Return this user's part of a folder that a group shares, made if it is not there.
+
+    Others may read it. In the folder around it, each may add a part, and nobody moves another's.
+    """
+    around = root / name
+    if not around.is_dir():
+        around.mkdir(parents=True, exist_ok=True)
+        around.chmod(root.stat().st_mode & 0o2777 | stat.S_ISVTX)
+    path = around / str(os.geteuid())
+    if not path.is_dir():
+        path.mkdir(exist_ok=True)
+        path.chmod(0o755)
+    require(path)
+    return path
+
+
+def owner(uid: int) -> str:
+    """Return a user's name, or the number if the user has none here."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

@@ -1,0 +1,67 @@
+"""In a shared folder nothing is executed that a colleague could have put there."""
+
+import os
+import pwd
+
+import pytest
+
+from launcher.errors import RunFault
+from launcher.recipes.environment import Environment
+from launcher.runs import built, code, trust
+from launcher.runs.directory import Run
+from launcher.site import Site
+from launcher.workflows.resume import Changes, _refuse_others
+
+
+def test_only_code_that_nobody_else_could_change_is_used(tmp_path):
+    """What a colleague plants under its name, and what is changed in it."""
+    made = code.present(tmp_path)
+    assert code.present(tmp_path) == made and made.folder.parent.parent.stat().st_mode & 0o1000
+    script, added = made.folder / "slurm/identity.py", made.folder / "yaml.py"
+    before = script.read_bytes()
+    script.write_bytes(before + b"#")
+    with pytest.raises(RunFault, match="is not the code that its name says: remove"):
+        code.present(tmp_path)
+    script.write_bytes(before)
+    added.write_text("")
+    with pytest.raises(RunFault, match="is not the code that its name says"):
+        code.require(made)
+    added.unlink()
+    script.chmod(0o660)
+    with pytest.raises(RunFault, match=r"identity.py can be changed by others \(mode 660\)"):
+        code.require(made)
+    script.chmod(0o640)
+    (made.folder / "trainer/__pycache__").symlink_to(tmp_path)
+    with pytest.raises(RunFault, match="__pycache__ is a link"):
+        code.require(made)
+    (made.folder / "trainer/__pycache__").unlink()
+    code.require(made)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a file to somebody else")
+def test_what_belongs_to_a_colleague_is_used_if_the_site_names_them(tmp_path):
+    theirs, nobody = tmp_path / "theirs", pwd.getpwnam("nobody")
+    theirs.mkdir()
+    os.chown(theirs, nobody.pw_uid, -1)
+    assert trust.fault(theirs) == f"{theirs} belongs to nobody"
+    assert trust.fault(theirs, ["nobody"]) is None
+    os.chown(code.present(tmp_path).folder / "slurm/job.sh", nobody.pw_uid, -1)
+    with pytest.raises(RunFault, match=r"job.sh belongs to nobody: remove"):
+        code.present(tmp_path)
+    environment = Environment(kind="venv", dependencies=("einops",))
+    place = built.folder(environment, tmp_path)
+    (place / "bin").mkdir(parents=True)
+    (place / "cookbook.json").write_text("{}")
+    assert built.is_built(environment, tmp_path)
+    for planted in (place, place.parent):
+        os.chown(planted, nobody.pw_uid, -1)
+        with pytest.raises(RunFault, match="belongs to nobody: remove it"):
+            built.is_built(environment, tmp_path)
+        os.chown(planted, 0, -1)
+    run = Run(tmp_path / "runs" / "20261122-151728-demo-abcd")
+    run.path.mkdir(parents=True)
+    run.write("submission.json", {"recipe": "demo", "jobs": []})
+    os.chown(run.path, nobody.pw_uid, -1)
+    with pytest.raises(RunFault, match="belongs to nobody: its job would execute what others"):
+        _refuse_others(run, None)
+    _refuse_others(run, Changes(Site(trusted_users=["nobody"])))

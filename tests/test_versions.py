@@ -1,0 +1,56 @@
+"""The oldest torch and transformers that are supported: refused if older, and tried as a pair."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runspec import versions
+
+ROOT = Path(__file__).parents[1]
+# What the pair runs: families with experts and linear attention, full, LoRA and QLoRA, packed rows,
+# preferences, GRPO, kill and resume, export, generate, serve.
+CASES = [
+    *("test_transformers", "test_experts", "test_adapters", "test_packed_layouts"),
+    *("test_preference", "test_grpo", "test_resume", "test_checkpoint", "test_demo"),
+]
+# These follow from the other packages' versions.
+FREE = r"^(triton|nvidia|cuda|tokenizers|sympy|fsspec|huggingface_hub|hf-xet|setuptools)\b.*\n"
+
+
+@pytest.mark.parametrize("package", versions.SUPPORTED)
+def test_what_is_refused_is_what_pip_would_refuse(package):
+    (oldest, minor), too_new = versions.SUPPORTED[package]
+    wanted = f'"{package}>={oldest}.{minor},<{too_new[0]}' + f".{too_new[1]}" * bool(too_new[1])
+    assert f'{wanted}",\n' in (ROOT / "pyproject.toml").read_text()
+    assert versions.fault(package, f"{oldest}.{minor}.0+cu126") is None
+    for other in (f"{oldest}.{minor - 1}.9", f"{too_new[0]}.{too_new[1]}.0", "0.1"):
+        assert f"{package} {other} is not supported" in str(versions.fault(package, other))
+
+
+@pytest.mark.named
+def test_the_oldest_pair_trains_exports_and_serves(tmp_path):
+    """Needs a package index. The newest pair is that of constraints.txt, which all tests run."""
+    pins = re.sub(FREE, "", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    for package, (oldest, _) in versions.SUPPORTED.items():
+        number = f"{oldest[0]}.{oldest[1]}.0"
+        pins, found = re.subn(f"(?m)^{package}==.*$", f"{package}=={number}", pins)
+        assert found == 1
+    (tmp_path / "pins.txt").write_text(pins)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
+    pip = [python, "-m", "pip", "install", "--quiet", "--constraint", tmp_path / "pins.txt"]
+    wanted = ["cluster", "serve"]
+    subprocess.run([*pip, "setuptools", "wheel"], check=True)
+    kit = f"{ROOT}[{','.join(wanted)}]"
+    tools = ["pytest", "pytest-xdist", "peft", "psutil", "scipy", "scikit-learn"]
+    subprocess.run([*pip, "--no-build-isolation", "--editable", kit, *tools], check=True)
+    files = [f"tests/trainer/{name}.py" for name in CASES] + ["tests/serving/test_protocol.py"]
+    argv = [python, "-m", "pytest", "-n", "0", "-q", "-m", "not named", *files]
+    done = subprocess.run(
+        argv, cwd=ROOT, env={**os.environ, "COOKBOOK_VENV": str(python.parents[1])}
+    )
+    assert done.returncode == 0
