@@ -5,8 +5,7 @@ gradients are made in the forward pass, so that neither model's logits ever exis
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +14,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from runspec.step import loss_tokens
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
-from trainer.layers.log_probs import Factors, add_product, factors, logits_of
-from trainer.parallel.activations import compiled
-
-# See `summed`.
-Chunk = Callable[[Sequence[torch.Tensor], slice, bool], tuple[torch.Tensor, Any]]
+from trainer.layers.log_probs import (
+    Chunk,
+    Factors,
+    Plan,
+    Summed,
+    capped,
+    compiled_chunk,
+    factors,
+    logits_of,
+)
 
 
 class Divergence(NamedTuple):
@@ -95,16 +98,15 @@ def distillation_loss(
     Raises:
         ConfigError: a rank has no columns of the common vocabulary.
     """
-    vocabulary, dim = student.pairs[0][1].shape
-    size = loss_tokens(targets.numel(), vocabulary, dim, chunks)
+    size = student.chunk_tokens(chunks)
     student, teacher, begin = _aligned(student, teacher)
     caps = (student.softcap, teacher.softcap)
-    function = _compiled() if compile_chunks and student.group is None else _chunk
-    frozen = [tensor for pair in teacher.pairs for tensor in pair]
+    function = compiled_chunk(_chunk, 4) if compile_chunks and student.group is None else _chunk
+    frozen = teacher.tensors
     columns, held = own_columns(targets - begin, student.pairs[0][1].shape[0])
 
     # No name and no tuple for the logits: once they are made exact nothing must hold them.
-    def one_chunk(tensors: Sequence[torch.Tensor], part: slice, slope_wanted: bool) -> Any:
+    def one_chunk(tensors: Sequence[torch.Tensor], part: slice, slope_wanted: bool, _: Any) -> Any:
         return function(
             logits_of(tensors, part),
             logits_of(frozen, part),
@@ -117,32 +119,24 @@ def distillation_loss(
             slope_wanted,
         )
 
-    return summed(student, targets.numel(), size, how.cross_entropy_share, one_chunk)
+    return sums_of(student, len(targets), size, how.cross_entropy_share, one_chunk)
 
 
-def summed(student: Factors, tokens: int, size: int, share: float, chunk: Chunk) -> Sums:
-    """The sums over so many tokens, which go through the student's output head in chunks.
+def sums_of(student: Factors, tokens: int, size: int, share: float, chunk: Chunk) -> Sums:
+    """The sums over so many tokens, of which `size` at a time go through the student's output head.
 
     Args:
-        size: tokens of a chunk.
         share: of the cross-entropy in the loss.
-        chunk: from the student's factors in turn, the tokens of a chunk and whether a gradient is
-            wanted to figures [3, tokens] (divergence, cross-entropy, agreement) and the loss's
-            gradient by the logits.
+        chunk: its figures are the divergence, the cross-entropy and the agreement.
     """
-    tensors = [tensor for pair in student.pairs for tensor in pair]
-    # Only what requires a gradient gets a buffer for one.
-    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
-    total, sums = _Distillation.apply(_Plan(tokens, size, share, chunk, wanted), *tensors)
-    return Sums(total, *sums)
 
+    def total(figures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = figures.sum(1)
+        return (1 - share) * sums[0] + share * sums[1], sums
 
-class _Plan(NamedTuple):
-    tokens: int
-    size: int
-    share: float
-    chunk: Chunk
-    wanted: list[bool]
+    plan = Plan(tokens, size, 3, chunk, total, student.wanted)
+    loss, sums = Summed.apply(plan, *student.tensors)
+    return Sums(loss, *sums)
 
 
 def own_columns(columns: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,57 +177,6 @@ def _gathered(weight: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     return whole
 
 
-class _Distillation(torch.autograd.Function):
-    """Gradients are made in the forward pass; the backward pass scales them once."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        figures, ctx.gradients = _pass(plan, tensors)
-        share, sums = plan.share, figures.sum(1)
-        ctx.mark_non_differentiable(sums)
-        return (1 - share) * sums[0] + share * sums[1], sums
-
-    @staticmethod
-    def backward(
-        ctx: Any, upstream: torch.Tensor, _: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("the backward pass of distillation_loss runs once only")
-        gradients, ctx.gradients = ctx.gradients, None
-        return None, *(None if g is None else g.mul_(upstream) for g in gradients)
-
-
-def _pass(
-    plan: _Plan, tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Figures [3, tokens], and the loss's gradient for each wanted tensor."""
-    exact = torch.promote_types(tensors[0].dtype, torch.float32)
-    figures = torch.empty(3, plan.tokens, dtype=exact, device=tensors[0].device)
-    # A chunk writes its own rows of the inputs' gradients, and adds to all of the weights'.
-    gradients = [
-        torch.zeros_like(tensor, dtype=exact if index % 2 else None) if plan.wanted[index] else None
-        for index, tensor in enumerate(tensors)
-    ]
-
-    # In a function of its own, so that a chunk's gradient is gone before the next one's is made.
-    def one_chunk(part: slice) -> None:
-        figures[:, part], slope = plan.chunk(tensors, part, any(plan.wanted))
-        for index in range(0, len(tensors), 2):
-            inputs, weight = tensors[index : index + 2]
-            own, total = gradients[index : index + 2]
-            if own is not None:
-                torch.mm(slope, weight, out=own[part])
-            if total is not None:
-                add_product(total, slope.t(), inputs[part])
-
-    for begin in range(0, plan.tokens, plan.size):
-        one_chunk(slice(begin, begin + plan.size))
-    return figures, [
-        None if gradient is None else gradient.to(tensor.dtype)
-        for gradient, tensor in zip(gradients, tensors, strict=True)
-    ]
-
-
 def _chunk(
     student: torch.Tensor,
     teacher: torch.Tensor,
@@ -255,7 +198,8 @@ def _chunk(
     exact = torch.promote_types(dtype, torch.float32)
     student, tanh = capped(student.to(exact), caps[0])
     teacher = capped(teacher.to(exact), caps[1])[0]
-    highest, agreement = _highest(student, teacher, group, begin)
+    highest, likeliest = highest_of([student.max(1), teacher.max(1)], group, begin)
+    agreement = likeliest[:, 0] == likeliest[:, 1]
     columns, held = columns.unsqueeze(1), held.to(exact).unsqueeze(1)
     student -= highest[:, :1]
     chosen = student.gather(1, columns) * held
@@ -323,39 +267,19 @@ def _total(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return values
 
 
-def capped(logits: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits under a model's cap, and their tanh; the given ones may be overwritten."""
-    if softcap is None:
-        return logits, None
-    tanh = logits.div_(softcap).tanh_()
-    return softcap * tanh, tanh
-
-
-def _highest(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    begin: int,
+def highest_of(
+    of_rank: Sequence[Any], group: dist.ProcessGroup | None, begin: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest logit of each, [tokens, 2], and whether both are the same token's, [tokens]."""
-    (first, own), (second, other) = student.max(1), teacher.max(1)
-    highest, index = torch.stack([first, second], 1), torch.stack([own, other], 1) + begin
+    """The highest logit of each token, and whose it is, both [tokens, len(of_rank)].
+
+    Args:
+        of_rank: of one model each, values and indices of `max` over this rank's columns.
+    """
+    highest = torch.stack([values for values, _ in of_rank], 1)
+    index = torch.stack([indices for _, indices in of_rank], 1) + begin
     if group is not None:
         local = highest.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
         index = index.where(local == highest, torch.iinfo(torch.int64).max)
         dist.all_reduce(index, dist.ReduceOp.MIN, group)
-    return highest, index[:, 0] == index[:, 1]
-
-
-@cache
-def _compiled() -> Callable[..., Any]:
-    function = compiled(_chunk)
-
-    def chunk(*arguments: Any) -> Any:
-        # How many tokens are trained changes with each batch.
-        for tensor in arguments[:4]:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return function(*arguments)
-
-    return chunk
+    return highest, index

@@ -37,6 +37,21 @@ class Factors(NamedTuple):
     group: dist.ProcessGroup | None = None
     softcap: float | None = None
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Inputs and weights in turn."""
+        return [tensor for pair in self.pairs for tensor in pair]
+
+    @property
+    def wanted(self) -> list[bool]:
+        """Of which of the tensors a gradient is wanted; only these get a buffer for one."""
+        return [torch.is_grad_enabled() and tensor.requires_grad for tensor in self.tensors]
+
+    def chunk_tokens(self, chunks: int | None = None) -> int:
+        """How many tokens go through the head at a time; `chunks`: see `linear_log_probs`."""
+        rows, weight = self.pairs[0]
+        return loss_tokens(len(rows), len(weight), weight.shape[1], chunks)
+
     def tempered(self, temperature: float) -> "Factors":
         """What the logits divided by `temperature` are made of; without a softcap only."""
         pairs = [(inputs / temperature, weight) for inputs, weight in self.pairs]
@@ -110,7 +125,7 @@ def linear_log_probs(
     Returns:
         [tokens], fp32 (fp64 for fp64 inputs).
     """
-    return _LogProbs.apply(*_arguments(made_of, targets, chunks, compile_chunks))
+    return _LogProbs.apply(_plan(made_of, targets, chunks, compile_chunks), *made_of.tensors)
 
 
 def token_log_probs(
@@ -163,7 +178,7 @@ def linear_cross_entropy(
     forward pass, and its logits are computed once. Weight gradients are summed over the chunks in
     fp32. Arguments and dtype are those of `linear_log_probs`.
     """
-    return _CrossEntropy.apply(*_arguments(made_of, targets, chunks, compile_chunks))[0]
+    return Summed.apply(_plan(made_of, targets, chunks, compile_chunks), *made_of.tensors)[0]
 
 
 def cross_entropy_with_z_loss(
@@ -180,107 +195,123 @@ def cross_entropy_with_z_loss(
     Returns:
         Both terms, and the second one alone, detached.
     """
-    total, z_term = _CrossEntropy.apply(*_arguments(made_of, targets, None, compile_chunks, weight))
+    total, z_term = Summed.apply(
+        _plan(made_of, targets, None, compile_chunks, weight), *made_of.tensors
+    )
     return total, z_term
 
 
-class _Plan(NamedTuple):
+# From a head's inputs and weights in turn, some tokens, whether a gradient is wanted, and a factor
+# of each token in it (None for 1) to figures [figures, tokens] and the loss's gradient by the
+# logits, in their dtype.
+Chunk = Callable[
+    [Sequence[torch.Tensor], slice, bool, torch.Tensor | None], tuple[torch.Tensor, Any]
+]
+
+
+class Plan(NamedTuple):
+    """How so many tokens go through an output head, `size` at a time.
+
+    figures: how many there are of a token. total: from figures [figures, tokens] to the loss, and
+    to what else is wanted of them. wanted: of which tensors of the head the gradient is.
+    """
+
+    tokens: int
     size: int
-    group: dist.ProcessGroup | None
-    softcap: float | None
-    chunk: Callable[..., Any]
+    figures: int
+    chunk: Chunk
+    total: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     wanted: list[bool]
-    z_loss: float
 
 
-def _arguments(
+def _plan(
     made_of: Factors,
     targets: torch.Tensor,
     chunks: int | None,
     compile_chunks: bool,
     z_loss: float = 0.0,
-) -> tuple[Any, ...]:
-    vocabulary, dim = made_of.pairs[0][1].shape
-    size = loss_tokens(targets.numel(), vocabulary, dim, chunks)
-    tensors = [tensor for pair in made_of.pairs for tensor in pair]
-    # Only what requires a gradient gets a buffer for one.
-    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
-    chunk = _compiled_chunk if compile_chunks and made_of.group is None else _chunk
-    return targets, _Plan(size, made_of.group, made_of.softcap, chunk, wanted, z_loss), *tensors
+) -> Plan:
+    group, softcap = made_of.group, made_of.softcap
+    function = compiled_chunk(_chunk, 3) if compile_chunks and group is None else _chunk
+    columns, held = own_columns(targets, len(made_of.pairs[0][1]), group)
+
+    # No name and no tuple for the logits: once they are made exact nothing must hold them.
+    def chunk(tensors: Any, part: slice, slope_wanted: bool, scale: torch.Tensor | None) -> Any:
+        return function(
+            logits_of(tensors, part),
+            columns[part],
+            held[part],
+            group,
+            softcap,
+            slope_wanted,
+            scale,
+            z_loss,
+        )
+
+    def total(figures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs, log_sums = figures
+        z_term, whole = z_loss * log_sums.square().sum(), -log_probs.sum()
+        return whole + z_term if z_loss else whole, z_term
+
+    size = made_of.chunk_tokens(chunks)
+    return Plan(len(targets), size, 2, chunk, total, made_of.wanted)
 
 
 class _LogProbs(torch.autograd.Function):
     """Gradients are made in the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, targets: torch.Tensor, plan: _Plan, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, plan: Plan, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.plan = plan
-        ctx.save_for_backward(targets, *tensors)
-        return _pass(plan._replace(wanted=[False] * len(tensors)), targets, tensors)[0][0]
+        ctx.save_for_backward(*tensors)
+        return _pass(plan._replace(wanted=[False] * len(tensors)), tensors)[0][0]
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        targets, *tensors = ctx.saved_tensors
-        return None, None, *_pass(ctx.plan, targets, tensors, -upstream)[1]
+        return None, *_pass(ctx.plan, ctx.saved_tensors, -upstream)[1]
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Gradients are made in the forward pass; the backward pass scales them once."""
+class Summed(torch.autograd.Function):
+    """A plan's total. Gradients are made in the forward pass; the backward pass scales them once.
+
+    Its arguments are a Plan and the tensors of Factors.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, targets: torch.Tensor, plan: _Plan, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        (log_probs, log_sums), ctx.gradients = _pass(plan, targets, tensors)
-        z_term, total = plan.z_loss * log_sums.square().sum(), -log_probs.sum()
-        ctx.mark_non_differentiable(z_term)
-        return total + z_term if plan.z_loss else total, z_term
+    def forward(ctx: Any, plan: Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        figures, ctx.gradients = _pass(plan, tensors)
+        loss, others = plan.total(figures)
+        ctx.mark_non_differentiable(others)
+        return loss, others
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the backward pass of linear_cross_entropy runs once only")
+            raise RuntimeError("the backward pass of a loss without logits runs once only")
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, *(None if g is None else g.mul_(upstream) for g in gradients)
+        return None, *(None if g is None else g.mul_(upstream) for g in gradients)
 
 
 def _pass(
-    plan: _Plan,
-    targets: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    scale: torch.Tensor | None = None,
+    plan: Plan, tensors: Sequence[torch.Tensor], scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Log-probabilities and log(Z), [2, tokens], and the gradients for each wanted tensor.
-
-    These are of minus the sum of the log-probabilities, plus that of plan.z_loss * log(Z)^2.
+    """Figures [figures, tokens], and the loss's gradient for each wanted tensor.
 
     Args:
-        scale: [tokens], a factor of each token in that sum; None for 1.
+        scale: [tokens], a factor of each token in the loss; None for 1.
     """
     exact = torch.promote_types(tensors[0].dtype, torch.float32)
-    results = torch.empty(2, *targets.shape, dtype=exact, device=targets.device)
+    figures = torch.empty(plan.figures, plan.tokens, dtype=exact, device=tensors[0].device)
     # A chunk writes its own rows of the inputs' gradients, and adds to all of the weights'.
     gradients = [
         torch.zeros_like(tensor, dtype=exact if index % 2 else None) if plan.wanted[index] else None
         for index, tensor in enumerate(tensors)
     ]
-    columns, held = own_columns(targets, tensors[1].shape[0], plan.group)
 
-    # In a function of its own, so that a chunk's logits are gone before the next one's are
-    # made. No name and no tuple for them: once they are made exact nothing must hold them.
+    # In a function of its own, so that a chunk's gradient is gone before the next one's is made.
     def one_chunk(part: slice) -> None:
-        results[:, part], slope = plan.chunk(
-            logits_of(tensors, part),
-            columns[part],
-            held[part],
-            plan.group,
-            plan.softcap,
-            any(plan.wanted),
-            None if scale is None else scale[part],
-            plan.z_loss,
-        )
+        factor = None if scale is None else scale[part]
+        figures[:, part], slope = plan.chunk(tensors, part, any(plan.wanted), factor)
         for index in range(0, len(tensors), 2):
             inputs, weight = tensors[index : index + 2]
             own, total = gradients[index : index + 2]
@@ -289,9 +320,9 @@ def _pass(
             if total is not None:
                 add_product(total, slope.t(), inputs[part])
 
-    for begin in range(0, targets.numel(), plan.size):
+    for begin in range(0, plan.tokens, plan.size):
         one_chunk(slice(begin, begin + plan.size))
-    return results, [
+    return figures, [
         None if gradient is None else gradient.to(tensor.dtype)
         for gradient, tensor in zip(gradients, tensors, strict=True)
     ]
@@ -340,6 +371,14 @@ def logits_of(tensors: Sequence[torch.Tensor], part: slice) -> torch.Tensor:
     return logits
 
 
+def capped(logits: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits under a model's cap, and their tanh; the given ones may be overwritten."""
+    if softcap is None:
+        return logits, None
+    tanh = logits.div_(softcap).tanh_()
+    return softcap * tanh, tanh
+
+
 def _chunk(
     logits: torch.Tensor,
     columns: torch.Tensor,
@@ -356,11 +395,8 @@ def _chunk(
     is the gradient of minus the sum of the log-probabilities, plus that of z_loss * log(Z)^2, in
     the logits' dtype; each token's is multiplied by its `scale`.
     """
-    dtype, tanh = logits.dtype, None
-    logits = logits.to(torch.promote_types(dtype, torch.float32))
-    if softcap is not None:
-        tanh = logits.div_(softcap).tanh_()
-        logits = softcap * tanh
+    dtype = logits.dtype
+    logits, tanh = capped(logits.to(torch.promote_types(dtype, torch.float32)), softcap)
     highest = logits.amax(1, keepdim=True)
     if group is not None:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
@@ -388,13 +424,15 @@ def _chunk(
     return results, slope.to(dtype).scatter_(1, columns, own.to(dtype))
 
 
-def _compiled_chunk(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, Any]:
-    # How many tokens are trained changes with each batch.
-    for tensor in (logits, *arguments[:2]):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return _compiled()(logits, *arguments)
-
-
 @cache
-def _compiled() -> Callable[..., Any]:
-    return compiled(_chunk)
+def compiled_chunk(function: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """A compiled function whose first arguments are so many tensors of a chunk's tokens."""
+    quick = compiled(function)
+
+    def chunk(*arguments: Any) -> Any:
+        # How many tokens are trained changes with each batch.
+        for tensor in arguments[:tensors]:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return quick(*arguments)
+
+    return chunk

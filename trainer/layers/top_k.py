@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runspec.step import loss_tokens
 from trainer.errors import ConfigError
 from trainer.layers.batch import TopK
-from trainer.layers.divergence import Divergence, Sums, capped, own_columns, summed
-from trainer.layers.log_probs import Factors, logits_of
+from trainer.layers.divergence import Divergence, Sums, highest_of, own_columns, sums_of
+from trainer.layers.log_probs import Factors, capped, logits_of
 
 
 def top_k(
@@ -29,14 +28,12 @@ def top_k(
         vocabulary: how many tokens count, from the first on.
         chunks: how many chunks the tokens go through in; None as in `linear_log_probs`.
     """
-    rows, weight = teacher.pairs[0]
-    count, (width, dim) = len(rows), weight.shape
-    size = loss_tokens(count, width, dim, chunks)
+    tensors, size = teacher.tensors, teacher.chunk_tokens(chunks)
+    count = len(tensors[0])
     if not count:
-        values = rows.new_empty(0, min(k, vocabulary), dtype=torch.float32)
+        values = tensors[0].new_empty(0, min(k, vocabulary), dtype=torch.float32)
         return TopK(values.int(), values, values.sum(1))
-    tensors = [tensor for pair in teacher.pairs for tensor in pair]
-    begin = 0 if teacher.group is None else dist.get_rank(teacher.group) * width
+    begin = 0 if teacher.group is None else dist.get_rank(teacher.group) * len(tensors[1])
     parts = [
         _top_k(
             logits_of(tensors, slice(first, first + size)),
@@ -101,13 +98,11 @@ def top_k_loss(
     Raises:
         ConfigError: a rank has no columns of these.
     """
-    width, dim = student.pairs[0][1].shape
-    size = loss_tokens(targets.numel(), width, dim, chunks)
+    size = student.chunk_tokens(chunks)
     student, begin = _cut(student, vocabulary)
-    width = student.pairs[0][1].shape[0]
-    columns, held = own_columns(targets - begin, width)
+    columns, held = own_columns(targets - begin, student.pairs[0][1].shape[0])
 
-    def one_chunk(tensors: Sequence[torch.Tensor], part: slice, slope_wanted: bool) -> Any:
+    def one_chunk(tensors: Sequence[torch.Tensor], part: slice, slope_wanted: bool, _: Any) -> Any:
         return _chunk(
             logits_of(tensors, part),
             TopK(*(each[part] for each in teacher)),
@@ -119,7 +114,7 @@ def top_k_loss(
             slope_wanted,
         )
 
-    return summed(student, targets.numel(), size, how.cross_entropy_share, one_chunk)
+    return sums_of(student, len(targets), size, how.cross_entropy_share, one_chunk)
 
 
 def _cut(student: Factors, vocabulary: int) -> tuple[Factors, int]:
@@ -157,10 +152,11 @@ def _chunk(
     heat, share = how.temperature, how.cross_entropy_share
     exact = torch.promote_types(dtype, torch.float32)
     student, tanh = capped(student.to(exact), made_of.softcap)
-    highest, agreement = _highest(student, teacher.ids[:, 0], group, begin)
+    highest, likeliest = highest_of([student.max(1)], group, begin)
+    agreement = likeliest[:, 0] == teacher.ids[:, 0]
     columns, held = columns.unsqueeze(1), held.to(exact).unsqueeze(1)
     top, inside = own_columns(teacher.ids.long() - begin, student.shape[1])
-    student -= highest.unsqueeze(1)
+    student -= highest
     chosen = student.gather(1, columns) * held
     # The same as the exponentials below at temperature 1.
     cold = None if heat == 1 else student.exp()
@@ -201,20 +197,6 @@ def _chunk(
     return figures, slope.to(dtype)
 
 
-def _highest(
-    logits: torch.Tensor, ids: torch.Tensor, group: dist.ProcessGroup | None, begin: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest logit of each token, and whether it is that of `ids`, both [tokens]."""
-    highest, index = logits.max(1)
-    index += begin
-    if group is not None:
-        local = highest.clone()
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-        index = index.where(local == highest, torch.iinfo(torch.int64).max)
-        dist.all_reduce(index, dist.ReduceOp.MIN, group)
-    return highest, index == ids
-
-
 def sampled_errors(
     teacher: Factors, kept: TopK, vocabulary: int, temperature: float, tokens: int
 ) -> torch.Tensor:
@@ -227,8 +209,7 @@ def sampled_errors(
     Args:
         tokens: at most; so many tokens' logits are held.
     """
-    tensors = [tensor for pair in teacher.pairs for tensor in pair]
-    logits = logits_of(tensors, slice(tokens)).float()
+    logits = logits_of(teacher.tensors, slice(tokens)).float()
     if teacher.group is not None:
         logits = gathered(logits, teacher.group)
     logits = capped(logits, teacher.softcap)[0][:, :vocabulary].div_(temperature)
