@@ -52,6 +52,7 @@ MAKERS = tuple(
         "preferences",
         "prompts",
         "tokenizers",
+        "folder",
         "spans",
         "marks",
     )
