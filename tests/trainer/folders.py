@@ -154,3 +154,196 @@ def copied(source: Path, folder: Path, change: Change) -> Path:
     shutil.copytree(source, folder)
     change(folder)
     return folder
+
+
+# What transformers reads, and so does the trainer.
+SAME: dict[str, Change] = {
+    "one file": lambda folder: None,
+    "shards and an index": SHARDED,
+    "shards of another model left over": all_of(shards(3, index=False, other=True), SHARDED),
+    "Mistral's own file beside one file": consolidated,
+    "Mistral's own file beside shards": all_of(SHARDED, consolidated),
+    "an index left over beside one file": shards(2, other=True),
+    "another name by config.json": all_of(
+        shards(1, index=False, named="mine"),
+        shards(1, other=True, index=False),
+        edit("config", transformers_weights="mine-00001-of-00001.safetensors"),
+    ),
+}
+MAP = {"bos_token": BEGIN, "eos_token": END, "pad_token": "<|pad|>"}
+NO_MAP = edit("tokenizer_config", **dict.fromkeys(MAP))
+NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+EVERY = "".join("{% if X %}{{ X }}{% endif %}".replace("X", f"{name}_token") for name in NAMES)
+SAME |= {
+    "special tokens in special_tokens_map.json alone": all_of(
+        NO_MAP, edit("special_tokens_map", **MAP)
+    ),
+    "special tokens in special_tokens_map.json as objects": all_of(
+        NO_MAP,
+        edit("special_tokens_map", **{k: {"content": v, "lstrip": False} for k, v in MAP.items()}),
+    ),
+    "special_tokens_map.json says otherwise": all_of(
+        edit("special_tokens_map", bos_token="<|sep|>"), model_ids(bos_token_id=260)
+    ),
+    "special_tokens_map.json beside a list of added tokens": all_of(
+        edit("special_tokens_map", bos_token="<|sep|>"),
+        edit("tokenizer_config", added_tokens_decoder={"256": {"content": BEGIN, "special": True}}),
+    ),
+    "special tokens as objects": edit(
+        "tokenizer_config", **{k: {"__type": "AddedToken", "content": v} for k, v in MAP.items()}
+    ),
+    "special tokens by the tokenizer's class": all_of(
+        NO_MAP,
+        edit("tokenizer_config", tokenizer_class="Qwen2Tokenizer"),
+        model_ids(eos_token_id=259),
+    ),
+    "no tokenizer_config.json": all_of(
+        without("tokenizer_config.json"), edit("special_tokens_map", **MAP)
+    ),
+    "a template with sep_token": all_of(
+        edit("tokenizer_config", sep_token="<|sep|>"),
+        text("chat_template.jinja", "{{ sep_token }}" + CHATML),
+    ),
+    "a template with every special token": all_of(
+        edit(
+            "tokenizer_config",
+            sep_token="<|sep|>",
+            cls_token=BEGIN,
+            mask_token="<|pad|>",
+            unk_token=TEXT_END,
+        ),
+        text("chat_template.jinja", EVERY + CHATML),
+    ),
+    "a template in tokenizer_config.json": all_of(
+        without("chat_template.jinja"), edit("tokenizer_config", chat_template=CHATML)
+    ),
+    "templates by name": all_of(
+        without("chat_template.jinja"),
+        edit(
+            "tokenizer_config",
+            chat_template=[
+                {"name": "tool_use", "template": "tools"},
+                {"name": "default", "template": CHATML},
+            ],
+        ),
+    ),
+    "a token beyond the embedding": more_tokens(ROWS + 1, "<image_soft_token>"),
+    "a padding token beyond the embedding": all_of(
+        more_tokens(ROWS + 1, "<late_pad>"), edit("tokenizer_config", pad_token="<late_pad>")
+    ),
+    "a padding token that tokenizer.json lacks": all_of(
+        more_tokens(ROWS, "<unused>"), edit("tokenizer_config", pad_token="<late_pad>")
+    ),
+}
+HEAD, ROWS_OF = "lm_head.weight", "model.embed_tokens.weight"
+TIED, UNTIED = edit("config", tie_word_embeddings=True), edit("config", tie_word_embeddings=False)
+SAME |= {
+    "a head of its own": UNTIED,
+    "a head of its own, of which config.json says nothing": edit(
+        "config", tie_word_embeddings=None
+    ),
+    "tied, and no head in the file": all_of(TIED, tensors(lambda held: held.pop(HEAD))),
+    "tied, and a copy in the file": all_of(
+        TIED, tensors(lambda held: held.update({HEAD: held[ROWS_OF].clone()}))
+    ),
+    "tied, shards": all_of(TIED, tensors(lambda held: held.pop(HEAD)), SHARDED),
+    "rotary tables of old folders": tensors(
+        lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    ),
+    "float16": cast(torch.float16, dtype="float16"),
+    "bfloat16": cast(torch.bfloat16, dtype="bfloat16"),
+    "bfloat16 by the older key": cast(torch.bfloat16, dtype=None, torch_dtype="bfloat16"),
+    "float64": cast(torch.float64, dtype="float64"),
+    "float32 that config.json calls bfloat16": edit("config", dtype="bfloat16"),
+    "more than one dtype": tensors(
+        lambda held: held.update({HEAD: held[HEAD].half(), ROWS_OF: held[ROWS_OF].bfloat16()})
+    ),
+    "float8 without a word": cast(torch.float8_e4m3fn),
+    "no dtype": edit("config", dtype=None),
+}
+# By its name: the change, and what a refusal says.
+REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "a shard is missing": (
+        all_of(SHARDED, without("model-00002-of-00002.safetensors")),
+        ("model-00002-of-00002.safetensors is missing; download it",),
+    ),
+    "shards without an index": (
+        all_of(SHARDED, without(INDEX)),
+        ("holds model-00001-of-00002.safetensors, but neither", INDEX, "download the model"),
+    ),
+    "Mistral's own file alone": (
+        all_of(consolidated, without(WHOLE)),
+        ("holds consolidated.safetensors, but neither", "; download the model as"),
+    ),
+    "pickled weights": (
+        all_of(text("pytorch_model.bin", ""), without(WHOLE)),
+        ("holds neither model.safetensors nor", "; download the model as"),
+    ),
+    "an index that is cut short": (
+        all_of(SHARDED, text(INDEX, '{"weight_map": {')),
+        (f"{INDEX} cannot be read; download it again",),
+    ),
+    "an adapter's config beside weights": (
+        edit("adapter_config", base_model_name_or_path="/base"),
+        ("holds an adapter (adapter_config.json); give", "remove that file"),
+    ),
+    "a head that is missing": (
+        all_of(UNTIED, tensors(lambda held: held.pop(HEAD))),
+        ("tensor lm_head.weight is missing", "; "),
+    ),
+    "tied, and a head that differs": (
+        TIED,
+        ("lm_head.weight differs from", "config.json ties them; set tie_word_embeddings to false"),
+    ),
+    "tied, and only the head": (
+        all_of(TIED, tensors(lambda held: held.pop(ROWS_OF))),
+        ("tensor model.embed_tokens.weight is missing", "; "),
+    ),
+    "a tensor of another model": (
+        tensors(lambda held: held.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)})),
+        ("tensor model.layers.7.mlp.up_proj.weight belongs to no part of the model", "; "),
+    ),
+    "a tensor of another shape": (
+        tensors(lambda held: held.update({HEAD: torch.ones(ROWS, 8)})),
+        ("tensor lm_head.weight has shape", "; "),
+    ),
+    "quantised weights": (
+        edit("config", quantization_config={"quant_method": "gptq", "bits": 4}),
+        ("its weights are quantised (gptq); download the bf16 weights",),
+    ),
+    "a class that is not known": (
+        edit("config", model_type="unheard"),
+        ("no causal language model for config.json's model_type 'unheard'; choose another model",),
+    ),
+    "code in the folder": (
+        edit("config", model_type="unheard", auto_map={"AutoModelForCausalLM": "own.Own"}),
+        ("needs the code in its folder (auto_map)", "; choose a model"),
+    ),
+    "no config.json": (without("config.json"), ("config.json is missing", "; give a Hugging")),
+    "a begin token beyond the embedding": (
+        all_of(more_tokens(ROWS + 1, "<late>"), edit("tokenizer_config", bos_token="<late>")),
+        (f"its bos_id is {ROWS}, the model knows {ROWS} tokens", "; give the tokenizer"),
+    ),
+    "a template's token beyond the embedding": (
+        all_of(more_tokens(ROWS + 1, "<late>"), text("chat_template.jinja", "<late>" + CHATML)),
+        (f"the chat template writes token {ROWS}", "; choose another tokenizer.chat_template"),
+    ),
+    "a tokenizer of a larger vocabulary": (
+        edit("config", vocab_size=200),
+        ("tokenizer: it has 256 tokens, the model knows 200; give the tokenizer",),
+    ),
+    "no tokenizer.json": (
+        without("tokenizer.json"),
+        ("tokenizer.json is missing; give a Hugging Face folder",),
+    ),
+    "a tokenizer.json that is cut short": (
+        text("tokenizer.json", "{"),
+        ("cannot be opened by transformers", "; download its tokenizer again"),
+    ),
+    "a tokenizer's code in its folder": (
+        edit(
+            "tokenizer_config", tokenizer_class="Own", auto_map={"AutoTokenizer": [None, "own.Own"]}
+        ),
+        ("cannot be opened by transformers", "; download its tokenizer again"),
+    ),
+}

@@ -49,7 +49,7 @@ class Spans:
         self,
         render: Callable[..., tuple[str, list[tuple[int, int]]]],
         encode: Callable[[str], "Encoding"],
-        ends: set[int],
+        ends: frozenset[int],
         turns: Turns,
         tools: Any,
     ) -> None:

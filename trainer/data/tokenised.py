@@ -53,6 +53,7 @@ MAKERS = tuple(
         "preferences",
         "prompts",
         "tokenizers",
+        "folder",
         "spans",
         "marks",
     )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from runspec import tokens
 from runspec.files import write_json
-from runspec.storage import patient_json, patiently
+from runspec.storage import patient_json
+from trainer.data.folder import answer_end, answered, opened, tokenizer_file
 from trainer.data.spans import SYSTEM_PROMPT, Spans
 from trainer.errors import ConfigError
 
@@ -65,74 +66,6 @@ def template_text(given: str) -> str:
         return Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"tokenizer.chat_template: {given} cannot be read: {error}") from None
-
-
-def _file(folder: Path) -> Path:
-    if not (file := folder / "tokenizer.json").is_file():
-        raise ConfigError(f"tokenizer.path: {file} is missing; give a Hugging Face folder")
-    return file
-
-
-def opened(folder: Path) -> Any:
-    """The tokenizer that transformers makes of a folder; it runs no code of the folder.
-
-    Raises:
-        ConfigError: tokenizer.json is missing, or transformers makes nothing of it.
-    """
-    from transformers import AutoTokenizer
-
-    def read(path: Path) -> Any:
-        try:
-            name = str(path)
-            return AutoTokenizer.from_pretrained(
-                name, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:
-            # One with a number is the storage's; the libraries raise most others.
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            reason = " ".join(str(error).split("\n")[:1]) or repr(error)
-            raise ConfigError(
-                f"tokenizer.path: {folder} cannot be opened by transformers ({reason}); download "
-                "its tokenizer again, or give another folder"
-            ) from None
-
-    _file(folder)
-    found = patiently(read, folder)
-    if not found.is_fast:
-        raise ConfigError(
-            f"tokenizer.path: transformers makes a {type(found).__name__} of {folder}, which does "
-            "not say where in a text a token is; give a folder with a tokenizer.json for it"
-        )
-    return found
-
-
-def answer_end(tokenizer: Any, known: set[int], template: str | None = None) -> int | None:
-    """The token that the chat template puts behind an answer; None if it puts none there.
-
-    Args:
-        tokenizer: of transformers.
-        known: tokens that end a text; another one of the vocabulary's added tokens must stand
-            first behind the answer.
-        template: in the place of the tokenizer's own.
-    """
-    _, tail = _answered(tokenizer, template)
-    ids = tokenizer(tail.strip(), add_special_tokens=False)["input_ids"]
-    added = set(tokenizer.added_tokens_decoder)
-    return next((i for i in ids if i in known), next((i for i in ids[:1] if i in added), None))
-
-
-def _answered(tokenizer: Any, template: str | None) -> tuple[str, str]:
-    """What the chat template makes of a question and its answer, and what is behind the answer."""
-    mark = "qzq"
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
-    try:
-        text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
-    except Exception:
-        # Templates raise what they like, such as for a conversation that lacks a system prompt.
-        return "", ""
-    _, found, tail = str(text).rpartition(mark)
-    return str(text), tail if found else ""
 
 
 def _add(tokenizer: "Tokenizer", texts: Sequence[str]) -> range:
@@ -215,7 +148,7 @@ class HuggingFaceTokenizer:
         from tokenizers import Tokenizer
 
         if texts:
-            size = Tokenizer.from_file(str(_file(self._folder))).get_vocab_size()
+            size = Tokenizer.from_file(str(tokenizer_file(self._folder))).get_vocab_size()
             if size != self.vocab_size:
                 raise ConfigError(
                     f"{tokens.KEY}: {self._folder}/tokenizer.json has {size} tokens, and its other "
@@ -229,17 +162,23 @@ class HuggingFaceTokenizer:
         """Whether it can tokenise messages."""
         return bool(self._template or self._own.chat_template)
 
+    @property
+    def _known_ends(self) -> set[int]:
+        own = set() if self.eos_id is None else {self.eos_id}
+        return _ids(_model_settings(self._folder), "eos_token_id") | own
+
     @cached_property
     def ends(self) -> frozenset[int]:
         """The tokens that end a text, by tokenizer, model and chat template."""
-        known = _ids(_model_settings(self._folder), "eos_token_id") | ({self.eos_id} - {None})
-        return frozenset(known | ({self.answer_end} - {None}))
+        own = set() if self.answer_end is None else {self.answer_end}
+        return frozenset(self._known_ends | own)
 
     @cached_property
     def answer_end(self) -> int | None:
-        """The token that the chat template puts behind an answer; see `answer_end`."""
-        known = _ids(_model_settings(self._folder), "eos_token_id") | ({self.eos_id} - {None})
-        return answer_end(self._own, known, self._template) if self.has_chat_template else None
+        """The token that the chat template puts behind an answer; see `folder.answer_end`."""
+        if not self.has_chat_template:
+            return None
+        return answer_end(self._own, self._known_ends, self._template)
 
     def writes(self, name: str) -> bool:
         """Whether the chat template has a name in it, such as eos_token."""
@@ -247,7 +186,7 @@ class HuggingFaceTokenizer:
 
     def template_ids(self) -> set[int]:
         """The tokens of a question and its answer, as the chat template renders them."""
-        text, _ = _answered(self._own, self._template) if self.has_chat_template else ("", "")
+        text, _ = answered(self._own, self._template) if self.has_chat_template else ("", "")
         return set(self._encoded(text).ids)
 
     @property

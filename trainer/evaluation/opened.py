@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trainer.data.tokenizers import answer_end
+from trainer.data.folder import answer_end
 from trainer.evaluation import spread
 
 
@@ -44,7 +44,9 @@ def ends(model: Any, tokenizer: Any, chat: bool = True) -> tuple[list[int], int 
     named = model.generation_config.eos_token_id
     known = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
     own = answer_end(tokenizer, known) if chat else None
-    return sorted(known | ({own} - {None})), tokenizer.eos_token_id if own is None else own
+    if own is None:
+        return sorted(known), tokenizer.eos_token_id
+    return sorted(known | {own}), own
 
 
 def be_greedy(model: Any, end_ids: list[int], pad_id: int | None) -> None:

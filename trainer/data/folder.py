@@ -1,0 +1,75 @@
+"""The tokenizer that transformers makes of a folder, and how its chat template ends an answer."""
+
+from pathlib import Path
+from typing import Any
+
+from runspec.storage import patiently
+from trainer.errors import ConfigError
+
+
+def tokenizer_file(folder: Path) -> Path:
+    if not (file := folder / "tokenizer.json").is_file():
+        raise ConfigError(f"tokenizer.path: {file} is missing; give a Hugging Face folder")
+    return file
+
+
+def opened(folder: Path) -> Any:
+    """The tokenizer that transformers makes of a folder; it runs no code of the folder.
+
+    Raises:
+        ConfigError: tokenizer.json is missing, or transformers makes nothing of it.
+    """
+    from transformers import AutoTokenizer
+
+    def read(path: Path) -> Any:
+        try:
+            name = str(path)
+            return AutoTokenizer.from_pretrained(
+                name, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:
+            # One with a number is the storage's; the libraries raise most others.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            reason = " ".join(str(error).split("\n")[:1]) or repr(error)
+            raise ConfigError(
+                f"tokenizer.path: {folder} cannot be opened by transformers ({reason}); download "
+                "its tokenizer again, or give another folder"
+            ) from None
+
+    tokenizer_file(folder)
+    found = patiently(read, folder)
+    if not found.is_fast:
+        raise ConfigError(
+            f"tokenizer.path: transformers makes a {type(found).__name__} of {folder}, which does "
+            "not say where in a text a token is; give a folder with a tokenizer.json for it"
+        )
+    return found
+
+
+def answer_end(tokenizer: Any, known: set[int], template: str | None = None) -> int | None:
+    """The token that the chat template puts behind an answer; None if it puts none there.
+
+    Args:
+        tokenizer: of transformers.
+        known: tokens that end a text; another one of the vocabulary's added tokens must stand
+            first behind the answer.
+        template: in the place of the tokenizer's own.
+    """
+    _, tail = answered(tokenizer, template)
+    ids = tokenizer(tail.strip(), add_special_tokens=False)["input_ids"]
+    added = set(tokenizer.added_tokens_decoder)
+    return next((i for i in ids if i in known), next((i for i in ids[:1] if i in added), None))
+
+
+def answered(tokenizer: Any, template: str | None) -> tuple[str, str]:
+    """What the chat template makes of a question and its answer, and what is behind the answer."""
+    mark = "qzq"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+    try:
+        text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+    except Exception:
+        # Templates raise what they like, such as for a conversation that lacks a system prompt.
+        return "", ""
+    _, found, tail = str(text).rpartition(mark)
+    return str(text), tail if found else ""
