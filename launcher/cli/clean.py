@@ -50,8 +50,8 @@ def clean(yes: bool, older: int, as_json: bool, cluster: str | None) -> None:
             click.echo(f"  {_mib(item.size)}  {item.path}")
     total = _mib(sum(item.size for item in items)).strip()
     if living:
-        one = f"{min(living)} waits or runs" if len(living) == 1 else f"{len(living)} runs are open"
-        click.echo(f"tokenised data stays: {one}: cookbook status", err=True)
+        one = min(living) if len(living) == 1 else f"each of {len(living)} runs"
+        click.echo(f"tokenised data stays: {one} waits, runs or cannot be read", err=True)
     for item in kept:
         click.echo(f"error: {item.path} cannot be removed: check its permissions", err=True)
     if not items:

@@ -53,10 +53,14 @@ class Code:
 
 
 def of_run(run_dir: Path) -> Code | None:
-    """Return the code that a run uses; None if it has no copy or the copy was removed."""
+    """Return the code that a run uses; None if it has no copy or the copy was removed.
+
+    Raises:
+        OSError: that cannot be read.
+    """
     try:
         folder = (run_dir / files.KIT).resolve(strict=True)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return Code(folder)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher import paths
 from launcher.runs import code, making
-from launcher.runs.directory import runs_root
+from launcher.runs.directory import Run, runs_root
 from launcher.runs.find import every
 from launcher.runs.states import judged
 from runspec import files
@@ -34,9 +34,23 @@ class Item:
 
 def alive(root: Path) -> set[str]:
     """Return the runs under a shared folder that wait or run, or of which nobody can tell."""
-    # A run of a sweep that has no job yet will get one.
-    known = judged(every(runs_root(root)))
-    return {run.name for run, state in known if not state.ended or state.word == "PENDING"}
+    # A run of a sweep that has no job yet will get one. A colleague's may be private.
+    return {
+        run.name
+        for run, state in judged(every(runs_root(root)))
+        if not state.ended or state.word == "PENDING" or not _is_readable(run)
+    }
+
+
+def _is_readable(run: Run) -> bool:
+    try:
+        files.read_json(run.path / files.STATUS)
+        code.of_run(run.path)
+    except files.DamagedFile:
+        pass
+    except OSError:
+        return False
+    return True
 
 
 def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
@@ -59,18 +73,24 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
         for path in _inside(runs / files.DATA_CACHE)
         if not living and _untouched(path, older_s)
     ]
-    used = {copy.folder for run in every(runs) if (copy := code.of_run(run.path))}
+    # What a run that cannot be read names is not known: then nothing is unused.
+    readable = [run for run in every(runs) if _is_readable(run)]
+    all_known = len(readable) == len(every(runs))
+    used = {copy.folder for run in readable if (copy := code.of_run(run.path))}
     items += [
         ("code that no run uses", path)
         for path in _inside(root / code.FOLDER / str(os.geteuid()))
-        if path.resolve() not in used and _untouched(path, _YOUNG_S)
+        if all_known and path.resolve() not in used and _untouched(path, _YOUNG_S)
     ]
     sent = paths.sent(root)
-    named = {tree for run in every(runs) for tree in _trees_of(run.path)}
+    named = {tree for run in readable for tree in _trees_of(run.path)}
     items += [
         ("sent by a laptop, and no run names it", path)
         for path in _inside(sent / "trees")
-        if path.name not in named and not path.is_symlink() and _untouched(path, _YOUNG_S)
+        if all_known
+        and path.name not in named
+        and not path.is_symlink()
+        and _untouched(path, _YOUNG_S)
     ]
     items += [("left by a killed command", path) for path in making.left(runs)]
     items += [

@@ -91,7 +91,13 @@ def test_what_open_runs_and_programs_need_stays(root: Path):
         assert clean("--yes", "--older", "0").exit_code == 0
         assert all(path.exists() for path in (*stays, program))
         daemon.kill()
-    (run / "status.json").write_text(json.dumps({**waits, "state": "COMPLETED"}))
+    # As if a colleague's run were private; a link to itself cannot be read by root either.
+    ended = run / "status.json"
+    ended.symlink_to(ended)
+    stays += [aged(root / "code/unused/trainer/sft.py", 30)]
+    assert clean("--yes").exit_code == 0 and all(path.exists() for path in stays)
+    ended.unlink()
+    ended.write_text(json.dumps({**waits, "state": "COMPLETED"}))
     assert clean("--yes").exit_code == 0
     assert not any(path.exists() for path in (*stays, program))
 
