@@ -72,9 +72,9 @@ def test_prompts_become_a_recipe_with_a_reward_of_their_own(model: Path, tmp_pat
     assert f"# write {tmp_path / 'reward.py'}: def score(prompts, completions" in done.output
     # The reward and the recipe that docs/rl.md begins with.
     page = (paths.REPO_ROOT / "docs/rl.md").read_text()
-    for name, kind in (("reward.py", "python"), ("roses.yaml", "yaml")):
+    for name, kind in (("reward.py", "python"), ("my_roses.yaml", "yaml")):
         (tmp_path / name).write_text(re.findall(rf"```{kind}\n(.*?)```", page, re.S)[0])
-    assert recipes.load("roses.yaml").config["rewards"]["mine"]["function"].endswith(":score")
+    assert recipes.load("my_roses.yaml").config["rewards"]["mine"]["function"].endswith(":score")
     checked = CliRunner().invoke(cookbook, ["check", "prompts.yaml", "--local"])
     assert "no faults: submit would accept this run" in checked.output, checked.output
 
