@@ -54,6 +54,7 @@ FLOORS = [
         "trainer.evaluation.pairs",
         "trainer.evaluation.model",
         "trainer.evaluation.samples",
+        "trainer.evaluation.opened",
         "trainer.evaluation.spread",
         "trainer.evaluation.stage_cache",
     ],
