@@ -55,6 +55,7 @@ FLOORS = [
         "trainer.evaluation.pairs",
         "trainer.evaluation.model",
         "trainer.evaluation.samples",
+        "trainer.evaluation.opened",
         "trainer.evaluation.spread",
         "trainer.evaluation.stage_cache",
     ],
