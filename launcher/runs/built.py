@@ -229,9 +229,13 @@ def _reason(environment: Environment, output: str, pinned: bool = False) -> str:
 def listed(root: Path) -> list[Built]:
     """Return the built environments, the one used last first."""
     users: dict[str, list[str]] = {}
+    private = []  # a colleague's run may use any of them
     for run in every(runs_root(root)):
-        for digest in digests(run):
-            users.setdefault(digest, []).append(run.name)
+        try:
+            for digest in digests(run):
+                users.setdefault(digest, []).append(run.name)
+        except OSError:
+            private.append(run.name)
     environments = []
     for file in (root / BUILT).glob(f"*/[0-9a-f]*/{_RECORD}"):
         path = file.parent
@@ -239,7 +243,7 @@ def listed(root: Path) -> list[Built]:
         size = sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
         used = path / _USED
         when = (used if used.exists() else file).stat().st_mtime
-        known = users.get(path.name, [])
+        known = users.get(path.name, []) + private
         environments.append(Built(path, content.get("dependencies", []), size, when, known))
     return sorted(environments, key=lambda each: -each.used)
 
