@@ -357,13 +357,7 @@ def main(arguments: list[str]) -> int:
         state = asyncio.run(replica.run())
     except (ServeError, OSError, ValueError) as error:
         print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
-        host = os.environ.get("NODE_NAME") or socket.gethostname()
-        full = OF_A_DISK.get(error.errno or 0) if isinstance(error, OSError) else None
-        record = {"rank": rank, "host": host, "time": time.time(), "type": full or "ServeError"}
-        record["message"] = (
-            f"{error}: free some space, then: cookbook resume" if full else str(error)
-        )
-        record["permanent"] = full is not None or isinstance(error, ServeError)
+        record = failure(rank, error)
         folder = run_dir / files.LOGS / attempt
         folder.mkdir(parents=True, exist_ok=True)
         files.write_json(folder / f"error_rank_{rank}.json", record)
@@ -373,6 +367,20 @@ def main(arguments: list[str]) -> int:
         progress = {"state": state, "attempt": number, "step": 0, "total_steps": 0}
         files.write_json(run_dir / files.PROGRESS, {**progress, "updated": time.time()})
     return 0
+
+
+def failure(rank: int, error: Exception) -> dict[str, Any]:
+    """Return the record of why a replica ended, from which slurm/retry.py takes the cause."""
+    full = OF_A_DISK.get(error.errno or 0) if isinstance(error, OSError) else None
+    text = f"{error}: free some space, then: cookbook resume" if full else str(error)
+    return {
+        "rank": rank,
+        "host": os.environ.get("NODE_NAME") or socket.gethostname(),
+        "time": time.time(),
+        "type": full or "ServeError",
+        "message": text,
+        "permanent": full is not None or isinstance(error, ServeError),
+    }
 
 
 def _hold(run_dir: Path) -> int:

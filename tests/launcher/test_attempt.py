@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from runspec.files import DamagedFile, read_json_lines
+from runspec.files import DamagedFile, read_json_lines, write_json
+from serving import replica
 from slurm import attempt, faults, retry
 from slurm.identity import own_job_id
 from slurm.retry import AttemptEnd, decide
@@ -210,6 +211,17 @@ def test_a_ranks_fault_has_its_cause(run_dir, error, cause):
     write_error_record(run_dir / "logs" / "0", 0, error)
     attempt.end(run_dir, 0, 1)
     assert read_json_lines(run_dir / "attempts.jsonl")[-1]["cause"] == cause
+
+
+def test_a_full_disk_ends_a_replica_with_its_cause(run_dir):
+    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    error = OSError(errno.ENOSPC, "No space left on device", "requests/journal.jsonl")
+    logs = run_dir / "logs" / "0"
+    write_json(logs / "error_rank_0.json", replica.failure(0, error))
+    attempt.end(run_dir, 0, 1)
+    (line,) = read_json_lines(run_dir / "attempts.jsonl")
+    assert line["cause"] == "no_space"
+    assert "free some space" in line["message"]
 
 
 def test_another_ranks_fault_explains_a_broken_connection():
