@@ -387,12 +387,13 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         # Gemma 3 1B has a token for images, and no row for it. Samples that hold one are refused.
         size = tokenizer.base_size
-        texts += [
-            f"tokenizer: the chat template writes token {token}, the model knows {vocabulary} "
-            "tokens, from 0; choose another tokenizer.chat_template, or the model's own tokenizer"
-            for token in sorted(tokenizer.template_ids())
-            if token >= vocabulary and token not in new
-        ]
+        written = sorted(i for i in tokenizer.template_ids() if i >= vocabulary and i not in new)
+        if written and size <= vocabulary:
+            texts.append(
+                f"tokenizer: the chat template writes token {written[0]}, the model knows "
+                f"{vocabulary} tokens, from 0; choose another tokenizer.chat_template, or the "
+                "model's own tokenizer"
+            )
     if size > vocabulary and not new:
         texts.append(f"tokenizer: it has {size} tokens, the model knows {vocabulary}{advice}")
     texts += [
