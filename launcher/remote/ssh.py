@@ -136,18 +136,23 @@ class Connection:
         if not program or shutil.which(program) is None:
             raise RemoteFault(f"there is no rsync 3.1 on this machine: {_RSYNC}")
         has = f"command -v rsync >/dev/null || exit {_NO_RSYNC}"
-        inner = f'{{ {enter}; }} && {{ {has}; }} && exec rsync "$@" {_OUT}'
+        # rsync's own status may be another than that of the shell there.
+        tells = f"""trap 'echo "{_STATUS} $?" >&2' EXIT"""
+        inner = f'{tells}; {{ {enter}; }} && {{ {has}; }} && exec rsync "$@" {_OUT}'
         argv = [program, "-e", shlex.join(self._ssh), "--rsync-path", _login(inner), *words]
         if progress and sys.stderr.isatty():
             argv.insert(1, "--info=progress2")
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, errors="replace"
         )
-        if done.returncode not in (0, IS_CHECKOUT):
+        told = re.search(rf"(?m)^{_STATUS} (\d+)$", done.stderr)
+        code = int(told[1]) if told else done.returncode
+        if code not in (0, IS_CHECKOUT):
             # What the host said, before rsync's own words about it.
-            said = [line for line in done.stderr.splitlines() if not line.startswith("rsync")]
-            raise self.fault(done.returncode, "\n".join(said) or done.stderr)
-        return done.returncode
+            lines = done.stderr.splitlines()
+            said = [line for line in lines if not line.startswith(("rsync", _STATUS))]
+            raise self.fault(code, "\n".join(said) or done.stderr)
+        return code
 
     @contextmanager
     def forwarded(self, host: str, port: int) -> Iterator[int]:
@@ -166,6 +171,7 @@ class Connection:
             self._run(["-O", "cancel", *rule])
 
 
+_STATUS = "cookbook-status"
 # What a login shell's own files print must not come between the bytes of an answer.
 _OUT = "1>&3 3>&-"
 
