@@ -12,9 +12,6 @@ from __future__ import annotations
 from launcher.sizing.step_config import FP32, StepConfig
 from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Matrix, Part
 
-# Before and behind attention, before and behind the MLP.
-_NORMS_AROUND = 4
-
 
 def saved_by_layer(step: StepConfig, block: Block) -> float:
     """Bytes that one layer keeps for backward without activation checkpointing.
@@ -37,18 +34,11 @@ def saved_by_layer(step: StepConfig, block: Block) -> float:
 
 
 def _saved_by_norms(step: StepConfig, block: Block) -> float:
-    """Of the tokens or heads of this rank, but for those of latents, which are whole.
-
-    With norms before and behind both attention and MLP, compiled layers make what the third one
-    takes again: the layer's input plus the second one's output.
-    """
+    """Of the tokens or heads of this rank, but for those of latents, which are whole."""
     latent, saved = block.attention is not None and block.attention.latent, 0.0
-    wide = sum(vector.features == step.shape.dim for vector in block.vectors)
     for vector in block.vectors:
         whole = latent and vector.rows != step.shape.dim
         saved += vector.features / (1 if whole else step.layout.tensor_parallel)
-    if step.compiled and block.norms_behind and wide >= _NORMS_AROUND:
-        saved -= step.shape.dim / step.layout.tensor_parallel
     return _norm_bytes(step) * step.tokens * saved
 
 

@@ -135,10 +135,8 @@ class _Phases:
         # The output layer, from the last block on.
         self.head = self.gather * self.units.output.gathered
         self.layer = self.gather * units.largest
-        first = max(self.kinds[0].gathered, units.embedding.gathered)
         # With experts over ranks the trainer gathers a block ahead of the one that computes.
         self.ahead = self.layer if step.layout.expert_parallel > 1 else 0.0
-        self.first = self.gather * 2 * (units.root.gathered + first) + self.ahead
         # What is not resharded stays gathered from forward to backward.
         self.stays = step.fsdp and not step.reshard
         # Whether the output layer's gradient is reduced at the end, and not before the layers'.
@@ -150,7 +148,6 @@ class _Phases:
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         depth = self.step.shape.layers
         if self.step.top_k:
-            yield "teacher's pass, first layer", self._frozen_begin(self)
             yield "teacher's pass, layers", self._frozen_forward(self) | {"logits and loss": 0.0}
             made = top_k_memory(self.step)
             gathered = self.root + self.head + self.layer
@@ -160,7 +157,6 @@ class _Phases:
         if self.step.on_policy_share and not (self.step.replicas or self.step.vllm):
             yield "generating answers", self._terms(0.0) | {"generation": self._generation()}
         for number, model in enumerate(self.frozen, 1):
-            yield f"frozen model {number}, first layer", self._frozen_begin(model)
             yield f"frozen model {number}, forward", self._frozen_forward(model)
         yield from self._forward()
         yield from self._loss()
@@ -230,17 +226,6 @@ class _Phases:
         """Bytes of the gradients of so many numbers of this rank's shards, reduced."""
         return self.on_gpu * trained_here * self.step.weight_bytes
 
-    def _frozen_begin(self, other: "_Phases") -> Terms:
-        """As the first layer of `_forward`; or its pass, while the buffer of the root is there."""
-        working = other.forward_working()
-        return max(
-            self._terms(self.accumulated, other.entry, other.first),
-            self._terms(
-                self.accumulated, other.entry, 2 * other.root + other.layer, working=working
-            ),
-            key=lambda terms: sum(terms.values()),
-        )
-
     def forward_working(self) -> float:
         """What the pass of a layer works with."""
         kinds = (each.block for each in self.units.blocks)
@@ -262,9 +247,8 @@ class _Phases:
         return weights + max(sum(terms.values()), gathered)
 
     def _forward(self) -> Iterator[tuple[str, Terms]]:
-        """First layer: the root and the first unit after it lie gathered twice, in the
-        collective's buffer and as parameters; before the last one that one does, and the buffer of
-        the layer before is still there. Last layer: all activations.
+        """Before the last layer this one lies gathered twice, in the collective's buffer and as
+        parameters, and the buffer of the layer before is still there. Last layer: all activations.
         """
         step = self.step
         depth = step.shape.layers
@@ -279,7 +263,6 @@ class _Phases:
         before = kept - self.kept[-1] + self.entry
         working = self.forward_working()
         for name, held, gathered, more in (
-            ("first layer", self.entry, self.first, 0.0),
             ("before the last layer", before, between, 0.0),
             ("last layer", kept, last, working),
         ):
@@ -304,7 +287,6 @@ class _Phases:
         loss_forward = loss.forward + self.imitated
         for name, gradients, gathered, logits in (
             ("output layer, gathered", 0.0, whole + self.head, self.imitated),
-            ("output layer, forward", 0.0, whole, loss.made + self.imitated),
             ("loss, forward", summed, whole + self.layer * linear, loss_forward),
             ("loss, backward", early, whole, loss.backward),
             ("output layer, backward", last, whole + self.layer, rest * loss.gradient),
@@ -352,12 +334,7 @@ class _Phases:
             unit.trained * step.element_bytes - self._reduced(unit.trained_here) for unit in late
         )
         reduction = step.reduce_bytes * max(unit.trained for unit in late)
-        terms = self._terms(gradients + reduction * self.unreduced, reduction=reduction)
-        if units.embedding.parameters and step.loss in ("plain", "score"):
-            # No output layer comes later: it is reduced while the first layer's buffer is there.
-            terms["gradient reduction"] += step.reduce_bytes * self.kinds[0].reduced
-            terms["working memory"] += 2 * self.entry
-        return terms
+        return self._terms(gradients + reduction * self.unreduced, reduction=reduction)
 
 
 # Answers -----------------------------------------------------------------------------------------
