@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from launcher import paths, yamlfile
-from launcher.errors import RecipeFault
+from launcher.errors import RecipeFault, RunFault
 from launcher.executors import slurm, token
 from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe, Resources
@@ -78,6 +78,9 @@ def job_script(
     Args:
         sweep_dir: of its sweep.
         templates: those that belong to the code that the run uses.
+
+    Raises:
+        RunFault: the run's copy of the templates asks for what this version does not say.
     """
     resources = with_site_defaults(recipe.resources, cluster)
     gpus = f"{resources.gpus_per_node}"
@@ -86,7 +89,7 @@ def job_script(
     config, inside = recipe.resolved(cluster.root, str(run_dir)), recipe.environment
     in_turns = generates_in_turns(recipe)
     interpreter = inside.interpreter(cluster.root) if inside else None
-    return template("job.sbatch.j2", templates).render(
+    values = dict(
         **_common(cluster, resources, run_dir, job_name)
         | {"setup_lines": enter(inside, interpreter) if inside else []},
         recipe=recipe,
@@ -109,6 +112,15 @@ def job_script(
         within=within(inside),
         answers=bool(recipe.entry.method and config.get("generate")),
     )
+    try:
+        return template("job.sbatch.j2", templates).render(values)
+    except jinja2.UndefinedError as error:
+        if templates == paths.TEMPLATES:
+            raise
+        raise RunFault(
+            f"the run's copy of the kit is of an older version ({templates}: {error}): cookbook "
+            "resume RUN --code current takes the present one"
+        ) from None
 
 
 def generates_in_turns(recipe: Recipe) -> bool:

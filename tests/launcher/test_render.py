@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher import paths, render
-from launcher.errors import RecipeFault
+from launcher.errors import RecipeFault, RunFault
 from launcher.recipes import recipe
 from launcher.site import Site
 
@@ -191,3 +191,9 @@ def test_vllm_in_turns_is_on_the_nodes_that_train():
     apart = script("qwen3_8b_grpo_lora", Site(), *own, "resources.rollout=1")
     assert "IN_TURNS" not in apart and "ROLLOUT_NODES=1" in apart
     assert "ROLLOUT" not in script("qwen3_8b_grpo_lora", Site())
+
+
+def test_an_older_copy_of_the_templates_says_what_to_do(fixed, tmp_path):
+    (tmp_path / "job.sbatch.j2").write_text("export ENV_IMAGE={{ gone_since | q }}\n")
+    with pytest.raises(RunFault, match="'gone_since' is undefined.*--code current"):
+        render.job_script(recipe.load("demo"), Site(), RUN, "demo", templates=tmp_path)
