@@ -195,5 +195,5 @@ def test_vllm_in_turns_is_on_the_nodes_that_train():
 
 def test_an_older_copy_of_the_templates_says_what_to_do(fixed, tmp_path):
     (tmp_path / "job.sbatch.j2").write_text("export ENV_IMAGE={{ gone_since | q }}\n")
-    with pytest.raises(RunFault, match="'gone_since' is undefined.*--code current"):
+    with pytest.raises(RunFault, match=r"'gone_since' is undefined.*--code current"):
         render.job_script(recipe.load("demo"), Site(), RUN, "demo", templates=tmp_path)

@@ -1,14 +1,15 @@
 """What imports what: the wall between trainer and launcher, and what a rank does not import."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from benchmarks import startup
-from tests.trainer.runs import ROOT
+from tests.trainer.runs import ROOT, write_config
 
 FILES = sorted((ROOT / "trainer").rglob("*.py"))
 
@@ -32,10 +33,9 @@ def test_walls(path: Path) -> None:
         assert not tops & {"torchtune", "torchao"}, "only trainer/models/torchtune imports these"
 
 
-def run(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    argv = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
 
 
 def test_compat_imports_everything_it_names_and_says_nothing() -> None:
@@ -51,12 +51,34 @@ def test_checking_a_config_needs_no_torch() -> None:
     assert run(code).stdout == "[]\n"
 
 
+# The modules of a rank once the optimizer has stepped after the first loss.
+FIRST_STEP = """
+import os, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from trainer import start
+from trainer.objectives.sft import SupervisedFineTuning
+def report(*_):
+    print(*sys.modules, flush=True)
+    os._exit(0)
+class FirstStep(SupervisedFineTuning):
+    def loss(self, models, batch):
+        register_optimizer_step_post_hook(report)
+        return super().loss(models, batch)
+sys.exit(start.main(sys.argv[1:], FirstStep))
+"""
+
+
 @pytest.mark.long
 def test_only_a_recipe_that_names_torchtune_imports_it(tmp_path: Path, model_folder: Path) -> None:
-    paths = {s: startup.write_run(tmp_path / s, model_folder, s) for s in startup.SOURCES}
-    for path in paths.values():
-        startup.imported(startup.RANK, str(path))  # it tokenises the data
-    modules = {s: startup.imported(startup.RANK, str(path))["modules"] for s, path in paths.items()}
-    assert "torchtune.models.llama3" in modules["torchtune"]
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    data = tmp_path / "data.jsonl"
+    data.write_text(f"{json.dumps({'messages': turns})}\n" * 20)
+    block = {"_component_": "trainer.data.conversations.conversation_dataset", "source": "json"}
+    block |= {"data_files": str(data), "split": "train", "packed": True}
+    path = write_config(tmp_path / "run", model_folder, data, row_length=64)
+    changes = {"model": {"lora_rank": 4, "lora_alpha": 8}, "dataset": block}
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | changes))
+    first, second = (run(FIRST_STEP, str(path)).stdout.splitlines()[-1] for _ in range(2))
     heavy = {"torchtune", "datasets", "pandas", "omegaconf", "tensorboard"}
-    assert not heavy & set(modules["transformers"])
+    # The first one tokenises the data.
+    assert "datasets" in first.split() and not heavy & set(second.split())
