@@ -364,19 +364,6 @@ def test_pictures_in_the_data_are_said_not_to_be_trained(tmp_path, name, text, c
     assert one.remedy.endswith("for pictures and sound use axolotl or NeMo Automodel")
 
 
-@pytest.mark.long
-def test_a_replaced_tokenizer_is_checked_again(demo_model: Path, tmp_path: Path):
-    file = tmp_path / "tokenizer.json"
-    content = json.loads((demo_model / file.name).read_text())
-    file.write_text(json.dumps(content))
-    overrides = [f"checkpointer.checkpoint_dir={demo_model}", f"tokenizer.path={tmp_path}"]
-    assert found("components", "demo", overrides)[0].state == "ok"
-    added = content["added_tokens"][-1] | {"id": 1024, "content": "<|new|>"}
-    file.write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], added]}))
-    (one,) = found("components", "demo", overrides)
-    assert one.state == "failed" and "it has 1025 tokens, the model knows 1024" in one.message
-
-
 def test_a_layout_that_fits_tells_its_global_batch():
     overrides = ["tensor_parallel_dim=2", "batch_size=4", "gradient_accumulation_steps=3"]
     (one,) = found("layout", "demo", overrides, resources={"nodes": 2, "gpus_per_node": 4})

@@ -94,7 +94,7 @@ def test_what_open_runs_and_programs_need_stays(root: Path):
     # As if a colleague's run were private; a link to itself cannot be read by root either.
     ended = run / "status.json"
     ended.symlink_to(ended)
-    stays += [aged(root / "code/unused/trainer/sft.py", 30)]
+    stays += [aged(root / CODE / "unused/trainer/sft.py", 30)]
     assert clean("--yes").exit_code == 0 and all(path.exists() for path in stays)
     ended.unlink()
     ended.write_text(json.dumps({**waits, "state": "COMPLETED"}))
