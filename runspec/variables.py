@@ -1,6 +1,6 @@
 """Environment variables that the job script, Slurm or torchrun sets: no recipe may set them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # Read-only in bash, or they change how bash reads the script.
 _BASH = "BASHOPTS BASH_ENV EUID IFS PPID SHELLOPTS UID"
@@ -22,11 +22,26 @@ _TORCHRUN = (
     "GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT RANK "
     "ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE WORLD_SIZE"
 )
+_TORCHRUN_PREFIX = "TORCHELASTIC_"
 _OWNED = frozenset(f"{_BASH} {_SCRIPT} {_PYTHON} {_TORCHRUN}".split())
-_OWNED_PREFIXES = ("COOKBOOK", "SBATCH_", "SLURM", "SRUN_", "TORCHELASTIC_")
+_OWNED_PREFIXES = ("COOKBOOK", "SBATCH_", "SLURM", "SRUN_", _TORCHRUN_PREFIX)
 
 
 def owned_variables(names: Iterable[object]) -> list[str]:
     """Return those of the names that belong to the job script, Slurm or torchrun."""
     texts = map(str, names)
     return [name for name in texts if name in _OWNED or name.startswith(_OWNED_PREFIXES)]
+
+
+def without_torchrun(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torchrun has not set for a rank.
+
+    For a program that makes a process group of its own: with TORCHELASTIC_USE_AGENT_STORE none of
+    its processes would open the group's store.
+    """
+    own = _TORCHRUN.split()
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in own and not name.startswith(_TORCHRUN_PREFIX)
+    }

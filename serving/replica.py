@@ -25,6 +25,7 @@ from runspec.devices import VISIBLE, visible
 from runspec.keys.serve import SERVE
 from runspec.processes import end_with_parent
 from runspec.storage import OF_A_DISK, patient_json
+from runspec.variables import without_torchrun
 from serving import backends, engines, parameters
 from serving.backends import Backend
 from serving.faults import Faults
@@ -227,7 +228,6 @@ class Replica:
 
     async def _start_engine(self, ended: asyncio.Event) -> None:
         """Start the engine and wait until it answers."""
-        inherited = {k: v for k, v in os.environ.items() if k not in _OF_TORCHRUN}
         own = {"HF_HUB_OFFLINE": "1"}
         own[VISIBLE] = visible(self.gpus, os.environ.get(VISIBLE))
         if self.engine.socket is not None:
@@ -235,7 +235,7 @@ class Replica:
         self.process = await asyncio.create_subprocess_exec(
             *engine_start.python(own),
             *self.engine.argv,
-            env=inherited,
+            env=without_torchrun(os.environ),
             stdin=asyncio.subprocess.DEVNULL,
             # If the front is killed, the engine must not keep the GPU.
             preexec_fn=end_with_parent,
@@ -298,10 +298,6 @@ class Replica:
         except TimeoutError:
             self.process.kill()
             await self.process.wait()
-
-
-_OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
-_OF_TORCHRUN |= {"MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID"}
 
 
 def _asked_at(run_dir: Path) -> float:
