@@ -198,7 +198,7 @@ class Replica:
         return os.path.exists(self.run_dir / files.STOP)
 
     def _renew(self, proxy: Any) -> None:
-        if endpoints.drain_mark(self.endpoint, self.name).exists():
+        if os.path.exists(endpoints.drain_mark(self.endpoint, self.name)):
             self.state = "draining"
         facts = {
             "state": self.state if self.pool.healthy or self.state != "ready" else "starting",
@@ -221,7 +221,8 @@ class Replica:
         if self.state != "ready" or passed == self.minutes or self.number:
             return
         path = self.run_dir / files.SERVED
-        before = patient_json(path) or {}
+        # Not patiently: meanwhile others would miss the replica's file, and nobody would end it.
+        before = files.read_object(path) or {}
         gained = passed - max(0, self.minutes)
         files.write_json(path, {"minutes": int(before.get("minutes", 0)) + gained})
         self.minutes = passed
@@ -242,12 +243,14 @@ class Replica:
         )
         deadline = time.monotonic() + float(self.config["start_timeout_s"])
         written = 0.0
-        while not ended.is_set() and not (self.run_dir / files.STOP).exists():
+        while not ended.is_set() and not os.path.exists(self.run_dir / files.STOP):
             if self.process.returncode is not None:
                 raise ServeError(self._reason(self.process.returncode))
             if await backends.answers(self.pool.backend):
                 schema = await backends.schema(self.pool.backend)
-                self.takes = parameters.takes(self.config, self.engine.model, schema)
+                self.takes = await asyncio.to_thread(
+                    parameters.takes, self.config, self.engine.model, schema
+                )
                 self.pool.healthy = True
                 return
             if time.monotonic() > deadline:
@@ -381,7 +384,7 @@ def failure(rank: int, error: Exception) -> dict[str, Any]:
 
 def _hold(run_dir: Path) -> int:
     """Wait until the replica's first rank ends."""
-    while not (run_dir / files.STOP).exists():
+    while not os.path.exists(run_dir / files.STOP):
         time.sleep(1)
     return 0
 
