@@ -25,7 +25,6 @@ from runspec.datarecipe import memory_bytes
 
 # With less free space than this, an engine that spills fails within seconds.
 _LEAST_FREE = 256 * 2**20
-PREVIEW_ROWS = 1000
 
 
 def main() -> None:

@@ -63,7 +63,6 @@ PROFILE = "profile"
 CHECKPOINTS = "checkpoints"
 # Beside the runs: tokenised data that they share.
 DATA_CACHE = ".data_cache"
-KEPT_TEACHERS = "*/teacher_*/meta.json"  # in it, log-probabilities that are complete
 EXPORT = "export"
 ADAPTER = "adapter"
 EVALS = "evals"

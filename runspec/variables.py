@@ -1,20 +1,21 @@
 """Environment variables that the job script, Slurm or torchrun sets: no recipe may set them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # Read-only in bash, or they change how bash reads the script.
 _BASH = "BASHOPTS BASH_ENV EUID IFS PPID SHELLOPTS UID"
 # templates/job.sbatch.j2 and slurm/*.sh
 _SCRIPT = (
-    "ANSWER ANSWERS ANSWER_SCRIPT ATTEMPT CODE_SOURCE_PATH ENGINE "
+    "ANSWER ANSWERS ANSWER_SCRIPT ATTEMPT CODE_SOURCE_PATH ENGINE ENV_IN_IMAGE "
     "ENV_PYTHON ENV_REMEDY ENV_TITLE GPUS_PER_NODE HANG_TIMEOUT_S HAS_QUESTIONS HEAD_ADDR "
     "HEAD_PORT HOSTS HYPERPARAMETERS_PATH INSIDE JOB_PID KEEP_LOGS "
     "LAUNCHED LEFT_OUT LOGS LOGS_PER_NODE MAX_GPU_HOURS MAX_RETRIES MLFLOW_RUN_ID NEXT "
     "NODES NODE_CHECK NODE_LOG NODE_NAME NODE_RANK NODE_SCRIPT NOTIFY_EVENTS NOTIFY_FORM "
-    "NOTIFY_WEBHOOK NUM_NODES ONE_HOST PLACED RANKS_PER_NODE REDACT REPLY REQUEUE "
+    "NOTIFY_WEBHOOK NUM_NODES OLD_STEPS ONE_HOST PASSED_OVER PLACED RANKS_PER_NODE "
+    "RANK_SOCKETS REDACT REPLICAS REPLY REQUEUE "
     "ROLLOUT_ADDRESSES ROLLOUT_BESIDE_GIB ROLLOUT_GPUS ROLLOUT_HOSTS ROLLOUT_IN_TURNS "
     "ROLLOUT_NODES ROLLOUT_REPLICAS ROLLOUT_SCRIPT RUN_DIR SAID_PLACES SETUP_FAILED SETUP_KEY "
-    "SETUP_LINE SETUP_PLACE SHORTEST_S SIGNAL_LEAD_S SILENT SITE_FILE STACKS STEP_OPTIONS "
+    "SETUP_LINE SETUP_PLACE SHORTEST_S SIGNAL_LEAD_S SILENT STACKS STEP_OPTIONS "
     "STOP_ASKED STOP_SIGNAL SUCCESSOR SWEEP_DIR TIMEOUT_S TORCH_WORKER_SERVER_SOCKET VENV"
 )
 _PYTHON = "PYTHONHOME PYTHONNOUSERSITE PYTHONPATH PYTHONUNBUFFERED VIRTUAL_ENV"
@@ -22,11 +23,26 @@ _TORCHRUN = (
     "GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT RANK "
     "ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE WORLD_SIZE"
 )
+_TORCHRUN_PREFIX = "TORCHELASTIC_"
 _OWNED = frozenset(f"{_BASH} {_SCRIPT} {_PYTHON} {_TORCHRUN}".split())
-_OWNED_PREFIXES = ("COOKBOOK", "SBATCH_", "SLURM", "SRUN_", "TORCHELASTIC_")
+_OWNED_PREFIXES = ("COOKBOOK", "SBATCH_", "SLURM", "SRUN_", _TORCHRUN_PREFIX)
 
 
 def owned_variables(names: Iterable[object]) -> list[str]:
     """Return those of the names that belong to the job script, Slurm or torchrun."""
     texts = map(str, names)
     return [name for name in texts if name in _OWNED or name.startswith(_OWNED_PREFIXES)]
+
+
+def without_torchrun(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torchrun has not set for a rank.
+
+    For a program that makes a process group of its own: with TORCHELASTIC_USE_AGENT_STORE none of
+    its processes would open the group's store.
+    """
+    own = _TORCHRUN.split()
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in own and not name.startswith(_TORCHRUN_PREFIX)
+    }

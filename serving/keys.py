@@ -25,14 +25,18 @@ class Keys:
         self.key, self.folder = key, folder
         self.users: dict[str, dict[str, Any]] = {}
         self._names: dict[str, str] = {}
-        self.refresh()
+        with suppress(OSError, files.DamagedFile):  # those who refresh it say so
+            self.refresh()
 
     def refresh(self) -> None:
-        """Read the users' keys: one that is revoked is refused from now on."""
+        """Read the users' keys: one that is revoked is refused from now on.
+
+        Raises:
+            OSError, DamagedFile: they cannot be read; those that were read last stay valid.
+        """
         if self.folder is None:
             return
-        with suppress(OSError, files.DamagedFile):  # the keys that were read last stay valid
-            self.users = endpoints.users(self.folder)
+        self.users = endpoints.users(self.folder)
         self._names = {
             str(each["sha256"]): name
             for name, each in self.users.items()
@@ -71,11 +75,15 @@ class Quotas:
         self.folder, self.name = folder / endpoints.USAGE, name
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.day = endpoints.today()
-        self.own = patiently(endpoints.used_by, self.folder / f"{name}.json")
+        try:
+            self.own = patiently(endpoints.used_by, self.folder / f"{name}.json")
+        except files.DamagedFile:  # it was being written on a full disk
+            self.own = {}
         self.others: dict[str, tuple[int, int]] = {}
         self._written = self.own
         self._held: Counter[str] = Counter()
-        self.refresh()
+        with suppress(OSError, files.DamagedFile):  # those who refresh it say so
+            self.refresh()
 
     def begin(self, charge: Charge) -> None:
         """Charge a request that begins, so that requests beside it count."""
@@ -115,7 +123,11 @@ class Quotas:
         return "", 0
 
     def refresh(self) -> None:
-        """Write this replica's counts, read those of the others, and remove old files."""
+        """Write this replica's counts, read those of the others, and remove old files.
+
+        Raises:
+            OSError, DamagedFile: a file fails; what was read last still counts.
+        """
         if self.own is not self._written:
             written = self.own
             content = {"day": self.day, "users": written}
@@ -125,8 +137,7 @@ class Quotas:
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - 2 * _DAY_S:
                     path.unlink()
-        with suppress(OSError, files.DamagedFile):  # what was read last still counts
-            self.others = endpoints.used_today(self.folder.parent, without=self.name)
+        self.others = endpoints.used_today(self.folder.parent, without=self.name)
 
 
 def seconds_left() -> int:

@@ -25,6 +25,7 @@ from runspec.devices import VISIBLE, visible
 from runspec.keys.serve import SERVE
 from runspec.processes import end_with_parent
 from runspec.storage import OF_A_DISK, patient_json
+from runspec.variables import without_torchrun
 from serving import backends, engines, parameters
 from serving.backends import Backend
 from serving.faults import Faults
@@ -197,7 +198,7 @@ class Replica:
         return os.path.exists(self.run_dir / files.STOP)
 
     def _renew(self, proxy: Any) -> None:
-        if endpoints.drain_mark(self.endpoint, self.name).exists():
+        if os.path.exists(endpoints.drain_mark(self.endpoint, self.name)):
             self.state = "draining"
         facts = {
             "state": self.state if self.pool.healthy or self.state != "ready" else "starting",
@@ -220,14 +221,14 @@ class Replica:
         if self.state != "ready" or passed == self.minutes or self.number:
             return
         path = self.run_dir / files.SERVED
-        before = patient_json(path) or {}
+        # Not patiently: meanwhile others would miss the replica's file, and nobody would end it.
+        before = files.read_object(path) or {}
         gained = passed - max(0, self.minutes)
         files.write_json(path, {"minutes": int(before.get("minutes", 0)) + gained})
         self.minutes = passed
 
     async def _start_engine(self, ended: asyncio.Event) -> None:
         """Start the engine and wait until it answers."""
-        inherited = {k: v for k, v in os.environ.items() if k not in _OF_TORCHRUN}
         own = {"HF_HUB_OFFLINE": "1"}
         own[VISIBLE] = visible(self.gpus, os.environ.get(VISIBLE))
         if self.engine.socket is not None:
@@ -235,19 +236,21 @@ class Replica:
         self.process = await asyncio.create_subprocess_exec(
             *engine_start.python(own),
             *self.engine.argv,
-            env=inherited,
+            env=without_torchrun(os.environ),
             stdin=asyncio.subprocess.DEVNULL,
             # If the front is killed, the engine must not keep the GPU.
             preexec_fn=end_with_parent,
         )
         deadline = time.monotonic() + float(self.config["start_timeout_s"])
         written = 0.0
-        while not ended.is_set() and not (self.run_dir / files.STOP).exists():
+        while not ended.is_set() and not os.path.exists(self.run_dir / files.STOP):
             if self.process.returncode is not None:
                 raise ServeError(self._reason(self.process.returncode))
             if await backends.answers(self.pool.backend):
                 schema = await backends.schema(self.pool.backend)
-                self.takes = parameters.takes(self.config, self.engine.model, schema)
+                self.takes = await asyncio.to_thread(
+                    parameters.takes, self.config, self.engine.model, schema
+                )
                 self.pool.healthy = True
                 return
             if time.monotonic() > deadline:
@@ -298,10 +301,6 @@ class Replica:
         except TimeoutError:
             self.process.kill()
             await self.process.wait()
-
-
-_OF_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
-_OF_TORCHRUN |= {"MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID"}
 
 
 def _asked_at(run_dir: Path) -> float:
@@ -385,7 +384,7 @@ def failure(rank: int, error: Exception) -> dict[str, Any]:
 
 def _hold(run_dir: Path) -> int:
     """Wait until the replica's first rank ends."""
-    while not (run_dir / files.STOP).exists():
+    while not os.path.exists(run_dir / files.STOP):
         time.sleep(1)
     return 0
 

@@ -24,7 +24,8 @@ from typing import Any
 from runspec import files
 from runspec.engines import Records
 from runspec.states import process_start
-from runspec.storage import patient_json
+from runspec.storage import patiently
+from slurm.faults import WAIT_S
 from slurm.history import latest_checkpoint, read_object
 
 _EVERY_S = 2.0
@@ -39,7 +40,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 def records(run_dir: Path) -> Records | None:
     """Return what is known of the run's engine, None for the kit's own trainer."""
-    return Records.of(patient_json(run_dir / files.ENGINE))
+    return Records.of(patiently(files.read_object, run_dir / files.ENGINE, most_s=WAIT_S))
 
 
 def set_aside(run_dir: Path) -> None:

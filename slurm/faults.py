@@ -20,7 +20,7 @@ BAD_NODE = "BadNodeError"  # slurm/ready.py, and the trainer's own check
 NODE_FAILURE = "NodeFailure"
 STORAGE = "StorageError"
 OUT_OF_MEMORY = "OutOfMemory"
-# How long the job script waits for storage that cannot be read.
+# How long the job script waits for storage that cannot be read: Slurm may kill it after 30 s.
 WAIT_S = 5.0
 # What ends the other ranks, in the order in which it explains the rest.
 _FIRST = (*WATCHDOG, NODE_FAILURE, BAD_NODE, OUT_OF_MEMORY, "Killed")
@@ -77,7 +77,8 @@ _EXCEPTION = re.compile(
 
 def read_errors(logs: Path) -> list[dict[str, Any]]:
     """Return what ranks and nodes left in an attempt's log folder, in no order."""
-    records = ((path, _record(path)) for path in logs.glob("error_*.json"))
+    until = time.monotonic() + WAIT_S
+    records = ((path, _record(path, until)) for path in logs.glob("error_*.json"))
     errors = [_of_record(path, record) for path, record in records if record]
     errors += _of_peers(errors)
     # A workload that starts torchrun itself has its report in the log of its own output.
@@ -87,13 +88,13 @@ def read_errors(logs: Path) -> list[dict[str, Any]]:
     return errors or [error for path in logs.glob("rank_*.log") for error in _exception(path)]
 
 
-def _record(path: Path) -> dict[str, Any]:
-    """Return the record of a fault, {} if it is damaged.
+def _record(path: Path, until: float) -> dict[str, Any]:
+    """Return the record of a fault, {} if it is damaged; until: a monotonic clock, in seconds.
 
     One that cannot be read is a fault of the storage: that there was none would be another cause.
     """
     try:
-        return patiently(files.read_object, path, most_s=WAIT_S) or {}
+        return patiently(files.read_object, path, most_s=until - time.monotonic()) or {}
     except files.DamagedFile:
         return {}
     except OSError as error:

@@ -520,9 +520,11 @@ answer_questions() {
   local answering rc warning='' given_up='' wait_s=60
   release_other_nodes
   local hosts=$HOSTS nodes=${SLURM_JOB_NUM_NODES:-$NODES}
+  # The watchdog may have had the nodes end ranks that stayed: these are others.
+  rm -f "$LOGS/.end_ranks"
   (
-    # Nothing of the attempt is left that this could wait for or overlap with.
-    export NODES=1 HOSTS=${hosts%%,*} ONE_HOST=yes NODE_CHECK=no
+    # Nothing of the attempt is left that this could wait for or overlap with. Its first node may be released.
+    export NODES=1 HOSTS=${hosts%%,*} ONE_HOST=yes HEAD_ADDR=127.0.0.1 NODE_CHECK=no
     PLACED=(--nodes=1)
     TIMEOUT_S=${ANSWER_LIMIT_S:-1800} ATTEMPT=answers
     launch_nodes "$ANSWER_SCRIPT"

@@ -234,7 +234,7 @@ class Supervisor:
         not reached any more, and ranks write their next weights there.
         """
         secret = self._folder / files.ROLLOUT_SECRET
-        if not secret.exists():
+        if not os.path.exists(secret):
             with suppress(OSError):
                 self._folder.mkdir(mode=0o700, exist_ok=True)
                 descriptor = os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -185,7 +185,6 @@ def record(logs: Path, fault: dict[str, Any]) -> None:
     named = ", ".join(f"rank {rank} on {node} {symptom}" for rank, node, symptom in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     message = f"{fault['message']}: {named}{more}" if slow else fault["message"]
-    # Most runs never hang, and its modules are many files of a shared filesystem.
     if wait := waiting(logs):
         message += f"; {wait}"
     # A node is named, and later left out, only if a single rank is at fault.
@@ -278,7 +277,8 @@ def main() -> None:
     stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
     watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
     job_log, began = run_dir / files.JOB_LOG, files.peek(run_dir / files.STATUS)
-    left_behind = LeftBehind(job_log, int(began.get("job_log_bytes") or _size(job_log)))
+    start = began.get("job_log_bytes")  # 0 of a first attempt
+    left_behind = LeftBehind(job_log, start if isinstance(start, int) else _size(job_log))
     wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
     finished = Finished(run_dir / files.PROGRESS, int(os.environ["ATTEMPT"]), wait_s)
     asked = nodes_asked = False

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import paths
 from launcher.runs.directory import Run
 from launcher.runs.states import state_of
 from slurm.watchdog import Finished
@@ -133,6 +134,21 @@ def test_a_fault_in_the_answers_is_a_warning(tmp_path: Path, plain_env):
     until(lambda: not processes_of(run), 30, lambda: f"left over: {processes_of(run)}")
     assert "warning: the questions were not answered" in (run / "logs/job.log").read_text()
     assert state_of(Run(run)).word == "COMPLETED"
+
+
+def test_answers_outlive_ranks_that_had_to_be_ended_on_a_node_that_is_given_back(
+    tmp_path: Path, plain_env
+):
+    (tmp_path / "status.json").write_text('{"state": "COMPLETED", "answering": {"started": 1}}')
+    (tmp_path / ".end_ranks").touch()
+    env = plain_env | {"RUN_DIR": str(tmp_path), "LOGS": str(tmp_path), "NODES": "2"}
+    env |= {"COOKBOOK": str(paths.REPO_ROOT), "VENV": str(paths.venv_root())}
+    env |= {"HOSTS": "n1", "HEAD_ADDR": "192.0.2.1", "ATTEMPT": "0"}
+    code = "source slurm/job.sh; ANSWER_SCRIPT='echo $HEAD_ADDR; ls -A $LOGS'; answer_questions"
+    subprocess.run(["bash", "-c", code], env=env, timeout=60, check=True)
+    address, *there = (tmp_path / "node_0.log").read_text().split()
+    assert address == "127.0.0.1" and there and ".end_ranks" not in there
+    assert json_of(tmp_path)["answers"]["ended"] and "message" not in json_of(tmp_path)
 
 
 def json_of(run: Path) -> dict:

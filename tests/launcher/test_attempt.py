@@ -480,3 +480,12 @@ def test_a_scripts_traceback_is_named_with_file_and_line(tmp_path, code, kind, m
     (error,) = faults.read_errors(tmp_path)
     assert error["type"] == kind
     assert error["message"].startswith(message) and error["message"].endswith("(train.py:4)")
+
+
+def test_records_that_cannot_be_read_are_waited_for_together(tmp_path, monkeypatch, capsys):
+    """Slurm gives the job script 30 s, and there may be a record of each of a thousand ranks."""
+    monkeypatch.setattr(faults, "WAIT_S", 0.1)
+    for path in (tmp_path / f"error_rank_{rank}.json" for rank in range(9)):
+        path.symlink_to(path)
+    assert {each["type"] for each in faults.read_errors(tmp_path)} == {faults.STORAGE}
+    assert capsys.readouterr().err.count("trying again") == 1

@@ -364,3 +364,16 @@ def test_a_resumed_run_counts_paths_from_the_recipe_it_was_made_of(tmp_path):
     changes = resume.Changes(Site(shared_root=str(tmp_path)))
     again = resume._recipe(run, changes, executors.choose(local=True))
     assert again.work_dir == made.recipe.work_dir == tmp_path
+
+
+def test_a_file_that_cannot_be_read_does_not_keep_the_end_from_its_record(
+    tmp_path, monkeypatch, capsys
+):
+    """slurm/record.sh asks again, and Slurm may give the job script only seconds."""
+    monkeypatch.setattr(engine, "WAIT_S", 0.1)
+    monkeypatch.setenv("RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("STORAGE_WAIT_S", "5")
+    (tmp_path / files.ENGINE).symlink_to(files.ENGINE)
+    with pytest.raises(OSError):
+        engine.settle(tmp_path, 0, 1, False)
+    assert "trying again for 0 s" in capsys.readouterr().err

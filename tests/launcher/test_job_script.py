@@ -360,7 +360,9 @@ def test_a_run_is_private_or_open_to_the_group(root, plain_env, shared, forbidde
 # Variables that are not the recipe's ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["NODES", "RUN_DIR", "SLURM_NNODES", "COOKBOOK", "RANK", "UID"])
+@pytest.mark.parametrize(
+    "name", ["NODES", "RUN_DIR", "SLURM_NNODES", "COOKBOOK", "RANK", "UID", "REPLICAS"]
+)
 def test_a_recipe_may_not_set_what_the_script_owns(root, name):
     path = project(root, PASS, env={name: "1", "NCCL_DEBUG": "WARN"})
     with pytest.raises(RecipeFault, match=f"env sets {name}, which the job script"):

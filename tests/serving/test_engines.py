@@ -4,10 +4,13 @@ import json
 import sys
 from pathlib import Path
 
-from runspec import engine_start
+import pytest
+
+from runspec import engine_start, files
 from runspec.devices import visible
 from runspec.keys.serve import SERVE
 from serving import engines
+from serving.replica import Replica
 
 SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "intent"}
 
@@ -72,3 +75,13 @@ def test_an_engine_starts_in_the_recipes_environment(monkeypatch):
     ]
     monkeypatch.delenv("COOKBOOK_ENGINE")
     assert engine_start.python({}) == ["env", sys.executable]
+
+
+def test_minutes_that_cannot_be_read_keep_nobody_waiting(tmp_path, capsys):
+    """The replica's file would not be renewed, and a request to end it not seen."""
+    (tmp_path / files.SERVED).symlink_to(files.SERVED)
+    one = Replica.__new__(Replica)
+    one.state, one.ready_since, one.minutes, one.number, one.run_dir = "ready", 0.0, -1, 0, tmp_path
+    with pytest.raises(OSError):
+        one._count_minutes()
+    assert capsys.readouterr().err == "" and one.minutes == -1

@@ -13,6 +13,7 @@ from launcher.workflows.endpoint import Endpoint
 from runspec import endpoint as endpoints
 from serving.backends import Pool
 from serving.client import Client, Refused
+from serving.faults import Faults
 from serving.front import Front
 from serving.journal import Journal, read
 from serving.keys import Keys, Quotas
@@ -174,3 +175,20 @@ def test_users_are_limited_over_all_replicas_and_revoked(endpoint):
     shown = {row["user"]: (row["requests"], row["tokens"]) for row in access.rows(endpoint)}
     assert shown == {"ada": (4, 20), "bob": (2, 10)}
     assert "sha256" not in json.dumps(access.rows(endpoint))
+
+
+def test_users_and_quotas_that_cannot_be_read_stay_and_are_told(endpoint, capsys):
+    key = access.add(endpoint, "ada", {})
+    keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, "a")
+    quotas.others = {"ada": (3, 4)}
+    (endpoint.folder / endpoints.USERS).write_text("{")
+    (endpoint.folder / endpoints.USAGE / "b.json").write_text("{")
+    faults = Faults()
+    faults.trying("the users' keys", keys.refresh)
+    faults.trying("the users' quotas", quotas.refresh)
+    assert keys.who(key) == "ada" and quotas.others == {"ada": (3, 4)}
+    told = capsys.readouterr().err
+    assert "ERROR: the users' keys: " in told and "ERROR: the users' quotas: " in told
+    # A replica starts with them, and without its own count of which a full disk has left a part.
+    assert Keys(KEY, endpoint.folder).who(key) is None
+    assert Quotas(endpoint.folder, "b").own == {}

@@ -17,16 +17,21 @@ ROOT = Path(__file__).parents[2]
 # Rank 1 does what the argument says; rank 0 waits for torchrun to end it.
 SCRIPT = """
 import os, signal, sys, time
+from runspec.variables import without_torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
 @record
 def main():
     print("this is rank", os.environ["RANK"], flush=True)
     if os.environ["RANK"] == "1":
+        assert "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+        open("left", "w").write(" ".join(without_torchrun(os.environ)))
+        while not os.path.exists("rank 0 has begun"): time.sleep(0.01)
         if sys.argv[1] == "fails":
             raise ValueError("no such thing")
         if sys.argv[1] == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
+    open("rank 0 has begun", "w")
     time.sleep(600)
 
 main()
@@ -45,7 +50,7 @@ def torchrun(tmp_path: Path):
         own = {"COOKBOOK": str(ROOT), "PYTHONPATH": str(ROOT), "LOGS": str(tmp_path)}
         with (tmp_path / "node_0.log").open("w") as log:
             env = os.environ | own | {"OMP_NUM_THREADS": "1", "NODE_NAME": "n1"}
-            started.append(subprocess.Popen(argv, env=env, stdout=log, stderr=log))
+            started.append(subprocess.Popen(argv, env=env, cwd=tmp_path, stdout=log, stderr=log))
         return started[-1]
 
     yield start
@@ -56,7 +61,7 @@ def torchrun(tmp_path: Path):
 @pytest.mark.parametrize(
     ("deed", "kind", "message"),
     [
-        ("fails", "ValueError", "no such thing (toy.py:10)"),
+        ("fails", "ValueError", "no such thing (toy.py:14)"),
         ("is killed", "Killed", faults.SIGKILL),
     ],
 )
@@ -68,6 +73,10 @@ def test_a_rank_that_fails_is_named_with_its_fault(torchrun, tmp_path, deed, kin
     (error,) = [each for each in errors if each.get("type") != "Killed" or each["rank"] == 1]
     assert (error["rank"], error["host"], error["type"]) == (1, "n1", kind)
     assert error["message"] == message and before - 2 < error["time"] < time.time() + 1
+    # What an engine may have that the rank starts, which makes a process group of its own.
+    own = {"COOKBOOK", "PYTHONPATH", "LOGS", "OMP_NUM_THREADS", "NODE_NAME", *os.environ}
+    left = (tmp_path / "left").read_text().split()
+    assert {*left} - own <= {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}
     # The log of a rank, and that of its node.
     assert (tmp_path / "rank_0.log").read_text() == "this is rank 0\n"
     assert "[1] this is rank 1\n" in (tmp_path / "node_0.log").read_text()

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from runspec import files
 from slurm import faults
+from slurm.rollout import Supervisor
 from tests.launcher.kit import until
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start
@@ -198,6 +199,14 @@ def replicas(run: Path, count: int, script: str = "") -> Iterator[None]:
     finally:
         (folder / files.ROLLOUT_END).touch()
         supervisor.wait(60)
+
+
+def test_a_folder_that_cannot_be_looked_at_ends_no_replica(tmp_path: Path) -> None:
+    supervisor = Supervisor.__new__(Supervisor)
+    supervisor._folder, supervisor._secret = tmp_path / ("x" * 300), "secret"
+    with pytest.raises(OSError):
+        supervisor._folder.exists()
+    supervisor._make_again()
 
 
 @pytest.mark.parametrize(

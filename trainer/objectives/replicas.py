@@ -94,7 +94,7 @@ class Replicas:
             rollout: whose weights they are; it is in the version.
 
         Raises:
-            RolloutError: no replica took them in time.
+            RolloutError: a replica did not take them in time.
         """
         world, self._number = self._world, self._number + 1
         version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}.{rollout}"
