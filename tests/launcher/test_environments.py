@@ -133,7 +133,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a torch that is too old": (
         "{prefix: [env, 'PYTHONPATH=PLACE/old:REPO']}",
-        "torch 2.5.1 is older than 2.11",
+        "torch 2.5.1 is not supported: the trainer needs 2.11 or newer",
     ),
     "another Python": ("{python: PYTHON310}", "the trainer needs 3.11 to 3.13"),
     "no visible GPU": ("{prefix: [env]}", "sees no GPU", "GPU"),
