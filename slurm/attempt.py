@@ -486,10 +486,10 @@ def main() -> None:
     except SystemExit as refusal:
         print(refusal.code, file=sys.stderr)
         sys.exit(_REFUSED)
+    if answer == "run" and (seconds := pause_s(attempts_of(run_dir))):
+        answer = f"run {seconds:g}"
     if answer:
-        print(answer, flush=True)
-    if answer == "run":
-        time.sleep(pause_s(attempts_of(run_dir)))
+        print(answer)
 
 
 if __name__ == "__main__":

@@ -329,6 +329,7 @@ terminated() {
     kill -TERM "$LAUNCHED" 2>/dev/null
     wait "$LAUNCHED"
   fi
+  [ -z "${PAUSE:-}" ] || kill "$PAUSE" 2>/dev/null
   under_slurm || end_replicas
   # Not to stdout, which may be the pipe of answers.
   say "terminated" >&2
@@ -349,9 +350,9 @@ terminated() {
 }
 
 # Arguments: the exit status, and more arguments of `record end`. Sets NEXT: finished, failed, run (again,
-# on these nodes), requeue, or superseded by another start, possibly by this job's successor.
+# on these nodes, some after a pause), requeue, or superseded by another start, possibly by this job's successor.
 end_attempt() {
-  local rc
+  local rc seconds=
   NEXT=failed
   [ -z "${ROLLOUT_IN_TURNS:-}" ] || end_replicas
   [ "$1" = 0 ] || copy_logs_of_nodes
@@ -359,17 +360,27 @@ end_attempt() {
     --timeout-s "${TIMEOUT_S:-0}" ${STOP_ASKED:+--stop-asked} "${@:2}"
   rc=$?
   case $rc in
-  0) NEXT=$REPLY ;;
+  0) read -r NEXT seconds <<<"$REPLY" ;;
   # A TERM of scancel may end slurm.attempt without reaching this script, or reach it later.
   143) terminated ;;
   *) ! last_word $rc FAILED "$1" || NEXT=finished ;;
   esac
   ATTEMPT=
+  [ -z "$seconds" ] || pause "$seconds"
   # A node that was just lost is part of the allocation until Slurm detects it.
   if [ "$NEXT" = run ] && under_slurm && await_controller; then
     find_silent_nodes
     [ -n "${SILENT:-}" ] || await_old_step
   fi
+}
+
+# A signal ends it: bash would handle none before a command in the foreground has ended.
+pause() { # seconds
+  sleep "$1" &
+  PAUSE=$!
+  wait $PAUSE
+  kill $PAUSE 2>/dev/null
+  PAUSE=
 }
 
 # Waits until Slurm has cleaned up the step of the last attempt. A restarted controller may continue

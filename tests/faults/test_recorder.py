@@ -255,3 +255,25 @@ def test_an_end_is_recorded_once_with_the_time_at_which_it_came(tmp_path, monkey
         assert attempt.end(tmp_path, 0, 1, 3, timeout_s=20, ended=ended) == "run"
     (line,) = attempts(tmp_path)
     assert line["ended"] == ended and line["cause"] == "killed"
+
+
+def test_a_job_that_pauses_before_the_next_attempt_ends_at_once(tmp_path, plain_env):
+    """Storage has failed several times: the pause is one of minutes."""
+    run = Run(tmp_path / "runs" / "20260102-030405-demo-0a1b")
+    (run.logs / "0").mkdir(parents=True)
+    fault = {"rank": 0, "host": "n1", "time": 1.0, "type": "StorageError", "message": "gone"}
+    run.write("logs/0/error_rank_0.json", {**fault, "permanent": False})
+    run.write("status.json", {"attempt": 0, "state": "RUNNING"})
+    env = plain_env | {"RUN_DIR": str(run.path), "NODES": "1", "LOGS": str(run.logs / "0")}
+    env |= {"COOKBOOK": str(paths.REPO_ROOT), "VENV": str(paths.venv_root())}
+    line = r"{\"cause\": \"storage\", \"gained\": true, \"series\": \"local-$$\"}"
+    code = f'for _ in {{1..9}}; do echo "{line}" >>$RUN_DIR/attempts.jsonl; done; '
+    code += "source slurm/job.sh; trap terminated TERM; MAX_RETRIES=9 ATTEMPT=0; end_attempt 1"
+    with (run.path.parent / "said.log").open("ab") as log:
+        job = subprocess.Popen(["bash", "-c", code], env=env, stdout=log, stderr=log)
+    # Until the job waits for nothing else than the time.
+    pauses = ["pgrep", "--parent", str(job.pid), "--full", "sleep 240"]
+    until(lambda: not subprocess.run(pauses, stdout=subprocess.DEVNULL).returncode, 60)
+    job.terminate()
+    assert job.wait(120) == 143, said(run.path)
+    assert (run.status["state"], run.status["cause"]) == ("CANCELLED", "cancelled"), run.status
