@@ -1,6 +1,7 @@
 """What Linux is asked to do with a process."""
 
 import ctypes
+import os
 import signal
 
 _PRCTL = ctypes.CDLL(None).prctl
@@ -13,3 +14,12 @@ def end_with_parent() -> None:
     Also between fork and exec: subprocess's preexec_fn.
     """
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_torchrun() -> None:
+    """Let a rank end with the torchrun that has started it, if one has.
+
+    One that is killed cannot end its ranks, whose sessions are their own.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()

@@ -23,7 +23,7 @@ from runspec import endpoint as endpoints
 from runspec import engine_start, files
 from runspec.devices import VISIBLE, visible
 from runspec.keys.serve import SERVE
-from runspec.processes import end_with_parent
+from runspec.processes import end_with_parent, end_with_torchrun
 from runspec.storage import OF_A_DISK, patient_json
 from runspec.variables import without_torchrun
 from serving import backends, engines, parameters
@@ -336,6 +336,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m serving.replica <run>/train.yaml", file=sys.stderr)
         return 2
+    end_with_torchrun()
     path = Path(arguments[0]).absolute()
     run_dir, attempt = path.parent, os.environ.get("COOKBOOK_ATTEMPT", "0")
     rank, local, per_node = (

@@ -78,6 +78,7 @@ def _begin(run_dir: Path, hosts: list[str], ended: str | None, max_retries: int)
         return SUPERSEDED
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
         completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
+        completed.pop("answering", None)  # of a job that was killed meanwhile
         reserve.write_status(run_dir, completed)
         _say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
         return "finished"

@@ -17,6 +17,7 @@ import yaml
 
 from runspec import files
 from runspec.keys.evaluate import EVAL, TASK
+from runspec.processes import end_with_torchrun
 from runspec.redact import redacted
 from trainer.errors import ConfigError, TrainerError, describe, write_error_record
 from trainer.evaluation import shards, spread
@@ -123,6 +124,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m trainer.evaluate <run>/train.yaml", file=sys.stderr)
         return 2
+    end_with_torchrun()
     path = Path(arguments[0]).absolute()
     run_dir = path.parent
     rank, world = (int(os.environ.get(name, default)) for name, default in _RANKS)

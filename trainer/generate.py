@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from runspec import files
+from runspec.processes import end_with_torchrun
 from runspec.storage import patiently
 from trainer.config import read_yaml
 from trainer.errors import ConfigError
@@ -94,6 +95,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("question", nargs="*", help="not with a train.yaml")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     options = parser.parse_args(arguments)
+    end_with_torchrun()
     of_run = options.folder.is_file()
     if not of_run and not options.question:
         parser.error("give a question")

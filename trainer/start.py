@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
-from runspec.processes import end_with_parent
+from runspec.processes import end_with_torchrun
 from runspec.redact import redacted
 from trainer import config as configs
 from trainer import progress
@@ -38,9 +38,7 @@ def main(arguments: list[str], objective: type[Objective], task: Task | None = N
     if len(arguments) != 1:
         print(f"usage: python -m {_module()} <run>/train.yaml", file=sys.stderr)
         return 2
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A torchrun that is killed cannot end its ranks, whose session is their own.
-        end_with_parent()
+    end_with_torchrun()
     path, rank, attempt = Path(arguments[0]), int(os.environ.get("RANK", 0)), _attempt()
     run_dir = path.absolute().parent
     _show_stacks_when_asked(run_dir / files.LOGS / str(attempt), rank)

@@ -82,19 +82,29 @@ def test_a_rank_that_fails_is_named_with_its_fault(torchrun, tmp_path, deed, kin
     assert "[1] this is rank 1\n" in (tmp_path / "node_0.log").read_text()
 
 
+# Rank 0 trains, rank 1 evaluates: they wait where they read their settings.
+WAITS = """
+import os, sys, time
+from trainer import config, evaluate, start
+from trainer.objectives.sft import SupervisedFineTuning
+
+def load(*_):
+    open("begun " + os.environ["RANK"], "w")
+    time.sleep(600)
+
+config.load = evaluate.load = load
+if os.environ["RANK"] == "0":
+    start.main(sys.argv[1:], SupervisedFineTuning)
+else:
+    evaluate.main(sys.argv[1:])
+"""
+
+
 def test_ranks_end_with_a_torchrun_that_is_killed(torchrun, tmp_path):
-    """Those of the trainer: without Slurm nothing else would end them."""
-    program = (
-        "from trainer import config, start\nfrom trainer.objectives.sft import *\nimport time\n"
-    )
-    program += "config.load = lambda *_: time.sleep(600)\n"
-    program += f"start.main(['{tmp_path}/train.yaml'], SupervisedFineTuning)\n"
-    (tmp_path / "toy.py").write_text(program)
-    (tmp_path / "logs" / "0").mkdir(parents=True)
-    node = psutil.Process(torchrun(str(tmp_path / "toy.py")).pid)
-    log, stacks = tmp_path / "node_0.log", tmp_path / "logs" / "0"
-    # A rank writes its stacks' file once it has begun.
-    until(lambda: len(list(stacks.glob("stack_*"))) == 2, 60, log.read_text)
+    """Those of the kit: without Slurm nothing else would end them."""
+    (tmp_path / "toy.py").write_text(WAITS)
+    node = psutil.Process(torchrun(str(tmp_path / "toy.py"), str(tmp_path / "train.yaml")).pid)
+    until(lambda: len(list(tmp_path.glob("begun *"))) == 2, 60, (tmp_path / "node_0.log").read_text)
     left = [each for each in node.children() if "toy.py" in " ".join(each.cmdline())]
     assert len(left) == 2
     os.kill(node.pid, signal.SIGKILL)
