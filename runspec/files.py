@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runspec.storage import OF_A_DISK
+from runspec import storage
 
 # What the launcher writes before the job is submitted.
 RECIPE = "recipe.yaml"
@@ -163,7 +163,7 @@ def renew_json(path: Path, value: Any, mode: int | None = None) -> None:
     try:
         write_json(path, value, mode)
     except OSError as error:
-        if error.errno not in OF_A_DISK:
+        if error.errno not in storage.OF_A_DISK:
             raise
         with open(path, "r+b", buffering=0) as file:
             text = json_text(value).encode().ljust(os.fstat(file.fileno()).st_size)

@@ -5,6 +5,8 @@ import csv
 import io
 from pathlib import Path
 
+from runspec.storage import patiently
+
 _READ_BYTES, _ROWS = 1 << 16, 50
 
 
@@ -16,13 +18,17 @@ def separator(path: Path) -> str:
     if ".tsv" in (suffix.lower() for suffix in path.suffixes):
         return "\t"
     try:
-        with path.open("rb") as file:
-            read = file.read(_READ_BYTES)
+        read = patiently(_head, path)
         # The last character may be cut.
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(read)
     except (OSError, UnicodeDecodeError):
         return ","  # who opens it next says why; or it is compressed
     return next((each for each in ",;\t" if _fits(text, each, len(read) == _READ_BYTES)), ",")
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_READ_BYTES)
 
 
 def _fits(text: str, separator: str, is_cut: bool) -> bool:

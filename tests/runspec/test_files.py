@@ -139,3 +139,16 @@ def test_the_hash_is_of_the_whole_file(tmp_path):
 def test_what_is_written_is_plain_json(tmp_path):
     files.write_json(tmp_path / "x", {"a": [1, 2.5, None, "ü"]})
     assert json.loads((tmp_path / "x").read_text()) == {"a": [1, 2.5, None, "ü"]}
+
+
+def test_each_module_can_be_imported_first() -> None:
+    """files and storage need each other."""
+    names = [f"runspec.{path.stem}" for path in Path(files.__file__).parent.glob("*.py")]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    for known in [n for n in sys.modules if n.partition('.')[0] == 'runspec']:\n"
+        "        del sys.modules[known]\n"
+        "    importlib.import_module(name)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, *names], check=True)

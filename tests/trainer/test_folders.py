@@ -191,6 +191,12 @@ ENDS: dict[str, tuple[Change, dict[str, Any], int | list[int], str]] = {
         [258, 259],
         END,
     ),
+    "a base model with another folder's tokenizer": (
+        all_of(BASE, without("chat_template.jinja")),
+        {"path": BASE},
+        [258, 259],
+        END,
+    ),
     "a base model without generation_config.json": (
         all_of(BASE, without("generation_config.json")),
         {},
@@ -234,6 +240,8 @@ def test_an_answer_ends_by_one_token_wherever_it_is_named(
     folder = copied(base, tmp_path / "model", change)
     content = content_of(folder, model={"lora_rank": 2, "lora_alpha": 2})
     content["tokenizer"] |= {"chat_template": says.get("chat_template")}
+    if "path" in says:
+        content["tokenizer"]["path"] = str(copied(base, tmp_path / "own", says["path"]))
     content["dataset"] = TEXTS if says.get("texts") else content["dataset"]
     assert check.faults(content, SupervisedFineTuning) == []
     config = parse(content)
@@ -255,7 +263,7 @@ def test_an_answer_ends_by_one_token_wherever_it_is_named(
     assert opened.ends(reference, theirs)[1] == 258
     # Before the training, too: a base model is compared with what was made of it.
     before = AutoModelForCausalLM.from_pretrained(folder)
-    if not says.get("chat_template"):
+    if not says.keys() & {"chat_template", "path"}:
         assert 258 in opened.ends(before, AutoTokenizer.from_pretrained(folder))[0]
 
 

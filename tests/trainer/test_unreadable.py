@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,15 @@ def test_what_cannot_be_read_is_not_missing(
     os.symlink(name, tmp_path / name)
     with pytest.raises(OSError, match="symbolic links"):
         read(tmp_path)  # type: ignore[operator]
+
+
+def test_a_table_is_cut_alike_when_the_storage_is_back(tmp_path: Path) -> None:
+    table, storage = tmp_path / "table.csv", FailingStorage(tmp_path)
+    table.write_text("question;answer\na;00042\n")
+    storage.fail("table.csv", once=True)
+    code = "import pathlib, sys, runspec.tables as t; print(t.separator(pathlib.Path(sys.argv[1])))"
+    command = [sys.executable, "-c", code, table]
+    done = subprocess.run(
+        command, env=os.environ | storage.env, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == ";\n"

@@ -3,10 +3,10 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from runspec.storage import is_of_storage
 from runspec.tables import separator
 from trainer.data.origin import data_files
 from trainer.errors import ConfigError
@@ -124,10 +124,13 @@ def _as_text(split: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if plain.get("features") is None:
         whole = re.match(r"\w*", split)
         first: Mapping[str, Any] = {}
-        # Why the table cannot be read is said when it is.
-        with suppress(ValueError, OSError, StopIteration):
+        try:
             others = {key: value for key, value in plain.items() if key != "num_proc"}
             name = whole[0] if whole else "train"
             first = next(iter(load_dataset("csv", split=name, streaming=True, **others)))
+        except (ValueError, OSError, StopIteration) as error:
+            # Read when the storage is back, cells would be numbers. Other reasons are said then.
+            if is_of_storage(error):
+                raise
         plain["features"] = Features({name: Value("string") for name in first}) if first else None
     return plain

@@ -57,7 +57,7 @@ class Answerer:
         if not (base / "config.json").is_file():
             raise ConfigError(f"{base}: holds no model (config.json is missing)")
         try:
-            # An adapter with new tokens has a tokenizer of its own.
+            # An adapter has a tokenizer of its own if the base has another one.
             own = folder if (folder / "tokenizer.json").is_file() else base
             self.tokenizer = patiently(
                 lambda path: AutoTokenizer.from_pretrained(str(path), padding_side="left"), own

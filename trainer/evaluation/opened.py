@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from runspec.storage import patiently
 from trainer.data.folder import answer_end
 from trainer.evaluation import spread
 
@@ -21,7 +22,7 @@ def load(folder: Path, dtype: torch.dtype | str, device: torch.device, ranks: in
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    known = type(AutoConfig.from_pretrained(str(folder))) in MODEL_FOR_CAUSAL_LM_MAPPING
+    known = type(patiently(AutoConfig.from_pretrained, folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
     kind = AutoModelForCausalLM if known else AutoModelForImageTextToText
     return spread.load(kind, folder, dtype, device, ranks)
 

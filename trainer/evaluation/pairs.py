@@ -52,7 +52,7 @@ class Scorer:
             raise ConfigError(f"{folder}: transformers cannot load it: {error}") from None
         self.model = (adapted(model, folder) if adapter else model).to(device).eval()
         if (folder / "tokenizer.json").is_file():
-            # An adapter with new tokens has a tokenizer of its own.
+            # An adapter has a tokenizer of its own if the base has another one.
             self.folder = folder
         # One document at a time ends where its row ends; without it no token is taken for padding.
         self.model.config.pad_token_id = None

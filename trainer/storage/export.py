@@ -38,9 +38,8 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
 )
-# Files of a model folder, besides the weights, that are right for the trained model too.
+# Files of a model folder, besides weights and tokenizer, that are right for the trained model too.
 COPIED = (
-    *TOKENIZER,
     "config.json",
     "generation_config.json",
     "preprocessor_config.json",
@@ -80,10 +79,11 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
 def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    # From scratch a tokenizer may come from another folder than config.json.
+    # It may come from another folder than the model. The path of torchtune's is that of a file.
     tokenizer = Path(str(config.tokenizer.get("path") or config.model_folder))
-    copied = [] if config.reads_weights else [(tokenizer, TOKENIZER)]
-    for source, patterns in [*copied, (config.model_folder, COPIED)]:
+    if not (tokenizer / "tokenizer.json").is_file():
+        tokenizer = config.model_folder
+    for source, patterns in [(tokenizer, TOKENIZER), (config.model_folder, COPIED)]:
         for path in (path for pattern in patterns for path in source.glob(pattern)):
             _copy(path, temporary)
     if template := config.tokenizer.get("chat_template"):
