@@ -248,7 +248,7 @@ def test_other_methods_train_new_tokens(
     )
     assert "has no token '<ask>' and 2 more" in fault and "train the teacher" in fault
     # `cookbook eval` takes the adapter alone, too.
-    settings = {"dtype": "fp32", "template": "chat"}
+    settings = {"dtype": "fp32", "template": "chat", "temperature": 0}
     answerer = Answerer(tmp_path / "dpo/export/adapter", settings, torch.device("cpu"))
     assert len(answerer.model.get_input_embeddings().weight) == grown(1024, 1027)
     assert len(answerer.tokenizer) == 1027

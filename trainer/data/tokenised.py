@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from runspec import files
+from runspec import files, tables
 from runspec.storage import patient_json, patiently
 from trainer.config import TrainConfig
 from trainer.data import origin, source
@@ -247,6 +247,7 @@ def _name(
         "format": FORMAT,
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "code": [files.sha256(Path(__file__).with_name(name)) for name in MAKERS],
+        "tables": files.sha256(Path(tables.__file__)),
         "dataset": block,
         "tokenizer": tokenizer_block,
         "form": [form.documents, form.number, share],
