@@ -339,5 +339,5 @@ def test_the_estimate_has_no_logits(ranks: int, changes: dict[str, Any]) -> None
     step = step_of(content | {"entry": "reward"}, 1, ranks)
     step = replace(step, shape=step.shape.cut(3))
     traced, found = trace(parse(content, RewardConfig), ranks, 3), StepMemory(step)
-    assert found.peak == pytest.approx(traced.peak, rel=0.05), (found.phases, traced.phases)
+    assert found.peak == pytest.approx(traced.peak, rel=0.1), (found.phases, traced.phases)
     assert found.terms["weights"] == pytest.approx(traced.weights, rel=1e-3)

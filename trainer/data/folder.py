@@ -3,14 +3,32 @@
 from pathlib import Path
 from typing import Any
 
-from runspec.storage import patiently
+from runspec.storage import ABSENT, patiently
 from trainer.errors import ConfigError
+
+# The kinds of files that a tokenizer is read from.
+_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 
 
 def tokenizer_file(folder: Path) -> Path:
-    if not (file := folder / "tokenizer.json").is_file():
-        raise ConfigError(f"tokenizer.path: {file} is missing; give a Hugging Face folder")
+    """Return the path of tokenizer.json.
+
+    Raises:
+        ConfigError: there is none.
+        OSError: it cannot be read.
+    """
+    file = folder / "tokenizer.json"
+    try:
+        patiently(_touch, file)
+    except ABSENT:
+        missing = f"tokenizer.path: {file} is missing; give a Hugging Face folder"
+        raise ConfigError(missing) from None
     return file
+
+
+def _touch(path: Path) -> None:
+    with open(path, "rb") as file:
+        file.read(1)
 
 
 def opened(folder: Path) -> Any:
@@ -38,6 +56,10 @@ def opened(folder: Path) -> Any:
             ) from None
 
     tokenizer_file(folder)
+    # transformers takes a file that it cannot read for one that is not there.
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _SUFFIXES and path.is_file():
+            patiently(_touch, path)
     found = patiently(read, folder)
     if not found.is_fast:
         raise ConfigError(
