@@ -45,8 +45,12 @@ def is_built(environment: Environment, root: Path) -> bool:
     path = folder(environment, root)
     if not (path / _RECORD).is_file():
         return False
-    trust.require(path.parent, path, path / "bin", *path.glob("lib/python*/site-packages"))
+    trust.require(path.parent, *_checked(path))
     return True
+
+
+def _checked(path: Path) -> tuple[Path, ...]:
+    return path, path / "bin", *path.glob("lib/python*/site-packages")
 
 
 def solve(environment: Environment) -> list[str]:
@@ -114,6 +118,7 @@ def build(environment: Environment, root: Path, say: Callable[[str], None]) -> P
                 finally:
                     os.umask(before)
                 temporary.chmod(0o755)
+                trust.close(*_checked(temporary))
                 os.rename(temporary, path)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)

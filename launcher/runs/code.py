@@ -137,9 +137,13 @@ def _kept(folder: Path, content: dict[str, bytes]) -> Code:
     temporary = folder / f".tmp-{final.name}-{os.getpid()}"
     try:
         for name, text in content.items():
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            place = (temporary / name).parent
+            # Python in a job would make its folder by the umask there, which may be wider.
+            own = place / "__pycache__" if name.endswith(".py") else place
+            own.mkdir(parents=True, exist_ok=True)
             (temporary / name).write_bytes(text)
         files.write_json(temporary / ORIGIN, git_state())
+        trust.close(temporary, *temporary.rglob("*"))
         try:
             temporary.rename(final)
         except OSError:

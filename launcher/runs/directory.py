@@ -266,6 +266,8 @@ def create(
             with suppress(PermissionError):
                 root.chmod(root.stat().st_mode | 0o050)
         with half_made(path, named) as folder:
+            # A default ACL of the folder around it comes before the umask.
+            folder.chmod(folder.stat().st_mode & ~umask)
             (folder / files.LOGS).mkdir()
             # Slurm would create it with permissions of its own.
             (folder / files.JOB_LOG).touch()

@@ -34,6 +34,12 @@ def require(*paths: Path) -> None:
         raise RunFault([f"{text}: remove it, or set COOKBOOK_ROOT" for text in faults])
 
 
+def close(*paths: Path) -> None:
+    """Let nobody but the owner write: a folder's default ACL comes before any umask."""
+    for path in paths:
+        path.chmod(path.stat().st_mode & ~0o022)
+
+
 def own_folder(root: Path, name: str) -> Path:
     """Return this user's part of a folder that a group shares, made if it is not there.
 
@@ -46,7 +52,8 @@ def own_folder(root: Path, name: str) -> Path:
     path = around / str(os.geteuid())
     if not path.is_dir():
         path.mkdir(exist_ok=True)
-        path.chmod(0o755)
+        # The group stays that of the folder around it.
+        path.chmod(around.stat().st_mode & stat.S_ISGID | 0o755)
     require(path)
     return path
 

@@ -2,6 +2,10 @@
 
 import os
 import pwd
+import stat
+import struct
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +13,7 @@ import pytest
 from launcher.checks.files import _adapter
 from launcher.errors import RunFault
 from launcher.recipes.environment import Environment
-from launcher.runs import built, code, trust
+from launcher.runs import built, code, directory, trust
 from launcher.runs.directory import Run
 from launcher.site import Site
 from launcher.workflows.resume import Changes, _refuse_others
@@ -33,11 +37,45 @@ def test_only_code_that_nobody_else_could_change_is_used(tmp_path):
     with pytest.raises(RunFault, match=r"identity.py can be changed by others \(mode 660\)"):
         code.require(made)
     script.chmod(0o640)
+    (made.folder / "trainer/__pycache__").rmdir()
     (made.folder / "trainer/__pycache__").symlink_to(tmp_path)
     with pytest.raises(RunFault, match="__pycache__ is a link"):
         code.require(made)
     (made.folder / "trainer/__pycache__").unlink()
     code.require(made)
+
+
+@pytest.fixture(params=["umask 002 and setgid", "default ACL"])
+def group_folder(tmp_path, request):
+    """A project's folder: what is made in it belongs to its group, which may write there."""
+    before = os.umask(0o002)
+    if request.param == "default ACL":
+        # Version 2, then tag, permissions and id: owner, group, the mask, others.
+        entries = [(1, 7), (4, 7), (16, 7), (32, 5)]
+        acl = b"".join(struct.pack("<HHI", *entry, 2**32 - 1) for entry in entries)
+        try:
+            os.setxattr(tmp_path, "system.posix_acl_default", struct.pack("<I", 2) + acl)
+        except OSError:
+            pytest.skip("this filesystem has no ACL")
+    tmp_path.chmod(0o2775)
+    yield tmp_path
+    os.umask(before)
+
+
+def test_what_the_kit_makes_in_a_folder_of_a_group_stays_usable(group_folder):
+    made = code.present(group_folder)
+    assert made.folder.stat().st_mode & stat.S_ISGID
+    # As jobs and replay do, with the umask of whoever submits.
+    variables = {**os.environ, "PYTHONPATH": str(made.folder), "PYTHONDONTWRITEBYTECODE": ""}
+    argv = [sys.executable, "-P", "-c", "import runspec.files, slurm.attempt"]
+    subprocess.run(argv, env=variables, cwd="/", check=True)
+    assert list((made.folder / "runspec/__pycache__").glob("files.*.pyc"))
+    assert code.present(group_folder) == made
+    for umask, mode in ((0o077, 0o700), (0o027, 0o750)):
+        path = group_folder / "runs" / f"20261122-151728-demo-{umask:04x}"
+        run = directory.create(path, {}, made, umask=umask)
+        assert run.path.stat().st_mode & 0o777 == mode
+        assert trust.fault(run.path) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a file to somebody else")
