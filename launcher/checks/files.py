@@ -79,11 +79,10 @@ def _adapter(context: Context) -> Iterator[Finding]:
     named = checkpointer.get("adapter_checkpoint") if isinstance(checkpointer, dict) else None
     path = Path(str(named or "")).expanduser().absolute()
     run = next((each for each in path.parents if os.path.isfile(each / SUBMISSION)), None)
-    if named and run and (text := trust.fault(run, context.cluster.trusted_users)):
-        remedy = (
-            f"name the owner under trusted_users in configs/clusters/{context.cluster.name}.yaml"
-        )
-        message = f"checkpointer.adapter_checkpoint lies in another user's run: {text}"
+    trusted = context.cluster.trusted_users
+    if named and run and (text := trust.fault(run, trusted)):
+        remedy = trust.remedy(run, context.cluster.name, trusted)
+        message = f"checkpointer.adapter_checkpoint lies in a run that others can change: {text}"
         yield failed("model", message, f"{remedy}, or copy the adapter to a folder of yours")
 
 

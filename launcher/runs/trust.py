@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from launcher import paths
 from launcher.errors import RunFault
 
 
@@ -21,11 +22,22 @@ def fault(path: Path, trusted: Iterable[str] = ()) -> str | None:
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
         return f"{path} is a link"
-    if found.st_uid not in (0, os.geteuid()) and (name := owner(found.st_uid)) not in trusted:
-        return f"{path} belongs to {name}"
+    if not _may_own(found.st_uid, trusted):
+        return f"{path} belongs to {owner(found.st_uid)}"
     if found.st_mode & 0o022:
         return f"{path} can be changed by others (mode {stat.S_IMODE(found.st_mode):o})"
     return None
+
+
+def _may_own(uid: int, trusted: Iterable[str]) -> bool:
+    return uid in (0, os.geteuid()) or owner(uid) in trusted
+
+
+def remedy(path: Path, site: str, trusted: Iterable[str] = ()) -> str:
+    """Say how what fault() refuses is used all the same, by somebody who trusts what it holds."""
+    if _may_own(path.lstat().st_uid, trusted):
+        return f"chmod go-w {path}"
+    return f"name the owner under trusted_users in {paths.CLUSTERS / site}.yaml"
 
 
 def require(*paths: Path) -> None:

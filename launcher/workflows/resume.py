@@ -207,9 +207,8 @@ def _refuse_others(run: Run, changes: Changes | None) -> None:
     trusted = site.trusted_users if site else ()
     if text := trust.fault(run.path, trusted):
         raise RunFault(
-            f"{text}: its job would execute what others have written there; if you trust them, "
-            f"name the owner under trusted_users in {paths.CLUSTERS / name}.yaml, or submit your "
-            "own run from its model"
+            f"{text}: its job would execute what others have written there; if you trust that, "
+            f"{trust.remedy(run.path, name, trusted)}, or submit your own run from its model"
         )
     used = code.of_run(run.path)
     if used is not None and not (changes and changes.code):

@@ -104,7 +104,15 @@ def test_what_belongs_to_a_colleague_is_used_if_the_site_names_them(tmp_path):
     os.chown(run.path, nobody.pw_uid, -1)
     with pytest.raises(RunFault, match="belongs to nobody: its job would execute what others"):
         _refuse_others(run, None)
-    _refuse_others(run, Changes(Site(trusted_users=["nobody"])))
+    site = Site(trusted_users=["nobody"])
+    _refuse_others(run, Changes(site))
+    run.path.chmod(0o775)
+    for uid in (nobody.pw_uid, 0):
+        os.chown(run.path, uid, -1)
+        with pytest.raises(RunFault, match=f"mode 775.*if you trust that, chmod go-w {run.path}"):
+            _refuse_others(run, Changes(site))
+    run.path.chmod(0o755)
+    os.chown(run.path, nobody.pw_uid, -1)
     adapter = {"checkpointer": {"adapter_checkpoint": str(run.path / "export" / "adapter")}}
     for trusted, count in (([], 1), (["nobody"], 0)):
         context = SimpleNamespace(config=adapter, cluster=Site(trusted_users=trusted))
