@@ -53,6 +53,13 @@ def _is_readable(run: Run) -> bool:
     return True
 
 
+def _is_colleagues(run: Run) -> bool:
+    try:
+        return run.path.stat().st_uid != os.geteuid()
+    except OSError:
+        return False
+
+
 def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
     """Return what can be removed under a shared folder, and from this user's cache.
 
@@ -73,9 +80,10 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
         for path in _inside(runs / files.DATA_CACHE)
         if not living and _untouched(path, older_s)
     ]
-    # What a run that cannot be read names is not known: then nothing is unused.
+    # What a run that cannot be read names is not known: then nothing is unused. A colleague's
+    # private run has code and trees of its own.
     readable = [run for run in every(runs) if _is_readable(run)]
-    all_known = len(readable) == len(every(runs))
+    all_known = all(run in readable or _is_colleagues(run) for run in every(runs))
     used = {copy.folder for run in readable if (copy := code.of_run(run.path))}
     items += [
         ("code that no run uses", path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import shutil
 import subprocess
 import time
@@ -91,15 +92,21 @@ def test_what_open_runs_and_programs_need_stays(root: Path):
         assert clean("--yes", "--older", "0").exit_code == 0
         assert all(path.exists() for path in (*stays, program))
         daemon.kill()
-    # As if a colleague's run were private; a link to itself cannot be read by root either.
+    # As if its storage were away: a link to itself cannot be read.
     ended = run / "status.json"
     ended.symlink_to(ended)
-    stays += [aged(root / CODE / "unused/trainer/sft.py", 30)]
-    assert clean("--yes").exit_code == 0 and all(path.exists() for path in stays)
+    unused = aged(root / CODE / "unused/trainer/sft.py", 30)
+    assert clean("--yes").exit_code == 0 and all(path.exists() for path in (*stays, unused))
+    if os.geteuid() == 0:
+        # A colleague's private run uses no code of this user.
+        os.chown(run, pwd.getpwnam("nobody").pw_uid, -1)
+        assert clean("--yes").exit_code == 0 and all(path.exists() for path in stays)
+        assert not unused.exists()
+        os.chown(run, 0, -1)
     ended.unlink()
     ended.write_text(json.dumps({**waits, "state": "COMPLETED"}))
     assert clean("--yes").exit_code == 0
-    assert not any(path.exists() for path in (*stays, program))
+    assert not any(path.exists() for path in (*stays, unused, program))
 
 
 def test_data_that_a_run_uses_stay(root: Path):
