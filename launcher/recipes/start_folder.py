@@ -15,13 +15,17 @@ _FILE = re.compile(
     r"(?:\.{1,2}/)*\w[\w.-]*(?:/[\w.-]+)*\.(?:csv|jinja|jsonl?|parquet|ya?ml)|\.{1,2}/\S+"
 )
 # What a key of these words names is written, or is the hub's.
-_WRITTEN = re.compile(r"(?:^|_)(?:cache|hub|log|logging|out|output|prepared|save|saves)(?:_|$)")
+_WRITTEN = re.compile(
+    r"(?:^|_)(?:cache|export|hub|log|logging|mlflow|offload|out|output|prepared|saves?|wandb)(?:_|$)"
+)
 _KINDS = ("csv", "json", "parquet", "text")
 
 
 def named(content: Mapping[str, Any], engine: Engine) -> dict[str, str]:
     """Return the relative paths that an engine's config names for reading, by dotted key."""
-    return {**dict(_files(content, "")), **engine.reads(content)}
+    found = {**dict(_files(content, "")), **engine.reads(content)}
+    # The kit gives the values of an engine's own keys.
+    return {key: path for key, path in found.items() if key not in engine.own}
 
 
 def _files(value: Any, key: str) -> Iterator[tuple[str, str]]:

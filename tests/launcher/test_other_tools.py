@@ -19,6 +19,7 @@ from launcher.site import Site
 
 TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d"}
 LITGPT = {"checkpoint_dir": "org/m", "train": {"epochs": 1}}
+AUTOMODEL = {"model": {}, "step_scheduler": {}, "dataset": {}}
 LLAMAFACTORY = {"model_name_or_path": "org/m", "stage": "sft", "dataset": "mine"}
 
 # Configs of torchtune whose script is none of the kit's: the script, and the kit's own method.
@@ -109,6 +110,9 @@ def test_a_config_starts_in_the_folder_from_which_its_paths_count(tmp_path, monk
     hub = {"base_model": "a/b", "datasets": [{"path": "c/d", "data_files": "x.json"}]}
     file = written(tmp_path / "ax.yaml", {**hub, "dataset_prepared_path": "./made", "fsdp": None})
     assert recipes.load(str(file)).work_dir == tmp_path
+    written_there = {"checkpoint": {"checkpoint_dir": "./made"}, "wandb": {"dir": "./wandb"}}
+    file = written(tmp_path / "nemo.yaml", {**AUTOMODEL, **written_there})
+    assert found() == (tmp_path, [])
 
 
 @pytest.mark.parametrize(
