@@ -29,7 +29,7 @@ _SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 
 def is_one(file: Path) -> bool:
     """Whether a file is a shell script, by its name or its first line."""
-    return file.suffix in _SUFFIXES or bool(_SHELL.match(_text(file)[:80]))
+    return file.suffix in _SUFFIXES or bool(_SHELL.match(_text(file, 80)))
 
 
 def faults(text: str) -> Iterator[str]:
@@ -107,8 +107,9 @@ def read(file: Path) -> list[str]:
     return list(faults(_text(file)))
 
 
-def _text(file: Path) -> str:
+def _text(file: Path, most: int = -1) -> str:
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
+        with file.open(encoding="utf-8", errors="replace") as opened:
+            return opened.read(most)
     except OSError:
         return ""  # the check of the script says so
