@@ -103,8 +103,8 @@ def require(copy: Code, trusted: Iterable[str] = ()) -> None:
         faults.append(f"{copy.folder} is not the code that its name says")
     if faults:
         raise RunFault(
-            f"{'; '.join(faults)}: remove that folder; a run that uses it goes on with the present "
-            "code by: cookbook resume RUN --code current"
+            f"{'; '.join(faults)}: remove {copy.folder}; a run that uses it goes on with the "
+            "present code by: cookbook resume RUN --code current"
         )
 
 
