@@ -78,7 +78,6 @@ class Environment:
     @cached_property
     def digest(self) -> str:
         """What names the folder that its dependencies are built into: all that they depend on."""
-        # Most runs have none, and the command is to start fast.
         # It shares the packages of the kit's virtual environment, which are at these versions.
         kit = [str(venv.site_packages()), venv.pins().read_text(encoding="utf-8")]
         content = {

@@ -83,7 +83,7 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
     # What a run that cannot be read names is not known: then nothing is unused. A colleague's
     # private run has code and trees of its own.
     readable = [run for run in every(runs) if _is_readable(run)]
-    all_known = all(run in readable or _is_colleagues(run) for run in every(runs))
+    all_known = all(map(_is_colleagues, set(every(runs)) - set(readable)))
     used = {copy.folder for run in readable if (copy := code.of_run(run.path))}
     items += [
         ("code that no run uses", path)
