@@ -46,7 +46,7 @@ _KEYS = (
     Key(
         "trusted_users",
         "texts",
-        "Users whose runs and code in the shared folder are continued as one's own.",
+        "Users whose runs in the shared folder are replayed and adapters continued as one's own.",
         (),
     ),
     Key(
