@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.errors import RunFault
 from launcher.executors import Job, token
-from launcher.runs import code, lock, snapshot
+from launcher.runs import code, lock, snapshot, trust
 from launcher.runs.making import half_made
 from runspec import files
 
@@ -266,8 +266,7 @@ def create(
             with suppress(PermissionError):
                 root.chmod(root.stat().st_mode | 0o050)
         with half_made(path, named) as folder:
-            # A default ACL of the folder around it comes before the umask.
-            folder.chmod(folder.stat().st_mode & ~umask)
+            trust.close(folder, umask=umask)
             (folder / files.LOGS).mkdir()
             # Slurm would create it with permissions of its own.
             (folder / files.JOB_LOG).touch()

@@ -46,10 +46,14 @@ def require(*paths: Path) -> None:
         raise RunFault([f"{text}: remove it, or set COOKBOOK_ROOT" for text in faults])
 
 
-def close(*paths: Path) -> None:
-    """Let nobody but the owner write: a folder's default ACL comes before any umask."""
+def close(*paths: Path, umask: int = 0o022) -> None:
+    """Take from new files and folders what a umask forbids: a default ACL comes before it.
+
+    Without one nothing is changed: some filesystems refuse any chmod.
+    """
     for path in paths:
-        path.chmod(path.stat().st_mode & ~0o022)
+        if (mode := path.stat().st_mode) & umask:
+            path.chmod(mode & ~umask)
 
 
 def own_folder(root: Path, name: str) -> Path:
