@@ -17,9 +17,9 @@ from launcher.runs import built
 @common.json_option
 @common.cluster_option
 def environments(remove: str | None, force: bool, as_json: bool, cluster: str | None) -> None:
-    """List the environments in configs/environments, and those built of dependencies.
+    """List the environments in configs/environments, and yours that were built.
 
-    A built environment is shared by all runs with the same dependencies. It is listed with its
+    A built environment is shared by all your runs with the same dependencies. It is listed with its
     size, the time since its last use, and its runs.
     """
     if force and not remove:

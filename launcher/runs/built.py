@@ -232,38 +232,42 @@ def _reason(environment: Environment, output: str, pinned: bool = False) -> str:
 
 
 def listed(root: Path) -> list[Built]:
-    """Return the built environments, the one used last first."""
+    """Return this user's built environments, the one used last first."""
     users: dict[str, list[str]] = {}
-    private = []  # a colleague's run may use any of them
+    unknown = []  # runs that may use any of them
     for run in every(runs_root(root)):
         try:
             for digest in digests(run):
                 users.setdefault(digest, []).append(run.name)
         except OSError:
-            private.append(run.name)
+            unknown += [] if trust.is_anothers(run.path) else [run.name]
     environments = []
-    for file in (root / BUILT).glob(f"*/[0-9a-f]*/{_RECORD}"):
+    for file in (root / BUILT / str(os.geteuid())).glob(f"[0-9a-f]*/{_RECORD}"):
         path = file.parent
         content = files.peek(file)
         size = sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
         used = path / _USED
         when = (used if used.exists() else file).stat().st_mtime
-        known = users.get(path.name, []) + private
+        known = users.get(path.name, []) + unknown
         environments.append(Built(path, content.get("dependencies", []), size, when, known))
     return sorted(environments, key=lambda each: -each.used)
 
 
 def digests(run: Run) -> set[str]:
-    """Return the built environments that a run's job script names; OSError if it is unreadable."""
+    """Return which of this user's built environments a run's job script names.
+
+    Raises:
+        OSError: the script cannot be read.
+    """
     try:
         script = (run.path / files.JOB_SCRIPT).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return set()
-    return set(re.findall(rf"/{BUILT}/\d+/([0-9a-f]{{16}})/", script))
+    return set(re.findall(rf"/{BUILT}/{os.geteuid()}/([0-9a-f]{{16}})/", script))
 
 
 def remove(root: Path, digest: str, force: bool = False) -> Built:
-    """Remove a built environment.
+    """Remove one of this user's built environments.
 
     Raises:
         UsageFault: there is none, or several begin so.

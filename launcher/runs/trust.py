@@ -33,6 +33,14 @@ def _may_own(uid: int, trusted: Iterable[str]) -> bool:
     return uid in (0, os.geteuid()) or owner(uid) in trusted
 
 
+def is_anothers(path: Path) -> bool:
+    """Whether what lies at a path is another user's; False, too, if nobody can tell."""
+    try:
+        return path.lstat().st_uid != os.geteuid()
+    except OSError:
+        return False
+
+
 def remedy(path: Path, site: str, trusted: Iterable[str] = ()) -> str:
     """Say how what fault() refuses is used all the same, by somebody who trusts what it holds."""
     if _may_own(path.lstat().st_uid, trusted):

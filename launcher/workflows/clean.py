@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import paths
-from launcher.runs import code, making
+from launcher.runs import code, making, trust
 from launcher.runs.directory import Run, runs_root
 from launcher.runs.find import every
 from launcher.runs.states import judged
@@ -53,13 +53,6 @@ def _is_readable(run: Run) -> bool:
     return True
 
 
-def _is_colleagues(run: Run) -> bool:
-    try:
-        return run.path.stat().st_uid != os.geteuid()
-    except OSError:
-        return False
-
-
 def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
     """Return what can be removed under a shared folder, and from this user's cache.
 
@@ -83,7 +76,7 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
     # What a run that cannot be read names is not known: then nothing is unused. A colleague's
     # private run has code and trees of its own.
     readable = [run for run in every(runs) if _is_readable(run)]
-    all_known = all(map(_is_colleagues, set(every(runs)) - set(readable)))
+    all_known = all(trust.is_anothers(run.path) for run in set(every(runs)) - set(readable))
     used = {copy.folder for run in readable if (copy := code.of_run(run.path))}
     items += [
         ("code that no run uses", path)
