@@ -11,8 +11,8 @@ import torch
 
 from runspec import files
 from runspec.processes import end_with_torchrun
-from runspec.storage import patiently
 from trainer.config import read_yaml
+from trainer.data.folder import read_tokenizer
 from trainer.errors import ConfigError
 from trainer.evaluation import opened, spread
 from trainer.parallel.device import own
@@ -31,14 +31,13 @@ def answers(
     """
     # A model folder is all that is asked for; nothing is looked up on the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: holds no model (config.json is missing)")
     model = opened.load(folder, "auto", device, ranks)
-    tokenizer = patiently(AutoTokenizer.from_pretrained, folder)
+    tokenizer = read_tokenizer(folder)
     opened.be_greedy(model, opened.ends(model, tokenizer)[0], tokenizer.pad_token_id)
     for prompt in prompts:
         turns = [{"role": "user", "content": prompt}]

@@ -90,8 +90,8 @@ def _nested(program: str, words: str) -> str:
     script = next((word for word in rest if word.endswith(".py")), "")
     ranks = f"; one rank per GPU: entry: script:{script}" if script else ""
     return (
-        "srun inside the job's own step waits for ever; the kit starts the lines with srun, once "
-        f"on each node: write {own}{ranks}"
+        "srun inside the job's own step waits without end; the kit starts the lines with srun, "
+        f"once on each node: write {own}{ranks}"
     )
 
 

@@ -31,36 +31,43 @@ def _touch(path: Path) -> None:
         file.read(1)
 
 
-def opened(folder: Path) -> Any:
-    """The tokenizer that transformers makes of a folder; it runs no code of the folder.
+def read_tokenizer(folder: Path, **options: Any) -> Any:
+    """What AutoTokenizer makes of a folder, tried again while the storage cannot be read.
 
-    Raises:
-        ConfigError: tokenizer.json is missing, or transformers makes nothing of it.
+    It runs no code of the folder.
     """
     from transformers import AutoTokenizer
 
-    def read(path: Path) -> Any:
-        try:
-            name = str(path)
-            return AutoTokenizer.from_pretrained(
-                name, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:
-            # One with a number is the storage's; the libraries raise most others.
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            reason = " ".join(str(error).split("\n")[:1]) or repr(error)
-            raise ConfigError(
-                f"tokenizer.path: {folder} cannot be opened by transformers ({reason}); download "
-                "its tokenizer again, or give another folder"
-            ) from None
-
-    tokenizer_file(folder)
     # transformers takes a file that it cannot read for one that is not there.
     for path in sorted(folder.iterdir()):
         if path.suffix in _SUFFIXES and path.is_file():
             patiently(_touch, path)
-    found = patiently(read, folder)
+    return patiently(
+        lambda path: AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False, **options
+        ),
+        folder,
+    )
+
+
+def opened(folder: Path) -> Any:
+    """The tokenizer that transformers makes of a folder, if the kit can use it.
+
+    Raises:
+        ConfigError: tokenizer.json is missing, or transformers makes nothing of it.
+    """
+    tokenizer_file(folder)
+    try:
+        found = read_tokenizer(folder)
+    except Exception as error:
+        # One with a number is the storage's; the libraries raise most others.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = " ".join(str(error).split("\n")[:1]) or repr(error)
+        raise ConfigError(
+            f"tokenizer.path: {folder} cannot be opened by transformers ({reason}); download "
+            "its tokenizer again, or give another folder"
+        ) from None
     if not found.is_fast:
         raise ConfigError(
             f"tokenizer.path: transformers makes a {type(found).__name__} of {folder}, which does "

@@ -78,10 +78,7 @@ class Chats(Rows):
 
     def turns(self, index: int) -> list[dict[str, Any]]:
         """The turns of a sample, {role, content}."""
-        turns = self._turns(self, self.row(index))
-        if self._system is not None:
-            own = {"role": "system", "content": self._system}
-            turns = [own, *(turn for turn in turns if turn["role"] != "system")]
+        turns = with_system(self._turns(self, self.row(index)), self._system)
         _check_order(turns)
         return turns
 
@@ -294,6 +291,14 @@ def _formatted(
         return _question_and_answer(*texts)
 
     return turns
+
+
+def with_system(turns: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """Turns with this system prompt in the place of their own; None leaves them as they are."""
+    if system is None:
+        return turns
+    own = {"role": "system", "content": system}
+    return [own, *(turn for turn in turns if turn["role"] != "system")]
 
 
 def _question_and_answer(question: str, answer: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from trainer.config import component, instantiate
 from trainer.data import origin
 from trainer.data.conversations import turns_of
 from trainer.data.form import SampleForm
-from trainer.data.instructions import Chats
+from trainer.data.instructions import Chats, with_system
 from trainer.data.preferences import PAIR_COLUMNS
 from trainer.data.rows import EMPTY_QUESTION, Rows
 from trainer.data.source import opened, read_block
@@ -55,7 +55,9 @@ def conversations(
         if isinstance(rows, Chats):
             turns = rows.turns(index)
         else:
-            turns = _with_system(turns_of(row.get(column), column)[0], block)
+            turns = with_system(
+                turns_of(row.get(column), column)[0], block.get("new_system_prompt")
+            )
         if len(turns) < 2 or turns[-1]["role"] != "assistant":
             raise ConfigError("it does not end with an answer")
         if turns[-2]["role"] == "user" and not turns[-2]["content"].strip():
@@ -129,11 +131,3 @@ def _chats(key: str, block: dict[str, Any]) -> Chats:
     if not isinstance(made, Chats):
         raise ConfigError(f"{key}: {name} has no questions and answers that could be asked")
     return made
-
-
-def _with_system(turns: Turns, block: dict[str, Any]) -> Turns:
-    system = block.get("new_system_prompt")
-    if system is None:
-        return turns
-    own = {"role": "system", "content": system}
-    return [own, *(turn for turn in turns if turn["role"] != "system")]

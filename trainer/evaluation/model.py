@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 from runspec import weights
-from runspec.storage import patient_json, patiently
+from runspec.storage import patient_json
+from trainer.data.folder import read_tokenizer
 from trainer.errors import ConfigError
 from trainer.evaluation import opened, spread
 from trainer.evaluation.samples import Sample
@@ -41,7 +42,6 @@ class Answerer:
     ) -> None:
         # A model folder is all that is asked for; nothing is looked up on the network.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from transformers import AutoTokenizer
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
         disable_progress_bar()
@@ -59,9 +59,7 @@ class Answerer:
         try:
             # An adapter has a tokenizer of its own if the base has another one.
             own = folder if (folder / "tokenizer.json").is_file() else base
-            self.tokenizer = patiently(
-                lambda path: AutoTokenizer.from_pretrained(str(path), padding_side="left"), own
-            )
+            self.tokenizer = read_tokenizer(own, padding_side="left")
             dtype = DTYPES[settings["dtype"]]
             model = opened.load(base, dtype, device, ranks)
         except (OSError, ValueError) as error:
