@@ -41,6 +41,9 @@ STACKS = "stack_rank_{}.log"
 FLIGHT = "flight_rank_{}.json"
 ASK_FOR_STACKS = ".ask_for_stacks"
 END_RANKS = ".end_ranks"
+# Inside logs/<attempt>: the process above its command, and the command's exit status.
+CHILD = ".child.json"
+EXIT_STATUS = ".exit_status"
 # Inside logs/<attempt>: how busy each node's GPUs were.
 GPU_USE = "gpus_node_{}.jsonl"
 # What the trainer writes.
@@ -55,7 +58,6 @@ WEIGHTS = "weights_{}.safetensors"
 WEIGHTS_FOLDER = "weights_{}"
 ROLLOUT_SECRET = "secret"
 NO_REPLICA = "failed.json"
-ROLLOUT_END = "end"
 ROLLOUT_STATE = "rollout.json"
 ROLLOUTS = "rollouts.jsonl"  # of reinforcement learning: some answers of each step
 TENSORBOARD = "tensorboard"

@@ -16,6 +16,11 @@ def end_with_parent() -> None:
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def terminate_with_parent() -> None:
+    """Let the kernel send a TERM to this process when its parent ends."""
+    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def end_with_torchrun() -> None:
     """Let a rank end with the torchrun that has started it, if one has.
 

@@ -1,21 +1,15 @@
-"""Stops a run of a sweep that is clearly worse than the others: python -P -m slurm.earlystop PID
+"""Stops a run of a sweep that is clearly worse than the others.
 
-slurm/job.sh starts it beside each attempt of such a run, with RUN_DIR and SWEEP_DIR set. It reads
-the metrics of all runs of the sweep; runspec/earlystop.py has the rule. A run that it stops saves a
-checkpoint first. PID is srun, or without Slurm the process that starts the nodes. Standard library
-only.
+The supervisor looks at the metrics of all runs of the sweep; runspec/earlystop.py has the rule. A
+run that it stops saves a checkpoint first. Standard library only.
 """
 
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from runspec import files
 from runspec.earlystop import KEYS, verdict
-from runspec.states import process_start
-from runspec.storage import patient_json
 from slurm.history import read_lines
 
 
@@ -43,21 +37,25 @@ def look(run_dir: Path, sweep_dir: Path, rule: dict[str, Any]) -> str:
     return verdict(own, others, rule)
 
 
-def main() -> None:
-    run_dir, sweep_dir = Path(os.environ["RUN_DIR"]), Path(os.environ["SWEEP_DIR"])
-    rule = (patient_json(sweep_dir / files.SWEEP) or {}).get("early_stop")
-    if not isinstance(rule, dict) or stopped_before(run_dir):
-        return
-    pid = int(sys.argv[1])
-    every_s = float({**KEYS, **rule}["every_s"])
-    while process_start(pid) is not None:
-        time.sleep(every_s)
-        if reason := look(run_dir, sweep_dir, rule):
-            # The reason first: it must be written before the ranks have stopped.
-            files.write_json(run_dir / files.EARLY_STOP, {"message": reason, "time": time.time()})
-            (run_dir / files.STOP).touch()
+class EarlyStop:
+    """Stops a run of a sweep that has an early_stop rule, once an attempt is clearly worse."""
+
+    def __init__(self, run_dir: Path, sweep_dir: Path) -> None:
+        self._run_dir, self._sweep_dir = run_dir, sweep_dir
+        rule = files.peek(sweep_dir / files.SWEEP).get("early_stop")
+        known = {**KEYS, **rule} if isinstance(rule, dict) else None
+        self._rule = None if stopped_before(run_dir) else known
+        self._every_s = float(self._rule["every_s"]) if self._rule else 0.0
+        self._next = time.monotonic() + self._every_s
+
+    def look(self) -> None:
+        """Compare the run with the others if it is time to; OSError: a file cannot be written."""
+        if self._rule is None or time.monotonic() < self._next:
             return
-
-
-if __name__ == "__main__":
-    main()
+        self._next = time.monotonic() + self._every_s
+        if reason := look(self._run_dir, self._sweep_dir, self._rule):
+            # The reason first: it must be written before the ranks have stopped.
+            said = {"message": reason, "time": time.time()}
+            files.write_json(self._run_dir / files.EARLY_STOP, said)
+            (self._run_dir / files.STOP).touch()
+            self._rule = None

@@ -1,18 +1,16 @@
-"""Follows another trainer from the host: python -P -m slurm.engine PID
+"""Follows another trainer from the host.
 
-slurm/job.sh starts it beside each attempt of an entry such as litgpt:, with RUN_DIR set. It reads
-the engine's own files by engine.json (runspec/engines.py) and keeps metrics.jsonl and progress.json
-as the kit's trainer does, and heartbeat.json for the watchdog, unless the engine's ranks write it.
-slurm/attempt.py asks it once more at the end of an attempt, because an
-exit status of 0 does not say that the training is finished. PID is srun, or without Slurm the
-process that starts the nodes. Standard library only.
+While an attempt of an entry such as litgpt: runs, the supervisor reads the engine's own files by
+engine.json (runspec/engines.py) and keeps metrics.jsonl and progress.json as the kit's trainer
+does, and heartbeat.json for the watchdog, unless the engine's ranks write it. It does so once more
+at the end of an attempt, because an exit status of 0 does not say that the training is finished.
+Standard library only.
 """
 
 import csv
 import json
 import os
 import re
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +21,6 @@ from typing import Any
 
 from runspec import files
 from runspec.engines import Records
-from runspec.states import process_start
 from runspec.storage import patiently
 from slurm.faults import WAIT_S
 from slurm.history import latest_checkpoint, read_object
@@ -225,18 +222,21 @@ def _newest(folder: Path) -> float:
     return newest
 
 
-def main() -> None:
-    run_dir, attempt = Path(os.environ["RUN_DIR"]), int(os.environ["ATTEMPT"])
-    pid, engine = int(sys.argv[1]), records(run_dir)
-    beat = Beat(run_dir, attempt)
-    while process_start(pid) is not None:
+class Follower:
+    """Keeps the records of an engine's attempt up to date while it runs."""
+
+    def __init__(self, run_dir: Path, attempt: int) -> None:
+        self._run_dir, self._attempt = run_dir, attempt
+        self._beat, self._next = Beat(run_dir, attempt), 0.0
+
+    def look(self) -> None:
+        """Bring them up to date if it is time to."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _EVERY_S
         # A file may be half written, or its storage away for a moment.
         with suppress(OSError, ValueError):
-            follow(run_dir, attempt)
+            engine = Records.of(files.read_object(self._run_dir / files.ENGINE))
+            follow(self._run_dir, self._attempt)
             if engine is not None and not engine.beats:
-                beat.write(time.monotonic())
-        time.sleep(_EVERY_S)
-
-
-if __name__ == "__main__":
-    main()
+                self._beat.write(time.monotonic())

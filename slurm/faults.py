@@ -14,7 +14,7 @@ from runspec.storage import UNREADABLE, patiently
 from slurm import job_log
 from slurm.field_types import well_typed
 
-# Recorded by slurm/watchdog.py, which has ended the ranks itself.
+# Recorded by slurm/watchdog.py, by which the ranks were ended.
 WATCHDOG = ("Hang", "NotStopped")
 BAD_NODE = "BadNodeError"  # slurm/ready.py, and the trainer's own check
 NODE_FAILURE = "NodeFailure"

@@ -3,7 +3,7 @@
 torch's flight recorder keeps the last collectives of gloo and NCCL. Each rank answers for it at a
 Unix socket (torch.distributed.elastic.control_plane), from a thread of its own that needs no
 Python, so that a rank that waits for others answers, too. slurm/node.sh runs this on each node when
-the watchdog asks, and slurm/watchdog.py reads the files. Standard library only.
+the supervisor asks, and slurm/watchdog.py reads the files. Standard library only.
 """
 
 import http.client

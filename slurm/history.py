@@ -1,6 +1,6 @@
 """Reads from a run's records what its earlier attempts saved and used.
 
-slurm/attempt.py writes them. Standard library only.
+slurm/records.py writes them. Standard library only.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Reads from the job's log why Slurm ended a job or its steps.
+"""Writes to the job's log, and reads from it why Slurm ended a job or its steps.
 
 The job's state is COMPLETING when the job script is told of the end; the lines of slurmstepd and
 srun give the reason. Standard library only.
@@ -7,6 +7,7 @@ srun give the reason. Standard library only.
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 
 # States that do not give the reason of an end.
@@ -52,6 +53,13 @@ _NOT_STARTED = re.compile(
     r"Zero Bytes were transmitted|controller not responding).*)$",
     re.MULTILINE | re.IGNORECASE,
 )
+
+
+def say(message: str) -> None:
+    """Write a line to the job's log, this process's output."""
+    # It may be on a full disk.
+    with suppress(OSError):
+        print(f"{time.strftime('%H:%M:%S', time.gmtime())} cookbook: {message}", flush=True)
 
 
 def since(log: Path, start: int) -> str:

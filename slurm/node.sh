@@ -120,7 +120,7 @@ if command -v nvidia-smi >/dev/null; then
   "$VENV/bin/python" -P -m slurm.gpu_use $$ >/dev/null 2>&1 </dev/null &
 fi
 
-# Handles requests of the job script's watchdog: makes this node's ranks write their stacks, and kills
+# Handles requests of the supervisor (slurm/watchdog.py): makes this node's ranks write their stacks, and kills
 # them if srun cannot. What starts the ranks replaces this shell, so the loop ends when this process id is gone.
 signal_ranks() {
   local file node pid
@@ -135,7 +135,7 @@ ask_ranks() {
     read -r pid <"$file" && kill "-$STOP_SIGNAL" "$pid"
   done
 }
-obey_the_watchdog() {
+obey_the_supervisor() {
   local asked='' stopped=''
   while sleep 2 && kill -0 $$; do
     if [ -n "${STOP_SIGNAL:-}" ] && [ -z "$stopped" ] && [ -e "$RUN_DIR/.stop" ]; then
@@ -144,7 +144,7 @@ obey_the_watchdog() {
     fi
     if [ -z "$asked" ] && [ -e "$LOGS/.ask_for_stacks" ]; then
       asked=yes
-      # What the ranks wait for, before their stacks: the watchdog waits for those.
+      # What the ranks wait for, before their stacks: the supervisor waits for those.
       timeout 7 "$VENV/bin/python" -P -m slurm.flight "$RANK_SOCKETS" "$LOGS"
       signal_ranks USR2
       if [ "$STACKS" != "$LOGS" ]; then sleep 2; cp "$STACKS"/stack_rank_*.log "$LOGS"; fi
@@ -156,4 +156,4 @@ obey_the_watchdog() {
     fi
   done
 }
-obey_the_watchdog >/dev/null 2>&1 </dev/null &
+obey_the_supervisor >/dev/null 2>&1 </dev/null &

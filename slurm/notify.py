@@ -1,8 +1,8 @@
-"""Notifies a webhook that a run has started, ended or failed: python -P -m slurm.notify start|ended
+"""Notifies a webhook that a run has started, ended or failed.
 
-Called by slurm/job.sh with RUN_DIR set, and NOTIFY_WEBHOOK, the file that holds the address,
-NOTIFY_FORM and NOTIFY_EVENTS. A failed notification is reported in the job's log and does not
-affect the run. Standard library only.
+The job script sets NOTIFY_WEBHOOK, the file that holds the address, NOTIFY_FORM and NOTIFY_EVENTS.
+A failed notification is reported in the job's log and does not affect the run. Standard library
+only.
 """
 
 import json
@@ -99,22 +99,23 @@ def post(address: str, content: dict[str, Any]) -> str:
     return redacted(reason.replace(address, "<address>"))
 
 
-def main() -> None:
-    run_dir, wanted = Path(os.environ["RUN_DIR"]), os.environ["NOTIFY_EVENTS"].split(",")
-    content = facts(run_dir, sys.argv[1])
-    if not content or content["event"] not in wanted:
+def notify(run_dir: Path, event: str) -> None:
+    """Notify the webhook of the recipe or the site, if there is one and it wants this event.
+
+    Args:
+        event: as for `facts`.
+    """
+    if not (webhook := os.environ.get("NOTIFY_WEBHOOK")):
         return
-    file = Path(os.environ["NOTIFY_WEBHOOK"])
+    content = facts(run_dir, event)
+    if not content or content["event"] not in os.environ["NOTIFY_EVENTS"].split(","):
+        return
     try:
-        address = file.read_text(encoding="utf-8").strip()
+        address = Path(webhook).read_text(encoding="utf-8").strip()
     except OSError as error:
-        fault = f"{file}: {error.strerror}"
+        fault = f"{webhook}: {error.strerror}"
     else:
         fault = post(address, body(os.environ["NOTIFY_FORM"], content))
     if fault:
         message = f"the webhook was not notified of the run's {content['event']}: {fault}"
-        print(f"cookbook: {message}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()
+        print(f"cookbook: {message}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """Decides what follows an attempt: the run is finished, it fails, or another attempt starts.
 
-slurm/attempt.py collects the input, slurm/job.sh carries the decision out. Standard library only.
+slurm/records.py collects the input, slurm/supervise.py does what is decided. Standard library only.
 """
 
 import os

@@ -1,17 +1,20 @@
 """Starts a job's rollout replicas, and replaces those that die or hang.
 
-python -P -m slurm.rollout [srun OPTIONS]: slurm/job.sh starts it beside the attempts, with RUN_DIR,
-JOB_PID, ROLLOUT_SCRIPT, ROLLOUT_HOSTS, ROLLOUT_ADDRESSES and RANKS_PER_NODE set. Without srun, the
-replicas are processes of this host. It ends when the job script asks, when that is gone, or when no
-replica can be started: then a record says why, and the attempt fails. Standard library only.
+The supervisor runs this in a thread beside the attempts. Without srun, the replicas are processes
+of this host. If none can be started, a record says why, and the attempt fails. Standard library
+only.
 """
 
 import http.client
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,8 +29,8 @@ POLL_S = 1.0
 SILENT_S, START_S = 20.0, 600.0
 # How often in a row a replica may end before it was ready.
 MAX_STARTS = 3
-# How long one may take to end, by itself and by its node.
-END_S, NODE_END_S = 5.0, 20.0
+# How long one may take to end, by itself and by its node, and all of them.
+END_S, NODE_END_S, _ENDS_S = 5.0, 20.0, 90.0
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Replica:
     local: int
     run_dir: Path
     launch: list[str]
+    script: str
     process: subprocess.Popen[bytes] | None = None
     state: str = "starting"
     failures: int = 0
@@ -88,13 +92,15 @@ class Replica:
             step = [f"--nodelist={self.node}", f"--job-name=rollout-{self.index}"]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [*self.launch, *step, "bash", "-c", os.environ["ROLLOUT_SCRIPT"]],
+                [*self.launch, *step, "bash", "-c", self.script],
                 env=os.environ | own,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        known = {"pid": self.process.pid, "start": process_start(self.process.pid)}
+        files.write_json(self._own / files.CHILD, known)
         self.state, self.since, self.ended_for = "starting", time.monotonic(), ""
         self.restarts += 1
 
@@ -171,6 +177,20 @@ class Replica:
         self._signal(signal.SIGKILL)
         self.process.wait()
 
+    def end_earlier(self) -> None:
+        """End the one that an earlier supervisor, which was killed, has left."""
+        known = files.peek(self._own / files.CHILD)
+        pid, start = known.get("pid"), known.get("start")
+        if not isinstance(pid, int) or start is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + END_S
+            if process_start(pid) == start:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+            while process_start(pid) == start and time.monotonic() < deadline:
+                time.sleep(0.1)
+
     def _signal(self, number: int) -> None:
         # Without srun that is the replica and what it started.
         if self.process is not None:
@@ -178,33 +198,62 @@ class Replica:
                 os.killpg(self.process.pid, number)
 
 
-class Supervisor:
-    """All replicas of a job, and the record of what became of them."""
+class Replicas:
+    """All replicas of a job, and the record of what became of them.
 
-    def __init__(self, run_dir: Path, launch: list[str]) -> None:
-        nodes = os.environ["ROLLOUT_HOSTS"].split(",")
-        addresses = os.environ["ROLLOUT_ADDRESSES"].split()
-        addresses += addresses[-1:] * (len(nodes) - len(addresses))
+    Args:
+        script: what each runs under bash. launch: srun and its options, [] without Slurm.
+        nodes, addresses: where; the last address counts for the nodes after it.
+    """
+
+    def __init__(
+        self, run_dir: Path, script: str, launch: list[str], nodes: list[str], addresses: list[str]
+    ) -> None:
+        addresses = addresses + addresses[-1:] * (len(nodes) - len(addresses))
         gpus = int(os.environ.get("ROLLOUT_GPUS") or 1)
         per_node = int(os.environ["RANKS_PER_NODE"]) // gpus
         self._run_dir, self._folder = run_dir, run_dir / files.ROLLOUT
-        self._secret = (self._folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
+        self._secret, self._ends = secrets.token_hex(32), threading.Event()
         self.replicas = [
-            Replica(number * per_node + local, node, address, local * gpus, run_dir, launch)
+            Replica(number * per_node + local, node, address, local * gpus, run_dir, launch, script)
             for number, (node, address) in enumerate(zip(nodes, addresses, strict=True))
             for local in range(per_node)
         ]
         before = files.peek(run_dir / files.ROLLOUT_STATE)  # shown, never decided by
         self._deaths: list[Any] = before.get("deaths", [])
         self._written: Any = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def run(self) -> None:
-        """Look after the replicas to the end of the job, or until none can be started."""
-        script = int(os.environ["JOB_PID"])
-        began = process_start(script)
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start them, and what looks after them to the end of the job."""
+        for replica in self.replicas:
+            replica.end_earlier()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End them."""
+        self._ends.set()
+        self._thread.join(_ENDS_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                return self._look_after()
+            except Exception:
+                traceback.print_exc()
+                time.sleep(POLL_S)
+
+    def _look_after(self) -> None:
+        """Look after the replicas until they are to end, or none can be started."""
         try:
             with ThreadPoolExecutor(len(self.replicas)) as threads:
-                while process_start(script) == began and not self._asked_to_end():
+                while not self._asked_to_end():
                     self._make_again()
                     reasons = list(threads.map(lambda each: each.look(self._secret), self.replicas))
                     for replica, reason in zip(self.replicas, reasons, strict=True):
@@ -214,7 +263,7 @@ class Supervisor:
                     if all(each.failures >= MAX_STARTS for each in self.replicas):
                         self._give_up()
                         return
-                    time.sleep(POLL_S)
+                    self._ends.wait(POLL_S)
         finally:
             with ThreadPoolExecutor(len(self.replicas)) as threads:
                 list(threads.map(Replica.end, self.replicas))
@@ -224,13 +273,15 @@ class Supervisor:
 
     def _asked_to_end(self) -> bool:
         """Also by another start of the run, on a job whose first node Slurm had given up."""
+        if self._ends.is_set():
+            return True
         with suppress(OSError):
             secret = (self._folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
-            return secret != self._secret or (self._folder / files.ROLLOUT_END).exists()
+            return secret != self._secret
         return False
 
     def _make_again(self) -> None:
-        """Make the folder again if somebody has deleted it: replicas are started again as they are
+        """Make the folder, again if somebody has deleted it: replicas are started again as they are
         not reached any more, and ranks write their next weights there.
         """
         secret = self._folder / files.ROLLOUT_SECRET
@@ -278,15 +329,3 @@ class Supervisor:
         files.write_json(logs / "error_rollout.json", fault)
         files.write_json(self._folder / files.NO_REPLICA, {"message": message})
         print(f"cookbook: {message}: the attempt cannot go on", file=sys.stderr)
-
-
-def main() -> None:
-    def ended(number: int, frame: Any) -> None:
-        sys.exit(0)
-
-    signal.signal(signal.SIGTERM, ended)
-    Supervisor(Path(os.environ["RUN_DIR"]), sys.argv[1:]).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,10 @@
-"""Puts nodes below the same switch beside each other: python -P -m slurm.topology NODES
-
-NODES are names with commas between them, in Slurm's order. Prints all of them in the order in which
-they get ranks, with a space between leaf switches (or blocks), or nothing if Slurm knows no
-topology. Run by slurm/job.sh; standard library only.
-"""
+"""Puts nodes below the same switch beside each other. Standard library only."""
 
 import re
-import subprocess
-import sys
 from itertools import groupby
 
 from slurm import job_log
 
-_WAIT_S = 20
 # Of the plugins topology/tree and topology/block, and of blocks that are made of blocks:
 # SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n1,n3
 # BlockName=b1 BlockIndex=0 Nodes=n1,n3 BlockSize=2
@@ -43,17 +35,3 @@ def by_switch(nodes: list[str], topology: str) -> list[list[str]]:
     paths = {node: path or [nodes.index(node)] for node, path in paths.items()}
     order = sorted(nodes, key=lambda node: (paths[node], nodes.index(node)))
     return [list(group) for _, group in groupby(order, paths.__getitem__)]
-
-
-def main() -> None:
-    argv = ["scontrol", "--oneliner", "show", "topology"]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_WAIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    if groups := by_switch(sys.argv[1].split(","), done.stdout if not done.returncode else ""):
-        print(" ".join(",".join(group) for group in groups))
-
-
-if __name__ == "__main__":
-    main()

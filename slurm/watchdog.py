@@ -1,15 +1,10 @@
-"""Ends an attempt whose ranks hang, or do not stop in time: python -P -m slurm.watchdog PID
+"""What the supervisor looks at while an attempt runs: hangs, ranks that do not stop or do not end.
 
-It also ends processes that remain after the run is finished, and ranks that srun cannot end, and
-asks the ranks to stop when the run has used its GPU-hours. slurm/job.sh starts it beside
-each attempt, again if it dies, with RUN_DIR, LOGS, ATTEMPT, JOB_PID, HANG_TIMEOUT_S, SIGNAL_LEAD_S
-and MAX_GPU_HOURS set. PID is srun, or without Slurm the process that starts the nodes. Standard
-library only.
+The job script sets HANG_TIMEOUT_S, SIGNAL_LEAD_S and MAX_GPU_HOURS. Standard library only.
 """
 
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
-from runspec.states import process_start
+from slurm.child import Child
 from slurm.flight import waiting
 from slurm.history import used_up
 
-POLL_S = 1.0
 # A hang is at least this many median steps, or longest saves.
 SLOW_STEPS = 5
 # Before two steps are done their duration is unknown, and the second may compile, too.
@@ -229,30 +223,10 @@ def _asked() -> dict[int, str]:
     return {rank: hosts[rank // ranks] for rank in range(ranks * len(hosts))}
 
 
-def _wait(done: Callable[[], bool], seconds: float) -> bool:
+def _wait(done: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() >= deadline:
-            return False
+    while not done() and time.monotonic() < deadline:
         time.sleep(0.2)
-    return True
-
-
-def _end(pid: int, logs: Path, wait_s: float = END_S) -> None:
-    """End srun and the ranks: by TERM, which srun forwards, else by KILL and by the nodes."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-        if _wait(lambda: process_start(pid) is None, wait_s):
-            return
-        os.kill(pid, signal.SIGKILL)
-        _wait(lambda: process_start(pid) is None, END_S)
-        _have_nodes_end_ranks(logs)
-
-
-def _have_nodes_end_ranks(logs: Path) -> None:
-    # srun is ended even if the file cannot be written.
-    with suppress(OSError):
-        (logs / files.END_RANKS).touch()
 
 
 def _is_used_up(run_dir: Path) -> bool:
@@ -263,6 +237,10 @@ def _is_used_up(run_dir: Path) -> bool:
     return bool(status and used_up(run_dir, {**status, "ended": time.time()}))
 
 
+def _say(message: str) -> None:
+    print(f"cookbook: {message}", file=sys.stderr, flush=True)
+
+
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -270,44 +248,59 @@ def _size(path: Path) -> int:
         return 0
 
 
-def main() -> None:
-    pid, script = int(sys.argv[1]), int(os.environ["JOB_PID"])
-    script_start = process_start(script)
-    run_dir, logs = Path(os.environ["RUN_DIR"]), Path(os.environ["LOGS"])
-    stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
-    watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
-    job_log, began = run_dir / files.JOB_LOG, files.peek(run_dir / files.STATUS)
-    start = began.get("job_log_bytes")  # 0 of a first attempt
-    left_behind = LeftBehind(job_log, start if isinstance(start, int) else _size(job_log))
-    wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
-    finished = Finished(run_dir / files.PROGRESS, int(os.environ["ATTEMPT"]), wait_s)
-    asked = nodes_asked = False
-    while process_start(pid) is not None and process_start(script) == script_start:
-        if finished.look(time.monotonic()):
-            print("cookbook: the run is finished: its processes are ended", file=sys.stderr)
-            _have_nodes_end_ranks(logs)
-            _end(pid, logs, FINISH_END_S)
+class Watchdog:
+    """Looks at a running attempt, and ends it if it hangs, or does not stop in time.
+
+    It also ends processes that remain after the run is finished, and ranks that srun cannot end,
+    and asks the ranks to stop when the run has used its GPU-hours.
+    """
+
+    def __init__(self, run_dir: Path, attempt: int, child: Child) -> None:
+        self._run_dir, self._child = run_dir, child
+        self._logs = run_dir / files.LOGS / str(attempt)
+        stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
+        self._watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
+        log, start = (
+            run_dir / files.JOB_LOG,
+            files.peek(run_dir / files.STATUS).get("job_log_bytes"),
+        )
+        self._left_behind = LeftBehind(log, start if isinstance(start, int) else _size(log))
+        wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
+        self._finished = Finished(run_dir / files.PROGRESS, attempt, wait_s)
+        self._asked = self._nodes_asked = False
+
+    def look(self) -> None:
+        """Look once, and do what follows; OSError: a file could not be looked at or written."""
+        now, stop = time.monotonic(), self._run_dir / files.STOP
+        if self._finished.look(now):
+            _say("the run is finished: its processes are ended")
+            self._have_nodes_end_ranks()
+            self._end(FINISH_END_S)
             return
-        if not asked and _is_used_up(run_dir):
-            asked = True
-            print("cookbook: max_gpu_hours is reached: the ranks save and stop", file=sys.stderr)
-            (run_dir / files.STOP).touch()
-        if not nodes_asked and left_behind.look(time.monotonic()):
-            nodes_asked = True
-            print("cookbook: srun could not end the other ranks: nodes end them", file=sys.stderr)
-            _have_nodes_end_ranks(logs)
-        beat = files.peek(logs / files.HEARTBEAT)
-        fault = watch.look(beat or None, (run_dir / files.STOP).exists(), time.monotonic())
+        if not self._asked and _is_used_up(self._run_dir):
+            _say("max_gpu_hours is reached: the ranks save and stop")
+            stop.touch()
+            self._asked = True
+        if not self._nodes_asked and self._left_behind.look(now):
+            self._nodes_asked = True
+            _say("srun could not end the other ranks: nodes end them")
+            self._have_nodes_end_ranks()
+        beat = files.peek(self._logs / files.HEARTBEAT)
+        fault = self._watch.look(beat or None, os.path.exists(stop), now)
         if fault is not None:
             # The ranks are ended even if the record cannot be written.
             with suppress(OSError):
-                ask_for_stacks(logs)
-                record(logs, fault)
-            print(f"cookbook: {fault['message']}: the attempt is ended", file=sys.stderr)
-            _end(pid, logs)
-            return
-        time.sleep(POLL_S)
+                ask_for_stacks(self._logs)
+                record(self._logs, fault)
+            _say(f"{fault['message']}: the attempt is ended")
+            self._end(END_S)
 
+    def _end(self, wait_s: float) -> None:
+        """End srun and the ranks: by TERM, which srun forwards, else by KILL and by the nodes."""
+        if not self._child.end(wait_s, END_S):
+            self._have_nodes_end_ranks()
 
-if __name__ == "__main__":
-    main()
+    def _have_nodes_end_ranks(self) -> None:
+        # srun is ended even if the file cannot be written.
+        with suppress(OSError):
+            (self._logs / files.END_RANKS).touch()

@@ -144,7 +144,7 @@ def test_tool(command):
 
 def test_shellcheck():
     shell = [path for path in tracked() if path.suffix == ".sh" or path == ROOT / ".ci" / "run"]
-    assert {ROOT / "setup.sh", ROOT / "slurm" / "job.sh"} <= set(shell)
+    assert {ROOT / "setup.sh", ROOT / "slurm" / "supervise.sh"} <= set(shell)
     done = subprocess.run(
         [BIN / "shellcheck", "--external-sources", *shell],
         cwd=ROOT,

@@ -21,7 +21,7 @@ from trainer.storage.committed import TrainerState
 
 # The watchdog (slurm/watchdog.py, with its number of median steps) ends ranks that hang: it has
 # their dumps written, and names the one that holds up the others. torch's own timeout is so much
-# later: it would end the waiting ranks first, and is for runs whose watchdog is gone.
+# later: it would end the waiting ranks first, and is for runs without a supervisor.
 SLOW_STEPS, GRACE_S = 5, 60.0
 
 

@@ -2,10 +2,13 @@
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.paths import REPO_ROOT
 from tests.launcher.kit import Kit, checkpoints, losses, ranks_of, report, until
 
 SAVE_EVERY = 5
@@ -80,6 +83,18 @@ def ended(user: Kit, run: Path, state: str, timeout: float = 180) -> list[dict[s
     lines = attempts(run)
     assert [line["attempt"] for line in lines] == list(range(len(lines))), lines
     return lines
+
+
+def requeued(env: dict[str, str], run: Path, job: str) -> subprocess.CompletedProcess[str]:
+    """Let a supervisor, which its job script starts again, put the job back into the queue."""
+    status = {"state": "REQUEUED", "next": "requeue", "attempt": 0, "job_id": job}
+    named = {"cluster": env.get("SLURM_CLUSTER_NAME"), "slurm_conf": env.get("SLURM_CONF")}
+    named = {key: value for key, value in named.items() if value}
+    (run / "status.json").write_text(json.dumps({**status, **named, "restart_count": 0}))
+    own = {"RUN_DIR": str(run), "SLURM_JOB_ID": job, "NODES": "1", "MAX_RETRIES": "0"}
+    own |= {"COOKBOOK_AGAIN": "yes", "PYTHONPATH": str(REPO_ROOT)}
+    argv = [sys.executable, "-P", "-m", "slurm.supervise", "--", "srun", "true"]
+    return subprocess.run(argv, env=env | own, capture_output=True, text=True, timeout=60)
 
 
 @dataclass(frozen=True)

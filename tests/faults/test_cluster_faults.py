@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import paths
 from runspec import files
+from slurm import allocation
 from tests.failing_storage import FailingStorage
 from tests.faults.conftest import site_of, user_of
 from tests.faults.kit import (
@@ -23,6 +22,7 @@ from tests.faults.kit import (
     processes_of,
     processes_of_node,
     rank,
+    requeued,
     trains,
 )
 from tests.launcher.kit import checkpoints, ranks_of, report, until
@@ -263,17 +263,13 @@ def test_expedited_requeue_is_refused_where_slurm_has_none(slurm, root):
 
 
 def test_a_requeue_that_slurm_refuses_is_told_at_once(slurm, tmp_path):
-    (tmp_path / "status.json").write_text('{"state": "REQUEUED"}')
-    env = {**slurm.env, "RUN_DIR": str(tmp_path), "COOKBOOK": str(Path.cwd())}
-    env |= {"VENV": os.environ.get("VIRTUAL_ENV", str(Path(".venv").absolute()))}
-    code = "source slurm/job.sh; NEXT=requeue SLURM_JOB_ID=1; finish"
-    done = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = requeued(slurm.env, tmp_path, "1")
     assert done.returncode == 1, done.stderr
     assert '"FAILED"' in (tmp_path / "status.json").read_text()
     assert attempts(tmp_path) == []
 
 
-def test_nodes_that_a_job_was_denied_before_are_not_counted_as_free(slurm, tmp_path):
+def test_nodes_that_a_job_was_denied_before_are_not_counted_as_free(slurm, monkeypatch):
     nodes = slurm.run(["sinfo", "--noheader", "--Node", "--format=%N"]).stdout.split()
     first, second, *others = sorted(set(nodes))
     held = ["sbatch", "--parsable", "--hold", f"--exclude={first}", "--output=/dev/null"]
@@ -281,11 +277,10 @@ def test_nodes_that_a_job_was_denied_before_are_not_counted_as_free(slurm, tmp_p
     try:
         part = slurm.run(["squeue", "--noheader", f"--jobs={job}", "--format=%P"]).stdout.strip()
         env = slurm.env | {"SLURM_JOB_ID": job, "SLURM_JOB_PARTITION": part}
-        env["COOKBOOK"] = str(paths.REPO_ROOT)
-        code = f"source slurm/job.sh; enough_nodes_without {second}"
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
         for wanted, enough in ((len(others), True), (len(others) + 1, False)):
-            env["SLURM_JOB_NUM_NODES"] = str(wanted)
-            done = subprocess.run(["bash", "-c", code], env=env, timeout=60)
-            assert (done.returncode == 0) is enough, wanted
+            monkeypatch.setenv("SLURM_JOB_NUM_NODES", str(wanted))
+            assert allocation.has_enough_without([second]) is enough, wanted
     finally:
         slurm.run(["scancel", job])

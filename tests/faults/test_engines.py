@@ -310,7 +310,7 @@ def a_rank(run: Path, program: str) -> int:
     found = []
     for pid in processes_of(run):
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        launcher = {"torch.distributed.run"} & {*words} or "torchrun" in words[1]
+        launcher = {"torch.distributed.run", "slurm.supervise"} & {*words} or "torchrun" in words[1]
         if "python" in Path(words[0]).name and not launcher:
             found += [pid] * (program in " ".join(words))
     stats = {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in found}

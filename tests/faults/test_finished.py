@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import pytest
 from launcher import paths
 from launcher.runs.directory import Run
 from launcher.runs.states import state_of
+from runspec.states import process_start
 from slurm.watchdog import Finished
 from tests.faults.kit import SHORT, Undisturbed, attempts, ended, parent, processes_of, rank, trains
-from tests.faults.test_recorder import said, start
+from tests.faults.test_recorder import said, start, supervisor
 from tests.launcher.kit import Kit, report, until
-from tests.launcher.test_job_script import made
+from tests.launcher.test_job_script import SUPERVISE, made
 
 
 def test_only_this_attempts_word_counts(tmp_path: Path):
@@ -46,18 +48,8 @@ os.kill(os.getppid(), signal.SIGSTOP)
 """
 
 
-def watchdogs(run: Path) -> list[int]:
-    """The processes of the watchdog itself, without the shell that starts it."""
-    found = []
-    for pid in processes_of(run):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"slurm.watchdog" in command and b"bash" not in command[0]:
-            found.append(pid)
-    return found
-
-
 @pytest.mark.long
-def test_a_stopped_torchrun_is_ended_by_a_watchdog_that_was_killed(place, plain_env):
+def test_a_stopped_torchrun_is_ended_by_a_supervisor_that_was_killed(place, plain_env):
     run = made(place, STOPS_TORCHRUN).path
     script = run / "job.sbatch"
     # As for an entry that tells of its steps.
@@ -66,8 +58,7 @@ def test_a_stopped_torchrun_is_ended_by_a_watchdog_that_was_killed(place, plain_
     job = start(run, plain_env)
     try:
         until(lambda: (run / "waits").exists(), 30, lambda: report(run))
-        (first,) = until(lambda: watchdogs(run), 30, lambda: said(run))
-        os.kill(first, signal.SIGKILL)
+        os.kill(supervisor(job.pid), signal.SIGKILL)
         (run / "go").touch()
         assert job.wait(timeout=90) == 0, said(run)
         assert state_of(Run(run)).word == "COMPLETED"
@@ -139,14 +130,19 @@ def test_a_fault_in_the_answers_is_a_warning(tmp_path: Path, plain_env):
 def test_answers_outlive_ranks_that_had_to_be_ended_on_a_node_that_is_given_back(
     tmp_path: Path, plain_env
 ):
-    (tmp_path / "status.json").write_text('{"state": "COMPLETED", "answering": {"started": 1}}')
-    (tmp_path / ".end_ranks").touch()
-    env = plain_env | {"RUN_DIR": str(tmp_path), "LOGS": str(tmp_path), "NODES": "2"}
-    env |= {"COOKBOOK": str(paths.REPO_ROOT), "VENV": str(paths.venv_root())}
-    env |= {"HOSTS": "n1", "HEAD_ADDR": "192.0.2.1", "ATTEMPT": "0"}
-    code = "source slurm/job.sh; ANSWER_SCRIPT='echo $HEAD_ADDR; ls -A $LOGS'; answer_questions"
-    subprocess.run(["bash", "-c", code], env=env, timeout=60, check=True)
-    address, *there = (tmp_path / "node_0.log").read_text().split()
+    logs = tmp_path / "logs" / "0"
+    logs.mkdir(parents=True)
+    (logs / ".end_ranks").touch()
+    env = plain_env | {"RUN_DIR": str(tmp_path), "NODES": "2", "MAX_RETRIES": "0"}
+    env |= {"COOKBOOK": str(paths.REPO_ROOT), "PYTHONPATH": str(paths.REPO_ROOT)}
+    env |= {"JOB_PID": str(os.getpid()), "COOKBOOK_AGAIN": "yes", "HEAD_ADDR": "192.0.2.1"}
+    env |= {"ANSWER_SCRIPT": "echo $HEAD_ADDR; ls -A $LOGS"}
+    own = {"job_id": f"local-{os.getpid()}", "process_start": process_start(os.getpid())}
+    status = {"state": "COMPLETED", "next": "finished", "attempt": 0, "restart_count": 0, **own}
+    status |= {"host": socket.gethostname(), "nodes": ["n1"], "answering": {"started": 1}}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    subprocess.run(SUPERVISE, env=env, timeout=60, check=True)
+    address, *there = (logs / "node_0.log").read_text().split()
     assert address == "127.0.0.1" and there and ".end_ranks" not in there
     assert json_of(tmp_path)["answers"]["ended"] and "message" not in json_of(tmp_path)
 

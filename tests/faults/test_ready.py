@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurm import attempt, ready
+from slurm import ready, records
 from tests.faults.conftest import user_of
 from tests.faults.kit import SHORT, Undisturbed, ended
 from tests.launcher.kit import report
@@ -109,15 +109,15 @@ def test_a_gpu_that_is_freed_within_seconds_is_fit(tmp_path):
 def test_every_unfit_node_of_an_attempt_is_left_out_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     (tmp_path / "logs").mkdir()
-    attempt.begin(tmp_path, ["n1", "n2", "n3", "n4"])
+    records.begin(tmp_path, ["n1", "n2", "n3", "n4"])
     for number, node in enumerate(["n2", "n4"]):
         record = {"host": node, "time": 1, "type": "BadNodeError", "message": f"node {node} is bad"}
         (tmp_path / "logs" / "0" / f"error_node_{number}.json").write_text(json.dumps(record))
-    assert attempt.end(tmp_path, 0, 1, max_retries=3) == "run"
+    assert records.end(tmp_path, 0, 1, max_retries=3) == "run"
     told = json.loads((tmp_path / "status.json").read_text())
     assert (told["cause"], told["message"]) == ("bad_node", "node n2 is bad")
-    assert attempt.choose(tmp_path, ["n1", "n2", "n3", "n4"], 2) == "use n1,n3"
-    assert attempt.choose(tmp_path, ["n1", "n2", "n3", "n4"], 4) == "without n2,n4"
+    assert records.choose(tmp_path, ["n1", "n2", "n3", "n4"], 2) == (["n1", "n3"], [])
+    assert records.choose(tmp_path, ["n1", "n2", "n3", "n4"], 4) == ([], ["n2", "n4"])
 
 
 # The ranks' own check ------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 import json
 import os
 import re
+import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,8 @@ import pytest
 from launcher import paths
 from launcher.runs.directory import Run
 from launcher.runs.states import state_of
-from slurm import attempt
+from slurm import records
+from slurm.recorder import NotRecorded, Recorder
 from tests.faults.kit import attempts
 from tests.launcher.kit import report, until
 from tests.launcher.test_job_script import made
@@ -99,15 +100,7 @@ def test_no_inodes_left_is_told_as_such(place, small_disk, plain_env, tmp_path):
     # Room is made, and the same run goes on.
     for path in (run / "many").iterdir():
         path.unlink()
-    assert attempt.next_attempt(run, Run(run).status) == 1
-
-
-# The moment at which the program that records is killed.
-HARMS = {
-    "begin, before it has answered": ("begin", '"{python}" "$@" >/dev/null;'),
-    "end, before it has written": ("end", ""),
-    "end, after it has answered": ("end", '"{python}" "$@";'),
-}
+    assert records.next_attempt(run, Run(run).status) == 1
 
 
 def with_python(run: Path, root: Path, text: str) -> Path:
@@ -124,33 +117,98 @@ def with_python(run: Path, root: Path, text: str) -> Path:
     return python
 
 
-@pytest.mark.parametrize(("call", "harm"), HARMS.values(), ids=HARMS)
-def test_a_killed_recorder_is_started_again(place, plain_env, call, harm):
-    run = made(place, max_retries=1).path
-    real = paths.venv_root() / "bin" / "python"
-    once = (
-        f'case " $* " in *" slurm.attempt {call} "*) if mkdir "{place}/killed" 2>/dev/null; then '
-    )
-    with_python(run, place, once + harm.format(python=real) + "kill -9 $$; fi ;; esac\n")
-    job = start(run, plain_env)
+# What it is doing when it is killed: the file, or the directory, that has just been written.
+MOMENTS = {
+    "an attempt begins": "logs/0/.child.json",
+    "an attempt runs": "harm.me",
+    "the end is recorded": "attempts.jsonl",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+def test_a_killed_supervisor_is_started_again_and_goes_on(place, plain_env, moment):
+    """With the same processes: no attempt is lost by it, nor is an exit status."""
+    run = made(place, TWICE, max_retries=1).path
+    harmed = place / "harmed"
+    job = start(run, plain_env, HARMED=str(harmed))
+    if moment == "attempts.jsonl":
+        harmed.touch()
+    until(lambda: (run / moment).exists() and (run / moment).read_bytes, 30, lambda: report(run))
+    if moment == "attempts.jsonl":
+        until(lambda: (run / moment).read_text(), 30, lambda: report(run))
+    before = json.loads((run / "logs" / "0" / ".child.json").read_text())
+    os.kill(supervisor(job.pid), signal.SIGKILL)
+    harmed.touch()
     assert job.wait(timeout=60) == 0, said(run)
-    assert (place / "killed").exists()
-    (line,) = attempts(run)
-    assert (line["attempt"], line["cause"], line["exit_code"]) == (0, "finished", 0)
+    assert "it is started again" in said(run)
+    assert [(line["cause"], line["exit_code"]) for line in attempts(run)] == [
+        ("killed", 1),
+        ("finished", 0),
+    ]
+    assert json.loads((run / "logs" / "0" / ".child.json").read_text()) == before
     assert state_of(Run(run)).word == "COMPLETED"
+
+
+def supervisor(script: int) -> int:
+    """The supervisor of a job script."""
+    children = Path(f"/proc/{script}/task/{script}/children").read_text().split()
+    (pid,) = (int(each) for each in children if b"slurm.supervise" in command(int(each)))
+    return pid
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_supervisor_that_is_killed_after_the_attempt_has_ended_knows_how(place, plain_env):
+    """The exit status is kept by what has started the command."""
+    run = made(place, TWICE, max_retries=1).path
+    harmed = place / "harmed"
+    job = start(run, plain_env, HARMED=str(harmed))
+    until(lambda: (run / "harm.me").exists(), 30, lambda: report(run))
+    pid = supervisor(job.pid)
+    os.kill(pid, signal.SIGSTOP)
+    harmed.touch()
+    until(lambda: (run / "logs" / "0" / ".exit_status").exists(), 30, lambda: report(run))
+    os.kill(pid, signal.SIGKILL)
+    assert job.wait(timeout=60) == 0, said(run)
+    assert [line["exit_code"] for line in attempts(run)] == [1, 0]
+
+
+def test_a_supervisor_that_never_starts_is_shown_by_the_run(place, plain_env):
+    run = made(place, max_retries=1).path
+    python = with_python(run, place, "")
+    python.rename(python.with_name("moved"))
+    assert start(run, plain_env, FILES_WAIT_S="1").wait(timeout=60) == 1
+    state = state_of(Run(run))
+    assert state.word == "FAILED" and state.source == "status.json", said(run)
+    assert "cannot see the virtual environment" in state.detail
+    assert f"continue with: cookbook resume {run.name}" in state.detail
+    # What bash has written continues as anything else does.
+    python.with_name("moved").rename(python)
+    assert start(run, plain_env).wait(timeout=60) == 0, said(run)
+    assert [line["cause"] for line in attempts(run)] == ["finished"]
+
+
+def test_a_supervisor_with_a_fault_of_its_own_gives_up(place, plain_env):
+    run = made(place, max_retries=1).path
+    with_python(run, place, 'case " $* " in *slurm.supervise*) exit 70 ;; esac\n')
+    assert start(run, plain_env, RECORD_WAIT_S="2").wait(timeout=60) == 1
+    assert "could not be started (exit status 70" in state_of(Run(run)).detail
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_python_that_is_gone_is_waited_for(place, plain_env, comes_back):
+    """By the nodes: the supervisor has begun with it."""
     run = made(place, TWICE, max_retries=1).path
     python, harmed = with_python(run, place, ""), place / "harmed"
     wait_s = "60" if comes_back else "1"
-    job = start(run, plain_env, HARMED=str(harmed), RECORD_WAIT_S=wait_s)
+    job = start(run, plain_env, HARMED=str(harmed), FILES_WAIT_S=wait_s)
     until(lambda: (run / "harm.me").exists(), 30, lambda: report(run))
     python.rename(python.with_name("moved"))
     harmed.touch()
     if comes_back:
-        until(lambda: "tried again" in said(run), 30, lambda: said(run))
+        until(lambda: (run / "logs" / "1").exists(), 30, lambda: said(run))
         python.with_name("moved").rename(python)
         assert job.wait(timeout=60) == 0, said(run)
         assert [line["cause"] for line in attempts(run)] == ["killed", "finished"]
@@ -159,13 +217,6 @@ def test_a_python_that_is_gone_is_waited_for(place, plain_env, comes_back):
     state = state_of(Run(run))
     assert state.word == "FAILED" and state.source == "status.json", said(run)
     assert "cannot see the virtual environment" in state.detail
-    assert f"continue with: cookbook resume {run.name}" in state.detail
-    (line,) = attempts(run)
-    assert (line["attempt"], line["exit_code"], line["cause"]) == (0, 1, "not_recorded")
-    assert line["ended"] >= line["started"] and line["nodes"] == Run(run).status["nodes"]
-    # What bash has written continues as anything else does.
-    python.with_name("moved").rename(python)
-    assert start(run, plain_env, HARMED=str(harmed)).wait(timeout=60) == 0, said(run)
     assert [line["attempt"] for line in attempts(run)] == [0, 1]
 
 
@@ -194,7 +245,7 @@ def test_values_of_a_wrong_type_end_no_run(tmp_path, monkeypatch, value):
     monkeypatch.setenv("MAX_GPU_HOURS", "100")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     (tmp_path / "logs").mkdir()
-    attempt.begin(tmp_path, ["n1"])
+    records.begin(tmp_path, ["n1"])
     status, progress = tmp_path / "status.json", {"state": "running", "attempt": 0, "saved": 3}
     error = {"rank": 0, "host": "n1", "time": 1.0, "type": "RuntimeError", "message": "boom"}
     whole = {
@@ -211,7 +262,7 @@ def test_values_of_a_wrong_type_end_no_run(tmp_path, monkeypatch, value):
                 continue
             for each, content in whole.items():
                 each.write_text(json.dumps({**content, key: value} if each == path else content))
-            follows = attempt.end(tmp_path, 0, 1, max_retries=99)
+            follows = records.end(tmp_path, 0, 1, max_retries=99)
             told = json.loads(status.read_text())
             ends = {"run": ["RETRYING"], "failed": ["FAILED", "CANCELLED"]}[follows]
             assert told["state"] in ends, (path, key)
@@ -219,61 +270,56 @@ def test_values_of_a_wrong_type_end_no_run(tmp_path, monkeypatch, value):
             broken = {**whole[status], key: value} if path == status else whole[status]
             status.write_text(json.dumps(broken))
             monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-            assert attempt.begin(tmp_path, ["n1"], max_retries=99), (path, key)
+            assert records.begin(tmp_path, ["n1"], max_retries=99), (path, key)
             monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
             (tmp_path / "attempts.jsonl").write_text("")
 
 
-def test_records_that_cannot_be_read_are_not_taken_for_missing(tmp_path):
+def test_records_that_cannot_be_read_are_not_taken_for_missing(tmp_path, monkeypatch, capsys):
     """An attempt whose progress is hidden for a moment must not count as completed."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("JOB_PID", str(os.getpid()))
+    monkeypatch.setenv("RECORD_WAIT_S", "1")
     (tmp_path / "logs").mkdir()
-    env = {**os.environ, "RUN_DIR": str(tmp_path), "JOB_PID": str(os.getpid())}
-    env["PYTHONPATH"] = str(paths.REPO_ROOT)
-    record = [sys.executable, "-P", "-m", "slurm.attempt"]
-    began = subprocess.run([*record, "begin", "--hosts=n1"], env=env)
-    assert began.returncode == 0
+    record = Recorder(tmp_path)
+    record(records.begin, ["n1"])
     # Reading a folder fails with an error that is not "no such file".
     (tmp_path / "progress.json").mkdir()
-    end = [*record, "end", "--attempt=0", "--exit-code=0"]
-    done = subprocess.run(end, env=env, capture_output=True, text=True)
-    assert done.returncode not in (0, 3) and done.stdout == "", done
-    assert "Is a directory" in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(NotRecorded, match="Is a directory"):
+        record(records.end, 0, 0)
+    assert attempts(tmp_path) == [] and "tried again" in capsys.readouterr().out
     (tmp_path / "progress.json").rmdir()
     (tmp_path / "progress.json").write_text('{"state": "stopped", "attempt": 0}')
-    done = subprocess.run(end, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "failed\n")
+    assert record(records.end, 0, 0) == "failed"
 
 
 def test_an_end_is_recorded_once_with_the_time_at_which_it_came(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("JOB_PID", str(os.getpid()))
     (tmp_path / "logs").mkdir()
-    attempt.begin(tmp_path, ["n1"])
+    records.begin(tmp_path, ["n1"])
     ended = time.time() + 5
     # An hour later it could be written: the attempt did not reach the recipe's timeout.
     for _ in range(2):
-        assert attempt.end(tmp_path, 0, 1, 3, timeout_s=20, ended=ended) == "run"
+        assert records.end(tmp_path, 0, 1, 3, timeout_s=20, ended=ended) == "run"
     (line,) = attempts(tmp_path)
     assert line["ended"] == ended and line["cause"] == "killed"
 
 
 def test_a_job_that_pauses_before_the_next_attempt_ends_at_once(tmp_path, plain_env):
     """Storage has failed several times: the pause is one of minutes."""
-    run = Run(tmp_path / "runs" / "20260102-030405-demo-0a1b")
-    (run.logs / "0").mkdir(parents=True)
-    fault = {"rank": 0, "host": "n1", "time": 1.0, "type": "StorageError", "message": "gone"}
-    run.write("logs/0/error_rank_0.json", {**fault, "permanent": False})
-    run.write("status.json", {"attempt": 0, "state": "RUNNING"})
-    env = plain_env | {"RUN_DIR": str(run.path), "NODES": "1", "LOGS": str(run.logs / "0")}
-    env |= {"COOKBOOK": str(paths.REPO_ROOT), "VENV": str(paths.venv_root())}
+    run = made(tmp_path, "open('/dev/full', 'w').write('x')\n", max_retries=9)
+    script = run.path / "job.sbatch"
     line = r"{\"cause\": \"storage\", \"gained\": true, \"series\": \"local-$$\"}"
-    code = f'for _ in {{1..9}}; do echo "{line}" >>$RUN_DIR/attempts.jsonl; done; '
-    code += "source slurm/job.sh; trap terminated TERM; MAX_RETRIES=9 ATTEMPT=0; end_attempt 1"
-    with (run.path.parent / "said.log").open("ab") as log:
-        job = subprocess.Popen(["bash", "-c", code], env=env, stdout=log, stderr=log)
+    lines = f'for _ in {{1..9}}; do echo "{line}" >>$RUN_DIR/attempts.jsonl; done\n'
+    fault = r"{\"rank\": 0, \"time\": 1.0, \"type\": \"StorageError\", \"message\": \"gone\"}"
+    fails = f'echo "{fault}" >"$LOGS/error_rank_0.json"; exit 1\nexec '
+    text = script.read_text().replace("exec ", fails, 1)
+    script.write_text(text.replace("set -uo pipefail\n", "set -uo pipefail\n" + lines, 1))
+    job = start(run.path, plain_env)
     # Until the job waits for nothing else than the time.
-    pauses = ["pgrep", "--parent", str(job.pid), "--full", "sleep 240"]
-    until(lambda: not subprocess.run(pauses, stdout=subprocess.DEVNULL).returncode, 60)
+    until(lambda: run.status.get("state") == "RETRYING", 60, lambda: said(run.path))
+    time.sleep(1)
     job.terminate()
-    assert job.wait(120) == 143, said(run.path)
+    assert job.wait(20) == 143, said(run.path)
     assert (run.status["state"], run.status["cause"]) == ("CANCELLED", "cancelled"), run.status

@@ -4,13 +4,12 @@ import errno
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from runspec.files import read_json_lines
-from slurm import attempt, job_log
+from slurm import job_log, records
 from slurm.faults import first_error, on_nodes, slurm_errors
 
 HEAD = "127.0.0.1"
@@ -39,7 +38,7 @@ def lines(run_dir: Path) -> list[dict]:
 
 
 def test_the_cluster_is_recorded(run_dir):
-    attempt.begin(run_dir, ["n1"])
+    records.begin(run_dir, ["n1"])
     told = status(run_dir)
     assert (told["cluster"], told["slurm_conf"]) == ("west", "/etc/slurm/slurm.conf")
 
@@ -48,31 +47,31 @@ def test_the_cluster_is_recorded(run_dir):
     ("job", "restarts"), [("12", "0"), ("11", "1")], ids=["another job", "the job requeued"]
 )
 def test_an_older_job_does_not_overwrite_a_newer_attempt(run_dir, monkeypatch, job, restarts):
-    attempt.begin(run_dir, ["n1"])
+    records.begin(run_dir, ["n1"])
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    assert attempt.begin(run_dir, ["n2"], ended="11").startswith("1 ")
+    assert records.begin(run_dir, ["n2"], ended="11").attempt == 1
     newer, told = status(run_dir), lines(run_dir)
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
-    assert attempt.end(run_dir, 0, 1, max_retries=3) == "superseded"
+    assert records.end(run_dir, 0, 1, max_retries=3) == "superseded"
     if job == "11":
-        assert attempt.begin(run_dir, ["n1"]) == "superseded"
-    attempt.failed(run_dir, "Slurm refused")
-    attempt.waiting(run_dir, "waiting for the controller")
+        assert records.begin(run_dir, ["n1"]).next == "superseded"
+    records.failed(run_dir, "Slurm refused")
+    records.waiting(run_dir, "waiting for the controller")
     assert status(run_dir) == newer and lines(run_dir) == told
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "\0\0"])
 def test_a_broken_status_does_not_keep_a_job_from_its_end(run_dir, text):
-    attempt.begin(run_dir, ["n1"])
+    records.begin(run_dir, ["n1"])
     (run_dir / "status.json").write_text(text)
     (run_dir / "progress.json").write_text(text)
     (run_dir / "cancelled.json").write_text(text)
-    assert attempt.end(run_dir, 0, 1, max_retries=3) == "run"
+    assert records.end(run_dir, 0, 1, max_retries=3) == "run"
     assert status(run_dir)["attempt"] == 0 and len(lines(run_dir)) == 1
     (run_dir / "status.json").write_text(text)
-    assert attempt.begin(run_dir, ["n1"]).startswith("1 "), "a number is given once"
+    assert records.begin(run_dir, ["n1"]).attempt == 1, "a number is given once"
 
 
 # Attempts without a word --------------------------------------------------------------------
@@ -81,22 +80,22 @@ def test_a_broken_status_does_not_keep_a_job_from_its_end(run_dir, text):
 def test_attempts_that_end_without_a_word_are_counted(run_dir, monkeypatch):
     for number in range(3):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
-        assert attempt.begin(run_dir, ["n1"], max_retries=2).startswith(f"{number} ")
+        assert records.begin(run_dir, ["n1"], max_retries=2).attempt == number
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    with pytest.raises(SystemExit, match="3 attempts saved nothing new"):
-        attempt.begin(run_dir, ["n1"], max_retries=2)
+    with pytest.raises(records.Refused, match="3 attempts saved nothing new"):
+        records.begin(run_dir, ["n1"], max_retries=2)
     assert status(run_dir)["state"] == "FAILED"
     assert "cookbook resume" in status(run_dir)["message"]
     assert [line["cause"] for line in lines(run_dir)] == ["lost"] * 3
 
 
 def test_what_slurm_wrote_tells_why_an_attempt_left_no_word(run_dir, monkeypatch):
-    attempt.begin(run_dir, ["n1", "n3"])
+    records.begin(run_dir, ["n1", "n3"])
     said = f"*** JOB 11 ON n1 {STAMP} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***\n"
     said += "srun: error: Node failure on n3\n"
     (run_dir / "logs" / "job.log").write_text(said)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    attempt.begin(run_dir, ["n1", "n2"])
+    records.begin(run_dir, ["n1", "n2"])
     (line,) = lines(run_dir)
     assert (line["cause"], line["node"]) == ("node_failure", "n3")
     assert line["message"] == "Slurm ended the job because it lost a node: n3"
@@ -104,15 +103,15 @@ def test_what_slurm_wrote_tells_why_an_attempt_left_no_word(run_dir, monkeypatch
 
 def test_a_preemption_is_no_fault_of_the_run_and_a_resumed_job_counts_anew(run_dir, monkeypatch):
     for number in range(4):
-        attempt.begin(run_dir, ["n1"], max_retries=1)
-        attempt.end(run_dir, number, 143, max_retries=1, job_state="PREEMPTED")
-    attempt.begin(run_dir, ["n1"], max_retries=1)
-    assert attempt.end(run_dir, 4, 1, max_retries=1) == "run"
-    attempt.begin(run_dir, ["n1"], max_retries=1)
-    assert attempt.end(run_dir, 5, 1, max_retries=1) == "failed"
+        records.begin(run_dir, ["n1"], max_retries=1)
+        records.end(run_dir, number, 143, max_retries=1, job_state="PREEMPTED")
+    records.begin(run_dir, ["n1"], max_retries=1)
+    assert records.end(run_dir, 4, 1, max_retries=1) == "run"
+    records.begin(run_dir, ["n1"], max_retries=1)
+    assert records.end(run_dir, 5, 1, max_retries=1) == "failed"
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    attempt.begin(run_dir, ["n1"], max_retries=1)
-    assert attempt.end(run_dir, 6, 1, max_retries=1) == "run"
+    records.begin(run_dir, ["n1"], max_retries=1)
+    assert records.end(run_dir, 6, 1, max_retries=1) == "run"
 
 
 # Nodes --------------------------------------------------------------------------------------
@@ -125,37 +124,37 @@ def killed(run_dir: Path, number: int, rank: int) -> None:
 
 def test_a_node_that_fails_twice_in_a_row_is_left_out(run_dir):
     hosts = ["n1", "n2", "n3"]
-    assert attempt.choose(run_dir, hosts, 2) == "use n1,n2"
+    assert records.choose(run_dir, hosts, 2) == (["n1", "n2"], [])
     for number, rank in enumerate([1, 0, 1, 1]):
-        attempt.begin(run_dir, ["n1", "n2"])
+        records.begin(run_dir, ["n1", "n2"])
         killed(run_dir, number, rank)
-        attempt.end(run_dir, number, 1, max_retries=9)
-        used = "n1,n3" if number == 3 else "n1,n2"
-        assert attempt.choose(run_dir, hosts, 2) == f"use {used}"
+        records.end(run_dir, number, 1, max_retries=9)
+        used = ["n1", "n3"] if number == 3 else ["n1", "n2"]
+        assert records.choose(run_dir, hosts, 2) == (used, [])
     assert lines(run_dir)[-1]["node"] == "n2"
     assert lines(run_dir)[-1]["message"].startswith("rank 1 on n2: Killed")
-    assert attempt.choose(run_dir, ["n1", "n2"], 2) == "without n2"
-    assert attempt.choose(run_dir, hosts, 2, ["n3"]) == "without n2,n3"
+    assert records.choose(run_dir, ["n1", "n2"], 2) == ([], ["n2"])
+    assert records.choose(run_dir, hosts, 2, ["n3"]) == ([], ["n2", "n3"])
 
 
 def test_a_node_that_slurm_lost_is_left_out_at_once(run_dir):
-    attempt.begin(run_dir, ["n1", "n2"])
+    records.begin(run_dir, ["n1", "n2"])
     (run_dir / "logs" / "job.log").write_text("srun: error: Node failure on n2\n")
     killed(run_dir, 0, 0)  # it lost the connection
-    assert attempt.end(run_dir, 0, 1, max_retries=3) == "run"
+    assert records.end(run_dir, 0, 1, max_retries=3) == "run"
     told = status(run_dir)
     assert (told["cause"], lines(run_dir)[0]["node"]) == ("node_failure", "n2")
-    assert attempt.choose(run_dir, ["n1", "n2", "n3"], 2) == "use n1,n3"
+    assert records.choose(run_dir, ["n1", "n2", "n3"], 2) == (["n1", "n3"], [])
 
 
 def test_a_new_allocation_is_tried_once(run_dir, monkeypatch):
     for number in range(2):
-        attempt.begin(run_dir, ["n1"])
+        records.begin(run_dir, ["n1"])
         killed(run_dir, number, 0)
-        attempt.end(run_dir, number, 1, max_retries=9)
-    assert attempt.choose(run_dir, ["n1"], 1) == "without n1"
+        records.end(run_dir, number, 1, max_retries=9)
+    assert records.choose(run_dir, ["n1"], 1) == ([], ["n1"])
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert attempt.choose(run_dir, ["n1"], 1) == "use n1"
+    assert records.choose(run_dir, ["n1"], 1) == (["n1"], [])
 
 
 # Slurm's words ------------------------------------------------------------------------------
@@ -190,10 +189,10 @@ def test_slurms_line_tells_why_a_job_ends(said, state):
 def test_only_what_was_said_in_this_attempt_counts(run_dir):
     log = run_dir / "logs" / "job.log"
     log.write_text(f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO PREEMPTION ***\n")
-    attempt.begin(run_dir, ["n1"])
+    records.begin(run_dir, ["n1"])
     with log.open("a") as file:
         file.write(f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} DUE TO TIME LIMIT ***\n")
-    attempt.end(run_dir, 0, 143, job_state="COMPLETING")
+    records.end(run_dir, 0, 143, job_state="COMPLETING")
     assert (status(run_dir)["state"], status(run_dir)["cause"]) == ("INTERRUPTED", "time_limit")
 
 
@@ -209,10 +208,10 @@ def test_only_what_was_said_in_this_attempt_counts(run_dir):
 def test_a_memory_limit_is_named_and_retried_once(run_dir, said):
     log = run_dir / "logs" / "job.log"
     for number, follows in enumerate(["run", "failed"]):
-        attempt.begin(run_dir, ["n1", "n2"])
+        records.begin(run_dir, ["n1", "n2"])
         with log.open("a") as file:
             file.write(f"{said}\nsrun: error: n2: task 1: Killed\n")
-        assert attempt.end(run_dir, number, 137, max_retries=3) == follows
+        assert records.end(run_dir, number, 137, max_retries=3) == follows
     told = status(run_dir)
     assert told["cause"] == "out_of_memory" and said in told["message"]
     assert "raise resources.mem" in told["message"]
@@ -238,11 +237,11 @@ def test_a_killed_torchrun_is_the_first_task_that_srun_reports(run_dir):
 def test_srun_without_a_controller_is_no_attempt_of_the_run(run_dir):
     log = run_dir / "logs" / "job.log"
     for number in range(3):
-        attempt.begin(run_dir, ["n1"], max_retries=1)
+        records.begin(run_dir, ["n1"], max_retries=1)
         with log.open("a") as file:
             file.write("srun: error: Unable to confirm allocation for job 11: Unable to contact ")
             file.write("slurm controller (connect failure)\n")
-        assert attempt.end(run_dir, number, 1, max_retries=1) == "run"
+        assert records.end(run_dir, number, 1, max_retries=1) == "run"
     assert status(run_dir)["cause"] == "controller"
 
 
@@ -271,45 +270,16 @@ def fill(folder: Path) -> None:
                 assert error.errno == errno.ENOSPC
 
 
-def test_a_disk_that_is_full_to_the_last_byte_leaves_room_for_the_last_word(tiny_disk):
+def test_a_disk_that_is_full_to_the_last_byte_leaves_room_for_the_last_word(
+    tiny_disk, monkeypatch, capsys
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "11")
     (tiny_disk / "logs").mkdir()
-    env = {**os.environ, "RUN_DIR": str(tiny_disk), "SLURM_JOB_ID": "11", "PYTHONPATH": os.getcwd()}
-    record = [sys.executable, "-P", "-m", "slurm.attempt"]
-    began = subprocess.run([*record, "begin", "--hosts=n1"], env=env)
-    assert began.returncode == 0
+    records.begin(tiny_disk, ["n1"])
     fill(tiny_disk)
     (tiny_disk / "logs" / "0" / "x").touch()  # an empty file needs no block
-    end = [*record, "end", "--attempt=0", "--exit-code=1", "--max-retries=3"]
-    with open(tiny_disk / "logs" / "job.log", "ab") as log:
-        done = subprocess.run(end, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
-    assert (done.returncode, done.stdout) == (0, "failed\n")
+    assert records.end(tiny_disk, 0, 1, max_retries=3) == "failed"
     told = status(tiny_disk)
     assert (told["state"], told["cause"]) == ("FAILED", "no_space")
     assert "no space left on the filesystem of" in told["message"]
     assert len(lines(tiny_disk)) == 1
-    assert "Traceback" not in (tiny_disk / "logs" / "job.log").read_text()
-
-
-@pytest.mark.parametrize("hears", [True, False])
-def test_a_term_that_ends_the_program_that_records_costs_no_record(run_dir, hears):
-    # scancel signals all processes of the script at once, and bash may lose its own signal.
-    attempt.begin(run_dir, ["n1"])
-    log = run_dir / "logs" / "job.log"
-    (run_dir / "logs" / "0").mkdir(exist_ok=True)
-    log.write_text(f"slurmstepd: error: *** JOB 11 ON n1 {STAMP} ***\n")
-    also = "$$" if hears else ""
-    code = f"""source slurm/job.sh; trap terminated TERM; ATTEMPT=0 LOGS=$RUN_DIR/logs/0
-    eval "really_$(declare -f record)"
-    record() {{
-      [ -e "$RUN_DIR/killed" ] || {{ touch "$RUN_DIR/killed"
-        bash -c "kill {also} \\$\\$"; return; }}
-      really_record "$@"
-    }}
-    end_attempt 1; finish"""
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "RUN_DIR": str(run_dir), "COOKBOOK": str(root), "MAX_RETRIES": "0"}
-    env["VENV"] = sys.prefix
-    done = subprocess.run(["bash", "-c", code], env=env, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 143, done.stderr
-    assert (status(run_dir)["state"], status(run_dir)["cause"]) == ("CANCELLED", "cancelled")
-    assert len(read_json_lines(run_dir / "attempts.jsonl")) == 1

@@ -84,20 +84,20 @@ def test_a_cancelled_job_leaves_no_successor(user: Kit, slurm, no_requeue, how):
 
 
 def test_a_series_counts_its_attempts_together_and_a_resumed_run_anew(tmp_path, monkeypatch):
-    from slurm import attempt
+    from slurm import records
 
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     (tmp_path / "logs").mkdir()
     for number, job in enumerate(["11", "12", "13"]):
         monkeypatch.setenv("SLURM_JOB_ID", job)
-        attempt.begin(tmp_path, ["n1"])
-        attempt.succeed(tmp_path, str(int(job) + 1))
-        follows = attempt.end(tmp_path, number, 1, max_retries=2)
+        records.begin(tmp_path, ["n1"])
+        records.succeed(tmp_path, str(int(job) + 1))
+        follows = records.end(tmp_path, number, 1, max_retries=2)
         assert follows == ("failed" if number == 2 else "run")
     assert [line["series"] for line in attempts(tmp_path)] == ["11"] * 3
     monkeypatch.setenv("SLURM_JOB_ID", "20")
-    attempt.begin(tmp_path, ["n1"])
-    assert attempt.end(tmp_path, 3, 1, max_retries=2) == "run"
+    records.begin(tmp_path, ["n1"])
+    assert records.end(tmp_path, 3, 1, max_retries=2) == "run"
 
 
 @pytest.mark.long

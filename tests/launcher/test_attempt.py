@@ -10,7 +10,7 @@ import pytest
 
 from runspec.files import DamagedFile, read_json_lines, write_json
 from serving import replica
-from slurm import attempt, faults, retry
+from slurm import faults, records, retry
 from slurm.identity import own_job_id
 from slurm.retry import AttemptEnd, decide
 from trainer.errors import (
@@ -207,18 +207,18 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/{}] {}"
     ],
 )
 def test_a_ranks_fault_has_its_cause(run_dir, error, cause):
-    attempt.begin(run_dir, ["n1"])
+    records.begin(run_dir, ["n1"])
     write_error_record(run_dir / "logs" / "0", 0, error)
-    attempt.end(run_dir, 0, 1)
+    records.end(run_dir, 0, 1)
     assert read_json_lines(run_dir / "attempts.jsonl")[-1]["cause"] == cause
 
 
 def test_a_full_disk_ends_a_replica_with_its_cause(run_dir):
-    attempt.begin(run_dir, ["n1"], "127.0.0.1")
+    records.begin(run_dir, ["n1"], "127.0.0.1")
     error = OSError(errno.ENOSPC, "No space left on device", "requests/journal.jsonl")
     logs = run_dir / "logs" / "0"
     write_json(logs / "error_rank_0.json", replica.failure(0, error))
-    attempt.end(run_dir, 0, 1)
+    records.end(run_dir, 0, 1)
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert line["cause"] == "no_space"
     assert "free some space" in line["message"]
@@ -236,9 +236,9 @@ NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 def test_a_rank_without_a_record_is_blamed_by_its_peers(run_dir, monkeypatch):
     monkeypatch.setenv("RANKS_PER_NODE", "1")
-    attempt.begin(run_dir, ["n1", "n2"])
+    records.begin(run_dir, ["n1", "n2"])
     write_error_record(run_dir / "logs" / "0", 1, PeerError({0: Fault.of(NO_SPACE)}))
-    attempt.end(run_dir, 0, 1)
+    records.end(run_dir, 0, 1)
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert (line["cause"], line["node"]) == ("no_space", "n1")
     assert line["message"].startswith("rank 0 on n1: NoSpace: OSError: [Errno 28] No space left")
@@ -248,21 +248,21 @@ def test_a_rank_without_a_record_is_blamed_by_its_peers(run_dir, monkeypatch):
 def test_shared_storage_that_fails_is_no_nodes_fault(run_dir, monkeypatch, script):
     monkeypatch.setenv("RANKS_PER_NODE", "1")
     for number in range(3):
-        attempt.begin(run_dir, ["n1", "n2"])
+        records.begin(run_dir, ["n1", "n2"])
         logs = run_dir / "logs" / str(number)
         if script:
             said = "Traceback\nOSError: [Errno 5] Input/output error: '/shared/data.bin'\n"
             (logs / "rank_1.log").write_text(said)
         else:
             write_error_record(logs, 1, OSError(errno.ESTALE, "Stale file handle", "/shared/x"))
-        assert attempt.end(run_dir, number, 1, max_retries=9) == "run"
+        assert records.end(run_dir, number, 1, max_retries=9) == "run"
     lines = read_json_lines(run_dir / "attempts.jsonl")
     assert {line["cause"] for line in lines} == {"storage"}
     assert [retry.pause_s(lines[:number]) for number in range(4)] == [0, 15, 30, 60]
     assert retry.pause_s([*lines, {"cause": "error"}]) == 0
     assert retry.pause_s(lines * 9) == 240
-    assert attempt.choose(run_dir, ["n1", "n2"], 1) == "use n1"
-    assert attempt.choose(run_dir, ["n2", "n1"], 1) == "use n2"
+    assert records.choose(run_dir, ["n1", "n2"], 1) == (["n1"], [])
+    assert records.choose(run_dir, ["n2", "n1"], 1) == (["n2"], [])
 
 
 # What Slurm 22.05 wrote when it lost n2, which was not the first node.
@@ -279,19 +279,19 @@ SLURMCTLD LOG FOR DETAILS ***
 def test_a_lost_node_is_named_and_left_out(run_dir, monkeypatch, recorded, nodes, names):
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     hosts = ["n1", "n2", "n3", "n4"]
-    attempt.begin(run_dir, hosts)
+    records.begin(run_dir, hosts)
     text = LOST.format(nodes=nodes).replace("\\\n", "")
     # The job script may die with the first node, and with it what Slurm says of the job.
     (run_dir / "logs/job.log").write_text(text if recorded else text.partition("slurmstepd")[0])
     if recorded:
-        attempt.end(run_dir, 0, 143, job_state="COMPLETING")
+        records.end(run_dir, 0, 143, job_state="COMPLETING")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    attempt.begin(run_dir, hosts)
+    records.begin(run_dir, hosts)
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert (line["cause"], line["node"], line["bad_nodes"]) == ("node_failure", "n2", names)
     assert line["message"] == f"Slurm ended the job because it lost a node: {', '.join(names)}"
     left = [host for host in hosts if host not in names]
-    assert attempt.choose(run_dir, hosts, len(left)) == f"use {','.join(left)}"
+    assert records.choose(run_dir, hosts, len(left)) == (left, [])
 
 
 MEMORY = "error: StepId=11.0 exceeded memory limit (944 > 900), being killed"
@@ -309,9 +309,9 @@ KILL = "error: Detected 1 oom_kill event in StepId=11.0."
     ],
 )
 def test_memory_ran_out_on_the_node_that_slurm_names(run_dir, log, text, node):
-    attempt.begin(run_dir, ["n1", "n2"])
+    records.begin(run_dir, ["n1", "n2"])
     (run_dir / "logs" / log).write_text(text)
-    attempt.end(run_dir, 0, 1)
+    records.end(run_dir, 0, 1)
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert (line["cause"], line["node"]) == ("out_of_memory", node)
 
@@ -351,10 +351,10 @@ def test_retries_end_when_nothing_is_gained_and_go_on_while_something_is(run_dir
     for number, (gain, expected) in enumerate(
         [(10, "run"), (None, "run"), (20, "run"), (None, "run"), (None, "failed")]
     ):
-        assert attempt.begin(run_dir, ["n1"]).split()[0] == str(number)
+        assert records.begin(run_dir, ["n1"]).attempt == number
         if gain:
             checkpoint(run_dir, gain)
-        assert attempt.end(run_dir, number, 1, max_retries=1, job_state=None) == expected
+        assert records.end(run_dir, number, 1, max_retries=1, job_state=None) == expected
     told = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
     assert [line["gained"] for line in told] == [True, False, True, False, False]
     assert told[-1]["checkpoint_step"] == 20
@@ -367,56 +367,56 @@ def test_an_evaluation_gains_by_its_shards(run_dir):
     shards = run_dir / "evals" / "shards"
     shards.mkdir(parents=True)
     for number, gained in enumerate([True, False, True]):
-        attempt.begin(run_dir, ["n1"])
+        records.begin(run_dir, ["n1"])
         if gained:
             (shards / f"{number}.json").write_text("{}")
-        attempt.end(run_dir, number, 1, max_retries=3)
+        records.end(run_dir, number, 1, max_retries=3)
     told = read_json_lines(run_dir / "attempts.jsonl")
     assert [line["gained"] for line in told] == [True, False, True]
 
 
 def test_a_replica_gains_by_the_minutes_for_which_it_was_ready(run_dir):
     for number, minutes in enumerate([0, 2, 2, 3]):
-        attempt.begin(run_dir, ["n1"])
+        records.begin(run_dir, ["n1"])
         (run_dir / "served.json").write_text(json.dumps({"minutes": minutes}))
-        attempt.end(run_dir, number, 1, max_retries=3)
+        records.end(run_dir, number, 1, max_retries=3)
     told = read_json_lines(run_dir / "attempts.jsonl")
     assert [line["gained"] for line in told] == [False, True, False, True]
 
 
 def test_an_attempt_that_could_not_record_its_end_gets_a_line(run_dir, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "11")
-    attempt.begin(run_dir, ["n1"])
+    records.begin(run_dir, ["n1"])
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     # The job script has to ask whether that job still runs; it does not.
-    assert attempt.begin(run_dir, ["n2"]) == "busy 11"
+    assert records.begin(run_dir, ["n2"]).busy == "11"
     assert read_json_lines(run_dir / "attempts.jsonl") == []
-    assert attempt.begin(run_dir, ["n2"], ended="11").startswith("1 ")
+    assert records.begin(run_dir, ["n2"], ended="11").attempt == 1
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert line["attempt"] == 0 and line["cause"] == "lost" and line["nodes"] == ["n1"]
 
 
 def test_a_process_of_this_host_that_runs_keeps_its_run(run_dir, monkeypatch):
-    attempt.begin(run_dir, ["n1"])  # as process 1
+    records.begin(run_dir, ["n1"])  # as process 1
     monkeypatch.setenv("JOB_PID", str(os.getpid()))
-    with pytest.raises(SystemExit, match="job local-1 still works on this run"):
-        attempt.begin(run_dir, ["n1"], ended=None)
+    with pytest.raises(records.Refused, match="job local-1 still works on this run"):
+        records.begin(run_dir, ["n1"], ended=None)
 
 
 def test_a_fault_of_the_job_script_itself_is_permanent(run_dir):
-    attempt.begin(run_dir, ["n1"])
-    assert attempt.end(run_dir, 0, 127, max_retries=3, message="line 'x' failed") == "failed"
+    records.begin(run_dir, ["n1"])
+    assert records.end(run_dir, 0, 127, max_retries=3, message="line 'x' failed") == "failed"
     status = json.loads((run_dir / "status.json").read_text())
     assert status["state"] == "FAILED" and status["message"].endswith(": fault: line 'x' failed")
 
 
 def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsys):
-    attempt.begin(run_dir, ["n1"])
+    records.begin(run_dir, ["n1"])
     checkpoint(run_dir, 10)
-    attempt.end(run_dir, 0, 1, max_retries=0)
+    records.end(run_dir, 0, 1, max_retries=0)
     assert capsys.readouterr().err.count("make a new run with: cookbook submit") == 0
     monkeypatch.setenv("JOB_PID", str(os.getpid()))
-    attempt.begin(run_dir, ["n1"])
+    records.begin(run_dir, ["n1"])
     told = capsys.readouterr().err
     assert f"continues the run of job local-1 in {run_dir}, from the checkpoint of step 10" in told
     assert "make a new run with: cookbook submit" in told
@@ -426,7 +426,7 @@ def test_a_finished_run_is_not_trained_again(run_dir):
     (run_dir / "progress.json").write_text('{"state": "finished", "attempt": 0}')
     cancelled = {"state": "CANCELLED", "job_id": "local-1", "attempt": 0, "answering": {}}
     (run_dir / "status.json").write_text(json.dumps(cancelled))
-    assert attempt.begin(run_dir, ["n1"]) == "finished"
+    assert records.begin(run_dir, ["n1"]).next == "finished"
     told = json.loads((run_dir / "status.json").read_text())
     assert (told["job_id"], told["state"]) == (own_job_id(), "COMPLETED")
     assert "answering" not in told
@@ -434,10 +434,10 @@ def test_a_finished_run_is_not_trained_again(run_dir):
 
 def test_progress_of_an_attempt_before_does_not_finish_this_one(run_dir):
     (run_dir / "progress.json").write_text('{"state": "stopped", "attempt": 0}')
-    attempt.begin(run_dir, ["n1"])
-    assert attempt.end(run_dir, 0, 0, 3, None) == "run"  # stopped, without Slurm: again at once
-    attempt.begin(run_dir, ["n1"])
-    assert attempt.end(run_dir, 1, 0, 3, None) == "run"
+    records.begin(run_dir, ["n1"])
+    assert records.end(run_dir, 0, 0, 3, None) == "run"  # stopped, without Slurm: again at once
+    records.begin(run_dir, ["n1"])
+    assert records.end(run_dir, 1, 0, 3, None) == "run"
     causes = [line["cause"] for line in read_json_lines(run_dir / "attempts.jsonl")]
     assert causes == ["stopped", "killed"]
 
@@ -451,10 +451,10 @@ def test_torn_records_are_passed_over(run_dir):
 
 def test_a_run_whose_steps_are_not_finite_is_not_started_again(run_dir):
     """By the trainer's own record: torchrun's exit status is 1 whatever a rank's was."""
-    attempt.begin(run_dir, ["n1"])
+    records.begin(run_dir, ["n1"])
     fault = NonFiniteLossError("step 7: not finite in 3 steps in a row")
     write_error_record(run_dir / "logs" / "0", 1, fault)
-    assert attempt.end(run_dir, 0, 1, max_retries=3, job_state=None) == "failed"
+    assert records.end(run_dir, 0, 1, max_retries=3, job_state=None) == "failed"
     status = json.loads((run_dir / "status.json").read_text())
     assert status["state"] == "FAILED"
     assert "rank 1 on " in status["message"]

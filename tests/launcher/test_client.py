@@ -23,7 +23,7 @@ from launcher.workflows.resume import Changes, resume
 from tests.conftest import SlurmCluster
 from tests.launcher.kit import Kit, report, until
 
-# As slurm/attempt.py begins an attempt; then it waits.
+# As slurm/records.py begins an attempt; then it waits.
 BODY = """
 printf '{"state": "RUNNING", "job_id": "%s", "attempt": 0, "updated": 1, "cluster": "%s"}' \\
   "$SLURM_JOB_ID" "$SLURM_CLUSTER_NAME" >$RUN/.status && mv $RUN/.status $RUN/status.json

@@ -22,7 +22,7 @@ from launcher.workflows import resume
 from launcher.workflows.submit import PlannedRun, plan
 from runspec import files
 from runspec.engines import Records
-from slurm import engine
+from slurm import engine, records
 from slurm.watchdog import Watch
 from tests.faults.test_engines import CASES
 
@@ -369,7 +369,7 @@ def test_a_resumed_run_counts_paths_from_the_recipe_it_was_made_of(tmp_path):
 def test_a_file_that_cannot_be_read_does_not_keep_the_end_from_its_record(
     tmp_path, monkeypatch, capsys
 ):
-    """slurm/record.sh asks again, and Slurm may give the job script only seconds."""
+    """slurm/recorder.py asks again, and Slurm may give the job only seconds."""
     monkeypatch.setattr(engine, "WAIT_S", 0.1)
     monkeypatch.setenv("RUN_DIR", str(tmp_path))
     monkeypatch.setenv("STORAGE_WAIT_S", "5")
@@ -377,3 +377,12 @@ def test_a_file_that_cannot_be_read_does_not_keep_the_end_from_its_record(
     with pytest.raises(OSError):
         engine.settle(tmp_path, 0, 1, False)
     assert "trying again for 0 s" in capsys.readouterr().err
+
+
+def test_a_damaged_engine_json_ends_the_run_with_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "11")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / files.ENGINE).write_text("{")
+    with pytest.raises(records.Refused, match=r"engine.json does not hold JSON"):
+        records.begin(tmp_path, ["n1"])
+    assert files.read_object(tmp_path / files.STATUS)["state"] == "FAILED"

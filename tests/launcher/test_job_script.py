@@ -7,6 +7,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,12 @@ from launcher.workflows.resume import Changes, resume, script_of_today
 from launcher.workflows.submit import plan, record
 from runspec.variables import owned_variables
 from tests.conftest import SlurmCluster
+from tests.faults.kit import processes_of
 from tests.launcher.kit import Kit, report, until
 from tests.launcher.test_script import project
 
 PASS = "print('trained')\n"
+SUPERVISE = [sys.executable, "-P", "-m", "slurm.supervise", "--", "srun", "true"]
 
 
 @pytest.fixture
@@ -218,36 +221,29 @@ def test_a_script_started_twice_leaves_the_run_to_the_first(root, plain_env):
     assert (state.word, state.detail) == ("CANCELLED", "its job was cancelled")
 
 
-ENDED = {
-    "the script gets the signal": "[ $begins = no ] || kill -TERM $JOB_PID",
-    "the program that records gets it": "[ $begins = no ] || exit 143",
-    "another one comes at its end": "kill -TERM $JOB_PID",
-}
-
-
-@pytest.mark.parametrize("ending", ENDED.values(), ids=ENDED)
-def test_a_job_that_ends_while_its_attempt_begins_is_recorded(root, plain_env, ending):
-    """Between the record of the start and the script that reads its answer."""
-    run = made(root)
-    python = root / "venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(
-        "#!/bin/bash\n"
-        'case " $* " in *" begin "*) begins=yes ;; *) begins=no ;; esac\n'
-        f'"{paths.venv_root()}/bin/python" "$@"; status=$?\n'
-        f"{ending}\n"
-        "exit $status\n"
-    )
-    python.chmod(0o755)
-    script = run.path / "job.sbatch"
-    script.write_text(
-        re.sub("(?m)^export VENV=.*", f"export VENV={root / 'venv'}", script.read_text())
-    )
-    assert by_bash(run, plain_env) == 143, report(run.path)
-    assert run.status["state"] == "CANCELLED", report(run.path)
-    (attempt,) = run.attempts
-    assert (attempt["attempt"], attempt["cause"]) == (0, "cancelled")
-    assert not (run.logs / "0" / "node_0.log").exists()
+# Where the job is when a TERM comes: at each of these files its log folder has just been written.
+@pytest.mark.parametrize("moment", ["", "status.json", "logs/0/.child.json"])
+@pytest.mark.parametrize("whom", ["the script", "the supervisor", "both"])
+def test_a_job_that_ends_as_its_attempt_begins_is_recorded(root, plain_env, moment, whom):
+    run = made(root, "import time; time.sleep(600)\n")
+    with (run.logs / "job.log").open("ab") as output:
+        argv = ["bash", run.path / "job.sbatch"]
+        job = subprocess.Popen(argv, env=plain_env, stdout=output, stderr=output)
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+    until(lambda: (run.path / moment).exists() and children.read_text(), 30)
+    supervisor = int(children.read_text().split()[-1])
+    for pid in {"the script": [job.pid], "the supervisor": [supervisor]}.get(
+        whom, [job.pid, supervisor]
+    ):
+        os.kill(pid, signal.SIGTERM)
+    assert job.wait(timeout=60) == 143, report(run.path)
+    if run.attempts:
+        assert run.status["state"] == "CANCELLED", report(run.path)
+        (attempt,) = run.attempts
+        assert (attempt["attempt"], attempt["cause"]) == (0, "cancelled")
+    else:
+        assert run.status.get("state") != "RUNNING", report(run.path)
+    until(lambda: not processes_of(run.path), 30, lambda: f"left over: {processes_of(run.path)}")
 
 
 ENDED = "slurmstepd-n1: error: *** JOB 11 ON n1 CANCELLED AT 2026-11-24T01:56:42{} ***\n"
@@ -271,18 +267,35 @@ def test_a_job_that_ends_between_attempts_is_recorded(tmp_path, plain_env, why, 
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
     env = {**plain_env, "PATH": f"{tmp_path}:{plain_env['PATH']}", "RUN_DIR": str(run.path)}
-    env |= {"COOKBOOK": str(paths.REPO_ROOT), "VENV": str(paths.venv_root())}
-    env |= {"SLURM_JOB_ID": "11", "LOGS": str(run.logs / "0"), "ATTEMPT": "0"}
-    code = "source slurm/job.sh; trap terminated TERM; await_controller"
+    env |= {"COOKBOOK": str(paths.REPO_ROOT), "PYTHONPATH": str(paths.REPO_ROOT)}
+    env |= {"SLURM_JOB_ID": "11"}
+    env |= {"COOKBOOK_AGAIN": "yes", "NODES": "1", "MAX_RETRIES": "3"}
     with (run.logs / "job.log").open("ab") as output:
-        job = subprocess.Popen(["bash", "-c", code], env=env, stdout=output, stderr=output)
+        job = subprocess.Popen(SUPERVISE, env=env, stdout=output, stderr=output)
     until(lambda: "waiting for Slurm's controller" in log(run), 30, lambda: report(run.path))
     with (run.logs / "job.log").open("a") as text:
         text.write(ENDED.format(why))
     job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=60) == 143, report(run.path)
+    assert job.wait(timeout=60) == 76, report(run.path)
     assert (run.status["state"], run.status["cause"]) == (state, cause), report(run.path)
     assert run.attempts == [status]
+
+
+def test_a_warning_between_two_attempts_puts_the_job_back_into_the_queue(tmp_path, plain_env):
+    """Slurm would end the next attempt at once."""
+    run = Run(tmp_path / "runs" / "20260102-030405-demo-0a1b")
+    (run.logs / "0").mkdir(parents=True)
+    status = {"job_id": "11", "restart_count": 0, "attempt": 0, "state": "RETRYING"}
+    run.write("status.json", {**status, "cause": "killed", "job_log_bytes": 0})
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    env = {**plain_env, "PATH": f"{tmp_path}:{plain_env['PATH']}", "RUN_DIR": str(run.path)}
+    env |= {"PYTHONPATH": str(paths.REPO_ROOT), "COOKBOOK_AGAIN": "yes", "COOKBOOK_WARNED": "yes"}
+    env |= {"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "0", "NODES": "1", "MAX_RETRIES": "3"}
+    done = subprocess.run(SUPERVISE, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (run.status["state"], run.status["cause"]) == ("REQUEUED", "time_limit")
+    assert "requeue 11" in (tmp_path / "asked").read_text() and not (run.logs / "1").exists()
 
 
 def test_an_older_job_leaves_the_one_that_took_its_place(tmp_path, plain_env):
@@ -294,11 +307,14 @@ def test_an_older_job_leaves_the_one_that_took_its_place(tmp_path, plain_env):
     (tmp_path / "scancel").chmod(0o755)
     env = {**plain_env, "PATH": f"{tmp_path}:{plain_env['PATH']}", "RUN_DIR": str(run.path)}
     env |= {"COOKBOOK": str(paths.REPO_ROOT), "VENV": str(paths.venv_root())}
-    env |= {"SLURM_JOB_ID": "11", "LOGS": str(run.logs / "0"), "ATTEMPT": "0", "SUCCESSOR": "12"}
-    code = "source slurm/job.sh; MAX_RETRIES=3; {}"
-    for end in ("end_attempt 1; finish", "terminated"):
-        done = subprocess.run(["bash", "-c", code.format(end)], env=env, timeout=60)
-        assert done.returncode in (1, 143) and not (tmp_path / "cancelled").exists()
+    env |= {"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "0", "NODES": "1", "MAX_RETRIES": "3"}
+    supervisor = "Supervisor(pathlib.Path(os.environ['RUN_DIR']), ['srun', 'true'])"
+    code = f"import os, pathlib; from slurm.supervise import *; job = {supervisor}; "
+    code += "job._succession.job, job._attempt = '12', 0; os.environ['LOGS'] = '/nowhere'; "
+    for end in ("job._end(1); exit(job._finish())", "exit(job.terminated())"):
+        argv = [sys.executable, "-P", "-c", code + end]
+        done = subprocess.run(argv, env=env | {"PYTHONPATH": str(paths.REPO_ROOT)}, timeout=60)
+        assert done.returncode in (1, 76) and not (tmp_path / "cancelled").exists()
     assert run.status["state"] == "RUNNING" and run.attempts == []
 
 
@@ -361,7 +377,7 @@ def test_a_run_is_private_or_open_to_the_group(root, plain_env, shared, forbidde
 
 
 @pytest.mark.parametrize(
-    "name", ["NODES", "RUN_DIR", "SLURM_NNODES", "COOKBOOK", "RANK", "UID", "REPLICAS"]
+    "name", ["NODES", "RUN_DIR", "SLURM_NNODES", "COOKBOOK", "RANK", "UID", "SUPERVISOR"]
 )
 def test_a_recipe_may_not_set_what_the_script_owns(root, name):
     path = project(root, PASS, env={name: "1", "NCCL_DEBUG": "WARN"})
@@ -459,7 +475,7 @@ def test_a_change_in_the_checkout_reaches_no_run(root, plain_env, tmp_path, monk
     run.write("submission.json", {"recipe": "mine", "recipe_file": str(recipe_file), "jobs": []})
     assert by_bash(run, plain_env) == 1
     changed = shutil.copytree(own.folder, tmp_path / "checkout")
-    with (changed / "slurm" / "job.sh").open("a") as file:
+    with (changed / "slurm" / "supervise.sh").open("a") as file:
         file.write("say 'the new code'\n")
     (changed / "origin.json").unlink()
     monkeypatch.setattr(paths, "REPO_ROOT", changed)

@@ -78,7 +78,7 @@ def test_two_commands_that_copy_the_same_code_at_once_share_it(tmp_path, monkeyp
 
     monkeypatch.setattr(code, "git_state", another_was_faster)
     made = code.present(tmp_path)
-    assert (made.folder / "slurm/job.sh").is_file()
+    assert (made.folder / "slurm/supervise.sh").is_file()
     assert [path.name for path in made.folder.parent.iterdir()] == [made.sha256]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.kit import requeued
 from tests.launcher.kit import FAKE_TOKEN, Kit, losses, served_by_a_job, until
 
 SHORT = ["--recipe", "demo", "--nodes", "2", "max_steps=30", "~generate"]
@@ -236,12 +237,9 @@ def test_a_held_job_says_why_and_is_cancelled_before_it_starts(kit: Kit, slurm) 
 
 def test_a_job_that_slurm_has_requeued_already_is_no_failure(kit: Kit, slurm, tmp_path) -> None:
     """As when a node is lost just before the script asks for it; a job that is gone is one."""
-    (tmp_path / "status.json").write_text('{"state": "REQUEUED"}')
-    env = {**kit.env, "RUN_DIR": str(tmp_path), "COOKBOOK": str(Path.cwd()), "VENV": sys.prefix}
 
     def finish(job: str) -> tuple[int, str]:
-        code = "source slurm/job.sh; NEXT=requeue SLURM_JOB_ID=$1; finish"
-        done = subprocess.run(["bash", "-c", code, "-", job], env=env, capture_output=True)
+        done = requeued(kit.env, tmp_path, job)
         return done.returncode, json.loads((tmp_path / "status.json").read_text())["state"]
 
     held = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]

@@ -67,7 +67,7 @@ def test_what_the_kit_makes_in_a_folder_of_a_group_stays_usable(group_folder):
     assert made.folder.stat().st_mode & stat.S_ISGID
     # As jobs and replay do, with the umask of whoever submits.
     variables = {**os.environ, "PYTHONPATH": str(made.folder), "PYTHONDONTWRITEBYTECODE": ""}
-    argv = [sys.executable, "-P", "-c", "import runspec.files, slurm.attempt"]
+    argv = [sys.executable, "-P", "-c", "import runspec.files, slurm.records"]
     subprocess.run(argv, env=variables, cwd="/", check=True)
     assert list((made.folder / "runspec/__pycache__").glob("files.*.pyc"))
     assert code.present(group_folder) == made
@@ -85,8 +85,8 @@ def test_what_belongs_to_a_colleague_is_used_if_the_site_names_them(tmp_path):
     os.chown(theirs, nobody.pw_uid, -1)
     assert trust.fault(theirs) == f"{theirs} belongs to nobody"
     assert trust.fault(theirs, ["nobody"]) is None
-    os.chown(code.present(tmp_path).folder / "slurm/job.sh", nobody.pw_uid, -1)
-    with pytest.raises(RunFault, match=r"job.sh belongs to nobody: remove"):
+    os.chown(code.present(tmp_path).folder / "slurm/supervise.sh", nobody.pw_uid, -1)
+    with pytest.raises(RunFault, match=r"supervise.sh belongs to nobody: remove"):
         code.present(tmp_path)
     environment = Environment(kind="venv", dependencies=("einops",))
     place = built.folder(environment, tmp_path)

@@ -1,9 +1,7 @@
 """Replicas on rollout nodes give what the GPUs that train would: without Slurm, as --local does."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,8 +15,7 @@ import pytest
 from safetensors import safe_open
 
 from runspec import files
-from slurm import faults
-from slurm.rollout import Supervisor
+from slurm import faults, rollout
 from tests.launcher.kit import until
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start
@@ -178,35 +175,27 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def replicas(run: Path, count: int, script: str = "") -> Iterator[None]:
     """So many replicas of a run, as its job script starts them."""
     script = script or f"exec {sys.executable} -m trainer.replica {run}/train.yaml"
-    folder, logs = run / files.ROLLOUT, run / "logs" / "0"
-    folder.mkdir()
+    logs = run / "logs" / "0"
     logs.mkdir(parents=True, exist_ok=True)
     (run / files.LATEST_LOGS).symlink_to("0")
-    (folder / files.ROLLOUT_SECRET).write_text("secret")
-    supervisor = subprocess.Popen(
-        [sys.executable, "-m", "slurm.rollout"],
-        env=environment(
-            RUN_DIR=str(run),
-            JOB_PID=str(os.getpid()),
-            RANKS_PER_NODE="1",
-            ROLLOUT_HOSTS=",".join(["here"] * count),
-            ROLLOUT_ADDRESSES="127.0.0.1",
-            ROLLOUT_SCRIPT=script,
-        ),
-    )
+    monkeypatch = pytest.MonkeyPatch()
+    for name, value in environment(RUN_DIR=str(run), RANKS_PER_NODE="1").items():
+        monkeypatch.setenv(name, value)
+    started = rollout.Replicas(run, script, [], ["here"] * count, ["127.0.0.1"])
+    started.start()
     try:
         yield
     finally:
-        (folder / files.ROLLOUT_END).touch()
-        supervisor.wait(60)
+        started.end()
+        monkeypatch.undo()
 
 
 def test_a_folder_that_cannot_be_looked_at_ends_no_replica(tmp_path: Path) -> None:
-    supervisor = Supervisor.__new__(Supervisor)
-    supervisor._folder, supervisor._secret = tmp_path / ("x" * 300), "secret"
+    replicas = rollout.Replicas.__new__(rollout.Replicas)
+    replicas._folder, replicas._secret = tmp_path / ("x" * 300), "secret"
     with pytest.raises(OSError):
-        supervisor._folder.exists()
-    supervisor._make_again()
+        replicas._folder.exists()
+    replicas._make_again()
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def _setup(cluster: Site) -> list[str]:
     if not cluster.job_setup:
         return []
     places = render.setup_places(cluster)
-    # As in slurm/job.sh, but the other checks go on if they can.
+    # As in slurm/supervise.sh, but the other checks go on if they can.
     lines = [
         """printf '@ node %s\\n' "${SLURMD_NODENAME:-$(hostname -s)}\"""",
         "setup_failed() {",

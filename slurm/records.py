@@ -1,17 +1,16 @@
-"""Keeps a run's records from inside its job: python -P -m slurm.attempt begin|end|...
+"""Keeps a run's records from inside its job.
 
-Called by slurm/record.sh at every attempt, with RUN_DIR set; standard library only. Exit status 0:
-done; 3: no attempt follows, and that is recorded. After any other one it is called again: each call
-may be repeated, wherever the one before it was killed.
+Each function may be called again, wherever the call before it, or its process, was ended; whatever
+raises OSError is (slurm/recorder.py). Standard library only.
 """
 
-import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 from runspec import files
 from runspec.redact import redacted
@@ -33,7 +32,7 @@ from slurm.history import (
 )
 from slurm.identity import in_slurm, own_job_id, process_ended, process_of, this_job
 from slurm.rendezvous import port_of
-from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm, pause_s
+from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
 
 # Attempts that may end without a record if the recipe has no retries.
 _MAX_LOST = 3
@@ -42,21 +41,43 @@ _MAX_LOST = 3
 SUPERSEDED = "superseded"
 _NEW_RUN = "make a new run with: cookbook submit"
 
-# Exit status: no attempt follows.
-_REFUSED = 3
+
+class Refused(Exception):
+    """No attempt follows, and the reason is recorded."""
 
 
-def begin(run_dir: Path, hosts: list[str], ended: str | None = None, max_retries: int = 0) -> str:
-    """Record the start of an attempt; return one line for the job script.
+class Begun(NamedTuple):
+    """What came of the start of an attempt.
 
-    That line is the attempt's number and its port, or "finished" if nothing is left to train, or
-    "superseded" if Slurm has given up this node and started the job again, or "busy JOB": the
-    script has to check whether JOB still runs, and to call again with ended=JOB if it does not.
-    Ends the program if too many attempts ended without a record and saved nothing, or if the disk
-    is full.
+    attempt: its number, None if none has begun. next: then what follows: finished, if nothing is
+    left to train, or superseded, if Slurm has given up this node and started the job again. busy:
+    another job that has the run and may still run; if it does not, begin is called again with it.
+    """
+
+    attempt: int | None
+    next: str = "run"
+    busy: str | None = None
+
+
+def begin(
+    run_dir: Path,
+    hosts: list[str],
+    ended: str | None = None,
+    max_retries: int = 0,
+    rollout_hosts: Sequence[str] = (),
+) -> Begun:
+    """Record the start of an attempt.
+
+    Args:
+        ended: a job that had the run and does not run any more.
+        rollout_hosts: nodes that generate answers.
+
+    Raises:
+        Refused: too many attempts ended without a record and saved nothing, the run has used its
+            GPU-hours, was cancelled, or the disk is full.
     """
     try:
-        return _begin(run_dir, hosts, ended, max_retries)
+        return _begin(run_dir, hosts, ended, max_retries, rollout_hosts)
     except OSError as error:
         if error.errno not in OF_A_DISK:
             raise
@@ -65,23 +86,30 @@ def begin(run_dir: Path, hosts: list[str], ended: str | None = None, max_retries
         # Even this may fail; the job's log has the message.
         with suppress(OSError):
             reserve.write_status(run_dir, {**status, **_failed("no_space", full["message"])})
-        sys.exit(f"cookbook: {full['message']}")
+        raise Refused(full["message"]) from error
 
 
-def _begin(run_dir: Path, hosts: list[str], ended: str | None, max_retries: int) -> str:
+def _begin(
+    run_dir: Path,
+    hosts: list[str],
+    ended: str | None,
+    max_retries: int,
+    rollout_hosts: Sequence[str],
+) -> Begun:
     status = read_object(run_dir / files.STATUS)
     job_id, before = own_job_id(), status.get("job_id")
     if _cancelled(run_dir, job_id):
-        sys.exit(f"cookbook: this job was cancelled; continue with: cookbook resume {run_dir.name}")
+        again = f"cookbook resume {run_dir.name}"
+        raise Refused(f"this job was cancelled; continue with: {again}")
     if before == job_id and int(status.get("restart_count", 0)) > this_job()["restart_count"]:
         _say(f"this start of job {job_id} ends: {_owner(status)} has the run")
-        return SUPERSEDED
+        return Begun(None, SUPERSEDED)
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
         completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
         completed.pop("answering", None)  # of a job that was killed meanwhile
         reserve.write_status(run_dir, completed)
         _say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
-        return "finished"
+        return Begun(None, "finished")
     mine = {**this_job(), **process_of(job_id)}
     # Before an attempt begins, the end of the last one of this job's start has been recorded.
     repeated = status.get("state") == "RUNNING" and all(
@@ -89,7 +117,13 @@ def _begin(run_dir: Path, hosts: list[str], ended: str | None, max_retries: int)
     )
     if status.get("state") == "RUNNING" and not repeated:
         if before not in (job_id, ended) and not process_ended(status):
-            return _busy(run_dir, str(before))
+            if str(before).startswith(LOCAL_PREFIX):
+                # Whether a process of this host runs is known without Slurm.
+                raise Refused(
+                    f"job {before} still works on this run: to start it again, cancel that job "
+                    f"first: cookbook cancel {run_dir.name}"
+                )
+            return Begun(None, busy=str(before))
         # That attempt did not record its end: its node was lost, or Slurm requeued the job.
         log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
         nodes = job_log.lost_nodes(log)
@@ -103,9 +137,9 @@ def _begin(run_dir: Path, hosts: list[str], ended: str | None, max_retries: int)
                 f"{fruitless} attempts saved nothing new, the last of them ended without "
                 f"a record; continue with: cookbook resume {run_dir.name}"
             )
-            _refuse(run_dir, {**status, **this_job()}, "lost", message)
+            raise _refused(run_dir, {**status, **this_job()}, "lost", message)
     if message := used_up(run_dir):
-        _refuse(run_dir, {**status, **this_job()}, "budget", message)
+        raise _refused(run_dir, {**status, **this_job()}, "budget", message)
     number = next_attempt(run_dir, status)
     if repeated:
         number = int(status.get("attempt", number))
@@ -119,7 +153,10 @@ def _begin(run_dir: Path, hosts: list[str], ended: str | None, max_retries: int)
     (run_dir / files.STOP).unlink(missing_ok=True)
     (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
     if not repeated:
-        engine.set_aside(run_dir)
+        try:
+            engine.set_aside(run_dir)
+        except files.DamagedFile as error:
+            raise _refused(run_dir, {**status, **this_job()}, "user_error", str(error)) from error
     (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
     temporary = run_dir / files.LOGS / f".latest.{number}"
     temporary.unlink(missing_ok=True)
@@ -128,14 +165,13 @@ def _begin(run_dir: Path, hosts: list[str], ended: str | None, max_retries: int)
     # At the end there may be no space for a new file.
     (run_dir / files.ATTEMPTS).touch()
     reserve.keep(run_dir)
-    rollout = os.environ.get("ROLLOUT_HOSTS")
     started = {
         "state": "RUNNING",
         "attempt": number,
         "series": series,
         **{key: status[key] for key in ("successor",) if key in status and before == job_id},
         "nodes": hosts,
-        **({"rollout_nodes": rollout.split(",")} if rollout else {}),
+        **({"rollout_nodes": list(rollout_hosts)} if rollout_hosts else {}),
         "gpus": _gpus(),
         "started": time.time(),
         "updated": time.time(),
@@ -143,7 +179,12 @@ def _begin(run_dir: Path, hosts: list[str], ended: str | None, max_retries: int)
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
     files.write_json(run_dir / files.STATUS, {**started, **mine})
-    return f"{number} {port_of(job_id, number)}"
+    return Begun(number)
+
+
+def port(number: int) -> int:
+    """Return the port at which the ranks of an attempt of this job meet."""
+    return port_of(own_job_id(), number)
 
 
 def end(
@@ -156,6 +197,7 @@ def end(
     message: str | None = None,
     stop_asked: bool = False,
     ended: float | None = None,
+    has_questions: bool = False,
 ) -> str:
     """Record the end of an attempt; return what the job script does next (Verdict.next).
 
@@ -167,8 +209,9 @@ def end(
             taken from the job's log.
         timeout_s: the recipe's timeout, 0 for none.
         message: a fault of the job script itself, which a retry cannot fix.
-        stop_asked: the script has asked the ranks to stop; they remove the stop file.
+        stop_asked: the ranks were asked to stop; they remove the stop file.
         ended: the time of the end, if it is not now.
+        has_questions: a finished run's questions are answered by the same job.
     """
     full = reserve.fault(run_dir)
     status = read_object(run_dir / files.STATUS)
@@ -205,7 +248,10 @@ def end(
     elif full:
         errors.append(full)
     stop_asked = stop_asked or (run_dir / files.STOP).exists()
-    engine.settle(run_dir, attempt, exit_code, stop_asked)
+    try:
+        engine.settle(run_dir, attempt, exit_code, stop_asked)
+    except files.DamagedFile as error:
+        errors.append(fault(str(error)))
     progress = read_object(run_dir / files.PROGRESS)
     if progress and progress.get("attempt") != attempt:
         progress = {"state": "none"}  # an earlier attempt wrote it
@@ -242,9 +288,7 @@ def end(
         "message": verdict.message,
         "next": verdict.next,
     }
-    # In a sweep the next run would wait for the answers.
-    answers = os.environ.get("HAS_QUESTIONS") and not os.environ.get("SWEEP_DIR")
-    if verdict.state == "COMPLETED" and answers:
+    if verdict.state == "COMPLETED" and has_questions:
         status["answering"] = {"started": now}
     # The state first: on a full disk the line may fail.
     reserve.write_status(run_dir, status)
@@ -287,10 +331,10 @@ def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
     return verdict.next
 
 
-def _refuse(run_dir: Path, status: dict[str, Any], cause: str, message: str) -> NoReturn:
-    """Record that no attempt follows, and end the program."""
+def _refused(run_dir: Path, status: dict[str, Any], cause: str, message: str) -> Refused:
+    """Record that no attempt follows; return what to raise."""
     files.write_json(run_dir / files.STATUS, {**status, **_failed(cause, message)})
-    sys.exit(f"cookbook: {message}")
+    return Refused(message)
 
 
 def _failed(cause: str, message: str) -> dict[str, Any]:
@@ -303,21 +347,14 @@ def _has_line(run_dir: Path, status: dict[str, Any]) -> bool:
     return any(all(line.get(key) == status.get(key) for key in keys) for line in last)
 
 
-def _busy(run_dir: Path, job_id: str) -> str:
-    """Return begin's answer; whether a process of this host runs is known without Slurm."""
-    if job_id.startswith(LOCAL_PREFIX):
-        sys.exit(
-            f"cookbook: job {job_id} still works on this run: to start it again, cancel that job "
-            f"first: cookbook cancel {run_dir.name}"
-        )
-    return f"busy {job_id}"
+def choose(
+    run_dir: Path, hosts: list[str], nodes: int, silent: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Return the nodes of the allocation for the next attempt, and those that keep it from one.
 
-
-def choose(run_dir: Path, hosts: list[str], nodes: int, silent: list[str] | None = None) -> str:
-    """Return the nodes of the allocation for the next attempt: "use n1,n2" or "without n3".
-
-    A node is left out if it does not answer, or if two attempts in a row name it. A new allocation
-    is tried at least once: if Slurm did not exclude the node, the job would be requeued forever.
+    The first list is empty if the job has to be requeued without those of the second. A node is
+    left out if it does not answer, or if two attempts in a row name it. A new allocation is tried
+    at least once: if Slurm did not exclude the node, the job would be requeued forever.
 
     Args:
         hosts: the allocation's nodes.
@@ -325,13 +362,13 @@ def choose(run_dir: Path, hosts: list[str], nodes: int, silent: list[str] | None
         silent: those that do not answer.
     """
     attempts = attempts_of(run_dir)
-    bad = bad_nodes(attempts) | set(silent or [])
+    bad = bad_nodes(attempts) | set(silent)
     good = [host for host in hosts if host not in bad]
     if len(good) >= nodes:
-        return f"use {','.join(good[:nodes])}"
+        return good[:nodes], []
     if not any(_same_start(line) for line in attempts):
-        return f"use {','.join(hosts[:nodes])}"
-    return f"without {','.join(host for host in hosts if host in bad)}"
+        return hosts[:nodes], []
+    return [], [host for host in hosts if host in bad]
 
 
 def failed(run_dir: Path, message: str) -> None:
@@ -343,6 +380,12 @@ def failed(run_dir: Path, message: str) -> None:
 def waiting(run_dir: Path, message: str) -> None:
     """Record what the job waits for between two attempts."""
     _between(run_dir, {"message": message})
+    _say(message)
+
+
+def stopped_between(run_dir: Path, message: str) -> None:
+    """Record that the time limit came between two attempts: the job is requeued."""
+    _between(run_dir, {"state": "REQUEUED", "cause": "time_limit", "message": message})
     _say(message)
 
 
@@ -368,7 +411,8 @@ def answered(run_dir: Path, message: str, nodes: int) -> None:
 def _between(run_dir: Path, change: dict[str, Any]) -> None:
     status = read_object(run_dir / files.STATUS)
     if _owned(status):
-        files.write_json(run_dir / files.STATUS, {**status, **change, "updated": time.time()})
+        status = {**this_job(), **status, **change, "updated": time.time()}
+        files.write_json(run_dir / files.STATUS, status)
 
 
 def _owned(status: dict[str, Any], attempt: int | None = None) -> bool:
@@ -380,6 +424,12 @@ def _owned(status: dict[str, Any], attempt: int | None = None) -> bool:
         return True
     newer = attempt is not None and int(status.get("attempt", -1)) > attempt
     return not newer and _same_start(status)
+
+
+def is_of_this_start(status: dict[str, Any]) -> bool:
+    """Whether a status was written by this start of this job, and by this very process of it."""
+    mine = {**this_job(), **process_of(own_job_id())}
+    return all(status.get(key) == value for key, value in mine.items())
 
 
 def _same_start(record: dict[str, Any]) -> bool:
@@ -411,7 +461,7 @@ def _size(path: Path) -> int:
 def _say(message: str) -> None:
     # The log may be on a full disk.
     with suppress(OSError):
-        print(f"cookbook: {message}", file=sys.stderr)
+        print(f"cookbook: {message}", file=sys.stderr, flush=True)
 
 
 def _append_attempt(
@@ -446,52 +496,3 @@ def _last_sign(run_dir: Path, status: dict[str, Any]) -> float:
 def _cancelled(run_dir: Path, job_id: str) -> bool:
     """Whether `cookbook cancel` cancelled this job: a later one continues from its checkpoint."""
     return read_object(run_dir / files.CANCELLED).get("job_id") == job_id
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    calls = parser.add_subparsers(dest="call", required=True)
-    begins, ends = calls.add_parser("begin"), calls.add_parser("end")
-    begins.add_argument("--hosts", required=True, type=lambda text: text.split(","))
-    begins.add_argument("--ended")
-    begins.add_argument("--max-retries", type=int, default=0)
-    ends.add_argument("--attempt", type=int)
-    for name in ("exit-code", "max-retries"):
-        ends.add_argument(f"--{name}", type=int, default=0)
-    ends.add_argument("--timeout-s", type=float, default=0)
-    ends.add_argument("--ended", type=float)
-    ends.add_argument("--job-state")
-    ends.add_argument("--message")
-    ends.add_argument("--stop-asked", action="store_true")
-    chooses = calls.add_parser("choose")
-    chooses.add_argument("--hosts", required=True, type=lambda text: text.split(","))
-    chooses.add_argument("--nodes", required=True, type=int)
-    chooses.add_argument("--silent", type=lambda text: [name for name in text.split(",") if name])
-    calls.add_parser("succeed").add_argument("--job", required=True)
-    answers = calls.add_parser("answered")
-    answers.add_argument("--message", default="")
-    answers.add_argument("--nodes", required=True, type=int)
-    for name in ("failed", "waiting"):
-        calls.add_parser(name).add_argument("--message", required=True)
-    given = vars(parser.parse_args())
-    all_calls = (begin, end, choose, succeed, failed, waiting, answered)
-    by_name = {call.__name__: call for call in all_calls}
-    run_dir = Path(os.environ["RUN_DIR"])
-    try:
-        answer = by_name[given.pop("call")](run_dir, **given)
-    except OSError as error:
-        _say(f"not recorded: {error}")
-        sys.exit(1)
-    except SystemExit as refusal:
-        print(refusal.code, file=sys.stderr)
-        sys.exit(_REFUSED)
-    if answer == "run" and (seconds := pause_s(attempts_of(run_dir))):
-        answer = f"run {seconds:g}"
-    if answer:
-        print(answer)
-
-
-if __name__ == "__main__":
-    main()

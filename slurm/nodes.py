@@ -1,0 +1,207 @@
+"""Which nodes of its allocation a job uses for the next attempt, and when Slurm can start it.
+
+Standard library only.
+"""
+
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from runspec import files
+from slurm import allocation, records
+from slurm.identity import in_slurm
+from slurm.job_log import say
+from slurm.recorder import Follows, Recorder, seconds
+
+# How long Slurm may list the step of an attempt that has ended, and when nodes kill its ranks.
+_OLD_STEP_S, _END_RANKS_S = 45.0, 30.0
+# How long no node may answer: just after its controller has come back Slurm starts no step.
+_NO_NODE_S = 60.0
+
+
+class Nodes:
+    """The nodes of an attempt.
+
+    hosts: those that train, in the order of their ranks. rollout_hosts: those that generate
+    answers. placed: options of srun with which tasks are in that order. left_out: nodes that the
+    job gives up when it is requeued.
+    """
+
+    def __init__(self, record: Recorder) -> None:
+        self._record, self._count = record, int(os.environ["NODES"])
+        self._rollout_count = int(os.environ.get("ROLLOUT_NODES") or 0)
+        self.hosts: list[str] = []
+        self.rollout_hosts: list[str] = []
+        self.placed = [f"--nodes={self._count}"]
+        self.left_out: list[str] = []
+        self._silent: list[str] = []
+        self._old_steps: set[str] = set()
+        self._said_places = self._passed_over = False
+
+    @property
+    def on_hosts(self) -> list[str]:
+        """Options of an srun with one task on each node that trains."""
+        count, nodes = len(self.hosts), ",".join(self.hosts)
+        return [*self.placed, f"--nodelist={nodes}", f"--ntasks={count}", "--ntasks-per-node=1"]
+
+    @property
+    def beside(self) -> list[str]:
+        """Options of the srun of an attempt if a step of an earlier one is left.
+
+        Slurm never cleans up a step that lost a node: the step keeps its resources on the others.
+        """
+        return ["--overlap", "--mem=0"] if self._silent or self._old_steps else []
+
+    def choose(self) -> None:
+        """Choose the nodes of the next attempt.
+
+        Raises:
+            Follows: the job is requeued without some, or Slurm does not answer.
+        """
+        if not in_slurm():
+            host = socket.gethostname().partition(".")[0]
+            self.hosts, self.rollout_hosts = [host], [host] * self._rollout_count
+            return
+        self._await_controller()
+        hosts = self._in_order(allocation.names(os.environ["SLURM_JOB_NODELIST"]))
+        count = self._count + self._rollout_count
+        names, bad = self._record(records.choose, hosts, count, self._silent)
+        if not names:
+            if allocation.has_enough_without(bad):
+                why = "attempts on it failed or it does not answer"
+                say(f"left out from now on, because {why}: {','.join(bad)}")
+                self.left_out = bad
+                raise Follows("requeue")
+            if self._silent:
+                raise Follows("requeue")
+            others = "the partition has too few other nodes"
+            say(f"attempts failed on {','.join(bad)}, and {others}")
+            names = hosts[:count]
+        elif names != hosts:
+            say(f"of the nodes {','.join(hosts)} these are used: {','.join(names)}")
+        # The first nodes train, the last ones generate answers.
+        self.hosts, self.rollout_hosts = names[: self._count], names[self._count :]
+        self._pass_over_a_step()
+
+    def head(self) -> dict[str, str]:
+        """Return the variables of the first node."""
+        address, one_host = "127.0.0.1", True
+        if in_slurm():
+            known = allocation.addresses(self.hosts)
+            address = known[0] if known else self.hosts[0]
+            one_host = self._count == 1 or len(set(known)) == 1
+        return {"HEAD_ADDR": address, "ONE_HOST": "yes" if one_host else "no"}
+
+    def _in_order(self, hosts: list[str]) -> list[str]:
+        """Return the nodes so that ranks below one switch are neighbours, if Slurm knows them.
+
+        srun starts tasks in the order of its own list, or with an option in that of ours.
+        """
+        groups = allocation.by_topology(hosts)
+        if not groups:
+            return hosts
+        # srun takes no number of nodes then.
+        self.placed = ["--distribution=arbitrary"]
+        if not self._said_places:
+            order = " | ".join(",".join(group) for group in groups)
+            what = "ranks in the order of Slurm's topology, a switch or block after the other"
+            say(f"{what}: {order}")
+        self._said_places = True
+        return [host for group in groups for host in group]
+
+    def _pass_over_a_step(self) -> None:
+        """Let the first attempt be step 1 instead of step 0 after every other requeue.
+
+        If a lost node did not receive the request to kill a step, Slurm sends it again about a
+        minute later. By then the requeued job may run on that node, with step numbers that start at
+        0 again, and the request would kill its ranks.
+        """
+        if not self._passed_over and int(os.environ.get("SLURM_RESTART_COUNT") or 0) % 2:
+            allocation.answers(self.hosts[:1])
+        self._passed_over = True
+
+    def await_slurm(self, logs: Path) -> None:
+        """Wait until Slurm can start the next attempt.
+
+        A node that was just lost is part of the allocation until Slurm detects it.
+
+        Args:
+            logs: those of the last attempt.
+
+        Raises:
+            Follows: it does not answer, or cannot.
+        """
+        if in_slurm():
+            self._await_controller()
+            self._find_silent_nodes()
+            if not self._silent:
+                self._await_old_step(logs)
+
+    def _await_controller(self) -> None:
+        """Wait for Slurm's controller, which may be down for minutes."""
+        began, wait_s, reported = time.monotonic(), seconds("CONTROLLER_WAIT_S", 600), False
+        while allocation.description() is None:
+            spent_s = time.monotonic() - began
+            if spent_s > wait_s:
+                raise self._record.fail(
+                    f"Slurm's controller has not answered for {spent_s:.0f} s: once it does, "
+                    f"continue with: cookbook resume {self._record.run_dir.name}"
+                )
+            if not reported:
+                what = "waiting for Slurm's controller, which does not answer"
+                self._record.waiting(f"{what}, up to {wait_s:.0f} s")
+            reported = True
+            time.sleep(2)
+
+    def _find_silent_nodes(self) -> None:
+        """Find the nodes of the last attempt that do not answer.
+
+        If no node does, Slurm itself starts no steps, for example just after its controller has
+        come back; this waits for it.
+        """
+        began = time.monotonic()
+        while self.hosts and allocation.answers(self.hosts) is not None:
+            said = {host: allocation.answers([host]) for host in self.hosts}
+            silent = [host for host, message in said.items() if message is not None]
+            late, last = time.monotonic() - began > _NO_NODE_S, said[self.hosts[-1]] or ""
+            if silent == self.hosts and late and "Unable to create step" in last:
+                what = "Slurm starts no step in this job, which goes back into the queue"
+                self._record.waiting(f"{what}: {last.strip().rpartition('error: ')[2]}")
+                raise Follows("requeue")
+            if silent and (silent != self.hosts or late):
+                say(f"these nodes of the allocation do not answer: {','.join(silent)}")
+                self._silent += silent
+                return
+            time.sleep(2)
+
+    def _await_old_step(self, logs: Path) -> None:
+        """Wait until Slurm has cleaned up the step of the last attempt.
+
+        A restarted controller may continue to list a step that has ended, with its CPUs. Then the
+        next attempt overlaps this step, after the nodes have killed any remaining rank.
+        """
+        began = time.monotonic()
+        while old := allocation.steps_of_attempts() - self._old_steps:
+            spent_s, listed = time.monotonic() - began, ", ".join(sorted(old))
+            if spent_s >= _OLD_STEP_S:
+                what = f"Slurm still lists step {listed}, whose ranks have ended"
+                say(f"{what}: the next attempt starts beside it")
+                self._old_steps |= old
+                return
+            if spent_s >= _END_RANKS_S:
+                with suppress(OSError):
+                    (logs / files.END_RANKS).touch()
+            time.sleep(1)
+
+    def release_others(self) -> None:
+        """Give all nodes back but the one that this process runs on."""
+        own = os.environ.get("SLURMD_NODENAME", "")
+        if not in_slurm() or own not in self.hosts or os.environ["SLURM_JOB_NUM_NODES"] == "1":
+            return
+        message = allocation.release_other_nodes(own)
+        if message is None:
+            self.hosts = [own]
+        else:
+            say(f"the job keeps its other nodes while it answers questions: {message}")

@@ -1,0 +1,452 @@
+"""Looks after a job: python -P -m slurm.supervise -- srun OPTIONS PROGRAM ...
+
+The job script starts it on the first node of the allocation, or on this host without Slurm. It runs
+the command after the -- as an attempt, watches it, records its end, and does what the rules of
+slurm/retry.py say: another attempt from the last checkpoint, the job back into the queue, or the
+end. To the options of srun, which are written --key=value, it adds what differs between attempts;
+without Slurm the program runs NODES times on this host.
+
+If it is killed, the job script starts it again: it reads the records and goes on, with the same
+processes if an attempt runs. Exit status: 0 finished or requeued, 1 failed, 75 another job
+continues, 76 ended by TERM; after any other one it is started again. Standard library only.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from runspec import files
+from runspec.processes import end_with_parent, terminate_with_parent
+from slurm import allocation, earlystop, engine, records
+from slurm.child import Child
+from slurm.history import attempts_of, read_object
+from slurm.identity import in_slurm
+from slurm.job_log import say
+from slurm.nodes import Nodes
+from slurm.notify import notify
+from slurm.recorder import LAST_WAIT_S, Follows, NotRecorded, Recorder, seconds
+from slurm.requeue import Succession
+from slurm.retry import pause_s
+from slurm.rollout import Replicas
+from slurm.watchdog import END_S, Watchdog
+
+FINISHED, FAILED, TERMINATED, BROKEN = 0, 1, 76, 70
+
+# How soon an end is noticed, and the time between two looks at an attempt.
+_POLL_S, _LOOK_S = 0.2, 1.0
+# How long a recipe's timeout waits between TERM and KILL.
+_TIMEOUT_END_S = 60.0
+_NOTIFY_S = 20.0
+# Options of the srun of an attempt that a rollout replica's has not.
+_OF_ATTEMPTS = ("--ntasks", "--kill-on-bad-exit", "--wait")
+
+
+class Terminated(BaseException):
+    """A TERM: of scancel, the time limit, a preemption, or a lost node."""
+
+
+class Supervisor:
+    """A job: its command, and how its attempts go.
+
+    command: srun, its options, and the program that it starts on each node. next: what follows: run
+    (an attempt), requeue, finished, failed, or superseded, if another start has the run, possibly
+    that of this job's successor.
+    """
+
+    def __init__(self, run_dir: Path, command: Sequence[str]) -> None:
+        self.run_dir, self.record, self.next = run_dir, Recorder(run_dir), "run"
+        self._options = list(takewhile(lambda word: word.startswith("--"), command[1:]))
+        self._program = list(command[1 + len(self._options) :])
+        self._max_retries = int(os.environ["MAX_RETRIES"])
+        self._timeout_s = seconds("TIMEOUT_S", 0)
+        # Ranks do not need them.
+        self._answer_script = os.environ.pop("ANSWER_SCRIPT", "")
+        # In a sweep the next run would wait for the answers.
+        self._has_questions = bool(self._answer_script) and "SWEEP_DIR" not in os.environ
+        self._rollout_script = os.environ.pop("ROLLOUT_SCRIPT", "")
+        # Set by --no-kill, which spare nodes need. srun would let ranks continue after others die.
+        os.environ.pop("SLURM_NO_KILL", None)
+        # All: each node and rank has its log. Failing: those of the first node, and of nodes that
+        # failed.
+        few = int(os.environ["NODES"]) <= 16 or not in_slurm()
+        os.environ.setdefault("KEEP_LOGS", "all" if few else "failing")
+        self._nodes, self._succession = Nodes(self.record), Succession(self.record)
+        self._attempt: int | None = None
+        self._child: Child | None = None
+        self._replicas: Replicas | None = None
+        self._warned, self._stop_asked = os.environ.pop("COOKBOOK_WARNED", "") != "", False
+
+    def run(self, again: bool = False, setup: tuple[int, str] | None = None) -> int:
+        """Run attempts until none follows; return the exit status.
+
+        Args:
+            again: an earlier supervisor of this job script was killed.
+            setup: exit status and message if a line of the site's job_setup failed, which a retry
+                cannot fix: one attempt records it.
+        """
+        try:
+            if again:
+                self._take_over()
+            elif setup is not None:
+                self._begin(starts=False)
+                self._end(*setup)
+            while self.next == "run":
+                if self._child is None:
+                    self._begin()
+                    self._child = Child.start(self._argv(self._program), os.environ, self._logs)
+                self._watch(self._child)
+                self._end()
+        except Follows as other:
+            self.next = other.what
+        except records.Refused as refusal:
+            say(str(refusal))
+            self.next = "failed"
+        return self._finish()
+
+    def warn(self, number: int, frame: FrameType | None) -> None:
+        """Take Slurm's warning that the time limit is near."""
+        self._warned = True
+
+    def terminated(self) -> int:
+        """Record the end of the job; return the exit status. The job's log says why it ends."""
+        # Another TERM may arrive before this process ends.
+        _take_term(False)
+        self.record.hurry()
+        state = "COMPLETING"
+        if not in_slurm():
+            state = "CANCELLED"
+            if self._child is not None:
+                self._child.end(END_S, END_S)
+            self._end_replicas()
+        say("terminated")
+        # A recorded end is not changed: the job may be ending between two attempts.
+        self.next = self.record(records.end, self._attempt, 143, job_state=state)
+        if self.next not in ("requeue", "superseded"):
+            self._succession.drop()
+            shutil.rmtree(self.run_dir / files.ROLLOUT, ignore_errors=True)  # whole weights
+            self._notify("ended")
+        return FINISHED if self.next == "finished" else TERMINATED
+
+    def not_recorded(self, reason: NotRecorded) -> int:
+        """Say that the records could not be written; return the exit status."""
+        finished = {"state": "finished", "attempt": self._attempt}
+        if finished.items() <= files.peek(self.run_dir / files.PROGRESS).items():
+            say("the run is finished, and that could not be recorded")
+            return FINISHED
+        again = f"cookbook resume {self.run_dir.name}"
+        say(f"{reason}: check the filesystem, then continue with: {again}")
+        return FAILED
+
+    def _take_over(self) -> None:
+        """Go on where an earlier supervisor of this job's start was killed."""
+        status = self.record(lambda run_dir: read_object(run_dir / files.STATUS))
+        if "attempt" not in status or not records.is_of_this_start(status):
+            return
+        self._succession.job = str(status.get("successor") or "")
+        self._nodes.hosts = [str(host) for host in status.get("nodes") or []]
+        self._nodes.rollout_hosts = [str(host) for host in status.get("rollout_nodes") or []]
+        self._enter(int(status["attempt"]))
+        child, state = Child.of_before(self._logs), status.get("state")
+        if state == "RUNNING":
+            if child is not None:
+                self._child = child
+                say(f"attempt {self._attempt} goes on")
+                self._start_replicas()
+            return
+        self._attempt = None
+        if state == "RETRYING":
+            self._nodes.await_slurm(self._logs)
+        elif "next" in status:
+            if child is not None:
+                child.end(END_S, END_S)  # it answers questions
+            raise Follows(str(status["next"]))
+
+    def _finish(self) -> int:
+        """Do what follows the last attempt of this job; return the exit status."""
+        self._end_replicas()
+        if self.next == "superseded":
+            return FAILED
+        if self.next == "requeue" and in_slurm():
+            say("back into the queue: the next attempt continues from the last checkpoint")
+            try:
+                return self._succession.requeue(
+                    self._nodes.left_out, lambda held: _take_term(not held)
+                )
+            except Follows as other:
+                self.next = other.what
+        self._succession.drop()
+        self._notify("ended")
+        if self.next != "finished":
+            return FAILED
+        self._answer()
+        return FINISHED
+
+    # An attempt ------------------------------------------------------------------------------
+
+    @property
+    def _logs(self) -> Path:
+        return Path(os.environ["LOGS"])
+
+    def _begin(self, starts: bool = True) -> None:
+        """Begin an attempt: its nodes, its record, its variables.
+
+        Args:
+            starts: False for an attempt that only records why it fails.
+
+        Raises:
+            Follows: nothing is left to do, or not here.
+        """
+        if self._warned and in_slurm():
+            message = "the time limit came between two attempts"
+            self.record(records.stopped_between, message)
+            raise Follows("requeue")
+        self._nodes.choose()
+        os.environ |= self._nodes.head()
+        begun = self._record_begin()
+        if begun.busy is not None:
+            if allocation.job_exists(begun.busy):
+                say(
+                    f"job {begun.busy} still works on this run: to start it again, cancel that "
+                    f"job first: cookbook cancel {self.run_dir.name}"
+                )
+                raise Follows("failed")
+            begun = self._record_begin(begun.busy)
+        if begun.attempt is None:
+            raise Follows(begun.next)
+        self._stop_asked = False
+        self._enter(begun.attempt)
+        # Before any fault can occur: a first node that is lost cannot submit a job.
+        if os.environ.get("REQUEUE") == "no" and in_slurm() and not self._succession.job:
+            message = self._succession.submit(self._nodes.left_out)
+            if message:
+                say(f"no successor is in the queue, so the run ends with this job: {message}")
+        head = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
+        hosts = ", ".join(self._nodes.hosts)
+        say(f"attempt {begun.attempt} on {hosts}; first node {head}; logs in {self._logs}")
+        if starts:
+            self._start_replicas()
+        if begun.attempt == 0:
+            # Training does not wait for it.
+            threading.Thread(target=notify, args=[self.run_dir, "start"], daemon=True).start()
+
+    def _record_begin(self, ended: str | None = None) -> records.Begun:
+        hosts, rollout_hosts = self._nodes.hosts, self._nodes.rollout_hosts
+        return self.record(records.begin, hosts, ended, self._max_retries, rollout_hosts)
+
+    def _enter(self, number: int) -> None:
+        """Set the variables of an attempt, which the nodes need."""
+        self._attempt = number
+        os.environ |= {
+            "ATTEMPT": str(number),
+            "COOKBOOK_ATTEMPT": str(number),
+            "LOGS": str(self.run_dir / files.LOGS / str(number)),
+            "HOSTS": ",".join(self._nodes.hosts),
+            "HEAD_PORT": str(records.port(number)),
+        }
+
+    def _argv(self, program: Sequence[str]) -> list[str]:
+        """Return the command that runs a program on each node of the attempt."""
+        if not in_slurm():
+            return ["bash", f"{os.environ['COOKBOOK']}/slurm/local_nodes.sh", *program]
+        # srun itself writes a file that all nodes share: slurm/node.sh leaves only the first one's.
+        number = "%t" if os.environ["KEEP_LOGS"] == "all" else "0"
+        log = f"--output={self._logs}/node_{number}.log"
+        own = [f"--job-name=attempt-{os.environ['ATTEMPT']}", log, "--open-mode=append"]
+        nodes = [*self._nodes.beside, *self._nodes.on_hosts]
+        return ["srun", *own, *nodes, *self._options, *program]
+
+    def _watch(self, child: Child) -> None:
+        """Look at the attempt until its command has ended."""
+        number = int(os.environ["ATTEMPT"])
+        looking: list[Watchdog | engine.Follower | earlystop.EarlyStop] = []
+        # An entry that does not report its steps has none.
+        if "HANG_TIMEOUT_S" in os.environ:
+            looking.append(Watchdog(self.run_dir, number, child))
+        if "ENGINE" in os.environ:
+            looking.append(engine.Follower(self.run_dir, number))
+        if "SWEEP_DIR" in os.environ:
+            looking.append(earlystop.EarlyStop(self.run_dir, Path(os.environ["SWEEP_DIR"])))
+        started = files.peek(self.run_dir / files.STATUS).get("started", time.time())
+        look_at = 0.0
+        while child.poll() is None:
+            if self._warned:
+                self._ask_to_stop()
+            if self._timeout_s and time.time() - started >= self._timeout_s:
+                child.end(_TIMEOUT_END_S, END_S)
+            if time.monotonic() >= look_at:
+                for each in looking:
+                    # The storage may be away for a moment.
+                    with suppress(OSError):
+                        each.look()
+                look_at = time.monotonic() + _LOOK_S
+            time.sleep(_POLL_S)
+
+    def _ask_to_stop(self) -> None:
+        """Have the ranks save a checkpoint and stop: torchrun passes no signal on, so by a file."""
+        say("the time limit is near: the ranks save a checkpoint and stop")
+        self._warned, self._stop_asked = False, True
+        with suppress(OSError):
+            (self.run_dir / files.STOP).touch()
+
+    def _end(self, status: int = 0, message: str | None = None) -> None:
+        """Record the end of the attempt, and wait until the next one can start.
+
+        Args:
+            status, message: the exit status, and why, if no command was started.
+
+        Raises:
+            Follows: no attempt follows.
+        """
+        ended = time.time()
+        if self._child is not None:
+            status = self._child.poll() or 0
+        if "ROLLOUT_IN_TURNS" in os.environ:
+            self._end_replicas()
+        if status and os.environ["KEEP_LOGS"] != "all":
+            # Those of the nodes that failed, from their disks.
+            script = ["bash", f"{os.environ['COOKBOOK']}/slurm/logs.sh"]
+            allocation.ask(["srun", "--overlap", "--mem=0", *self._nodes.on_hosts, *script], 60)
+        self.next = self.record(
+            records.end,
+            self._attempt,
+            status,
+            max_retries=self._max_retries,
+            timeout_s=self._timeout_s,
+            message=message,
+            stop_asked=self._stop_asked,
+            ended=ended,
+            has_questions=self._has_questions,
+        )
+        self._child = self._attempt = None
+        if self.next == "run":
+            # Such as after storage that was away.
+            time.sleep(self.record(lambda run_dir: pause_s(attempts_of(run_dir))))
+            self._nodes.await_slurm(self._logs)
+
+    # Beside the attempts ---------------------------------------------------------------------
+
+    def _start_replicas(self) -> None:
+        """Start the replicas that generate answers, unless they run.
+
+        On rollout nodes they outlive attempts; in turns with the ranks they are on this attempt's
+        nodes, and end with it: no rank finds their memory taken.
+        """
+        if not self._rollout_script or (self._replicas and self._replicas.alive):
+            return
+        apart, addresses, step = self._nodes.rollout_hosts, ["127.0.0.1"], []
+        nodes = apart or self._nodes.hosts
+        if in_slurm():
+            own = [option for option in self._options if not option.startswith(_OF_ATTEMPTS)]
+            step = ["srun", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1", *own]
+            addresses = allocation.addresses(nodes)
+        elif not apart:
+            nodes = nodes * int(os.environ["NODES"])
+        self._replicas = Replicas(self.run_dir, self._rollout_script, step, nodes, addresses)
+        self._replicas.start()
+
+    def _end_replicas(self) -> None:
+        if self._replicas is not None:
+            self._replicas.end()
+            self._replicas = None
+
+    def _notify(self, event: str) -> None:
+        """Notify the webhook; a failed notification does not affect the run."""
+        thread = threading.Thread(target=notify, args=[self.run_dir, event], daemon=True)
+        thread.start()
+        thread.join(_NOTIFY_S)
+
+    def _answer(self) -> None:
+        """Answer the recipe's questions with the exported model, on one node.
+
+        The run is finished and recorded: a fault here is a warning in its record, and a TERM ends
+        the job with success.
+        """
+        if not self._has_questions or "LOGS" not in os.environ:
+            return
+        warning, limit_s = "", seconds("ANSWER_LIMIT_S", 1800)
+        self._nodes.release_others()
+        nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ["NODES"])
+        child = self._start_answers()
+        try:
+            if not child.wait(limit_s):
+                child.end(_TIMEOUT_END_S, END_S)
+                warning = f"the questions were not answered within {limit_s:.0f} s"
+            elif status := child.poll():
+                log = self._logs / "node_0.log"
+                warning = f"the questions were not answered (exit status {status}, see {log})"
+        except Terminated:
+            self.record.hurry()
+            child.end(LAST_WAIT_S, 1)
+            warning = "the questions were given up"
+        if warning:
+            by_hand = f"python -m trainer.generate {self.run_dir}/export QUESTION"
+            warning = f"warning: {warning}; the run is finished. By hand: {by_hand}"
+        self.record(records.answered, warning, nodes)
+
+    def _start_answers(self) -> Child:
+        """Start the ranks that answer.
+
+        Nothing of the attempt is left that these could wait for or overlap with, and its first node
+        may have been released.
+        """
+        # The nodes may have been asked to end ranks that stayed: these are others.
+        (self._logs / files.END_RANKS).unlink(missing_ok=True)
+        self._nodes.hosts, self._nodes.placed = self._nodes.hosts[:1], ["--nodes=1"]
+        os.environ |= {"NODES": "1", "HOSTS": self._nodes.hosts[0], "ONE_HOST": "yes"}
+        os.environ |= {"HEAD_ADDR": "127.0.0.1", "NODE_CHECK": "no", "ATTEMPT": "answers"}
+        argv = self._argv(["bash", "-c", self._answer_script])
+        return Child.start(argv, os.environ, self._logs)
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    _take_term(False)
+    raise Terminated
+
+
+def _take_term(taken: bool) -> None:
+    """Let a TERM end this job, or nothing.
+
+    Not by SIG_IGN, which the programs that this process starts would inherit.
+    """
+    signal.signal(signal.SIGTERM, _raise_terminated if taken else lambda number, frame: None)
+
+
+def main(argv: Sequence[str]) -> int:
+    place = argv.index("--") if "--" in argv else len(argv)
+    supervisor = Supervisor(Path(os.environ["RUN_DIR"]), argv[place + 1 :])
+    signal.signal(signal.SIGUSR1, supervisor.warn)
+    _take_term(True)
+    # What Slurm has started it ends itself; the next start records that the script was killed.
+    (end_with_parent if in_slurm() else terminate_with_parent)()
+    again = os.environ.pop("COOKBOOK_AGAIN", "")
+    try:
+        try:
+            if again == "terminated":
+                raise Terminated
+            # --setup-failed STATUS MESSAGE, of the job script
+            setup = (int(argv[1]), argv[2]) if place else None
+            return supervisor.run(again=bool(again), setup=setup)
+        except Terminated:
+            return supervisor.terminated()
+    except NotRecorded as reason:
+        return supervisor.not_recorded(reason)
+    except Exception:
+        traceback.print_exc()
+        return BROKEN
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    # While it ends, Python would let a TERM kill this process.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(status)
