@@ -7,7 +7,6 @@ only.
 
 import json
 import os
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from runspec import files
 from runspec.redact import redacted
 from slurm.identity import own_job_id
+from slurm.job_log import say
 
 TIMEOUT_S, TRIES = 8, 2
 # The event by the state that the job has written.
@@ -117,5 +117,4 @@ def notify(run_dir: Path, event: str) -> None:
     else:
         fault = post(address, body(os.environ["NOTIFY_FORM"], content))
     if fault:
-        message = f"the webhook was not notified of the run's {content['event']}: {fault}"
-        print(f"cookbook: {message}", file=sys.stderr, flush=True)
+        say(f"the webhook was not notified of the run's {content['event']}: {fault}")

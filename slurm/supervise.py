@@ -30,7 +30,7 @@ from runspec.processes import end_with_parent, terminate_with_parent
 from slurm import allocation, earlystop, engine, records
 from slurm.child import Child
 from slurm.history import attempts_of, read_object
-from slurm.identity import in_slurm
+from slurm.identity import in_slurm, is_of_this_start
 from slurm.job_log import say
 from slurm.nodes import Nodes
 from slurm.notify import notify
@@ -151,7 +151,7 @@ class Supervisor:
     def _take_over(self) -> None:
         """Go on where an earlier supervisor of this job's start was killed."""
         status = self.record(lambda run_dir: read_object(run_dir / files.STATUS))
-        if "attempt" not in status or not records.is_of_this_start(status):
+        if "attempt" not in status or not is_of_this_start(status):
             return
         self._succession.job = str(status.get("successor") or "")
         self._nodes.hosts = [str(host) for host in status.get("nodes") or []]
