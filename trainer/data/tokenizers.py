@@ -416,6 +416,14 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
     return texts
 
 
+def token_rows(tokenizer: Any, folder: Path) -> float:
+    """How many tokens the model of a folder knows; `inf` if the folder does not say.
+
+    A model grows by the recipe's new tokens, which are the last ones.
+    """
+    return math.inf if getattr(tokenizer, "new_ids", ()) else _rows(_model_settings(folder))
+
+
 def _with_text_arguments(turn: dict[str, Any]) -> dict[str, Any]:
     if not turn.get("tool_calls"):
         return turn
