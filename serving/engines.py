@@ -97,6 +97,9 @@ def _vllm(
     argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
     if model.adapter:
         argv += [*vllm_lora(model.rank), "--lora-modules", f"{name}={model.adapter}"]
+        if (model.adapter / "generation_config.json").is_file():
+            # The adapter may have learnt to end its answers by another token than the base.
+            argv += ["--generation-config", str(model.adapter)]
     return Engine(argv, name, socket)
 
 

@@ -259,7 +259,8 @@ def takes(config: Mapping[str, Any], name: str, schema: Any = None) -> Takes:
     """
     model, engine = Path(str(config["model"])), str(config["engine"])
     base = Model.of(model).base
-    facts, defaults = (patient_json(base / f"{each}.json") or {} for each in _FILES)
+    facts = patient_json(base / "config.json") or {}
+    defaults = patient_json(model / _DEFAULTS) or patient_json(base / _DEFAULTS) or {}
     arguments = [str(each) for each in config.get("engine_args") or []]
     batching = engine == "transformers" and "--continuous-batching" in arguments
     names = None if engine == "transformers" else names_of(schema)
@@ -267,7 +268,7 @@ def takes(config: Mapping[str, Any], name: str, schema: Any = None) -> Takes:
     return Takes(engine, name, names, facts, defaults, _template(model, base), batching, seconds)
 
 
-_FILES = ("config", "generation_config")
+_DEFAULTS = "generation_config.json"
 
 
 def _template(*folders: Path) -> str | None:

@@ -293,7 +293,14 @@ def locked(run: Run) -> Iterator[int]:
     try:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
-        raise RunFault(f"cannot change {run.name}: {path}: {error.strerror}") from error
+        message = f"cannot change {run.name}: {path}: {error.strerror}"
+        if trust.is_anothers(run.path):
+            message += (
+                f"; the directory belongs to {trust.owner(run.path.lstat().st_uid)}, and a job of "
+                "yours could not write there: start your own from its recipe and code with: "
+                f"cookbook replay {run.name}"
+            )
+        raise RunFault(message) from error
     with file:
         try:
             lock.take(file)

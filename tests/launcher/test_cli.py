@@ -108,6 +108,11 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["cancel", "17"], 2, "matches '17'"),
         (["watch", "../.."], 2, "matches '../..'"),
         (["tensorboard"], 2, "there is no run"),
+        (
+            ["eval", "last", "--results", "--data", "mine.csv", "--nodes", "2"],
+            2,
+            "--results starts nothing and shows the newest result: leave --data, --nodes out",
+        ),
         (["notebook", "--jupyter", "/no/such"], 1, "there is no program /no/such: install it"),
         (["notebook", "--here", "--time", "5"], 2, "--time cannot be used with --here"),
         (["recipes", "llama9b"], 2, "there is no recipe"),

@@ -9,7 +9,7 @@ import pytest
 from runspec import engine_start, files
 from runspec.devices import visible
 from runspec.keys.serve import SERVE
-from serving import engines
+from serving import engines, parameters
 from serving.replica import Replica
 
 SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "intent"}
@@ -34,6 +34,14 @@ def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_pa
         *("--max-model-len", "4096"),
     ]
     assert (found.model, found.socket) == ("intent", tmp_path / "engine.sock")
+    # The token that ends an answer may be another one than the base's.
+    (tmp_path / "a/generation_config.json").write_text('{"eos_token_id": 7}')
+    argv = engines.command(config, tmp_path, 2, 1, "k").argv
+    assert argv == [
+        *found.argv[:-2],
+        *("--generation-config", str(tmp_path / "a"), "--max-model-len", "4096"),
+    ]
+    assert parameters.takes(config, "intent").defaults == {"eos_token_id": 7}
 
 
 def test_sglangs_key_stands_in_a_private_file(tmp_path):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from runspec import files, tables
+from runspec import files, tables, weights
 from runspec.storage import patient_json, patiently
 from trainer.config import TrainConfig
 from trainer.data import origin, source
@@ -58,7 +58,6 @@ MAKERS = tuple(
         "marks",
     )
 )
-TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 PROGRESS_EVERY_S = 15.0
 # Until a folder that another node has renamed is seen here.
 SHARED_FOLDER_LIMIT_S = 120.0
@@ -270,7 +269,7 @@ def tokenizer_files(block: dict[str, Any]) -> list[Path]:
             continue  # the text of a chat template
         path = Path(name)
         if path.is_dir():
-            paths |= {p for p in path.iterdir() if p.suffix in TOKENIZER_SUFFIXES}
+            paths |= {*weights.tokenizer_files(path)}
         elif path.is_file():
             paths.add(path)
     return sorted(paths)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from runspec import files
 from runspec.storage import patient_json, patiently
-from runspec.weights import OTHER_NAME
+from runspec.weights import CHAT_TEMPLATES, OTHER_NAME
 from trainer.config import TrainConfig
 from trainer.data.prepared import is_text
 from trainer.data.tokenizers import template_text, write_new_tokens
@@ -27,7 +27,7 @@ from trainer.models.decoder import SCORE
 from trainer.parallel.sharded import full_tensor, gathered, local, near
 from trainer.parallel.world import World
 from trainer.storage import adapter, weights
-from trainer.storage.ending import name_answer_end
+from trainer.storage.ending import GENERATION, generation_settings, name_answer_end
 
 MAX_SHARD_BYTES = 4 * 2**30
 TOKENIZER = (
@@ -37,6 +37,7 @@ TOKENIZER = (
     "chat_template*",
     "vocab.json",
     "merges.txt",
+    f"{CHAT_TEMPLATES}/*",
 )
 # Files of a model folder, besides weights and tokenizer, that are right for the trained model too.
 COPIED = (
@@ -85,9 +86,11 @@ def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
         tokenizer = config.model_folder
     for source, patterns in [(tokenizer, TOKENIZER), (config.model_folder, COPIED)]:
         for path in (path for pattern in patterns for path in source.glob(pattern)):
-            _copy(path, temporary)
+            _copy(path, (temporary / path.relative_to(source)).parent)
     if template := config.tokenizer.get("chat_template"):
         files.write_text(temporary / "chat_template.jinja", template_text(str(template)))
+        # It rendered everything; those beside it would be chosen for tools.
+        shutil.rmtree(temporary / CHAT_TEMPLATES, ignore_errors=True)
     write_new_tokens(config.tokenizer, temporary)
     settings = patient_json(temporary / "config.json") or {}
     if config.tokenizer.get("new_tokens"):
@@ -103,11 +106,12 @@ def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
         classifier.set_pad_token(temporary)
     files.write_json(temporary / "config.json", settings)
     if not (model.module.score_head is not None or is_text(config.dataset)):
-        name_answer_end(temporary)
+        name_answer_end(temporary, config.tokenizer.get("chat_template_kwargs"))
 
 
 def _copy(path: Path, folder: Path) -> None:
     """Copy a file into a folder, tried again while the storage cannot be read."""
+    folder.mkdir(exist_ok=True)
     patiently(lambda source: shutil.copyfile(source, folder / path.name), path)
 
 
@@ -288,10 +292,13 @@ def write_adapter(
 
     def write() -> None:
         folder.mkdir()
-        own = [path for pattern in TOKENIZER for path in folder.parent.glob(pattern)]
-        if any(_differs(path, config.model_folder / path.name) for path in own):
+        whole = folder.parent
+        own = [path for pattern in TOKENIZER for path in whole.glob(pattern)]
+        if any(_differs(path, config.model_folder / path.relative_to(whole)) for path in own):
             for path in own:
-                _copy(path, folder)
+                _copy(path, (folder / path.relative_to(whole)).parent)
+        if model.module.score_head is None and (ends := generation_settings(whole)):
+            files.write_json(folder / GENERATION, ends)
         save_file(tensors, folder / adapter.FILE, metadata={"format": "pt"})
         files.write_json(folder / adapter.SETTINGS, settings)
 
