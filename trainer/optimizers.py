@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from runspec.layout import StepFacts
 from trainer.config import component, instantiate
 from trainer.errors import ConfigError, NonFiniteLossError
-from trainer.groups import Several, Trained, make
+from trainer.groups import Trained, make
 from trainer.parallel import gradients
 
 # Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
@@ -74,33 +74,6 @@ def build(
         )
     _try_a_step(block, named)
     return optimizer
-
-
-def scale_rates(optimizer: Optimizer, factors: dict[torch.nn.Parameter, float]) -> None:
-    """Give parameters a learning rate of their own, in further groups of the optimizer.
-
-    A schedule that is made later scales each group's own rate.
-
-    Args:
-        factors: what the learning rate is multiplied by; 1 if a parameter is not named.
-
-    Raises:
-        ConfigError: the optimizer's groups belong to several optimizers.
-    """
-    if factors and isinstance(optimizer, Several):
-        raise ConfigError(
-            "model.lora_plus_ratio: is not possible with torch.optim.Muon; use torch.optim.AdamW"
-        )
-    for group in list(optimizer.param_groups) if factors else ():
-        by_factor: dict[float, list[torch.nn.Parameter]] = {}
-        for parameter in group["params"]:
-            by_factor.setdefault(factors.get(parameter, 1.0), []).append(parameter)
-        first, *others = sorted(by_factor)
-        group["params"] = by_factor[first]
-        rate = group["lr"]
-        group["lr"] = rate * first
-        for factor in others:
-            optimizer.add_param_group({**group, "params": by_factor[factor], "lr": rate * factor})
 
 
 def _unnamed(parameter: torch.nn.Parameter) -> Trained:

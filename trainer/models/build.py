@@ -57,12 +57,6 @@ class Model:
         """The parameters that the optimizer changes."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
-    def learning_rates(self) -> dict[nn.Parameter, float]:
-        """What the learning rate of a parameter is multiplied by, where that is not 1."""
-        kind, named = self.module.adapter, weights.named_parameters(self.module)
-        rates = {p: kind.learning_rate(name) for name, p in named if kind and p.requires_grad}
-        return {parameter: rate for parameter, rate in rates.items() if rate != 1}
-
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters of the whole model, not of this rank's part.
 

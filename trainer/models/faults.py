@@ -69,7 +69,7 @@ def _freeze_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
     for pattern in config.freeze or []:
         if not frozen_by_name(module, [pattern]):
             yield f"freeze: no parameter is called {pattern!r}{nearest(pattern, names)}"
-    trained = {name for name in names if module.adapter is None or module.adapter.trains(name)}
+    trained = {name for name in names if module.adapter is None or module.adapter.owns(name)}
     if config.freeze and trained <= frozen_by_name(module, config.freeze).keys():
         yield "freeze: nothing is left to train; leave out a pattern"
 
