@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from runspec.layout import StepFacts
 from trainer.config import component, instantiate
@@ -23,8 +23,6 @@ from trainer.parallel import gradients
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 # Keys of a schedule's block that are shares of the run's steps, and what they become.
 SHARES = {"warmup_ratio": "num_warmup_steps", "decay_ratio": "num_decay_steps"}
-# All keys of a schedule's block that are not its component's.
-SCHEDULE_KEYS = (*SHARES, "warmup_start_factor")
 # What schedules of torch need and nothing here can give them.
 UNUSABLE_SCHEDULES = {
     f"torch.optim.lr_scheduler.{name}": need
@@ -138,7 +136,6 @@ def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> 
         return None
     if why := unusable_schedule(block):
         raise ConfigError(why)
-    start = block.get("warmup_start_factor") or 0.0
     block = _in_steps(block, steps)
     inner = {
         key: [schedule(each, optimizer, steps) for each in value]
@@ -160,26 +157,7 @@ def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> 
             f"lr_scheduler.total_steps: {block['_component_']} ends after {total} steps, the run "
             f"after {steps}; leave it out: it is then the run's number"
         )
-    if start:
-        _begin_at(made, start, block.get("num_warmup_steps"))
     return made
-
-
-def _begin_at(made: LRScheduler, start: float, warmup: int | None) -> None:
-    """Let a warm-up from 0 begin at `start` of the rate, as Megatron's and Automodel's do."""
-    if not isinstance(made, LambdaLR) or warmup is None:
-        raise ConfigError(
-            "lr_scheduler.warmup_start_factor: needs num_warmup_steps or warmup_ratio of a "
-            "schedule that has them, such as transformers' or torchtune's"
-        )
-
-    def raised(factor: Callable[[int], float]) -> Callable[[int], float]:
-        return lambda step: start + (1.0 - start) * factor(step) if step < warmup else factor(step)
-
-    made.lr_lambdas = [raised(factor) for factor in made.lr_lambdas]
-    groups = zip(made.optimizer.param_groups, made.base_lrs, made.lr_lambdas, strict=True)
-    for group, rate, factor in groups:
-        group["lr"] = rate * factor(0)
 
 
 def _in_steps(block: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -199,7 +177,7 @@ def _in_steps(block: dict[str, Any], steps: int) -> dict[str, Any]:
                 f"lr_scheduler.{share}: must be a share of all steps, from 0 to 1, without {name}"
             )
         block = block | {name: math.ceil(block[share] * steps)}
-    return {k: v for k, v in block.items() if k not in SCHEDULE_KEYS}
+    return {k: v for k, v in block.items() if k not in SHARES}
 
 
 def schedule_arguments(factory: Callable[..., Any], block: dict[str, Any]) -> set[str]:

@@ -19,7 +19,7 @@ from runspec.description import family_of
 from runspec.keys.model import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
-from trainer.layers import attention, fp8, linear, nf4, noise
+from trainer.layers import attention, fp8, linear, nf4
 from trainer.layers.adapters import base as adapters
 from trainer.models.decoder import Decoder
 from trainer.models.faults import frozen_by_name
@@ -101,8 +101,6 @@ def build(
     weights.initialise_adapter(module, config.seed)
     weights.initialise_score(module, source, config.seed)
     module.train(not frozen)
-    if config.neftune_noise_alpha and not frozen:
-        noise.add(module, config.neftune_noise_alpha)
     return Model(module, adapters.method(module), DTYPES[config.dtype])
 
 

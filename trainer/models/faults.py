@@ -26,11 +26,6 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
         )
     faults += [*_freeze_faults(module, config), *_saved_faults(module, config.model)]
     faults += _new_token_faults(module, config)
-    if config.neftune_noise_alpha and ranks > 1:
-        faults.append(
-            "neftune_noise_alpha: tensor parallelism splits the embeddings' output; leave it out, "
-            "or set tensor_parallel_dim=1"
-        )
     if config.dataset.get("packed") and not module.packs:
         faults.append(
             "dataset.packed: in this model's linear attention a packed document would see those "
