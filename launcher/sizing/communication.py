@@ -94,8 +94,6 @@ def _weights(step: StepConfig, units: Units) -> Iterator[Message]:
     yield gather("output layer", units.output, 1, "forward")
     if step.reshard:
         yield from gather_blocks("backward")
-        if step.lora_embedding:
-            yield gather("embedding", units.embedding, 1, "backward")
 
 
 def _gradients(step: StepConfig, units: Units) -> Iterator[Message]:

@@ -87,8 +87,7 @@ def _to_method(step: StepConfig, method: str) -> StepConfig:
     if method.removeprefix("q") == step.method.removeprefix("q"):
         return replace(step, method=method)
     if method == "full":
-        step = replace(step, lora_rank=0, lora_targets=(), dropout=False)
-        step = replace(step, lora_output=False, lora_embedding=False)
+        step = replace(step, lora_rank=0, lora_targets=(), dropout=False, lora_output=False)
     if method == "full" or (step.lora_targets and step.lora_rank):
         return replace(step, method=method, own=None)
     targets = (*step.shape.names,)

@@ -48,7 +48,6 @@ class StepConfig:
     lora_ranks: tuple[tuple[str, int], ...] = ()  # by matrix, of those with another rank
     lora_targets: tuple[str, ...] = ()  # names of a block's matrices
     lora_output: bool = False
-    lora_embedding: bool = False
     saved: tuple[str, ...] = ()  # tok_embeddings, output: trained whole beside the adapter
     own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
     dropout: bool = False
@@ -125,7 +124,7 @@ class StepConfig:
         method = "qfull" if self.teacher_quantised else "full"
         teacher = replace(own, shape=self.teacher, method=method, lora_targets=(), saved=())
         teacher = replace(teacher, fp8_base=False)
-        return (*reference, replace(teacher, lora_output=False, lora_embedding=False))
+        return (*reference, replace(teacher, lora_output=False))
 
     @property
     def nodes(self) -> int:
@@ -282,7 +281,6 @@ class StepConfig:
         """
         keys = block.attention.kv_width if block and block.attention else 0
         own = {"lora_rank": self.lora_rank, "dim": self.shape.dim, "kv": keys}
-        own["vocab"] = self.shape.vocab
         return prod({**own, **known, **dict(self.own_sizes)}[size] for size in sizes)
 
     def _numbers(
@@ -313,8 +311,6 @@ class StepConfig:
         )
         layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
         output = self._adapter("output", self.shape.output) if self.lora_output else 0
-        if self.lora_embedding:
-            output += self._numbers(["embedding"], {"lora_rank": self.rank_of("tok_embeddings")})
         output += len(self.saved) * self.shape.vocab * self.shape.dim
         return layers + output + self._numbers(["model"], {}) + self.score_head
 

@@ -228,14 +228,6 @@ def _table(step: StepConfig, name: str) -> Parameter:
 
 def _embedding(step: StepConfig) -> Iterator[Parameter]:
     yield _table(step, "tok_embeddings")
-    if step.lora_embedding:
-        e, rank, tp = (
-            step.element_bytes,
-            step.rank_of("tok_embeddings"),
-            step.layout.tensor_parallel,
-        )
-        yield Parameter(step.shape.vocab / tp, rank, rank * e, True)
-        yield Parameter(step.shape.dim, rank, rank * e, True, shared=True)
 
 
 def _output(step: StepConfig) -> Iterator[Parameter]:

@@ -19,7 +19,7 @@ from runspec.keys.preference import DpoConfig
 OF_ANSWERS, OF_PAIRS = "validation", "pairs"
 _ASKING = ("perplexity", "generation", "judge", "pair_accuracy")
 # Keys of a task that name a file or folder.
-_PATHS = ("data", "reward_model", "include_path", "judge_key_file", "schema", "output")
+_PATHS = ("data", "include_path", "judge_key_file", "schema", "output")
 _INSTRUCT = "torchtune.datasets.instruct_dataset"
 _GIVE = "give a file of questions and answers: --data FILE"
 

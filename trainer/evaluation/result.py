@@ -153,11 +153,6 @@ def _columns(
         }
         return {"accuracy": {side: (own, np.ones(len(own))) for side, own in higher.items()}}
     columns: Columns = {}
-    if task.get("reward_model"):
-        best = {side: [row["reward"] for row in own] for side, own in rows.items()}
-        columns["reward"] = {
-            side: (np.array(own, float), np.ones(len(own))) for side, own in best.items()
-        }
     for metric in task["metrics"]:
         columns[metric] = {}
         for side, own in rows.items():

@@ -20,7 +20,6 @@ from trainer.config import TrainConfig
 from trainer.data.prepared import is_text
 from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
-from trainer.layers.adapters import lora_embedding
 from trainer.layers.adapters.base import PEFT_PREFIX, AdaptedLinear, AdapterKind
 from trainer.models.build import Model
 from trainer.models.decoder import SCORE
@@ -155,9 +154,7 @@ def gather(model: Model, layers: dict[str, torch.nn.Module], step: Step) -> torc
     if step.place and last in experts.MATRICES:
         expert, *rows = step.place
         return experts.merged(layer, last, expert, model.dtype)[tuple(rows)]
-    if last == "weight" and lora_embedding.is_adapted(layer):
-        whole = lora_embedding.merged(layer, model.dtype)
-    elif isinstance(layer, AdaptedLinear) or nf4.is_packed(step.parameter):
+    if isinstance(layer, AdaptedLinear) or nf4.is_packed(step.parameter):
         whole = linear.merged(layer, last, model.dtype)
     else:
         whole = in_dtype(step.parameter.detach(), model.dtype)
