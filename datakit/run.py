@@ -103,9 +103,6 @@ def prepare(
         work_folder.mkdir(parents=True, exist_ok=True)
         # Private: it has the rows before personal data is masked.
         work_folder.chmod(0o700)
-        for path in folder.glob(".tmp-*"):
-            # Left by a run that was killed while it wrote: with the lock, no other is running.
-            shutil.rmtree(path, ignore_errors=True)
         progress = Progress(len(config.get("steps") or []) + 2, say)
         engine = _engine(settings, threads, master)
         engine.progress = progress

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runspec.files import parse_json
+from runspec.files import parse_json, replacing
 
 # Removed from all texts: mail addresses, phone numbers, keys.
 REDACTED = (
@@ -236,13 +236,9 @@ def _write(target: Path, rows: list[dict[str, Any]]) -> None:
 
     schema = pa.schema([(name, _TYPES.get(name, "string")) for name in COLUMNS])
     lines = [{name: _value(row, name) for name in COLUMNS} for row in rows]
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(target) as temporary:
         pq.write_table(pa.Table.from_pylist(lines, schema), temporary)
         os.chmod(temporary, 0o600)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:

@@ -11,7 +11,6 @@ table requests_delta of the target: new requests are added, new feedback replace
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -122,9 +121,8 @@ def write(rows: list[dict[str, Any]], target: Path, delta: bool = False) -> Path
     if delta:
         _merge(table(kept), table(rows), file)
     else:
-        temporary = target / f".requests.{os.getpid()}.tmp"
-        pq.write_table(table(kept), temporary)
-        os.replace(temporary, file)
+        with files.replacing(file) as temporary:
+            pq.write_table(table(kept), temporary)
     chats = [
         json.dumps({"messages": json.loads(row["messages"])}, ensure_ascii=False) for row in kept
     ]

@@ -5,7 +5,6 @@ a record for each trained token of each sample in turn, and appears complete onc
 part by part it is made by `entry: teach`, which goes on with the parts that are missing.
 """
 
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,16 +111,11 @@ def write_part(folder: Path, part: Part, records: np.ndarray, figures: list[floa
         ConfigError: the folder cannot be written to.
     """
     path = folder / PART.format(part.number)
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            file.write(records.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with files.replacing(path) as temporary:
+            temporary.write_bytes(records.tobytes())
         files.write_json(folder / FIGURES.format(part.number), figures)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(
             f"data_cache_dir: {folder} cannot be written to: {error.strerror}; set "
             "data_cache_dir to a folder of your own with enough space"

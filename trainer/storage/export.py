@@ -13,7 +13,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from runspec import files
+from runspec import files, publish
 from runspec.storage import patient_json, patiently
 from runspec.weights import CHAT_TEMPLATES, OTHER_NAME
 from trainer.config import TrainConfig
@@ -61,8 +61,8 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     `save_adapter_weights_only` the merged weights are left out.
     """
     final = config.output_dir / files.EXPORT
-    temporary = config.output_dir / f".tmp_{files.EXPORT}"
-    world.on_main(lambda: _prepare(temporary, config, model))
+    temporary = publish.hidden(final)
+    world.on_main(lambda: _prepare(final, config, model))
     if not config.save_adapter_weights_only:
         write_model(model, config, temporary, world)
     if model.module.adapter is not None:
@@ -72,13 +72,12 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
                 f"note: {files.EXPORT}/{files.ADAPTER} holds experts in the layout of PEFT 0.18; "
                 "0.19 and later have another and refuse it: take peft<0.19, or the merged model"
             )
-    world.on_main(lambda: _commit(temporary, final))
+    world.on_main(lambda: publish.finish(temporary, final, "replace", flush=True))
     return final
 
 
-def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+def _prepare(final: Path, config: TrainConfig, model: Model) -> None:
+    temporary = publish.begin(final, alone=True)
     # It may come from another folder than the model. The path of torchtune's is that of a file.
     tokenizer = Path(str(config.tokenizer.get("path") or config.model_folder))
     if not (tokenizer / "tokenizer.json").is_file():
@@ -112,14 +111,6 @@ def _copy(path: Path, folder: Path) -> None:
     """Copy a file into a folder, tried again while the storage cannot be read."""
     folder.mkdir(exist_ok=True)
     patiently(lambda source: shutil.copyfile(source, folder / path.name), path)
-
-
-def _commit(temporary: Path, final: Path) -> None:
-    for path in [*temporary.rglob("*"), temporary]:
-        files.fsync_path(path)
-    shutil.rmtree(final, ignore_errors=True)
-    temporary.rename(final)
-    files.fsync_path(final.parent)
 
 
 class Step(NamedTuple):
