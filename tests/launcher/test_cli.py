@@ -329,7 +329,8 @@ def test_cpus_per_gpu_are_the_gpus_share_of_the_smallest_node_that_has_them(slur
     def cpus(*options: str) -> list[str]:
         done = slurm_user.cookbook("submit", "llama1b_lora", "--dry-run", *options)
         lines = done.stdout.splitlines()
-        return [line.rpartition("=")[2] for line in lines if "--cpus-per-task" in line]
+        asked = (line for line in lines if line.startswith("#SBATCH --cpus-per-task"))
+        return [line.rpartition("=")[2] for line in asked]
 
     listed = slurm.run(["sinfo", "--noheader", "--format=%R|%G|%c"]).stdout.split()
     nodes = [line.split("|") for line in listed]
