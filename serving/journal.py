@@ -7,7 +7,6 @@ next one starts or reads the log. A disk that is full costs lines of the log, an
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from runspec import lock
 from runspec.files import parse_json, replacing
 
 # Removed from all texts: mail addresses, phone numbers, keys.
@@ -80,7 +80,7 @@ class Journal:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
         file = os.open(path, flags, 0o600)
         # The kernel releases the lock when the process ends: then other processes may read it.
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock.try_open(file)
         self.path, self._file, self._torn = path, file, False
         self.since, self.rows = time.time(), 0
 
@@ -192,10 +192,10 @@ def recover(folder: Path) -> int:
     for path in sorted(folder.glob("journal-*.jsonl")):
         try:
             with open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                to_parquet(path)
-                count += 1
-        except (BlockingIOError, FileNotFoundError):
+                if lock.try_open(file):
+                    to_parquet(path)
+                    count += 1
+        except FileNotFoundError:
             continue
         except OSError as error:
             with suppress(OSError):

@@ -5,14 +5,11 @@ A failed notification is reported in the job's log and does not affect the run. 
 only.
 """
 
-import json
 import os
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from runspec import files
+from runspec import client, files
 from runspec.redact import redacted
 from slurm.identity import own_job_id
 from slurm.job_log import say
@@ -78,23 +75,18 @@ def post(address: str, content: dict[str, Any]) -> str:
     """Send a message; return the reason if it was not delivered, else ""."""
     if not address.startswith(("https://", "http://")):
         return "the file has no address that begins with https://"
-    request = urllib.request.Request(
-        address,
-        data=json.dumps(content).encode(),
-        headers={"Content-Type": "application/json", "User-Agent": "slurm-cookbook"},
-        method="POST",
-    )
     reason = ""
     for _ in range(TRIES):
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S):
-                return ""
-        except urllib.error.HTTPError as error:
-            reason = f"the server answered {error.code} {error.reason}"
-            if error.code < 500:
-                break
+            answer = client.send(address, content, timeout_s=TIMEOUT_S, proxies=True)
         except (OSError, ValueError) as error:
-            reason = str(getattr(error, "reason", error))
+            reason = str(error)
+            continue
+        if answer.status < 300:
+            return ""
+        reason = f"the server answered {answer.status} {answer.reason}"
+        if answer.status < 500:
+            break
     # Neither may contain the address, which is a secret.
     return redacted(reason.replace(address, "<address>"))
 

@@ -5,7 +5,6 @@ of this host. If none can be started, a record says why, and the attempt fails. 
 only.
 """
 
-import http.client
 import os
 import secrets
 import shutil
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runspec import files
+from runspec import client, files
 from slurm.child import Child
 from slurm.job_log import say
 
@@ -123,13 +122,11 @@ class Replica:
         if not (known := files.peek(self._file)):
             return False
         try:
-            connection = http.client.HTTPConnection(known["host"], known["port"], timeout=5)
-            connection.request("GET", "/health", headers={"Authorization": f"Bearer {secret}"})
-            healthy = connection.getresponse().status == 200
-            connection.close()
-        except (OSError, http.client.HTTPException):
+            url = f"{client.at(known['host'], known['port'])}/health"
+            answer = client.send(url, headers={"Authorization": f"Bearer {secret}"}, timeout_s=5)
+        except OSError:
             return False
-        return healthy
+        return answer.status == 200
 
     def _reason(self, status: int) -> str:
         """Why it ended, by itself or by its node: what was recorded, the signal, the last line."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from launcher import paths, venv, yamlfile
 from launcher.errors import PreflightFault, RunFault, UsageFault
 from launcher.recipes.environment import BUILT, Environment
-from launcher.runs import lock, trust
+from launcher.runs import trust
 from launcher.runs.directory import Run, runs_root
 from launcher.runs.find import every
-from runspec import files, publish
+from runspec import files, lock, publish
 
 # What a built environment holds besides its packages.
 _RECORD, _USED = "cookbook.json", ".cookbook-used"
@@ -104,8 +104,8 @@ def build(environment: Environment, root: Path, say: Callable[[str], None]) -> P
     """
     path = folder(environment, root)
     trust.own_folder(root, BUILT)
-    with (path.parent / f".{path.name}.lock").open("a+", encoding="utf-8") as file:
-        lock.take(file, _WAIT_S, lambda who: say(f"waiting for {path.name}, built by {who}"))
+    held = path.parent / f".{path.name}.lock"
+    with lock.take(held, _WAIT_S, lambda who: say(f"waiting for {path.name}, built by {who}")):
         if not is_built(environment, root):
             began = time.monotonic()
             say(f"building the environment {path.name}: {', '.join(environment.dependencies)}")

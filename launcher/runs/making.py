@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from launcher.runs import lock
-from runspec import files, publish
+from runspec import files, lock, publish
 
 _HOLDER = re.compile(r"process (\d+) on (.+)\Z")
 # Nobody can ask another host whether a command still runs there.

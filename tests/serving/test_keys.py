@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 import pytest
@@ -51,6 +52,13 @@ def test_a_users_key_is_shown_once_and_kept_as_a_hash(endpoint):
     assert keys.who(key) == "ada", "the key stays"
     access.revoke(endpoint, "ada")
     assert access.add(endpoint, "ada", {}) != key, "a revoked one may be replaced"
+
+
+def test_commands_that_change_users_at_once_lose_none(endpoint):
+    names = ["ada", "eve", "kim", "lee"]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: access.add(endpoint, name, {}), names))
+    assert sorted(endpoints.users(endpoint.folder)) == names
 
 
 def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoint):
