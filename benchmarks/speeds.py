@@ -12,12 +12,12 @@ from typing import Any
 
 from launcher import paths
 from launcher.recipes import recipe
+from launcher.recipes.shapes import shape_of
 from launcher.sizing.compute import Reached
-from launcher.sizing.gpus import Gpu, by_name
-from launcher.sizing.model import shape_of
+from launcher.sizing.gpus import Gpu, Links, by_name
 from launcher.sizing.recipe_step import step_of
 from launcher.sizing.step_config import StepConfig
-from launcher.sizing.step_time import Links, step_time
+from launcher.sizing.step_time import step_time
 from runspec.layout import Layout
 from runspec.shape import Attention, Block, Matrix, Shape, Vector
 

@@ -168,16 +168,6 @@ class Block:
         return tuple(matrix for _, matrix in self.of("experts"))
 
     @cached_property
-    def fused_widths(self) -> tuple[int, ...]:
-        """Widths of the products that compute several things one after another."""
-        return tuple(m.outputs for m in self.matrices.values() if m.role == "fused")
-
-    @cached_property
-    def split_norms(self) -> int:
-        """Norms over features that tensor parallelism has split."""
-        return sum(v.split and v.features > 0 for v in self.vectors)
-
-    @cached_property
     def parameters(self) -> int:
         """All parameters."""
         count = sum(v.rows * v.width for v in self.vectors)
@@ -265,11 +255,6 @@ class Shape:
     def experts(self) -> tuple[int, ...]:
         """How many routed experts its kinds of blocks have, of those that have some."""
         return tuple(block.experts[0].count for block, _ in self.blocks if block.experts)
-
-    @property
-    def watched(self) -> bool:
-        """Whether the trainer watches how evenly its routers spread tokens."""
-        return any(block.watched for block, _ in self.blocks)
 
     @cached_property
     def names(self) -> dict[str, Part]:

@@ -50,7 +50,7 @@ def memory(context: Context) -> Iterable[Finding]:
     changes = " ".join(each.overrides for each in tried if each.helps)
     fits = any(each.fits for each in tried)
     remedy = f"it would fit with {changes}" if fits else "use more or larger GPUs"
-    remedy += f"; cookbook estimate {context.recipe.given_name} --compare"
+    remedy += f"; cookbook estimate {context.recipe.given_name}"
     return [failed("GPU memory", f"a step needs {shown}", remedy)]
 
 

@@ -181,7 +181,7 @@ def main() -> None:
         click.echo(f"error: {error}: move the file away, and try again", err=True)
         sys.exit(1)
     except OSError as error:
-        if (fault := of_the_system(error)) is None:
+        if (line := of_the_system(error)) is None:
             raise
-        click.echo(f"error: {fault}", err=True)
+        click.echo(f"error: {line}", err=True)
         sys.exit(1)

@@ -79,7 +79,12 @@ def evaluate(
     if as_gates and not only_results:
         raise UsageFault("--as-gates requires --results: it prints a finished evaluation")
     if only_results:
-        given = {"--suite": suite, "--data": data, "--against": against, "KEY=VALUE": overrides}
+        given: dict[str, Any] = {
+            "--suite": suite,
+            "--data": data,
+            "--against": against,
+            "KEY=VALUE": overrides,
+        }
         given |= {"--watch": watch, "--dry-run": dry_run, "--local": local}
         given |= {f"--{name.replace('_', '-')}": value for name, value in resources.items()}
         if unused := [name for name, value in given.items() if value]:

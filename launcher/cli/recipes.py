@@ -14,8 +14,9 @@ from launcher.cli.common import cluster_option, own_options, recipe_arguments
 from launcher.cli.number import FloatRange, IntRange
 from launcher.recipes import entries
 from launcher.recipes import recipe as recipe_file
-from launcher.sizing import gpus, predictions
+from launcher.sizing import gpus
 from launcher.sizing.estimate import Estimate, peak_gib
+from launcher.sizing.tuning import Tuning
 from launcher.workflows import registered
 
 
@@ -109,18 +110,13 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     help="Tokens to train, for time and cost. [default: an epoch of a local file, else a million]",
 )
 @click.option(
-    "--compare", is_flag=True, help="Compare full, LoRA and QLoRA on 1, 2, 4 and 8 nodes."
-)
-@click.option("--scaling", is_flag=True, help="Show what ranks send, and layouts on 2 to 64 nodes.")
-@click.option(
     "--tune", is_flag=True, help="Show the fastest settings that fit, each with its change."
 )
 @click.option(
     "--network",
     type=FloatRange(min=0, min_open=True),
     metavar="GBITS",
-    help="Gbit/s per GPU between nodes, for --scaling, --tune and --compare. "
-    "[default: the cluster's, or the GPU's]",
+    help="Gbit/s per GPU between nodes. [default: the cluster's, or the GPU's]",
 )
 @click.option(
     "--trace", is_flag=True, help="Also run the step on fake tensors; takes up to a minute."
@@ -134,8 +130,6 @@ def estimate(
     gpu: str | None,
     mfu: float | None,
     tokens: int | None,
-    compare: bool,
-    scaling: bool,
     tune: bool,
     network: float | None,
     trace: bool,
@@ -161,15 +155,13 @@ def estimate(
         tokens=tokens,
         price=site.gpu_hour_price,
         currency=site.currency or "",
-        compares=compare,
         traces=trace,
     )
-    parts: dict[str, Any] = {}
-    if scaling or tune:
-        parts |= {"scaling": predictions.Scaling(estimated.predictor)} if scaling else {}
-        parts |= {"tuning": predictions.Tuning(estimated.predictor)} if tune else {}
+    tuning = Tuning(estimated.predictor) if tune else None
     if as_json:
-        shown = estimated.as_json() | {name: part.as_json() for name, part in parts.items()}
+        shown = estimated.as_json() | ({"tuning": tuning.as_json()} if tuning else {})
         click.echo(json.dumps(shown, indent=1))
-    else:
-        click.echo("\n\n".join("\n".join(part.lines()) for part in (estimated, *parts.values())))
+        return
+    click.echo("\n".join(estimated.lines()))
+    if tuning:
+        click.echo("\n" + "\n".join(tuning.lines()))

@@ -10,7 +10,7 @@ Each function is of one layer, whose kind is `block`.
 from __future__ import annotations
 
 from launcher.sizing.step_config import FP32, StepConfig
-from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Matrix, Part
+from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Part
 
 
 def saved_by_layer(step: StepConfig, block: Block) -> float:
@@ -18,85 +18,58 @@ def saved_by_layer(step: StepConfig, block: Block) -> float:
 
     Norms compute in fp32: 4td for the input, and if the scale is trained the normalised one too, in
     fp32 or in the dtype of the computation. A matrix keeps its input if it is trained or has an
-    adapter: etd for all that read a norm's output together, nothing new for attention's own output.
-    Tensor parallelism divides all but the gathered inputs. Compiled layers compute again what is
-    made element by element: they keep a norm's input, etd.
-    """
-    saved = _saved_by_norms(step, block) + _saved_by_adapters(step, block)
-    if block.attention:
-        saved += _saved_by_attention(step, block, block.attention)
-    if block.delta:
-        saved += _saved_by_linear_attention(step, block, block.delta)
-    if block.experts:
-        return saved + _saved_by_experts(step, block)
-    inputs = step.element_bytes * step.tokens * step.shape.dim
-    return saved + inputs * step.trains(block, "mlp", "column", "fused") + _mlp(step, block, "mlp")
-
-
-def _saved_by_norms(step: StepConfig, block: Block) -> float:
-    """Of the tokens or heads of this rank, but for those of latents, which are whole."""
-    latent, saved = block.attention is not None and block.attention.latent, 0.0
-    for vector in block.vectors:
-        whole = latent and vector.rows != step.shape.dim
-        saved += vector.features / (1 if whole else step.layout.tensor_parallel)
-    return _norm_bytes(step) * step.tokens * saved
-
-
-def _norm_bytes(step: StepConfig) -> float:
-    """Bytes per number of a norm's input."""
-    if step.compiled:
-        return step.element_bytes
-    scaled = FP32 if step.shape.wide_norms else step.element_bytes
-    return FP32 + (scaled if step.is_full else 0)
-
-
-def _saved_by_attention(step: StepConfig, block: Block, attention: Attention) -> float:
-    """e t for each number of queries, keys, values and the output; 4t per head for the log-sum.
-
-    Values stay with all of the product that they are a part of; compiled latent attention makes
-    them again. A gate keeps itself, its sigmoid if nothing is compiled, and what it is multiplied
-    with. Latents are whole on each rank.
+    adapter: etd for all that read a norm's output together. Tensor parallelism divides all but the
+    gathered inputs. Compiled layers compute again what is made element by element: they keep a
+    norm's input, etd.
     """
     e, tp, t = step.element_bytes, step.layout.tensor_parallel, step.tokens
-    inputs = _inputs(step, block)
-    # Flash attention shares the heads of keys and values; in fp32 there is none: they are copied.
-    heads = attention.kv_heads if e < FP32 else attention.heads
-    kept = attention.query_width + attention.value_width
-    kept += heads * (attention.head_dim + attention.value_dim)
-    if not (attention.latent and step.compiled):
-        kept += attention.held - attention.kv_heads * attention.value_dim
+    scaled = FP32 if step.shape.wide_norms else e
+    norm = e if step.compiled else FP32 + (scaled if step.is_full else 0)
+    saved: float = norm * t * sum(vector.features for vector in block.vectors) / tp
+    # What attention's first matrices read: the hidden state once, latents (arXiv 2405.04434).
+    first = block.of("attention", "column", "fused", "replicated")
+    saved += e * t * sum({m.inputs for name, m in first if step.needs_input(name)})
+    if block.attention:
+        saved += _attention(step, block, block.attention)
+    if block.delta:
+        saved += _linear_attention(step, block, block.delta)
+    if block.experts:
+        saved += _experts(step, block)
+    else:
+        reads = step.trains(block, "mlp", "column", "fused")
+        saved += e * t * step.shape.dim * reads + _mlp(step, block, "mlp")
+    return saved + _adapters(step, block)
+
+
+def _attention(step: StepConfig, block: Block, attention: Attention) -> float:
+    """e t for each number of queries, keys, the product that values are a part of, and the output;
+    4t per head for the log-sum. A gate keeps itself, its sigmoid if nothing is compiled, and what
+    it is multiplied with. In fp32 there is no flash attention: each query head has its keys.
+    """
+    e, t, heads = step.element_bytes, step.tokens, attention.heads
+    copied = heads / attention.kv_heads if e == FP32 else 1.0
+    kept: float = attention.query_width + attention.value_width + attention.held
+    kept += copied * attention.kv_width
+    kept += (copied - 1) * attention.kv_heads * attention.value_dim
     kept += attention.gate * (1 + (not step.compiled) + step.trains(block, "attention", "row"))
-    return e * t * (inputs + kept / tp) + FP32 * t * attention.heads / tp
+    return t * (e * kept + FP32 * heads) / step.layout.tensor_parallel
 
 
-def _inputs(step: StepConfig, block: Block) -> int:
-    """Numbers per token that attention's first matrices read: the hidden state once, latents."""
-    read: dict[str, int] = {}
-    for name, matrix in block.of("attention", "column", "fused", "replicated"):
-        if step.needs_input(name):
-            read["" if matrix.inputs == step.shape.dim else name] = matrix.inputs
-    return sum(read.values())
-
-
-def _saved_by_linear_attention(step: StepConfig, block: Block, delta: GatedDelta) -> float:
+def _linear_attention(step: StepConfig, block: Block, delta: GatedDelta) -> float:
     """The gated delta rule of trainer.layers.delta, in fp32 and chunk by chunk.
 
-    The convolution's output, and if it is trained its input at each of its positions; queries and
-    keys before their norm, normalised and decayed, keys times their rate, and those
-    that read the state; values, the new ones, and what the state does not predict of them; five
-    matrices of pairs in each chunk; every chunk's state; the gated norm's input, its gate and their
-    product. Compiled layers keep one matrix of pairs less, the convolution's input once less, and
-    of the gated norm its input only. Counted by hooks on the saved tensors of one layer.
+    The convolution's output, and if it is trained its input at each of its positions; eight forms
+    of the keys, three of the values, five matrices of pairs in each chunk, every chunk's state; of
+    the gated norm its input, compiled, else three forms of it. Counted by hooks on the saved
+    tensors of one layer.
     """
-    e, t, tp = step.element_bytes, step.tokens, step.layout.tensor_parallel
-    key, value = delta.value_heads * delta.key, delta.value_width
-    convolved = 1 + (delta.kernel - step.compiled) * step.is_full
-    saved: float = e * t * (convolved * delta.mixed + value)
+    e, key, value = step.element_bytes, delta.value_heads * delta.key, delta.value_width
+    each: float = e * ((1 + delta.kernel * step.is_full) * delta.mixed + value)
     pairs = (5 - step.compiled) * DELTA_CHUNK * delta.value_heads
-    saved += FP32 * t * (8 * key + 3 * value + pairs + delta.state / DELTA_CHUNK)
-    saved += t * value * (e if step.compiled else 3 * FP32 + e * step.is_full)
-    saved += e * t * value * step.trains(block, "attention", "row")
-    return e * t * _inputs(step, block) + saved / tp
+    each += FP32 * (8 * key + 3 * value + pairs + delta.state / DELTA_CHUNK)
+    each += value * (e if step.compiled else 3 * FP32)
+    each += e * value * step.trains(block, "attention", "row")
+    return step.tokens * each / step.layout.tensor_parallel
 
 
 def _mlp(step: StepConfig, block: Block, part: Part) -> float:
@@ -109,75 +82,54 @@ def _mlp(step: StepConfig, block: Block, part: Part) -> float:
     return step.element_bytes * step.tokens * (made + kept) / step.layout.tensor_parallel
 
 
-def _own_tokens(step: StepConfig) -> float:
-    return step.tokens / step.layout.tensor_parallel
+def expert_rows(step: StepConfig, block: Block, *, received: bool = False) -> float:
+    """Rows of a rank's own tokens, one for each expert that they meet; 0 without experts.
+
+    received: those that its experts take: with expert parallelism at most so many of all ranks'.
+    """
+    rows = step.tokens / step.layout.tensor_parallel
+    rows *= block.experts[0].active if block.experts else 0
+    spread = received and step.layout.expert_parallel > 1
+    return rows * (step.expert_imbalance if spread else 1)
 
 
-def expert_rows(step: StepConfig, block: Block) -> float:
-    """Rows of a rank's own tokens, one for each expert that they meet; 0 without experts."""
-    return _own_tokens(step) * (block.experts[0].active if block.experts else 0)
-
-
-def received_rows(step: StepConfig, block: Block) -> float:
-    """Rows that a rank's experts take: of its own tokens, or at most so many of all ranks'."""
-    spread = step.layout.expert_parallel > 1
-    return expert_rows(step, block) * (step.expert_imbalance if spread else 1)
-
-
-def _saved_by_experts(step: StepConfig, block: Block) -> float:
+def _experts(step: StepConfig, block: Block) -> float:
     """The experts' inputs in their order, as a dense MLP's rows from there on, and their outputs.
 
-    The outputs stay, as the router's weights are multiplied with them: of the rank's own tokens.
-    Each row has two numbers of eight bytes that say where it came from. The router keeps its
-    probabilities, and its input if it is trained, in fp32 if it computes so.
+    Each row has two numbers of eight bytes that say where it came from, and the router keeps its
+    probabilities in fp32. Experts that are spread over ranks are outside of what is compiled; those
+    with a bias cap their gate and have an activation of their own, in four parts.
     """
-    e, t = step.element_bytes, _own_tokens(step)
-    own, rows = expert_rows(step, block), received_rows(step, block)
-    d, width = step.shape.dim, block.inside("experts")
-    # Experts with a bias cap their gate and have an activation of their own, of which compiled
-    # layers keep one part instead of four. Experts that are spread over ranks are outside of what
-    # is compiled, as is the exchange of rows.
+    e, t, d = step.element_bytes, step.tokens / step.layout.tensor_parallel, step.shape.dim
+    rows, width = expert_rows(step, block, received=True), block.inside("experts")
     compiled = step.compiled and step.layout.expert_parallel == 1
     between = (1 if compiled else 4) if block.experts[0].bias else not compiled
     trained = step.trains(block, "experts")
     saved: float = e * rows * (d * trained + width * (2 + between + trained))
-    saved += e * own * d + 3 * 8 * rows
-    saved += FP32 * t * block.experts[0].count
+    saved += e * d * expert_rows(step, block) + 3 * 8 * rows + FP32 * t * block.experts[0].count
     saved += e * t * d * step.trains(block, "shared", "column")
-    saved += FP32 * t * d * (block.wide_router and step.is_full)
     return saved + _mlp(step, block, "shared")
 
 
-def _saved_by_adapters(step: StepConfig, block: Block) -> float:
-    t, e, kind = step.tokens, step.element_bytes, step.adapter
+def _adapters(step: StepConfig, block: Block) -> float:
+    """What the kind of adapter says of each token, and of dropout the mask and the result."""
+    e, tp, kind = step.element_bytes, step.layout.tensor_parallel, step.adapter
     if kind is None:
         return 0.0
-    # Between the blocks a rank has its own part of the sequence.
-    own = e * _own_tokens(step)
-    saved = sum(own * step.adapter_size(sizes, {}, block) for sizes in kind.saved_of("block"))
+    saved = sum(step.adapter_size(sizes, {}, block) for sizes in kind.saved_of("block")) / tp
+    saved *= e * step.tokens
     for name, matrix in step.adapted(block):
-        tp, by_row = step.split_of(matrix), matrix.role == "row"
-        width = matrix.inputs / (tp if by_row else 1)
-        if step.dropout and matrix.role != "expert":
-            saved += (1 + e) * t * width
-        # What compiled layers compute again: the product before an MLP's last matrix, and its sum.
-        remade = step.compiled and matrix.part == "mlp"
+        expert, split = matrix.role == "expert", step.split_of(matrix)
+        rows = expert_rows(step, block, received=True) if expert else step.tokens
+        by_row = matrix.role == "row"
+        known = {"lora_rank": float(step.rank_of(name)), "in": matrix.inputs, "out": matrix.outputs}
+        known["in" if by_row else "out"] /= 1 if expert else split
+        saved += (1 + e) * rows * known["in"] * (step.dropout and not expert)
         for sizes in kind.saved_of(*matrix.owners):
-            if sizes == ("in",):
-                saved += 0 if remade else e * t * width
-            elif sizes == ("out",):
-                # The sum that is scaled; a matrix split by rows has a share of all of it.
-                saved += 0 if remade else e * t * matrix.outputs / (1 if by_row else tp)
-            else:
-                rows = received_rows(step, block) if matrix.role == "expert" else t
-                known = {"lora_rank": step.rank_of(name)}
+            # Compiled layers compute again what is made element by element, in an MLP.
+            if sizes == ("lora_rank",) or not (step.compiled and matrix.part == "mlp"):
                 saved += e * rows * step.adapter_size(sizes, known, block)
     return saved
-
-
-def recomputed_elements(step: StepConfig, block: Block) -> float:
-    """Bytes that one layer computes again, element by element, if products are kept ("op")."""
-    return max(saved_by_layer(step, block) - saved_products(step, block), 0.0)
 
 
 def kept_by_layer(step: StepConfig, block: Block, recomputed: bool) -> tuple[float, float]:
@@ -187,9 +139,8 @@ def kept_by_layer(step: StepConfig, block: Block, recomputed: bool) -> tuple[flo
         return whole, 0.0
     entry = step.element_bytes * step.tokens * step.shape.dim / step.layout.tensor_parallel
     entry = 0.0 if step.activation_offload else entry
-    if step.checkpointing == "op":
-        return entry + saved_products(step, block), whole
-    return entry, whole
+    products = saved_products(step, block) if step.checkpointing == "op" else 0.0
+    return entry + products, whole
 
 
 def saved_products(step: StepConfig, block: Block) -> float:
@@ -197,9 +148,8 @@ def saved_products(step: StepConfig, block: Block) -> float:
 
     One product per matrix and two per adapter; attention's output and log-sum; of linear attention
     both products of pairs, three that are as wide as the values, and each chunk's state; under
-    tensor parallelism the gathered inputs of attention and MLP, the whole output of the matrices
-    that are split by rows, and what of it is scattered; experts, and what stands beside them, work
-    on the rank's own part of the sequence. Compiled layers keep only what they compute with again.
+    tensor parallelism the gathered inputs, and what is scattered. Compiled layers keep none of the
+    products that ranks exchange, nor that of the MLP's last matrix if no norm is behind it.
     """
     e, tp, t, d = step.element_bytes, step.layout.tensor_parallel, step.tokens, step.shape.dim
     kept = 0.0
@@ -208,95 +158,44 @@ def saved_products(step: StepConfig, block: Block) -> float:
     if delta := block.delta:
         pairs = 2 * DELTA_CHUNK * delta.value_heads
         kept += FP32 * t * (pairs + 3 * delta.value_width + delta.state / DELTA_CHUNK) / tp
-    # Where no norm is behind the MLP, no backward pass needs the MLP's result.
-    ends = not block.norms_behind
     for name, matrix in block.matrices.items():
-        split, is_row = step.split_of(matrix), matrix.role == "row"
+        split, by_row, expert = step.split_of(matrix), matrix.role == "row", matrix.role == "expert"
         exchanged = split > 1 and matrix.role in ("row", "fused")
-        # Of these the layer needs nothing again, or only what other ranks have sent of it.
-        if step.compiled and (exchanged or (ends and is_row and matrix.part == "mlp")):
+        last = by_row and matrix.part == "mlp" and not block.norms_behind
+        if step.compiled and (exchanged or last):
             continue
-        width = matrix.outputs if is_row else matrix.outputs / split
+        width = matrix.outputs / (1 if by_row or expert else split)
         rows = t if matrix.part in ("attention", "mlp") else t / tp
-        if matrix.role == "expert":
-            rows = received_rows(step, block)
+        rows = expert_rows(step, block, received=True) if expert else rows
         kept += e * rows * width
         if name in step.lora_targets and step.lora_rank:
             kept += e * rows * (width + step.rank_of(name))
-    if tp == 1:
-        return kept
-    gathered = 1 if block.experts else 2
-    scattered = gathered - (step.compiled and ends and not block.experts)
-    return kept + e * t * (d * (gathered + scattered / tp) + sum(block.fused_widths) / tp)
+    if tp > 1:
+        kept += e * t * d * (1 if block.experts else 2) * (1 + 1 / tp)
+    return kept
 
 
 # What a layer works with --------------------------------------------------------------------------
 
 
-def _dequantised(step: StepConfig, block: Block) -> float:
-    """NF4: the largest matrix, in the compute dtype, while it is multiplied; experts together."""
-    if not step.is_quantised:
-        return 0.0
+def working(step: StepConfig, block: Block, backward: bool) -> float:
+    """What the pass of a layer's MLP, or of its experts, works with, beside what it keeps.
 
-    def numbers(matrix: Matrix) -> float:
-        spread = step.layout.expert_parallel
-        return matrix.parameters / (spread if matrix.role == "expert" else step.split_of(matrix))
-
-    return step.element_bytes * max(map(numbers, block.matrices.values()))
-
-
-def forward_working(step: StepConfig, block: Block) -> float:
-    """A layer's MLP in forward: gate, activation and product, the norm's output, the residual.
-
-    Of experts: the rows as they are and in order, or the output in both orders.
-    """
-    e, tp, t = step.element_bytes, step.layout.tensor_parallel, step.tokens
-    width, kept = e * t * step.shape.dim, step.checkpointing == "none"
-    if block.experts:
-        rows = e * received_rows(step, block)
-        inside = (1 + 2 * (not kept)) * rows * step.shape.dim + _weighted_rows(step, block)
-        inside += 0 if kept else rows * block.inside("experts")
-        return inside + 2 * width / tp + _dequantised(step, block)
-    inside = e * t * block.inside("mlp") / tp
-    at_product = (0 if kept else 3 * inside) + width
-    # The gathered input, the last matrix's share of the sum, and its copy in the order of the
-    # scatter.
-    at_scatter = (0 if kept else inside) + 3 * width if tp > 1 else 0.0
-    return max(at_product, at_scatter) + 2 * width / tp + _dequantised(step, block)
-
-
-def _weighted_rows(step: StepConfig, block: Block) -> float:
-    """The experts' outputs times the router's weights, which may be in fp32."""
-    number_bytes = FP32 if block.wide_router else step.element_bytes
-    return number_bytes * expert_rows(step, block) * step.shape.dim
-
-
-def backward_working(step: StepConfig, block: Block) -> float:
-    """A layer's MLP in backward: the gradients of the product and of what comes before it.
-
-    Of experts: the gradient of their outputs in both orders and weighted, then inside.
+    Forward: gate, activation and product where nothing keeps them. Backward: the gradients of the
+    product and of what comes before it; of experts the gradient of their outputs in both orders.
+    With both, the residual twice, and of a quantised base the largest matrix in the compute dtype.
     """
     e, tp, t, d = step.element_bytes, step.layout.tensor_parallel, step.tokens, step.shape.dim
-    entry = e * t * d / tp
+    entry, dequantised = e * t * d / tp, 0.0
+    if step.is_quantised:
+        sizes = (m.parameters / step.split_of(m) for m in block.matrices.values())
+        dequantised = e * max(sizes)
     if block.experts:
-        rows, width = e * received_rows(step, block), block.inside("experts")
-        outputs = 2 * _weighted_rows(step, block) + (rows * d if block.wide_router else 0)
-        inside = rows * (2 * d + width) + _dequantised(step, block)
-        return max(outputs, inside) + 2 * entry
+        rows, width = e * expert_rows(step, block, received=True), block.inside("experts")
+        return rows * (2 * d + width) + dequantised + 2 * entry
     inside = e * t * block.inside("mlp") / tp
-    # Of the last matrix: the gradient of its input beside the dequantised matrix, or beside the
-    # adapter's part; under tensor parallelism the sum over the ranks is there whole. The others
-    # come when what was kept of gate and up is gone.
-    beside = _dequantised(step, block) + (2 * e * t * d if tp > 1 else 0.0)
+    if not backward:
+        return (3 * inside if step.checkpointing != "none" else 0.0) + dequantised + 3 * entry
+    # Under tensor parallelism the sum over the ranks is there whole.
+    beside = dequantised + (2 * e * t * d if tp > 1 else 0.0)
     return max(2 * inside, inside + beside) + 2 * entry
-
-
-def first_gradients(step: StepConfig, block: Block) -> float:
-    """The part of a layer's gradients that are there while its MLP is worked on: the last matrix's.
-
-    Of experts: of both matrices, as the second one's gradient waits for the first one's.
-    """
-    if not step.is_full:
-        return 1.0
-    last = block.experts or [matrix for _, matrix in block.of("mlp", "row")]
-    return sum(matrix.parameters for matrix in last) / block.parameters

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from launcher.sizing.activations import expert_rows, recomputed_elements
+from launcher.sizing.activations import expert_rows, saved_by_layer, saved_products
 from launcher.sizing.gpus import Gpu
+from launcher.sizing.memory import state_bytes
 from launcher.sizing.step_config import FP32, StepConfig
-from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Matrix, Shape
+from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Matrix
 
 
 class Reached(NamedTuple):
@@ -29,7 +30,7 @@ class Reached(NamedTuple):
     products: large bf16 products. attention, attention_backward: FlashAttention on long rows.
     grouped: of `products`, the experts' products; see `grouped_by`.
     fp8: speed of fp8 products, over bf16's. memory: of the bandwidth, by elementwise kernels.
-    launch_s: of a kernel by the host. wait_s: until the GPU works again after the host waited.
+    launch_s: of a kernel by the host.
     """
 
     products: float
@@ -39,7 +40,6 @@ class Reached(NamedTuple):
     fp8: float = 1.7
     memory: float = 0.85
     launch_s: float = 8e-6
-    wait_s: float = 1e-4
 
     @classmethod
     def of(cls, gpu: Gpu) -> "Reached":
@@ -70,8 +70,6 @@ FP32_SHARE = 1 / 15
 BACKWARD_PRODUCTS = 2.5
 # Kernels of a layer beside its products: norms, rotary embedding, attention, activation, residual.
 KERNELS, ADAPTER_KERNELS, EXPERT_KERNELS = 12, 3, 45
-
-
 # How far published rows lie from their predictions (benchmarks/results/published.md): nine in ten
 # of dense models within the first, those with experts within the second. Of linear attention none
 # is published that computes it as the trainer does.
@@ -105,55 +103,37 @@ class Compute:
         self.passes = 1.0 if step.compiled else UNFUSED
         self.looped = grouped_by(step, gpu) == "a loop"
 
-    # A layer -------------------------------------------------------------------------------------
-
     def layer(self, block: Block) -> tuple[float, float]:
         """Seconds of one layer's forward and backward pass, with what that computes again."""
         step = self.step
-        forward = sum(self.forward_terms(block).values())
-        backward = sum(self.backward_terms(block).values())
-        host = self._host_s(block)
-        again = forward * (step.checkpointing != "none") * step.recomputed_share
+        forward, backward = (sum(self.terms(block, way).values()) for way in (False, True))
+        again = forward * step.recomputed_share
         if step.checkpointing == "op":
-            again = 2 * recomputed_elements(step, block) / self.bytes_per_s
-        if block.experts and step.layout.expert_parallel > 1:
-            # The host waits for the numbers of rows: it cannot run ahead from layer to layer. What
-            # is computed again knows them.
-            forward = max(forward, host) + self.reached.wait_s
-            backward = max(backward, 2 * host)
+            # What no product is read and written, element by element.
+            elements = saved_by_layer(step, block) - saved_products(step, block)
+            again = 2 * max(elements, 0.0) / self.bytes_per_s
         return forward, backward + again
 
-    def forward_terms(self, block: Block) -> dict[str, float]:
-        """Seconds of a layer's forward pass by term."""
+    def terms(self, block: Block, backward: bool) -> dict[str, float]:
+        """Seconds of a layer's forward or backward pass by term, without what is computed again."""
+        step, matrices = self.step, block.matrices.items()
         terms = {
-            "products": sum(self._products(name, m, False) for name, m in block.matrices.items()),
-            "grouped": sum(self._grouped(name, m, False) for name, m in block.matrices.items()),
-            "elements": self._elements(block) / self.bytes_per_s,
+            "products": sum(self._products(name, m, backward) for name, m in matrices),
+            "grouped": sum(self._grouped(name, m, backward) for name, m in matrices),
+            "elements": (1 + backward) * self._elements(block) / self.bytes_per_s,
         }
         if block.attention:
-            terms["attention"] = self._attention(block.attention, False)
+            terms["attention"] = self._attention(block.attention, backward)
         if block.delta:
-            terms["linear attention"] = self._delta(block.delta, 1)
-        if self.step.is_quantised:
-            terms["unpacking"] = self._unpacking(block)
+            terms["linear attention"] = (1 + backward) * self._delta(block.delta)
+        if step.is_quantised:
+            # A quantised base to the compute dtype, of all that a rank multiplies with.
+            numbers = sum(m.parameters / step.split_of(m) for m in block.matrices.values())
+            each = step.packed_bytes + step.element_bytes
+            terms["unpacking"] = numbers * each / self.bytes_per_s
         return terms
 
-    def backward_terms(self, block: Block) -> dict[str, float]:
-        """The same of its backward pass, without what is computed again."""
-        terms = {
-            "products": sum(self._products(name, m, True) for name, m in block.matrices.items()),
-            "grouped": sum(self._grouped(name, m, True) for name, m in block.matrices.items()),
-            "elements": 2 * self._elements(block) / self.bytes_per_s,
-        }
-        if block.attention:
-            terms["attention"] = self._attention(block.attention, True)
-        if block.delta:
-            terms["linear attention"] = self._delta(block.delta, 2)
-        if self.step.is_quantised:
-            terms["unpacking"] = self._unpacking(block)
-        return terms
-
-    def _product(self, m: float, k: float, n: float, speed: float = 1.0) -> float:
+    def product(self, m: float, k: float, n: float, speed: float = 1.0) -> float:
         """[m, k] by [k, n]: its FLOPs, and its matrices between memory and the cores.
 
         Narrow products wait for memory; wide ones hide a part of it, which is in `products`.
@@ -173,72 +153,64 @@ class Compute:
         m = step.tokens / (step.layout.tensor_parallel if own else 1)
         fp8 = step.fp8 and matrix.part != "router"
         times = (1 + step.is_full) if backward else 1
-        took = times * self._product(m, k, n, self.reached.fp8 if fp8 else 1.0)
+        took = times * self.product(m, k, n, self.reached.fp8 if fp8 else 1.0)
         if fp8:
             # Cast and scaled: read twice, written in one byte.
             took += 5 * (m * (n if backward else k) + k * n) / self.bytes_per_s
         if rank := step.rank_of(name) if name in step.lora_targets else 0:
-            took += (2 if backward else 1) * (self._product(m, k, rank) + self._product(m, rank, n))
+            took += (1 + backward) * (self.product(m, k, rank) + self.product(m, rank, n))
         return took
 
     def _grouped(self, name: str, matrix: Matrix, backward: bool) -> float:
-        """The experts of a rank: a product each, in one kernel if there is one."""
+        """The experts of a rank: a product each, in one kernel if there is one; else one after the
+        other, each at least as long as the host takes for its launches.
+        """
         step, reached = self.step, self.reached
         if matrix.role != "expert":
             return 0.0
         experts = matrix.count / step.layout.expert_parallel
         rows = step.tokens / step.layout.tensor_parallel * matrix.active / experts
-        times, rank = (1 + step.is_full) if backward else 1, 0
-        if name in step.lora_targets:
-            rank = step.rank_of(name)
 
         def of_all(k: float, n: float) -> float:
             if self.looped:
-                # One after the other, started by the host, which waits for the numbers of rows.
-                each = max(self._product(rows, k, n), 2 * reached.launch_s)
-                return experts * each + reached.wait_s
-            return experts * self._product(rows, k, n, reached.grouped)
+                return experts * max(self.product(rows, k, n), 2 * reached.launch_s)
+            return experts * self.product(rows, k, n, reached.grouped)
 
-        took = times * of_all(matrix.inputs, matrix.outputs)
-        if rank:
-            adapter = of_all(matrix.inputs, rank) + of_all(rank, matrix.outputs)
-            took += (2 if backward else 1) * adapter
+        took = ((1 + step.is_full) if backward else 1) * of_all(matrix.inputs, matrix.outputs)
+        if rank := step.rank_of(name) if name in step.lora_targets else 0:
+            took += (1 + backward) * (of_all(matrix.inputs, rank) + of_all(rank, matrix.outputs))
         return took
 
     def _attention(self, attention: Attention, backward: bool) -> float:
         """FLOPs of the pairs that a query may see: the row's first half on average, or a window."""
-        step = self.step
-        length = step.length
-        seen = length / 2 if attention.window is None else min(attention.window, length / 2)
+        step, length = self.step, self.step.length
+        seen = min(attention.window or length, length / 2)
         width = (attention.query_width + attention.value_width) / 2 / step.layout.tensor_parallel
         flops = 4 * step.tokens * seen * width * (BACKWARD_PRODUCTS if backward else 1)
         share = self.reached.attention_backward if backward else self.reached.attention
         share *= length / (length + HALF_LENGTH)
         return flops / (self.gpu.bf16_tflops * 1e12 * share)
 
-    def _delta(self, delta: GatedDelta, times: int) -> float:
+    def _delta(self, delta: GatedDelta) -> float:
         """The gated delta rule in torch's own kernels (trainer.layers.delta), in fp32.
 
         Products with the state and within chunks; what is made element by element, each read and
         written; and a loop over a row's chunks of three small kernels each.
         """
-        step, tp = self.step, self.step.layout.tensor_parallel
-        tokens = step.tokens / tp
+        tokens = self.step.tokens / self.step.layout.tensor_parallel
         key = delta.value_heads * delta.key
         flops = 6 * delta.state + 2 * DELTA_CHUNK * (3 * key + 2 * delta.value_width)
-        products = tokens * flops / (self.flops_per_s * FP32_SHARE)
         pairs = 6 * DELTA_CHUNK * delta.value_heads
         numbers = 10 * key + 6 * delta.value_width + pairs + 2 * delta.kernel * delta.mixed
-        moved = tokens * (2 * FP32 * numbers + 2 * FP32 * delta.state / DELTA_CHUNK)
-        loop = 3 * step.length / DELTA_CHUNK * self.reached.launch_s
-        return times * (products + moved / self.bytes_per_s + loop)
+        moved = 2 * FP32 * (numbers + delta.state / DELTA_CHUNK)
+        loop = 3 * self.step.length / DELTA_CHUNK * self.reached.launch_s
+        each = flops / (self.flops_per_s * FP32_SHARE) + moved / self.bytes_per_s
+        return tokens * each + loop
 
     def _elements(self, block: Block) -> float:
-        """Bytes that a layer's forward pass moves beside its products and attention.
-
-        Norms and residual sums, rotary embedding, the activation with its gate, what an adapter
-        adds, the router's probabilities, and experts' rows: into their order and back, as they are
-        sent, and weighted.
+        """Bytes that a layer's forward pass moves beside its products and attention: norms and
+        residual sums, rotary embedding, the activation with its gate, what an adapter adds, and
+        experts' rows: into their order and back, and weighted.
         """
         step, tp, e = self.step, self.step.layout.tensor_parallel, self.step.element_bytes
         d, own = step.shape.dim, self.step.tokens / tp
@@ -247,79 +219,51 @@ class Compute:
             per_token += 2 * (block.attention.query_width + block.attention.kv_width)
             per_token += 3 * block.attention.gate
         for part in ("mlp", "shared"):
-            width = block.inside(part)
             made = sum(matrix.outputs for _, matrix in block.of(part, "column", "fused"))
-            per_token += made + width if width else 0
+            per_token += made + block.inside(part)
         moved = self.passes * e * own * per_token
-        for name, matrix in step.adapted(block):
-            if matrix.role != "expert" and step.rank_of(name):
-                moved += 3 * e * own * matrix.outputs
-        if block.experts:
-            rows, width = expert_rows(step, block), block.inside("experts")
-            spread = step.layout.expert_parallel > 1
-            moved += e * rows * d * (7 + 4 * spread)
-            moved += self.passes * e * rows * 3 * width
-            moved += 6 * FP32 * own * block.experts[0].count
-        return moved
-
-    def _unpacking(self, block: Block) -> float:
-        """A quantised base to the compute dtype, of all that a rank multiplies with."""
-        numbers = sum(m.parameters for m in block.matrices.values() if m.part != "router")
-        split = max(self.step.layout.tensor_parallel, self.step.layout.expert_parallel)
-        return (
-            numbers / split * (self.step.packed_bytes + self.step.element_bytes) / self.bytes_per_s
-        )
-
-    def _host_s(self, block: Block) -> float:
-        """Seconds in which the host launches a layer's forward pass."""
-        step, kernels = self.step, KERNELS * self.passes
-        kernels += sum(m.role != "expert" for m in block.matrices.values())
-        kernels += ADAPTER_KERNELS * len(step.adapted(block))
-        kernels += EXPERT_KERNELS if block.experts else 0
-        if block.experts and self.looped:
-            kernels += 2 * block.experts[0].count / step.layout.expert_parallel
-        return kernels * self.reached.launch_s
+        adapted = (m for n, m in step.adapted(block) if m.role != "expert" and step.rank_of(n))
+        moved += 3 * e * own * sum(matrix.outputs for matrix in adapted)
+        rows = expert_rows(step, block)
+        return moved + e * rows * (7 * d + 3 * self.passes * block.inside("experts"))
 
     # A step --------------------------------------------------------------------------------------
 
     def host_s(self) -> float:
         """Seconds in which the host launches a micro-step; no GPU is faster."""
-        passes = 1 if self.step.top_k else 3
-        return passes * sum(count * self._host_s(block) for block, count in self.step.shape.blocks)
+        step, kernels = self.step, 0.0
+        for block, count in step.shape.blocks:
+            each = KERNELS * self.passes + len(block.matrices)
+            each += ADAPTER_KERNELS * len(step.adapted(block))
+            each += EXPERT_KERNELS * bool(block.experts)
+            kernels += count * each
+        return (1 if step.top_k else 3) * kernels * self.reached.launch_s
 
     def ends(self) -> float:
         """Output layer, loss and embedding of a micro-step."""
-        step, tp, shape = self.step, self.step.layout.tensor_parallel, self.step.shape
+        step, shape = self.step, self.step.shape
         if step.loss == "score":
             return 0.0
-        columns = shape.vocab / tp
+        columns = shape.vocab / step.layout.tensor_parallel
         products = 1 if step.top_k else 2 + step.trains_table("output")
-        took = products * self._product(step.tokens, shape.dim, columns)
+        took = products * self.product(step.tokens, shape.dim, columns)
         # Linear: of logits the fp32 copy and the slope, each written and read; plain: log-softmax
         # and its gradient, too.
         passes = 2 if step.loss == "linear" else 4
-        took += passes * 2 * FP32 * step.tokens * columns / self.bytes_per_s
-        if step.trains_table("tok_embeddings") and not step.top_k:
-            took += 2 * FP32 * columns * shape.dim / self.bytes_per_s
-        return took
+        return took + passes * 2 * FP32 * step.tokens * columns / self.bytes_per_s
 
     def optimizer(self) -> float:
         """Weights, gradients and states read and written; the gradients' norm reads them, too."""
         step = self.step
         trained = step.trainable / (step.layout.ranks / step.layout.replicate)
-        weight = step.weight_bytes
-        states = {"adamw": 2.0 * weight, "adamw8bit": 2.0, "adamw4bit": 1.0, "none": 0.0}
-        moved = 2 * weight + 2 * weight + 2 * states.get(step.optimizer, weight)
+        moved = 4 * step.weight_bytes + 2 * state_bytes(step)
         moved *= 1 if step.update == "fused" else 2
         return trained * moved / self.bytes_per_s
 
     def frozen(self) -> Iterator[float]:
         """Forward passes of the models beside the policy, in a micro-step."""
         for shape in self.step.frozen_passes:
-            other = Compute(_frozen(self.step, shape), self.gpu, self.reached)
+            step = replace(self.step, shape=shape, lora_targets=(), has_reference=False)
+            other = Compute(replace(step, teacher=None), self.gpu, self.reached)
             yield sum(count * other.layer(block)[0] for block, count in shape.blocks)
-            yield other._product(self.step.tokens, shape.dim, shape.vocab)
-
-
-def _frozen(step: StepConfig, shape: Shape) -> StepConfig:
-    return replace(step, shape=shape, lora_targets=(), has_reference=False, teacher=None)
+            yield other.product(step.tokens, shape.dim, shape.vocab)

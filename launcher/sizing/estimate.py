@@ -5,7 +5,7 @@ formulas.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from launcher import venv
 from launcher.errors import PreflightFault, UsageFault
 from launcher.recipes.recipe import Recipe
-from launcher.sizing import gpus
+from launcher.sizing import gpus, replicas, step_time
 from launcher.sizing.epoch import epoch_of
 from launcher.sizing.memory import (
     ASLEEP,
@@ -24,43 +24,16 @@ from launcher.sizing.memory import (
     transfer_bytes,
 )
 from launcher.sizing.recipe_step import step_of
-from launcher.sizing.replicas import (
-    answers_of_vllm,
-    generates,
-    replica,
-    replica_host_bytes,
-    vllm_share,
-)
-from launcher.sizing.search import METHODS, Prediction, Predictor, remedies, settings
+from launcher.sizing.search import Predictor, remedies
 from launcher.sizing.step_config import GIB, StepConfig
-from launcher.sizing.step_time import STORAGE_BYTES_PER_S, generation_s, scoring_s, transfer_s
 from runspec.step import kept_bytes
-
-COMPARED_NODES = (1, 2, 4, 8)
-# What makes a term smaller.
-_SMALLER = {
-    "weights": "more GPUs to shard over, or QLoRA,",
-    "gradients": "more GPUs to shard over, LoRA, or sync_each_micro_batch=true",
-    "frozen models": "more GPUs to shard over, an adapter, which is turned off instead, or a "
-    "teacher in NF4 or offline",
-    "optimizer": "more GPUs to shard over, an 8-bit AdamW, or LoRA",
-    "activations": "activation checkpointing, a smaller batch, or tensor parallelism",
-    "logits and loss": "LinearCrossEntropy, a smaller batch, or tensor parallelism",
-    "gathered weights": "tensor or expert parallelism, or QLoRA, not more nodes,",
-    "gradient reduction": "tensor parallelism or LoRA",
-    "reward models": "a smaller reward model",
-    ASLEEP: "rollout nodes (resources.rollout=1) or rollout_engine=transformers",
-    "generation": "a smaller batch or fewer new tokens",
-    "working memory": "a smaller batch or tensor parallelism",
-}
 
 
 class Estimate:
     """All that is computed of one recipe.
 
     predictor: of settings near the recipe's own step. remedies: what to change if it does not
-    fit. compared: full, LoRA and QLoRA on 1, 2, 4 and 8 nodes. traced: the same step on fake
-    tensors.
+    fit. traced: the same step on fake tensors.
     """
 
     def __init__(
@@ -74,7 +47,6 @@ class Estimate:
         tokens: int | None = None,
         price: float | None = None,
         currency: str = "",
-        compares: bool = False,
         traces: bool = False,
     ) -> None:
         """Work everything out for a recipe whose models lie under root.
@@ -82,7 +54,7 @@ class Estimate:
         gpu: a name of configs/gpus.yaml. mfu: see `launcher.sizing.search.Predictor`.
         network_gbits: per GPU between nodes; None for the usual. tokens: to be trained, for time
         and cost; None for an epoch. price: of a GPU-hour, in currency; None leaves the cost out.
-        compares, traces: whether `compared` and `traced` are wanted; else they are empty.
+        traces: whether `traced` is wanted.
         """
         if recipe.entry.method is None or not recipe.entry.can_estimate:
             raise UsageFault(
@@ -96,19 +68,21 @@ class Estimate:
         self.predictor = Predictor(step, self.gpu, mfu, network_gbits)
         self.memory = StepMemory(step)
         # Of a GPU while a replica generates; {} without replicas.
-        memory = self.gpu.memory_gib * GIB
-        self.replica = replica(step, memory)
+        gpu_bytes = self.gpu.memory_gib * GIB
+        self.replica = replicas.replica(step, gpu_bytes)
         # What vLLM in turns takes of a GPU.
-        self.vllm_share = vllm_share(step, memory) if step.vllm_in_turns else 0.0
+        self.vllm_share = replicas.vllm_share(step, gpu_bytes) if step.vllm_in_turns else 0.0
         # Of a teacher's pass, if every token is trained.
         self.kept_bytes = kept_bytes(step.top_k) if step.top_k else 0
-        peak_gib = max(self.memory.peak, sum(self.replica.values())) / GIB
-        self.fits = peak_gib <= self.gpu.usable_gib and generates(step, memory)
+        predicted = self.predictor.of(step)
+        self.fits = predicted.fits
+        # Answers that are generated count by samples, below.
+        self.prediction = replace(predicted, step=replace(step, on_policy_share=0.0))
+        self.tokens_per_second_per_gpu = self.prediction.rate
         self.tokens, self.tokens_are, samples = epoch_of(config, step)
         if recipe.entry.method.samples_answers:
             group = config.get("group_size") or recipe.entry.method.keys()["group_size"].default
-            samples *= int(group)
-            updates = round(1 / step.on_policy_share)
+            updates, samples = round(1 / step.on_policy_share), samples * int(group)
             often = f", each in {updates} updates" if updates > 1 else ""
             self.tokens_are = f"an epoch of {samples:,} answers, as long as can be{often}"
             samples *= updates
@@ -116,49 +90,47 @@ class Estimate:
         if tokens is not None:
             samples = round(samples * tokens / self.tokens)
             self.tokens, self.tokens_are = tokens, f"{tokens:,} tokens, as given"
-        # Answers that are generated count by samples, below.
-        trained = replace(step, on_policy_share=0.0)
-        self.prediction = Prediction(trained, peak_gib, self.fits, self.predictor)
-        self.tokens_per_second_per_gpu = self.prediction.rate
-        rate = self.tokens_per_second_per_gpu * step.gpus
-        # Of the pass over the data before the first step, by its FLOPs.
-        share = step.flops.once / step.flops.model / int(config.get("epochs") or 1)
-        self.hours_before = self.tokens / rate / 3600 * share
-        self.hours_generating = self.hours_transfer = 0.0
-        # Seconds of each phase of a rollout, of methods that sample answers.
-        self.rollout_s: dict[str, float] = {}
-        if step.on_policy_share:
-            generating = generation_s(step, self.gpu, self.predictor.links)
-            scoring = scoring_s(step, self.gpu)
-            each = generating + scoring
-            steps = samples / (step.answers_per_step * step.layout.data_parallel)
-            # What replicas generate while the ranks update takes no time of its own.
-            beside = self.prediction.time.seconds if step.max_staleness else 0.0
-            self.hours_generating = max(0.0, each - beside) * steps / 3600
-            self.hours_transfer = transfer_s(step) * steps / 3600
-            if step.keeps_sampled:
-                phases = {"generate": generating}
-                phases |= {"score": scoring} if scoring else {}
-                phases |= {"transfer": transfer_s(step)} if step.replicas or step.vllm else {}
-                phases |= {"update": self.prediction.time.seconds}
-                self.rollout_s = {n: s / step.on_policy_share for n, s in phases.items()}
-        self.hours = self.tokens / rate / 3600 + self.hours_before
-        self.hours += self.hours_generating + self.hours_transfer
+        self._time(samples, int(config.get("epochs") or 1))
         self.cost = None if price is None else self.hours * step.gpus * price
         self.currency = currency
         self.remedies = [] if self.fits else [*remedies(self.predictor)]
-        compares = compares and not step.top_k
-        cells = settings(step, method=METHODS, nodes=COMPARED_NODES) if compares else ()
-        self.compared = [self.predictor.of(cell) for cell in cells]
         self.traced: dict[str, Any] | None = None
         if traces:
             self.traced = trace(
                 recipe.train_config(root, "run"), recipe.entry.method.objective, step.layout.ranks
             )
 
+    def _time(self, samples: int, epochs: int) -> None:
+        """Hours of an epoch of so many samples, and of what comes before and between its steps.
+
+        rollout_s: seconds of each phase of a rollout, of methods that sample answers.
+        """
+        step, update_s = self.step, self.prediction.time.seconds
+        training = self.tokens / (self.tokens_per_second_per_gpu * step.gpus) / 3600
+        # Of the pass over the data before the first step, by its FLOPs.
+        self.hours_before = training * step.flops.once / step.flops.model / epochs
+        self.hours_generating = self.hours_transfer = 0.0
+        self.rollout_s: dict[str, float] = {}
+        if step.on_policy_share:
+            generating = step_time.generation_s(step, self.gpu, self.predictor.links)
+            scoring, transfer = step_time.scoring_s(step, self.gpu), step_time.transfer_s(step)
+            steps = samples / (step.answers_per_step * step.layout.data_parallel)
+            # What replicas generate while the ranks update takes no time of its own.
+            beside = update_s if step.max_staleness else 0.0
+            self.hours_generating = max(0.0, generating + scoring - beside) * steps / 3600
+            self.hours_transfer = transfer * steps / 3600
+            if step.keeps_sampled:
+                phases = {"generate": generating}
+                phases |= {"score": scoring} if scoring else {}
+                phases |= {"transfer": transfer} if step.replicas or step.vllm else {}
+                phases |= {"update": update_s}
+                self.rollout_s = {n: s / step.on_policy_share for n, s in phases.items()}
+        self.hours = training + self.hours_before + self.hours_generating + self.hours_transfer
+
     def as_json(self) -> dict[str, Any]:
         """Return everything, sizes in GiB."""
-        step, memory, gpu = self.step, self.memory, self.gpu
+        step, memory, gpu, time = self.step, self.memory, self.gpu, self.prediction.time
+        fields = {k: v for k, v in asdict(step).items() if k not in ("shape", "layout", "teacher")}
         return {
             "recipe": self.name,
             "basis": "computed, not measured",
@@ -167,14 +139,12 @@ class Estimate:
             "fits": self.fits,
             "peak_gib": round(memory.peak / GIB, 3),
             "peak_phase": memory.peak_phase,
-            "terms_gib": {k: round(v / GIB, 3) for k, v in memory.terms.items() if v},
-            "replica_gib": {k: round(v / GIB, 3) for k, v in self.replica.items() if v},
+            "terms_gib": _in_gib(memory.terms),
+            "replica_gib": _in_gib(self.replica),
             "vllm_share": self.vllm_share,
-            "phases_gib": {k: round(sum(v.values()) / GIB, 3) for k, v in memory.phases.items()},
+            "phases_gib": _in_gib({k: sum(v.values()) for k, v in memory.phases.items()}),
             "layout": vars(step.layout),
-            "step": {
-                k: v for k, v in asdict(step).items() if k not in ("shape", "layout", "teacher")
-            },
+            "step": fields,
             "parameters": step.total,
             "active_parameters": step.shape.active_parameters,
             "trainable": step.trainable,
@@ -182,8 +152,8 @@ class Estimate:
             "checkpoint_gib": round(checkpoint_bytes(step) / GIB, 3),
             "export_gib": round(export_bytes(step) / GIB, 3),
             "kept_gib": round(self.kept_bytes * self.tokens / GIB, 3),
-            "mfu": self.prediction.time.mfu,
-            "hfu": self.prediction.time.hfu,
+            "mfu": time.mfu,
+            "hfu": time.hfu,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "tokens_per_second_per_gpu_range": self.prediction.range,
             "rests_on": self.predictor.basis,
@@ -196,21 +166,18 @@ class Estimate:
             "gpu_hours": self.hours * step.gpus,
             "cost": self.cost,
             "remedies": [vars(each) for each in self.remedies],
-            "compare": [
-                {"method": each.step.method, "nodes": each.step.nodes, **each.as_json()}
-                for each in self.compared
-            ],
             "traced": self.traced,
         }
 
     def lines(self) -> Iterator[str]:
         """Yield it as a person reads it."""
-        step, name = self.step, self.name
+        step, name, shape = self.step, self.name, self.step.shape
         share = 100 * step.trainable / step.total
+        active = f"{shape.active_parameters / 1e9:.2f} B of them active, " if shape.experts else ""
         yield f"{name}: {self.description}" if self.description else name
         yield (
             f"  model       {step.builder.rpartition('.')[2]}, {step.total / 1e9:.2f} B "
-            f"parameters, {_active(step)}{_count(step.trainable)} trained ({share:.2f} %)\n"
+            f"parameters, {active}{_count(step.trainable)} trained ({share:.2f} %)\n"
             f"  layout      {step.nodes} x {step.gpus_per_node} GPUs: {_layout(step)}\n"
             f"  batch       {step.batch} x {step.length} tokens per rank and micro-step, "
             f"{step.accumulation} micro-step{'s' if step.accumulation > 1 else ''}, "
@@ -221,8 +188,6 @@ class Estimate:
         if not self.fits:
             yield from _remedies(self)
         yield from _time_and_disk(self)
-        if self.compared:
-            yield from _compared(self)
 
 
 def peak_gib(recipe: Recipe, root: Path) -> float:
@@ -255,11 +220,8 @@ def trace(train_config: dict[str, Any], objective: str, ranks: int) -> dict[str,
 # As text -----------------------------------------------------------------------------------------
 
 
-def _active(step: StepConfig) -> str:
-    """How many a token meets, if it does not meet all."""
-    if not step.shape.experts:
-        return ""
-    return f"{step.shape.active_parameters / 1e9:.2f} B of them active, "
+def _in_gib(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(size / GIB, 3) for name, size in sizes.items() if size}
 
 
 def _layout(step: StepConfig) -> str:
@@ -298,44 +260,43 @@ def _settings(step: StepConfig) -> str:
     return f"{method}, {recomputed}, {loss}, {step.optimizer}, {dtype}"
 
 
+def _terms(terms: Mapping[str, float], last: str) -> Iterator[str]:
+    """The largest first, and their sum."""
+    ordered = sorted(terms.items(), key=lambda term: -term[1])
+    for name, size in (*ordered, (last, sum(terms.values()))):
+        if size / GIB >= 0.005:
+            yield f"  {name:<20} {size / GIB:8.2f} GiB"
+
+
 def _memory(estimate: Estimate) -> Iterator[str]:
     memory, gpu, step = estimate.memory, estimate.gpu, estimate.step
     yield f"Memory per GPU at its peak ({memory.peak_phase}); computed, not measured"
-    terms = sorted(memory.terms.items(), key=lambda term: -term[1])
-    for name, size in (*terms, ("peak", memory.peak)):
-        if size / GIB >= 0.005:
-            yield f"  {name:<20} {size / GIB:8.2f} GiB"
+    yield from _terms(memory.terms, "peak")
     if estimate.traced:
         peak = estimate.traced["peak"]
+        off = 100 * ((memory.peak - memory.terms.get(ASLEEP, 0)) / peak - 1)
         yield (
             f"  {'traced':<20} {peak / GIB:8.2f} GiB   the same step on fake tensors; the "
-            f"formulas give {100 * ((memory.peak - memory.terms.get(ASLEEP, 0)) / peak - 1):+.1f} %"
+            f"formulas give {off:+.1f} %"
         )
-    largest, advice = terms[0][0], _SMALLER.get(terms[0][0])
-    if advice and step.top_k:
-        advice = advice.replace("QLoRA", "teacher_quantize_base=true")
-    change = f"{advice} make it smaller" if advice else "the model's longest context decides it"
     yield (
         f"{'fits' if estimate.fits else 'DOES NOT FIT'}: {gpu.name} has {gpu.memory_gib:.1f} GiB, "
         f"{gpu.memory_gib - gpu.usable_gib:.1f} of them reserved for CUDA, NCCL and gaps: "
-        f"{gpu.usable_gib:.1f} GiB usable\n"
-        f"the largest part is {largest}: {change}"
+        f"{gpu.usable_gib:.1f} GiB usable"
     )
     if estimate.replica:
         when = "while vLLM generates" if step.vllm_in_turns else "of the rollout nodes"
         yield f"Memory per GPU {when}; computed, not measured"
-        terms = sorted(estimate.replica.items(), key=lambda term: -term[1])
-        for name, size in (*terms, ("sum", sum(estimate.replica.values()))):
-            if size / GIB >= 0.005:
-                yield f"  {name:<20} {size / GIB:8.2f} GiB"
+        yield from _terms(estimate.replica, "sum")
     if step.vllm_in_turns:
-        share, answers = estimate.vllm_share, answers_of_vllm(step, gpu.memory_gib * GIB)
+        share = estimate.vllm_share
+        answers = replicas.answers_of_vllm(step, gpu.memory_gib * GIB)
         yield (
             f"vLLM gets {share:.2f} of each GPU, {share * gpu.memory_gib:.1f} GiB: room for "
             f"{min(answers, step.answers_at_once)} of its {step.answers_at_once} answers, each as "
             "long as can be; no time below counts its sleep and wake"
         )
-    if host := replica_host_bytes(step, gpu.memory_gib * GIB):
+    if host := replicas.replica_host_bytes(step, gpu.memory_gib * GIB):
         where, what = "rollout node", "its replicas' base models"
         if step.vllm_in_turns:
             where, what = "node", "the weights of vLLM, while it sleeps"
@@ -378,7 +339,7 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
     if step.replicas or step.vllm:
         before += (
             f"  {'':<20} a transfer of {_size(transfer_bytes(step)).strip()}, by storage of an "
-            f"assumed {STORAGE_BYTES_PER_S / 1e9:g} GB/s\n"
+            f"assumed {step_time.STORAGE_BYTES_PER_S / 1e9:g} GB/s\n"
         )
     what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
     exported = "adapter"
@@ -404,25 +365,6 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
         f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}\n"
         f"  {'export':<20} {_size(export_bytes(step))}, the {exported}"
     )
-
-
-def _compared(estimate: Estimate) -> Iterator[str]:
-    yield (
-        f"\nGiB per GPU, and hours per billion tokens, on {estimate.gpu.name} with "
-        f"{estimate.step.gpus_per_node} GPUs per node; predicted, not measured; * does not fit"
-    )
-    heads = (f"{nodes} node{'s' if nodes > 1 else ''}" for nodes in COMPARED_NODES)
-    yield f"{'METHOD':<8}" + "".join(f"{head:>18}" for head in heads)
-    cells = {(each.step.method, each.step.nodes): each for each in estimate.compared}
-    for method in METHODS:
-        row = ""
-        for nodes in COMPARED_NODES:
-            if each := cells.get((method, nodes)):
-                mark = " " if each.fits else "*"
-                row += f"{each.peak_gib:8.1f}{mark}{each.billion_tokens_hours:7.1f} h"
-            else:
-                row += f"{'-':>18}"
-        yield f"{method:<8}{row}"
 
 
 def _count(number: int) -> str:

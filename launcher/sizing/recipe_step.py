@@ -10,7 +10,7 @@ from typing import Any
 from launcher.errors import RecipeFault
 from launcher.recipes import entries
 from launcher.recipes.recipe import method_of
-from launcher.sizing.model import shape_of
+from launcher.recipes.shapes import shape_of
 from launcher.sizing.step_config import StepConfig
 from runspec import adapters, tokens
 from runspec.adapters import IA3, KINDS

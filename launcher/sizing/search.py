@@ -1,8 +1,7 @@
 """Settings of a recipe's step: every way to change it, and what is predicted of each.
 
-What to change if a recipe does not fit, --compare, --scaling and --tune all ask `settings` for
-candidates and a `Predictor` for their memory and time; they differ in what they keep and in which
-order.
+What to change if a recipe does not fit, and --tune, ask `settings` for candidates and a `Predictor`
+for their memory and time.
 """
 
 from __future__ import annotations
@@ -11,22 +10,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
-from launcher.sizing.compute import Reached, grouped_by, uncertainty
-from launcher.sizing.gpus import Gpu
+from launcher.sizing.compute import uncertainty
+from launcher.sizing.gpus import Gpu, Links
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.replicas import generates, replica
 from launcher.sizing.step_config import GIB, StepConfig
-from launcher.sizing.step_time import Links, StepTime, pace_of, step_time
+from launcher.sizing.step_time import StepTime, pace_of, step_time
 from runspec.adapters import USUAL_RANK
 from runspec.keys.model import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
 
-METHODS = ("full", "lora", "qlora")
 TENSOR_PARALLEL = (1, 2, 4, 8)
-CHECKPOINTING = ("none", "op", "2", "full")
 
 
 # Moves: one change of a step; None if it cannot be made ------------------------------------------
@@ -61,45 +57,26 @@ def spreads(step: StepConfig) -> list[int]:
     return sorted(size for size in sizes if not any(n % size for n in step.shape.experts))
 
 
-def _to_nodes(step: StepConfig, nodes: int) -> StepConfig | None:
-    """On so many nodes. One replica per node, or per GPU, stays so; else there is one replica."""
+def _to_split(step: StepConfig, nodes: int) -> StepConfig | None:
+    """So many of the job's nodes train, and the others generate; all of them take turns.
+
+    One replica per node, or per GPU, stays so; else there is one replica.
+    """
     layout, replicas = step.layout, 1
     if layout.replicate > 1 and layout.shard == 1:
         replicas = nodes * step.gpus_per_node // layout.tensor_parallel
     elif layout.replicate == step.nodes > 1:
         replicas = nodes
-    return _to_layout(step, (layout.tensor_parallel, replicas), nodes)
-
-
-def _to_split(step: StepConfig, nodes: int) -> StepConfig | None:
-    """So many of the job's nodes train, and the others generate; all of them take turns."""
+    moved = _to_layout(step, (layout.tensor_parallel, replicas), nodes)
     others = step.nodes + step.rollout_nodes - nodes
-    moved = _to_nodes(step, nodes)
-    return moved and replace(
-        moved,
-        replicas=others * step.gpus_per_node,
-        max_staleness=step.max_staleness if others else 0,
-    )
-
-
-def _to_method(step: StepConfig, method: str) -> StepConfig:
-    """Full, LoRA or QLoRA, with the recipe's own adapter if it has one."""
-    if method.removeprefix("q") == step.method.removeprefix("q"):
-        return replace(step, method=method)
-    if method == "full":
-        step = replace(step, lora_rank=0, lora_targets=(), dropout=False, lora_output=False)
-    if method == "full" or (step.lora_targets and step.lora_rank):
-        return replace(step, method=method, own=None)
-    targets = (*step.shape.names,)
-    return replace(step, method=method, own=None, lora_rank=USUAL_RANK, lora_targets=targets)
+    staleness = step.max_staleness if others else 0
+    return moved and replace(moved, replicas=others * step.gpus_per_node, max_staleness=staleness)
 
 
 # Any other move takes fields of the step.
 _MOVES: dict[str, Callable[[StepConfig, Any], StepConfig | None]] = {
-    "nodes": _to_nodes,
     "split": _to_split,
     "layout": _to_layout,
-    "method": _to_method,
 }
 Choices = Iterable[Any] | Callable[[StepConfig], Iterable[Any]]
 
@@ -128,11 +105,6 @@ def overrides(step: StepConfig, before: StepConfig) -> str:
     """Return the keys of a recipe that make this step, of those that differ from `before`."""
     known = set(_keys(before))
     return " ".join(key for key in _keys(step) if key not in known)
-
-
-def layout_overrides(step: StepConfig) -> str:
-    """Return the keys that lay a step out."""
-    return " ".join(islice(_keys(step), 4 if step.shape.experts else 3))
 
 
 def _keys(step: StepConfig) -> Iterator[str]:
@@ -219,18 +191,12 @@ class Prediction:
         spread = uncertainty(self.step)
         return (1 - spread) * self.rate, (1 + spread) * self.rate
 
-    @property
-    def billion_tokens_hours(self) -> float:
-        """Wall-clock hours for a billion tokens."""
-        return 1e9 / (self.rate * self.step.layout.ranks) / 3600
-
     def as_json(self) -> dict[str, Any]:
         """Return the figures; sizes in GiB, times in seconds."""
         return {
             "peak_gib": round(self.peak_gib, 3),
             "fits": self.fits,
             "computing_share": self.time.computing_share,
-            "billion_tokens_hours": self.billion_tokens_hours,
             **vars(self.time),
         }
 
@@ -262,20 +228,8 @@ class Predictor:
     @property
     def basis(self) -> str:
         """What the times rest on, in words."""
-        reached = Reached.of(self.gpu)
         if self.mfu is None:
-            experts = linear = ""
-            if self.own.shape.experts:
-                by, share = grouped_by(self.own, self.gpu), reached.products * reached.grouped
-                speed = "" if by == "a loop" else f" {100 * share:.0f} % (assumed)"
-                experts = f", experts' products by {by}{speed}"
-            if any(block.delta for block in self.own.shape.kinds):
-                linear = "; linear attention in torch (faster, not predicted: setup.sh --with fla)"
-            return (
-                f"kernels' published speeds: products {100 * reached.products:.0f} %, attention "
-                f"{100 * reached.attention:.0f} %{experts} of {self.gpu.name}'s peak{linear}; and "
-                "messages"
-            )
+            return "kernels' published speeds, and messages (docs/performance.md)"
         return (
             f"{100 * self.mfu:.0f} % MFU in the recipe's own step without waiting: "
             f"{self.pace:.2f} times the time by kernels' published speeds"
@@ -328,8 +282,11 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     if step.shape.experts:
         yield {"layout": [(step.layout.tensor_parallel, 1, n) for n in spreads(step)[1:]]}
     yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
-    if not step.is_quantised and step.own is None:
-        yield {"method": ["qlora" if step.is_full else f"q{step.method}"]}
+    if step.is_full:
+        lora = {"lora_rank": USUAL_RANK, "lora_targets": (*step.shape.names,)}
+        yield {"fields": [{"method": "qlora", **lora}]}
+    elif not step.is_quantised and step.own is None:
+        yield {"fields": [{"method": f"q{step.method}"}]}
     if step.teacher and not step.teacher_quantised:
         yield {"fields": [{"teacher_quantised": True}]}
     # Offloading reduces after every micro-step, as no GPU could hold all gradients.

@@ -231,11 +231,6 @@ class StepConfig:
         return adapter is None or (adapter.merges and not self.adapter_only)
 
     @property
-    def is_dora(self) -> bool:
-        """Whether the adapters have magnitudes."""
-        return self.method.endswith("dora")
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of one trained number as it is stored."""
         return FP32 if self.fp32_master else self.element_bytes
@@ -249,14 +244,10 @@ class StepConfig:
         return layout.shard * layout.tensor_parallel // layout.expert_parallel
 
     def split_of(self, matrix: Matrix) -> int:
-        """Tensor-parallel ranks that split a matrix."""
+        """Ranks that split a matrix: of its group of tensor or of expert parallelism."""
+        if matrix.role == "expert":
+            return self.layout.expert_parallel
         return self.layout.tensor_parallel if matrix.is_split else 1
-
-    def partial_gradient(self, matrix: Matrix) -> bool:
-        """Whether each tensor-parallel rank has a share of a matrix's gradient."""
-        if matrix.role == "expert" and self.layout.expert_parallel > 1:
-            return False
-        return self.layout.tensor_parallel > 1 and not matrix.is_split
 
     def trains(self, block: Block, part: Part, *roles: Role) -> bool:
         """Whether a matrix of a part, of these roles if given, needs its input in backward."""
@@ -283,19 +274,32 @@ class StepConfig:
         own = {"lora_rank": self.lora_rank, "dim": self.shape.dim, "kv": keys}
         return prod({**own, **known, **dict(self.own_sizes)}[size] for size in sizes)
 
-    def _numbers(
+    def numbers_of(
         self, owners: Iterable[str], known: Mapping[str, float], block: Block | None = None
-    ) -> int:
+    ) -> float:
+        """Numbers of all that the adapter adds to one of these owners."""
         parts = {} if self.adapter is None else self.adapter.parts_of(*owners)
-        return int(sum(self.adapter_size(sizes, known, block) for sizes in parts.values()))
+        return sum(self.adapter_size(sizes, known, block) for sizes in parts.values())
+
+    def adapter_numbers(self, name: str, matrix: Matrix, split: int = 1) -> float:
+        """Numbers that the adapter adds to a matrix, or to its part on one of `split` ranks."""
+        sizes = {"in": matrix.inputs, "out": matrix.outputs, "lora_rank": self.rank_of(name)}
+        if matrix.role == "expert":
+            return matrix.count / split * self.numbers_of(matrix.owners, sizes)
+        sizes["in" if matrix.role == "row" else "out"] //= split
+        return matrix.count * self.numbers_of(matrix.owners, sizes)
+
+    def table_adapter(self, name: str) -> float:
+        """Numbers that the adapter adds to tok_embeddings or to output."""
+        return (
+            self.adapter_numbers(name, self.shape.output)
+            if self.lora_output and name == "output"
+            else 0
+        )
 
     def rank_of(self, name: str) -> int:
         """LoRA's rank of the matrix of this name."""
         return dict(self.lora_ranks).get(name, self.lora_rank)
-
-    def _adapter(self, name: str, matrix: Matrix) -> int:
-        sizes = {"in": matrix.inputs, "out": matrix.outputs, "lora_rank": self.rank_of(name)}
-        return matrix.count * self._numbers(matrix.owners, sizes)
 
     @property
     def trainable(self) -> int:
@@ -304,15 +308,12 @@ class StepConfig:
             return 0
         if self.is_full:
             return round(self.shape.parameters * self.trained_share) + self.score_head
-        layers = sum(
-            count * self._adapter(name, matrix)
-            for block, count in self.shape.blocks
-            for name, matrix in self.adapted(block)
-        )
-        layers += sum(n * self._numbers(["block"], {}, block) for block, n in self.shape.blocks)
-        output = self._adapter("output", self.shape.output) if self.lora_output else 0
-        output += len(self.saved) * self.shape.vocab * self.shape.dim
-        return layers + output + self._numbers(["model"], {}) + self.score_head
+        added = self.table_adapter("output")
+        for block, count in self.shape.blocks:
+            added += count * self.numbers_of(["block"], {}, block)
+            added += count * sum(self.adapter_numbers(n, m) for n, m in self.adapted(block))
+        added += len(self.saved) * self.shape.vocab * self.shape.dim
+        return int(added + self.numbers_of(["model"], {})) + self.score_head
 
     def trains_table(self, name: str) -> bool:
         """Whether tok_embeddings or output is trained whole."""
@@ -320,23 +321,21 @@ class StepConfig:
 
     @cached_property
     def trained_share(self) -> float:
-        """The part of the weights that is trained in full fine-tuning.
-
-        Matrices and tables count by the names that transformers and torchtune give them.
+        """The part of the weights that is trained in full fine-tuning: all but those whose names,
+        transformers' or torchtune's, `frozen` has.
         """
-        if not self.frozen:
-            return 1.0
         shape = self.shape
         table = shape.vocab * shape.dim
-        frozen = table * self._freezes("model.embed_tokens", "tok_embeddings")
-        frozen += table * (not shape.tied and self._freezes("lm_head", "output"))
-        for index, kind in enumerate(shape.order):
+        sizes = [(("model.embed_tokens", "tok_embeddings"), table)]
+        sizes += [(("lm_head", "output"), table * (not shape.tied))]
+        for index, kind in enumerate(shape.order if self.frozen else ()):
             for name, matrix in shape.kinds[kind].matrices.items():
-                if self._freezes(f"model.layers.{index}.{name}", f"layers.{index}.{name}"):
-                    frozen += matrix.count * matrix.inputs * matrix.outputs
+                names = (f"model.layers.{index}.{name}", f"layers.{index}.{name}")
+                sizes.append((names, matrix.parameters))
+        frozen = sum(size for names, size in sizes if self._freezes(names))
         return max(0.0, 1 - frozen / shape.parameters)
 
-    def _freezes(self, *modules: str) -> bool:
+    def _freezes(self, modules: Iterable[str]) -> bool:
         names = [f"{module}.weight" for module in modules]
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.frozen)
 
@@ -371,29 +370,25 @@ class StepConfig:
 
 
 class TokenFlops:
-    """FLOPs per token, every position trained: of a layer on average, of the output, of all.
+    """FLOPs per token if every position is trained: of the model, of the frozen models among them,
+    and with what is computed again; a query sees half of the row on average, or of the window.
 
     once: of the pass over the data before the first step, which is in none of the others.
-
-    A query sees half of the row on average, or of the window.
     """
 
     def __init__(self, step: StepConfig) -> None:
-        length, layers = step.length, step.shape.layers
         ranks = {name: step.rank_of(name) for name in step.lora_targets}
         ranks["output"] = step.lora_rank if step.lora_output else 0
-        both = of_shape(step.shape, step.is_full, ranks, backward=not step.top_k)
-        forward = of_shape(step.shape, step.is_full, ranks, backward=False)
-        attention = both.attention((length,)) / length
-        self.forward = (forward.token + forward.attention((length,)) / length) / layers
-        self.backward = (both.token + attention) / layers - self.forward
-        self.recomputed = 0.0 if step.top_k else step.recomputed_share * self.forward
+        own = of_shape(step.shape, step.is_full, ranks, backward=not step.top_k)
+        again = of_shape(step.shape, step.is_full, ranks, backward=False)
+        self.once = _forward(step.shape, step.length) if step.keeps_log_probs else 0.0
+        self.frozen = sum(_forward(shape, step.length) for shape in step.frozen_passes)
         # A score head's products are few.
-        self.output = 0.0 if step.loss == "score" else both.target
-        self.once = _forward(step.shape, length) if step.keeps_log_probs else 0.0
-        self.frozen = sum(_forward(shape, length) for shape in step.frozen_passes)
-        self.model = both.of(1, 0) + self.output + attention + self.frozen
-        self.hardware = self.model + layers * self.recomputed
+        output = 0.0 if step.loss == "score" else own.target
+        self.model = own.token + output + own.attention((step.length,)) / step.length + self.frozen
+        recomputed = 0.0 if step.top_k else step.recomputed_share
+        layers = again.token + again.attention((step.length,)) / step.length
+        self.hardware = self.model + recomputed * layers
 
 
 def _forward(shape: Shape, length: int) -> float:

@@ -215,4 +215,4 @@ def test_the_estimate_matches_the_cuda_allocator(name: str, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout.splitlines()[-1])["peak"]
     step = step_of(config, shape.nodes, shape.gpus_per_node)
-    assert StepMemory(step).peak == pytest.approx(counted, rel=0.05)
+    assert StepMemory(step).peak == pytest.approx(counted, rel=0.1)

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from launcher.errors import UsageFault
 from launcher.recipes import recipe as recipes
 from launcher.sizing.estimate import Estimate
-from launcher.sizing.predictions import SHOWN, Tuning
 from launcher.sizing.recipe_step import step_of
 from launcher.sizing.search import Prediction, settings
+from launcher.sizing.tuning import SHOWN, Tuning
 from tests.launcher.kit import Kit
 
 
@@ -38,10 +38,9 @@ def test_no_setting_that_check_refuses_is_looked_at() -> None:
     config = recipes.load("llama8b_lora", given).train_config(Path("/none"), "/none/run")
     step = step_of(config, 1, 8)
     layouts = [(1, 1), (2, 1)]
-    found = [*settings(step, method=("full", "lora", "qlora"), layout=layouts)]
+    methods = [{"method": method} for method in ("lora", "qlora")]
+    found = [*settings(step, method=methods, layout=layouts)]
     assert [(each.method, each.layout.tensor_parallel) for each in found] == [
-        ("full", 1),
-        ("full", 2),
         ("lora", 1),
         ("lora", 2),
     ]

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from launcher.cli import cookbook
 from launcher.recipes import recipe as recipes
-from launcher.sizing.support import families, support
+from launcher.recipes.support import families, support
 from runspec.description import SHIPPED, Subject
 from runspec.files import read_json
 from runspec.shape import Attention, Shape, Vector

@@ -220,7 +220,7 @@ def test_the_closed_form_knows_its_frozen_models(
     traced = trace(parse(content, ToyConfig), 2)
     step = step_of(content | {"entry": "toy_objective"}, 1, 2)
     found = StepMemory(step)
-    assert found.peak == pytest.approx(traced.peak, rel=0.06)
+    assert found.peak == pytest.approx(traced.peak, rel=0.1)
     alone = StepMemory(step_of(content, 1, 2))
     held = found.terms.get("frozen models", 0.0)
     assert held == pytest.approx(0 if model else alone.terms["weights"], rel=0.1)

@@ -286,7 +286,7 @@ def test_the_closed_form_knows_each_kind_of_reference(
     content["model"] |= (LORA if kind == "adapter_off" else {}) | wide
     traced = trace(parse(content, DpoConfig), 2)
     step = step_of(content | {"entry": "dpo"}, 1, 2)
-    assert StepMemory(step).peak == pytest.approx(traced.peak, rel=0.05)
+    assert StepMemory(step).peak == pytest.approx(traced.peak, rel=0.1)
     plain = step_of(content | {"entry": "sft", "loss": LINEAR}, 1, 2)
     assert StepMemory(step).peak <= (1.25 if kind != "model" else 2) * StepMemory(plain).peak
     ratio = step.flops.model / plain.flops.model

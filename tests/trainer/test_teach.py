@@ -204,7 +204,7 @@ def test_the_estimate_counts_no_teacher(
     content["model"] |= {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
     found = StepMemory(step_of(content | {"entry": "distill"}, 1, ranks))
     assert "frozen models" not in found.terms or not found.terms["frozen models"]
-    assert found.peak == pytest.approx(trace(parse(content, DistillConfig), ranks).peak, rel=0.05)
+    assert found.peak == pytest.approx(trace(parse(content, DistillConfig), ranks).peak, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_the_estimate_of_the_pass_is_that_of_its_trace(
     step = step_of(content | {"entry": "teach"}, 1, ranks)
     found = StepMemory(step)
     traced = estimate(parse(content, TeachConfig), ranks)
-    assert found.peak == pytest.approx(traced.peak, rel=0.05)
+    assert found.peak == pytest.approx(traced.peak, rel=0.1)
     online = step_of(content | {"entry": "distill"}, 1, ranks)
     assert [*teach_notes(content)] == []
     (note,) = teach_notes(content | {"teacher_top_k": 38})

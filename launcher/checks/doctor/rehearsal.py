@@ -12,10 +12,10 @@ from typing import Any
 from launcher.checks import Finding, failed, ok, skipped, warning
 from launcher.checks.doctor.ask import NodeReport
 from launcher.sizing.compute import Reached
-from launcher.sizing.gpus import Gpu
+from launcher.sizing.gpus import REACHED, Gpu
 from launcher.sizing.search import Predictor
 from launcher.sizing.step_config import StepConfig
-from launcher.sizing.step_time import REACHED, pace_of
+from launcher.sizing.step_time import pace_of
 from runspec import files
 
 # Below these shares of what is usual a finding is a warning.
