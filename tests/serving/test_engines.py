@@ -36,10 +36,10 @@ def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_pa
     assert (found.model, found.socket) == ("intent", tmp_path / "engine.sock")
     # The token that ends an answer may be another one than the base's.
     (tmp_path / "a/generation_config.json").write_text('{"eos_token_id": 7}')
-    argv = engines.command(config, tmp_path, 2, 1, "k").argv
+    argv = engines.command(config, tmp_path, 2).argv
     assert argv == [
-        *found.argv[:-2],
-        *("--generation-config", str(tmp_path / "a"), "--max-model-len", "4096"),
+        *found.argv[:-4],
+        *("--generation-config", str(tmp_path / "a"), "--dtype", "auto", "--max-model-len", "4096"),
     ]
     assert parameters.takes(config, "intent").defaults == {"eos_token_id": 7}
 
