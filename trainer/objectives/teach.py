@@ -160,14 +160,16 @@ class TeacherPass:
                 self._put(records, batch, kept, begins, view.targets)
                 yield Done(done, count)
             own = mine if world.data_weight else None
-            world.on_all(partial(self._write, own, records, figures))
+            world.on_all(partial(self._write, own, records, view.targets, figures))
             done += len(now)
             yield Done(done, count)
         world.on_main(self._publish)
 
-    def _write(self, part: Part | None, records: np.ndarray, figures: list[float]) -> None:
+    def _write(
+        self, part: Part | None, records: np.ndarray, targets: np.ndarray, figures: list[float]
+    ) -> None:
         if part is not None:
-            disk.write_part(self._folder, part, records, figures)
+            disk.write_part(self._folder, part, records, targets, figures)
 
     def _batch(self, rows: Rows[SampleRange], number: int | None) -> MicroBatch:
         """A batch by its number in a part; a masked one without."""
