@@ -101,7 +101,7 @@ class KeptTeacher:
             if number not in self._sums:
                 file = self.folder / SUMS.format(number)
                 self._sums[number] = patiently(lambda path: np.fromfile(path, np.uint32), file)
-            if zlib.crc32(own) != self._sums[number][sample - self._first[number]]:
+            if zlib.crc32(own.tobytes()) != self._sums[number][sample - self._first[number]]:
                 raise _damaged(self.folder / PART.format(number), self.folder)
             records.append(own)
         whole = np.concatenate(records)
@@ -139,7 +139,7 @@ def write_part(
         ConfigError: the folder cannot be written to.
     """
     pieces = np.split(records, np.cumsum(targets)[:-1])
-    sums = np.array([zlib.crc32(piece) for piece in pieces], np.uint32)
+    sums = np.array([zlib.crc32(piece.tobytes()) for piece in pieces], np.uint32)
     try:
         for name, content in ((PART, records), (SUMS, sums)):
             with files.replacing(folder / name.format(part.number)) as temporary:
