@@ -35,6 +35,6 @@ def profile(run: str, top: int, as_json: bool, cluster: str | None) -> None:
     except CookbookError:
         config = {}
     if as_json:
-        click.echo(json.dumps(profiles.as_json(chosen, times, config, top), indent=1))
+        click.echo(json.dumps(profiles.as_json(chosen, times, config), indent=1))
     else:
         click.echo("\n".join(profiles.lines(chosen, times, config, top)))

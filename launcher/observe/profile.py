@@ -8,7 +8,7 @@ from typing import Any
 from launcher.errors import RunFault, UsageFault
 from launcher.observe import trace
 from launcher.observe.text import plain
-from launcher.observe.trace import RankTime, Used
+from launcher.observe.trace import RankTime
 from launcher.runs.directory import Run
 from runspec import files
 
@@ -97,7 +97,7 @@ def advice(times: Sequence[RankTime], config: dict[str, Any]) -> str:
 
 
 def lines(run: Run, times: Sequence[RankTime], config: dict[str, Any], top: int) -> Iterator[str]:
-    """Yield the table, the top kernels and operators, the slowest rank and what to try."""
+    """Yield the table, torch's own of the operators, the slowest rank and what to try."""
     world = [run.asked[key] for key in ("nodes", "gpus_per_node")]
     total = world[0] * world[1] if all(world) else None
     traced = f"{len(times)} of {total} ranks" if total else f"{len(times)} ranks"
@@ -109,12 +109,7 @@ def lines(run: Run, times: Sequence[RankTime], config: dict[str, Any], top: int)
         shares = [f"{100 * getattr(each, part) / each.total:.1f} %" for part in _PARTS]
         comm = f"{100 * each.communication / each.total:.1f} %"
         yield f"{each.rank:<5} {step:<11}" + "  ".join(f"{t:>12}" for t in (*shares, comm))
-    first = times[0]
-    if first.kernels:
-        yield f"top kernels of rank {first.rank}"
-        yield from _top(first.kernels, first, top)
-    yield f"top operators of rank {first.rank}, by their own time on the CPU"
-    yield from _top(first.operators, first, top)
+    yield from _operators(run, times[0].rank, top)
     if slow := slowest(times):
         rank, seconds = slow
         share = 100 * seconds / (rank.total / rank.steps)
@@ -125,31 +120,22 @@ def lines(run: Run, times: Sequence[RankTime], config: dict[str, Any], top: int)
     yield f"try        {advice(times, config)}"
 
 
-def _top(used: Sequence[Used], rank: RankTime, top: int) -> Iterator[str]:
-    for each in used[:top]:
-        name = plain(each.name)
-        name = name if len(name) <= 60 else f"{name[:57]}..."
-        milliseconds = each.seconds / rank.steps * 1e3
-        yield (
-            f"  {name:<60}  {milliseconds:>9.2f} ms per step  "
-            f"{100 * each.seconds / rank.total:>5.1f} %  {each.count / rank.steps:>7,.0f} calls"
-        )
+def _operators(run: Run, rank: int, top: int) -> Iterator[str]:
+    """Yield the first rows of torch.profiler's table, which the rank has written."""
+    path = run.path / files.PROFILE / f"summary_rank_{rank}.txt"
+    if path.is_file():
+        yield f"operators of rank {rank}, by torch.profiler ({path}):"
+        # A rule, the heads and a rule stand before them.
+        rows = path.read_text(encoding="utf-8", errors="replace").splitlines()[: 3 + top]
+        yield from (plain(row).rstrip() for row in rows)
 
 
-def as_json(
-    run: Run, times: Sequence[RankTime], config: dict[str, Any], top: int
-) -> dict[str, Any]:
+def as_json(run: Run, times: Sequence[RankTime], config: dict[str, Any]) -> dict[str, Any]:
     """Return the same for a program to read, times in seconds."""
     slow = slowest(times)
-    rows = []
-    for each in times:
-        row = asdict(each)
-        for key in ("kernels", "operators"):
-            row[key] = row[key][:top]
-        rows.append(row)
     return {
         "run": run.name,
-        "ranks": rows,
+        "ranks": [asdict(each) for each in times],
         "slowest": None if slow is None else {"rank": slow[0].rank, "s_per_step": slow[1]},
         "advice": advice(times, config),
     }

@@ -7,7 +7,7 @@ are operators like any other. So communication is "exposed" if nothing is comput
 
 import gzip
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,6 @@ _CPU_COPIES = {"aten::copy_", "aten::_to_copy"}
 
 
 @dataclass(frozen=True)
-class Used:
-    """A kernel or an operator: its own time in the recorded steps, and how often it ran."""
-
-    name: str
-    seconds: float
-    count: int
-
-
-@dataclass(frozen=True)
 class RankTime:
     """Where the time of a rank's recorded steps went, in seconds of all of them together.
 
@@ -57,8 +48,6 @@ class RankTime:
     copies: float
     data_loading: float
     idle: float
-    kernels: tuple[Used, ...] = ()
-    operators: tuple[Used, ...] = ()
 
     @property
     def own(self) -> float:
@@ -136,8 +125,6 @@ def measured(events: list[Event], rank: int, host: str = "?") -> RankTime:
         copies=parts["copies"] * second,
         data_loading=parts["data loading"] * second,
         idle=_length(free) * second,
-        kernels=_by_time(_inside((e for e in known if e.get("cat") in _KERNELS), window)),
-        operators=_own_times([e for e in known if e.get("cat") == "cpu_op"], window),
     )
 
 
@@ -229,43 +216,3 @@ def _without(spans: list[Interval], taken: list[Interval]) -> list[Interval]:
 
 def _length(spans: list[Interval]) -> float:
     return sum(end - begin for begin, end in spans)
-
-
-def _inside(events: Iterable[Event], window: Interval) -> Iterator[tuple[str, float]]:
-    for each in events:
-        if window[0] <= float(each["ts"]) < window[1]:
-            yield _name(each), float(each["dur"])
-
-
-def _by_time(times: Iterable[tuple[str, float]]) -> tuple[Used, ...]:
-    """Return names by the sum of their times, longest first."""
-    sums: dict[str, tuple[float, int]] = {}
-    for name, microseconds in times:
-        seconds, count = sums.get(name, (0.0, 0))
-        sums[name] = seconds + microseconds * 1e-6, count + 1
-    rows = (Used(name, seconds, count) for name, (seconds, count) in sums.items())
-    return tuple(sorted(rows, key=lambda used: -used.seconds))
-
-
-def _own_times(events: list[Event], window: Interval) -> tuple[Used, ...]:
-    """Return the operators by their own time: without the operators that they call."""
-    threads: dict[Any, list[Event]] = {}
-    for each in events:
-        if window[0] <= float(each["ts"]) < window[1]:
-            threads.setdefault((each.get("pid"), each.get("tid")), []).append(each)
-    own: list[tuple[str, float]] = []
-    for called in threads.values():
-        called.sort(key=lambda each: (float(each["ts"]), -float(each["dur"])))
-        # Operators that have begun and not ended: name, end, time that is left to them.
-        stack: list[tuple[str, float, float]] = []
-        for each in called:
-            begin, lasted = float(each["ts"]), float(each["dur"])
-            while stack and stack[-1][1] <= begin:
-                name, _, left = stack.pop()
-                own.append((name, max(0.0, left)))
-            if stack:
-                name, end, left = stack[-1]
-                stack[-1] = name, end, left - lasted
-            stack.append((_name(each), begin + lasted, lasted))
-        own += [(name, max(0.0, left)) for name, _, left in stack]
-    return _by_time(own)

@@ -71,15 +71,6 @@ def test_a_gpus_time_is_what_it_was_made_of():
     assert shares(found) == [1000, 400, 200, 100, 300]
     # 250 + 100 of each step, of which the second hundred and a first fifty are hidden.
     assert found.communication == pytest.approx(700e-6)
-    assert [(used.name, used.count) for used in found.kernels[:2]] == [
-        ("gemm", 4),
-        ("ncclDevKernel_AllGather", 2),
-    ]
-    own = {used.name: (used.seconds * 1e6, used.count) for used in found.operators}
-    assert own == {
-        "aten::linear": (pytest.approx(300), 2),
-        "aten::mm": (pytest.approx(300), 2),
-    }
 
 
 def test_a_cpus_time_is_what_it_was_made_of():
@@ -106,7 +97,10 @@ def test_the_slowest_rank_is_the_one_that_waits_least(tmp_path):
     assert not faults and [each.rank for each in found] == [0, 1, 2]
     rank, seconds = profile.slowest(found)
     assert (rank.rank, seconds) == (1, pytest.approx(100e-6))
+    table = ["----", "Name  Self CPU", "----", "aten::mm", "aten::add", "aten::view", "----"]
+    (run.path / "profile/summary_rank_0.txt").write_text("\n".join(table) + "\n")
     told = list(profile.lines(run, found, {}, 2))
+    assert told[5].startswith("operators of rank 0, by torch.profiler") and told[6:11] == table[:5]
     assert told[0] == f"{NAME}: 1 step, traced on 3 of 4 ranks (GPU)"
     assert any(line.split()[:4] == ["1", "1.0", "ms", "60.0"] for line in told), told
     assert told[-1].startswith("try        rank 1 delays the others by 0.1 ms per step (10 %)")
