@@ -99,7 +99,8 @@ class DocumentAttention(nn.Module):
             if self._goes_one_by_one(sinks):
                 return self._one_by_one(query, key, value, mask)
             mask = mask.mask()
-        return self.dense(query, key, value, with_window(mask, self.window, query), sinks)
+        mask = with_window(mask, self.window, query.shape[1], query.device)
+        return self.dense(query, key, value, mask, sinks)
 
     def _goes_one_by_one(self, sinks: torch.Tensor | None) -> bool:
         """Whether documents are computed one after another: on a CPU, which needs few at a time.
@@ -114,14 +115,19 @@ class DocumentAttention(nn.Module):
     ) -> torch.Tensor:
         """[batch, sequence, heads, dim]: a mask of whole rows computes what no document sees."""
         lengths = documents.cu_seqlens.diff().tolist()
-        parts = zip(*(t.flatten(0, 1).split(lengths) for t in (query, key, value)), strict=True)
-        outputs = [self._document(*(part.unsqueeze(0) for part in heads)) for heads in parts]
-        return torch.cat(outputs, 1).unflatten(1, query.shape[:2]).squeeze(0)
-
-    def _document(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        return self._sdpa(query, key, value, with_window(None, self.window, query))
+        repeats = query.shape[2] // key.shape[2]
+        heads = (query, _repeated(key, repeats), _repeated(value, repeats))
+        # All that is done to whole rows is done before: on a CPU each operator of each document
+        # costs about as long as the attention of a short one.
+        parts = zip(
+            *(t.flatten(0, 1).transpose(0, 1).unsqueeze(0).split(lengths, 2) for t in heads),
+            strict=True,
+        )
+        outputs = [
+            self._kernel(*own, with_window(None, self.window, length, query.device))
+            for own, length in zip(parts, lengths, strict=True)
+        ]
+        return torch.cat(outputs, 2).squeeze(0).transpose(0, 1).unflatten(0, query.shape[:2])
 
     def dense(
         self,
@@ -142,19 +148,32 @@ class DocumentAttention(nn.Module):
         repeats = query.shape[2] // key.shape[2]
         # Only the flash kernel shares key heads without copies; elsewhere sharing is slower.
         grouped = repeats > 1 and mask is None and query.is_cuda and query.dtype in FLASH_DTYPES
-        if repeats > 1 and not grouped:
+        if not grouped:
             key, value = _repeated(key, repeats), _repeated(value, repeats)
-        output = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+        heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return self._kernel(*heads, mask, **({"enable_gqa": True} if grouped else {})).transpose(
+            1, 2
+        )
+
+    def _kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **options: bool,
+    ) -> torch.Tensor:
+        """torch's attention, [batch, heads, sequence, dim]."""
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
             attn_mask=None if mask is None else mask.unsqueeze(1),
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None,
             scale=self.scale,
-            **({"enable_gqa": True} if grouped else {}),
+            **options,
         )
-        return output.transpose(1, 2)
 
     def _textbook(
         self,
@@ -293,13 +312,12 @@ def varlen_attention(window: int | None = None) -> Callable[..., torch.Tensor] |
 
 
 def with_window(
-    mask: torch.Tensor | None, window: int | None, query: torch.Tensor
+    mask: torch.Tensor | None, window: int | None, length: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Return the boolean mask with a sliding window; None is causal."""
-    length = query.shape[1]
+    """Return the boolean mask of rows of this length with a sliding window; None is causal."""
     if window is None or length <= window:
         return mask
-    position = torch.arange(length, device=query.device)
+    position = torch.arange(length, device=device)
     distance = position[:, None] - position
     near = ((distance >= 0) & (distance < window)).unsqueeze(0)
     return near if mask is None else mask & near
@@ -307,4 +325,6 @@ def with_window(
 
 def _repeated(tensor: torch.Tensor, repeats: int) -> torch.Tensor:
     """[batch, sequence, key heads, head_dim] with each head `repeats` times."""
+    if repeats == 1:
+        return tensor
     return tensor.unsqueeze(3).expand(*tensor.shape[:3], repeats, -1).flatten(2, 3)

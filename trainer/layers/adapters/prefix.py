@@ -232,7 +232,7 @@ def attend(
     position = seen.sum(2, keepdim=True) - 1
     distance = position - torch.arange(-layer.prefix_length, 0, device=query.device)
     before = distance >= 0 if layer.window is None else distance < layer.window
-    own = attention.with_window(seen, layer.window, query)
+    own = attention.with_window(seen, layer.window, query.shape[1], query.device)
     keys, values = (
         torch.cat([prefix.expand(key.shape[0], -1, -1, -1), row], 1)
         for prefix, row in zip(prefixes, (key, value), strict=True)
