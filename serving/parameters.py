@@ -21,20 +21,11 @@ from serving.request import CHAT, BadRequest, prompts, stops
 _DESCRIPTIVE = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 # Values that request the default behavior.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "function_call": ("none",),
-}
+    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,), "modalities": (["text"],), "store": (False,),
+    "service_tier": ("auto", "default"), "function_call": ("none",),
+}  # fmt: skip
 _DONE_HERE = {"model", "stream", "stream_options", "n", "stop"}
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"}
 _LENGTHS = {"max_tokens", "max_completion_tokens"}
@@ -133,13 +124,11 @@ class Takes:
         known = (self.names or {}).get(path)
         supported = set(known) if known else _PROTOCOL - {"prompt" if path == CHAT else "messages"}
         kept = self._supported(asked, supported - {"request_id", "rid"} | {"model"})
-        stream = bool(asked.get("stream"))
-        usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         body = {**kept, "model": self.model}
-        if stream:
+        if asked.get("stream"):
             # The log and the quotas use the engine's counts.
             body["stream_options"] = {"include_usage": True}
-        return Plan([body], stream, usage)
+        return Plan([body], *_streamed(asked))
 
     def _transformers(self, path: str, asked: Mapping[str, Any]) -> Plan:
         supported = _DONE_HERE | _LENGTHS | (_OF_CHATS if path == CHAT else {"prompt"})
@@ -148,8 +137,7 @@ class Takes:
         else:
             supported |= _SAMPLING | {"logit_bias"}
         kept = self._supported(asked, supported)
-        usage = bool((asked.get("stream_options") or {}).get("include_usage"))
-        stream, count = bool(asked.get("stream")), int(asked.get("n", 1))
+        (stream, usage), count = _streamed(asked), int(asked.get("n", 1))
         body: dict[str, Any] = {"model": self.model, "stream": stream}
         for name in kept.get("chat_template_kwargs", ()):
             if name in _OF_TEMPLATES or (self.template and name not in self.template):
@@ -167,11 +155,8 @@ class Takes:
         if isinstance(size, int) and any(int(each) >= size for each in kept.get("logit_bias", ())):
             raise BadRequest(f"logit_bias: the model has {size:,} tokens", "logit_bias")
         texts = self._texts(path, asked)
-        bodies = [
-            {**body, **text, **self._generation(kept, choice)}
-            for text in texts
-            for choice in range(count)
-        ]
+        made = [self._generation(kept, choice) for choice in range(count)]
+        bodies = [{**body, **text, **config} for text in texts for config in made]
         counted = frozenset(range(0, len(bodies), count))
         return Plan(bodies, stream, usage, stops(kept), counted)
 
@@ -236,6 +221,12 @@ class Takes:
                 # An address would be opened by the engine: files of the node, its network.
                 raise BadRequest(f"{place}: give an image as data:image/...;base64,...", place)
         return known
+
+
+def _streamed(asked: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether the answer is a stream, and whether it ends with the usage."""
+    options = asked.get("stream_options", {})
+    return asked.get("stream", False), options.get("include_usage", False)
 
 
 def _without_effect(name: str, value: Any) -> bool:

@@ -61,9 +61,9 @@ class Replica:
             raise ServeError(f"others may read {key_file}: chmod 600 {key_file}")
         keys = Keys(key_file.read_text(encoding="utf-8").strip(), self.endpoint)
         self.place = Path(tempfile.mkdtemp(prefix="serve-", dir=os.environ.get("RANK_SOCKETS")))
-        self.engine = engines.command(config, self.place, len(gpus))
-        url = "http://engine" if self.engine.socket else f"http://127.0.0.1:{self.engine.port}"
-        where = str(self.engine.socket) if self.engine.socket else None
+        self.engine = made = engines.command(config, self.place, len(gpus))
+        url = "http://engine" if made.socket else f"http://127.0.0.1:{made.port}"
+        where = str(made.socket) if made.socket else None
         journal = Journal(
             self.endpoint / endpoints.REQUESTS, float(config["log_share"]), config["redact"] or ()
         )
