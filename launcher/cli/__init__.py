@@ -56,7 +56,6 @@ _COMMANDS = {
     "track": ("track", "Write runs to MLflow or W&B."),
     "clean": ("clean", "List or remove caches and leftovers, with their sizes."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
-    "notebook": ("notebook", "Start Jupyter on a node, as a small job."),
     "init": ("remote", "Install the kit on a cluster from this machine, and check it."),
     "fetch": ("remote", "Copy a run's model, adapter or logs from the cluster to this machine."),
     "forward": ("remote", "Forward a port of this machine to a node of a run."),
@@ -78,7 +77,7 @@ _GROUPS = {
     ),
     "Look": (
         "cookbook logs last -f",
-        "status watch logs results diff report profile tensorboard notebook track",
+        "status watch logs results diff report profile tensorboard track",
     ),
     "Deliver": (
         "cookbook serve last",
@@ -111,11 +110,6 @@ class _Lazy(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in _COMMANDS:
-            from launcher.cli import habits  # hardly any command is another tool's
-
-            if way := habits.line(args):
-                raise UsageFault(way)
         # Light: most commands run here.
         from launcher.remote import hosts
 

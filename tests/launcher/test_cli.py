@@ -108,8 +108,6 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["cancel", "17"], 2, "matches '17'"),
         (["watch", "../.."], 2, "matches '../..'"),
         (["tensorboard"], 2, "there is no run"),
-        (["notebook", "--jupyter", "/no/such"], 1, "there is no program /no/such: install it"),
-        (["notebook", "--here", "--time", "5"], 2, "--time cannot be used with --here"),
         (["recipes", "llama9b"], 2, "there is no recipe"),
         (["doctor", "--nodes", "1"], 2, "--nodes requires --node-check"),
         (["doctor", "--cluster", "nowhere"], 2, "there is no cluster file"),
