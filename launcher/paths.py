@@ -57,11 +57,11 @@ def sent(root: Path) -> Path:
 
 
 # The same file of a laptop lies in another tree once anything beside it has changed.
-_SENT_TREE = re.compile(r".*/sent-\d+/trees/[0-9a-f]{64}/")
+_SENT_TREE = re.compile(r".*/sent-\d+/trees/[0-9a-f]{64}(?=/)")
 
 
 def own_name(path: str) -> str:
-    """Return the path in its tree of a file that a laptop has sent, and any other path as it is."""
+    """Return a sent file's path on the laptop, and any other path as it is."""
     inside, count = _SENT_TREE.subn("", path, count=1)
     return os.path.normpath(inside) if count else path
 

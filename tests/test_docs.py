@@ -63,7 +63,6 @@ def test_the_pages_show_every_command():
         "cancel",
         "resume",
         "tensorboard",
-        "notebook",
         "results",
         "report",
         "diff",

@@ -55,7 +55,6 @@ _COMMANDS = {
     "track": ("track", "Write runs to MLflow or W&B."),
     "clean": ("clean", "List or remove caches and leftovers, with their sizes."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
-    "notebook": ("notebook", "Start Jupyter on a node, as a small job."),
     "init": ("remote", "Install the kit on a cluster from this machine, and check it."),
     "fetch": ("remote", "Copy a run's model, adapter or logs from the cluster to this machine."),
     "forward": ("remote", "Forward a port of this machine to a node of a run."),
@@ -77,7 +76,7 @@ _GROUPS = {
     ),
     "Look": (
         "cookbook logs last -f",
-        "status watch logs results diff report profile tensorboard notebook track",
+        "status watch logs results diff report profile tensorboard track",
     ),
     "Deliver": (
         "cookbook serve last",

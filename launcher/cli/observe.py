@@ -16,7 +16,6 @@ from launcher.observe import tensorboard as server
 from launcher.observe.first_error import first_error as first_failure
 from launcher.observe.lines import read, tail_start
 from launcher.observe.text import plain
-from launcher.recipes.recipe import Resources
 from launcher.runs.directory import Run
 from launcher.runs.find import every, find, none_yet
 from launcher.runs.sweeps import runs_of
@@ -128,38 +127,13 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
     type=IntRange(1024, 65535),
     help="Port on 127.0.0.1. [default: the first free from 6006]",
 )
-@flag("--on-node", help="Serve on a node, in a small job; Ctrl-C ends it.")
-@click.option("--time", metavar="LIMIT", help="With --on-node: time limit. [default: 4 hours]")
-@click.option("--partition", metavar="NAME", help="With --on-node: Slurm partition.")
-@click.option("--account", metavar="NAME", help="With --on-node: Slurm account.")
-@click.option("--qos", metavar="NAME", help="With --on-node: quality of service.")
-@click.option("--jump", metavar="HOSTS", hidden=True, help="What ssh passes through.")
 @cluster_option
-def tensorboard(
-    wanted: tuple[str, ...],
-    port: int | None,
-    on_node: bool,
-    jump: str | None,
-    cluster: str | None,
-    **given: str | None,
-) -> None:
+def tensorboard(wanted: tuple[str, ...], port: int | None, cluster: str | None) -> None:
     """Serve the curves and traces of all runs, or of each RUN, on 127.0.0.1."""
     root = runs_root(cluster)
     site = sites.load(cluster)
-    asked = {key: value for key, value in given.items() if value is not None}
-    if asked and not on_node:
-        raise UsageFault(f"--{min(asked)} requires --on-node")
-    if on_node:
-        if port is not None:
-            raise UsageFault(
-                "--port cannot be used with --on-node: the node uses its first free port"
-            )
-        if wanted:
-            runs_of(site.root, wanted)  # a wrong name is told before the job waits
-        resources = sites.with_site_defaults(Resources.of(asked), site)
-        sys.exit(servers.on_node("tensorboard", wanted, resources, site, cluster))
     chosen = runs_of(site.root, wanted) if wanted else every(root)
     if not chosen:
         raise UnknownRun(none_yet(root))
     port = servers.free_port(port, server.PORTS)
-    sys.exit(server.serve(chosen, port, note, jump or site.jump_host))
+    sys.exit(server.serve(chosen, port, note, site.jump_host))

@@ -62,7 +62,7 @@ def fetch(
 @_cluster_option
 @click.pass_context
 def forward(ctx: click.Context, run: str, port: int, cluster: str | None) -> None:
-    """Forward a port of this machine to PORT of RUN's first node, such as of a notebook there."""
+    """Forward a port of this machine to PORT of RUN's first node, such as of Jupyter there."""
     from launcher.remote import client
 
     client.forward(_host(ctx), run, port, cluster, note)
@@ -78,9 +78,9 @@ def forward(ctx: click.Context, run: str, port: int, cluster: str | None) -> Non
 @click.option("--torch", metavar="BUILD", help="Build of torch for the nodes: setup.sh --help.")
 @click.pass_context
 def init(ctx: click.Context, name: str | None, kit: str | None, torch: str | None) -> None:
-    """Install the kit on a cluster: copy it, run setup.sh and doctor, write the site file.
+    """Install the kit on a cluster: copy it, and run setup.sh and doctor there.
 
-    It can be repeated: what is finished is kept, and an existing site file is not changed.
+    It can be repeated: what is finished is kept.
     """
     # Imported late: fetch needs none of it.
     from launcher.remote import install

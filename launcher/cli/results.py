@@ -92,7 +92,7 @@ def report(
 
     It includes the evaluations of the model, and the log statistics of an endpoint that serves it.
 
-    Several runs, or those of a SWEEP, share their charts, with bars of their memory and time.
+    Several runs, or those of a SWEEP, share their charts.
 
     The report is one self-contained file.
     """

@@ -1,7 +1,6 @@
 """Serving TensorBoard on 127.0.0.1, to be reached through an SSH tunnel."""
 
 import os
-import secrets
 import sys
 import tempfile
 import threading
@@ -16,15 +15,6 @@ from runspec import files
 
 # TensorBoard's own default port, and the next ones if it is taken.
 PORTS = range(6006, 6106)
-_OPTIONS = "COOKBOOK_TENSORBOARD"
-# As the tensorboard program, with its options from a variable.
-_STARTS = f"""
-import os, sys
-from tensorboard import program
-server = program.TensorBoard()
-server.configure(("tensorboard", *os.environ.pop("{_OPTIONS}").split("\\n")))
-sys.exit(server.main())
-"""
 
 
 def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | None = None) -> int:
@@ -43,19 +33,9 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | 
             name = f"{run.name} own" if events.is_fed(run) else run.name
             (Path(folder) / name).symlink_to(run.path / files.TENSORBOARD)
             (Path(folder) / f"{run.name} traces").symlink_to(run.path / files.PROFILE)
-        # Others on the cluster can connect to a node's address: they do not know the path.
-        host = servers.address()
-        path = "/" if host == "127.0.0.1" else f"/{secrets.token_hex(16)}/"
-        options = [f"--logdir={folder}", f"--host={host}", f"--port={port}", "--load_fast=false"]
-        options += [f"--path_prefix={path.rstrip('/')}"] if path != "/" else []
-        # Everybody on a host sees the arguments of a process, only its user the variables.
-        argv = [str(program.parent / "python"), "-P", "-c", _STARTS]
+        argv = [str(program), f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}"]
         # The profiler's tab logs every file that it opens, and warns about float64 tensors.
-        environment = {
-            **os.environ,
-            "TORCH_PROFILER_LOG_LEVEL": "ERROR",
-            _OPTIONS: "\n".join(options),
-        }
+        environment = {**os.environ, "TORCH_PROFILER_LOG_LEVEL": "ERROR"}
         if servers.LISTENING not in os.environ:
             say(f"on your own machine:  {servers.tunnel(port, jump)}")
             say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")
@@ -63,7 +43,7 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | 
         feeder = threading.Thread(target=events.feed, args=[fed, Path(folder), done], daemon=True)
         feeder.start()
         try:
-            return servers.run(argv, environment, port, path)
+            return servers.run([*argv, "--load_fast=false"], environment, port)
         finally:
             done.set()
             feeder.join()

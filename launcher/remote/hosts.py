@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import UsageFault, nearest
+from launcher.errors import UsageFault
 
 FILE = Path("~/.config/slurm-cookbook/config.yaml")
 # This machine, whatever the file says.
 HERE = "local"
 # In the home directory of the cluster, unless the file says otherwise.
-DEFAULT_KIT = "slurm-cookbook"
-_KEYS = ("host", "kits")
+_KIT = "slurm-cookbook"
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Host:
     """A host by its name in ssh's configuration, and the folder of the kit there."""
 
     name: str
-    kit: str = DEFAULT_KIT
+    kit: str = _KIT
 
 
 def chosen(name: str | None) -> Host | None:
@@ -28,14 +27,13 @@ def chosen(name: str | None) -> Host | None:
     given = name or os.environ.get("COOKBOOK_HOST")
     if given == HERE:
         return None
-    file = FILE.expanduser()
-    known = _read(file) if file.is_file() else {}
+    known = _read()
     given = given or known.get("host")
     if not given or given == HERE:
         return None
     if given.startswith("-"):
         raise UsageFault(f"--host {given}: give a name from your ssh configuration")
-    return Host(given, str(known.get("kits", {}).get(given, DEFAULT_KIT)))
+    return Host(given, str(known.get("kits", {}).get(given, _KIT)))
 
 
 def remember(host: Host) -> Path:
@@ -43,26 +41,21 @@ def remember(host: Host) -> Path:
     default; return the file."""
     from launcher import yamlfile  # most commands only read
 
-    file = FILE.expanduser()
-    known = _read(file) if file.is_file() else {}
-    known = {"host": host.name, **known}
+    known = {"host": host.name, **_read()}
     known["kits"] = {**known.get("kits", {}), host.name: host.kit}
+    file = FILE.expanduser()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yamlfile.dump(known), encoding="utf-8")
     return file
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read() -> dict[str, Any]:
+    file = FILE.expanduser()
+    if not file.is_file():
+        return {}
     from launcher import yamlfile  # yaml takes time, and most users have no such file
 
     known = yamlfile.load(file)
-    faults = [
-        f"unknown key {key!r}{nearest(key, _KEYS)} in {file}: it may have {' and '.join(_KEYS)}"
-        for key in known
-        if key not in _KEYS
-    ]
-    if not isinstance(known.get("kits", {}), dict):
-        faults.append(f"kits in {file} must be lines of HOST: FOLDER")
-    if faults:
-        raise UsageFault(faults)
+    if not known.keys() <= {"host", "kits"} or not isinstance(known.get("kits", {}), dict):
+        raise UsageFault(f"{file} may have host: NAME, and kits: with lines of HOST: FOLDER")
     return known

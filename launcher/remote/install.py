@@ -1,4 +1,4 @@
-"""From nothing to a checked installation on a cluster: copy, setup.sh, site file, doctor."""
+"""From nothing to a checked installation on a cluster: copy, setup.sh, doctor."""
 
 import shlex
 import subprocess
@@ -8,14 +8,10 @@ from pathlib import Path
 from launcher.errors import RemoteFault, UsageFault
 from launcher.remote import tree
 from launcher.remote.hosts import Host, chosen, remember
-from launcher.remote.ssh import IS_CHECKOUT, LOST, Connection, far, folder
+from launcher.remote.ssh import Connection, folder
 
 # What was copied, so that the next copy removes what is no part of the kit any more.
 _LIST = ".cookbook-files"
-_REMOVE = (
-    f"LC_ALL=C comm -23 {_LIST}-before {_LIST} | tr '\\n' '\\0' | xargs -0 rm -f -- && "
-    f"rm {_LIST}-before"
-)
 
 
 def install(host: Host, source: Path, torch: str | None, say: Callable[[str], None]) -> int:
@@ -29,8 +25,8 @@ def install(host: Host, source: Path, torch: str | None, say: Callable[[str], No
         UsageFault: there is no checkout here.
         RemoteFault: there is no connection, or a step failed.
     """
-    files = tree.listed(source)
-    if not files or not (source / "setup.sh").is_file():
+    names = [path.relative_to(source).as_posix() for path in tree.listed(source)]
+    if "setup.sh" not in names:
         raise UsageFault(
             "init copies a checkout of the kit, and this is none: clone it with git, and run "
             "cookbook init in its environment"
@@ -38,42 +34,38 @@ def install(host: Host, source: Path, torch: str | None, say: Callable[[str], No
     if host.kit.split() != [host.kit]:
         raise UsageFault(f"--kit {host.kit}: job scripts cannot handle a space in a path")
     connection, kit = Connection(host), folder(host.kit)
-    # A checkout stays as it is.
-    enter = (
-        f"mkdir -p {kit} && cd {kit} && {{ [ ! -e .git ] || exit {IS_CHECKOUT}; }} && "
-        f"{{ [ ! -f {_LIST} ] || mv {_LIST} {_LIST}-before; }}"
-    )
-    with tree.staged(files) as staged:
-        (staged / _LIST).write_text("".join(f"{name}\n" for name in files), encoding="utf-8")
-        if connection.push(staged, enter, "-E") == IS_CHECKOUT:
-            say(f"{host.name}:{host.kit} is a git checkout: its files are left as they are")
-        else:
-            say(f"copied the kit to {host.name}:{host.kit}")
+    enter = f"mkdir -p {kit} && cd {kit} &&"
+    known = connection.output(f"{enter} pwd -P && {{ command -v rsync || echo; }} && ls -A")
+    there, rsync, *present = known.decode().splitlines()
+    if ".git" in present:
+        say(f"{host.name}:{host.kit} is a git checkout: its files are left as they are")
+    else:
+        connection.push(names, str(source), rsync, there, "-E")
+        say(f"copied the kit to {host.name}:{host.kit}")
+        old = f"LC_ALL=C comm -23 {_LIST} {_LIST}-new | tr '\\n' '\\0' | xargs -0 rm -f --"
+        connection.output(
+            f"{enter} cat >{_LIST}-new && touch {_LIST} && {old} && mv {_LIST}-new {_LIST}",
+            "".join(f"{name}\n" for name in names).encode(),
+        )
     options = shlex.join(["--torch", torch]) if torch else ""
-    remove = f"{{ [ ! -f {_LIST}-before ] || {{ {_REMOVE}; }}; }}"
-    setup = f"cd {kit} && {remove} && COOKBOOK_INIT=1 bash setup.sh {options} 1>&3"
-    _step(connection, setup, "setup.sh")
-    _step(connection, f"{far(host, module='launcher.remote.site_file')} 1>&3", "the site file")
-    code = _step(connection, f"{far(host, 'doctor', module='launcher')} 1>&3", None)
+    for script, what in (
+        (f"cd {kit} && COOKBOOK_INIT=1 bash setup.sh {options}", "setup.sh"),
+        (connection.far("doctor", module="launcher"), ""),
+    ):
+        code = subprocess.run(connection.argv(script), stdin=subprocess.DEVNULL).returncode
+        connection.require(code)
+        if code and what:
+            raise RemoteFault(
+                f"{what} failed on {host.name}, for the reason above: fix it, or give another "
+                "folder with --kit, and run the same command again; finished parts are kept"
+            )
     file, first = remember(host), chosen(None)
     say(f"wrote {file}: commands go to {first.name if first else 'this machine'} without --host")
     cookbook = "cookbook" if first and first.name == host.name else f"cookbook --host {host.name}"
     say("next:")
+    site = f"{host.kit}/configs/clusters"
+    say(f"  there, name your partition and account in {site}/default.yaml: {site}/example.yaml")
     if code:
         say(f"  fix what doctor found above, then look again with: {cookbook} doctor")
     say(f"  {cookbook} submit demo --nodes 2 --watch")
     return code
-
-
-def _step(connection: Connection, script: str, what: str | None) -> int:
-    again = "run the same command again; finished parts are kept"
-    name = connection.host.name
-    done = subprocess.run(connection.argv(script), stdin=subprocess.DEVNULL)
-    if done.returncode == LOST:
-        raise RemoteFault(f"the connection to {name} was lost: {again}")
-    if done.returncode and what:
-        raise RemoteFault(
-            f"{what} failed on {name}, for the reason above: fix it, or give another folder with "
-            f"--kit, and {again}"
-        )
-    return done.returncode

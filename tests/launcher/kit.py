@@ -3,12 +3,10 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,34 +106,6 @@ def until(look: Callable[[], Any], timeout: float, explain: Callable[[], str] = 
             return found
         time.sleep(0.3)
     pytest.fail(f"not within {timeout} s\n{explain()}")
-
-
-@contextmanager
-def served_by_a_job(
-    kit: Kit, slurm: Any, argv: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
-) -> Iterator[tuple[Callable[[], str], Path]]:
-    """Start a command that serves from a job: whether that is queued, and the log.
-
-    Afterwards the command is interrupted, and ends with its job and without a traceback.
-    """
-
-    def queued() -> str:
-        return slurm.run(["squeue", "--noheader", f"--name=cookbook-{argv[0]}"]).stdout
-
-    with log.open("w") as file:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "launcher", *argv],
-            env={**kit.env, **(variables or {})},
-            stdout=file,
-            stderr=file,
-        )
-    try:
-        yield queued, log
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(30)
-    assert server.returncode == 0 and "Traceback" not in log.read_text()
-    until(lambda: not queued(), 30)
 
 
 def report(run: Path) -> str:

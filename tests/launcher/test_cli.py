@@ -113,8 +113,6 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
             2,
             "--results starts nothing and shows the newest result: leave --data, --nodes out",
         ),
-        (["notebook", "--jupyter", "/no/such"], 1, "there is no program /no/such: install it"),
-        (["notebook", "--here", "--time", "5"], 2, "--time cannot be used with --here"),
         (["recipes", "llama9b"], 2, "there is no recipe"),
         (["doctor", "--nodes", "1"], 2, "--nodes requires --node-check"),
         (["doctor", "--cluster", "nowhere"], 2, "there is no cluster file"),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.kit import requeued
-from tests.launcher.kit import FAKE_TOKEN, Kit, losses, served_by_a_job, until
+from tests.launcher.kit import FAKE_TOKEN, Kit, losses, until
 
 SHORT = ["--recipe", "demo", "--nodes", "2", "max_steps=30", "~generate"]
 # Where there is none, the pages are not looked at.
@@ -188,28 +187,6 @@ def test_tensorboard_shows_curves_and_traces_on_loopback_only(kit: Kit, demo) ->
         output, _ = server.communicate(timeout=30)
     assert f"ssh -N -L {port}:127.0.0.1:{port} " in output
     assert server.returncode == 0
-
-
-@pytest.mark.long
-def test_tensorboard_on_a_node_ends_with_its_job(kit: Kit, demo, slurm, tmp_path) -> None:
-    run, _ = demo
-    argv = ["tensorboard", run.name, "--on-node"]
-    with served_by_a_job(kit, slurm, argv, tmp_path / "log") as (queued, log):
-        pattern = r"ssh -N -J (\S+) -L (\d+):127\.0\.0\.1:\2 "
-        way = until(lambda: re.search(pattern, log.read_text()), 60, log.read_text)
-        # The way to the node leads through the host on which this was typed.
-        assert way[1].endswith(socket.getfqdn()) or way[1].endswith(socket.gethostname())
-        tags = f"http://127.0.0.1:{way[2]}/data/plugin/scalars/tags"
-
-        def shown() -> bool:
-            try:
-                with urllib.request.urlopen(tags, timeout=10) as answer:
-                    return run.name in json.loads(answer.read())
-            except OSError:
-                return False
-
-        until(shown, 60, log.read_text)
-        assert queued()
 
 
 # The queue ----------------------------------------------------------------------------------

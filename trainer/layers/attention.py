@@ -124,7 +124,7 @@ class DocumentAttention(nn.Module):
             strict=True,
         )
         outputs = [
-            self._kernel(*own, with_window(None, self.window, length, query.device))
+            self._kernel(*own, mask=with_window(None, self.window, length, query.device))
             for own, length in zip(parts, lengths, strict=True)
         ]
         return torch.cat(outputs, 2).squeeze(0).transpose(0, 1).unflatten(0, query.shape[:2])
@@ -151,19 +151,18 @@ class DocumentAttention(nn.Module):
         if not grouped:
             key, value = _repeated(key, repeats), _repeated(value, repeats)
         heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return self._kernel(*heads, mask, **({"enable_gqa": True} if grouped else {})).transpose(
-            1, 2
-        )
+        return self._kernel(*heads, mask=mask, grouped=grouped).transpose(1, 2)
 
     def _kernel(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        *,
         mask: torch.Tensor | None,
-        **options: bool,
+        grouped: bool = False,
     ) -> torch.Tensor:
-        """torch's attention, [batch, heads, sequence, dim]."""
+        """torch's attention, [batch, heads, sequence, dim]; grouped: key heads are shared."""
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -172,7 +171,7 @@ class DocumentAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None,
             scale=self.scale,
-            **options,
+            enable_gqa=grouped,
         )
 
     def _textbook(

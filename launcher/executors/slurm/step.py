@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 
 from launcher.executors.slurm.command import EXPORT, environment, missing, one_line
 
-# So long a program on a node may take to end.
-_END_S = 30
-
 
 @dataclass
 class Step:
@@ -75,30 +72,3 @@ def run_on_nodes(options: Sequence[str], script: str, wait_s: float, limit_s: fl
         stderr_file.seek(0)
         step.message = one_line(stderr_file.read())
     return step
-
-
-def attached(options: Sequence[str], argv: Sequence[str]) -> int:
-    """Run a program on one node, in a job of its own, until it ends or Ctrl-C; return its status.
-
-    What it prints comes here at once. Nothing of the job is left in the queue.
-    """
-    whole = ["srun", *options, "--nodes=1", "--ntasks=1", "--unbuffered"]
-    whole += [f"--export={','.join(EXPORT)}", *argv]
-    try:
-        # Ctrl-C is passed on by us, as a signal that srun does not ask about.
-        process = subprocess.Popen(
-            whole, env=environment(), stdin=subprocess.DEVNULL, start_new_session=True
-        )
-    except FileNotFoundError as error:
-        raise missing("srun") from error
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
