@@ -291,8 +291,8 @@ def test_what_cannot_be_traced_is_said() -> None:
 
 # Each family, method and layout is in one of these; the others differ from them in sizes only.
 TRACED = ("demo", "llama8b_lora", "llama70b_full", "gemma9b_qlora", "phi4_mini_lora")
-# In torch's allocator (docs/estimates.md): the trace makes GELU's fp32 temporaries one by one, where
-# compiled layers make none.
+# In torch's allocator (docs/estimates.md): the trace makes GELU's fp32 temporaries one by one,
+# where compiled layers make none.
 COUNTED = {"gemma9b_qlora": 8.45 * GIB}
 
 
