@@ -25,11 +25,11 @@ sys.path.insert(0, str(ROOT))
 from runspec import endpoint as endpoints  # noqa: E402
 from runspec.keys.serve import SERVE  # noqa: E402
 from serving import parameters  # noqa: E402
-from serving.backends import Backend, Pool  # noqa: E402
+from serving.backends import Backend  # noqa: E402
 from serving.front import Front  # noqa: E402
+from serving.gateway import Gateway  # noqa: E402
 from serving.journal import Journal, read  # noqa: E402
-from serving.keys import Keys  # noqa: E402
-from serving.proxy import Proxy  # noqa: E402
+from serving.keys import Keys, Quotas  # noqa: E402
 
 KEY = "key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -55,14 +55,6 @@ async def answer(request: web.Request) -> web.StreamResponse:
     return stream
 
 
-class One:
-    def __init__(self, url: str) -> None:
-        self.known = {"a": Backend("a", url)}
-
-    def choose(self, tried: set[str]) -> Backend | None:
-        return None if tried else self.known["a"]
-
-
 def serve(kind: str, folder: str, below: str, told: Any) -> None:
     """Run one of the three servers until the process is ended."""
 
@@ -73,11 +65,12 @@ def serve(kind: str, folder: str, below: str, told: Any) -> None:
         elif kind == "front":
             journal = Journal(Path(folder) / "requests")
             takes = parameters.Takes("vllm", "m")
-            app = Front(SETTINGS, Keys(KEY), One(below), lambda: takes, journal).app()
+            engine, quotas = Backend("a", below, ready=True), Quotas(Path(folder), "a")
+            app = Front(SETTINGS, Keys(KEY), engine, takes, journal, quotas).app()
         else:
-            pool = Pool(Path(folder))
-            pool.refresh()
-            app = Proxy(SETTINGS, Keys(KEY), pool).app()
+            proxy = Gateway(SETTINGS, Keys(KEY), Path(folder))
+            proxy.pool.refresh()
+            app = proxy.app()
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()

@@ -8,7 +8,7 @@ So the estimate is made for that moment, and for what its scripts do in another 
     replicas      DDP keeps the gradients a second time, in its buckets
     FSDP          the whole model is one unit, whose weights stay gathered until backward
 
-docs/sweeps.md holds the output. Nothing is run, and no GPU is needed.
+benchmarks/results/published.md has the output. Nothing is run, and no GPU is needed.
 """
 
 from collections.abc import Iterator

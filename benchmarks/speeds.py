@@ -2,7 +2,7 @@
 
 Each row is a setting that others have published for their engine, computed as if it were a recipe
 of the kit: the same model, layout, rows and recomputation, and the same constants for all rows.
-Nothing is run. docs/performance.md holds the output, and says where the rows are from.
+Nothing is run. benchmarks/results/published.md has the output, and says where the rows are from.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Datasets of the hub, copied into Parquet files once."""
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 from datakit import parquet
 from datakit.errors import DataError, first_line
 from datakit.inputs import Input
-from runspec import files
+from runspec import files, publish
 from runspec.storage import patient_json
 
 _ROWS = 10_000
@@ -34,17 +32,10 @@ def copied(
     known = patient_json(note) or {}
     if known.get("asked") != asked:
         say(f"{where}: fetching its rows once")
-        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
+        with publish.folder(folder, "replace", flush=True) as temporary:
             origin, tables = _loaded(source, where)
             _write(tables, temporary, where, limit)
             files.write_json(temporary / note.name, {"asked": asked, "origin": origin})
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
         known = files.read_json(note)
     made = []
     for path in sorted(folder.glob("*.parquet")):

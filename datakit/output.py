@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import secrets
 import shutil
 import time
@@ -20,7 +19,7 @@ from datakit.pipeline import FORMAT, Prepared, versions
 from datakit.rows import Rows
 from datakit.sources import unchanged
 from datakit.steps.splits import SIDES
-from runspec import files, prepared
+from runspec import files, prepared, publish
 from runspec.datarecipe import step_name
 from runspec.prepared import BAD_ROWS, CARD, CURRENT, DATA, LINEAGE, REMOVED, REPORT
 
@@ -72,8 +71,7 @@ def write(
 
         rows = rows.kept(rows.table.mutate(split=ibis.literal("train")), rows.count)
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
-    temporary.mkdir()
+    temporary = publish.begin(folder / "new", alone=True)
     try:
         _write_rows(engine, rows, form, _are_pairs(config), temporary / DATA, work)
         # Imported late: it needs jinja2.
@@ -155,20 +153,11 @@ def _write_delta_log(folder: Path, splits: Mapping[str, Any], name: str) -> None
 
 def _publish(temporary: Path, folder: Path, version: str) -> Path:
     """Rename the folder to its version, and make it the current one atomically."""
-    target = folder / version
-    if target.exists():
-        # The same rows, perhaps of another engine or recipe: the new record replaces the old one.
-        old = folder / f".old-{secrets.token_hex(4)}"
-        os.rename(target, old)
-        os.rename(temporary, target)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.rename(temporary, target)
-    link = folder / f".current-{secrets.token_hex(4)}"
-    os.symlink(version, link)
-    os.replace(link, folder / CURRENT)
+    # The same rows, perhaps of another engine or recipe: the new record replaces the old one.
+    publish.finish(temporary, folder / version, "replace", flush=True)
+    publish.link(folder / CURRENT, version)
     files.fsync_path(folder)
-    return target
+    return folder / version
 
 
 def _keep_ledgers(made: Prepared, target: Path) -> None:

@@ -4,7 +4,6 @@ The settings have the recipe and the paths; cookbook prepare writes them.
 """
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from datakit import job
 from datakit.engines import spill
 from datakit.engines.base import Engine
 from datakit.errors import DataError
-from runspec import prepared
+from runspec import files, lock, prepared
 from runspec.datarecipe import memory_bytes
 
 # With less free space than this, an engine that spills fails within seconds.
@@ -103,9 +102,6 @@ def prepare(
         work_folder.mkdir(parents=True, exist_ok=True)
         # Private: it has the rows before personal data is masked.
         work_folder.chmod(0o700)
-        for path in folder.glob(".tmp-*"):
-            # Left by a run that was killed while it wrote: with the lock, no other is running.
-            shutil.rmtree(path, ignore_errors=True)
         progress = Progress(len(config.get("steps") or []) + 2, say)
         engine = _engine(settings, threads, master)
         engine.progress = progress
@@ -143,23 +139,17 @@ def _alone(folder: Path) -> Iterator[None]:
     """Lock a name for one run at a time; the kernel releases the lock when the run ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+        file = lock.take(folder / files.LOCK)
+    except lock.Held as held:
+        raise DataError(
+            f"another run ({held}) prepares {folder.name}: wait for it, or give this one another "
+            "name with --name"
+        ) from None
     except OSError as error:
         raise DataError(
-            f"{folder} cannot be written to ({error.strerror}): set COOKBOOK_ROOT"
+            f"{folder} cannot be written to or locked ({error.strerror}): set COOKBOOK_ROOT"
         ) from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise DataError(
-                f"another run ({file.read().strip() or 'unknown'}) prepares {folder.name}: wait "
-                "for it, or give this one another name with --name"
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
         yield
 
 

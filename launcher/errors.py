@@ -19,10 +19,14 @@ An error carries one or more faults. Each fault is one line that says what is wr
 and what to type next; all faults that can be found are found before the error is raised.
 """
 
+import errno
+import os
+import shlex
 from collections.abc import Iterable
 
 from runspec.hints import nearest as nearest
 from runspec.hints import nearest_key as nearest_key
+from runspec.storage import OF_A_DISK, is_of_storage
 
 
 class CookbookError(Exception):
@@ -91,3 +95,23 @@ class GateFault(CookbookError):
 
 class EndpointFault(CookbookError):
     """A served model cannot be reached, or does not answer as it should."""
+
+
+def of_the_system(error: OSError) -> str | None:
+    """Say what the system refused, where and what to do; None if it names no file.
+
+    An error that names none, such as of a socket, is a fault of the kit's if it was not expected.
+    """
+    if is_of_storage(error):
+        what = f"{error.filename or 'a file'} cannot be read now ({error.strerror})"
+        return f"{what}: check its filesystem, and try again"
+    if not isinstance(error.filename, str | bytes):
+        return None
+    path = os.fsdecode(error.filename)
+    quoted = shlex.quote(path)
+    remedy = f"look at it with: namei -l {quoted}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        remedy = f"ask its owner for access; who that is, says: namei -l {quoted}"
+    elif error.errno in OF_A_DISK:
+        remedy = f"free some space there, such as with: cookbook clean; see: df -h {quoted}"
+    return f"{path}: {error.strerror}: {remedy}"

@@ -22,7 +22,7 @@ TORCHTUNE_RANK, USUAL_RANK = 8, 16
 # Virtual tokens of prompts and prefixes if a recipe names none.
 VIRTUAL_TOKENS = 20
 # Keys of LoRA that the trainer reads whoever has added it; names as in PEFT's LoraConfig.
-OF_LORA = ("use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "lora_plus_ratio")
+OF_LORA = ("use_rslora", "rank_pattern", "alpha_pattern")
 NUM_VIRTUAL = "num_virtual_tokens"
 
 
@@ -33,10 +33,9 @@ class Adapter:
     Attributes:
         title: the method's name; over an NF4 base with a Q before it.
         parts: by the end of a parameter's name, what it belongs to (each chosen "linear" layer, or
-            each "row" or "column" layer among them; each "block"; the "model"; the "embedding", if
-            it is chosen) and its sizes: "in" and "out" of the linear layer, "kv" (the width of all
-            keys), "dim" (that of the stream), "vocab", or a key of the model block, such as
-            lora_rank.
+            each "row" or "column" layer among them; each "block"; the "model") and its sizes:
+            "in" and "out" of the linear layer, "kv" (the width of all keys), "dim" (that of the
+            stream), or a key of the model block, such as lora_rank.
         saved: what else each of these keeps of a token for the backward pass, in the same terms.
         reads_input: the backward pass needs the input of the linear layers that have it.
         keys: the keys of the model block that it reads.
@@ -76,8 +75,6 @@ LORA = Adapter(
     {
         "lora_a.weight": ("linear", "lora_rank", "in"),
         "lora_b.weight": ("linear", "out", "lora_rank"),
-        "lora_embedding_a": ("embedding", "vocab", "lora_rank"),
-        "lora_embedding_b": ("embedding", "dim", "lora_rank"),
     },
     saved=(("linear", "lora_rank"),),
     keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora", *OF_LORA),

@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,6 +83,8 @@ EARLY_STOP = "early_stop.json"
 CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
 CHECKPOINT_COMPLETE = "COMPLETE"
+# What begins so is being written.
+TEMPORARY = ".tmp-"
 _CHECKPOINT = re.compile(r"step_(0|[1-9]\d*)")
 
 
@@ -135,18 +139,28 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
     Args:
         mode: the file's permissions; None leaves them to the process's umask.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    with replacing(path) as temporary, open(temporary, "x", encoding="utf-8") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
+        file.write(text)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a file to write, which replaces path if the block succeeds, atomically."""
+    temporary = beside(path)
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        fsync_path(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def beside(path: Path) -> Path:
+    """Return a new name beside path, for what is to be renamed to it."""
+    return path.with_name(f"{TEMPORARY}{path.name}.{os.urandom(4).hex()}")
 
 
 def write_json(path: Path, value: Any, mode: int | None = None) -> None:

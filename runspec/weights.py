@@ -9,8 +9,11 @@ from pathlib import Path
 from runspec import files
 from runspec.storage import patient_json
 
-# What decides on a model's answers; a README does not.
-_SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".txt", ".py"}
+# Of what a tokenizer is read from, and of what decides on a model's answers; a README does not.
+_OF_TOKENIZER = {".json", ".jinja", ".model", ".txt"}
+_SUFFIXES = _OF_TOKENIZER | {".safetensors", ".py"}
+# In it transformers keeps chat templates besides the default one, such as that for tools.
+CHAT_TEMPLATES = "additional_chat_templates"
 _THREADS = 8
 # Of a GPU's memory, what a model's weights may take where it answers: the rest is for the keys and
 # values of its texts, for activations and for CUDA. An assumption, not a measurement.
@@ -79,8 +82,13 @@ def content_files(folder: Path) -> list[Path]:
     return [*_own_files(folder), *(_own_files(base) if base is not None and base.is_dir() else ())]
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that its tokenizer may be read from, config.json among them."""
+    return [path for path in _own_files(folder) if path.suffix in _OF_TOKENIZER]
+
+
 def _own_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
+    for path in (*sorted(folder.iterdir()), *sorted((folder / CHAT_TEMPLATES).glob("*"))):
         if path.suffix in _SUFFIXES and path.is_file():
             yield path
 

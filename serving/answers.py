@@ -74,20 +74,17 @@ class Answers:
             offset = len(choices)
             for choice in value.get("choices") or []:
                 index = offset + int(choice.get("index") or 0)
-                choice = {"logprobs": None, **choice, "index": index}
-                place = choice.get("message") if self.chat else choice
-                field = "content" if self.chat else "text"
-                if isinstance(place, dict):
+                choices.append(choice := {"logprobs": None, **choice, "index": index})
+                place, field, cutter = choice, "text", Cutter(self.plan.stops)
+                if self.chat:
                     # The protocol requires these keys; their value may be null.
-                    place = {"content": None, "refusal": None, **place} if self.chat else place
-                    cutter = Cutter(self.plan.stops)
-                    if isinstance(place.get(field), str):
-                        place[field] = cutter.whole(place[field])
-                    self.texts[index] = place.get(field) or ""
-                    choice = {**choice, "message": place} if self.chat else place
-                    if cutter.cut:
-                        choice["finish_reason"] = "stop"
-                choices.append(choice)
+                    place = {"content": None, "refusal": None, **(choice.get("message") or {})}
+                    choice["message"], field = place, "content"
+                if isinstance(place.get(field), str):
+                    place[field] = cutter.whole(place[field])
+                self.texts[index] = place.get(field) or ""
+                if cutter.cut:
+                    choice["finish_reason"] = "stop"
         head = {**values[0], "id": self.id, "model": self.name, "choices": choices}
         return {**head, "usage": self.usage} if self.usage else head
 
@@ -97,15 +94,13 @@ class Answers:
         # vLLM may send the usage so far with each event.
         if value.get("usage"):
             self._usages[number] = value["usage"]
-        choices = []
-        for choice in value.get("choices") or []:
-            index = number + int(choice.get("index") or 0)
-            choices.append(self._choice(index, dict(choice)))
-        if not choices:
-            return []
+        choices = [
+            self._choice(number + int(choice.get("index") or 0), dict(choice))
+            for choice in value.get("choices") or []
+        ]
         event = {**value, "id": self.id, "model": self.name, "created": self.created}
         event.pop("usage", None)
-        return [{**event, "choices": choices}]
+        return [{**event, "choices": choices}] if choices else []
 
     def _choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         cutter = self._cutters.setdefault(index, Cutter(self.plan.stops))
@@ -119,12 +114,10 @@ class Answers:
         if given:
             self.pieces += 1
         self.texts[index] = self.texts.get(index, "") + text
-        if not self.chat:
-            head = {"logprobs": None, "finish_reason": None}
-            return {**head, **choice, "index": index, "text": text}
         if text or given:
             delta["content"] = text
-        return {"logprobs": None, "finish_reason": None, **choice, "index": index, "delta": delta}
+        told = {"delta": delta} if self.chat else {"text": text}
+        return {"logprobs": None, "finish_reason": None, **choice, "index": index, **told}
 
     def last(self) -> list[dict[str, Any]]:
         """Return the event with the usage, if it was requested."""

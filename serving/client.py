@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import hashlib
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -41,15 +40,12 @@ class BrokenOff(Refused):
 class Client:
     """Sends requests to an endpoint, whose address is read again before every try."""
 
-    def __init__(self, folder: Path | None, url: str | None, key: str) -> None:
-        self.folder, self.given, self.key = folder, url, key
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
         self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
     @property
     def url(self) -> str:
-        if self.given is not None:
-            return self.given.removesuffix("/v1")
-        assert self.folder is not None
         address = endpoints.address(self.folder)
         if address is None:
             raise Refused("nothing serves it now: see cookbook serve --list")
@@ -202,7 +198,7 @@ def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
     if not target.exists():
         return 0
     kept: list[str] = []
-    for text in target.read_text(encoding="utf-8", errors="replace").splitlines():
+    for text in target.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             line = parse_json(text)
             same = line["hash"] == rows[len(kept)][0]
@@ -220,13 +216,11 @@ def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
 
 
 async def run(options: argparse.Namespace) -> int:
-    key = os.environ.get("API_KEY", "")
-    if key_file := options.key_file or (options.folder and options.folder / endpoints.KEY):
-        key = key_file.read_text(encoding="utf-8").strip()
-    settings: dict[str, Any] = {"model": options.model or "default"}
+    settings: dict[str, Any] = {"model": "default"}
     given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
     settings |= {name: value for name, value in given.items() if value is not None}
-    client = Client(options.folder, options.url, key)
+    key = (options.folder / endpoints.KEY).read_text(encoding="utf-8").strip()
+    client = Client(options.folder, key)
     try:
         if options.input:
             _, failed = await batch(
@@ -248,17 +242,12 @@ async def run(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m serving.client", description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--url")
-    parser.add_argument("--key-file", type=Path)
-    parser.add_argument("--model")
-    parser.add_argument("--prompt")
-    parser.add_argument("--input", type=Path)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("folder", type=Path)
+    kinds: dict[str, Any] = {"--prompt": str, "--input": Path, "--output": Path}
+    kinds |= {"--max-tokens": int, "--temperature": float, "--seed": int}
+    for name, kind in kinds.items():
+        parser.add_argument(name, type=kind)
     parser.add_argument("--in-flight", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--seed", type=int)
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--json", action="store_true")
     try:

@@ -6,9 +6,11 @@ could use it without a key. SGLang has no option for a socket, and gets its own 
 
 import importlib.util
 import json
+import secrets
+import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,59 +63,47 @@ def missing(engine: str) -> str:
     return f"the engine {engine} needs the package {ENGINES[engine]}, which is not there: {remedy}"
 
 
-def command(config: Mapping[str, Any], folder: Path, gpus: int, port: int, key: str) -> Engine:
+def command(config: Mapping[str, Any], folder: Path, gpus: int) -> Engine:
     """Return an engine's command.
 
     Args:
         folder: for the socket; private to this user.
         gpus: number of GPUs for the engine.
-        port: a free port, for an engine without a socket.
-        key: the engine's own key, for an engine without a socket.
     """
-    model = Model.of(Path(str(config["model"])))
-    build = {"vllm": _vllm, "sglang": _sglang, "transformers": _transformers}[config["engine"]]
-    engine = build(config, model, folder, max(1, gpus), port, key)
-    more = [str(each) for each in config.get("engine_args") or []]
-    return replace(engine, argv=[*engine.argv, *more])
-
-
-def _transformers(
-    config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
-) -> Engine:
-    socket, name = folder / "engine.sock", str(model.adapter or model.base)
-    argv = ["-m", "serving.transformers_engine", str(socket), name]
-    argv += ["--device", str(config["device"]), "--dtype", str(config["dtype"])]
-    return Engine(argv, name, socket)
-
-
-def _vllm(
-    config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
-) -> Engine:
-    name, socket = str(config["endpoint"]), folder / "engine.sock"
-    argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
-    argv += ["--uds", str(socket), "--tensor-parallel-size", str(gpus)]
-    argv += ["--dtype", str(config["dtype"])]
-    # The base and the adapter need different names, or the base would answer for the adapter.
-    argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
-    if model.adapter:
-        argv += [*vllm_lora(model.rank), "--lora-modules", f"{name}={model.adapter}"]
-    return Engine(argv, name, socket)
-
-
-def _sglang(
-    config: Mapping[str, Any], model: Model, folder: Path, gpus: int, port: int, key: str
-) -> Engine:
-    name, settings = str(config["endpoint"]), folder / "sglang.yaml"
+    model, name = Model.of(Path(str(config["model"]))), str(config["endpoint"])
+    place, size = folder / "engine.sock", str(max(1, gpus))
+    own = ["--dtype", str(config["dtype"]), *map(str, config.get("engine_args") or [])]
+    if config["engine"] == "transformers":
+        name = str(model.adapter or model.base)
+        argv = ["-m", "serving.transformers_engine", str(place), name]
+        return Engine([*argv, "--device", str(config["device"]), *own], name, place)
+    if config["engine"] == "vllm":
+        argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
+        argv += ["--uds", str(place), "--tensor-parallel-size", size]
+        # The base and the adapter need different names, or the base would answer for the adapter.
+        argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
+        if model.adapter:
+            argv += [*vllm_lora(model.rank), "--lora-modules", f"{name}={model.adapter}"]
+            if (model.adapter / "generation_config.json").is_file():
+                # The adapter may have learnt to end its answers by another token than the base.
+                argv += ["--generation-config", str(model.adapter)]
+        return Engine([*argv, *own], name, place)
+    key, port, settings = secrets.token_urlsafe(24), _free_port(), folder / "sglang.yaml"
     # In a file, because every user of the node can read a process's arguments. JSON is YAML.
     files.write_text(settings, json.dumps({"api-key": key}) + "\n", mode=0o600)
     argv = ["-m", "sglang.launch_server", "--config", str(settings)]
     argv += ["--model-path", str(model.base), "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--served-model-name", name, "--tp-size", str(gpus), "--dtype", str(config["dtype"])]
-    if not model.adapter:
-        return Engine(argv, name, None, port, key)
-    argv += ["--enable-lora", "--lora-paths", f"adapter={model.adapter}"]
-    # SGLang's name of an adapter in OpenAI's protocol is BASE:ADAPTER.
-    return Engine(argv, f"{name}:adapter", None, port, key)
+    argv += ["--served-model-name", name, "--tp-size", size]
+    if model.adapter:
+        argv += ["--enable-lora", "--lora-paths", f"adapter={model.adapter}"]
+        # SGLang's name of an adapter in OpenAI's protocol is BASE:ADAPTER.
+        name = f"{name}:adapter"
+    return Engine([*argv, *own], name, None, port, key)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 if __name__ == "__main__":

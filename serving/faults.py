@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -70,6 +71,14 @@ class Faults:
                 loop.default_exception_handler(context)
 
         asyncio.get_running_loop().set_exception_handler(handle)
+
+
+def stop_event() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set, for the running loop."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    return ended
 
 
 def say(text: str) -> None:

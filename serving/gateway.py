@@ -11,10 +11,12 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 
 from runspec import files
@@ -22,42 +24,94 @@ from runspec.endpoint import ENDPOINT, GATEWAY
 from runspec.keys.serve import SERVE
 from runspec.states import process_start
 from runspec.storage import patient_json
-from serving import backends
-from serving.faults import Faults
+from serving.backends import Backend, Pool
+from serving.faults import Faults, stop_event
 from serving.keys import Keys
-from serving.proxy import Proxy, runner
+from serving.outcome import Outcome
+from serving.proxy import CLIENT_ID, OWN_ID, OWN_USER, Asked, Proxy, runner
 from serving.scale import Scaler
 
 # How often its file is renewed; runspec.endpoint.STALE_S is several times as long.
 _RENEWED_S = 5.0
 # Retry-After of requests that are refused while the first replica starts, in seconds.
 _COLD_S = 30
+# Headers of an answer that are passed on to the client.
+_OF_ANSWERS = {"content-type", "retry-after", "x-request-id", "x-client-request-id"}
 
 
 class Gateway(Proxy):
     """Passes requests on; if replicas follow the load, a request waits for the first of them."""
 
-    def __init__(
-        self, settings: dict[str, Any], keys: Keys, pool: backends.Pool, scaler: Scaler
-    ) -> None:
-        super().__init__(settings, keys, pool)
-        self.scaler = scaler
+    def __init__(self, settings: Mapping[str, Any], keys: Keys, folder: Path) -> None:
+        super().__init__(settings, keys)
+        self.pool = Pool(folder)
+        idle_s = 60 * float(settings["scale_idle_minutes"])
+        self.scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
+
+    def backends(self) -> Iterable[Backend]:
+        return list(self.pool.known.values())
 
     def available(self) -> bool:
-        return bool(self.scaler.wanted) or super().available()
+        return bool(self.scaler.wanted or self.pool.choose(set()))
 
     def retry_s(self) -> int:
-        return _COLD_S if self.scaler.wanted and not super().available() else super().retry_s()
+        return _COLD_S if self.scaler.wanted and not self.pool.choose(set()) else 1
 
-    async def backend(self, tried: set[str]) -> backends.Backend | None:
+    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        outcome = Outcome()
+        return await self.counted(asked, self._passed_on(request, asked, outcome), outcome, 1)
+
+    async def _next(self, tried: set[str]) -> Backend | None:
+        """Return where a request goes next, None if there is nothing left to try."""
         backend = self.pool.choose(tried)
-        if not self.scaler.wanted:
-            return backend
         deadline = time.monotonic() + float(self.settings["cold_start_s"])
-        while backend is None and time.monotonic() < deadline:
+        while backend is None and self.scaler.wanted and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
             backend = self.pool.choose(tried)
         return backend
+
+    async def _passed_on(
+        self, request: web.Request, asked: Asked, outcome: Outcome
+    ) -> web.StreamResponse:
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers |= {"Authorization": f"Bearer {self.keys.key}", CLIENT_ID: asked.client_id}
+        headers |= {OWN_ID: asked.id, OWN_USER: asked.user}
+        tried: set[str] = set()
+        refusal = None
+        while (backend := await self._next(tried)) is not None:
+            tried.add(backend.name)
+            backend.in_flight += 1
+            sent: web.StreamResponse | None = None
+            try:
+                async with backend.session.post(
+                    f"{backend.url}{asked.path}",
+                    data=asked.body,
+                    headers=headers,
+                    timeout=self.timeout(),
+                    allow_redirects=False,
+                ) as answer:
+                    if answer.status in (502, 503) and len(tried) < 8:
+                        refusal = self.error(503, f"a replica answered {answer.status}")
+                        continue
+                    known = {k: v for k, v in answer.headers.items() if k.lower() in _OF_ANSWERS}
+                    if answer.content_type != "text/event-stream":
+                        # Not streamed: if it breaks off, another replica is asked.
+                        outcome.raw(body := await answer.read())
+                        return web.Response(body=body, status=answer.status, headers=known)
+                    sent = web.StreamResponse(status=answer.status, headers=known)
+                    await sent.prepare(request)
+                    async for chunk in answer.content.iter_any():
+                        outcome.raw(chunk)
+                        await sent.write(chunk)
+                    await sent.write_eof()
+                    return sent
+            except (aiohttp.ClientError, OSError) as error:
+                refusal = self.failed(request, sent, backend, error)
+                if refusal.status == 504:
+                    return refusal
+            finally:
+                backend.in_flight -= 1
+        return refusal or self.error(503, "no replica is ready: see cookbook serve --list")
 
 
 async def run(folder: Path, port: int, host: str) -> int:
@@ -68,13 +122,9 @@ async def run(folder: Path, port: int, host: str) -> int:
     settings |= (patient_json(folder / ENDPOINT) or {})["settings"]
     # The fronts of the replicas see every request: they log.
     keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
-    pool = backends.Pool(folder)
-    pool.refresh()
-    ended = backends.stop_event()
-    idle_s = 60 * float(settings["scale_idle_minutes"])
-    scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
-    proxy = Gateway(settings, keys, pool, scaler)
-    server = runner(proxy)
+    gateway = Gateway(settings, keys, folder)
+    gateway.pool.refresh()
+    ended, server = stop_event(), runner(gateway)
     await server.setup()
     try:
         await web.TCPSite(server, host, port, backlog=1024).start()
@@ -85,7 +135,6 @@ async def run(folder: Path, port: int, host: str) -> int:
     url = f"http://{host}:{server.addresses[0][1]}"
     facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     facts["process_start"] = process_start(os.getpid())
-
     files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
     renewed, gone = time.monotonic(), []
 
@@ -101,20 +150,18 @@ async def run(folder: Path, port: int, host: str) -> int:
         faults.watch_descriptors()
         faults.trying("the gateway's file", renew)
         faults.trying("the users' keys", keys.refresh)
-        faults.trying("the replicas' files", lambda: gone.extend(pool.refresh()))
+        faults.trying("the replicas' files", lambda: gone.extend(gateway.pool.refresh()))
 
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():
         # In a thread: a shared filesystem may be slow.
         await asyncio.to_thread(look)
-        await pool.dismiss(gone)
+        await gateway.pool.dismiss(gone)
         gone.clear()
-        await scaler.look(proxy.metrics.in_flight, proxy.metrics.take_peak())
-        try:
+        await gateway.scaler.look(gateway.metrics.in_flight, gateway.metrics.take_peak())
+        with suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), 0.5)
-        except TimeoutError:
-            continue
-    await proxy.drained()
+    await gateway.drained()
     await server.cleanup()
     if _is_of(folder, facts):
         with suppress(OSError):

@@ -7,7 +7,6 @@ next one starts or reads the log. A disk that is full costs lines of the log, an
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runspec.files import parse_json
+from runspec import lock
+from runspec.files import parse_json, replacing
 
 # Removed from all texts: mail addresses, phone numbers, keys.
 REDACTED = (
@@ -28,29 +28,14 @@ REDACTED = (
     r"(?<!\w)\+?\d[\d ()/-]{7,}\d(?!\w)",
     r"\b(?:sk|hf|ghp|xox[abp])[-_][A-Za-z0-9_-]{16,}",
 )
-COLUMNS = (
-    "request_id",
-    "client_id",
-    "user",
-    "time",
-    "endpoint",
-    "model",
-    "messages",
-    "answer",
-    "answers",
-    "status",
-    "stream",
-    "latency_s",
-    "first_token_s",
-    "prompt_tokens",
-    "answer_tokens",
-    "parameters",
-)
+# The columns of the log, with their Arrow types.
+COLUMNS = dict.fromkeys(("request_id", "client_id", "user"), "string")
+COLUMNS |= {"time": "double"}
+COLUMNS |= dict.fromkeys(("endpoint", "model", "messages", "answer", "answers"), "string")
+COLUMNS |= {"status": "int64", "stream": "bool", "latency_s": "double", "first_token_s": "double"}
+COLUMNS |= {"prompt_tokens": "int64", "answer_tokens": "int64", "parameters": "string"}
 # What people write; an id is not redacted, even if it has the digits of a phone number.
 _TEXTS = {"messages", "answer", "answers", "parameters"}
-# The Arrow types of columns that are no text.
-_TYPES = dict.fromkeys(("time", "latency_s", "first_token_s"), "double")
-_TYPES |= dict.fromkeys(("status", "prompt_tokens", "answer_tokens"), "int64") | {"stream": "bool"}
 
 
 class Journal:
@@ -80,7 +65,7 @@ class Journal:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
         file = os.open(path, flags, 0o600)
         # The kernel releases the lock when the process ends: then other processes may read it.
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock.try_open(file)
         self.path, self._file, self._torn = path, file, False
         self.since, self.rows = time.time(), 0
 
@@ -104,22 +89,22 @@ class Journal:
         line = {"request_id": request_id, **self._clean(answer)}
         self.rows += self._write({"answered": line})
 
-    def switch(self) -> tuple[int, Path, set[str]] | None:
-        """Begin a new journal; return the one before for turn_over, None if it has no answer yet.
+    def switch(self) -> None:
+        """Begin a new journal if this one has an answer; recover converts the one before.
 
-        It is quick, and must not run concurrently with accepted and answered; turn_over may.
+        It must not run concurrently with accepted and answered; recover may.
 
         Raises:
             OSError: no new one can be made; the one before goes on.
         """
         if not self.rows or self._file is None:
-            return None
-        before, path = self._file, self.path
+            return
+        before = self._file
         self._begin()
-        # Those that are still being answered go into the new journal.
+        # Those that are still being answered go into the new journal, too.
         for line in self._open.values():
             self._write({"accepted": line})
-        return before, path, set(self._open)
+        os.close(before)
 
     def close(self) -> None:
         """End the journal and convert it to Parquet."""
@@ -171,18 +156,6 @@ class Journal:
         return value
 
 
-def turn_over(file: int, path: Path, leave_out: set[str]) -> None:
-    """Convert a journal to Parquet after switch.
-
-    Raises:
-        OSError: it cannot be written; the journal stays, and the next recover tries again.
-    """
-    try:
-        to_parquet(path, leave_out)
-    finally:
-        os.close(file)
-
-
 def recover(folder: Path) -> int:
     """Convert the journals of processes that have ended to Parquet; return their number.
 
@@ -192,10 +165,10 @@ def recover(folder: Path) -> int:
     for path in sorted(folder.glob("journal-*.jsonl")):
         try:
             with open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                to_parquet(path)
-                count += 1
-        except (BlockingIOError, FileNotFoundError):
+                if lock.try_open(file):
+                    to_parquet(path)
+                    count += 1
+        except FileNotFoundError:
             continue
         except OSError as error:
             with suppress(OSError):
@@ -203,52 +176,40 @@ def recover(folder: Path) -> int:
     return count
 
 
-def rows_of(path: Path, leave_out: Iterable[str] = ()) -> list[dict[str, Any]]:
+def rows_of(path: Path) -> list[dict[str, Any]]:
     """Return the requests of a journal; one without an answer has the status 0."""
     rows: dict[str, dict[str, Any]] = {}
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = parse_json(text)
-        except ValueError:
-            continue  # an incomplete last line, from a full disk
-        for kind in ("accepted", "answered"):
-            if kind in line:
-                rows.setdefault(line[kind]["request_id"], {"status": 0}).update(line[kind])
-    skip = set(leave_out)
-    return [row for key, row in rows.items() if key not in skip]
+    # Not splitlines: a text may hold other characters that it takes for ends of lines.
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with suppress(ValueError):  # an incomplete last line, from a full disk
+            for line in parse_json(text).values():
+                rows.setdefault(line["request_id"], {"status": 0}).update(line)
+    return list(rows.values())
 
 
-def to_parquet(path: Path, leave_out: Iterable[str] = ()) -> Path | None:
-    """Replace a journal by a Parquet file; return it, None if the journal was empty."""
-    rows = rows_of(path, leave_out)
-    target = None
-    if rows:
+def to_parquet(path: Path) -> None:
+    """Replace a journal by a Parquet file, none if the journal was empty."""
+    if rows := rows_of(path):
         target = path.with_name(path.name.replace("journal-", "requests-")).with_suffix(".parquet")
         _write(target, rows)
-    with suppress(FileNotFoundError):
-        path.unlink()
-    return target
+    path.unlink(missing_ok=True)
 
 
 def _write(target: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema([(name, _TYPES.get(name, "string")) for name in COLUMNS])
+    schema = pa.schema(COLUMNS.items())
     lines = [{name: _value(row, name) for name in COLUMNS} for row in rows]
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(target) as temporary:
         pq.write_table(pa.Table.from_pylist(lines, schema), temporary)
         os.chmod(temporary, 0o600)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:
     """Return a value as Parquet has it: a text column holds other values as JSON."""
     value = row.get(name)
-    return value if name in _TYPES else as_text(value)
+    return as_text(value) if COLUMNS[name] == "string" else value
 
 
 def as_text(value: Any) -> str | None:
@@ -259,44 +220,36 @@ def as_text(value: Any) -> str | None:
 def read(folder: Path, since: float = 0.0) -> Iterator[dict[str, Any]]:
     """Yield each request since a time once, also from the journals of running processes.
 
-    A request that was sent to a second replica after the loss of the first is in two logs: the one
-    with the answer counts. Texts are read in batches: only the ids are kept in memory.
+    A request may be in two logs, as one that was sent to a second replica after the loss of the
+    first: the one with the answer counts. Texts are read in batches: only ids are kept in memory.
     """
+    import pyarrow as pa
+    from pyarrow import dataset
+
     recover(folder)
     # The journals first: one that becomes Parquet meanwhile is read twice instead of missed.
-    living = list(_living(folder))
-    written = sorted(folder.glob("requests-*.parquet"))
-    best: dict[str, tuple[int, int]] = {}
-    for place, row in _numbered(living, written, ["request_id", "status"]):
-        worth = 2 if row["status"] == 200 else 1 if row["status"] else 0
-        if worth > best.get(row["request_id"], (-1, 0))[0]:
-            best[row["request_id"]] = (worth, place)
-    for place, row in _numbered(living, written, list(COLUMNS)):
-        if best[row["request_id"]][1] == place and (row["time"] or 0) >= since:
-            yield row
-
-
-def _numbered(
-    living: list[dict[str, Any]], written: list[Path], columns: list[str]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of Parquet files and of living journals, numbered."""
-    import pyarrow.parquet as pq
-
-    place = 0
-    for path in written:
-        file = pq.ParquetFile(path)
-        # A log of an earlier version lacks some.
-        there = [name for name in columns if name in file.schema_arrow.names]
-        for batch in file.iter_batches(1024, columns=there):
-            for row in batch.to_pylist():
-                yield place, {**dict.fromkeys(columns), **row}
-                place += 1
-    yield from enumerate(living, place)
-
-
-def _living(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the journals of running processes, in the form of the Parquet files."""
+    living: list[dict[str, Any]] = []
     for path in sorted(folder.glob("journal-*.jsonl")):
         with suppress(FileNotFoundError):
-            for row in rows_of(path):
-                yield {name: _value(row, name) for name in COLUMNS}
+            living += [{name: _value(row, name) for name in COLUMNS} for row in rows_of(path)]
+    # A log of an earlier version lacks some columns.
+    paths = [str(path) for path in folder.glob("requests-*.parquet")]
+    written = dataset.dataset(paths, pa.schema(COLUMNS.items()), format="parquet")
+
+    def rows(columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+        for batch in written.to_batches(columns, batch_size=1024):
+            yield from ((_worth(row), row) for row in batch.to_pylist())
+        yield from ((_worth(row), row) for row in living)
+
+    best: dict[str, int] = {}
+    for worth, row in rows(["request_id", "status"]):
+        best[row["request_id"]] = max(worth, best.get(row["request_id"], 0))
+    for worth, row in rows(list(COLUMNS)):
+        if best.get(row["request_id"]) == worth:
+            del best[row["request_id"]]
+            if (row["time"] or 0) >= since:
+                yield row
+
+
+def _worth(row: Mapping[str, Any]) -> int:
+    return 2 if row["status"] == 200 else 1 if row["status"] else 0

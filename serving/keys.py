@@ -86,7 +86,7 @@ class Quotas:
             self.refresh()
 
     def begin(self, charge: Charge) -> None:
-        """Charge a request that begins, so that requests beside it count."""
+        """Charge a request that begins, so that requests beside it count; the owner is not."""
         self._add(charge.user, charge.requests, charge.prompt)
         self._held[charge.user] += charge.answer
 
@@ -96,6 +96,8 @@ class Quotas:
         self._add(charge.user, 0, prompt - charge.prompt + answer)
 
     def _add(self, user: str, requests: int, tokens: int) -> None:
+        if user == OWNER:
+            return
         if self.day != endpoints.today():
             self.day, self.own, self.others = endpoints.today(), {}, {}
         before = self.own.get(user, (0, 0))

@@ -1,29 +1,24 @@
 """Counters and latencies of a gateway, as text for Prometheus."""
 
 import bisect
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-# The quantiles are those of this many newest requests.
-_KEPT = 10_000
 
 
 class Histogram:
-    """Seconds in buckets, and the newest ones as they are."""
+    """Seconds in buckets."""
 
     def __init__(self) -> None:
         self.buckets = [0] * (len(_BOUNDS) + 1)
-        self.total, self.count = 0.0, 0
-        self.newest: deque[float] = deque(maxlen=_KEPT)
+        self.total = 0.0
 
     def add(self, seconds: float) -> None:
         self.buckets[bisect.bisect_left(_BOUNDS, seconds)] += 1
         self.total += seconds
-        self.count += 1
-        self.newest.append(seconds)
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
@@ -40,13 +35,13 @@ def per_token_s(row: Mapping[str, Any]) -> float | None:
 
 
 class Metrics:
-    """What a gateway has seen since it started."""
+    """What a gateway or a front has seen since it started."""
 
     def __init__(self) -> None:
         self.requests: Counter[int] = Counter()
         self.tokens: Counter[str] = Counter()
-        self.in_flight, self.peak, self.unlogged = 0, 0, 0
-        self.latency, self.first_token, self.per_token = Histogram(), Histogram(), Histogram()
+        self.in_flight, self.peak = 0, 0
+        self.seconds = {name: Histogram() for name in ("latency", "first_token", "per_token")}
 
     def began(self, count: int) -> None:
         """Count a request of so many answers that is answered from now on."""
@@ -63,33 +58,36 @@ class Metrics:
         self.requests[row["status"]] += 1
         if row["status"] != 200:
             return
-        self.latency.add(row["latency_s"])
         for kind in ("prompt", "answer"):
             self.tokens[kind] += row[f"{kind}_tokens"] or 0
-        if row["first_token_s"] is not None:
-            self.first_token.add(row["first_token_s"])
-            if (seconds := per_token_s(row)) is not None:
-                self.per_token.add(seconds)
+        first = row["first_token_s"]
+        each = None if first is None else per_token_s(row)
+        for name, seconds in (("latency", row["latency_s"]), ("first_token", first),
+                              ("per_token", each)):  # fmt: skip
+            if seconds is not None:
+                self.seconds[name].add(seconds)
 
-    def text(self, endpoint: str) -> str:
+    def text(self, endpoint: str, unlogged: int) -> str:
         """Return the exposition format, version 0.0.4."""
-        label = f'endpoint="{endpoint}"'
-        lines = ["# TYPE cookbook_requests_total counter"]
-        for status, count in sorted(self.requests.items()):
-            lines.append(f'cookbook_requests_total{{{label},status="{status}"}} {count}')
-        lines.append("# TYPE cookbook_tokens_total counter")
-        for kind, count in sorted(self.tokens.items()):
-            lines.append(f'cookbook_tokens_total{{{label},kind="{kind}"}} {count}')
-        lines.append("# TYPE cookbook_in_flight gauge")
-        lines.append(f"cookbook_in_flight{{{label}}} {self.in_flight}")
-        lines.append("# TYPE cookbook_unlogged_total counter")
-        lines.append(f"cookbook_unlogged_total{{{label}}} {self.unlogged}")
-        for name in ("latency", "first_token", "per_token"):
-            seconds: Histogram = getattr(self, name)
-            full = f"cookbook_{name}_seconds"
-            lines.append(f"# TYPE {full} histogram")
-            for bound, below in zip((*_BOUNDS, "+Inf"), accumulate(seconds.buckets), strict=True):
-                lines.append(f'{full}_bucket{{{label},le="{bound}"}} {below}')
-            lines.append(f"{full}_sum{{{label}}} {seconds.total}")
-            lines.append(f"{full}_count{{{label}}} {seconds.count}")
+        lines = []
+
+        def add(name: str, kind: str, values: Mapping[str, Any]) -> None:
+            lines.append(f"# TYPE cookbook_{name} {kind}")
+            for suffix, value in values.items():
+                # Such as _count, or _bucket,le="1.0"
+                part, _, label = suffix.partition(",")
+                labels = f'endpoint="{endpoint}"' + (f",{label}" if label else "")
+                lines.append(f"cookbook_{name}{part}{{{labels}}} {value}")
+
+        statuses = {f',status="{each}"': count for each, count in sorted(self.requests.items())}
+        add("requests_total", "counter", statuses)
+        kinds = {f',kind="{kind}"': count for kind, count in sorted(self.tokens.items())}
+        add("tokens_total", "counter", kinds)
+        add("in_flight", "gauge", {"": self.in_flight})
+        add("unlogged_total", "counter", {"": unlogged})
+        for name, found in self.seconds.items():
+            below = zip((*_BOUNDS, "+Inf"), accumulate(found.buckets), strict=True)
+            values: dict[str, Any] = {f'_bucket,le="{bound}"': count for bound, count in below}
+            values |= {"_sum": found.total, "_count": sum(found.buckets)}
+            add(f"{name}_seconds", "histogram", values)
         return "\n".join(lines) + "\n"

@@ -1,6 +1,7 @@
 """The outcome of a request, collected while its answer is passed on: text, tokens, times."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from runspec.files import parse_json
@@ -15,6 +16,7 @@ class Outcome:
         self.first: float | None = None
         self.texts: dict[int, str] = {}
         self.usage: dict[str, Any] = {}
+        # How many pieces of a stream had text: about its tokens, where nobody counts them.
         self.pieces = 0
         self._parts: list[bytes] = []
 
@@ -30,8 +32,7 @@ class Outcome:
 
     def row(self) -> dict[str, Any]:
         """Return the columns of the log."""
-        if self._parts:
-            self.texts, self.usage, self.pieces = _answer(b"".join(self._parts))
+        self._count()
         texts = [self.texts[index] for index in sorted(self.texts)]
         return {
             "answer": texts[0] if texts else "",
@@ -43,30 +44,10 @@ class Outcome:
             "answer_tokens": self.usage.get("completion_tokens") or self.pieces or None,
         }
 
-
-def _answer(body: bytes) -> tuple[dict[int, str], dict[str, Any], int]:
-    """Return the texts of an answer, its usage, and of a stream the number of pieces with text."""
-    texts: dict[int, str] = {}
-    usage: dict[str, Any] = {}
-    pieces = 0
-    streamed = body.lstrip().startswith((b"data:", b":"))
-    lines = (
-        body.decode("utf-8", errors="replace").splitlines()
-        if streamed
-        else [body.decode("utf-8", errors="replace")]
-    )
-    for line in lines:
-        if streamed and (not line.startswith("data:") or line.endswith("[DONE]")):
-            continue
-        try:
-            value = parse_json(line.removeprefix("data:"))
-            usage = value.get("usage") or usage
-            for choice in value.get("choices") or []:
-                place = choice.get("delta") or choice.get("message") or choice
-                piece = place.get("content") or place.get("text") or ""
-                index = int(choice.get("index") or 0)
-                texts[index] = texts.get(index, "") + piece
-                pieces += bool(piece) and streamed
-        except (ValueError, TypeError, AttributeError):
-            continue
-    return texts, usage, pieces
+    def _count(self) -> None:
+        """Take the tokens from the parts that were passed on: one line of JSON, or events."""
+        for line in b"".join(self._parts).splitlines():
+            with suppress(ValueError, AttributeError):
+                value = parse_json(line.removeprefix(b"data:"))
+                self.usage = value.get("usage") or self.usage
+                self.pieces += line.startswith(b"data:") and bool(value.get("choices"))

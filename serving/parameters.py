@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runspec.files import parse_json
 from runspec.storage import ABSENT, patient_json, patiently
 from serving.engines import Model
 from serving.request import CHAT, BadRequest, prompts, stops
@@ -108,35 +109,30 @@ class Takes:
         """Return the plan of a valid request; BadRequest names an unsupported parameter."""
         return (self._transformers if self.engine == "transformers" else self._other)(path, asked)
 
-    def _refuse(self, path: str, asked: Mapping[str, Any], supported: set[str]) -> dict[str, Any]:
+    def _supported(self, asked: Mapping[str, Any], supported: set[str]) -> dict[str, Any]:
         """Return the supported parameters; refuse others that have an effect."""
         kept = {}
         for name, value in asked.items():
             if name in supported:
                 kept[name] = value
             elif name not in _DESCRIPTIVE and not _without_effect(name, value):
-                raise BadRequest(self._refusal(path, name, value, supported), name)
+                raise BadRequest(self._refusal(name, value, supported), name)
         return kept
 
-    def _refusal(self, path: str, name: str, value: Any, supported: set[str]) -> str:
+    def _refusal(self, name: str, value: Any, supported: set[str]) -> str:
         shown = json.dumps(value, ensure_ascii=False)
         shown = f"{name}={shown}" if len(shown) < 40 else name
-        if self.batching and name in (_SAMPLING | {"stop", "logit_bias"}):
-            return f"{shown}: continuous batching has the same sampling for all: leave it out"
-        if name in _INSTEAD:
-            return f"the engine {self.engine} does not do {shown}: {_INSTEAD[name]}"
-        if name in _PROTOCOL or name in ("audio", "prediction", "web_search_options"):
-            other = "" if self.engine == "vllm" else ", or serve it with engine=vllm"
-            return f"the engine {self.engine} does not do {shown}: leave it out{other}"
         close = difflib.get_close_matches(name, sorted(supported), 1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
-        return f"{path} of the engine {self.engine} has no parameter {name!r}{meant}"
+        instead = _INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else "leave it out")
+        if self.batching and name in (_SAMPLING | {"stop", "logit_bias"}):
+            instead = "continuous batching has the same sampling for all: leave it out"
+        return f"the engine {self.engine} does not do {shown}: {instead}"
 
     def _other(self, path: str, asked: Mapping[str, Any]) -> Plan:
         """vLLM and SGLang implement every parameter that they list."""
         known = (self.names or {}).get(path)
         supported = set(known) if known else _PROTOCOL - {"prompt" if path == CHAT else "messages"}
-        kept = self._refuse(path, asked, supported - {"request_id", "rid"} | {"model"})
+        kept = self._supported(asked, supported - {"request_id", "rid"} | {"model"})
         stream = bool(asked.get("stream"))
         usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         body = {**kept, "model": self.model}
@@ -151,7 +147,7 @@ class Takes:
             supported.discard("stop")
         else:
             supported |= _SAMPLING | {"logit_bias"}
-        kept = self._refuse(path, asked, supported)
+        kept = self._supported(asked, supported)
         usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         stream, count = bool(asked.get("stream")), int(asked.get("n", 1))
         body: dict[str, Any] = {"model": self.model, "stream": stream}
@@ -162,7 +158,7 @@ class Takes:
             body["chat_template_kwargs"] = kept["chat_template_kwargs"]
         if kept.get("tools") and kept.get("tool_choice", "auto") != "none":
             if kept.get("tool_choice", "auto") != "auto":
-                refusal = self._refusal(path, "tool_choice", kept["tool_choice"], supported)
+                refusal = self._refusal("tool_choice", kept["tool_choice"], supported)
                 raise BadRequest(refusal, "tool_choice")
             if self.template and "tools" not in self.template:
                 raise BadRequest("the chat template of the model has no tools", "tools")
@@ -250,7 +246,7 @@ def _without_effect(name: str, value: Any) -> bool:
     )
 
 
-def takes(config: Mapping[str, Any], name: str, schema: Any = None) -> Takes:
+def takes(config: Mapping[str, Any], name: str, schema: bytes | None = None) -> Takes:
     """Return the parameters of an endpoint's engine.
 
     Args:
@@ -259,15 +255,19 @@ def takes(config: Mapping[str, Any], name: str, schema: Any = None) -> Takes:
     """
     model, engine = Path(str(config["model"])), str(config["engine"])
     base = Model.of(model).base
-    facts, defaults = (patient_json(base / f"{each}.json") or {} for each in _FILES)
-    arguments = [str(each) for each in config.get("engine_args") or []]
-    batching = engine == "transformers" and "--continuous-batching" in arguments
-    names = None if engine == "transformers" else names_of(schema)
-    seconds = float(config["request_timeout_s"])
-    return Takes(engine, name, names, facts, defaults, _template(model, base), batching, seconds)
+    return Takes(
+        engine,
+        name,
+        None if engine == "transformers" else names_of(schema),
+        patient_json(base / "config.json") or {},
+        patient_json(model / _DEFAULTS) or patient_json(base / _DEFAULTS) or {},
+        _template(model, base),
+        "--continuous-batching" in map(str, config.get("engine_args") or []),
+        float(config["request_timeout_s"]),
+    )
 
 
-_FILES = ("config", "generation_config")
+_DEFAULTS = "generation_config.json"
 
 
 def _template(*folders: Path) -> str | None:
@@ -281,17 +281,18 @@ def _template(*folders: Path) -> str | None:
     return None
 
 
-def names_of(schema: Any) -> dict[str, frozenset[str]]:
+def names_of(schema: bytes | None) -> dict[str, frozenset[str]]:
     """Return the parameters of each path of an OpenAPI document in a JSON body."""
     names: dict[str, frozenset[str]] = {}
     try:
-        for path, methods in schema["paths"].items():
+        document = parse_json(schema or b"{}")
+        for path, methods in document["paths"].items():
             body = methods.get("post", {}).get("requestBody", {}).get("content", {})
             body = body.get("application/json", {}).get("schema", {})
             if "$ref" in body:
-                body = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+                body = document["components"]["schemas"][body["$ref"].rpartition("/")[2]]
             if body.get("properties"):
                 names[path] = frozenset(body["properties"])
-    except (KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     return names

@@ -1,4 +1,4 @@
-"""The HTTP side of a gateway, and of a front: who may ask, what is passed on, and where to.
+"""The HTTP side of a gateway, and of a front: who may ask, and what is let through.
 
 It is aiohttp, as server and as client: one library for both, with a parser in C, and streams that
 are passed on chunk by chunk. Nothing but the listed paths passes, and of a request only its body.
@@ -8,50 +8,38 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
-from urllib.parse import unquote
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from serving.backends import Backend, connections
+from serving.backends import Backend
 from serving.keys import OWNER, Keys
 from serving.metrics import Metrics
 from serving.outcome import Outcome
-from serving.request import CHAT, COMPLETIONS, normal
+from serving.request import CHAT, COMPLETIONS
 
 _MODELS = "/v1/models"
-_METHODS = {
-    "/health": ("GET", "HEAD"),
-    "/metrics": ("GET",),
-    CHAT: ("POST",),
-    COMPLETIONS: ("POST",),
-}
-# Headers of an answer that are passed on to the client.
-_OF_ANSWERS = {"content-type", "retry-after", "x-request-id", "x-client-request-id"}
 ID, CLIENT_ID = "X-Request-Id", "X-Client-Request-Id"
 # Headers from a gateway to a front, which ignores them from other clients.
-_OWN_ID, _OWN_USER = "X-Cookbook-Request-Id", "X-Cookbook-User"
+OWN_ID, OWN_USER = "X-Cookbook-Request-Id", "X-Cookbook-User"
 # A lost node does not refuse a connection, it only does not answer.
 CONNECT_S = 3
 # For how long half a request holds its connection: without all headers, or without all of its body.
 # Connections of a client that waits for nothing are closed after the first, too.
 HEADERS_S, BODY_S = 30.0, 60.0
 _NO_KEY = "the API key is wrong or missing: send it as Authorization: Bearer KEY"
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_TYPES |= {429: "rate_limit_error"}
+_TYPES |= dict.fromkeys((400, 405, 408, 413, 415), "invalid_request_error")
 
 
 class BrokenOff(ConnectionResetError):
-    """A replica went away after a part of its answer was passed on."""
-
-
-class Pool(Protocol):
-    """Where requests may go."""
-
-    def choose(self, tried: set[str]) -> Backend | None: ...
+    """A replica or an engine went away after a part of its answer was passed on."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +54,7 @@ class Asked:
 
 
 class Proxy:
-    """Passes requests on to the backends of a pool, as they are: the gateway.
+    """What a gateway and a front have in common.
 
     Args:
         settings: the values of the keys of `entry: serve`.
@@ -76,31 +64,66 @@ class Proxy:
     body_s = BODY_S
     # Whether requests with the endpoint's own key may come from a gateway, with an id and a user.
     behind_gateway = False
+    # What answers what is let through.
+    below = "replica"
 
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        keys: Keys,
-        pool: Pool,
-        ready: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.settings, self.keys, self.pool, self.ready = settings, keys, pool, ready
+    def __init__(self, settings: Mapping[str, Any], keys: Keys) -> None:
+        self.settings, self.keys = settings, keys
+        self.name = str(settings["endpoint"])
         self.metrics = Metrics()
         self.started = int(time.time())
         self._allowed = max(1.0, float(settings.get("rate_per_s") or 0))
         self._refilled = time.monotonic()
 
+    def backends(self) -> Iterable[Backend]:
+        """Return where requests go."""
+        raise NotImplementedError
+
+    def available(self) -> bool:
+        """Whether a request would be answered."""
+        raise NotImplementedError
+
+    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        """Answer a request that may be passed on."""
+        raise NotImplementedError
+
+    def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
+        """Called when a request has ended, with the columns of the log."""
+
+    @property
+    def unlogged(self) -> int:
+        """How many lines the log lacks."""
+        return 0
+
+    def retry_s(self) -> int:
+        """Return after how many seconds a request that was refused may be sent again."""
+        return 1
+
     def app(self) -> web.Application:
         """Return the application; its paths are those of OpenAI's protocol, /health, /metrics."""
-        app = web.Application(client_max_size=int(self.settings["max_request_bytes"]))
-        app.router.add_route("*", "/{path:.*}", self.handle)
+
+        @web.middleware
+        async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+            return await self._guarded(request, handler)
+
+        app = web.Application(
+            client_max_size=int(self.settings["max_request_bytes"]), middlewares=[guarded]
+        )
+        for path, handler in (
+            ("/health", self._health),
+            ("/metrics", self._metrics),
+            (_MODELS, self._models),
+            (f"{_MODELS}/{{name}}", self._models),
+        ):
+            app.router.add_get(path, handler)
+        for path in (CHAT, COMPLETIONS):
+            app.router.add_post(path, self._accepted)
         app.on_cleanup.append(self._close)
         return app
 
     async def _close(self, app: web.Application) -> None:
-        for backend in list(getattr(self.pool, "known", {}).values()):
-            if backend.session is not None:
-                await backend.session.close()
+        for backend in self.backends():
+            await backend.close()
 
     def refuse(
         self, status: int, message: str, param: str | None = None, headers: Any = None
@@ -118,46 +141,45 @@ class Proxy:
         body = {"error": {**error, "code": status}}
         return web.json_response(body, status=status, headers={**known, **(headers or {})})
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer one request, or refuse it with the reason."""
-        path = normal(unquote(request.rel_url.raw_path))
-        if path == "/health" and request.method in _METHODS[path]:
-            return self._health()
-        user = self.keys.who(_key_of(request))
-        if user is None:
+    def user(self, request: web.Request) -> str | None:
+        """Return who asks, by the key; None without a valid one."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        return self.keys.who(key.strip() if scheme.lower() == "bearer" else "")
+
+    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Let a handler answer whoever may ask; tell in the protocol's form what is not there."""
+        path = request.path
+        if path != "/health" and self.user(request) is None:
             return self.refuse(401, _NO_KEY, headers={"WWW-Authenticate": "Bearer"})
-        is_models = path == _MODELS or path.startswith(f"{_MODELS}/")
-        methods = ("GET",) if is_models else _METHODS.get(path)
-        if methods is None:
+        try:
+            answer: web.StreamResponse = await handler(request)
+        except web.HTTPNotFound:
             known = ", ".join([CHAT, COMPLETIONS, _MODELS])
             return self.refuse(404, f"there is no {path} here: there are {known}")
-        if request.method not in methods:
-            message = f"{path} takes {methods[0]}, not {request.method}"
-            return self.refuse(405, message, headers={"Allow": ", ".join(methods)})
-        if is_models:
-            return self._models(path.removeprefix(_MODELS).strip("/"))
-        if path == "/metrics":
-            if user != OWNER:
-                return self.refuse(403, "/metrics is for the endpoint's own key")
-            text = self.metrics.text(str(self.settings["endpoint"]))
-            return web.Response(text=text, content_type="text/plain")
-        return await self._accepted(request, path, user)
+        except web.HTTPMethodNotAllowed as error:
+            allowed = ", ".join(sorted(error.allowed_methods))
+            message = f"{path} takes {allowed}, not {request.method}"
+            return self.refuse(405, message, headers={"Allow": allowed})
+        return answer
 
-    def _health(self) -> web.Response:
-        ok = self.ready() and self.available()
+    async def _health(self, request: web.Request) -> web.Response:
+        ok = self.available()
         return web.json_response({"status": "ok" if ok else "not ready"}, status=200 if ok else 503)
 
-    def available(self) -> bool:
-        """Whether a request would find a backend."""
-        return self.pool.choose(set()) is not None
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if self.user(request) != OWNER:
+            return self.refuse(403, "/metrics is for the endpoint's own key")
+        return web.Response(text=self.metrics.text(self.name, self.unlogged))
 
-    def _models(self, name: str) -> web.Response:
-        own = str(self.settings["endpoint"])
-        card = {"id": own, "object": "model", "created": self.started, "owned_by": "cookbook"}
-        if not name:
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": self.name, "object": "model", "created": self.started}
+        card["owned_by"] = "cookbook"
+        asked = request.match_info.get("name")
+        if asked is None:
             return web.json_response({"object": "list", "data": [card]})
-        if name != own:
-            return self.refuse(404, f"there is no model {name!r} here: there is {own}", "model")
+        if asked != self.name:
+            message = f"there is no model {asked!r} here: there is {self.name}"
+            return self.refuse(404, message, "model")
         return web.json_response(card)
 
     def _over_rate(self) -> bool:
@@ -177,27 +199,23 @@ class Proxy:
         """Count an accepted request as so many more; later ones wait for them."""
         self._allowed -= count
 
-    async def _accepted(self, request: web.Request, path: str, user: str) -> web.StreamResponse:
-        """Read a request whose path is listed, and pass it on."""
+    async def _accepted(self, request: web.Request) -> web.StreamResponse:
+        """Read a request whose path is listed, and answer it."""
+        given, path = request.headers, request.path
         if self.metrics.in_flight >= int(self.settings["max_in_flight"]):
             return self.refuse(503, "too many requests at a time: try again in a moment")
         if self._over_rate():
             rate = f"{self.settings['rate_per_s']:g} requests per second"
             return self.refuse(429, f"more than {rate}: try again in a moment")
-        given = request.headers
-        if "websocket" in given.get("Upgrade", "").lower():
-            return self.refuse(400, "the connection cannot be upgraded: send a POST with JSON")
-        if given.get("Content-Encoding", "identity").lower() not in ("identity", ""):
-            return self.refuse(415, "send the body as it is, without Content-Encoding")
         if request.query_string:
             names = ", ".join(sorted(set(request.query)))
             return self.refuse(400, f"{path} takes no query ({names}): put it into the body")
         client_id = given.get(CLIENT_ID) or given.get(ID) or ""
         if len(client_id) > 128 or not (client_id.isascii() and client_id.isprintable()):
             return self.refuse(400, f"{ID} must be at most 128 printable ASCII characters")
-        request_id = uuid.uuid4().hex
-        if self.behind_gateway and user == OWNER and _OWN_ID in given:
-            request_id, user = given[_OWN_ID], given.get(_OWN_USER, OWNER)
+        request_id, user = uuid.uuid4().hex, self.user(request) or OWNER
+        if self.behind_gateway and user == OWNER and OWN_ID in given:
+            request_id, user = given[OWN_ID], given.get(OWN_USER, OWNER)
         try:
             async with asyncio.timeout(self.body_s):
                 body = await request.read()
@@ -207,14 +225,9 @@ class Proxy:
         except web.HTTPRequestEntityTooLarge:
             limit = int(self.settings["max_request_bytes"])
             return self.refuse(413, f"the request has more than {limit:,} bytes")
-        except (ValueError, web.HTTPException):
+        except (ValueError, web.RequestPayloadError, web.HTTPException):
             return self.refuse(400, "the body cannot be read")
         return await self.answer(request, Asked(path, body, request_id, client_id, user))
-
-    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
-        """Answer a request that may be passed on."""
-        outcome = Outcome()
-        return await self.counted(asked, self._passed_on(request, asked, outcome), outcome, 1)
 
     async def counted(
         self, asked: Asked, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int
@@ -228,7 +241,7 @@ class Proxy:
         except asyncio.CancelledError:
             outcome.status = 499  # the client hung up
             raise
-        except (ConnectionResetError, aiohttp.ClientConnectionResetError) as error:
+        except ConnectionResetError as error:
             # 502: the replica went away in the middle of a stream.
             outcome.status = 502 if isinstance(error, BrokenOff) else 499
             raise
@@ -238,92 +251,39 @@ class Proxy:
             self.metrics.ended(row)
             self.ended(asked, row)
 
-    async def drained(self) -> None:
-        """Wait until no request is in flight, at most 20 s."""
-        deadline = time.monotonic() + 20
-        while self.metrics.in_flight and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
+    def failed(
+        self, request: web.Request, sent: web.StreamResponse | None, backend: Backend, error: Any
+    ) -> web.Response:
+        """Return the answer to a request that a replica or an engine has not answered.
 
-    def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
-        """Called when a request has ended, with the columns of the log."""
-
-    def retry_s(self) -> int:
-        """Return after how many seconds a request that was refused may be sent again."""
-        return 1
-
-    async def backend(self, tried: set[str]) -> Backend | None:
-        """Return where a request goes next, None if there is nothing left to try."""
-        return self.pool.choose(tried)
-
-    async def _passed_on(
-        self, request: web.Request, asked: Asked, outcome: Outcome
-    ) -> web.StreamResponse:
-        tried: set[str] = set()
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        headers |= {_OWN_ID: asked.id, _OWN_USER: asked.user}
-        headers |= {CLIENT_ID: asked.client_id} if asked.client_id else {}
-        reason = "no replica is ready"
-        while (backend := await self.backend(tried)) is not None:
-            tried.add(backend.name)
-            backend.in_flight += 1
-            sent: web.StreamResponse | None = None
-            try:
-                async with connections(backend).post(
-                    f"{backend.url}{asked.path}",
-                    data=asked.body,
-                    headers={**headers, "Authorization": f"Bearer {self.keys.key}"},
-                    timeout=self.timeout(),
-                    allow_redirects=False,
-                ) as answer:
-                    if answer.status in (502, 503) and len(tried) < 8:
-                        reason = f"a replica answered {answer.status}"
-                        continue
-                    if 300 <= answer.status < 400:
-                        return self.error(502, "a replica answered with a redirect")
-                    if answer.content_type != "text/event-stream":
-                        # Not streamed: if it breaks off, another replica is asked.
-                        body = await answer.read()
-                        outcome.raw(body)
-                        sent = web.Response(body=body)
-                        await begin(sent, request, answer.status, outcome, _known(answer.headers))
-                        await sent.write_eof()
-                        return sent
-                    sent = web.StreamResponse()
-                    await begin(sent, request, answer.status, outcome, _known(answer.headers))
-                    async for chunk in answer.content.iter_any():
-                        outcome.raw(chunk)
-                        await sent.write(chunk)
-                    await sent.write_eof()
-                    return sent
-            except TimeoutError:
-                outcome.status = 504
-                if sent is None:
-                    return self.too_late()
-                raise
-            except (aiohttp.ClientError, OSError) as error:
-                if isinstance(error, aiohttp.ClientConnectionResetError) or gone(request):
-                    raise
-                backend.failed_at = time.monotonic()
-                if sent is not None:
-                    break_off(request)
-                    raise BrokenOff("the replica went away") from error
-                reason = f"a replica does not answer ({type(error).__name__})"
-            finally:
-                backend.in_flight -= 1
-        return self.error(503, f"{reason}: see cookbook serve --list")
+        Raises:
+            ConnectionResetError: the client is gone, or has got a part of the answer already.
+        """
+        if (
+            request.transport is None
+            or request.transport.is_closing()
+            or isinstance(error, aiohttp.ClientConnectionResetError)
+        ):
+            raise ConnectionResetError("the client went away") from error
+        backend.failed_at = time.monotonic()
+        if sent is not None and sent.prepared:
+            # The client must see that the rest is missing.
+            with suppress(OSError):
+                request.transport.abort()
+            raise BrokenOff(f"the {self.below} went away") from error
+        if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
+            return self.error(504, f"no answer within {self.settings['request_timeout_s']} s")
+        return self.error(503, f"the {self.below} does not answer ({type(error).__name__})")
 
     def timeout(self) -> aiohttp.ClientTimeout:
         total = float(self.settings["request_timeout_s"])
         return aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_S)
 
-    def too_late(self) -> web.Response:
-        return self.error(504, f"no answer within {self.settings['request_timeout_s']} s")
-
-
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_TYPES |= {429: "rate_limit_error"} | dict.fromkeys(
-    (400, 405, 408, 413, 415), "invalid_request_error"
-)
+    async def drained(self) -> None:
+        """Wait until no request is in flight, at most 20 s."""
+        deadline = time.monotonic() + 20
+        while self.metrics.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
 
 
 def runner(proxy: Proxy, headers_s: float = HEADERS_S, **more: Any) -> web.AppRunner:
@@ -345,38 +305,3 @@ def _is_ours(record: logging.LogRecord) -> bool:
     """Whether a fault is none of a malformed request, which is answered with 400: its text has
     parts of the headers, such as keys."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
-def _key_of(request: web.Request) -> str:
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
-
-
-def _known(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() in _OF_ANSWERS}
-
-
-async def begin(
-    response: web.StreamResponse,
-    request: web.Request,
-    status: int,
-    outcome: Outcome,
-    headers: Mapping[str, str],
-) -> None:
-    """Begin a response."""
-    response.set_status(status)
-    response.headers.update(headers)
-    await response.prepare(request)
-    outcome.status = status
-
-
-def break_off(request: web.Request) -> None:
-    """End a connection: the client must see that the rest of an answer is missing."""
-    with suppress(OSError):
-        if request.transport is not None:
-            request.transport.abort()
-
-
-def gone(request: web.Request) -> bool:
-    """Whether the client has hung up."""
-    return request.transport is None or request.transport.is_closing()

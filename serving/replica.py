@@ -7,7 +7,6 @@ a replica of several GPUs only hold their GPU. An engine that dies is restarted.
 
 import asyncio
 import os
-import secrets
 import shutil
 import socket
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from aiohttp import web
 
 from runspec import endpoint as endpoints
 from runspec import engine_start, files
@@ -26,11 +26,13 @@ from runspec.keys.serve import SERVE
 from runspec.processes import end_with_parent, end_with_torchrun
 from runspec.storage import OF_A_DISK, patient_json
 from runspec.variables import without_torchrun
-from serving import backends, engines, parameters
-from serving.backends import Backend
-from serving.faults import Faults
-from serving.journal import Journal, turn_over
+from serving import engines, parameters
+from serving.backends import BEAT_S, Backend
+from serving.faults import Faults, stop_event
+from serving.front import Front
+from serving.journal import Journal, recover
 from serving.keys import Keys, Quotas
+from serving.proxy import runner
 
 # An engine that dies more often than this, within a minute each time, is not restarted.
 _DEATHS, _SHORT_S = 5, 60.0
@@ -38,17 +40,6 @@ _DEATHS, _SHORT_S = 5, 60.0
 
 class ServeError(Exception):
     """Why a replica ends, in one line."""
-
-
-class Own:
-    """The one backend of a front: the engine beside it."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend, self.healthy = backend, False
-        self.known = {backend.name: backend}
-
-    def choose(self, tried: set[str]) -> Backend | None:
-        return None if tried or not self.healthy else self.backend
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -68,17 +59,23 @@ class Replica:
         key_file = Path(config["key_file"])
         if key_file.stat().st_mode & 0o077:
             raise ServeError(f"others may read {key_file}: chmod 600 {key_file}")
-        self.keys = Keys(key_file.read_text(encoding="utf-8").strip(), self.endpoint)
+        keys = Keys(key_file.read_text(encoding="utf-8").strip(), self.endpoint)
         self.place = Path(tempfile.mkdtemp(prefix="serve-", dir=os.environ.get("RANK_SOCKETS")))
-        self.engine = engines.command(
-            config, self.place, len(gpus), _free_port(), secrets.token_urlsafe(24)
-        )
+        self.engine = engines.command(config, self.place, len(gpus))
+        url = "http://engine" if self.engine.socket else f"http://127.0.0.1:{self.engine.port}"
         where = str(self.engine.socket) if self.engine.socket else None
-        url = "http://engine" if where else f"http://127.0.0.1:{self.engine.port}"
-        version = str(config.get("version") or "")
-        self.pool = Own(Backend(self.name, url, version, where, self.engine.key))
-        self.takes = parameters.takes(config, self.engine.model)
-        self.quotas = Quotas(self.endpoint, self.name)
+        journal = Journal(
+            self.endpoint / endpoints.REQUESTS, float(config["log_share"]), config["redact"] or ()
+        )
+        self.proxy = Front(
+            config,
+            keys,
+            Backend(self.name, url, socket=where, key=self.engine.key),
+            parameters.takes(config, self.engine.model),
+            journal,
+            Quotas(self.endpoint, self.name),
+            *_tokenizer(Path(config["model"])),
+        )
         self.faults = Faults()
         self.process: asyncio.subprocess.Process | None = None
         self.state, self.url = "starting", ""
@@ -87,63 +84,40 @@ class Replica:
 
     async def run(self) -> str:
         """Serve until the stop file appears, or SIGTERM or SIGINT; return the state."""
-        # Imported late: checking the settings needs no HTTP.
-        from aiohttp import web
-
-        from serving.front import Front
-        from serving.proxy import runner as runner_of
-
         self.faults.allow_descriptors()
-        ended = backends.stop_event()
-        journal = Journal(
-            self.endpoint / endpoints.REQUESTS,
-            float(self.config["log_share"]),
-            self.config["redact"] or (),
-        )
-        count, limit = _tokenizer(Path(self.config["model"]))
-        proxy = Front(
-            self.config,
-            self.keys,
-            self.pool,
-            lambda: self.takes,
-            journal,
-            count,
-            limit,
-            lambda: self.pool.healthy,
-            self.quotas,
-        )
-        runner = runner_of(proxy, shutdown_timeout=2)
-        await runner.setup()
+        ended, server = stop_event(), runner(self.proxy, shutdown_timeout=2)
+        await server.setup()
         try:
             if self.config["port"]:
                 # Before the engine, which takes minutes to start.
-                await self._open(web.TCPSite, runner)
+                await self._open(server)
             await self._start_engine(ended)
-            if not ended.is_set() and not self.url:
-                await self._open(web.TCPSite, runner)
             if not ended.is_set():
+                if not self.url:
+                    await self._open(server)
                 print(f"ready: {self.url}", flush=True)
                 self.state, self.ready_since = "ready", time.monotonic()
                 self.start_s = max(0.0, time.time() - _asked_at(self.run_dir))
             asked = False
             while not ended.is_set() and not asked:
                 # In a thread: a shared filesystem may be slow.
-                asked = await asyncio.to_thread(self._tell, proxy)
+                asked = await asyncio.to_thread(self._tell)
                 await self._look_after(ended)
-                await self._look_at(journal)
-                try:
+                await self._look_at(self.proxy.journal)
+                with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), 1.0)
-                except TimeoutError:
-                    continue
-            await self._drain(proxy)
+            # The requests in flight are answered; new ones go to another replica.
+            self.state = "draining"
+            self._tell()
+            await self.proxy.drained()
             return "stopped"
         finally:
             # The files that others read come first: Slurm may leave only seconds.
             for path in (endpoints.replica_file, endpoints.drain_mark):
                 with suppress(OSError):
                     path(self.endpoint, self.name).unlink()
-            await runner.cleanup()
-            journal.close()
+            await server.cleanup()
+            self.proxy.journal.close()
             await self._end_engine()
             shutil.rmtree(self.place, ignore_errors=True)
 
@@ -157,51 +131,42 @@ class Replica:
             raise journal.fault
         text = f"{journal.fault}; {journal.unlogged:,} lines are missing by now: free some space"
         self.faults.tell("the log of requests", text if journal.fault else "")
-        age_s = time.time() - journal.since
-        if journal.rows < int(self.config["log_rows"]) and (
-            age_s < 60 * float(self.config["log_minutes"])
-        ):
-            return
-        try:
-            if (before := journal.switch()) is not None:
-                await asyncio.to_thread(turn_over, *before)
-        except OSError as error:
-            self.faults.tell("the log's conversion to Parquet", str(error))
+        late = time.time() - journal.since > 60 * float(self.config["log_minutes"])
+        if journal.rows >= (1 if late else int(self.config["log_rows"])):
+            self.faults.trying("a new journal", journal.switch)
+            await asyncio.to_thread(recover, journal.folder)
 
-    async def _open(self, site: Any, runner: Any) -> None:
+    async def _open(self, server: web.AppRunner) -> None:
         node = self.config["bind"] == "node"
         host = socket.gethostname() if node else "127.0.0.1"
         port = int(self.config["port"])
         try:
             # With port 0 the kernel chooses a free one.
-            await site(runner, "0.0.0.0" if node else host, port).start()
+            await web.TCPSite(server, "0.0.0.0" if node else host, port).start()
         except OSError as error:
             raise ServeError(
                 f"port {port} of {socket.gethostname()} cannot be opened "
                 f"({os.strerror(error.errno or 0)}): leave port out, or choose another"
             ) from None
-        self.url = f"http://{host}:{runner.addresses[0][1]}"
+        self.url = f"http://{host}:{server.addresses[0][1]}"
 
-    def _tell(self, proxy: Any) -> bool:
+    def _tell(self) -> bool:
         """Write the replica's file, and return whether the stop file exists.
 
         A filesystem that fails meanwhile does not end the service.
-
-        Args:
-            proxy: None while no request can be in flight.
         """
         self.faults.watch_descriptors()
-        self.faults.trying("the replica's file", lambda: self._renew(proxy))
-        self.faults.trying("the users' keys", self.keys.refresh)
-        self.faults.trying("the users' quotas", self.quotas.refresh)
+        self.faults.trying("the replica's file", self._renew)
+        self.faults.trying("the users' keys", self.proxy.keys.refresh)
+        self.faults.trying("the users' quotas", self.proxy.quotas.refresh)
         self.faults.trying("the minutes of service", self._count_minutes)
         return os.path.exists(self.run_dir / files.STOP)
 
-    def _renew(self, proxy: Any) -> None:
+    def _renew(self) -> None:
         if os.path.exists(endpoints.drain_mark(self.endpoint, self.name)):
             self.state = "draining"
         facts = {
-            "state": self.state if self.pool.healthy or self.state != "ready" else "starting",
+            "state": self.state if self.proxy.engine.ready or self.state != "ready" else "starting",
             "url": self.url,
             "run": self.run_dir.name,
             "job_id": os.environ.get("SLURM_JOB_ID"),
@@ -209,8 +174,8 @@ class Replica:
             "version": self.config.get("version"),
             "start_s": round(self.start_s, 1),
             "model": self.config["model"],
-            "in_flight": proxy.metrics.in_flight if proxy is not None else 0,
-            "unlogged": proxy.metrics.unlogged if proxy is not None else 0,
+            "in_flight": self.proxy.metrics.in_flight,
+            "unlogged": self.proxy.unlogged,
             "bind": self.config["bind"],
         }
         endpoints.tell(self.endpoint, self.name, facts)
@@ -246,21 +211,21 @@ class Replica:
         while not ended.is_set() and not os.path.exists(self.run_dir / files.STOP):
             if self.process.returncode is not None:
                 raise ServeError(self._reason(self.process.returncode))
-            if await backends.answers(self.pool.backend):
-                schema = await backends.schema(self.pool.backend)
-                self.takes = await asyncio.to_thread(
+            if await self.proxy.engine.get("/health") is not None:
+                schema = await self.proxy.engine.get("/openapi.json", 20)
+                self.proxy.takes = await asyncio.to_thread(
                     parameters.takes, self.config, self.engine.model, schema
                 )
-                self.pool.healthy = True
+                self.proxy.engine.ready = True
                 return
             if time.monotonic() > deadline:
                 limit = self.config["start_timeout_s"]
                 raise ServeError(
                     f"the engine was not healthy within {limit} s: raise start_timeout_s"
                 )
-            if time.monotonic() - written > backends.BEAT_S:
+            if time.monotonic() - written > BEAT_S:
                 written = time.monotonic()
-                self._tell(None)
+                self._tell()
             await asyncio.sleep(0.3)
 
     def _reason(self, code: int) -> str:
@@ -274,7 +239,7 @@ class Replica:
         """Restart an engine that has died."""
         if self.process is None or self.process.returncode is None:
             return
-        self.pool.healthy = False
+        self.proxy.engine.ready = False
         now = time.monotonic()
         self.deaths = [each for each in self.deaths if now - each < _SHORT_S * _DEATHS] + [now]
         code = self.process.returncode
@@ -284,15 +249,7 @@ class Replica:
         await self._start_engine(ended)
         print("the engine answers again", flush=True)
 
-    async def _drain(self, proxy: Any) -> None:
-        """Wait for the requests in flight; new ones go to another replica."""
-        self.state = "draining"
-        self._tell(proxy)
-        await proxy.drained()
-
     async def _end_engine(self) -> None:
-        if self.pool.backend.session is not None:
-            await self.pool.backend.session.close()
         if self.process is None or self.process.returncode is not None:
             return
         self.process.terminate()
@@ -312,19 +269,14 @@ def _asked_at(run_dir: Path) -> float:
     return float(status.get("started") or time.time())
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def _tokenizer(model: Path) -> tuple[Any, int | None]:
-    """Return a function that counts tokens, and the model's context length; None if unknown."""
+def _tokenizer(model: Path) -> tuple[Any, ...]:
+    """Return a function that counts tokens, and the model's context length; () if unknown."""
     base = engines.Model.of(model).base
     settings = patient_json(base / "config.json") or {}
     # A larger model's text part has settings of its own.
     limit = (settings.get("text_config") or settings).get("max_position_embeddings")
     if not (base / "tokenizer.json").is_file() or not isinstance(limit, int):
-        return None, None
+        return ()
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))

@@ -1,243 +1,191 @@
-"""Validates a request of OpenAI's protocol: its JSON, its path, its parameters' values."""
+"""Validates a request of OpenAI's protocol: its JSON, and the values of its parameters."""
 
 import json
-import math
-import posixpath
-import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, create_model
+from pydantic import model_validator as validator
+from pydantic_core import from_json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# A depth that Python's own recursion, a chat template and an engine can process safely.
-_DEPTH = 64
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_INT64 = 2**63
-# Each choice is an answer that is generated at the same time.
-_MOST_CHOICES = 128
 
 
 class BadRequest(Exception):
-    """Why a request is refused: a message, the parameter, and the HTTP status."""
+    """Why a request is refused: a message, and the parameter."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.param, self.status = param, status
+        self.param = param
 
 
-def normal(path: str) -> str:
-    """Return a decoded path without empty and dotted parts and without a slash at its end."""
-    return "/" + posixpath.normpath("/" + path).strip("/")
+class _Object(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
 
 
-def parsed(body: bytes) -> dict[str, Any]:
-    """Return a body's JSON object without the names whose value is null; else raise BadRequest."""
+class _Typed(_Object):
+    type: str
+
+
+class _Part(_Typed):
+    text: str | None = None
+
+    @validator(mode="after")
+    def _has_text(self) -> Self:
+        if self.type == "text" and self.text is None:
+            raise ValueError("a part of type text has no text")
+        return self
+
+
+class _Function(_Object):
+    name: str
+
+
+class _Called(_Function):
+    arguments: Json[Any]
+
+
+class _Call(_Object):
+    function: _Called
+
+
+class _Message(_Object):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[_Part], Field(min_length=1)] | None = None
+    tool_calls: list[_Call] | None = None
+
+    @validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("the message has no content")
+        return self
+
+
+class _Tool(_Object):
+    type: Literal["function"]
+    function: _Function
+
+
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    include_usage: bool = False
+
+
+def _number(least: float, most: float) -> Any:
+    return Annotated[float, Field(ge=least, le=most)]
+
+
+def _whole(least: int, most: int = 2**63 - 1) -> Any:
+    return Annotated[int, Field(ge=least, le=most)]
+
+
+_WHOLE: Any = _whole(0)
+_BIAS: Any = _number(-100, 100)
+_Ids = Annotated[list[_WHOLE], Field(min_length=1)]
+_Text = Annotated[str, Field(min_length=1)]
+# Python converts no more than 4,300 digits.
+_TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]
+_MESSAGES = Annotated[list[_Message], Field(min_length=1)]
+_PROMPT: Any = str | _Ids | Annotated[list[str] | list[_Ids], Field(min_length=1)]
+_VALUES: dict[str, Any] = {
+    "model": str,
+    "stream": bool,
+    "stream_options": _StreamOptions,
+    "temperature": _number(0, 2),
+    "top_p": _number(0, 1),
+    "top_k": _whole(-1),
+    "min_p": _number(0, 1),
+    "repetition_penalty": _number(0.01, 100),
+    "seed": _whole(-(2**63)),
+    # Each choice is an answer that is generated at the same time.
+    "n": _whole(1, 128),
+    "best_of": _whole(1, 128),
+    "max_tokens": _whole(1),
+    "max_completion_tokens": _whole(1),
+    "stop": _Text | Annotated[list[_Text], Field(max_length=16)],
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "logit_bias": dict[_TokenId, _BIAS],
+    "logprobs": bool | _whole(0, 20),
+    "top_logprobs": _whole(0, 20),
+    "tools": list[_Tool],
+    "tool_choice": Literal["none", "auto", "required"] | _Typed,
+    "parallel_tool_calls": bool,
+    "response_format": _Typed,
+    "user": str,
+    "chat_template_kwargs": dict[str, Any],
+}
+_COMMON: dict[str, Any] = {name: (kind | None, None) for name, kind in _VALUES.items()}
+_REQUESTS: dict[str, type[_Object]] = {
+    CHAT: create_model("Chat", __base__=_Object, messages=(_MESSAGES, ...), **_COMMON),
+    COMPLETIONS: create_model("Completion", __base__=_Object, prompt=(_PROMPT, ...), **_COMMON),
+}
+# What a line of a file of questions may say of its own request.
+OF_A_LINE = frozenset(_VALUES) - {"model", "stream", "stream_options", "n", "best_of", "user"}
+
+
+def parsed(path: str, body: bytes) -> dict[str, Any]:
+    """Return a body's JSON object without the names whose value is null.
+
+    Raises:
+        BadRequest: it is not JSON, or a value is not valid; the first fault is told.
+    """
     try:
-        asked = json.loads(body, parse_constant=_no_number)
-    except RecursionError:
-        raise BadRequest(f"the body is nested deeper than {_DEPTH} levels") from None
+        given = from_json(body, allow_inf_nan=False)
+        # 1e999 is JSON, and no number that a log or an engine could hold.
+        json.dumps(given, allow_nan=False)
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(asked, dict):
+    if not isinstance(given, dict):
         raise BadRequest("the body is not a JSON object")
-    _check_values(asked)
-    return {name: value for name, value in asked.items() if value is not None}
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _check_values(asked: dict[str, Any]) -> None:
-    """Raise BadRequest for values that no log and no engine can process."""
-    left: list[tuple[Any, int]] = [(asked, 1)]
-    while left:
-        value, depth = left.pop()
-        if depth > _DEPTH:
-            raise BadRequest(f"the body is nested deeper than {_DEPTH} levels")
-        if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise BadRequest("the body has half of a surrogate pair: send UTF-8") from None
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise BadRequest("the body has a number that is too large")
-        elif isinstance(value, dict):
-            left += [(each, depth + 1) for pair in value.items() for each in pair]
-        elif isinstance(value, list):
-            left += [(each, depth + 1) for each in value]
-
-
-def check(path: str, asked: Mapping[str, Any]) -> None:
-    """Raise BadRequest for the first invalid value."""
-    if path == CHAT:
-        _check_messages(asked.get("messages"))
-    else:
-        prompts(asked)
-    for name, (allowed, expected) in _VALUES.items():
-        if name in asked and not allowed(asked[name]):
-            raise BadRequest(f"{name} must be {expected}", name)
+    try:
+        # From the text: in Python's own objects strict models take no dictionaries.
+        _REQUESTS[path].model_validate_json(body)
+    except ValidationError as error:
+        faults = [
+            (_place(each["loc"]), each["msg"].removeprefix("Value error, "))
+            for each in error.errors()
+        ]
+        place = faults[0][0]
+        # Of a value with several forms pydantic says for each why it is not that one.
+        reasons = dict.fromkeys(reason for where, reason in faults if where == place)
+        raise BadRequest(f"{place}: {', or '.join(reasons)}", place) from None
+    asked = {name: value for name, value in given.items() if value is not None}
     most, legacy = asked.get("max_completion_tokens"), asked.get("max_tokens")
-    if most is not None and legacy is not None and most != legacy:
-        raise BadRequest("give max_completion_tokens or max_tokens, not both", "max_tokens")
-    if "stream_options" in asked and not asked.get("stream"):
-        raise BadRequest("stream_options needs stream=true", "stream_options")
-    if asked.get("top_logprobs") and not asked.get("logprobs"):
-        raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
-    if asked.get("tool_choice") not in (None, "none", "auto") and not asked.get("tools"):
-        raise BadRequest("tool_choice needs tools", "tool_choice")
+    for name, needed, met in (
+        ("max_tokens", "the value of max_completion_tokens", most in (None, legacy)),
+        ("stream_options", "stream=true", asked.get("stream")),
+        ("top_logprobs", "logprobs=true", asked.get("logprobs") or not asked.get("top_logprobs")),
+        ("tool_choice", "tools", asked.get("tools") or asked.get("tool_choice") in _WITHOUT_TOOLS),
+    ):
+        if name in asked and not met:
+            raise BadRequest(f"{name} needs {needed}", name)
+    return asked
+
+
+_WITHOUT_TOOLS = ("none", "auto")
+
+
+def _place(parts: tuple[int | str, ...]) -> str:
+    """Return the name of a parameter, or of what is wrong in a message."""
+    if len(parts) < 2 or parts[0] != "messages" or not isinstance(parts[1], int):
+        return str(parts[0])
+    return f"messages[{parts[1]}]" + "".join(f".{part}" for part in parts[2:3])
 
 
 def prompts(asked: Mapping[str, Any]) -> list[str] | list[list[int]]:
-    """Return the prompts of a completion, as texts or as token ids."""
-    given = asked.get("prompt")
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given:
-        if all(isinstance(each, str) for each in given):
-            return given
-        if all(_whole(each, 0) for each in given):
-            return [given]
-        if all(isinstance(each, list) and each and all(_whole(t, 0) for t in each)
-               for each in given):  # fmt: skip
-            return given
-    raise BadRequest("prompt must be a text, a list of texts, or token ids", "prompt")
+    """Return the prompts of a valid completion, as texts or as token ids."""
+    given = asked["prompt"]
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 def answers(asked: Mapping[str, Any]) -> int:
     """Return how many answers a valid request asks for: prompts times choices."""
-    given = [asked.get(name) for name in ("n", "best_of")]
-    choices = max([1, *(int(each) for each in given if isinstance(each, int))])
-    return choices * (len(prompts(asked)) if "messages" not in asked else 1)
+    choices = max(int(asked.get(name, 1)) for name in ("n", "best_of"))
+    return choices * (len(prompts(asked)) if "prompt" in asked else 1)
 
 
 def stops(asked: Mapping[str, Any]) -> list[str]:
     """Return the stop strings of a request."""
     given = asked.get("stop") or []
     return [given] if isinstance(given, str) else list(given)
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages must be a list with at least one message", "messages")
-    for number, message in enumerate(messages):
-        place = f"messages[{number}]"
-        if not isinstance(message, dict):
-            raise BadRequest(f"{place} must be an object", place)
-        role, content = message.get("role"), message.get("content")
-        if role not in _ROLES:
-            raise BadRequest(f"{place}.role must be one of {', '.join(_ROLES)}", f"{place}.role")
-        calls = message.get("tool_calls")
-        if calls is not None and not _tool_calls(calls):
-            fault = "must be a list of calls, each with a function's name and JSON arguments"
-            raise BadRequest(f"{place}.tool_calls {fault}", f"{place}.tool_calls")
-        given = content is not None or (role == "assistant" and len(message) > 1)
-        parts = isinstance(content, list) and bool(content) and all(map(_part, content))
-        if not given or not (content is None or isinstance(content, str) or parts):
-            fault = "must be a text or a list of parts, each with its type"
-            raise BadRequest(f"{place}.content {fault}", f"{place}.content")
-
-
-def _part(part: Any) -> bool:
-    # Some types have no text; one that is there is counted and logged as a text.
-    return _typed(part) and isinstance(
-        part.get("text", "" if part["type"] != "text" else None), str
-    )
-
-
-def _tool_calls(calls: Any) -> bool:
-    if not isinstance(calls, list):
-        return False
-    try:
-        for call in calls:
-            json.loads(call["function"]["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return False
-    return all(_named(call["function"]) for call in calls)
-
-
-def _number(value: Any, least: float, most: float) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and least <= value <= most
-
-
-def _whole(value: Any, least: int, most: int = _INT64 - 1) -> bool:
-    return isinstance(value, int) and _number(value, least, most)
-
-
-def _texts(value: Any) -> bool:
-    listed = [value] if isinstance(value, str) else value
-    return isinstance(listed, list) and len(listed) <= 16 and all(
-        isinstance(each, str) and each for each in listed
-    )  # fmt: skip
-
-
-def _tools(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(each, dict) and each.get("type") == "function" and _named(each.get("function"))
-        for each in value
-    )
-
-
-def _named(function: Any) -> bool:
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _bias(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        # Python converts no more than 4,300 digits.
-        re.fullmatch("[0-9]{1,18}", key) and _number(each, -100, 100)
-        for key, each in value.items()
-    )
-
-
-def _typed(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("type"), str)
-
-
-def _switch(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _options(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() <= {"include_usage"} and all(
-        map(_switch, value.values())
-    )  # fmt: skip
-
-
-_Check = tuple[Callable[[Any], bool], str]
-_LENGTH: _Check = (lambda v: _whole(v, 1), "a whole number of 1 or more")
-_PENALTY: _Check = (lambda v: _number(v, -2, 2), "a number from -2 to 2")
-_VALUES: dict[str, _Check] = {
-    "model": (lambda v: isinstance(v, str), "a text"),
-    "stream": (_switch, "true or false"),
-    "stream_options": (_options, "an object with include_usage only"),
-    "temperature": (lambda v: _number(v, 0, 2), "a number from 0 to 2"),
-    "top_p": (lambda v: _number(v, 0, 1), "a number from 0 to 1"),
-    "top_k": (lambda v: _whole(v, -1), "a whole number; 0 or -1: all tokens"),
-    "min_p": (lambda v: _number(v, 0, 1), "a number from 0 to 1"),
-    "repetition_penalty": (lambda v: _number(v, 0.01, 100), "a number from 0.01 to 100"),
-    "seed": (lambda v: _whole(v, -_INT64), "a whole number of 64 bits"),
-    "n": (lambda v: _whole(v, 1, _MOST_CHOICES), f"a whole number from 1 to {_MOST_CHOICES}"),
-    "max_tokens": _LENGTH,
-    "max_completion_tokens": _LENGTH,
-    "stop": (_texts, "a text or a list of at most 16 texts, none of them empty"),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "logit_bias": (_bias, "an object of token ids with numbers from -100 to 100"),
-    "logprobs": (
-        lambda v: _switch(v) or _whole(v, 0, 20),
-        "true or false, or for completions 0 to 20",
-    ),
-    "top_logprobs": (lambda v: _whole(v, 0, 20), "a whole number from 0 to 20"),
-    "tools": (_tools, "a list of functions, each with type=function and a name"),
-    "tool_choice": (
-        lambda v: v in ("none", "auto", "required") or _typed(v),
-        "none, auto, required, or an object with a type",
-    ),
-    "parallel_tool_calls": (_switch, "true or false"),
-    "response_format": (_typed, "an object with a type"),
-    "user": (lambda v: isinstance(v, str), "a text"),
-    "chat_template_kwargs": (lambda v: isinstance(v, dict), "an object"),
-}
-# What a line of a file of questions may say of its own request.
-OF_A_LINE = frozenset(_VALUES) - {"model", "stream", "stream_options", "n", "user"}

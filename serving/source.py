@@ -11,7 +11,6 @@ table requests_delta of the target: new requests are added, new feedback replace
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -38,7 +37,6 @@ class Feedback:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.unreadable: list[int] = []
         self.rejected: Counter[str] = Counter()
         self._lines: dict[int, set[tuple[str, str]]] = {}
@@ -122,9 +120,8 @@ def write(rows: list[dict[str, Any]], target: Path, delta: bool = False) -> Path
     if delta:
         _merge(table(kept), table(rows), file)
     else:
-        temporary = target / f".requests.{os.getpid()}.tmp"
-        pq.write_table(table(kept), temporary)
-        os.replace(temporary, file)
+        with files.replacing(file) as temporary:
+            pq.write_table(table(kept), temporary)
     chats = [
         json.dumps({"messages": json.loads(row["messages"])}, ensure_ascii=False) for row in kept
     ]
@@ -161,29 +158,19 @@ def main() -> int:
     parser.add_argument("--feedback", type=Path)
     parser.add_argument("--delta", action="store_true")
     options = parser.parse_args()
-    if options.feedback is not None and not options.feedback.is_file():
-        print(f"error: --feedback: there is no file {options.feedback}", file=sys.stderr)
-        return 2
-    feedback = Feedback(options.feedback or options.folder / FEEDBACK)
+    path, name = options.feedback or options.folder / FEEDBACK, options.folder.name
+    if options.feedback is not None and not path.is_file():
+        return _fault(f"--feedback: there is no file {path}", 2)
+    feedback = Feedback(path)
     rows = rows_of(options.folder, options.since, feedback)
-    name = options.folder.name
-    if not rows:
-        print(f"error: no answered request of {name} is logged in that time", file=sys.stderr)
-        return 1
     trained_on = sum(row["messages"] is not None for row in rows)
+    if not rows:
+        return _fault(f"no answered request of {name} is logged in that time")
     if not trained_on:
-        print(
-            f"error: all {len(rows):,} answers of {name} were rejected and have no label: add "
-            f"labels to the lines of {feedback.path}",
-            file=sys.stderr,
-        )
-        return 1
+        rejected = f"all {len(rows):,} answers of {name} were rejected and have no label"
+        return _fault(f"{rejected}: add labels to the lines of {path}")
     if options.delta and not find_spec("deltalake"):
-        print(
-            "error: --delta: the package deltalake is missing: bash setup.sh --with tables",
-            file=sys.stderr,
-        )
-        return 1
+        return _fault("--delta: the package deltalake is missing: bash setup.sh --with tables")
     file = write(rows, options.target, options.delta)
     answer = {
         "rows": trained_on,
@@ -192,8 +179,13 @@ def main() -> int:
         "unmatched_lines": feedback.unmatched,
         "unreadable_lines": feedback.unreadable,
     }
-    print(json.dumps({**answer, "feedback": str(feedback.path), "file": str(file)}))
+    print(json.dumps({**answer, "feedback": str(path), "file": str(file)}))
     return 0
+
+
+def _fault(text: str, status: int = 1) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

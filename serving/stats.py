@@ -1,6 +1,7 @@
 """Latency, errors, tokens and drift from an endpoint's log: python -m serving.stats FOLDER"""
 
 import argparse
+import bisect
 import json
 import math
 import sys
@@ -22,11 +23,9 @@ _SOME, _MUCH = 0.1, 0.25
 
 def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dict[str, Any]:
     """Return the figures of logged requests; drift is against the texts of the training files."""
-    statuses: Counter[str] = Counter()
-    models: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
+    statuses, models, tokens = Counter[str](), Counter[str](), Counter[str]()
     begin, end = math.inf, -math.inf
-    latencies, first_tokens, per_token = array("d"), array("d"), array("d")
+    seconds = {name: array("d") for name in ("latency_s", "first_token_s", "per_token_s")}
     asked, answered = Texts(), Texts()
     for row in rows:
         statuses[str(row["status"])] += 1
@@ -35,13 +34,13 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
             begin, end = min(begin, row["time"]), max(end, row["time"])
         if row["status"] != 200:
             continue
-        latencies.append(row["latency_s"])
+        seconds["latency_s"].append(row["latency_s"])
         for kind in ("prompt_tokens", "answer_tokens"):
             tokens[kind] += row[kind] or 0
         if row["stream"] and row["first_token_s"] is not None:
-            first_tokens.append(row["first_token_s"])
-            if (seconds := per_token_s(row)) is not None:
-                per_token.append(seconds)
+            seconds["first_token_s"].append(row["first_token_s"])
+            if (each := per_token_s(row)) is not None:
+                seconds["per_token_s"].append(each)
         if training:
             asked.add(_last(row["messages"]))
             answered.add(row["answer"] or "")
@@ -49,18 +48,17 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
     figures: dict[str, Any] = {
         "requests": count,
         "status": dict(statuses),
-        "unfinished": statuses.get("0", 0),
+        "unfinished": statuses["0"],
         "errors": sum(each for code, each in statuses.items() if int(code) >= 500),
         "seconds": span,
         "requests_per_s": count / span if span else None,
         "prompt_tokens": tokens["prompt_tokens"],
         "answer_tokens": tokens["answer_tokens"],
         "answer_tokens_per_s": tokens["answer_tokens"] / span if span else None,
-        "latency_s": _quantiles(latencies),
-        "first_token_s": _quantiles(first_tokens),
-        "per_token_s": _quantiles(per_token),
         "models": dict(models),
     }
+    for name, values in seconds.items():
+        figures[name] = {f"p{each}": quantile(values, each / 100) for each in (50, 95, 99)}
     if training and asked.lengths:
         questions, answers = _training(training)
         figures["drift"] = {"input": drift(questions, asked), "output": drift(answers, answered)}
@@ -70,18 +68,12 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
 class Texts:
     """Statistics of texts for drift: their lengths in words, and the count of each word."""
 
-    def __init__(self, texts: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
         self.lengths, self.words = array("l"), Counter[str]()
-        for text in texts:
-            self.add(text)
 
     def add(self, text: str) -> None:
         self.lengths.append(len(text.split()))
         self.words.update(text.lower().split())
-
-
-def _quantiles(values: Sequence[float]) -> dict[str, float | None]:
-    return {f"p{percent}": quantile(values, percent / 100) for percent in (50, 95, 99)}
 
 
 def drift(before: Texts, now: Texts) -> dict[str, Any]:
@@ -107,26 +99,23 @@ def drift(before: Texts, now: Texts) -> dict[str, Any]:
 
 def _psi(before: Sequence[int], now: Sequence[int]) -> float:
     ordered = sorted(before)
-    edges = sorted({ordered[min(len(ordered) - 1, k * len(ordered) // 10)] for k in range(1, 10)})
+    edges = sorted({ordered[k * len(ordered) // 10] for k in range(1, 10)})
 
     def spread(values: Sequence[int]) -> list[float]:
-        counts = [0] * (len(edges) + 1)
-        for value in values:
-            counts[sum(value > edge for edge in edges)] += 1
+        counts = Counter(bisect.bisect_left(edges, value) for value in values)
+        bins = len(edges) + 1
         # Half a text in each bin, because an empty bin would make the index infinite.
-        return [(count + 0.5) / (len(values) + 0.5 * len(counts)) for count in counts]
+        return [(counts[k] + 0.5) / (len(values) + 0.5 * bins) for k in range(bins)]
 
     pairs = zip(spread(before), spread(now), strict=True)
     return sum((new - old) * math.log(new / old) for old, new in pairs)
 
 
 def _jensen_shannon(one: Counter[str], other: Counter[str]) -> float:
-    a, b = max(1, one.total()), max(1, other.total())
-    total = 0.0
+    a, b, total = max(1, one.total()), max(1, other.total()), 0.0
     for word in one.keys() | other.keys():
         p, q = one[word] / a, other[word] / b
-        middle = (p + q) / 2
-        total += sum(x / 2 * math.log2(x / middle) for x in (p, q) if x)
+        total += sum(x / 2 * math.log2(2 * x / (p + q)) for x in (p, q) if x)
     return math.sqrt(max(0.0, total))
 
 
@@ -160,19 +149,18 @@ def _training(names: Sequence[str]) -> tuple[Texts, Texts]:
 def lines(figures: dict[str, Any]) -> Iterator[str]:
     """Yield the figures for people to read."""
     codes = ", ".join(f"{code}: {count:,}" for code, count in sorted(figures["status"].items()))
-    yield f"requests     {figures['requests']:,} ({codes})"
     failed, count = figures["errors"], figures["requests"]
+    yield f"requests     {count:,} ({codes})"
     open_ones = f", {figures['unfinished']:,} without an answer" if figures["unfinished"] else ""
     yield f"errors       {failed:,} of {count:,} ({100 * failed / count:.2g}%){open_ones}"
     if figures["requests_per_s"]:
-        yield f"throughput   {figures['requests_per_s']:.3g} requests/s, " + (
-            f"{figures['answer_tokens_per_s']:.4g} answer tokens/s over {figures['seconds']:.0f} s"
-        )
+        rate = f"{figures['answer_tokens_per_s']:.4g} answer tokens/s"
+        over = f"{rate} over {figures['seconds']:.0f} s"
+        yield f"throughput   {figures['requests_per_s']:.3g} requests/s, {over}"
     yield f"tokens       {figures['prompt_tokens']:,} in, {figures['answer_tokens']:,} out"
     for name in ("latency_s", "first_token_s", "per_token_s"):
-        known = {key: value for key, value in figures[name].items() if value is not None}
-        if known:
-            shown = ", ".join(f"{key} {1000 * value:,.1f} ms" for key, value in known.items())
+        if figures[name]["p50"] is not None:
+            shown = ", ".join(f"{key} {1000 * each:,.1f} ms" for key, each in figures[name].items())
             yield f"{name[:-2].replace('_', ' '):<12} {shown}"
     for side, each in (figures.get("drift") or {}).items():
         if each:

@@ -55,21 +55,31 @@ class Manager(utils.GenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
     ) -> Any:
-        self._seed = getattr(gen_config, "seed", None)
-        _limit(model, inputs, gen_config)
-        inputs = _with_stops(processor, inputs, gen_config)
+        inputs = self._begun(model, processor, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, *more, **named)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *more: Any, **named: Any
     ) -> Any:
-        self._seed = getattr(gen_config, "seed", None)
-        _limit(model, inputs, gen_config)
-        inputs = _with_stops(processor, inputs, gen_config)
+        inputs = self._begun(model, processor, inputs, gen_config)
         # It submits before it waits, so that no other request sets the seed in between.
         return await super().generate_non_streaming(
             model, processor, inputs, gen_config, *more, **named
         )
+
+    def _begun(self, model: Any, processor: Any, inputs: Any, gen_config: Any) -> Any:
+        """Note a request's seed, limit its answer to the model's positions, add its stops."""
+        self._seed = getattr(gen_config, "seed", None)
+        prompt = inputs["input_ids"].shape[-1]
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(positions, int) and gen_config.max_new_tokens is not None:
+            before = getattr(getattr(model, "active_peft_config", None), adapters.NUM_VIRTUAL, 0)
+            room = max(1, positions - before - prompt)
+            gen_config.max_new_tokens = min(gen_config.max_new_tokens, room)
+        if not (texts := getattr(gen_config, "stop_texts", None)):
+            return inputs
+        stops = Stops(getattr(processor, "tokenizer", processor), texts, prompt)
+        return {**inputs, "stopping_criteria": StoppingCriteriaList([stops])}
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return super().submit(_seeded(fn, self._seed), *args, **kwargs)
@@ -121,24 +131,6 @@ def _seeded(fn: Callable[..., Any], seed: int | None) -> Callable[..., Any]:
         return fn(*args, **kwargs)
 
     return call
-
-
-def _limit(model: Any, inputs: Any, gen_config: Any) -> None:
-    """End an answer where the model's positions end."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and gen_config.max_new_tokens is not None:
-        before = getattr(getattr(model, "active_peft_config", None), adapters.NUM_VIRTUAL, 0)
-        room = max(1, positions - before - inputs["input_ids"].shape[-1])
-        gen_config.max_new_tokens = min(gen_config.max_new_tokens, room)
-
-
-def _with_stops(processor: Any, inputs: Any, gen_config: Any) -> Any:
-    texts = getattr(gen_config, "stop_texts", None)
-    if not texts:
-        return inputs
-    tokenizer = getattr(processor, "tokenizer", processor)
-    stops = Stops(tokenizer, texts, inputs["input_ids"].shape[-1])
-    return {**inputs, "stopping_criteria": StoppingCriteriaList([stops])}
 
 
 async def _not_by_the_template(request: Request, error: Exception) -> JSONResponse:

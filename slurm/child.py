@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +34,17 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def start(cls, argv: Sequence[str], env: Mapping[str, str], folder: Path) -> "Child":
-        """Start a command, whose output is this process's."""
+    def start(
+        cls, argv: Sequence[str], env: Mapping[str, str], folder: Path, log: Path | None = None
+    ) -> "Child":
+        """Start a command; log: a file for its output, None for this process's."""
         status = folder / files.EXIT_STATUS
         status.unlink(missing_ok=True)
         keeper = ["bash", "-c", _KEEPER, "bash", str(status), *argv]
-        process = subprocess.Popen(keeper, env=env, stdin=subprocess.DEVNULL)
+        with open(log, "ab") if log else nullcontext() as output:
+            process = subprocess.Popen(
+                keeper, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
         child = cls(folder, process.pid, process_start(process.pid), process)
         # On a full disk the command runs nevertheless.
         with suppress(OSError):
@@ -74,23 +79,30 @@ class Child:
             time.sleep(_POLL_S)
         return True
 
-    def send(self, number: int) -> None:
-        """Send a signal to the command."""
+    def _send(self, number: int) -> None:
         with suppress(OSError):
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
             for pid in children:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), number)
 
-    def end(self, wait_s: float, kill_wait_s: float) -> bool:
-        """End the command by TERM, else by KILL; return whether TERM was enough."""
-        self.send(signal.SIGTERM)
-        if self.wait(wait_s):
-            return True
-        self.send(signal.SIGKILL)
+    def terminate(self, wait_s: float) -> bool:
+        """Ask the command to end; return whether it has within so many seconds."""
+        self._send(signal.SIGTERM)
+        return self.wait(wait_s)
+
+    def kill(self, wait_s: float) -> None:
+        """Kill the command, and wait so long for its end at most."""
+        self._send(signal.SIGKILL)
         if not self.wait(_KEEPER_S):
             # bash itself may be stopped.
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-            self.wait(kill_wait_s)
+            self.wait(wait_s)
+
+    def end(self, wait_s: float, kill_wait_s: float) -> bool:
+        """End the command by TERM, else by KILL; return whether TERM was enough."""
+        if self.terminate(wait_s):
+            return True
+        self.kill(kill_wait_s)
         return False

@@ -6,10 +6,8 @@ Python, so that a rank that waits for others answers, too. slurm/node.sh runs th
 the supervisor asks, and slurm/watchdog.py reads the files. Standard library only.
 """
 
-import http.client
 import json
 import re
-import socket
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -17,24 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runspec import files
+from runspec import client, files
 
 # gloo's collectives and NCCL's; a build without NCCL does not know the second.
 _HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
 _ANSWER_S = 3.0
-
-
-class _Local(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=_ANSWER_S)
-        self._path = str(path)
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(_ANSWER_S)
-        self.sock.connect(self._path)
 
 
 def entries(path: Path) -> list[dict[str, Any]] | None:
@@ -42,14 +27,12 @@ def entries(path: Path) -> list[dict[str, Any]] | None:
     collectives: list[dict[str, Any]] = []
     for handler in _HANDLERS:
         try:
-            connection = _Local(path)
-            connection.request("POST", f"/handler/{handler}")
-            answer = connection.getresponse()
-            text = answer.read()
+            url = f"http://localhost/handler/{handler}"
+            answer = client.send(url, method="POST", unix_socket=path, timeout_s=_ANSWER_S)
         except OSError:
             return None
-        if answer.status == http.client.OK:
-            collectives += json.loads(text).get("entries", [])
+        if answer.status == 200:
+            collectives += json.loads(answer.body).get("entries", [])
     return collectives
 
 

@@ -53,3 +53,38 @@ def process_ended(status: dict[str, Any]) -> bool:
         return False
     started = process_start(int(job_id.removeprefix(LOCAL_PREFIX)))
     return started is None or started != status.get("process_start")
+
+
+def owned(status: dict[str, Any], attempt: int | None = None) -> bool:
+    """Whether the status belongs to this start of this job, or to no job at all.
+
+    A job whose node was lost may still run beside the job that replaced it.
+    """
+    if "job_id" not in status:
+        return True
+    newer = attempt is not None and int(status.get("attempt", -1)) > attempt
+    return not newer and same_start(status)
+
+
+def is_of_this_start(status: dict[str, Any]) -> bool:
+    """Whether a status was written by this start of this job, and by this very process of it."""
+    mine = {**this_job(), **process_of(own_job_id())}
+    return all(status.get(key) == value for key, value in mine.items())
+
+
+def same_start(record: dict[str, Any]) -> bool:
+    """Whether a record was written by this start of this job."""
+    mine = this_job()
+    return all(
+        str(record.get(key, mine[key])) == str(mine[key]) for key in ("job_id", "restart_count")
+    )
+
+
+def ranks_per_node() -> int:
+    return max(1, int(os.environ.get("RANKS_PER_NODE", "1")))
+
+
+def gpus() -> int:
+    """Number of GPUs of the allocation, or of ranks; spare nodes count, too."""
+    here = int(os.environ.get("NODES") or 1) + int(os.environ.get("ROLLOUT_NODES") or 0)
+    return int(os.environ.get("SLURM_JOB_NUM_NODES") or here) * ranks_per_node()

@@ -5,17 +5,14 @@ A failed notification is reported in the job's log and does not affect the run. 
 only.
 """
 
-import json
 import os
-import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from runspec import files
+from runspec import client, files
 from runspec.redact import redacted
 from slurm.identity import own_job_id
+from slurm.job_log import say
 
 TIMEOUT_S, TRIES = 8, 2
 # The event by the state that the job has written.
@@ -78,23 +75,18 @@ def post(address: str, content: dict[str, Any]) -> str:
     """Send a message; return the reason if it was not delivered, else ""."""
     if not address.startswith(("https://", "http://")):
         return "the file has no address that begins with https://"
-    request = urllib.request.Request(
-        address,
-        data=json.dumps(content).encode(),
-        headers={"Content-Type": "application/json", "User-Agent": "slurm-cookbook"},
-        method="POST",
-    )
     reason = ""
     for _ in range(TRIES):
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S):
-                return ""
-        except urllib.error.HTTPError as error:
-            reason = f"the server answered {error.code} {error.reason}"
-            if error.code < 500:
-                break
+            answer = client.send(address, content, timeout_s=TIMEOUT_S, proxies=True)
         except (OSError, ValueError) as error:
-            reason = str(getattr(error, "reason", error))
+            reason = str(error)
+            continue
+        if answer.status < 300:
+            return ""
+        reason = f"the server answered {answer.status} {answer.reason}"
+        if answer.status < 500:
+            break
     # Neither may contain the address, which is a secret.
     return redacted(reason.replace(address, "<address>"))
 
@@ -117,5 +109,4 @@ def notify(run_dir: Path, event: str) -> None:
     else:
         fault = post(address, body(os.environ["NOTIFY_FORM"], content))
     if fault:
-        message = f"the webhook was not notified of the run's {content['event']}: {fault}"
-        print(f"cookbook: {message}", file=sys.stderr, flush=True)
+        say(f"the webhook was not notified of the run's {content['event']}: {fault}")

@@ -5,7 +5,6 @@ raises OSError is (slurm/recorder.py). Standard library only.
 """
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,7 +29,19 @@ from slurm.history import (
     series_of,
     used_up,
 )
-from slurm.identity import in_slurm, own_job_id, process_ended, process_of, this_job
+from slurm.identity import (
+    gpus,
+    in_slurm,
+    is_of_this_start,
+    own_job_id,
+    owned,
+    process_ended,
+    process_of,
+    ranks_per_node,
+    same_start,
+    this_job,
+)
+from slurm.job_log import say
 from slurm.rendezvous import port_of
 from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
 
@@ -97,89 +108,107 @@ def _begin(
     rollout_hosts: Sequence[str],
 ) -> Begun:
     status = read_object(run_dir / files.STATUS)
+    repeated = status.get("state") == "RUNNING" and is_of_this_start(status)
+    nothing = _nothing_to_do(run_dir, status)
+    if nothing is None and status.get("state") == "RUNNING" and not repeated:
+        nothing = _end_of_earlier(run_dir, status, ended, max_retries)
+    if nothing is not None:
+        return nothing
     job_id, before = own_job_id(), status.get("job_id")
-    if _cancelled(run_dir, job_id):
-        again = f"cookbook resume {run_dir.name}"
-        raise Refused(f"this job was cancelled; continue with: {again}")
-    if before == job_id and int(status.get("restart_count", 0)) > this_job()["restart_count"]:
-        _say(f"this start of job {job_id} ends: {_owner(status)} has the run")
-        return Begun(None, SUPERSEDED)
-    if read_object(run_dir / files.PROGRESS).get("state") == "finished":
-        completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
-        completed.pop("answering", None)  # of a job that was killed meanwhile
-        reserve.write_status(run_dir, completed)
-        _say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
-        return Begun(None, "finished")
-    mine = {**this_job(), **process_of(job_id)}
-    # Before an attempt begins, the end of the last one of this job's start has been recorded.
-    repeated = status.get("state") == "RUNNING" and all(
-        status.get(key) == value for key, value in mine.items()
-    )
-    if status.get("state") == "RUNNING" and not repeated:
-        if before not in (job_id, ended) and not process_ended(status):
-            if str(before).startswith(LOCAL_PREFIX):
-                # Whether a process of this host runs is known without Slurm.
-                raise Refused(
-                    f"job {before} still works on this run: to start it again, cancel that job "
-                    f"first: cookbook cancel {run_dir.name}"
-                )
-            return Begun(None, busy=str(before))
-        # That attempt did not record its end: its node was lost, or Slurm requeued the job.
-        log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
-        nodes = job_log.lost_nodes(log)
-        slurm_job = str(status.get("slurm_job_id") or before)
-        lost = ended_by_slurm(job_log.ended(log, slurm_job), nodes)
-        if not _has_line(run_dir, status):
-            _append_attempt(run_dir, status, None, lost, nodes)
-        fruitless = count_fruitless(run_dir)
-        if fruitless > (max_retries or _MAX_LOST):
-            message = (
-                f"{fruitless} attempts saved nothing new, the last of them ended without "
-                f"a record; continue with: cookbook resume {run_dir.name}"
-            )
-            raise _refused(run_dir, {**status, **this_job()}, "lost", message)
     if message := used_up(run_dir):
-        raise _refused(run_dir, {**status, **this_job()}, "budget", message)
+        raise _refused(run_dir, status, "budget", message)
     number = next_attempt(run_dir, status)
     if repeated:
+        # An end would have been recorded before another attempt of this start of the job.
         number = int(status.get("attempt", number))
-    series = series_of(run_dir)
-    checkpoint = latest_checkpoint(run_dir)
     if before not in (None, job_id):
-        since = f"the checkpoint of step {checkpoint}" if checkpoint >= 0 else "the first step"
-        _say(
-            f"job {job_id} continues the run of job {before} in {run_dir}, from {since}; {_NEW_RUN}"
-        )
-    (run_dir / files.STOP).unlink(missing_ok=True)
-    (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
+        step = latest_checkpoint(run_dir)
+        since = f"the checkpoint of step {step}" if step >= 0 else "the first step"
+        what = f"job {job_id} continues the run of job {before} in {run_dir}"
+        say(f"{what}, from {since}; {_NEW_RUN}")
     if not repeated:
         try:
             engine.set_aside(run_dir)
         except files.DamagedFile as error:
-            raise _refused(run_dir, {**status, **this_job()}, "user_error", str(error)) from error
-    (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
-    temporary = run_dir / files.LOGS / f".latest.{number}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(str(number))
-    os.replace(temporary, run_dir / files.LATEST_LOGS)
-    # At the end there may be no space for a new file.
-    (run_dir / files.ATTEMPTS).touch()
-    reserve.keep(run_dir)
+            raise _refused(run_dir, status, "user_error", str(error)) from error
+    _make_files(run_dir, number)
     started = {
         "state": "RUNNING",
         "attempt": number,
-        "series": series,
+        "series": series_of(run_dir),
         **{key: status[key] for key in ("successor",) if key in status and before == job_id},
         "nodes": hosts,
         **({"rollout_nodes": list(rollout_hosts)} if rollout_hosts else {}),
-        "gpus": _gpus(),
+        "gpus": gpus(),
         "started": time.time(),
         "updated": time.time(),
         "saved_at_start": saved_work(run_dir),
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
-    files.write_json(run_dir / files.STATUS, {**started, **mine})
+    files.write_json(run_dir / files.STATUS, {**started, **this_job(), **process_of(job_id)})
     return Begun(number)
+
+
+def _nothing_to_do(run_dir: Path, status: dict[str, Any]) -> Begun | None:
+    """Return what there is instead of an attempt: nothing is left to train, or not by this job."""
+    job_id, again = own_job_id(), f"cookbook resume {run_dir.name}"
+    if _cancelled(run_dir, job_id):
+        raise Refused(f"this job was cancelled; continue with: {again}")
+    restarts = int(status.get("restart_count", 0))
+    if status.get("job_id") == job_id and restarts > this_job()["restart_count"]:
+        say(f"this start of job {job_id} ends: {_owner(status)} has the run")
+        return Begun(None, SUPERSEDED)
+    if read_object(run_dir / files.PROGRESS).get("state") == "finished":
+        completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
+        completed.pop("answering", None)  # of a job that was killed meanwhile
+        reserve.write_status(run_dir, completed)
+        say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
+        return Begun(None, "finished")
+    return None
+
+
+def _end_of_earlier(
+    run_dir: Path, status: dict[str, Any], ended: str | None, max_retries: int
+) -> Begun | None:
+    """Record the end of an attempt that could not: its node was lost, or Slurm requeued the job.
+
+    Returns what there is instead of another attempt if its job may still run.
+    """
+    before = status.get("job_id")
+    if before not in (own_job_id(), ended) and not process_ended(status):
+        if not str(before).startswith(LOCAL_PREFIX):
+            return Begun(None, busy=str(before))
+        # Whether a process of this host runs is known without Slurm.
+        raise Refused(
+            f"job {before} still works on this run: to start it again, cancel that job first: "
+            f"cookbook cancel {run_dir.name}"
+        )
+    log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
+    nodes, slurm_job = job_log.lost_nodes(log), str(status.get("slurm_job_id") or before)
+    if not _has_line(run_dir, status):
+        lost = ended_by_slurm(job_log.ended(log, slurm_job), nodes)
+        _append_attempt(run_dir, status, None, lost, nodes)
+    fruitless = count_fruitless(run_dir)
+    if fruitless > (max_retries or _MAX_LOST):
+        message = (
+            f"{fruitless} attempts saved nothing new, the last of them ended without a record; "
+            f"continue with: cookbook resume {run_dir.name}"
+        )
+        raise _refused(run_dir, status, "lost", message)
+    return None
+
+
+def _make_files(run_dir: Path, number: int) -> None:
+    """Make the log folder of an attempt, and what its end may find no space for."""
+    (run_dir / files.STOP).unlink(missing_ok=True)
+    (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
+    (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
+    temporary = run_dir / files.LOGS / f".latest.{number}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(str(number))
+    os.replace(temporary, run_dir / files.LATEST_LOGS)
+    (run_dir / files.ATTEMPTS).touch()
+    reserve.keep(run_dir)
 
 
 def port(number: int) -> int:
@@ -216,17 +245,15 @@ def end(
     full = reserve.fault(run_dir)
     status = read_object(run_dir / files.STATUS)
     if attempt is None:
-        if not _owned(status):
+        if not owned(status):
             return SUPERSEDED
         if status.get("state") == "RETRYING":
             return _end_between(run_dir, status, str(job_state))
         if status.get("state") != "RUNNING" or "attempt" not in status:
             return "failed"
         attempt = int(status["attempt"])
-    if not _owned(status, attempt):
-        _say(
-            f"attempt {attempt} of job {own_job_id()} writes nothing: {_owner(status)} has the run"
-        )
+    if not owned(status, attempt):
+        say(f"attempt {attempt} of job {own_job_id()} writes nothing: {_owner(status)} has the run")
         return SUPERSEDED
     status = {**this_job(), "attempt": attempt, **status}
     if status.get("state") != "RUNNING" and _has_line(run_dir, status):
@@ -235,41 +262,27 @@ def end(
         if status.get("state") == "RETRYING":
             return _end_between(run_dir, status, job_state)
         return "failed"
-    job_id, logs = str(status["job_id"]), run_dir / files.LOGS / str(attempt)
+    now, stop_asked = ended or time.time(), stop_asked or (run_dir / files.STOP).exists()
     log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
-    job_state = _why_ended(run_dir, status, job_state)
-    hosts = [str(host) for host in status.get("nodes") or []]
-    errors = [*read_errors(logs), *slurm_errors(log, logs)]
-    # A user's own script may have a secret in its exception.
-    errors = [{**each, "message": redacted(str(each.get("message", "")))} for each in errors]
-    errors = on_nodes(errors, hosts, int(os.environ.get("LOGS_PER_NODE") or _ranks_per_node()))
-    if message:
-        errors.append(fault(message))
-    elif full:
-        errors.append(full)
-    stop_asked = stop_asked or (run_dir / files.STOP).exists()
+    errors = _errors(run_dir, status, log)
+    if message or full:
+        errors.append(fault(message) if message else full or {})
     try:
         engine.settle(run_dir, attempt, exit_code, stop_asked)
     except files.DamagedFile as error:
         errors.append(fault(str(error)))
-    progress = read_object(run_dir / files.PROGRESS)
-    if progress and progress.get("attempt") != attempt:
-        progress = {"state": "none"}  # an earlier attempt wrote it
-    now = ended or time.time()
-    spent_s = now - float(status.get("started", now))
-    timed_out = exit_code != 0 and 0 < timeout_s <= spent_s
-    gained = gained_by(run_dir, status)
-    earlier = attempts_of(run_dir)
+    logs, earlier = run_dir / files.LOGS / str(attempt), attempts_of(run_dir)
+    timed_out = exit_code != 0 and 0 < timeout_s <= now - float(status.get("started", now))
     attempt_end = AttemptEnd(
         exit_code=exit_code,
-        progress=progress,
+        progress=_progress(run_dir, attempt),
         errors=errors,
         stop_asked=stop_asked,
-        cancelled=_cancelled(run_dir, job_id),
-        job_state=job_state,
+        cancelled=_cancelled(run_dir, str(status["job_id"])),
+        job_state=_why_ended(run_dir, status, job_state),
         can_requeue=in_slurm(),
         succeeds="successor" in status,
-        fruitless=0 if gained else count_fruitless(run_dir) + 1,
+        fruitless=0 if gained_by(run_dir, status) else count_fruitless(run_dir) + 1,
         max_retries=max_retries,
         timed_out_s=timeout_s if timed_out else None,
         not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
@@ -279,6 +292,7 @@ def end(
         worse=str(read_object(run_dir / files.EARLY_STOP).get("message") or ""),
     )
     verdict = decide(attempt_end)
+    answering = {"answering": {"started": now}} if has_questions else {}
     status |= {
         "state": verdict.state,
         "updated": time.time(),
@@ -287,20 +301,47 @@ def end(
         "cause": verdict.cause,
         "message": verdict.message,
         "next": verdict.next,
+        **(answering if verdict.state == "COMPLETED" else {}),
     }
-    if verdict.state == "COMPLETED" and has_questions:
-        status["answering"] = {"started": now}
+    _write_end(run_dir, status, verdict, unfit(errors))
+    return verdict.next
+
+
+def _errors(run_dir: Path, status: dict[str, Any], log: str) -> list[dict[str, Any]]:
+    """Return what ranks, nodes and Slurm left of an attempt's faults.
+
+    Args:
+        log: the job's log since the attempt began.
+    """
+    logs = run_dir / files.LOGS / str(status["attempt"])
+    errors = [*read_errors(logs), *slurm_errors(log, logs)]
+    # A user's own script may have a secret in its exception.
+    errors = [{**each, "message": redacted(str(each.get("message", "")))} for each in errors]
+    hosts = [str(host) for host in status.get("nodes") or []]
+    return on_nodes(errors, hosts, int(os.environ.get("LOGS_PER_NODE") or ranks_per_node()))
+
+
+def _progress(run_dir: Path, attempt: int) -> dict[str, Any]:
+    """Return the trainer's progress, {} if the entry writes none."""
+    progress = read_object(run_dir / files.PROGRESS)
+    is_of_earlier = progress and progress.get("attempt") != attempt
+    return {"state": "none"} if is_of_earlier else progress
+
+
+def _write_end(
+    run_dir: Path, status: dict[str, Any], verdict: Verdict, bad_nodes: list[str]
+) -> None:
     # The state first: on a full disk the line may fail.
     reserve.write_status(run_dir, status)
     try:
-        _append_attempt(run_dir, status, exit_code, verdict, unfit(errors))
+        _append_attempt(run_dir, status, status["exit_code"], verdict, bad_nodes)
     except OSError as error:
         if error.errno not in OF_A_DISK:
             raise
-        _say(f"{run_dir / files.ATTEMPTS} has no line of attempt {attempt}: {error.strerror}")
+        what = f"{run_dir / files.ATTEMPTS} has no line of attempt {status['attempt']}"
+        say(f"{what}: {error.strerror}")
     if verdict.message:
-        _say(f"attempt {attempt}: {verdict.message}")
-    return verdict.next
+        say(f"attempt {status['attempt']}: {verdict.message}")
 
 
 def _why_ended(run_dir: Path, status: dict[str, Any], job_state: str | None) -> str | None:
@@ -327,13 +368,14 @@ def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
     verdict = decide(job_end)
     change = {"state": verdict.state, "cause": verdict.cause, "message": verdict.message}
     _between(run_dir, change)
-    _say(f"between two attempts: {verdict.message}")
+    say(f"between two attempts: {verdict.message}")
     return verdict.next
 
 
 def _refused(run_dir: Path, status: dict[str, Any], cause: str, message: str) -> Refused:
     """Record that no attempt follows; return what to raise."""
-    files.write_json(run_dir / files.STATUS, {**status, **_failed(cause, message)})
+    status = {**status, **this_job(), **_failed(cause, message)}
+    files.write_json(run_dir / files.STATUS, status)
     return Refused(message)
 
 
@@ -366,7 +408,7 @@ def choose(
     good = [host for host in hosts if host not in bad]
     if len(good) >= nodes:
         return good[:nodes], []
-    if not any(_same_start(line) for line in attempts):
+    if not any(same_start(line) for line in attempts):
         return hosts[:nodes], []
     return [], [host for host in hosts if host in bad]
 
@@ -374,19 +416,19 @@ def choose(
 def failed(run_dir: Path, message: str) -> None:
     """Record that the run failed between two attempts."""
     _between(run_dir, {"state": "FAILED", "message": message})
-    _say(message)
+    say(message)
 
 
 def waiting(run_dir: Path, message: str) -> None:
     """Record what the job waits for between two attempts."""
     _between(run_dir, {"message": message})
-    _say(message)
+    say(message)
 
 
 def stopped_between(run_dir: Path, message: str) -> None:
     """Record that the time limit came between two attempts: the job is requeued."""
     _between(run_dir, {"state": "REQUEUED", "cause": "time_limit", "message": message})
-    _say(message)
+    say(message)
 
 
 def succeed(run_dir: Path, job: str) -> None:
@@ -397,71 +439,30 @@ def succeed(run_dir: Path, job: str) -> None:
 def answered(run_dir: Path, message: str, nodes: int) -> None:
     """Record that a finished run's questions are answered on so many nodes, or why they are not."""
     status = read_object(run_dir / files.STATUS)
-    if not _owned(status):
+    if not owned(status):
         return
     began, now = status.pop("answering", {}).get("started"), time.time()
-    status["answers"] = {"started": began, "ended": now, "gpus": nodes * _ranks_per_node()}
+    status["answers"] = {"started": began, "ended": now, "gpus": nodes * ranks_per_node()}
     status["answers"]["seconds"] = now - (began or now)
     if message:
         status["message"] = message
-        _say(message)
+        say(message)
     files.write_json(run_dir / files.STATUS, {**status, "updated": time.time()})
 
 
 def _between(run_dir: Path, change: dict[str, Any]) -> None:
     status = read_object(run_dir / files.STATUS)
-    if _owned(status):
+    if owned(status):
         status = {**this_job(), **status, **change, "updated": time.time()}
         files.write_json(run_dir / files.STATUS, status)
-
-
-def _owned(status: dict[str, Any], attempt: int | None = None) -> bool:
-    """Whether the status belongs to this start of this job, or to no job at all.
-
-    A job whose node was lost may still run beside the job that replaced it.
-    """
-    if "job_id" not in status:
-        return True
-    newer = attempt is not None and int(status.get("attempt", -1)) > attempt
-    return not newer and _same_start(status)
-
-
-def is_of_this_start(status: dict[str, Any]) -> bool:
-    """Whether a status was written by this start of this job, and by this very process of it."""
-    mine = {**this_job(), **process_of(own_job_id())}
-    return all(status.get(key) == value for key, value in mine.items())
-
-
-def _same_start(record: dict[str, Any]) -> bool:
-    """Whether a record was written by this start of this job."""
-    mine = this_job()
-    return all(
-        str(record.get(key, mine[key])) == str(mine[key]) for key in ("job_id", "restart_count")
-    )
 
 
 def _owner(status: dict[str, Any]) -> str:
     return f"attempt {status.get('attempt')} of job {status.get('job_id')}"
 
 
-def _ranks_per_node() -> int:
-    return max(1, int(os.environ.get("RANKS_PER_NODE", "1")))
-
-
-def _gpus() -> int:
-    """Number of GPUs of the allocation, or of ranks; spare nodes count, too."""
-    here = int(os.environ.get("NODES") or 1) + int(os.environ.get("ROLLOUT_NODES") or 0)
-    return int(os.environ.get("SLURM_JOB_NUM_NODES") or here) * _ranks_per_node()
-
-
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _say(message: str) -> None:
-    # The log may be on a full disk.
-    with suppress(OSError):
-        print(f"cookbook: {message}", file=sys.stderr, flush=True)
 
 
 def _append_attempt(

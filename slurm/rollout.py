@@ -5,13 +5,10 @@ of this host. If none can be started, a record says why, and the attempt fails. 
 only.
 """
 
-import http.client
 import os
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -21,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runspec import files
-from runspec.states import process_start
+from runspec import client, files
+from slurm.child import Child
+from slurm.job_log import say
 
 POLL_S = 1.0
 # A replica that does not answer for so long hangs; one that starts may take longer.
@@ -37,7 +35,7 @@ END_S, NODE_END_S, _ENDS_S = 5.0, 20.0, 90.0
 class Replica:
     """One replica: its place, its process, and how it went so far.
 
-    process: srun, or the replica itself. failures: starts in a row that did not get ready.
+    child: srun, or the replica itself. failures: starts in a row that did not get ready.
     """
 
     index: int
@@ -47,7 +45,7 @@ class Replica:
     run_dir: Path
     launch: list[str]
     script: str
-    process: subprocess.Popen[bytes] | None = None
+    child: Child | None = None
     state: str = "starting"
     failures: int = 0
     restarts: int = -1
@@ -90,34 +88,23 @@ class Replica:
         step = []
         if self.launch:
             step = [f"--nodelist={self.node}", f"--job-name=rollout-{self.index}"]
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                [*self.launch, *step, "bash", "-c", self.script],
-                env=os.environ | own,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        known = {"pid": self.process.pid, "start": process_start(self.process.pid)}
-        files.write_json(self._own / files.CHILD, known)
+        command = [*self.launch, *step, "bash", "-c", self.script]
+        self.child = Child.start(command, os.environ | own, self._own, self.log)
         self.state, self.since, self.ended_for = "starting", time.monotonic(), ""
         self.restarts += 1
 
     def look(self, secret: str) -> str | None:
         """Return why it has ended, None if it has not; start and end it as needed."""
         now = time.monotonic()
-        if self.process is None:
+        if self.child is None:
             if now >= self.next_start:
                 self.start()
             return None
-        status = self.process.poll()
+        status = self.child.poll()
         if status is not None:
-            if not self.launch:
-                self._signal(signal.SIGKILL)  # what it has started; srun does so itself
             reason = self.ended_for or self._reason(status)
             self.failures = 0 if self.state == "ready" else self.failures + 1
-            self.process, self.state = None, "ended"
+            self.child, self.state = None, "ended"
             self.next_start = now + self.failures * 2
             self._file.unlink(missing_ok=True)
             return reason
@@ -135,20 +122,18 @@ class Replica:
         if not (known := files.peek(self._file)):
             return False
         try:
-            connection = http.client.HTTPConnection(known["host"], known["port"], timeout=5)
-            connection.request("GET", "/health", headers={"Authorization": f"Bearer {secret}"})
-            healthy = connection.getresponse().status == 200
-            connection.close()
-        except (OSError, http.client.HTTPException):
+            url = f"{client.at(known['host'], known['port'])}/health"
+            answer = client.send(url, headers={"Authorization": f"Bearer {secret}"}, timeout_s=5)
+        except OSError:
             return False
-        return healthy
+        return answer.status == 200
 
     def _reason(self, status: int) -> str:
         """Why it ended, by itself or by its node: what was recorded, the signal, the last line."""
         for path in self._own.glob("error_*.json"):
             if error := files.peek(path):
                 return str(error.get("message"))
-        number = -status if status < 0 else status - 128
+        number = status - 128
         if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT):
             return f"killed by {signal.Signals(number).name}"
         with suppress(OSError):
@@ -159,43 +144,18 @@ class Replica:
 
     def end(self) -> None:
         """End it: by TERM, else by its node, else srun alone."""
-        if self.process is None:
+        if self.child is None or self.child.terminate(END_S):
             return
-        for number, wait_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, NODE_END_S)):
-            if number == signal.SIGKILL:
-                with suppress(OSError):
-                    (self._own / files.END_RANKS).touch()
-                if not self.launch:
-                    wait_s = 0
-            deadline = time.monotonic() + wait_s
-            if number == signal.SIGTERM:
-                self._signal(number)
-            while self.process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.1)
-            if self.process.poll() is not None:
-                return
-        self._signal(signal.SIGKILL)
-        self.process.wait()
+        with suppress(OSError):
+            (self._own / files.END_RANKS).touch()
+        if not self.launch or not self.child.wait(NODE_END_S):
+            self.child.kill(NODE_END_S)
 
     def end_earlier(self) -> None:
         """End the one that an earlier supervisor, which was killed, has left."""
-        known = files.peek(self._own / files.CHILD)
-        pid, start = known.get("pid"), known.get("start")
-        if not isinstance(pid, int) or start is None:
-            return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            deadline = time.monotonic() + END_S
-            if process_start(pid) == start:
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, number)
-            while process_start(pid) == start and time.monotonic() < deadline:
-                time.sleep(0.1)
-
-    def _signal(self, number: int) -> None:
-        # Without srun that is the replica and what it started.
-        if self.process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+        self.child = Child.of_before(self._own)
+        self.end()
+        self.child = None
 
 
 class Replicas:
@@ -295,7 +255,7 @@ class Replicas:
     def _died(self, replica: Replica, reason: str) -> None:
         death = {"time": time.time(), "replica": replica.index, "node": replica.node}
         self._deaths = [*self._deaths[-99:], {**death, "reason": reason}]
-        print(f"cookbook: {replica.name} ended: {reason}; it is started again", file=sys.stderr)
+        say(f"{replica.name} ended: {reason}; it is started again")
 
     def _write(self) -> None:
         replicas = [
@@ -328,4 +288,4 @@ class Replicas:
         logs = (self._run_dir / files.LATEST_LOGS).resolve()
         files.write_json(logs / "error_rollout.json", fault)
         files.write_json(self._folder / files.NO_REPLICA, {"message": message})
-        print(f"cookbook: {message}: the attempt cannot go on", file=sys.stderr)
+        say(f"{message}: the attempt cannot go on")

@@ -30,7 +30,7 @@ from runspec.processes import end_with_parent, terminate_with_parent
 from slurm import allocation, earlystop, engine, records
 from slurm.child import Child
 from slurm.history import attempts_of, read_object
-from slurm.identity import in_slurm
+from slurm.identity import in_slurm, is_of_this_start
 from slurm.job_log import say
 from slurm.nodes import Nodes
 from slurm.notify import notify
@@ -44,8 +44,9 @@ FINISHED, FAILED, TERMINATED, BROKEN = 0, 1, 76, 70
 
 # How soon an end is noticed, and the time between two looks at an attempt.
 _POLL_S, _LOOK_S = 0.2, 1.0
-# How long a recipe's timeout waits between TERM and KILL.
-_TIMEOUT_END_S = 60.0
+# How long a recipe's timeout waits between TERM and KILL, and the exit status then, whatever the
+# command makes of it.
+_TIMEOUT_END_S, _TIMED_OUT = 60.0, 124
 _NOTIFY_S = 20.0
 # Options of the srun of an attempt that a rollout replica's has not.
 _OF_ATTEMPTS = ("--ntasks", "--kill-on-bad-exit", "--wait")
@@ -78,8 +79,9 @@ class Supervisor:
         os.environ.pop("SLURM_NO_KILL", None)
         # All: each node and rank has its log. Failing: those of the first node, and of nodes that
         # failed.
-        few = int(os.environ["NODES"]) <= 16 or not in_slurm()
-        os.environ.setdefault("KEEP_LOGS", "all" if few else "failing")
+        few = int(os.environ["NODES"]) <= 16
+        kept = os.environ.get("KEEP_LOGS") or ("all" if few else "failing")
+        os.environ["KEEP_LOGS"] = kept if in_slurm() else "all"
         self._nodes, self._succession = Nodes(self.record), Succession(self.record)
         self._attempt: int | None = None
         self._child: Child | None = None
@@ -104,8 +106,7 @@ class Supervisor:
                 if self._child is None:
                     self._begin()
                     self._child = Child.start(self._argv(self._program), os.environ, self._logs)
-                self._watch(self._child)
-                self._end()
+                self._end(self._watch(self._child))
         except Follows as other:
             self.next = other.what
         except records.Refused as refusal:
@@ -150,7 +151,7 @@ class Supervisor:
     def _take_over(self) -> None:
         """Go on where an earlier supervisor of this job's start was killed."""
         status = self.record(lambda run_dir: read_object(run_dir / files.STATUS))
-        if "attempt" not in status or not records.is_of_this_start(status):
+        if "attempt" not in status or not is_of_this_start(status):
             return
         self._succession.job = str(status.get("successor") or "")
         self._nodes.hosts = [str(host) for host in status.get("nodes") or []]
@@ -167,8 +168,9 @@ class Supervisor:
         if state == "RETRYING":
             self._nodes.await_slurm(self._logs)
         elif "next" in status:
+            self._has_questions &= "answering" in status
             if child is not None:
-                child.end(END_S, END_S)  # it answers questions
+                child.end(END_S, END_S)  # it answers them
             raise Follows(str(status["next"]))
 
     def _finish(self) -> int:
@@ -265,8 +267,8 @@ class Supervisor:
         nodes = [*self._nodes.beside, *self._nodes.on_hosts]
         return ["srun", *own, *nodes, *self._options, *program]
 
-    def _watch(self, child: Child) -> None:
-        """Look at the attempt until its command has ended."""
+    def _watch(self, child: Child) -> int:
+        """Look at the attempt until its command has ended; return the exit status."""
         number = int(os.environ["ATTEMPT"])
         looking: list[Watchdog | engine.Follower | earlystop.EarlyStop] = []
         # An entry that does not report its steps has none.
@@ -278,11 +280,12 @@ class Supervisor:
             looking.append(earlystop.EarlyStop(self.run_dir, Path(os.environ["SWEEP_DIR"])))
         started = files.peek(self.run_dir / files.STATUS).get("started", time.time())
         look_at = 0.0
-        while child.poll() is None:
+        while (status := child.poll()) is None:
             if self._warned:
                 self._ask_to_stop()
             if self._timeout_s and time.time() - started >= self._timeout_s:
                 child.end(_TIMEOUT_END_S, END_S)
+                return _TIMED_OUT
             if time.monotonic() >= look_at:
                 for each in looking:
                     # The storage may be away for a moment.
@@ -290,6 +293,7 @@ class Supervisor:
                         each.look()
                 look_at = time.monotonic() + _LOOK_S
             time.sleep(_POLL_S)
+        return status
 
     def _ask_to_stop(self) -> None:
         """Have the ranks save a checkpoint and stop: torchrun passes no signal on, so by a file."""
@@ -298,18 +302,16 @@ class Supervisor:
         with suppress(OSError):
             (self.run_dir / files.STOP).touch()
 
-    def _end(self, status: int = 0, message: str | None = None) -> None:
+    def _end(self, status: int, message: str | None = None) -> None:
         """Record the end of the attempt, and wait until the next one can start.
 
         Args:
-            status, message: the exit status, and why, if no command was started.
+            status: its exit status. message: why, if no command was started.
 
         Raises:
             Follows: no attempt follows.
         """
         ended = time.time()
-        if self._child is not None:
-            status = self._child.poll() or 0
         if "ROLLOUT_IN_TURNS" in os.environ:
             self._end_replicas()
         if status and os.environ["KEEP_LOGS"] != "all":

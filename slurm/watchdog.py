@@ -5,7 +5,6 @@ The job script sets HANG_TIMEOUT_S, SIGNAL_LEAD_S and MAX_GPU_HOURS. Standard li
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from runspec import files
 from slurm.child import Child
 from slurm.flight import waiting
 from slurm.history import used_up
+from slurm.job_log import say
 
 # A hang is at least this many median steps, or longest saves.
 SLOW_STEPS = 5
@@ -237,10 +237,6 @@ def _is_used_up(run_dir: Path) -> bool:
     return bool(status and used_up(run_dir, {**status, "ended": time.time()}))
 
 
-def _say(message: str) -> None:
-    print(f"cookbook: {message}", file=sys.stderr, flush=True)
-
-
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -273,17 +269,17 @@ class Watchdog:
         """Look once, and do what follows; OSError: a file could not be looked at or written."""
         now, stop = time.monotonic(), self._run_dir / files.STOP
         if self._finished.look(now):
-            _say("the run is finished: its processes are ended")
+            say("the run is finished: its processes are ended")
             self._have_nodes_end_ranks()
             self._end(FINISH_END_S)
             return
         if not self._asked and _is_used_up(self._run_dir):
-            _say("max_gpu_hours is reached: the ranks save and stop")
+            say("max_gpu_hours is reached: the ranks save and stop")
             stop.touch()
             self._asked = True
         if not self._nodes_asked and self._left_behind.look(now):
             self._nodes_asked = True
-            _say("srun could not end the other ranks: nodes end them")
+            say("srun could not end the other ranks: nodes end them")
             self._have_nodes_end_ranks()
         beat = files.peek(self._logs / files.HEARTBEAT)
         fault = self._watch.look(beat or None, os.path.exists(stop), now)
@@ -292,7 +288,7 @@ class Watchdog:
             with suppress(OSError):
                 ask_for_stacks(self._logs)
                 record(self._logs, fault)
-            _say(f"{fault['message']}: the attempt is ended")
+            say(f"{fault['message']}: the attempt is ended")
             self._end(END_S)
 
     def _end(self, wait_s: float) -> None:

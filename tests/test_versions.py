@@ -44,7 +44,8 @@ def test_the_oldest_pair_trains_exports_and_serves(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", tmp_path / "pins.txt"]
     wanted = ["cluster", "serve"]
-    subprocess.run([*pip, "setuptools", "wheel"], check=True)
+    # That of a new environment may be too old to read pyproject.toml.
+    subprocess.run([*pip, "--upgrade", "setuptools", "wheel"], check=True)
     kit = f"{ROOT}[{','.join(wanted)}]"
     tools = ["pytest", "pytest-xdist", "peft", "psutil", "scipy", "scikit-learn"]
     subprocess.run([*pip, "--no-build-isolation", "--editable", kit, *tools], check=True)

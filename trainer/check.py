@@ -44,7 +44,7 @@ HANDED_OVER = ("optimizer", "lr_scheduler", "dataset", "dataset_val")
 # Keys of a block that the trainer reads and its component does not take.
 OWN_KEYS = {
     **dict.fromkeys(("dataset", "dataset_val"), ("packed", "split_across_pack")),
-    "lr_scheduler": optimizers.SCHEDULE_KEYS,
+    "lr_scheduler": tuple(optimizers.SHARES),
 }
 
 

@@ -42,15 +42,9 @@ OWN_COMPONENTS = {
     f"torchtune.datasets.{name}_dataset": f"trainer.data.instructions.{name}_dataset"
     for name in (
         "alpaca",
-        "alpaca_cleaned",
         "chat",
-        "cnn_dailymail_articles",
-        "grammar",
         "instruct",
-        "samsum",
-        "slimorca",
         "text_completion",
-        "wikitext",
     )
 }
 COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers", "bitsandbytes")

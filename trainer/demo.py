@@ -6,12 +6,11 @@ dataset give the same bytes.
 
 import argparse
 import json
-import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+from runspec import publish
 from trainer.data import origin
 from trainer.errors import ConfigError
 
@@ -51,19 +50,12 @@ def make(folder: Path, dataset: Path, seed: int = 0) -> None:
         ConfigError: the dataset is missing, is no JSON lines, or holds no text.
     """
     texts = _texts(dataset)
-    temporary = folder.with_name(f".tmp_{folder.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with publish.folder(folder, "replace") as temporary:
         tokenizer = _tokenizer(texts)
         tokenizer.save_pretrained(temporary)
         _model(seed, tokenizer).save_pretrained(temporary)
         readme = README.format(seed=seed, vocab=len(tokenizer), dataset=dataset.name)
         (temporary / "README.md").write_text(readme, encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _texts(dataset: Path) -> list[str]:

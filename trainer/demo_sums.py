@@ -7,13 +7,13 @@ downloaded, and the same seed gives the same files on the same machine.
 
 import argparse
 import json
-import os
 import random
-import shutil
 import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+from runspec import publish
 
 PAIRS = tuple(product(range(10), repeat=2))
 SYMBOLS = "0123456789+="
@@ -35,20 +35,13 @@ HIGHEST = 18  # the largest sum of two digits
 
 def make(folder: Path, seed: int = 0, steps: int = STEPS) -> None:
     """Write model, tokenizer and prompts, complete or not at all; an old folder is replaced."""
-    temporary = folder.with_name(f".tmp_{folder.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with publish.folder(folder, "replace") as temporary:
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in PAIRS]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (temporary / "prompts.jsonl").write_text(text, encoding="utf-8")
         tokenizer = _tokenizer()
         tokenizer.save_pretrained(temporary)
         _trained(tokenizer, seed, steps).save_pretrained(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _tokenizer() -> Any:

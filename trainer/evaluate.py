@@ -50,7 +50,7 @@ def load_defaults() -> dict[str, Any]:
 
 def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: int) -> bool:
     """Evaluate; return whether it is finished, False if the ranks were asked to stop."""
-    plan = shards.plan(config, run_dir)
+    plan = shards.Plan(config, run_dir)
     device = own(config["device"])
     ranks = _ranks(config, plan, device, world)
     spread.start(device, ranks)

@@ -73,7 +73,6 @@ class Trainer:
         self.objective.prepare(self.models, self.data)
         trainable, steps = trained_of(self.model.module), self.batches.total_steps
         self.optimizer = world.on_all(lambda: optimizers.build(config.optimizer, trainable))
-        optimizers.scale_rates(self.optimizer, self.model.learning_rates())
         self.scheduler = world.on_all(
             lambda: optimizers.schedule(config.lr_scheduler, self.optimizer, steps)
         )

@@ -11,20 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from runspec.layout import StepFacts
 from trainer.config import component, instantiate
 from trainer.errors import ConfigError, NonFiniteLossError
-from trainer.groups import Several, Trained, make
+from trainer.groups import Trained, make
 from trainer.parallel import gradients
 
 # Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 # Keys of a schedule's block that are shares of the run's steps, and what they become.
 SHARES = {"warmup_ratio": "num_warmup_steps", "decay_ratio": "num_decay_steps"}
-# All keys of a schedule's block that are not its component's.
-SCHEDULE_KEYS = (*SHARES, "warmup_start_factor")
 # What schedules of torch need and nothing here can give them.
 UNUSABLE_SCHEDULES = {
     f"torch.optim.lr_scheduler.{name}": need
@@ -74,33 +72,6 @@ def build(
         )
     _try_a_step(block, named)
     return optimizer
-
-
-def scale_rates(optimizer: Optimizer, factors: dict[torch.nn.Parameter, float]) -> None:
-    """Give parameters a learning rate of their own, in further groups of the optimizer.
-
-    A schedule that is made later scales each group's own rate.
-
-    Args:
-        factors: what the learning rate is multiplied by; 1 if a parameter is not named.
-
-    Raises:
-        ConfigError: the optimizer's groups belong to several optimizers.
-    """
-    if factors and isinstance(optimizer, Several):
-        raise ConfigError(
-            "model.lora_plus_ratio: is not possible with torch.optim.Muon; use torch.optim.AdamW"
-        )
-    for group in list(optimizer.param_groups) if factors else ():
-        by_factor: dict[float, list[torch.nn.Parameter]] = {}
-        for parameter in group["params"]:
-            by_factor.setdefault(factors.get(parameter, 1.0), []).append(parameter)
-        first, *others = sorted(by_factor)
-        group["params"] = by_factor[first]
-        rate = group["lr"]
-        group["lr"] = rate * first
-        for factor in others:
-            optimizer.add_param_group({**group, "params": by_factor[factor], "lr": rate * factor})
 
 
 def _unnamed(parameter: torch.nn.Parameter) -> Trained:
@@ -165,7 +136,6 @@ def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> 
         return None
     if why := unusable_schedule(block):
         raise ConfigError(why)
-    start = block.get("warmup_start_factor") or 0.0
     block = _in_steps(block, steps)
     inner = {
         key: [schedule(each, optimizer, steps) for each in value]
@@ -187,26 +157,7 @@ def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> 
             f"lr_scheduler.total_steps: {block['_component_']} ends after {total} steps, the run "
             f"after {steps}; leave it out: it is then the run's number"
         )
-    if start:
-        _begin_at(made, start, block.get("num_warmup_steps"))
     return made
-
-
-def _begin_at(made: LRScheduler, start: float, warmup: int | None) -> None:
-    """Let a warm-up from 0 begin at `start` of the rate, as Megatron's and Automodel's do."""
-    if not isinstance(made, LambdaLR) or warmup is None:
-        raise ConfigError(
-            "lr_scheduler.warmup_start_factor: needs num_warmup_steps or warmup_ratio of a "
-            "schedule that has them, such as transformers' or torchtune's"
-        )
-
-    def raised(factor: Callable[[int], float]) -> Callable[[int], float]:
-        return lambda step: start + (1.0 - start) * factor(step) if step < warmup else factor(step)
-
-    made.lr_lambdas = [raised(factor) for factor in made.lr_lambdas]
-    groups = zip(made.optimizer.param_groups, made.base_lrs, made.lr_lambdas, strict=True)
-    for group, rate, factor in groups:
-        group["lr"] = rate * factor(0)
 
 
 def _in_steps(block: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -226,7 +177,7 @@ def _in_steps(block: dict[str, Any], steps: int) -> dict[str, Any]:
                 f"lr_scheduler.{share}: must be a share of all steps, from 0 to 1, without {name}"
             )
         block = block | {name: math.ceil(block[share] * steps)}
-    return {k: v for k, v in block.items() if k not in SCHEDULE_KEYS}
+    return {k: v for k, v in block.items() if k not in SHARES}
 
 
 def schedule_arguments(factory: Callable[..., Any], block: dict[str, Any]) -> set[str]:

@@ -3,10 +3,8 @@
 Both load versions of the weights that the trainer writes (trainer/objectives/transfer.py).
 """
 
-import http.client
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import threading
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from runspec import engine_start
+from runspec import client, engine_start
 from runspec.adapters import name_of
 from runspec.devices import VISIBLE, share_beside, visible
 from runspec.keys.grpo import GrpoConfig
@@ -218,8 +216,8 @@ class VllmEngine:
     def _answers(self, process: subprocess.Popen[bytes]) -> bool:
         if (status := process.poll()) is not None:
             raise RolloutError(f"vLLM ended with status {status}: see the replica's log")
-        with suppress(OSError, http.client.HTTPException):
-            return self._call("GET", "/health", None, _HEALTH_S)[0] == 200
+        with suppress(OSError):
+            return self._call("/health", None, _HEALTH_S).status == 200
         return False
 
     def drop(self) -> None:
@@ -305,25 +303,18 @@ class VllmEngine:
 
     def _done(self, path: str, **body: Any) -> Any:
         """What it answers; RolloutError if it refuses."""
-        status, text = self._call("POST", path, body, self._config.rollout_timeout)
-        if status != 200:
-            raise RolloutError(f"vLLM refused {path} with status {status}: {text[:500]}")
+        answer = self._call(path, body, self._config.rollout_timeout)
+        text = answer.body.decode()
+        if answer.status != 200:
+            raise RolloutError(f"vLLM refused {path} with status {answer.status}: {text[:500]}")
         try:
             return json.loads(text)
         except ValueError:
             return text
 
-    def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> tuple[int, str]:
-        connection = _UnixConnection(str(self._socket), timeout_s)
-        try:
-            text = None if body is None else json.dumps(body)
-            connection.request(method, path, text, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            return response.status, response.read().decode()
-        finally:
-            connection.close()
+    def _call(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> client.Answer:
+        url = f"http://engine{path}"
+        return client.send(url, body, timeout_s=timeout_s, unix_socket=self._socket)
 
 
 def memory_share(config: GrpoConfig, memory: int, in_turns: bool) -> float | None:
@@ -350,19 +341,6 @@ def _end_with(process: subprocess.Popen[bytes]) -> None:
     """End this process with vLLM: slurm/rollout.py starts both again."""
     print(f"vLLM ended with status {process.wait()}: see the lines above", flush=True)
     os._exit(1)
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("engine", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 def _arguments(config: GrpoConfig, socket: Path) -> list[str]:

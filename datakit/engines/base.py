@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from datakit.engines.tasks import Task
 from datakit.progress import Progress
-from runspec import files
+from runspec import files, publish
 from runspec.storage import patient_json
 
 DONE = "_done.json"
@@ -114,16 +113,16 @@ class Engine:
         if (rows := finished(folder)) is not None:
             self.progress.piece()
             return rows
-        temporary = _temporary(folder)
-        with self.progress.part(folder.name, self._share):
-            self._copy(table, temporary, None)
-        _number(temporary, temporary)
-        if not any(temporary.glob("*.parquet")):
-            import pyarrow.parquet as pq
+        with publish.folder(folder, "replace", flush=True) as temporary:
+            with self.progress.part(folder.name, self._share):
+                self._copy(table, temporary, None)
+            _number(temporary, temporary)
+            if not any(temporary.glob("*.parquet")):
+                import pyarrow.parquet as pq
 
-            pq.write_table(self.con.to_pyarrow(table.limit(0)), temporary / "part-00000.parquet")
-        count = mark(temporary)
-        _publish(temporary, folder)
+                empty = self.con.to_pyarrow(table.limit(0))
+                pq.write_table(empty, temporary / "part-00000.parquet")
+            count = mark(temporary)
         self.progress.piece()
         return count
 
@@ -131,16 +130,15 @@ class Engine:
         """Write a table as a folder of shards for each value of a text column, without it."""
         if finished(folder) is not None:
             return
-        temporary = _temporary(folder)
-        with self.progress.part(folder.name, self._share):
-            self._copy(table, temporary / ".all", column)
-        for part in sorted((temporary / ".all").glob(f"{column}=*")):
-            target = temporary / part.name.partition("=")[2]
-            target.mkdir()
-            _number(part, target)
-        shutil.rmtree(temporary / ".all")
-        mark(temporary)
-        _publish(temporary, folder)
+        with publish.folder(folder, "replace", flush=True) as temporary:
+            with self.progress.part(folder.name, self._share):
+                self._copy(table, temporary / ".all", column)
+            for part in sorted((temporary / ".all").glob(f"{column}=*")):
+                target = temporary / part.name.partition("=")[2]
+                target.mkdir()
+                _number(part, target)
+            shutil.rmtree(temporary / ".all")
+            mark(temporary)
         self.progress.piece()
 
     def close(self) -> None:
@@ -174,12 +172,6 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.parquet"))
 
 
-def _temporary(folder: Path) -> Path:
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    temporary.mkdir(parents=True)
-    return temporary
-
-
 def _number(source: Path, target: Path) -> None:
     """Rename the files of an engine to part-00000.parquet and so on."""
     for number, path in enumerate(shards(source)):
@@ -191,9 +183,3 @@ def _number(source: Path, target: Path) -> None:
             path.unlink()
     for path in target.glob(".part-*.parquet"):
         os.rename(path, target / path.name[1:])
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.rename(temporary, folder)

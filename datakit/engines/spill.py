@@ -5,21 +5,22 @@ starts. Each process holds a lock on a file in its folder, which the kernel rele
 """
 
 import atexit
-import fcntl
 import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import TextIO
 
 from datakit.errors import DataError
+from runspec import lock
 
 KINDS = ("duckdb", "spark", "preview")
 _LOCK = ".lock"
 # A younger folder without a lock may still be in creation.
 _NEW_S = 60
 
-_held: dict[Path, int] = {}
+_held: dict[Path, TextIO] = {}
 
 
 def parent_of(temp_dir: object) -> Path:
@@ -50,12 +51,11 @@ def make(kind: str, parent: Path) -> Path:
         sweep(parent)
         while True:
             folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            held = lock.take(folder / _LOCK, _NEW_S)
             if (folder / _LOCK).exists():
                 break
             # Another process has just removed it as unused.
-            os.close(lock)
+            held.close()
     except OSError as error:
         raise DataError(
             f"temp_dir {parent} cannot be written to ({error.strerror}): set temp_dir= to a "
@@ -63,16 +63,15 @@ def make(kind: str, parent: Path) -> Path:
         ) from None
     if not _held:
         atexit.register(_remove_all)
-    _held[folder] = lock
+    _held[folder] = held
     return folder
 
 
 def remove(folder: Path) -> None:
     """Remove a folder that this process made."""
     shutil.rmtree(folder, ignore_errors=True)
-    lock = _held.pop(folder, None)
-    if lock is not None:
-        os.close(lock)
+    if held := _held.pop(folder, None):
+        held.close()
 
 
 def sweep(parent: Path) -> None:
@@ -83,23 +82,18 @@ def sweep(parent: Path) -> None:
                 facts = folder.lstat()
                 if facts.st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink():
                     _remove_if_left(folder, time.time() - facts.st_mtime)
-            except OSError:
+            except (OSError, lock.Held):
                 continue
 
 
 def _remove_if_left(folder: Path, age_s: float) -> None:
-    try:
-        lock = os.open(folder / _LOCK, os.O_RDWR)
-    except FileNotFoundError:
+    if not (folder / _LOCK).exists():
         if age_s > _NEW_S:
             # Only an empty one: the owner of content without a lock is unknown.
             folder.rmdir()
         return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with lock.take(folder / _LOCK):
         shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(lock)
 
 
 def _remove_all() -> None:

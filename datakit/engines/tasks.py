@@ -7,7 +7,6 @@ task whose output exists is skipped; the task of a killed process runs again.
 import importlib
 import multiprocessing
 import os
-import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from datakit.errors import DataError
+from runspec import files
 
 # Rows per call of an Arrow function: enough for numpy, with little memory.
 BATCH_ROWS = 16384
@@ -44,18 +44,15 @@ def run(task: Task) -> list[str]:
     output = Path(task.output)
     if output.exists():
         return []
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.{secrets.token_hex(4)}")
     module, _, name = task.function.partition(":")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        getattr(importlib.import_module(module), name)(temporary, **task.options)
-        os.replace(temporary, output)
+        with files.replacing(output) as temporary:
+            getattr(importlib.import_module(module), name)(temporary, **task.options)
     except DataError as error:
         return list(error.faults)
     except OSError as error:
         return [f"{output.parent}: {error.strerror or error}: check the disk, and run it again"]
-    finally:
-        temporary.unlink(missing_ok=True)
     return []
 
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher import __version__
-from launcher.errors import CookbookError, UsageFault, nearest
+from launcher.errors import CookbookError, UsageFault, nearest, of_the_system
 from runspec.files import DamagedFile
-from runspec.storage import is_of_storage
 
 if TYPE_CHECKING:
     from launcher.remote.hosts import Host
@@ -182,8 +181,7 @@ def main() -> None:
         click.echo(f"error: {error}: move the file away, and try again", err=True)
         sys.exit(1)
     except OSError as error:
-        if not is_of_storage(error):
+        if (line := of_the_system(error)) is None:
             raise
-        what = f"{error.filename or 'a file'} cannot be read now ({error.strerror})"
-        click.echo(f"error: {what}: check its filesystem, and try again", err=True)
+        click.echo(f"error: {line}", err=True)
         sys.exit(1)

@@ -31,7 +31,8 @@ def clean(yes: bool, older: int, as_json: bool, cluster: str | None) -> None:
 
     These are caches, tokenised data, code that no run uses, what killed commands left, and
     checkpoints that training has put aside as damaged. Runs, models and datasets stay, and while
-    runs wait or run, so does tokenised data.
+    runs wait or run, so does tokenised data. A colleague's run that cannot be read counts as
+    waiting until its directory has not changed for 30 days.
     """
     root = sites.load(cluster).root
     living = workflow.alive(root)

@@ -1,6 +1,5 @@
 """Fetching the files of a repository, verifying and recording them; a dataset's tables."""
 
-import fcntl
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from launcher.errors import HubFault
 from launcher.hub.repository import Repository, Say
 from launcher.recipes.recipe import Recipe
 from launcher.site import Site
+from runspec import lock
 from runspec.files import sha256, write_text
 
 # The age from which a part of a file counts as left behind, not as being written.
@@ -108,12 +108,12 @@ def _alone(repository: Repository) -> Iterator[None]:
     inside = "blobs" if repository.kind == "dataset" else ".cache/huggingface/download"
     folder = repository.folder / inside
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".cookbook.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            message = f"another download is writing to {repository.folder}"
-            raise HubFault(f"{message}: wait until it ends, then try again") from error
+    try:
+        held = lock.take(folder / ".cookbook.lock")
+    except lock.Held as error:
+        message = f"another download is writing to {repository.folder} ({error})"
+        raise HubFault(f"{message}: wait until it ends, then try again") from error
+    with held:
         for file in folder.rglob("*.incomplete"):
             if time.time() - file.stat().st_mtime > _LEFTOVER_S:
                 file.unlink(missing_ok=True)

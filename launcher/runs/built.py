@@ -14,10 +14,10 @@ from pathlib import Path
 from launcher import paths, venv, yamlfile
 from launcher.errors import PreflightFault, RunFault, UsageFault
 from launcher.recipes.environment import BUILT, Environment
-from launcher.runs import lock, trust
+from launcher.runs import trust
 from launcher.runs.directory import Run, runs_root
 from launcher.runs.find import every
-from runspec import files
+from runspec import files, lock, publish
 
 # What a built environment holds besides its packages.
 _RECORD, _USED = "cookbook.json", ".cookbook-used"
@@ -104,24 +104,18 @@ def build(environment: Environment, root: Path, say: Callable[[str], None]) -> P
     """
     path = folder(environment, root)
     trust.own_folder(root, BUILT)
-    with (path.parent / f".{path.name}.lock").open("a+", encoding="utf-8") as file:
-        lock.take(file, _WAIT_S, lambda who: say(f"waiting for {path.name}, built by {who}"))
+    held = path.parent / f".{path.name}.lock"
+    with lock.take(held, _WAIT_S, lambda who: say(f"waiting for {path.name}, built by {who}")):
         if not is_built(environment, root):
             began = time.monotonic()
             say(f"building the environment {path.name}: {', '.join(environment.dependencies)}")
-            shutil.rmtree(path, ignore_errors=True)
-            temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+            before = os.umask(0o022)
             try:
-                before = os.umask(0o022)
-                try:
+                with publish.folder(path, "replace", alone=True) as temporary:
                     _fill(environment, temporary)
-                finally:
-                    os.umask(before)
-                temporary.chmod(0o755)
-                trust.close(*_checked(temporary))
-                os.rename(temporary, path)
+                    trust.close(*_checked(temporary))
             finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+                os.umask(before)
             say(f"built in {time.monotonic() - began:.0f} s; cookbook environments lists it")
         (path / _USED).touch()
     return path

@@ -5,7 +5,6 @@ A change in the checkout reaches no run that is queued, retried or resumed.
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from launcher import paths
 from launcher.errors import RunFault
 from launcher.runs import trust
 from launcher.runs.snapshot import git
-from runspec import files
+from runspec import files, publish
 
 # What jobs run, and what submits them again: cookbook replay.
 _PARTS = (
@@ -134,8 +133,7 @@ def _kept(folder: Path, content: dict[str, bytes]) -> Code:
     if final.is_dir():
         require(Code(final))
         return Code(final)
-    temporary = folder / f".tmp-{final.name}-{os.getpid()}"
-    try:
+    with publish.folder(final, "keep") as temporary:
         for name, text in content.items():
             place = (temporary / name).parent
             # Python in a job would make its folder by the umask there, which may be wider.
@@ -144,23 +142,12 @@ def _kept(folder: Path, content: dict[str, bytes]) -> Code:
             (temporary / name).write_bytes(text)
         files.write_json(temporary / ORIGIN, git_state())
         trust.close(temporary, *temporary.rglob("*"))
-        try:
-            temporary.rename(final)
-        except OSError:
-            # Another command may have made the same.
-            if not final.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return Code(final)
 
 
 def link(run_dir: Path, code: Code) -> None:
     """Let a run use a copy of the code, atomically."""
-    temporary = run_dir / f".{files.KIT}.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(code.folder)
-    temporary.replace(run_dir / files.KIT)
+    publish.link(run_dir / files.KIT, code.folder)
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any]:

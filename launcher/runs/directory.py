@@ -11,9 +11,9 @@ from typing import Any
 
 from launcher.errors import RunFault
 from launcher.executors import Job, token
-from launcher.runs import code, lock, snapshot, trust
+from launcher.runs import code, snapshot, trust
 from launcher.runs.making import half_made
-from runspec import files
+from runspec import files, lock
 
 # The fields of a Job that are kept in submission.json and, those that it knows, in status.json.
 _JOB_KEYS = ("job_id", "host", "process_start", "cluster", "controller", "slurm_conf")
@@ -291,19 +291,21 @@ def locked(run: Run) -> Iterator[int]:
     """Let one command at a time start or end a run's jobs; yield the open file that is locked."""
     path = run.path / files.LOCK
     try:
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+        file = lock.take(path)
+    except lock.Held as error:
+        raise RunFault(
+            f"another cookbook command ({error}) is changing {run.name}: try again in a moment"
+        ) from error
     except OSError as error:
-        raise RunFault(f"cannot change {run.name}: {path}: {error.strerror}") from error
+        message = f"cannot change {run.name}: cannot lock {path}: {error.strerror}"
+        if trust.is_anothers(run.path):
+            message += (
+                f"; the directory belongs to {trust.owner(run.path.lstat().st_uid)}, and a job of "
+                "yours could not write there: start your own from its recipe and code with: "
+                f"cookbook replay {run.name}"
+            )
+        else:
+            message += ": its filesystem must be writable, and mounted with locks (flock)"
+        raise RunFault(message) from error
     with file:
-        try:
-            lock.take(file)
-        except lock.Held as error:
-            raise RunFault(
-                f"another cookbook command ({error}) is changing {run.name}: try again in a moment"
-            ) from error
-        except OSError as error:
-            raise RunFault(
-                f"cannot lock {path}: {error.strerror}: mount its filesystem with lock support "
-                "(flock)"
-            ) from error
         yield file.fileno()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.errors import UnknownRun, nearest
 from launcher.runs.directory import Run
-from launcher.runs.making import is_hidden
+from runspec import files
 from runspec.since import moment
 
 _RUN_NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]{0,63}-[0-9a-f]{4}\Z")
@@ -47,7 +47,7 @@ def foreign(root: Path) -> list[str]:
     try:
         with os.scandir(root) as entries:
             for entry in entries:
-                half_made = is_hidden(entry.name)
+                half_made = entry.name.startswith(files.TEMPORARY)
                 if half_made and now - entry.stat().st_mtime < _MAKING_S:
                     continue
                 if half_made or not (entry.name.startswith(".") or _is_run(entry)):

@@ -9,23 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from launcher.runs import lock
-from runspec import files
+from runspec import files, lock, publish
 
-_PREFIX = ".tmp-"
 _HOLDER = re.compile(r"process (\d+) on (.+)\Z")
 # Nobody can ask another host whether a command still runs there.
 _LEFT_S = 86400
-
-
-def hidden(path: Path) -> Path:
-    """Return the name that a directory has until all its files are written."""
-    return path.with_name(f"{_PREFIX}{path.name}")
-
-
-def is_hidden(name: str) -> bool:
-    """Whether this is the name of a directory that is not whole."""
-    return name.startswith(_PREFIX)
 
 
 @contextmanager
@@ -38,13 +26,12 @@ def half_made(path: Path, named: bool = True) -> Iterator[Path]:
         named: False leaves it hidden, for a sweep that makes several runs at once.
     """
     remove_left(path.parent)
-    temporary = hidden(path)
-    temporary.mkdir()
+    temporary = publish.begin(path, alone=True)
     try:
         (temporary / files.LOCK).write_text(lock.holder(), encoding="utf-8")
         yield temporary
         if named:
-            os.rename(temporary, path)
+            publish.finish(temporary, path, "refuse")
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -60,7 +47,7 @@ def remove_left(root: Path) -> None:
 def left(root: Path) -> list[Path]:
     """Return the half-made folders whose command has ended."""
     paths = []
-    for path in sorted(root.glob(f"{_PREFIX}*")):
+    for path in sorted(root.glob(f"{files.TEMPORARY}*")):
         with suppress(OSError):
             paths += [path] if _is_left(path) else []
     return paths

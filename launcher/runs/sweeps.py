@@ -8,7 +8,6 @@
 
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing import Any
 from launcher.errors import RunFault, UnknownRun, nearest
 from launcher.runs import find as runs
 from launcher.runs.directory import Run, runs_root
-from launcher.runs.making import hidden
-from runspec import files
+from runspec import files, publish
 
 _NAME = re.compile(r"\d{8}-\d{6}-(?P<label>[A-Za-z0-9][A-Za-z0-9._-]{0,63})-[0-9a-f]{4}\Z")
 
@@ -71,7 +69,7 @@ class SweepDirectory:
             RunFault: one cannot be renamed.
         """
         for run in map(self.run_of, self.cells):
-            made = hidden(run.path)
+            made = publish.hidden(run.path)
             if made.is_dir() and not run.path.exists():
                 try:
                     os.rename(made, run.path)
@@ -100,20 +98,17 @@ def create(path: Path, record: Mapping[str, Any], scripts: Mapping[str, str]) ->
     Raises:
         RunFault: it cannot be made.
     """
-    temporary = hidden(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir(mode=0o750)
-        (temporary / files.TASKS).mkdir()
-        for cell in record["cells"]:
-            link = temporary / files.TASKS / str(cell["number"])
-            link.symlink_to(Path("..", "..", "..", "runs", cell["run"]))
-        for name, text in scripts.items():
-            files.write_text(temporary / name, text)
-        files.write_json(temporary / files.SWEEP, dict(record))
-        os.rename(temporary, path)
+        with publish.folder(path, "refuse", alone=True) as temporary:
+            temporary.chmod(temporary.stat().st_mode & ~0o027)
+            (temporary / files.TASKS).mkdir()
+            for cell in record["cells"]:
+                link = temporary / files.TASKS / str(cell["number"])
+                link.symlink_to(Path("..", "..", "..", "runs", cell["run"]))
+            for name, text in scripts.items():
+                files.write_text(temporary / name, text)
+            files.write_json(temporary / files.SWEEP, dict(record))
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise RunFault(
             f"cannot make the sweep's directory {path}: {error.strerror or error}: set "
             "COOKBOOK_ROOT to a folder that you own, with free space, on the shared filesystem"

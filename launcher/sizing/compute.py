@@ -1,7 +1,7 @@
 """How long a GPU computes in a step, term by term; nothing of it is fitted to a single run.
 
 Each term is FLOPs or bytes over what a kind of kernel reaches of the GPU's data sheet. What they
-reach is in `Reached`, with its source; docs/performance.md compares the sum with published rows.
+reach is in `Reached`, with its source; benchmarks/results/published.md compares the sum.
 
     products        a matrix product takes its FLOPs, and besides reads and writes its matrices
     grouped         the experts' products: those of their rows, at a part of that speed
@@ -70,9 +70,9 @@ FP32_SHARE = 1 / 15
 BACKWARD_PRODUCTS = 2.5
 # Kernels of a layer beside its products: norms, rotary embedding, attention, activation, residual.
 KERNELS, ADAPTER_KERNELS, EXPERT_KERNELS = 12, 3, 45
-# How far published rows lie from their predictions (docs/performance.md): nine in ten of dense
-# models within the first, those with experts within the second. Of linear attention none is
-# published that computes it as the trainer does.
+# How far published rows lie from their predictions (benchmarks/results/published.md): nine in ten
+# of dense models within the first, those with experts within the second. Of linear attention none
+# is published that computes it as the trainer does.
 DENSE, OTHER = 0.15, 0.3
 
 

@@ -190,8 +190,8 @@ def _adapter(
         mlp = bool(model.get("apply_lora_to_mlp"))
         targets = [n for n, part in shape.names.items() if _last(n) in named or part == "mlp" * mlp]
     rank = int(model.get("lora_rank") or adapters.TORCHTUNE_RANK)
-    patterned = [*targets, *(_TABLES[name] for name in _TABLES if name in named)]
-    names_of = {own: f"model.{name}" for name, own in _TABLES.items()}
+    patterned = [*targets, *(["output"] if "lm_head" in named else [])]
+    names_of = {"output": "model.lm_head"}
     return {
         "own": own,
         "own_sizes": () if low_rank else kind.numbers(model),
@@ -203,7 +203,6 @@ def _adapter(
         ),
         "lora_targets": tuple(targets),
         "lora_output": bool(model.get("apply_lora_to_output")) or "lm_head" in named,
-        "lora_embedding": low_rank and "embed_tokens" in named,
         "dropout": bool(model.get("lora_dropout")),
     }
 

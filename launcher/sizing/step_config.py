@@ -48,7 +48,6 @@ class StepConfig:
     lora_ranks: tuple[tuple[str, int], ...] = ()  # by matrix, of those with another rank
     lora_targets: tuple[str, ...] = ()  # names of a block's matrices
     lora_output: bool = False
-    lora_embedding: bool = False
     saved: tuple[str, ...] = ()  # tok_embeddings, output: trained whole beside the adapter
     own_sizes: tuple[tuple[str, int], ...] = ()  # by key of the model block
     dropout: bool = False
@@ -125,7 +124,7 @@ class StepConfig:
         method = "qfull" if self.teacher_quantised else "full"
         teacher = replace(own, shape=self.teacher, method=method, lora_targets=(), saved=())
         teacher = replace(teacher, fp8_base=False)
-        return (*reference, replace(teacher, lora_output=False, lora_embedding=False))
+        return (*reference, replace(teacher, lora_output=False))
 
     @property
     def nodes(self) -> int:
@@ -273,7 +272,6 @@ class StepConfig:
         """
         keys = block.attention.kv_width if block and block.attention else 0
         own = {"lora_rank": self.lora_rank, "dim": self.shape.dim, "kv": keys}
-        own["vocab"] = self.shape.vocab
         return prod({**own, **known, **dict(self.own_sizes)}[size] for size in sizes)
 
     def numbers_of(
@@ -293,10 +291,11 @@ class StepConfig:
 
     def table_adapter(self, name: str) -> float:
         """Numbers that the adapter adds to tok_embeddings or to output."""
-        if name == "output":
-            return self.adapter_numbers(name, self.shape.output) if self.lora_output else 0
-        known = {"lora_rank": self.rank_of(name)}
-        return self.numbers_of(["embedding"], known) if self.lora_embedding else 0
+        return (
+            self.adapter_numbers(name, self.shape.output)
+            if self.lora_output and name == "output"
+            else 0
+        )
 
     def rank_of(self, name: str) -> int:
         """LoRA's rank of the matrix of this name."""
@@ -309,7 +308,7 @@ class StepConfig:
             return 0
         if self.is_full:
             return round(self.shape.parameters * self.trained_share) + self.score_head
-        added = sum(map(self.table_adapter, ("output", "tok_embeddings")))
+        added = self.table_adapter("output")
         for block, count in self.shape.blocks:
             added += count * self.numbers_of(["block"], {}, block)
             added += count * sum(self.adapter_numbers(n, m) for n, m in self.adapted(block))

@@ -16,15 +16,13 @@ from launcher.errors import StoreFault, UsageFault, nearest
 from launcher.tracking import importer
 from launcher.tracking import store as stores
 from launcher.tracking.store import Store
-from runspec import files
+from runspec import files, weights
 
 ALIASES = ("candidate", "staging", "champion")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _TAG = 4900
 # Of models on a server that come from no run.
 _EXPERIMENT = "registered models"
-# Files of a tokenizer, the model's config.json among them.
-_TOKENIZER = {".json", ".jinja", ".model", ".txt"}
 
 
 @dataclass(frozen=True)
@@ -297,10 +295,11 @@ def _write_model(place: Path, folder: Path, copy: bool, linked: bool) -> None:
             tokenizer.parent.mkdir()
             tokenizer.symlink_to(Path("..") / "model")
         else:
-            tokenizer.mkdir(parents=True)
-            for path in folder.iterdir():
-                if path.is_file() and path.suffix in _TOKENIZER:
-                    shutil.copyfile(path, tokenizer / path.name)
+            for path in weights.tokenizer_files(folder):
+                (copied := tokenizer / path.relative_to(folder)).parent.mkdir(
+                    parents=True, exist_ok=True
+                )
+                shutil.copyfile(path, copied)
         by = {"model_binary": "model"}
         if not (linked or copy):
             by = {"local_base_model_path": str(folder.resolve())}

@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher import venv
 from launcher.errors import StoreFault, UsageFault
-from launcher.runs import lock
+from runspec import lock
 from runspec.keys.key import KINDS
 
 # Several commands may wait for their turn, each of which takes seconds, or minutes to import runs.
@@ -176,29 +176,24 @@ def written_by_one(folder: Path) -> Iterator[None]:
         StoreFault: the folder cannot be written or locked, or another command holds the lock.
     """
     path = folder / ".lock"
-    try:
-        folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        raise StoreFault(
-            f"cannot write {folder}: {error.strerror}: check the folder, or set COOKBOOK_ROOT"
-        ) from error
     wait_s = float(os.environ.get("COOKBOOK_STORE_WAIT_S", _WAIT_S))
 
     def waiting(holder: str) -> None:
         message = f"waiting for another cookbook command ({holder}), which writes {folder}"
         print(f"{message}: up to {wait_s:g} s", file=sys.stderr)
 
+    try:
+        folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+        file = lock.take(path, wait_s, waiting)
+    except lock.Held as error:
+        raise StoreFault(
+            f"{path} is locked by another cookbook command ({error}): repeat the command once "
+            "that has ended"
+        ) from error
+    except OSError as error:
+        raise StoreFault(
+            f"cannot lock {path}: {error.strerror}: its filesystem must be writable, and mounted "
+            "with locks (flock); or set COOKBOOK_ROOT"
+        ) from error
     with file:
-        try:
-            lock.take(file, wait_s, waiting)
-        except lock.Held as error:
-            raise StoreFault(
-                f"{path} is locked by another cookbook command ({error}): repeat the command once "
-                "that has ended"
-            ) from error
-        except OSError as error:
-            raise StoreFault(
-                f"cannot lock {path}: {error.strerror}: mount its filesystem with locks (flock)"
-            ) from error
         yield

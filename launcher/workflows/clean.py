@@ -13,11 +13,14 @@ from launcher import paths
 from launcher.runs import code, making, trust
 from launcher.runs.directory import Run, runs_root
 from launcher.runs.find import every
-from launcher.runs.states import judged
+from launcher.runs.states import State, judged
 from runspec import files
 
 # A run that is being submitted may not link to its code yet.
 _YOUNG_S = 86400
+# A run replaces files in its directory at each step. One that has not for so long may still wait
+# for its nodes; then its data is tokenised again.
+OTHERS_S = 30 * 86400
 _TREE = re.compile(r"/sent-\d+/trees/([0-9a-f]{64})\b")
 # Of checkpoints that training has put aside.
 _ASIDE = ("damaged_step_*", "copy_step_*")
@@ -33,13 +36,24 @@ class Item:
 
 
 def alive(root: Path) -> set[str]:
-    """Return the runs under a shared folder that wait or run, or of which nobody can tell."""
-    # A run of a sweep that has no job yet will get one. A colleague's may be private.
-    return {
-        run.name
-        for run, state in judged(every(runs_root(root)))
-        if not state.ended or state.word == "PENDING" or not _is_readable(run)
-    }
+    """Return the runs under a shared folder that wait or run, or of which nobody can tell.
+
+    A colleague's of which nobody can tell, such as a private one, counts as ended if its directory
+    has not changed for OTHERS_S: this user could not end it.
+    """
+    return {run.name for run, state in judged(every(runs_root(root))) if _may_live(run, state)}
+
+
+def _may_live(run: Run, state: State) -> bool:
+    # A run of a sweep that has no job yet will get one.
+    if state.ended and state.word != "PENDING" and _is_readable(run):
+        return False
+    if state.source == "squeue" or not trust.is_anothers(run.path):
+        return True
+    try:
+        return time.time() - run.path.stat().st_mtime < OTHERS_S
+    except OSError:
+        return True
 
 
 def _is_readable(run: Run) -> bool:

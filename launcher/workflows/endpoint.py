@@ -8,12 +8,12 @@ from typing import Any
 
 from launcher import executors
 from launcher.errors import EndpointFault, UsageFault, nearest
-from launcher.runs import directory, lock
+from launcher.runs import directory
 from launcher.runs.directory import Run
 from launcher.runs.states import states
 from launcher.site import Site
 from runspec import endpoint as endpoints
-from runspec import files
+from runspec import files, lock
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Endpoint:
     @contextmanager
     def alone(self, wait_s: float = 0.0) -> Iterator[None]:
         """Let no other command change what it serves meanwhile; EndpointFault if one does."""
-        with open(self.folder / files.LOCK, "a+") as file:
-            try:
-                lock.take(file, wait_s)
-            except lock.Held as held:
-                raise EndpointFault(
-                    f"another command is changing {self.name} ({held}): wait for it, and try again"
-                ) from held
+        try:
+            file = lock.take(self.folder / files.LOCK, wait_s)
+        except lock.Held as held:
+            raise EndpointFault(
+                f"another command is changing {self.name} ({held}): wait for it, and try again"
+            ) from held
+        with file:
             yield
 
     @property

@@ -2,14 +2,17 @@
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from launcher.errors import UsageFault, nearest
+from launcher.errors import EndpointFault, UsageFault, nearest
 from launcher.recipes.recipe import NAME, NAME_RULE
 from launcher.workflows.endpoint import Endpoint
 from runspec import endpoint as endpoints
-from runspec import files
+from runspec import files, lock
+
+_WAIT_S = 30.0
 
 
 def add(endpoint: Endpoint, user: str, limits: dict[str, int | None]) -> str:
@@ -20,18 +23,20 @@ def add(endpoint: Endpoint, user: str, limits: dict[str, int | None]) -> str:
 
     Raises:
         UsageFault: the name is not allowed, or the user has a key.
+        EndpointFault: another command changes the users, and goes on with it.
     """
     if not NAME.match(user):
         raise UsageFault(f"the user name {user!r} may contain only {NAME_RULE}")
-    users = endpoints.users(endpoint.folder)
-    if user in users and users[user].get("revoked") is None:
-        raise UsageFault(
-            f"{user} already has a key: change its limits with --set-limits {endpoint.name}, or "
-            f"revoke it first with: cookbook serve --revoke-key {endpoint.name} --user {user}"
-        )
-    key = f"ck-{secrets.token_urlsafe(32)}"
-    entry = {"sha256": endpoints.key_hash(key), "created": time.time(), "revoked": None}
-    _write(endpoint, {**users, user: {**entry, **limits}})
+    with _changed(endpoint) as users:
+        if user in users and users[user].get("revoked") is None:
+            raise UsageFault(
+                f"{user} already has a key: change its limits with --set-limits {endpoint.name}, "
+                "or revoke it first with: cookbook serve --revoke-key "
+                f"{endpoint.name} --user {user}"
+            )
+        key = f"ck-{secrets.token_urlsafe(32)}"
+        entry = {"sha256": endpoints.key_hash(key), "created": time.time(), "revoked": None}
+        users[user] = {**entry, **limits}
     return key
 
 
@@ -43,25 +48,26 @@ def limit(endpoint: Endpoint, user: str, limits: Mapping[str, int | None]) -> No
 
     Raises:
         UsageFault: there is no such user.
+        EndpointFault: as of add.
     """
-    users = _with_key(endpoint, user)
-    _write(endpoint, {**users, user: {**users[user], **limits}})
+    with _changed(endpoint) as users:
+        _require(user, users)
+        users[user] |= limits
 
 
 def revoke(endpoint: Endpoint, user: str) -> None:
-    """Let a user's key open nothing from now on; UsageFault if there is no such key."""
-    users = _with_key(endpoint, user)
-    _write(endpoint, {**users, user: {**users[user], "revoked": time.time()}})
+    """Let a user's key open nothing from now on; errors as of limit."""
+    with _changed(endpoint) as users:
+        _require(user, users)
+        users[user]["revoked"] = time.time()
 
 
-def _with_key(endpoint: Endpoint, user: str) -> dict[str, dict[str, Any]]:
-    """Return all users; UsageFault if this one has no valid key."""
-    users = endpoints.users(endpoint.folder)
+def _require(user: str, users: Mapping[str, dict[str, Any]]) -> None:
+    """Raise UsageFault if this user has no valid key."""
     valid = sorted(name for name, each in users.items() if each.get("revoked") is None)
     if user not in valid:
         known = f"there are {', '.join(valid)}" if valid else "there is none"
         raise UsageFault(f"there is no key for user {user!r}{nearest(user, valid)}: {known}")
-    return users
 
 
 def rows(endpoint: Endpoint) -> list[dict[str, Any]]:
@@ -75,5 +81,19 @@ def rows(endpoint: Endpoint) -> list[dict[str, Any]]:
     return users
 
 
-def _write(endpoint: Endpoint, users: dict[str, dict[str, Any]]) -> None:
-    files.write_json(endpoint.folder / endpoints.USERS, users, mode=0o600)
+@contextmanager
+def _changed(endpoint: Endpoint) -> Iterator[dict[str, dict[str, Any]]]:
+    """Yield the users, and write what the block has made of them; one command at a time.
+
+    Not by the endpoint's own lock, which a command holds while replicas start.
+    """
+    try:
+        held = lock.take(endpoint.folder / f".{endpoints.USERS}.lock", _WAIT_S)
+    except lock.Held as error:
+        raise EndpointFault(
+            f"another command is changing the users of {endpoint.name} ({error}): try again"
+        ) from error
+    with held:
+        users = endpoints.users(endpoint.folder)
+        yield users
+        files.write_json(endpoint.folder / endpoints.USERS, users, mode=0o600)

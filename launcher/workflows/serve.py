@@ -1,6 +1,5 @@
 """Serving a model: its jobs, its gateway, a successor without a gap, and the end of them."""
 
-import http.client
 import os
 import secrets
 import shutil
@@ -9,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace as changed
 from math import isclose
 from pathlib import Path
@@ -340,11 +339,10 @@ def end_hung_gateway(endpoint: Endpoint) -> bool:
 
 def _answers(url: str) -> bool:
     """Whether a gateway answers at all; the kernel accepts connections to one that is stopped."""
-    place = urlparse(url)
-    asking = http.client.HTTPConnection(str(place.hostname), place.port, timeout=_SILENT_S)
-    with closing(asking), suppress(OSError, http.client.HTTPException):
-        asking.request("GET", "/health")
-        return bool(asking.getresponse().status)
+    from runspec import client  # few commands ask
+
+    with suppress(OSError):
+        return bool(client.send(f"{url}/health", timeout_s=_SILENT_S).status)
     return False
 
 

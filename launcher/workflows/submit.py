@@ -18,10 +18,9 @@ from launcher.recipes import rewards
 from launcher.recipes.recipe import NAME, NAME_RULE, Recipe, Resources
 from launcher.runs import built, code, directory, provenance
 from launcher.runs.directory import Run
-from launcher.runs.making import hidden
 from launcher.site import Site, with_site_defaults
 from launcher.workflows.prepare import missing, prepare
-from runspec import files
+from runspec import files, publish
 
 
 @dataclass(frozen=True)
@@ -218,5 +217,5 @@ def refuse(faults: list[str]) -> None:
 
 def discard(run: Run) -> None:
     """Remove a run that was never started, whether it has its name already or not."""
-    for path in (run.path, hidden(run.path)):
+    for path in (run.path, publish.hidden(run.path)):
         shutil.rmtree(path, ignore_errors=True)

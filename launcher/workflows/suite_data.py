@@ -19,7 +19,7 @@ from runspec.keys.preference import DpoConfig
 OF_ANSWERS, OF_PAIRS = "validation", "pairs"
 _ASKING = ("perplexity", "generation", "judge", "pair_accuracy")
 # Keys of a task that name a file or folder.
-_PATHS = ("data", "reward_model", "include_path", "judge_key_file", "schema", "output")
+_PATHS = ("data", "include_path", "judge_key_file", "schema", "output")
 _INSTRUCT = "torchtune.datasets.instruct_dataset"
 _GIVE = "give a file of questions and answers: --data FILE"
 
@@ -39,16 +39,23 @@ def overrides(
         suite: its file. data: a file for all tasks, instead of what they name.
 
     Raises:
-        UsageFault: a task names none, and there is no run, or it has no validation data.
+        UsageFault: a task names none, and there is no run, or it has no validation data; or a file
+            is given that no task reads.
     """
     tasks = extend.read(suite)[0].get("tasks")
-    asking = {
-        name: task
-        for name, task in (tasks.items() if isinstance(tasks, dict) else ())
-        if isinstance(task, dict) and task.get("kind") in _ASKING
-    }
+    blocks = tasks.items() if isinstance(tasks, dict) else ()
+    named = {name: task for name, task in blocks if isinstance(task, dict)}
+    asking = {name: task for name, task in named.items() if task.get("kind") in _ASKING}
+    others = ", ".join(f"{n} ({task.get('kind')})" for n, task in named.items() if n not in asking)
     if data is not None:
-        return [f"tasks.{name}.data={json.dumps(data)}" for name in asking], ()
+        if not asking:
+            raise UsageFault(
+                f"--data {data}: no task of {suite} reads samples: {others or 'it has no task'}; "
+                f"leave it out, or give a suite of {', '.join(_ASKING)} tasks, such as "
+                f"--suite {OF_ANSWERS}"
+            )
+        notes = (f"--data is not read by these tasks: {others}",) if others else ()
+        return [f"tasks.{name}.data={json.dumps(data)}" for name in asking], notes
     keys = {override.key_of(text) for text in typed}
     without = [
         name
@@ -61,8 +68,8 @@ def overrides(
     if run is None:
         raise UsageFault(f"the model belongs to no run whose validation data it could use: {_GIVE}")
     block = validation_of(run)
-    named = block.get("data_files") or block.get("data_dir") or block.get("source")
-    whole = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
+    source = block.get("data_files") or block.get("data_dir") or block.get("source")
+    whole = ", ".join(map(str, source)) if isinstance(source, list) else str(source)
     told = f"the samples are dataset_val of {run.name}: {whole}, split {block.get('split')}"
     return [f"tasks.{name}.dataset={json.dumps(block)}" for name in without], (told,)
 

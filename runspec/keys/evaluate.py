@@ -72,17 +72,6 @@ _TASK = (
     Key("labels", "texts", "For classification: the labels. Default: those of the references."),
     Key("regex", "text", "For the metric regex: pattern that an answer must contain."),
     Key("schema", "any", "For the metric schema: a JSON schema, or its path."),
-    Key(
-        "reward_model",
-        "text",
-        "For generation: folder of a reward model, whose mean score is the metric reward.",
-    ),
-    Key(
-        "best_of",
-        "positive",
-        "For generation with reward_model: answers drawn for each prompt, of which the one with "
-        "the highest score counts. Default: 1.",
-    ),
     Key("output", "text", "For batch: JSON lines file for the answers, in order."),
     Key("judge_url", "text", "For judge: URL of an OpenAI server, such as http://host:8000/v1."),
     Key("judge_model", "text", "For judge: the model's name on the server."),
@@ -100,7 +89,7 @@ COMPARED = (
 )
 COMPARED_OF_TASK = (
     *("system", "labels", "regex", "schema", "judge_url", "judge_model"),
-    *("tasks", "num_fewshot", "include_path", "reward_model", "best_of"),
+    *("tasks", "num_fewshot", "include_path"),
 )
 
 
@@ -121,14 +110,6 @@ def task_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
         for fault in faults(task, TASK):
             yield Fault(f"{where}.{fault.key}", f"{fault.text} in {where}")
         yield from _needs(where, task)
-        if (task.get("best_of") or 1) != 1 and not (
-            task.get("reward_model") and config.get("temperature")
-        ):
-            yield Fault(
-                f"{where}.best_of",
-                f"{where}.best_of: needs {where}.reward_model, and temperature above 0 so that "
-                "the answers differ",
-            )
 
 
 def _needs(where: str, task: Mapping[str, Any]) -> Iterator[Fault]:

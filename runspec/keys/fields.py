@@ -139,7 +139,6 @@ class TrainingKeys:
                 nullable=False,
             ),
             Key("warmup_ratio", "rate", "The same as a share of all steps, such as 0.03."),
-            Key("warmup_start_factor", "rate", "Share of the rate at which warmup begins, not 0."),
             Key("decay_ratio", "rate", "Share of all steps in which get_wsd_schedule falls."),
         ),
     )
@@ -152,9 +151,6 @@ class TrainingKeys:
     freeze: list[str] | None = setting(
         "texts",
         "Patterns of names of parameters that are not trained: model.layers.[0-9].*.",
-    )
-    neftune_noise_alpha: float | None = setting(
-        "number", "NEFTune: noise on the embeddings, such as 5. Default: none.", may_change=True
     )
     clip_grad_norm: float | None = setting(
         "number", "Maximum gradient norm. Default: no clipping.", may_change=True

@@ -33,7 +33,7 @@ class ModelKeys:
                 "lora_modules",
                 "texts",
                 "What gets LoRA, by the last part of its name: linear layers, such as q_proj, and "
-                "embed_tokens and lm_head; not for torchtune builders. Default: all linear layers "
+                "lm_head; not for torchtune builders. Default: all linear layers "
                 "of the blocks.",
             ),
             Key(
@@ -74,24 +74,12 @@ class ModelKeys:
                 False,
             ),
             Key(
-                "lora_plus_ratio",
-                "number",
-                "LoRA+: the learning rate of B over that of A, such as 16; optimizer.lr is A's.",
-            ),
-            Key(
                 "rank_pattern",
                 "open block",
                 "Ranks of single layers, by the end of a layer's name or a regular expression: "
                 "{down_proj: 32}.",
             ),
             Key("alpha_pattern", "open block", "The same of lora_alpha."),
-            Key(
-                "init_lora_weights",
-                "kaiming | gaussian | orthogonal | pissa",
-                "What A and B begin as: kaiming and gaussian set B to zero; orthogonal sets "
-                "neither, and their product is zero; pissa takes the largest singular values out "
-                "of the weights. Default: kaiming.",
-            ),
             Key(
                 "num_virtual_tokens",
                 "positive",

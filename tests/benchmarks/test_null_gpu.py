@@ -205,7 +205,7 @@ def _can_be_counted(name: str) -> bool:
 @pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
 @pytest.mark.parametrize("name", [name for name in recipes.names() if _can_be_counted(name)])
 def test_the_estimate_matches_the_cuda_allocator(name: str, tmp_path: Path) -> None:
-    """One GPU of each unchanged recipe, layers compiled; docs/memory.md has the figures."""
+    """One GPU of each unchanged recipe, layers compiled."""
     loaded = recipes.load(name)
     config = loaded.train_config(tmp_path, str(tmp_path / "run"))
     file, shape = tmp_path / "train.yaml", loaded.resources

@@ -16,7 +16,7 @@ from launcher.runs.directory import Run
 from launcher.runs.states import state_of
 from slurm import records
 from slurm.recorder import NotRecorded, Recorder
-from tests.faults.kit import attempts
+from tests.faults.kit import attempts, processes_of
 from tests.launcher.kit import report, until
 from tests.launcher.test_job_script import made
 
@@ -323,3 +323,16 @@ def test_a_job_that_pauses_before_the_next_attempt_ends_at_once(tmp_path, plain_
     job.terminate()
     assert job.wait(20) == 143, said(run.path)
     assert (run.status["state"], run.status["cause"]) == ("CANCELLED", "cancelled"), run.status
+
+
+def test_the_recipes_timeout_ends_an_attempt_whatever_its_command_makes_of_it(place, plain_env):
+    run = made(place, "import time; time.sleep(600)\n", max_retries=3).path
+    script = run / "job.sbatch"
+    text = re.sub("(?m)^(export RUN_DIR=.*)", r"\1 TIMEOUT_S=2", script.read_text())
+    script.write_text(
+        text.replace("exec ", "trap 'kill $!; exit 0' TERM; sleep 600 & wait; exec ", 1)
+    )
+    assert start(run, plain_env).wait(timeout=60) == 1, said(run)
+    (line,) = attempts(run)
+    assert (line["cause"], line["exit_code"]) == ("timeout", 124)
+    until(lambda: not processes_of(run), 30, lambda: f"left over: {processes_of(run)}")

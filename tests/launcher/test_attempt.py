@@ -414,10 +414,10 @@ def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsy
     records.begin(run_dir, ["n1"])
     checkpoint(run_dir, 10)
     records.end(run_dir, 0, 1, max_retries=0)
-    assert capsys.readouterr().err.count("make a new run with: cookbook submit") == 0
+    assert capsys.readouterr().out.count("make a new run with: cookbook submit") == 0
     monkeypatch.setenv("JOB_PID", str(os.getpid()))
     records.begin(run_dir, ["n1"])
-    told = capsys.readouterr().err
+    told = capsys.readouterr().out
     assert f"continues the run of job local-1 in {run_dir}, from the checkpoint of step 10" in told
     assert "make a new run with: cookbook submit" in told
 

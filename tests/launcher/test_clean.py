@@ -109,6 +109,21 @@ def test_what_open_runs_and_programs_need_stays(root: Path):
     assert not any(path.exists() for path in (*stays, unused, program))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to somebody else")
+def test_a_colleagues_run_that_cannot_be_read_keeps_tokenised_data_for_a_while(root: Path):
+    run = root / "runs/20260101-000000-theirs-abcd"
+    tokens = aged(root / "runs/.data_cache/old/tokens", 30)
+    aged(run / "logs/job.log", 40)
+    (run / "status.json").symlink_to("status.json")
+    then = time.time() - 40 * 86400
+    for uid, changed in ((0, then), (pwd.getpwnam("nobody").pw_uid, time.time())):
+        os.chown(run, uid, -1)
+        os.utime(run, (changed, changed))
+        assert clean("--yes").exit_code == 0 and tokens.exists()
+    os.utime(run, (then, then))
+    assert clean("--yes").exit_code == 0 and not tokens.exists()
+
+
 def test_data_that_a_run_uses_stay(root: Path):
     """By default what was used within a week; --older sets it."""
     tokens = aged(root / "runs/.data_cache/recent/tokens", 3)

@@ -108,6 +108,11 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["cancel", "17"], 2, "matches '17'"),
         (["watch", "../.."], 2, "matches '../..'"),
         (["tensorboard"], 2, "there is no run"),
+        (
+            ["eval", "last", "--results", "--data", "mine.csv", "--nodes", "2"],
+            2,
+            "--results starts nothing and shows the newest result: leave --data, --nodes out",
+        ),
         (["notebook", "--jupyter", "/no/such"], 1, "there is no program /no/such: install it"),
         (["notebook", "--here", "--time", "5"], 2, "--time cannot be used with --here"),
         (["recipes", "llama9b"], 2, "there is no recipe"),
@@ -324,7 +329,8 @@ def test_cpus_per_gpu_are_the_gpus_share_of_the_smallest_node_that_has_them(slur
     def cpus(*options: str) -> list[str]:
         done = slurm_user.cookbook("submit", "llama1b_lora", "--dry-run", *options)
         lines = done.stdout.splitlines()
-        return [line.rpartition("=")[2] for line in lines if "--cpus-per-task" in line]
+        asked = (line for line in lines if line.startswith("#SBATCH --cpus-per-task"))
+        return [line.rpartition("=")[2] for line in asked]
 
     listed = slurm.run(["sinfo", "--noheader", "--format=%R|%G|%c"]).stdout.split()
     nodes = [line.split("|") for line in listed]

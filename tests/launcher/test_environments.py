@@ -43,7 +43,7 @@ def loaded(block: str, *more: str) -> recipe.Recipe:
         ("{kind: conda, conda: llm}", ["enter_conda llm ''", "find_python python"]),
         ("{kind: modules, modules: [cuda/12.8]}", ["load_module cuda/12.8", "exec python -P"]),
         ("{prefix: [numactl, --localalloc]}", ["exec numactl --localalloc python -P"]),
-        ("{srun: [--mpi=none]}", ["STEP_OPTIONS=(--mpi=none)"]),
+        ("{srun: [--mpi=none]}", ["--export=ALL \\\n  --mpi=none \\\n  bash -c"]),
         ("{variables: {A: 1 2}}", ["export A='1 2'"]),
         *[
             (

@@ -1,5 +1,6 @@
 """What is said of runs that squeue, sacct and this host know nothing of; broken records."""
 
+import errno
 import os
 import shutil
 import socket
@@ -23,6 +24,7 @@ from launcher.runs.states import state_of, states
 from launcher.workflows.cancel import cancel
 from launcher.workflows.resume import resume
 from runspec import files
+from tests.failing_storage import FailingStorage
 from tests.launcher.kit import Kit
 
 NAME = "20260102-030405-demo-0a1b"
@@ -243,3 +245,23 @@ def test_another_runs_damage_is_never_mine(tmp_path, user: Kit, command):
         (run.path / name).write_text(DEEP)
     done = user.cookbook(*command.split())
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EACCES, "ask its owner for access; who that is, says: namei -l"),
+        (errno.ELOOP, "look at it with: namei -l"),
+        (errno.ESTALE, "check its filesystem, and try again"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(tmp_path, user: Kit, number, remedy):
+    storage = FailingStorage(tmp_path)
+    variables = {**storage.env, "STORAGE_WAIT_S": "0", "COOKBOOK_ROOT": str(tmp_path)}
+    user = Kit({**user.env, **variables}, tmp_path)
+    runs = run_of(tmp_path, {"state": "COMPLETED", "job_id": "1"}, job_id="1").path.parent
+    storage.fail(str(runs), number)
+    done = user.cookbook("status")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    told = (f"error: {runs}", os.strerror(number), remedy)
+    assert all(part in done.stderr for part in told), done.stderr

@@ -154,3 +154,21 @@ def test_columns_can_be_named(site: Site, run: Run, tmp_path: Path):
     tasks = evaluate.plan(site, run.name, None, None, named).recipe.config["tasks"]
     (sample,) = read_samples.read("likelihood", tasks["likelihood"])
     assert (sample.prompt, sample.reference) == ("a?", "b")
+
+
+TASKS = {
+    "harness": {"kind": "lm_eval", "tasks": ["arc_easy"]},
+    "answers": {"kind": "generation"},
+}
+
+
+def test_a_file_that_no_task_reads_is_told_before_the_queue(site: Site, run: Run, tmp_path: Path):
+    data, suite = str(table(tmp_path / "test.csv", ROWS[:3])), tmp_path / "own.yaml"
+    suite.write_text(yamlfile.dump({"entry": "eval", "candidate": None, "tasks": TASKS}))
+    planned = evaluate.plan(site, run.name, str(suite), None, data=data)
+    assert planned.notes == ("--data is not read by these tasks: harness (lm_eval)",)
+    only = {"harness": TASKS["harness"]}
+    suite.write_text(yamlfile.dump({"entry": "eval", "candidate": None, "tasks": only}))
+    assert evaluate.plan(site, run.name, str(suite), None).candidate.run == run
+    with pytest.raises(UsageFault, match=r"--data .*: no task of .* reads samples: harness \(lm_e"):
+        evaluate.plan(site, run.name, str(suite), None, data=data)

@@ -98,7 +98,7 @@ def test_what_the_course_saw_fit_one_gpu_is_predicted_to_fit():
 def test_the_comparison_with_published_figures_is_the_one_in_the_docs():
     from benchmarks.published import lines, memory_rows
 
-    page = (paths.REPO_ROOT / "docs" / "sweeps.md").read_text()
+    page = (paths.REPO_ROOT / "benchmarks/results/published.md").read_text()
     assert "\n".join(lines()) in page
     close = [abs(moment / theirs - 1) < 0.05 for _, _, moment, theirs, _ in memory_rows()]
     assert close == [True, True, True, False]

@@ -16,7 +16,7 @@ from launcher.recipes.environment import Environment
 from launcher.runs import built, code, directory, trust
 from launcher.runs.directory import Run
 from launcher.site import Site
-from launcher.workflows.resume import Changes, _refuse_others
+from launcher.workflows.resume import Changes, _refuse_others, resume
 
 
 def test_only_code_that_nobody_else_could_change_is_used(tmp_path):
@@ -118,6 +118,10 @@ def test_what_belongs_to_a_colleague_is_used_if_the_site_names_them(tmp_path):
         _refuse_others(run, None)
     site = Site(trusted_users=["nobody"])
     _refuse_others(run, Changes(site))
+    # For a colleague, who is not root, the lock cannot be opened.
+    (run.path / ".lock").mkdir()
+    with pytest.raises(RunFault, match=r"belongs to nobody, and a job .*: cookbook replay 2026"):
+        resume(run)
     run.path.chmod(0o775)
     for uid in (nobody.pw_uid, 0):
         os.chown(run.path, uid, -1)

@@ -22,11 +22,11 @@ from aiohttp import web
 from launcher import paths
 from runspec import engine_start
 from runspec.keys.serve import SERVE
-from serving import backends, engines, parameters
+from serving import engines, parameters
 from serving.backends import Backend
 from serving.front import Front
 from serving.journal import Journal, read
-from serving.keys import Keys
+from serving.keys import Keys, Quotas
 from tests.launcher.kit import until
 from tests.serving.test_protocol import KEY, front
 
@@ -71,14 +71,6 @@ TWO_IN_A_ROW = """{% for m in messages %}{% if loop.previtem and loop.previtem.r
 {{ raise_exception('two in a row') }}{% endif %}{% endfor %}"""
 
 
-class Own:
-    def __init__(self, backend: Backend) -> None:
-        self.known = {"a": backend}
-
-    def choose(self, tried: set[str]) -> Backend | None:
-        return self.known["a"]
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, Path]]:
     """A client, and the log of the front before the engine."""
@@ -89,19 +81,19 @@ def served(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, Path]]:
     template = folder / "tiny" / "chat_template.jinja"
     template.write_text(TWO_IN_A_ROW + template.read_text())
     config = {**SETTINGS, "model": str(folder / "tiny"), "device": "cpu", "dtype": "float32"}
-    engine = engines.command(config, folder, 0, 0, "")
+    engine = engines.command(config, folder, 0)
     with open(folder / "engine.log", "wb") as log:
         process = subprocess.Popen([*engine_start.python({}), *engine.argv], stdout=log, stderr=log)
     ready, loop, place = threading.Event(), asyncio.new_event_loop(), []
 
     async def serve() -> None:
-        backend = Backend("a", "http://engine", "", str(engine.socket))
-        while not await backends.answers(backend):
+        backend = Backend("a", "http://engine", socket=str(engine.socket), ready=True)
+        while await backend.get("/health") is None:
             assert process.poll() is None, (folder / "engine.log").read_text()
             await asyncio.sleep(0.2)
         takes = parameters.takes(config, engine.model)
         journal = Journal(folder / "requests")
-        proxy = Front(config, Keys("key"), Own(backend), lambda: takes, journal)
+        proxy = Front(config, Keys("key"), backend, takes, journal, Quotas(folder, "a"))
         runner = web.AppRunner(proxy.app(), handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

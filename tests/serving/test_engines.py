@@ -9,7 +9,7 @@ import pytest
 from runspec import engine_start, files
 from runspec.devices import visible
 from runspec.keys.serve import SERVE
-from serving import engines
+from serving import engines, parameters
 from serving.replica import Replica
 
 SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "intent"}
@@ -25,30 +25,39 @@ def adapter(folder: Path) -> Path:
 def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_path):
     config = {**SETTINGS, "engine": "vllm", "model": str(adapter(tmp_path / "a"))}
     config |= {"engine_args": ["--max-model-len", 4096]}
-    found = engines.command(config, tmp_path, 2, 1, "k")
+    found = engines.command(config, tmp_path, 2)
     assert found.argv == [
         *("-m", "vllm.entrypoints.cli.main", "serve", "/models/base"),
         *("--uds", str(tmp_path / "engine.sock"), "--tensor-parallel-size", "2"),
-        *("--dtype", "auto", "--served-model-name", "intent-base", "--enable-lora"),
-        *("--max-lora-rank", "32", "--lora-modules", f"intent={tmp_path / 'a'}"),
+        *("--served-model-name", "intent-base", "--enable-lora", "--max-lora-rank", "32"),
+        *("--lora-modules", f"intent={tmp_path / 'a'}", "--dtype", "auto"),
         *("--max-model-len", "4096"),
     ]
     assert (found.model, found.socket) == ("intent", tmp_path / "engine.sock")
+    # The token that ends an answer may be another one than the base's.
+    (tmp_path / "a/generation_config.json").write_text('{"eos_token_id": 7}')
+    argv = engines.command(config, tmp_path, 2).argv
+    assert argv == [
+        *found.argv[:-4],
+        *("--generation-config", str(tmp_path / "a"), "--dtype", "auto", "--max-model-len", "4096"),
+    ]
+    assert parameters.takes(config, "intent").defaults == {"eos_token_id": 7}
 
 
 def test_sglangs_key_stands_in_a_private_file(tmp_path):
     config = {**SETTINGS, "engine": "sglang", "model": str(adapter(tmp_path / "a"))}
-    found = engines.command(config, tmp_path, 1, 4711, "secret")
-    assert "secret" not in " ".join(found.argv) and found.key == "secret"
+    found = engines.command(config, tmp_path, 1)
+    assert found.key and found.key not in " ".join(found.argv)
     settings = tmp_path / "sglang.yaml"
-    assert json.loads(settings.read_text()) == {"api-key": "secret"}
+    assert json.loads(settings.read_text()) == {"api-key": found.key}
     assert settings.stat().st_mode & 0o077 == 0
     assert found.argv[:6] == [
         *("-m", "sglang.launch_server", "--config", str(settings)),
         *("--model-path", "/models/base"),
     ]
-    assert found.argv[-2:] == ["--lora-paths", f"adapter={tmp_path / 'a'}"]
-    assert (found.model, found.port, found.socket) == ("intent:adapter", 4711, None)
+    assert f"--host 127.0.0.1 --port {found.port} " in " ".join(found.argv)
+    assert f"--lora-paths adapter={tmp_path / 'a'} --dtype auto" in " ".join(found.argv)
+    assert (found.model, found.socket) == ("intent:adapter", None)
 
 
 def test_each_replica_sees_its_own_gpus():

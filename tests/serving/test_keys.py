@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 import pytest
@@ -11,15 +12,15 @@ from launcher.errors import UsageFault
 from launcher.workflows import keys as access
 from launcher.workflows.endpoint import Endpoint
 from runspec import endpoint as endpoints
-from serving.backends import Pool
+from serving.backends import Backend
 from serving.client import Client, Refused
 from serving.faults import Faults
 from serving.front import Front
+from serving.gateway import Gateway
 from serving.journal import Journal, read
 from serving.keys import Keys, Quotas
 from serving.parameters import Takes
-from serving.proxy import Proxy
-from tests.serving.test_protocol import CHAT, KEY, SAID, SETTINGS, Engine, One, opened
+from tests.serving.test_protocol import CHAT, KEY, SAID, SETTINGS, Engine, opened
 
 
 @pytest.fixture
@@ -53,6 +54,13 @@ def test_a_users_key_is_shown_once_and_kept_as_a_hash(endpoint):
     assert access.add(endpoint, "ada", {}) != key, "a revoked one may be replaced"
 
 
+def test_commands_that_change_users_at_once_lose_none(endpoint):
+    names = ["ada", "eve", "kim", "lee"]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: access.add(endpoint, name, {}), names))
+    assert sorted(endpoints.users(endpoint.folder)) == names
+
+
 def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoint):
     """A stream and an answer that are given up count, and requests at a time do not pass together.
 
@@ -69,9 +77,9 @@ def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoi
         below, port = await opened(app)
         keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, "a")
         journal, takes = Journal(endpoint.folder / endpoints.REQUESTS), Takes("vllm", "m")
-        own = One(f"http://127.0.0.1:{port}")
+        own = Backend("a", f"http://127.0.0.1:{port}", ready=True)
         words = (lambda text: len(text.split()), 1000)
-        proxy = Front(SETTINGS, keys, own, lambda: takes, journal, *words, quotas=quotas)
+        proxy = Front(SETTINGS, keys, own, takes, journal, quotas, *words)
         runner, place = await opened(proxy.app())
         url = f"http://127.0.0.1:{place}{CHAT}"
 
@@ -125,18 +133,19 @@ def test_users_are_limited_over_all_replicas_and_revoked(endpoint):
         below, port = await opened(app)
         runners, fronts, takes = [below], [], Takes("vllm", "m")
         for name in ("a", "b"):
-            own = One(f"http://127.0.0.1:{port}")
+            own = Backend("a", f"http://127.0.0.1:{port}", ready=True)
             keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, name)
             journal = Journal(endpoint.folder / endpoints.REQUESTS)
-            front = Front(SETTINGS, keys, own, lambda: takes, journal, quotas=quotas)
+            front = Front(SETTINGS, keys, own, takes, journal, quotas)
             runner, place = await opened(front.app())
             facts = {"state": "ready", "url": f"http://127.0.0.1:{place}", "version": name}
             endpoints.tell(endpoint.folder, name, facts)
             runners.append(runner)
             fronts.append((keys, quotas))
-        pool, keys = Pool(endpoint.folder), Keys(KEY, endpoint.folder)
-        pool.refresh()
-        gateway, place = await opened(Proxy(SETTINGS, keys, pool).app())
+        keys = Keys(KEY, endpoint.folder)
+        proxy = Gateway(SETTINGS, keys, endpoint.folder)
+        proxy.pool.refresh()
+        gateway, place = await opened(proxy.app())
 
         async with aiohttp.ClientSession() as client:
 
@@ -151,7 +160,7 @@ def test_users_are_limited_over_all_replicas_and_revoked(endpoint):
 
             assert [(await ask(ada))[0] for _ in range(5)] == [200, 200, 200, 200, 429]
             assert "4 of 4 requests of today" in (await ask(ada))[1]
-            asking = Client(None, f"http://127.0.0.1:{place}", ada)
+            asking = Client(endpoint.folder, ada)
             with pytest.raises(Refused, match="429: ada: 4 of 4 requests of today"):
                 await asking.ask({"messages": SAID})
             await asking.session.close()

@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -17,20 +17,18 @@ import pytest
 from aiohttp import web
 
 from runspec import endpoint as endpoints
-from runspec.keys.serve import SERVE
+from serving import proxy as proxies
 from serving.backends import Backend, Pool
 from serving.client import BrokenOff, Client
 from serving.front import Front
+from serving.gateway import Gateway
 from serving.journal import Journal, read
-from serving.keys import Keys
+from serving.keys import Keys, Quotas
 from serving.parameters import Takes
-from serving.proxy import Proxy
 from serving.proxy import runner as runner_of
 from tests.launcher.kit import until
-
-KEY = "right-key"
-CHAT = "/v1/chat/completions"
-SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "e", "version": "v1"}
+from tests.serving import test_protocol
+from tests.serving.test_protocol import CHAT, KEY, SETTINGS
 
 
 class Upstream:
@@ -68,10 +66,8 @@ class Upstream:
 
 
 async def opened(app: web.Application) -> tuple[web.AppRunner, str]:
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    runner, port = await test_protocol.opened(app)
+    return runner, f"http://127.0.0.1:{port}"
 
 
 async def upstream(name: str) -> tuple[Upstream, web.AppRunner, str]:
@@ -80,27 +76,21 @@ async def upstream(name: str) -> tuple[Upstream, web.AppRunner, str]:
     return server, *await opened(app)
 
 
-class One:
-    """A pool of one backend."""
-
-    def __init__(self, url: str) -> None:
-        self.known = {"a": Backend("a", url, "v1", key="the engine's own")}
-
-    def choose(self, tried: set[str]) -> Backend | None:
-        return None if tried else self.known["a"]
-
-
 def front(tmp_path, check, **settings) -> None:
     """Run `check(client, url, server, folder)` on a front with a log before one server."""
 
     async def run() -> None:
         server, below, address = await upstream("a")
-        journal = Journal(tmp_path / "requests")
         count = settings.pop("count", None)
         proxy = Front(
-            {**SETTINGS, **settings}, Keys(KEY), One(address), lambda: Takes("vllm", "/models/m"),
-            journal, count, 100 if count else None,
-        )  # fmt: skip
+            {**SETTINGS, **settings},
+            Keys(KEY),
+            Backend("a", address, key="the engine's own", ready=True),
+            Takes("vllm", "/models/m"),
+            Journal(tmp_path / "requests"),
+            Quotas(tmp_path, "a"),
+            *((count, 100) if count else ()),
+        )
         runner, url = await opened(proxy.app())
         headers = {"Authorization": f"Bearer {KEY}"}
         async with aiohttp.ClientSession(headers=headers) as client:
@@ -109,6 +99,19 @@ def front(tmp_path, check, **settings) -> None:
         await below.cleanup()
 
     asyncio.run(run())
+
+
+@asynccontextmanager
+async def gateway(
+    folder: Path,
+) -> AsyncIterator[tuple[Pool, aiohttp.ClientSession, str]]:
+    """A gateway's pool, a client, and the address of chat completions."""
+    proxy = Gateway(SETTINGS, Keys(KEY), folder)
+    proxy.pool.refresh()
+    runner, url = await opened(proxy.app())
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
+        yield proxy.pool, client, url + CHAT
+    await runner.cleanup()
 
 
 def ask(text: str = "hello", **more) -> dict:
@@ -127,7 +130,7 @@ def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
         whole, stream = sorted(read(log), key=lambda row: row["time"])
         assert whole["client_id"] == "mine" and whole["answer_tokens"] == 4
         assert stream["answer"] == "one two three four" and stream["first_token_s"] is not None
-        metrics = await (await client.get(url.replace("/v1/chat/completions", "/metrics"))).text()
+        metrics = await (await client.get(url.replace(CHAT, "/metrics"))).text()
         assert 'cookbook_requests_total{endpoint="e",status="200"} 2' in metrics
 
     front(tmp_path, check)
@@ -140,7 +143,7 @@ def test_nobody_gets_in_without_the_key(tmp_path, key):
             async with client.post(path, json=ask(), headers={"Authorization": key}) as answer:
                 assert answer.status == 401
                 assert KEY not in await answer.text()
-        metrics = url.replace("/v1/chat/completions", "/metrics")
+        metrics = url.replace(CHAT, "/metrics")
         async with client.get(metrics, headers={"Authorization": key}) as answer:
             assert answer.status == 401
         assert not server.heard and not list(read(log))
@@ -225,7 +228,7 @@ def test_a_full_disk_costs_lines_of_the_log_and_no_answer(small_disk, required):
         rows = sorted(read(log), key=lambda row: row["time"])
         assert [json.loads(row["messages"])[0]["content"][0] for row in rows] == ["a", "d"]
         assert [row["status"] for row in rows] == [200, 200]
-        metrics = await (await client.get(url.replace("/v1/chat/completions", "/metrics"))).text()
+        metrics = await (await client.get(url.replace(CHAT, "/metrics"))).text()
         assert 'cookbook_unlogged_total{endpoint="e"} 2' in metrics
 
     front(small_disk, check, log_required=required)
@@ -234,7 +237,8 @@ def test_a_full_disk_costs_lines_of_the_log_and_no_answer(small_disk, required):
 def test_a_stream_that_breaks_off_is_no_answer_and_is_told(tmp_path, capsys):
     async def check(client, url, server, log):
         server.breaks_off = True
-        asking = Client(None, url.removesuffix("/v1/chat/completions"), KEY)
+        endpoints.tell(tmp_path, "a", {"state": "ready", "url": url.removesuffix(CHAT)})
+        asking = Client(tmp_path, KEY)
         with pytest.raises(BrokenOff, match="the answer broke off: the replica went away"):
             await asking.ask({"messages": ask()["messages"]}, stream=True)
         await asking.session.close()
@@ -271,15 +275,12 @@ def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lo
             endpoints.tell(tmp_path, "a", {"state": "ready", "url": url, "version": "v"})
             place.write_text(json.dumps({**json.loads(place.read_text()), **more}))
 
-        pool = Pool(tmp_path)
         tell(machine="n17", bind="loopback")
-        pool.refresh()
-        assert not pool.known, "another host's loopback address is not this host's"
-        tell(machine="n17", bind="node")
-        pool.refresh()
-        gateway, address = await opened(Proxy(SETTINGS, Keys(KEY), pool).app())
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
-            waiting = asyncio.create_task(client.post(f"{address}/v1/chat/completions", json=ask()))
+        async with gateway(tmp_path) as (pool, client, address):
+            assert not pool.known, "another host's loopback address is not this host's"
+            tell(machine="n17", bind="node")
+            pool.refresh()
+            waiting = asyncio.create_task(client.post(address, json=ask()))
             while not server.heard:
                 await asyncio.sleep(0.01)
             tell(time=time.time() - 60, bind="node")
@@ -287,7 +288,6 @@ def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lo
             await pool.dismiss(pool.refresh())
             answer = await asyncio.wait_for(waiting, 10)
             assert answer.status == 503 and "does not answer" in await answer.text()
-        await gateway.cleanup()
         await runner.cleanup()
 
     asyncio.run(run())
@@ -295,7 +295,7 @@ def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lo
 
 def test_half_a_request_holds_no_connection_and_a_malformed_one_is_not_logged(tmp_path, caplog):
     async def run() -> None:
-        proxy = Proxy(SETTINGS, Keys(KEY), Pool(tmp_path))
+        proxy = Gateway(SETTINGS, Keys(KEY), tmp_path)
         proxy.body_s = 0.1
         server = runner_of(proxy, headers_s=0.1)
         await server.setup()
@@ -363,7 +363,7 @@ def test_a_gateway_survives_more_connections_than_it_may_have(tmp_path):
         process.kill()
 
 
-def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path):
+def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path, monkeypatch):
     async def torn(request: web.Request) -> web.StreamResponse:
         part = web.StreamResponse(headers={"Content-Length": "1000"})
         part.content_type = "application/json"
@@ -378,20 +378,32 @@ def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path):
         app.router.add_post("/v1/chat/completions", torn)
         broken, place = await opened(app)
         _, whole, url = await upstream("a")
-        for name, address in (("a", url), ("torn", place)):
-            endpoints.tell(tmp_path, name, {"state": "ready", "url": address, "version": "v"})
-        pool = Pool(tmp_path)
-        pool.refresh()
-        gateway, address = await opened(Proxy(SETTINGS, Keys(KEY), pool).app())
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
-            for _ in range(8):
-                pool.known["torn"].failed_at = -100.0
-                async with client.post(f"{address}/v1/chat/completions", json=ask()) as answer:
-                    assert answer.status == 200
-                    assert (await answer.json())["choices"][0]["message"]["content"] == "from a"
-        for runner in (gateway, whole, broken):
+        # A lost node refuses no connection, it only does not answer.
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as lost:
+            port = lost.getsockname()[1]
+            full = [socket.socket() for _ in range(4)]
+            for each in full:
+                each.setblocking(False)
+                each.connect_ex(("127.0.0.1", port))
+            places = {"a": url, "torn": place, "lost": f"http://127.0.0.1:{port}"}
+            for name, address in places.items():
+                endpoints.tell(tmp_path, name, {"state": "ready", "url": address, "version": "v"})
+            async with gateway(tmp_path) as (pool, client, chat):
+                tried: set[str] = set()
+                while tried != {"torn", "lost"}:
+                    for name in ("torn", "lost"):
+                        pool.known[name].failed_at = -100.0
+                    async with client.post(chat, json=ask()) as answer:
+                        assert answer.status == 200
+                        said = (await answer.json())["choices"][0]["message"]["content"]
+                        assert said == "from a"
+                    tried |= {name for name, each in pool.known.items() if each.failed_at > 0}
+            for each in full:
+                each.close()
+        for runner in (whole, broken):
             await runner.cleanup()
 
+    monkeypatch.setattr(proxies, "CONNECT_S", 0.1)
     asyncio.run(run())
 
 
@@ -400,15 +412,12 @@ def test_a_gateway_spreads_asks_another_and_keeps_to_the_shares(tmp_path):
         servers = {name: await upstream(name) for name in ("a", "b")}
         for name, (_, _, url) in servers.items():
             endpoints.tell(tmp_path, name, {"state": "ready", "url": url, "version": f"v-{name}"})
-        pool = Pool(tmp_path)
-        pool.refresh()
-        runner, url = await opened(Proxy(SETTINGS, Keys(KEY), pool).app())
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
+        async with gateway(tmp_path) as (pool, client, url):
 
             async def said(count: int) -> list[str]:
                 found = []
                 for _ in range(count):
-                    async with client.post(f"{url}/v1/chat/completions", json=ask()) as answer:
+                    async with client.post(url, json=ask()) as answer:
                         assert answer.status == 200
                         found.append((await answer.json())["choices"][0]["message"]["content"])
                 return found
@@ -426,7 +435,6 @@ def test_a_gateway_spreads_asks_another_and_keeps_to_the_shares(tmp_path):
             assert 5 <= shared.count("from b") <= 40
             await servers["b"][1].cleanup()
             assert set(await said(30)) == {"from a"}, "no request failed although b is gone"
-        await runner.cleanup()
         await servers["a"][1].cleanup()
 
     asyncio.run(run())
@@ -439,15 +447,11 @@ def test_a_clients_id_used_twice_is_two_rows(tmp_path):
             async with client.post(url, json=ask(), headers=given) as answer:
                 assert answer.headers["X-Client-Request-Id"] == "mine"
         endpoints.tell(tmp_path, "a", {"state": "ready", "url": url.removesuffix(CHAT)})
-        pool = Pool(tmp_path)
-        pool.refresh()
-        gateway, address = await opened(Proxy(SETTINGS, Keys(KEY), pool).app())
-        for path in (CHAT, f"/{CHAT}/"):
-            async with client.post(address + path, json=ask(), headers=given) as answer:
-                assert answer.status == 200
-                last = answer.headers["X-Request-Id"]
-        await pool.dismiss(list(pool.known.values()))
-        await gateway.cleanup()
+        async with gateway(tmp_path) as (_, asking, address):
+            for _ in range(2):
+                async with asking.post(address, json=ask(), headers=given) as answer:
+                    assert answer.status == 200
+                    last = answer.headers["X-Request-Id"]
         rows = list(read(log))
         assert [row["client_id"] for row in rows] == ["mine"] * 4
         ids = [row["request_id"] for row in rows]

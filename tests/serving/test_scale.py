@@ -11,7 +11,6 @@ from launcher.cli.serve import _range
 from launcher.errors import EndpointFault, UsageFault
 from launcher.workflows.endpoint import Endpoint, Served
 from runspec import endpoint as endpoints
-from serving.backends import Pool
 from serving.gateway import Gateway
 from serving.keys import Keys
 from serving.scale import Scaler
@@ -78,12 +77,12 @@ def test_a_request_waits_for_the_first_replica_but_not_for_ever(tmp_path):
         engine, app = Engine(), web.Application()
         app.router.add_route("*", "/{path:.*}", engine.answer)
         below, port = await opened(app)
-        pool, scaler = Pool(tmp_path), Scaler(tmp_path, 1, 60)
-        scaler.decide(0, 0, 0.0)
-        gateways = {}
+        made, gateways = [], {}
         for limit_s in (60, 0.2):
             settings = {**SETTINGS, "cold_start_s": limit_s}
-            gateways[limit_s] = await opened(Gateway(settings, Keys(KEY), pool, scaler).app())
+            made.append(proxy := Gateway(settings, Keys(KEY), tmp_path))
+            proxy.scaler.decide(0, 0, 0.0)
+            gateways[limit_s] = await opened(proxy.app())
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
 
             def ask(limit_s: float) -> asyncio.Task:
@@ -99,7 +98,7 @@ def test_a_request_waits_for_the_first_replica_but_not_for_ever(tmp_path):
             assert not waiting.done()
             facts = {"state": "ready", "url": f"http://127.0.0.1:{port}", "version": "v1"}
             endpoints.tell(tmp_path, "a", facts)
-            pool.refresh()
+            made[0].pool.refresh()
             assert (await waiting).status == 200
         for runner in (below, *(each for each, _ in gateways.values())):
             await runner.cleanup()

@@ -88,6 +88,18 @@ def more_tokens(size: int, last: str) -> Change:
     return change
 
 
+def decoder(kind: str, **settings: Any) -> Change:
+    """Let tokenizer.json's decoder do something else last."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        last = {"type": kind, **settings}
+        content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], last]}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    return change
+
+
 def text(name: str, content: str) -> Change:
     return lambda folder: (folder / name).write_text(content)
 

@@ -74,21 +74,12 @@ def test_the_convolution_begins_anew_with_each_document(lengths: tuple[int, ...]
     torch.testing.assert_close(found, torch.cat(expected, 2).transpose(1, 2))
 
 
-def test_the_compiler_takes_the_states_for_an_operator() -> None:
-    """torch's own checks: of its schema, its gradients, its sizes, and both under the compiler."""
-    torch.manual_seed(0)
-    size = 2, 3, 4
-    wide, narrow, through = ((delta.CHUNK, 5), (delta.CHUNK, 6), (1, 1))
-    given = [0.1 * torch.randn(*size, *last) for last in (wide, narrow, narrow, through)]
-    torch.library.opcheck(delta._states, [x.requires_grad_() for x in given])
-
-
 # A number that a loop has counted is no tensor to the interpreter, and it has no clock by which to
 # choose among configurations: the first one is taken.
 AS_IN_TORCH = """
 import torch
 import triton.runtime.autotuner
-from trainer.layers import delta, delta_kernels
+from trainer.layers import delta
 
 triton.runtime.autotuner.Autotuner.do_bench = staticmethod(lambda call, quantiles: [0.0] * 3)
 torch.manual_seed(0)
@@ -102,7 +93,7 @@ for lengths in ((5, 1, 20, 70), None):
         ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).int().unsqueeze(0)
         bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     own, wanted = ([x.clone().requires_grad_() for x in given] for _ in range(2))
-    found = delta_kernels.gated_delta_rule(*own, bounds)
+    found = delta.by_kernels(*own, bounds)
     expected = delta.gated_delta_rule(*wanted, ids)
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
     weights = torch.randn_like(found)
@@ -110,13 +101,6 @@ for lengths in ((5, 1, 20, 70), None):
         (out * weights).sum().backward()
     for one, other in zip(own, wanted, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=5e-5)
-    if lengths:
-        # The sizes that fake tensors get.
-        torch.library.opcheck(
-            delta_kernels._rule,
-            [*(x.detach().requires_grad_() for x in given), bounds],
-            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-        )
 """
 
 

@@ -17,8 +17,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
 )
 
+from runspec.weights import content_sha256
 from tests.trainer.folders import (
     CHATML,
     END,
@@ -35,6 +37,7 @@ from tests.trainer.folders import (
     Change,
     all_of,
     copied,
+    decoder,
     edit,
     model_ids,
     tensors,
@@ -44,6 +47,8 @@ from tests.trainer.folders import (
 )
 from trainer import check
 from trainer.config import instantiate, parse
+from trainer.data import tokenised
+from trainer.data.folder import read_tokenizer
 from trainer.evaluation import opened
 from trainer.evaluation.model import Answerer
 from trainer.evaluation.samples import Sample
@@ -182,6 +187,7 @@ TEXTS = {
     "source": "text",
     "data_files": "none.txt",
 }
+CLOSED = CHATML.replace("'<|im_end|>\n'", "('<|im_end|>' if closed else '') + '\n'")
 # By its name: the change, what the recipe says, and the exported model's and tokenizer's ends.
 ENDS: dict[str, tuple[Change, dict[str, Any], int | list[int], str]] = {
     "a base model with a template": (BASE, {}, [258, 259], END),
@@ -215,6 +221,18 @@ ENDS: dict[str, tuple[Change, dict[str, Any], int | list[int], str]] = {
         [258, 259],
         TEXT_END,
     ),
+    "a template that ends answers by its arguments only": (
+        all_of(BASE, text("chat_template.jinja", CLOSED)),
+        {"chat_template_kwargs": {"closed": True}},
+        [258, 259],
+        END,
+    ),
+    "a token that the decoder changes": (
+        all_of(BASE, decoder("Replace", pattern={"String": "_"}, content=" ")),
+        {},
+        [258, 259],
+        END,
+    ),
     "plain texts": (BASE, {"texts": True}, 259, TEXT_END),
     "an instruct model": (lambda folder: None, {}, 258, END),
     "an instruct model of two ends": (
@@ -239,7 +257,7 @@ def test_an_answer_ends_by_one_token_wherever_it_is_named(
     change, says, ends, last = ENDS[name]
     folder = copied(base, tmp_path / "model", change)
     content = content_of(folder, model={"lora_rank": 2, "lora_alpha": 2})
-    content["tokenizer"] |= {"chat_template": says.get("chat_template")}
+    content["tokenizer"] |= {key: says[key] for key in says if key.startswith("chat_template")}
     if "path" in says:
         content["tokenizer"]["path"] = str(copied(base, tmp_path / "own", says["path"]))
     content["dataset"] = TEXTS if says.get("texts") else content["dataset"]
@@ -256,14 +274,18 @@ def test_an_answer_ends_by_one_token_wherever_it_is_named(
     for place in (exported, exported / "adapter" if last != tokenizer_end(folder) else exported):
         theirs = AutoTokenizer.from_pretrained(place)
         assert theirs.eos_token == last
-        assert theirs.apply_chat_template(TURNS, tokenize=True, return_dict=False) == tokens
+        assert tokens == theirs.apply_chat_template(
+            TURNS, tokenize=True, return_dict=False, **says.get("chat_template_kwargs", {})
+        )
+    # vLLM reads it, for an adapter over its base.
+    assert GenerationConfig.from_pretrained(exported / "adapter").eos_token_id == ends
     if not says.get("texts"):
         named = reference.config.eos_token_id
         assert 258 in (named if isinstance(named, list) else [named])
     assert opened.ends(reference, theirs)[1] == 258
     # Before the training, too: a base model is compared with what was made of it.
     before = AutoModelForCausalLM.from_pretrained(folder)
-    if not says.keys() & {"chat_template", "path"}:
+    if not says.keys() & {"chat_template", "chat_template_kwargs", "path"}:
         assert 258 in opened.ends(before, AutoTokenizer.from_pretrained(folder))[0]
 
 
@@ -271,11 +293,48 @@ def tokenizer_end(folder: Path) -> str:
     return AutoTokenizer.from_pretrained(folder).eos_token
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_an_adapters_own_tokenizer_is_of_the_class_that_its_base_says(
+    kind: str, base: Path, tmp_path: Path
+) -> None:
+    """transformers takes it from model_type where tokenizer_config.json names none."""
+    change = all_of(edit("tokenizer_config", tokenizer_class=None), edit("config", model_type=kind))
+    whole = copied(base, tmp_path / "base", change)
+    own = all_of(without("config.json", "generation_config.json", WHOLE))
+    place = all_of(own, edit("adapter_config", base_model_name_or_path=str(whole)))
+    adapted = read_tokenizer(copied(whole, tmp_path / "adapter", place))
+    expected, asked = AutoTokenizer.from_pretrained(whole), "One row\nof 12.\n<|im_end|>"
+    assert type(adapted) is type(expected)
+    assert adapted(asked)["input_ids"] == expected(asked)["input_ids"]
+
+
+def test_further_chat_templates_are_exported_and_hashed(
+    base: Path, tmp_path: Path, world: World
+) -> None:
+    file = "additional_chat_templates/tool_use.jinja"
+    folder = copied(base, tmp_path / "model", lambda made: (made / file).parent.mkdir())
+    (folder / file).write_text(CHATML)
+    content = content_of(folder, model={"lora_rank": 2, "lora_alpha": 2})
+    (tmp_path / "data.jsonl").write_text("{}")
+    content["dataset"]["data_files"] = str(tmp_path / "data.jsonl")
+    before = tokenised.expected_folder(content["dataset"], parse(content))
+    weights_before = content_sha256(folder)
+    (folder / file).write_text("tools: " + CHATML)
+    assert tokenised.expected_folder(content["dataset"], parse(content)) != before
+    assert content_sha256(folder) != weights_before
+    for template, names in ((None, {"default", "tool_use"}), (CHATML, None)):
+        content["tokenizer"]["chat_template"] = template
+        config = parse(content)
+        exported = exports.export(models.build(config, world), config, world)
+        found = AutoTokenizer.from_pretrained(exported).chat_template
+        assert (set(found) if names else found) == (names or CHATML)
+    assert AutoTokenizer.from_pretrained(exported / "adapter").chat_template == CHATML
+
+
 # What PEFT's adapter is over, the model's change, and what a refusal says ("" for none).
 OVER = {
     "the output head": (["q_proj", "lm_head"], {}, UNTIED, ""),
-    "the embedding": (["q_proj", "embed_tokens"], {}, UNTIED, ""),
-    "both": (["embed_tokens", "lm_head"], {}, UNTIED, ""),
+    "the embedding": (["q_proj", "embed_tokens"], {}, UNTIED, "no layer embed_tokens; has .*lm_h"),
     "the head of another model": (
         ["q_proj", "lm_head"],
         {},

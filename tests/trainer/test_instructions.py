@@ -30,16 +30,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("instruct", {}, PAIR),
     ("instruct", {"train_on_input": True, **SYSTEM}, PAIR),
     ("instruct", {"column_map": {"input": "q", "output": "a"}}, {"q": "Why?", "a": "So."}),
-    ("grammar", {}, PAIR),
-    ("samsum", SYSTEM, {"dialogue": "A: Hm?", "summary": "A asks."}),
     ("alpaca", {}, INSTRUCTION),
     ("alpaca", {"train_on_input": False}, INSTRUCTION | {"input": "of a job"}),
-    ("alpaca_cleaned", {"column_map": {"input": "given"}}, INSTRUCTION | {"given": "of a job"}),
+    ("alpaca", {"column_map": {"input": "given"}}, INSTRUCTION | {"given": "of a job"}),
     ("chat", CHAT, {"turns": OPENAI}),
     ("chat", CHAT | SYSTEM, {"turns": OPENAI}),
     ("chat", CHAT | {"conversation_style": "sharegpt"}, {"turns": SHAREGPT}),
     ("chat", CHAT | {"conversation_style": "sharegpt", **SYSTEM}, {"turns": SHAREGPT}),
-    ("slimorca", {}, {"conversations": SHAREGPT}),
     ("text_completion", {}, {"text": "Slurm starts jobs."}),
     ("text_completion", {"column": "t", "add_eos": False}, {"t": "Slurm starts jobs."}),
 ]
@@ -97,9 +94,10 @@ def test_samples_are_those_of_torchtune(
 def test_turns_in_another_order_are_refused(
     turns: Any, told: str, tmp_path: Path, model_folder: Path
 ) -> None:
-    ours = component("dataset", "torchtune.datasets.slimorca_dataset")
+    ours = component("dataset", "torchtune.datasets.chat_dataset")
     tokenizer = hugging_face_tokenizer(str(model_folder))
-    samples = ours(tokenizer, **rows_file(tmp_path, {"conversations": turns}))
+    keys = {"conversation_column": "conversations", "conversation_style": "sharegpt"}
+    samples = ours(tokenizer, **keys, **rows_file(tmp_path, {"conversations": turns}))
     with pytest.raises(ConfigError) as caught:
         samples[0]
     assert told in str(caught.value)

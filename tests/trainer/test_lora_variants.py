@@ -1,9 +1,8 @@
-"""rsLoRA, LoRA+, ranks and alphas by layer, other first values: against PEFT's own."""
+"""rsLoRA, ranks and alphas by layer: against PEFT's own."""
 
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.nn.functional as F
 import yaml
 from click.testing import CliRunner
-from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM
 
 from launcher.cli import cookbook
@@ -30,7 +28,6 @@ from trainer import optimizers
 from trainer.config import load
 from trainer.data import batches
 from trainer.errors import ConfigError
-from trainer.layers.adapters.base import disabled
 from trainer.models import build as models
 from trainer.parallel import world as distributed
 from trainer.storage import adapter, weights
@@ -39,8 +36,6 @@ TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
 FOLDER = {"_component_": "transformers", "lora_rank": 4, "lora_alpha": 8}
 # Adam would spread the last bits of B's first gradients.
 SGD = {"_component_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
-# B of an embedding begins with large numbers.
-SLOW = SGD | {"lr": 0.005}
 VARIANTS = {
     "use_rslora": True,
     "rank_pattern": {"down_proj": 8, "layers.1.self_attn.q_proj": 2},
@@ -54,36 +49,30 @@ def world() -> Iterator[distributed.World]:
     distributed.stop()
 
 
-PISSA = {"init_lora_weights": "pissa"}
-TABLES = {
-    "lora_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"],
-    "rank_pattern": {"embed_tokens": 6, "lm_head": 2},
-}
+HEAD = {"lora_modules": ["q_proj", "down_proj", "lm_head"], "rank_pattern": {"lm_head": 2}}
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         VARIANTS,
-        {"init_lora_weights": "orthogonal"},
-        PISSA,
-        pytest.param(TABLES, marks=pytest.mark.long, id="tables"),
+        pytest.param(HEAD, marks=pytest.mark.long, id="head"),
     ],
 )
-def test_twenty_steps_equal_pefts_with_lora_plus(
+def test_twenty_steps_equal_pefts(
     settings: dict[str, Any],
     tmp_path: Path,
     model_folder: Path,
     dataset: Path,
     world: distributed.World,
 ) -> None:
-    model, sgd = FOLDER | settings | {"lora_plus_ratio": 4}, SLOW if settings is TABLES else SGD
+    model = FOLDER | settings
     cosine = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     changes = {
         "max_steps": 20,
         "clip_grad_norm": None,
         "lr_scheduler": {"_component_": cosine, "num_warmup_steps": 4},
-        "optimizer": sgd,
+        "optimizer": SGD,
     }
     path = write_config(tmp_path / "own", model_folder, dataset, model=model, **changes)
     train(path)
@@ -91,27 +80,17 @@ def test_twenty_steps_equal_pefts_with_lora_plus(
     module = models.build(own, world).module
     first, _ = module.adapter.to_peft(module, weights.hub_tensors(module), torch.float32)
 
-    given = {key: value for key, value in settings.items() if key in {*VARIANTS, *PISSA}}
-    given |= {"init_lora_weights": True} if "orthogonal" in settings.values() else {}
+    given = {key: value for key, value in settings.items() if key in VARIANTS}
     targets = settings.get("lora_modules", "all-linear")
     fields = {"r": 4, "lora_alpha": 8, "target_modules": targets, **given}
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     other = peft.get_peft_model(base, peft.LoraConfig(**fields, task_type="CAUSAL_LM"))
     trained = {n: p for n, p in other.named_parameters() if p.requires_grad}
     assert {n.replace(".default", "") for n in trained} == set(first)
-    # PEFT's PiSSA has the same singular values, of which signs are free.
     with torch.no_grad():
-        for name, parameter in trained.items() if settings is not PISSA else ():
+        for name, parameter in trained.items():
             parameter.copy_(first[name.replace(".default", "")])
-    optimizer = create_loraplus_optimizer(
-        other,
-        torch.optim.SGD,
-        lr=sgd["lr"],
-        momentum=sgd["momentum"],
-        loraplus_lr_ratio=4,
-        # PEFT has a rate of its own for embeddings; here it is that of A.
-        loraplus_lr_embedding=sgd["lr"],
-    )
+    optimizer = torch.optim.SGD(trained.values(), lr=SGD["lr"], momentum=SGD["momentum"])
     schedule = optimizers.schedule(changes["lr_scheduler"], optimizer, 20)
     losses = []
     for [batch] in batches.build(own, world).training.from_step(0):
@@ -134,10 +113,6 @@ def test_twenty_steps_equal_pefts_with_lora_plus(
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "own/export")(TOKENS).logits
     torch.testing.assert_close(merged, read, rtol=0, atol=2e-5)
     own.checkpointer["adapter_checkpoint"] = str(folder)
-    if settings is PISSA:
-        with pytest.raises(ConfigError, match=r"leave model\.init_lora_weights out"):
-            adapter.load(models.build(own, world), own)
-        own = replace(own, model=FOLDER | {"lora_rank": 8, "lora_alpha": 16})
     again = models.build(own, world)
     adapter.load(again, own)
     with torch.inference_mode():
@@ -148,13 +123,10 @@ def test_twenty_steps_equal_pefts_with_lora_plus(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", [{}, PISSA], ids=["kaiming", "pissa"])
-def test_layouts_of_torchtunes_builders(
-    more: dict[str, str], tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
-    """The builder's own LoRA takes the same keys, and checkpoints hold the groups' state."""
-    settings = {"use_rslora": True, "rank_pattern": {"w2": 8}, "lora_plus_ratio": 4}
-    model, sgd = lora_model(**settings, **more), {"optimizer": SGD}
+def test_layouts_of_torchtunes_builders(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    """The builder's own LoRA takes the same keys."""
+    settings = {"use_rslora": True, "rank_pattern": {"w2": 8}}
+    model, sgd = lora_model(**settings), {"optimizer": SGD}
     one, two = (
         write_config(tmp_path / n, model_folder, dataset, model=model, **sgd, **changes)
         for n, changes in (
@@ -167,7 +139,7 @@ def test_layouts_of_torchtunes_builders(
     assert_same_curve(tmp_path / "two", tmp_path / "one", 2e-5, 1e-4)
     found = tensors(tmp_path / "one/export/adapter")
     ranks = {len(t) for n, t in found.items() if "down_proj.lora_A" in n}
-    assert ranks == {16 if more else 8}
+    assert ranks == {8}
     # It goes on from step 3 on one rank.
     three = write_config(tmp_path / "three", model_folder, dataset, model=model, **sgd)
     (tmp_path / "two/checkpoints/step_3").rename(tmp_path / "kept")
@@ -179,7 +151,7 @@ def test_layouts_of_torchtunes_builders(
 
 
 @pytest.mark.long
-def test_layouts_of_embedding_and_head(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+def test_layouts_of_the_head(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
     """With LoRA: tensor parallelism, FSDP and both equal one process."""
     runs: dict[str, tuple[int, dict[str, Any]]] = {
         "one": (1, {}),
@@ -188,60 +160,25 @@ def test_layouts_of_embedding_and_head(tmp_path: Path, model_folder: Path, datas
         "both": (4, {"tensor_parallel_dim": 2, "batch_size": 4, "master_weights": "fp32"}),
     }
     for name, (ranks, changes) in runs.items():
-        given = {"model": FOLDER | TABLES, "optimizer": SLOW, **changes}
+        given = {"model": FOLDER | HEAD, "optimizer": SGD, **changes}
         train(write_config(tmp_path / name, model_folder, dataset, **given), ranks=ranks)
         assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
         for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
             assert_same_tensors(tmp_path / name, tmp_path / "one", 1e-4, f"export/{file}")
     for model, words in (
-        ({"use_dora": True}, "embed_tokens is not possible with use_dora"),
-        (PISSA, "embed_tokens has no PiSSA"),
-        ({"lora_modules": ["q_proj", "embeddings"]}, "no layer embeddings; has .*embed_tokens"),
+        ({"lora_modules": ["q_proj", "embed_tokens"]}, "no layer embed_tokens; has .*lm_head"),
         ({"modules_to_save": ["lm_head"]}, "lm_head is in model.lora_modules, too"),
     ):
-        given = FOLDER | TABLES | model
+        given = FOLDER | HEAD | model
         path = write_config(tmp_path / "wrong", model_folder, dataset, model=given)
         with pytest.raises(ConfigError, match=words):
             models.fitting(load(path))
-
-
-def test_orthogonal_values_are_not_zero_and_their_product_is(
-    tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
-) -> None:
-    model = FOLDER | {"init_lora_weights": "orthogonal"}
-    module = models.build(load(write_config(tmp_path, model_folder, dataset, model=model)), world)
-    named = dict(module.module.named_parameters())
-    for name, a in named.items():
-        if name.endswith("lora_a.weight"):
-            b = named[name.replace("lora_a", "lora_b")]
-            assert b.abs().max() > 0.01 and (b @ a).abs().max() < 1e-6
-
-
-def test_pissa_is_the_base_model_at_first_and_off(
-    tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
-) -> None:
-    modules = [
-        models.build(load(write_config(tmp_path, model_folder, dataset, model=model)), world).module
-        for model in (FOLDER | PISSA, {"_component_": "transformers"})
-    ]
-    with torch.no_grad():
-        adapted, base = (module.eval()(TOKENS) for module in modules)
-        with disabled(modules[0]):
-            off = modules[0](TOKENS)
-    torch.testing.assert_close(adapted, base, rtol=0, atol=1e-5)
-    assert torch.equal(off, base)
-    layer = modules[0].blocks[0].self_attn.q_proj
-    layer_a, layer_b = layer.principal(0)
-    rest = layer.weight - layer.scaling * layer_b @ layer_a
-    values = torch.linalg.svdvals(layer.weight)
-    torch.testing.assert_close(torch.linalg.svdvals(rest)[0], values[4], rtol=1e-4, atol=1e-5)
 
 
 def test_what_fits_no_layer_is_refused(tmp_path: Path, model_folder: Path) -> None:
     cases = {
         "rank_pattern: z_proj is the end of no": {"rank_pattern": {"z_proj": 4}},
         "alpha_pattern: v_proj has 'a'": {"alpha_pattern": {"v_proj": "a"}},
-        "orthogonal needs even ranks": {"lora_rank": 3, "init_lora_weights": "orthogonal"},
     }
     for reason, settings in cases.items():
         with pytest.raises(ConfigError, match=reason), torch.device("meta"):

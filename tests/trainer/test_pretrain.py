@@ -13,6 +13,7 @@ import torch
 import yaml
 from pyarrow import Table, parquet
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_wsd_schedule
 
 from launcher.checks import files
@@ -31,6 +32,7 @@ from tests.trainer.runs import (
     wait_for_step,
     write_config,
 )
+from trainer import check
 from trainer.config import load, read_yaml
 from trainer.data import logical, shards, stream
 from trainer.data.preview import previews
@@ -253,6 +255,28 @@ def test_what_is_wrong_with_sources_is_said(
         load(path, PretrainConfig)
     with pytest.raises(ConfigError, match="only entry: pretrain trains on a stream"):
         load(config(tmp_path / "sft", empty_folder, [], from_scratch=None, z_loss=None))
+
+
+def test_a_token_without_a_row_is_refused_where_a_text_has_it_only(
+    empty_folder: Path, sources: Any, tmp_path: Path
+) -> None:
+    """As Gemma 3 1B's tokenizer has one for images, whose number is the model's vocab_size."""
+    folder = tmp_path / "model"
+    shutil.copytree(empty_folder, folder)
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    unused = [f"<unused{n}>" for n in range(rows - tokenizer.get_vocab_size())]
+    tokenizer.add_special_tokens([*unused, "<image_soft_token>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    path = config(tmp_path / "run", folder, sources)
+    assert check.faults(read_yaml(path), Pretraining) == []
+    found, data = built(path)
+    assert len(list(data.from_step(0))) == found.max_steps
+    (tmp_path / "more.txt").write_text("a document\nan <image_soft_token> here\n" * 9)
+    own = [{"data_files": str(tmp_path / "more.txt")}]
+    _, data = built(config(tmp_path / "run2", folder, own))
+    with pytest.raises(ConfigError, match=rf"more.txt has token {rows} .<image_soft_token>.*knows"):
+        list(data.from_step(0))
 
 
 # Runs -------------------------------------------------------------------------------------------

@@ -115,8 +115,9 @@ def test_a_folder_that_is_deleted_in_a_run_is_made_again(tmp_path: Path) -> None
     secret = folder / files.ROLLOUT_SECRET
     with replicas(tmp_path, 1, "exec sleep 600"):
         until((tmp_path / files.ROLLOUT_STATE).exists, 30)
+        known = secret.read_text()
         shutil.rmtree(folder)
-        until(lambda: secret.exists() and secret.read_text() == "secret", 30)
+        until(lambda: secret.exists() and secret.read_text() == known, 30)
         assert (folder.stat().st_mode | secret.stat().st_mode) & 0o077 == 0
 
 

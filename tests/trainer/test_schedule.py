@@ -1,6 +1,5 @@
 """Learning rate schedules of torch: which work, resumed alike, and why the others are refused."""
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,32 +80,9 @@ def test_the_cosine_is_torchtunes(warmup: int, cycles: float) -> None:
     assert [rate for rate, _ in stepped(block, 0)] == expected
 
 
-@pytest.mark.parametrize(("warmup", "start"), [(4, 0.1), (1, 0.5), (0, 0.1)])
-def test_a_warm_up_begins_at_a_share_of_the_rate(warmup: int, start: float) -> None:
-    """The formula is NeMo Automodel's OptimizerParamScheduler's, which is Megatron's."""
-    least = 3e-4
-    block = {"_component_": COSINE, "num_warmup_steps": warmup, "min_lr": least}
-    rates = [rate for rate, _ in stepped(block | {"warmup_start_factor": start}, 0)]
-    rate, expected = ADAMW["lr"], []
-    for step in range(STEPS):
-        if step <= warmup and warmup:
-            expected.append(start * rate + (rate - start * rate) * step / warmup)
-        else:
-            decay = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (STEPS - warmup)))
-            expected.append(least + (rate - least) * decay)
-    assert rates == pytest.approx(expected, rel=1e-12)
-    assert (
-        stepped(block | {"warmup_start_factor": start}, 6)
-        == stepped(block | {"warmup_start_factor": start}, 0)[6:]
-    )
-    with pytest.raises(ConfigError, match="warmup_start_factor: needs num_warmup_steps"):
-        stepped({"_component_": f"{TORCH}LinearLR", "warmup_start_factor": start}, 0)
-
-
 WARM_COSINE = {
     "_component_": COSINE,
     "warmup_ratio": 0.1,
-    "warmup_start_factor": 0.1,
     "min_lr": 1e-6,
 }
 

@@ -27,7 +27,9 @@ from tests.trainer.test_distill import teacher as teacher
 from tests.trainer.test_distill import wide_content
 from trainer import check
 from trainer.config import parse, read_yaml
-from trainer.data.teacher import record
+from trainer.data.teacher import KeptTeacher, parts_of, record
+from trainer.data.tokenised import TokenisedDataset
+from trainer.errors import ConfigError
 from trainer.objectives.distill import Distillation, DistillConfig
 from trainer.objectives.teach import Teaching
 from trainer.trace import estimate, trace
@@ -186,10 +188,17 @@ def test_what_is_missing_or_does_not_match_is_refused(
     path = write_config(root / "beta", model_folder, many, **changes | {"beta": 0.5})
     (fault,) = check.faults(read_yaml(path), Distillation)
     assert fault.startswith("beta: 0.5 needs the teacher's whole distribution")
-    # A part that was cut short.
+    # A part in which a bit has changed is seen when it is read; one that was cut short at once.
     shutil.copytree(root / ".data_cache", tmp_path / ".data_cache")
     (part,) = (tmp_path / ".data_cache").glob("*/teacher_*/part_00001.bin")
-    part.write_bytes(part.read_bytes()[:-4])
+    whole, tokens = part.read_bytes(), TokenisedDataset(part.parent.parent)
+    part.write_bytes(whole[:7] + bytes([whole[7] ^ 1]) + whole[8:])
+    read = KeptTeacher(part.parent, tokens.lengths, tokens.targets)
+    first = parts_of(tokens.lengths, tokens.targets)[1].begin
+    assert len(read.of(np.arange(first)).tail) == tokens.targets[:first].sum()
+    with pytest.raises(ConfigError, match=f"{part} is damaged: delete {part.parent}, and"):
+        read.of(np.array([first - 1, first]))
+    part.write_bytes(whole[:-4])
     path = write_config(tmp_path / "cut", model_folder, many, **changes)
     said = finish(start(path, module="trainer.distill"), status=1)
     assert f"{part} is damaged" in said

@@ -71,6 +71,9 @@ class OfThreads(distributed.World):
         self.meet.wait(60)
         return values
 
+    def from_main(self, task: Any) -> Any:
+        return self.gather(self.on_main(task))[0]
+
 
 # Some of many ranks have no sample; the parts of few are larger than a file may be.
 @pytest.mark.parametrize("ranks", [50, 4])

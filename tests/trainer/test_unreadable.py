@@ -32,9 +32,9 @@ def test_a_first_read_that_fails_changes_nothing(
     storage = FailingStorage(tmp_path)
     for name, value in {**storage.env, "RUN_DIR": str(run.parent)}.items():
         monkeypatch.setenv(name, value)
-    storage.fail("/inputs/|/train.yaml|/.tmp_export/config.json", once=True)
+    storage.fail("/inputs/|/train.yaml|/.tmp-export/config.json", once=True)
     said = finish(start(run, fresh=True))
-    for name in ("train.yaml", "config.json", "tokenizer.json", ".tmp_export/config.json"):
+    for name in ("train.yaml", "config.json", "tokenizer.json", ".tmp-export/config.json"):
         assert f"{name} cannot be read (Stale file handle): trying again for 120 s" in said
     settings = files.read_object(run.parent / "export" / "config.json")
     assert settings == files.read_object(model_folder / "config.json") | {"dtype": "float32"}

@@ -1,13 +1,13 @@
 """The tokenizer that transformers makes of a folder, and how its chat template ends an answer."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from runspec import weights
 from runspec.storage import ABSENT, patiently
 from trainer.errors import ConfigError
-
-# The kinds of files that a tokenizer is read from.
-_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 
 
 def tokenizer_file(folder: Path) -> Path:
@@ -34,20 +34,35 @@ def _touch(path: Path) -> None:
 def read_tokenizer(folder: Path, **options: Any) -> Any:
     """What AutoTokenizer makes of a folder, tried again while the storage cannot be read.
 
-    It runs no code of the folder.
+    It runs no code of the folder. transformers chooses the class by config.json too, which of an
+    adapter lies with its base.
     """
     from transformers import AutoTokenizer
 
     # transformers takes a file that it cannot read for one that is not there.
-    for path in sorted(folder.iterdir()):
-        if path.suffix in _SUFFIXES and path.is_file():
-            patiently(_touch, path)
-    return patiently(
-        lambda path: AutoTokenizer.from_pretrained(
+    for path in weights.tokenizer_files(folder):
+        patiently(_touch, path)
+
+    def read(path: Path) -> Any:
+        return AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False, **options
-        ),
-        folder,
-    )
+        )
+
+    config = model_file(folder, "config.json")
+    if config.parent == folder or not config.is_file():
+        return patiently(read, folder)
+    patiently(_touch, config)
+    with TemporaryDirectory() as together:
+        for path in (*folder.iterdir(), config):
+            (Path(together) / path.name).symlink_to(path.resolve())
+        return patiently(read, Path(together))
+
+
+def model_file(folder: Path, name: str) -> Path:
+    """The path of a file of a model's folder: an adapter's own, else its base's."""
+    own = folder / name
+    base = None if own.is_file() else weights.base_of(folder)
+    return own if base is None else base / name
 
 
 def opened(folder: Path) -> Any:
@@ -76,7 +91,12 @@ def opened(folder: Path) -> Any:
     return found
 
 
-def answer_end(tokenizer: Any, known: set[int], template: str | None = None) -> int | None:
+def answer_end(
+    tokenizer: Any,
+    known: set[int],
+    template: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> int | None:
     """The token that the chat template puts behind an answer; None if it puts none there.
 
     Args:
@@ -84,19 +104,24 @@ def answer_end(tokenizer: Any, known: set[int], template: str | None = None) -> 
         known: tokens that end a text; another one of the vocabulary's added tokens must stand
             first behind the answer.
         template: in the place of the tokenizer's own.
+        arguments: of the template.
     """
-    _, tail = answered(tokenizer, template)
+    _, tail = answered(tokenizer, template, arguments)
     ids = tokenizer(tail.strip(), add_special_tokens=False)["input_ids"]
     added = set(tokenizer.added_tokens_decoder)
     return next((i for i in ids if i in known), next((i for i in ids[:1] if i in added), None))
 
 
-def answered(tokenizer: Any, template: str | None) -> tuple[str, str]:
+def answered(
+    tokenizer: Any, template: str | None, arguments: Mapping[str, Any] | None = None
+) -> tuple[str, str]:
     """What the chat template makes of a question and its answer, and what is behind the answer."""
     mark = "qzq"
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
     try:
-        text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            turns, chat_template=template, tokenize=False, **(arguments or {})
+        )
     except Exception:
         # Templates raise what they like, such as for a conversation that lacks a system prompt.
         return "", ""

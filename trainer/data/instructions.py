@@ -6,7 +6,6 @@ torchtune's configs are read as they are and torchtune itself is not imported.
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from trainer.data.conversations import Conversations, conversation_dataset, labelled
@@ -102,25 +101,6 @@ def text_completion_dataset(
 ) -> Texts:
     """Plain text of a column; see Texts and Rows."""
     return Texts(tokenizer, source, column, add_eos, **rows)
-
-
-def wikitext_dataset(
-    tokenizer: Any,
-    source: str = "EleutherAI/wikitext_document_level",
-    subset: str = "wikitext-103-v1",
-    **rows: Any,
-) -> Texts:
-    """The pages of WikiText; see Rows."""
-    return Texts(tokenizer, source, "page", **{"name": subset, **rows})
-
-
-def cnn_dailymail_articles_dataset(
-    tokenizer: Any,
-    source: str = "ccdv/cnn_dailymail",
-    **rows: Any,
-) -> Texts:
-    """The articles of CNN and the Daily Mail; see Rows."""
-    return Texts(tokenizer, source, "article", **{"name": "3.0.0", **rows})
 
 
 def instruct_dataset(
@@ -233,39 +213,6 @@ def chat_dataset(
         return read(row, conversation_column)
 
     return Chats(tokenizer, turns, train_on_input, new_system_prompt, **rows)
-
-
-def slimorca_dataset(
-    tokenizer: Any,
-    *,
-    source: str = "Open-Orca/SlimOrca-Dedup",
-    column_map: Mapping[str, str] | None = None,
-    **others: Any,
-) -> Chats | Conversations:
-    """Conversations of {from, value}; see chat_dataset.
-
-    Args:
-        column_map: the column of "conversations", where it has another name.
-    """
-    column = (column_map or {}).get("conversations", "conversations")
-    others |= {"conversation_column": column, "conversation_style": "sharegpt"}
-    return chat_dataset(tokenizer, source=source, **others)
-
-
-def samsum_dataset(
-    tokenizer: Any,
-    *,
-    source: str = "Samsung/samsum",
-    column_map: Mapping[str, str] | None = None,
-    **others: Any,
-) -> Chats:
-    """Dialogues and their summaries; see instruct_dataset."""
-    columns = column_map or {"input": "dialogue", "output": "summary"}
-    return instruct_dataset(tokenizer, source=source, column_map=columns, **others)
-
-
-alpaca_cleaned_dataset = partial(alpaca_dataset, source="yahma/alpaca-cleaned")
-grammar_dataset = partial(instruct_dataset, source="liweili/c4_200m")
 
 
 def _formatted(

@@ -90,6 +90,11 @@ class Cursor:
                         )
         return self._text
 
+    @property
+    def file(self) -> str:
+        """The path of the current document's file."""
+        return self._parts[int(self._own()[self._part])].path
+
     def advance(self) -> None:
         """Go on to the next document."""
         self._text, self._document = None, self._document + 1
@@ -125,6 +130,7 @@ class RowStream:
     Args:
         cursors: of each source. weights: of each source.
         length: tokens of a row.
+        vocab_size: how many tokens the model knows.
         state: as `state` returned it.
     """
 
@@ -134,10 +140,11 @@ class RowStream:
         weights: list[float],
         tokenizer: Any,
         length: int,
+        vocab_size: float,
         state: dict[str, Any],
     ) -> None:
         self._cursors, self._weights = cursors, weights
-        self._tokenizer, self._length = tokenizer, length
+        self._tokenizer, self._length, self._vocab_size = tokenizer, length, vocab_size
         self._taken: list[int] = list(state["taken"])
         self._source: int | None
         self._offset: int
@@ -182,6 +189,14 @@ class RowStream:
         if self._tokens is None:
             text = self._cursors[source].text()
             self._tokens = np.asarray(encoded(self._tokenizer, text), dtype=np.int32)
+            if (highest := int(self._tokens.max(initial=0))) >= self._vocab_size:
+                # Such as the one for images, which Gemma 3 1B's tokenizer has and its model not.
+                raise ConfigError(
+                    f"dataset.sources: a document of {self._cursors[source].file} has token "
+                    f"{highest} ({self._tokenizer.token(highest)}), "
+                    f"the model knows {self._vocab_size} tokens, from 0; remove it from the text, "
+                    "or give the model's own tokenizer"
+                )
         return self._tokens
 
 
@@ -190,6 +205,7 @@ class Recipe:
     """All that the streams are made of.
 
     parts: of each source. seed: of the order, None keeps the files' own. streams: rows of a step.
+    vocab_size: how many tokens the model knows.
     """
 
     sources: list[Source]
@@ -198,6 +214,7 @@ class Recipe:
     length: int
     seed: int | None
     streams: int
+    vocab_size: float
 
     def start(self, stream: int) -> dict[str, Any]:
         """The state in which a stream begins: the sources' turns are not the same in all."""
@@ -213,4 +230,4 @@ class Recipe:
             for source, parts, place in zip(self.sources, self.parts, state["places"], strict=True)
         ]
         weights = [source.weight for source in self.sources]
-        return RowStream(cursors, weights, self.tokenizer, self.length, state)
+        return RowStream(cursors, weights, self.tokenizer, self.length, self.vocab_size, state)

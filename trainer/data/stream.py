@@ -235,18 +235,12 @@ class StreamBatches:
         )
 
     def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
-        """See `Batches.faults`; that every token is known follows from the vocabularies."""
+        """See `Batches.faults`; a token that the model does not know is found when it is read."""
         texts = []
         if self._collator.length is not None and self._collator.length > max_seq_len:
             texts.append(
                 f"{key}: rows of {self._collator.length} tokens, the model takes {max_seq_len}; "
                 f"set tokenizer.max_seq_len={max_seq_len}"
-            )
-        size = getattr(self.recipe.tokenizer, "vocab_size", 0)
-        if size > vocab_size:
-            texts.append(
-                f"tokenizer: it has {size} tokens, the model knows {vocab_size}; tokenizer and "
-                "model do not belong together"
             )
         return texts
 
@@ -297,7 +291,8 @@ def build(config: TrainConfig, world: World) -> Data:
     sources, parts, sha256 = world.gather(found_there)[0]
     seed = config.seed if config.shuffle else None
     length = int(config.tokenizer["max_seq_len"])
-    recipe = Recipe(sources, parts, tokenizer, length, seed, streams)
+    known = tokenizers.token_rows(tokenizer, config.model_folder)
+    recipe = Recipe(sources, parts, tokenizer, length, seed, streams, known)
     training = StreamBatches(
         recipe,
         world,

@@ -2,10 +2,12 @@
 
 One folder per teacher, named by what the numbers depend on. It holds parts of consecutive samples,
 a record for each trained token of each sample in turn, and appears complete once META is there:
-part by part it is made by `entry: teach`, which goes on with the parts that are missing.
+part by part it is made by `entry: teach`, which goes on with the parts that are missing. Beside a
+part lies a sum of each sample's records, which is checked whenever these are read: to read all of
+them at each start would take minutes.
 """
 
-import os
+import zlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +16,15 @@ import numpy as np
 import torch
 
 from runspec import files
-from runspec.storage import patient_json
+from runspec.storage import patient_json, patiently
 from trainer.errors import ConfigError
 from trainer.layers.batch import TopK
 
-FORMAT = 1
+FORMAT = 2
 META = "meta.json"
 PART, FIGURES = "part_{:05d}.bin", "part_{:05d}.json"
+# CRC-32 of the records of each sample.
+SUMS = "part_{:05d}.sums"
 # Tokens of a part; within these a dataset has so many parts, that many ranks have one each.
 SMALLEST_PART, LARGEST_PART, PARTS = 2**12, 2**20, 256
 
@@ -66,62 +70,82 @@ class KeptTeacher:
     """
 
     def __init__(self, folder: Path, lengths: np.ndarray, targets: np.ndarray) -> None:
-        parts, damaged = parts_of(lengths, targets), f"{folder} is damaged: delete it, and run"
+        parts = parts_of(lengths, targets)
         try:
             meta = patient_json(folder / META)
         except files.DamagedFile:
-            raise ConfigError(f"{damaged} entry: teach again") from None
+            raise _damaged(folder, folder) from None
         if meta is None or meta["parts"] != len(parts):
-            raise ConfigError(f"{damaged} entry: teach again")
+            raise _damaged(folder, folder)
         self.folder = folder
         self.vocabulary: int = meta["vocabulary"]
         self._record, self._targets = record(meta["k"]), targets
         self._parts = [self._mapped(folder, part) for part in parts]
+        self._first = [part.begin for part in parts]
+        # Read when a sample of the part is.
+        self._sums: dict[int, np.ndarray] = {}
         self._part_of = np.repeat(np.arange(len(parts)), [part.end - part.begin for part in parts])
         first = np.cumsum([0, *(part.tokens for part in parts)])[:-1]
         self._begins = np.cumsum(targets) - targets - first[self._part_of]
 
     def of(self, samples: np.ndarray) -> TopK:
-        """What is kept of the trained tokens of some samples in turn."""
+        """What is kept of the trained tokens of some samples in turn.
+
+        Raises:
+            ConfigError: it is not what was written.
+        """
         records = [np.zeros(0, self._record)]
         for sample in samples.tolist():
-            begin = int(self._begins[sample])
-            part = self._parts[self._part_of[sample]]
-            records.append(part[begin : begin + int(self._targets[sample])])
+            begin, number = int(self._begins[sample]), int(self._part_of[sample])
+            own = self._parts[number][begin : begin + int(self._targets[sample])]
+            if number not in self._sums:
+                file = self.folder / SUMS.format(number)
+                self._sums[number] = patiently(lambda path: np.fromfile(path, np.uint32), file)
+            if zlib.crc32(own) != self._sums[number][sample - self._first[number]]:
+                raise _damaged(self.folder / PART.format(number), self.folder)
+            records.append(own)
         whole = np.concatenate(records)
         return TopK(*(torch.from_numpy(whole[name].copy()) for name in TopK._fields))
 
     def _mapped(self, folder: Path, part: Part) -> np.ndarray:
         path = folder / PART.format(part.number)
-        if not is_whole(path, part, self._record):
-            raise ConfigError(f"{path} is damaged: delete its folder, and run entry: teach again")
+        if not is_whole(folder, part, self._record):
+            raise _damaged(path, folder)
         if not part.tokens:
             return np.zeros(0, self._record)  # an empty file cannot be mapped
         return np.asarray(np.memmap(path, dtype=self._record, mode="r"))
 
 
-def is_whole(path: Path, part: Part, kind: np.dtype[Any]) -> bool:
-    """Whether a part's file has the size that it must have."""
-    return path.is_file() and path.stat().st_size == part.tokens * kind.itemsize
+def _damaged(path: Path, folder: Path) -> ConfigError:
+    return ConfigError(f"{path} is damaged: delete {folder}, and run entry: teach again")
 
 
-def write_part(folder: Path, part: Part, records: np.ndarray, figures: list[float]) -> None:
-    """Write a part under a temporary name, and move it to its own; then its figures.
+def is_whole(folder: Path, part: Part, kind: np.dtype[Any]) -> bool:
+    """Whether a part's files have the sizes that they must have."""
+    sizes = {PART: part.tokens * kind.itemsize, SUMS: 4 * (part.end - part.begin)}
+    paths = {folder / name.format(part.number): size for name, size in sizes.items()}
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
+
+def write_part(
+    folder: Path, part: Part, records: np.ndarray, targets: np.ndarray, figures: list[float]
+) -> None:
+    """Write a part's files under temporary names, and move each to its own; then its figures.
+
+    Args:
+        targets: how many records each of its samples has.
 
     Raises:
         ConfigError: the folder cannot be written to.
     """
-    path = folder / PART.format(part.number)
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    pieces = np.split(records, np.cumsum(targets)[:-1])
+    sums = np.array([zlib.crc32(piece) for piece in pieces], np.uint32)
     try:
-        with open(temporary, "xb") as file:
-            file.write(records.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        for name, content in ((PART, records), (SUMS, sums)):
+            with files.replacing(folder / name.format(part.number)) as temporary:
+                temporary.write_bytes(content.tobytes())
         files.write_json(folder / FIGURES.format(part.number), figures)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(
             f"data_cache_dir: {folder} cannot be written to: {error.strerror}; set "
             "data_cache_dir to a folder of your own with enough space"
@@ -133,6 +157,5 @@ def missing_parts(folder: Path, parts: list[Part], kind: np.dtype[Any]) -> list[
     return [
         part
         for part in parts
-        if not (folder / FIGURES.format(part.number)).is_file()
-        or not is_whole(folder / PART.format(part.number), part, kind)
+        if not (folder / FIGURES.format(part.number)).is_file() or not is_whole(folder, part, kind)
     ]

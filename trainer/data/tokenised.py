@@ -9,18 +9,16 @@ The folder appears under a temporary name and is renamed when it is complete.
 import hashlib
 import importlib.metadata
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from runspec import files, tables
+from runspec import files, publish, tables, weights
 from runspec.storage import patient_json, patiently
 from trainer.config import TrainConfig
 from trainer.data import origin, source
@@ -58,11 +56,9 @@ MAKERS = tuple(
         "marks",
     )
 )
-TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 PROGRESS_EVERY_S = 15.0
 # Until a folder that another node has renamed is seen here.
 SHARED_FOLDER_LIMIT_S = 120.0
-LEFT_OVER_S = 24 * 3600.0
 
 
 class Part(NamedTuple):
@@ -270,7 +266,7 @@ def tokenizer_files(block: dict[str, Any]) -> list[Path]:
             continue  # the text of a chat template
         path = Path(name)
         if path.is_dir():
-            paths |= {p for p in path.iterdir() if p.suffix in TOKENIZER_SUFFIXES}
+            paths |= {*weights.tokenizer_files(path)}
         elif path.is_file():
             paths.add(path)
     return sorted(paths)
@@ -282,8 +278,7 @@ def make(samples: Source, folder: Path, world: World) -> None:
     Raises:
         ConfigError: the folder cannot be written to, or a sample cannot be tokenised.
     """
-    temporary = world.gather(folder.with_name(f".tmp_{folder.name}.{os.urandom(4).hex()}"))[0]
-    world.on_main(lambda: _begin(temporary))
+    temporary = world.from_main(lambda: _begin(folder))
     try:
         written = world.gather(world.on_all(lambda: _write_part(_seen(temporary), samples, world)))
         parts = {number: part for number, part in enumerate(written) if part is not None}
@@ -300,20 +295,14 @@ def make(samples: Source, folder: Path, world: World) -> None:
         raise
 
 
-def _begin(temporary: Path) -> None:
-    """Make the folder, and remove what starts left behind that were killed at this point."""
+def _begin(folder: Path) -> Path:
     try:
-        temporary.mkdir(parents=True)
+        return publish.begin(folder)
     except OSError as error:
         raise ConfigError(
-            f"data_cache_dir: {temporary.parent} cannot be written to: {error.strerror}; "
+            f"data_cache_dir: {folder.parent} cannot be written to: {error.strerror}; "
             "set data_cache_dir to a folder that all nodes share"
         ) from None
-    for path in temporary.parent.glob(".tmp_*"):
-        # Another start may remove it at the same time.
-        with suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > LEFT_OVER_S:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _publish(
@@ -326,7 +315,6 @@ def _publish(
 ) -> None:
     tables = [temporary / PART.format(number) for number in parts]
     np.save(temporary / SAMPLES, np.concatenate([np.load(table) for table in tables]))
-    files.fsync_path(temporary / SAMPLES)
     for table in tables:
         table.unlink()
     meta = {
@@ -341,15 +329,8 @@ def _publish(
         "split_sizes": samples.split_sizes,
     }
     files.write_json(temporary / META, meta)
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        if not (folder / META).is_file():
-            raise
-        # Another run was quicker, and its folder holds the same.
-        shutil.rmtree(temporary, ignore_errors=True)
-    else:
-        files.fsync_path(folder.parent)
+    # Another run may have been quicker, and its folder holds the same.
+    publish.finish(temporary, folder, "keep", flush=True)
 
 
 def _merged(of_ranks: list[dict[str, tuple[int, str]]]) -> dict[str, tuple[int, str]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from runspec import tokens
 from runspec.files import write_json
 from runspec.storage import patient_json
-from trainer.data.folder import answer_end, answered, opened, tokenizer_file
+from trainer.data.folder import answer_end, answered, model_file, opened, tokenizer_file
 from trainer.data.spans import SYSTEM_PROMPT, Spans
 from trainer.errors import ConfigError
 
@@ -178,7 +178,7 @@ class HuggingFaceTokenizer:
         """The token that the chat template puts behind an answer; see `folder.answer_end`."""
         if not self.has_chat_template:
             return None
-        return answer_end(self._own, self._known_ends, self._template)
+        return answer_end(self._own, self._known_ends, self._template, self._arguments)
 
     def writes(self, name: str) -> bool:
         """Whether the chat template has a name in it, such as eos_token."""
@@ -186,8 +186,13 @@ class HuggingFaceTokenizer:
 
     def template_ids(self) -> set[int]:
         """The tokens of a question and its answer, as the chat template renders them."""
-        text, _ = answered(self._own, self._template) if self.has_chat_template else ("", "")
-        return set(self._encoded(text).ids)
+        if not self.has_chat_template:
+            return set()
+        return set(self._encoded(answered(self._own, self._template, self._arguments)[0]).ids)
+
+    def token(self, token_id: int) -> str:
+        """The vocabulary's text of a token, which a decoder may change."""
+        return str(self._tokenizer.id_to_token(token_id))
 
     @property
     def base_size(self) -> int:
@@ -411,6 +416,14 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
     return texts
 
 
+def token_rows(tokenizer: Any, folder: Path) -> float:
+    """How many tokens the model of a folder knows; `inf` if the folder does not say.
+
+    A model grows by the recipe's new tokens, which are the last ones.
+    """
+    return math.inf if getattr(tokenizer, "new_ids", ()) else _rows(_model_settings(folder))
+
+
 def _with_text_arguments(turn: dict[str, Any]) -> dict[str, Any]:
     if not turn.get("tool_calls"):
         return turn
@@ -427,7 +440,7 @@ def _with_text_arguments(turn: dict[str, Any]) -> dict[str, Any]:
 
 def _model_settings(folder: Path) -> list[dict[str, Any]]:
     names = ("config", "generation_config")
-    settings = [patient_json(folder / f"{name}.json") for name in names]
+    settings = [patient_json(model_file(folder, f"{name}.json")) for name in names]
     found = [s for s in settings if s is not None]
     # A larger model's text part has settings of its own.
     return found + [s["text_config"] for s in found if isinstance(s.get("text_config"), dict)]

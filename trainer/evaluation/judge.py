@@ -3,12 +3,11 @@
 import json
 import re
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from runspec import client
 from trainer.errors import ConfigError
 
 _TRIES, _TIMEOUT_S, _IN_FLIGHT = 4, 120, 8
@@ -53,21 +52,20 @@ def _letter(task: dict[str, Any], prompt: str, reference: str, a: str, b: str) -
 
 def _post(task: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
     url = f"{str(task['judge_url']).rstrip('/')}/chat/completions"
-    headers = {"Content-Type": "application/json"}
+    headers = {}
     if task.get("judge_key_file"):
         key = Path(task["judge_key_file"]).expanduser().read_text(encoding="utf-8").strip()
         headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
     reason = ""
     for attempt in range(_TRIES):
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                return dict(json.loads(answer.read()))
-        except urllib.error.HTTPError as error:
-            reason = f"it answered {error.code} {error.reason}"
-            if error.code < 500 and error.code != 429:
+            answer = client.send(url, body, headers, timeout_s=_TIMEOUT_S, proxies=True)
+            if answer.status < 300:
+                return dict(json.loads(answer.body))
+            reason = f"it answered {answer.status} {answer.reason}"
+            if answer.status < 500 and answer.status != 429:
                 break
         except (OSError, ValueError) as error:
-            reason = str(getattr(error, "reason", error))
+            reason = str(error)
         time.sleep(2**attempt)
     raise ConfigError(f"the judge {url} cannot be asked: {reason}: check judge_url and its key")

@@ -87,21 +87,14 @@ class Answerer:
         return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
 
     @torch.inference_mode()
-    def answers(
-        self, samples: list[Sample], task: dict[str, Any], draw: int = 0
-    ) -> list[dict[str, Any]]:
+    def answers(self, samples: list[Sample], task: dict[str, Any]) -> list[dict[str, Any]]:
         """Answer a batch of samples.
-
-        Args:
-            draw: the number of the answer, if each sample gets several.
 
         Returns:
             answer, new_tokens, seconds of the batch, and too_long if the prompt leaves no room.
         """
         # The batch's own seed, so that an answer depends on no other batch.
-        torch.manual_seed(
-            self.settings["seed"] * 1_000_003 + samples[0].index + draw * 1_000_000_007
-        )
+        torch.manual_seed(self.settings["seed"] * 1_000_003 + samples[0].index)
         texts = [self.prompt_text(each, task) for each in samples]
         ids = [self._ids(text) for text in texts]
         room = self.limit - self.settings["max_new_tokens"]

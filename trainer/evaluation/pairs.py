@@ -1,4 +1,4 @@
-"""Pairs of answers, and the best of several: by a reward model's scores, or by likelihood."""
+"""Pairs of answers: by a reward model's scores, or by likelihood."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -76,31 +76,6 @@ class Scorer:
             both = self.scores([pair["chosen_input_ids"], pair["rejected_input_ids"]])
             rows.append(dict(zip(("chosen", "rejected"), both, strict=True)))
         return rows
-
-    def best(
-        self, samples: Sequence[Sample], task: Mapping[str, Any], drawn: list[list[dict[str, Any]]]
-    ) -> list[dict[str, Any]]:
-        """Of the answers that were drawn for each sample, the one of the highest score.
-
-        Args:
-            drawn: by draw, what `Answerer.answers` gave for the samples.
-        """
-        tokenizer = hugging_face_tokenizer(str(self.folder))
-        turns = [{"role": "system", "content": task["system"]}] if task.get("system") else []
-        chosen = []
-        for sample, rows in zip(samples, zip(*drawn, strict=True), strict=True):
-            asked = [*turns, {"role": "user", "content": sample.prompt}]
-            documents = [
-                tokenizer.tokenize_turns(
-                    [*asked, {"role": "assistant", "content": row["answer"]}], []
-                )
-                for row in rows
-            ]
-            scores = self.scores([tokens for tokens, _ in documents])
-            best = max(range(len(rows)), key=scores.__getitem__)
-            spent = {key: sum(row[key] for row in rows) for key in ("new_tokens", "seconds")}
-            chosen.append(rows[best] | spent | {"reward": scores[best]})
-        return chosen
 
 
 def opened(

@@ -62,8 +62,8 @@ def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         for kind in ("samples.jsonl", "json"):
             # One evaluation replaces no other: each has its run in its name.
             final = target / f"{suite}--{run_dir.name}.{kind}"
-            shutil.copyfile(folder / f"{suite}.{kind}", final.with_name(f".{final.name}.tmp"))
-            final.with_name(f".{final.name}.tmp").rename(final)
+            with files.replacing(final) as temporary:
+                shutil.copyfile(folder / f"{suite}.{kind}", temporary)
     return result
 
 
@@ -153,11 +153,6 @@ def _columns(
         }
         return {"accuracy": {side: (own, np.ones(len(own))) for side, own in higher.items()}}
     columns: Columns = {}
-    if task.get("reward_model"):
-        best = {side: [row["reward"] for row in own] for side, own in rows.items()}
-        columns["reward"] = {
-            side: (np.array(own, float), np.ones(len(own))) for side, own in best.items()
-        }
     for metric in task["metrics"]:
         columns[metric] = {}
         for side, own in rows.items():

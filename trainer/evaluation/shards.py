@@ -58,7 +58,6 @@ class Plan:
         self._check_kinds()
         self.models = {side: fingerprint(self.folder(side)) for side in self.sides}
         self.data: dict[str, list[Sample]] = {}
-        self._scorers: dict[Path, pairs.Scorer] = {}
         # As the suite has it: labels of classification may be derived from the samples.
         self.asked: dict[str, dict[str, Any]] = {}
         for name, task in config["tasks"].items():
@@ -105,8 +104,6 @@ class Plan:
         settings = {key: self.config[key] for key in _DEPENDS}
         asked = {key: task[key] for key in task if key not in _SHOWN}
         common = json.dumps([settings, asked, content], sort_keys=True)
-        if task.get("reward_model"):
-            common += fingerprint(Path(task["reward_model"]).expanduser())
         marks = {side: _hash(common + self.models[side]) for side in self.sides}
         return {**marks, "both": _hash(common + "".join(self.models.values()))}
 
@@ -180,27 +177,10 @@ class Plan:
         else:
             size = int(self.config["batch_size"])
             for begin in range(0, len(chosen), size):
-                rows += self._answered(answerer, chosen[begin : begin + size], task)
+                rows += answerer.answers(chosen[begin : begin + size], task)
         content = {"mark": self._marks[shard.task][shard.side], "rows": rows}
         if writes:
             files.write_json(self.folder_of_shards / shard.file, content)
-
-    def _answered(
-        self, answerer: Answerer, samples: list[Sample], task: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        """The model's answers; of several for each sample the best by the task's reward model."""
-        if not task.get("reward_model"):
-            return answerer.answers(samples, task)
-        folder = Path(task["reward_model"]).expanduser()
-        if folder not in self._scorers:
-            self._scorers[folder] = pairs.Scorer(folder, self.config, answerer.device)
-        drawn = [answerer.answers(samples, task, draw) for draw in range(task["best_of"] or 1)]
-        return self._scorers[folder].best(samples, task, drawn)
-
-
-def plan(config: dict[str, Any], run_dir: Path) -> Plan:
-    """Return the shards of an evaluation; ConfigError lists what is wrong with its data."""
-    return Plan(config, run_dir)
 
 
 def _complete(task: dict[str, Any], rows: list[Sample]) -> None:

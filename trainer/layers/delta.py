@@ -7,6 +7,7 @@ zeros, and with zeros before its first token.
 """
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from runspec.shape import DELTA_CHUNK as CHUNK
-from trainer.layers import delta_kernels
 from trainer.layers.batch import Documents
 from trainer.layers.flex import BlockMasks
 from trainer.layers.patch import patch_forward
@@ -22,6 +22,8 @@ from trainer.parallel.sharded import local
 
 # What a layer of this kind has, beside the layers that make its inputs.
 PARTS = ("A_log", "dt_bias", "conv1d", "norm", "out_proj")
+
+KERNELS = find_spec("fla") is not None and find_spec("triton") is not None
 
 Heads = tuple[torch.Tensor, ...]
 
@@ -69,9 +71,9 @@ def forward(
     # backward the compiler expects another layout than it has (torch 2.13).
     steps = decay.float() + local(layer.dt_bias)
     logs = -local(layer.A_log).float().exp() * torch.logaddexp(steps, torch.zeros_like(steps))
-    if delta_kernels.applies(query):
+    if KERNELS and query.is_cuda:
         bounds = documents.cu_seqlens if packed else None
-        out = delta_kernels.gated_delta_rule(query, key, value, logs, rate.sigmoid(), bounds)
+        out = by_kernels(query, key, value, logs, rate.sigmoid(), bounds)
     else:
         out = gated_delta_rule(query, key, value, logs, rate.sigmoid(), ids)
     out = layer.norm(out.reshape(-1, layer.head_v_dim), gate.reshape(-1, layer.head_v_dim))
@@ -94,6 +96,8 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> tor
     return out
 
 
+# The compiler would unroll the loop over chunks, and need a minute for 32 of them.
+@torch.compiler.disable
 def gated_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -138,89 +142,41 @@ def gated_delta_rule(
     )
     new, predicted = solved.split((value.shape[-1], key.shape[-1]), -1)
     scores, query, key = (query @ key.mT) * between, query * since, key * until
-    values, states = _states(new, predicted, key, through)
-    out = query @ states + scores @ values
+    state, outputs = torch.zeros_like(key[:, :, 0].mT @ value[:, :, 0]), []
+    # The one part that goes from chunk to chunk.
+    steps = zip(*(x.unbind(2) for x in (new, predicted, query, key, scores, through)), strict=True)
+    for fresh_values, known, asked, keys, seen_here, kept in steps:
+        entering = fresh_values - known @ state
+        outputs.append(asked @ state + seen_here @ entering)
+        state = state * kept + keys.mT @ entering
+    out = torch.stack(outputs, 2)
     return out.flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype)
 
 
-@torch.library.custom_op("slurm_cookbook::delta_states", mutates_args=())
-def _states(
-    new: torch.Tensor, predicted: torch.Tensor, key: torch.Tensor, through: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values that enter the states, [..., CHUNK, value]; state before each chunk, [key, value]).
+def by_kernels(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    rate: torch.Tensor,
+    bounds: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `gated_delta_rule` by flash-linear-attention, on GPUs: bash setup.sh --with fla.
 
-    The one part that goes from chunk to chunk. For the compiler it is one operator: it would unroll
-    a loop, and need a minute for 32 chunks.
+    Between chunks it keeps the states in fp32, and multiplies in the dtype of the queries. Its
+    entry ends a compiled graph.
 
     Args:
-        new: [batch, heads, chunks, CHUNK, value], before what the state predicts is taken off.
-        predicted, key: [..., CHUNK, key]: what reads the state for that, and what writes into it.
-        through: [..., 1, 1]: of each state, what stays after the chunk.
+        bounds: int32 [documents + 1], where each document begins in the flattened batch, and the
+            end of the last one; None if each row is one.
     """
-    values, states = _sizes(new, predicted, key, through)
-    steps = zip(*(_by_chunk(x) for x in (new, predicted, key, through, values)), strict=True)
-    each = _by_chunk(states)
-    each[0].zero_()
-    for index, (fresh, known, keys, kept, entering) in enumerate(steps):
-        torch.baddbmm(fresh, known, each[index], alpha=-1, out=entering)
-        if index + 1 < len(each):
-            after = torch.mul(each[index], kept, out=each[index + 1])
-            after.baddbmm_(keys.mT, entering)
-    return values, states
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-
-@_states.register_fake
-def _sizes(
-    new: torch.Tensor, predicted: torch.Tensor, key: torch.Tensor, through: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    states = new.new_empty(*new.shape[:3], key.shape[-1], new.shape[-1])
-    return new.new_empty(new.shape), states
-
-
-@torch.library.custom_op("slurm_cookbook::delta_states_gradients", mutates_args=())
-def _gradients(
-    for_values: torch.Tensor,
-    for_states: torch.Tensor,
-    predicted: torch.Tensor,
-    key: torch.Tensor,
-    through: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the last chunk to the first: (of `new`; of the state after each chunk)."""
-    of_new, of_states = _sizes(for_values, predicted, key, through)
-    steps = zip(
-        *(_by_chunk(x) for x in (for_values, for_states, predicted, key, through, of_new)),
-        strict=True,
-    )
-    each = _by_chunk(of_states)
-    each[-1].zero_()
-    for index, (values, states, known, keys, kept, solved) in reversed(list(enumerate(steps))):
-        torch.baddbmm(values, keys, each[index], out=solved)
-        if index:
-            before = torch.addcmul(states, each[index], kept, out=each[index - 1])
-            before.baddbmm_(known.mT, solved, alpha=-1)
-    return of_new, of_states
-
-
-_gradients.register_fake(lambda for_values, _, *others: _sizes(for_values, *others))
-
-
-def _keep(ctx: Any, inputs: Heads, output: Heads) -> None:
-    ctx.save_for_backward(*inputs[1:], *output)
-
-
-def _backward(ctx: Any, for_values: torch.Tensor, for_states: torch.Tensor) -> Heads:
-    predicted, key, through, values, states = ctx.saved_tensors
-    of_new, after = _gradients(for_values, for_states, predicted, key, through)
-    of_through = (states * after).sum((-2, -1), keepdim=True)
-    return of_new, -(of_new @ states.mT), values @ after.mT, of_through
-
-
-_states.register_autograd(_backward, setup_context=_keep)
-
-
-def _by_chunk(x: torch.Tensor) -> Heads:
-    """Of [batch, heads, chunks, rows, columns] each chunk's [batch x heads, rows, columns]."""
-    return x.flatten(0, 1).unbind(1)
+    given = [query, key, value, decay.float(), rate]
+    if bounds is not None:
+        given = [x.flatten(0, 1).unsqueeze(0) for x in given]
+    out, _ = chunk_gated_delta_rule(*given, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)
+    return out.view(value.shape)
 
 
 def _chunks(x: torch.Tensor) -> torch.Tensor:

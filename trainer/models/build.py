@@ -19,7 +19,7 @@ from runspec.description import family_of
 from runspec.keys.model import TRANSFORMERS
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
-from trainer.layers import attention, fp8, linear, nf4, noise
+from trainer.layers import attention, fp8, linear, nf4
 from trainer.layers.adapters import base as adapters
 from trainer.models.decoder import Decoder
 from trainer.models.faults import frozen_by_name
@@ -56,12 +56,6 @@ class Model:
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that the optimizer changes."""
         return [p for p in self.module.parameters() if p.requires_grad]
-
-    def learning_rates(self) -> dict[nn.Parameter, float]:
-        """What the learning rate of a parameter is multiplied by, where that is not 1."""
-        kind, named = self.module.adapter, weights.named_parameters(self.module)
-        rates = {p: kind.learning_rate(name) for name, p in named if kind and p.requires_grad}
-        return {parameter: rate for parameter, rate in rates.items() if rate != 1}
 
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters of the whole model, not of this rank's part.
@@ -107,8 +101,6 @@ def build(
     weights.initialise_adapter(module, config.seed)
     weights.initialise_score(module, source, config.seed)
     module.train(not frozen)
-    if config.neftune_noise_alpha and not frozen:
-        noise.add(module, config.neftune_noise_alpha)
     return Model(module, adapters.method(module), DTYPES[config.dtype])
 
 

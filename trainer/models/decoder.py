@@ -278,7 +278,7 @@ class Decoder(nn.Module, ABC):
 
         All are without an adapter; beside one `modules_to_save` and the score head.
         """
-        if self.adapter is None or self.adapter.trains(parameter):
+        if self.adapter is None or self.adapter.owns(parameter):
             return True
         return self.is_saved(parameter) or parameter == SCORE
 

@@ -26,11 +26,6 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
         )
     faults += [*_freeze_faults(module, config), *_saved_faults(module, config.model)]
     faults += _new_token_faults(module, config)
-    if config.neftune_noise_alpha and ranks > 1:
-        faults.append(
-            "neftune_noise_alpha: tensor parallelism splits the embeddings' output; leave it out, "
-            "or set tensor_parallel_dim=1"
-        )
     if config.dataset.get("packed") and not module.packs:
         faults.append(
             "dataset.packed: in this model's linear attention a packed document would see those "
@@ -69,7 +64,7 @@ def _freeze_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
     for pattern in config.freeze or []:
         if not frozen_by_name(module, [pattern]):
             yield f"freeze: no parameter is called {pattern!r}{nearest(pattern, names)}"
-    trained = {name for name in names if module.adapter is None or module.adapter.trains(name)}
+    trained = {name for name in names if module.adapter is None or module.adapter.owns(name)}
     if config.freeze and trained <= frozen_by_name(module, config.freeze).keys():
         yield "freeze: nothing is left to train; leave out a pattern"
 

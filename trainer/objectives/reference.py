@@ -185,10 +185,9 @@ def _publish(part: Path, path: Path, shape: tuple[int, ...]) -> None:
     records = _parts(part, shape[1])
     values = np.full(shape, np.nan, np.float32)
     values[records["sample"]] = records["values"]
-    temporary = path.with_name(f".tmp_{path.name}.{os.urandom(4).hex()}")
     try:
-        write(temporary, values)
-        os.replace(temporary, path)
+        with files.replacing(path) as temporary:
+            write(temporary, values)
     except OSError as error:
         raise ConfigError(
             f"data_cache_dir: {path.parent} cannot be written to: {error.strerror}; set "
@@ -204,8 +203,6 @@ def write(path: Path, values: np.ndarray) -> None:
     with open(path, "wb") as file:
         file.write(content.getbuffer())
         file.write(hashlib.sha256(content.getbuffer()).digest())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read(path: Path, shape: tuple[int, ...]) -> np.ndarray:

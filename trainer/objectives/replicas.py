@@ -5,7 +5,6 @@ one). A request holds all that its answer depends on, the version of the weights
 any replica answers it alike: one that dies or hangs costs the time of its requests.
 """
 
-import http.client
 import json
 import os
 import threading
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runspec import files
+from runspec import client, files
 from runspec.keys.grpo import GrpoConfig
 from trainer.errors import RolloutError
 from trainer.models.build import Model
@@ -220,7 +219,7 @@ class Replicas:
             return None
         try:
             return post(known, path, body, self._secret, deadline - time.monotonic())
-        except (OSError, http.client.HTTPException, ValueError, _Refused) as error:
+        except (OSError, ValueError, _Refused) as error:
             return error
 
     def _node(self, index: int) -> str | None:
@@ -325,16 +324,10 @@ def post(
     Raises:
         OSError: it cannot be reached, or not in time (TimeoutError).
     """
-    connection = http.client.HTTPConnection(
-        known["host"], known["port"], timeout=max(timeout_s, 0.1)
-    )
-    try:
-        headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
-        connection.request("POST", path, json.dumps(body), headers)
-        response = connection.getresponse()
-        answer = json.loads(response.read())
-    finally:
-        connection.close()
+    url = f"{client.at(known['host'], known['port'])}{path}"
+    headers = {"Authorization": f"Bearer {secret}"}
+    response = client.send(url, body, headers, timeout_s=max(timeout_s, 0.1))
+    answer = json.loads(response.body)
     if response.status != 200:
         raise _Refused(str(answer.get("error")))
     return answer

@@ -7,7 +7,6 @@ with, gives the same files.
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from runspec import files
+from runspec import files, publish
 from runspec.keys.distill import DistillConfig, TeachConfig
 from runspec.keys.train import TrainConfig
 from trainer.config import instantiate
 from trainer.data import teacher as disk
 from trainer.data.batches import Rows, packed_rows
 from trainer.data.teacher import KeptTeacher, Part
-from trainer.data.tokenised import LEFT_OVER_S, SHARED_FOLDER_LIMIT_S, TokenisedDataset
+from trainer.data.tokenised import SHARED_FOLDER_LIMIT_S, TokenisedDataset
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch, TopK
 from trainer.layers.log_probs import factors
@@ -161,14 +160,16 @@ class TeacherPass:
                 self._put(records, batch, kept, begins, view.targets)
                 yield Done(done, count)
             own = mine if world.data_weight else None
-            world.on_all(partial(self._write, own, records, figures))
+            world.on_all(partial(self._write, own, records, view.targets, figures))
             done += len(now)
             yield Done(done, count)
         world.on_main(self._publish)
 
-    def _write(self, part: Part | None, records: np.ndarray, figures: list[float]) -> None:
+    def _write(
+        self, part: Part | None, records: np.ndarray, targets: np.ndarray, figures: list[float]
+    ) -> None:
         if part is not None:
-            disk.write_part(self._folder, part, records, figures)
+            disk.write_part(self._folder, part, records, targets, figures)
 
     def _batch(self, rows: Rows[SampleRange], number: int | None) -> MicroBatch:
         """A batch by its number in a part; a masked one without."""
@@ -214,11 +215,7 @@ class TeacherPass:
                 f"data_cache_dir: {self._folder.parent} cannot be written to: {error.strerror}; "
                 "set data_cache_dir to a folder of your own"
             ) from None
-        for path in self._folder.glob(".*.tmp"):
-            # Another start may remove it at the same time.
-            with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > LEFT_OVER_S:
-                    path.unlink()
+        publish.remove_left(self._folder)
 
     def _publish(self) -> None:
         """Write META once all parts are seen here."""

@@ -42,9 +42,7 @@ def lora_rank(config: GrpoConfig) -> int:
     model = config.model
     if adapters.name_of(model) != "lora" or adapters.is_quantised(model):
         return 0
-    rank = int(model.get("lora_rank") or adapters.TORCHTUNE_RANK)
-    # PEFT has it twice: what is trained, and what it began with.
-    return rank * (1 + str(model.get("init_lora_weights")).startswith("pissa"))
+    return int(model.get("lora_rank") or adapters.TORCHTUNE_RANK)
 
 
 def write(model: Model, config: GrpoConfig, world: World, path: Path) -> int:

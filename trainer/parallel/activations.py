@@ -42,8 +42,6 @@ SAVED_OPERATIONS = (
     "slurm_cookbook.traced_attention",
     "aten._grouped_mm",
     "slurm_cookbook.grouped",
-    "slurm_cookbook.delta_states",
-    "slurm_cookbook.delta_rule",
     # fp8's products, and the magnitudes that its scales are made of.
     "aten._scaled_mm",
     "aten.amax",

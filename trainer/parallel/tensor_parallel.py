@@ -30,7 +30,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from runspec.layout import StepFacts
 from trainer.layers import linear, nf4
-from trainer.layers.adapters import lora_embedding
 from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.patch import patch_forward, replaced
 from trainer.models.decoder import Decoder, Role
@@ -55,9 +54,6 @@ def _embedding(layer: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
     own = padding if padding is not None and 0 <= padding < rows.shape[0] else None
     index = index.masked_fill(elsewhere, 0)
     embedded = F.embedding(index, rows, own)
-    added = lora_embedding.update(layer, index, own, linear.own_part(layer))
-    if added is not None:
-        embedded = embedded + added
     out = _summed(layer, SEQUENCE, embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0))
     scale = getattr(layer, "output_scale", None)
     # As Gemma was trained, the factor is rounded to the model's dtype.
@@ -220,7 +216,7 @@ class _Local:
 # module has its mesh, or None: it stays as it is; and the placements of the parameters that are not
 # replicated.
 STYLES: dict[Role, tuple[Callable[..., Any] | None, dict[str, Shard]]] = {
-    Role.EMBEDDING: (_embedding, dict.fromkeys(("weight", lora_embedding.A), Shard(0))),
+    Role.EMBEDDING: (_embedding, {"weight": Shard(0)}),
     Role.OUTPUT: (_output, COLUMN),
     Role.SCORE: (_score, {"weight": Shard(1)}),
     Role.COLUMN: (_column, COLUMN),

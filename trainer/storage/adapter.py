@@ -173,7 +173,7 @@ def file_of(config: TrainConfig) -> Path:
 def _adapter_parameters(module: Decoder) -> dict[str, nn.Parameter]:
     kind = module.adapter
     named = weights.named_parameters(module)
-    return {name: p for name, p in named if kind is not None and kind.trains(name)}
+    return {name: p for name, p in named if kind is not None and kind.owns(name)}
 
 
 def _differences(own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runspec import files
+from runspec import files, publish
 from runspec.storage import ABSENT, patiently, wait_s
 from trainer.errors import ConfigError, StorageError, TrainerError
 from trainer.storage.lease import Lease
@@ -161,6 +161,7 @@ class CommittedCheckpoints:
         """
         self._check_lease()
         self.folder.mkdir(parents=True, exist_ok=True)
+        publish.remove_left(self.folder)
         for left in self.folder.glob(".tmp_step_*.*"):
             # A newer start may have begun since.
             number = left.name.rpartition(".")[2]
@@ -195,26 +196,15 @@ class CommittedCheckpoints:
         files.write_text(temporary / files.CHECKPOINT_COMPLETE, files.sha256(manifest) + "\n")
         files.fsync_path(temporary)
         self._check_lease()
-        self._make_way(state.step)
-        os.rename(temporary, self.of(state.step))
+        if state.step in self.copies():
+            self._set_aside(state.step, f"copy_{self.of(state.step).name}")
+        # Ranks of an older start, on a node that was given up, may have come as far as this one.
+        publish.finish(temporary, self.of(state.step), "replace")
         files.fsync_path(self.folder)
         best, _ = self.best() or (None, None)
         for step in self.steps()[: -self._keep]:
             if step != best:
                 shutil.rmtree(self.of(step), ignore_errors=True)
-
-    def _make_way(self, step: int) -> None:
-        """Take away what has the name of the checkpoint that is to be committed."""
-        folder = self.of(step)
-        if not os.path.lexists(folder):
-            return
-        if step in self.copies():
-            self._set_aside(step, f"copy_{folder.name}")
-            return
-        # Ranks of an older start, on a node that was given up, have come as far as this one.
-        aside = self.folder / f".tmp_{folder.name}.{self._attempt}.old"
-        os.rename(folder, aside)
-        shutil.rmtree(aside, ignore_errors=True)
 
     def fault(self, step: int, part: int = 0, parts: int = 1) -> str | None:
         """What is wrong with a checkpoint; None if it is sound.

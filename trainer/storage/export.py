@@ -13,21 +13,20 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from runspec import files
+from runspec import files, publish
 from runspec.storage import patient_json, patiently
-from runspec.weights import OTHER_NAME
+from runspec.weights import CHAT_TEMPLATES, OTHER_NAME
 from trainer.config import TrainConfig
 from trainer.data.prepared import is_text
 from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
-from trainer.layers.adapters import lora_embedding
 from trainer.layers.adapters.base import PEFT_PREFIX, AdaptedLinear, AdapterKind
 from trainer.models.build import Model
 from trainer.models.decoder import SCORE
 from trainer.parallel.sharded import full_tensor, gathered, local, near
 from trainer.parallel.world import World
 from trainer.storage import adapter, weights
-from trainer.storage.ending import name_answer_end
+from trainer.storage.ending import GENERATION, generation_settings, name_answer_end
 
 MAX_SHARD_BYTES = 4 * 2**30
 TOKENIZER = (
@@ -37,6 +36,7 @@ TOKENIZER = (
     "chat_template*",
     "vocab.json",
     "merges.txt",
+    f"{CHAT_TEMPLATES}/*",
 )
 # Files of a model folder, besides weights and tokenizer, that are right for the trained model too.
 COPIED = (
@@ -61,8 +61,8 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     `save_adapter_weights_only` the merged weights are left out.
     """
     final = config.output_dir / files.EXPORT
-    temporary = config.output_dir / f".tmp_{files.EXPORT}"
-    world.on_main(lambda: _prepare(temporary, config, model))
+    temporary = publish.hidden(final)
+    world.on_main(lambda: _prepare(final, config, model))
     if not config.save_adapter_weights_only:
         write_model(model, config, temporary, world)
     if model.module.adapter is not None:
@@ -72,22 +72,23 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
                 f"note: {files.EXPORT}/{files.ADAPTER} holds experts in the layout of PEFT 0.18; "
                 "0.19 and later have another and refuse it: take peft<0.19, or the merged model"
             )
-    world.on_main(lambda: _commit(temporary, final))
+    world.on_main(lambda: publish.finish(temporary, final, "replace", flush=True))
     return final
 
 
-def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+def _prepare(final: Path, config: TrainConfig, model: Model) -> None:
+    temporary = publish.begin(final, alone=True)
     # It may come from another folder than the model. The path of torchtune's is that of a file.
     tokenizer = Path(str(config.tokenizer.get("path") or config.model_folder))
     if not (tokenizer / "tokenizer.json").is_file():
         tokenizer = config.model_folder
     for source, patterns in [(tokenizer, TOKENIZER), (config.model_folder, COPIED)]:
         for path in (path for pattern in patterns for path in source.glob(pattern)):
-            _copy(path, temporary)
+            _copy(path, (temporary / path.relative_to(source)).parent)
     if template := config.tokenizer.get("chat_template"):
         files.write_text(temporary / "chat_template.jinja", template_text(str(template)))
+        # It rendered everything; those beside it would be chosen for tools.
+        shutil.rmtree(temporary / CHAT_TEMPLATES, ignore_errors=True)
     write_new_tokens(config.tokenizer, temporary)
     settings = patient_json(temporary / "config.json") or {}
     if config.tokenizer.get("new_tokens"):
@@ -103,20 +104,13 @@ def _prepare(temporary: Path, config: TrainConfig, model: Model) -> None:
         classifier.set_pad_token(temporary)
     files.write_json(temporary / "config.json", settings)
     if not (model.module.score_head is not None or is_text(config.dataset)):
-        name_answer_end(temporary)
+        name_answer_end(temporary, config.tokenizer.get("chat_template_kwargs"))
 
 
 def _copy(path: Path, folder: Path) -> None:
     """Copy a file into a folder, tried again while the storage cannot be read."""
+    folder.mkdir(exist_ok=True)
     patiently(lambda source: shutil.copyfile(source, folder / path.name), path)
-
-
-def _commit(temporary: Path, final: Path) -> None:
-    for path in [*temporary.rglob("*"), temporary]:
-        files.fsync_path(path)
-    shutil.rmtree(final, ignore_errors=True)
-    temporary.rename(final)
-    files.fsync_path(final.parent)
 
 
 class Step(NamedTuple):
@@ -151,9 +145,7 @@ def gather(model: Model, layers: dict[str, torch.nn.Module], step: Step) -> torc
     if step.place and last in experts.MATRICES:
         expert, *rows = step.place
         return experts.merged(layer, last, expert, model.dtype)[tuple(rows)]
-    if last == "weight" and lora_embedding.is_adapted(layer):
-        whole = lora_embedding.merged(layer, model.dtype)
-    elif isinstance(layer, AdaptedLinear) or nf4.is_packed(step.parameter):
+    if isinstance(layer, AdaptedLinear) or nf4.is_packed(step.parameter):
         whole = linear.merged(layer, last, model.dtype)
     else:
         whole = in_dtype(step.parameter.detach(), model.dtype)
@@ -288,10 +280,13 @@ def write_adapter(
 
     def write() -> None:
         folder.mkdir()
-        own = [path for pattern in TOKENIZER for path in folder.parent.glob(pattern)]
-        if any(_differs(path, config.model_folder / path.name) for path in own):
+        whole = folder.parent
+        own = [path for pattern in TOKENIZER for path in whole.glob(pattern)]
+        if any(_differs(path, config.model_folder / path.relative_to(whole)) for path in own):
             for path in own:
-                _copy(path, folder)
+                _copy(path, (folder / path.relative_to(whole)).parent)
+        if model.module.score_head is None and (ends := generation_settings(whole)):
+            files.write_json(folder / GENERATION, ends)
         save_file(tensors, folder / adapter.FILE, metadata={"format": "pt"})
         files.write_json(folder / adapter.SETTINGS, settings)
 

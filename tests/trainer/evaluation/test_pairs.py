@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from launcher.recipes import entries
 from runspec.weights import gives_scores
 from tests.trainer.evaluation.test_evaluate import SUITE, start
 from trainer.errors import ConfigError
@@ -87,31 +86,7 @@ def test_accuracy_on_pairs_of_a_reward_model_and_of_a_policy(
         assert found["low"] <= found["value"] <= found["high"]
 
 
-def test_the_best_of_several_answers_has_the_highest_score(
-    tmp_path: Path, reward_model: Path, model_folder: Path
-) -> None:
-    means = []
-    for count in (1, 3):
-        place = tmp_path / str(count)
-        place.mkdir()
-        task = {"kind": "generation", "prompt": "prompt", "reference": "chosen", "metrics": ["f1"]}
-        task |= {"reward_model": str(reward_model), "best_of": count}
-        asked = suite(model_folder, place, task, temperature=1.0)
-        result = start(place, asked, [0], 1)
-        assert result is not None and "f1" in result["tasks"]["pairs"]["metrics"]
-        figures = result["tasks"]["pairs"]["metrics"]["reward"]["all"]["candidate"]
-        assert figures["low"] <= figures["value"] <= figures["high"]
-        means.append(figures["value"])
-    assert means[1] > means[0]
-
-
 def test_a_reward_model_answers_nothing(tmp_path: Path, reward_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"tasks.pairs: .* is a reward model.*pair_accuracy"):
         start(tmp_path, suite(reward_model, tmp_path, {"kind": "perplexity"}), [0], 1)
     assert gives_scores(reward_model)
-
-
-def test_best_of_needs_a_reward_model_and_answers_that_differ() -> None:
-    task = {"kind": "generation", "data": "x", "best_of": 4}
-    (fault,) = entries.ENTRIES["eval"].faults({"tasks": {"mine": task}})
-    assert "tasks.mine.best_of: needs tasks.mine.reward_model" in fault.text

@@ -160,14 +160,6 @@ class AdapterKind(ABC):
         """True for the name of a parameter of this kind; all others are frozen."""
         return f".{name}".endswith(tuple(f".{part}" for part in self.declared.parts))
 
-    def trains(self, name: str) -> bool:
-        """True for the name of a parameter of this kind that is trained."""
-        return self.owns(name)
-
-    def learning_rate(self, name: str) -> float:
-        """What the optimizer's learning rate is multiplied by for a parameter."""
-        return 1.0
-
     def identity(self, model: "Decoder") -> dict[str, Any]:
         """What else must stay the same between a checkpoint and the start that resumes it."""
         return {}

@@ -2,9 +2,7 @@
 
 LoRA: W x + s B A x (Hu et al. 2021, arXiv 2106.09685). DoRA: (m / ||W + s B A||) (W x + s B A x)
 with the norms of the rows held constant in the backward pass, as in section 4.3 of its paper
-(Liu et al. 2024, arXiv 2402.09353). With both W may be NF4 (QLoRA, QDoRA). PiSSA (Meng et al. 2024,
-arXiv 2404.02948): W x + s (B A - B0 A0) x, where A and B begin as A0 and B0, the factors of W's
-largest singular values. This is LoRA over W - s B0 A0, and W itself stays what the folder holds.
+(Liu et al. 2024, arXiv 2402.09353). With both W may be NF4 (QLoRA, QDoRA).
 """
 
 from collections.abc import Callable
@@ -15,16 +13,9 @@ from torch import nn
 
 from runspec import adapters
 from trainer.layers import linear, nf4
-from trainer.layers.adapters import lora_embedding
 from trainer.layers.adapters.base import AdaptedLinear, Own
 from trainer.layers.adapters.peft_config import scaling
 from trainer.parallel.sharded import cut_along, full_tensor, total_along
-
-# PiSSA's frozen parameters and their sizes.
-PISSA = {"initial_a": ("lora_rank", "in"), "initial_b": ("out", "lora_rank")}
-# Numbers of a weight whose singular values are computed exactly; iterations for others, as PEFT's
-# pissa_niter_16.
-EXACT, ITERATIONS = 2**20, 16
 
 
 class LowRankLinear(AdaptedLinear):
@@ -37,7 +28,6 @@ class LowRankLinear(AdaptedLinear):
             each part of the outputs has its own mask of the same inputs.
         use_dora: add the magnitude, [out], which begins as `row_norms`.
         use_rslora: s = alpha / sqrt(rank).
-        pissa: add the frozen `initial_a` and `initial_b`.
     """
 
     def __init__(
@@ -48,10 +38,9 @@ class LowRankLinear(AdaptedLinear):
         dropout: float = 0.0,
         use_dora: bool = False,
         use_rslora: bool = False,
-        pissa: bool = False,
     ) -> None:
         parts = (adapters.DORA if use_dora else adapters.LORA).parts_of("linear")
-        super().__init__(base, parts | (PISSA if pissa else {}))
+        super().__init__(base, parts)
         weight, like = base.weight, {"device": base.weight.device, "dtype": base.weight.dtype}
         magnitude = nn.Parameter(torch.empty(weight.shape[0], **like)) if use_dora else None
         self.register_parameter("magnitude", magnitude)
@@ -59,10 +48,6 @@ class LowRankLinear(AdaptedLinear):
         self.rank, self.use_rslora = rank, use_rslora
         self.scaling = scaling(rank, alpha, use_rslora)
         self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
-        self.pissa, frozen = pissa, {"requires_grad": False}
-        if pissa:
-            self.initial_a = nn.Parameter(torch.empty(rank, weight.shape[1], **like), **frozen)
-            self.initial_b = nn.Parameter(torch.empty(weight.shape[0], rank, **like), **frozen)
         self.lora_a = nn.Linear(weight.shape[1], rank, bias=False, **like)
         self.lora_b = nn.Linear(rank, weight.shape[0], bias=False, **like)
         nn.init.zeros_(self.lora_b.weight)
@@ -72,17 +57,13 @@ class LowRankLinear(AdaptedLinear):
         inner = F.linear(self.dropout(x), own("lora_a.weight", self.lora_a.weight)) * self.scaling
         return inner, own("lora_b.weight", self.lora_b.weight)
 
-    def _initial(self, x: torch.Tensor, own: Own) -> tuple[torch.Tensor, torch.Tensor]:
-        inner = F.linear(x, own("initial_a", self.initial_a)) * -self.scaling
-        return inner, own("initial_b", self.initial_b)
-
     def factors(self, x: torch.Tensor, own: Own) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """The scaled A x, and B."""
         if not self.adapter_enabled:
             return []
         if self.magnitude is not None:
             return None
-        return [self._factors(x, own), *([self._initial(x, own)] if self.pissa else [])]
+        return [self._factors(x, own)]
 
     def adapted(
         self,
@@ -96,8 +77,6 @@ class LowRankLinear(AdaptedLinear):
             return linear.base(self, x, weight)
         inner, b = self._factors(x, own)
         out = linear.base(self, x, weight) + F.linear(inner, b)
-        if self.pissa:
-            out = out + F.linear(*self._initial(x, own))
         if self.magnitude is None:
             return out
         squares = self._squares(weight, own("lora_a.weight", self.lora_a.weight), b)
@@ -142,33 +121,8 @@ class LowRankLinear(AdaptedLinear):
 
     @torch.no_grad()
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [k, in] and B [out, k] of plain LoRA that does the same; all ranks together.
-
-        Of PiSSA k is twice the rank (PEFT's conversion, peft.LoraModel.subtract_mutated_init).
-        """
-        a, b = full_tensor(self.lora_a.weight), full_tensor(self.lora_b.weight)
-        if not self.pissa:
-            return a, b
-        first = full_tensor(self.initial_a), full_tensor(self.initial_b)
-        return torch.cat([a, first[0].to(a.dtype)]), torch.cat([b, -first[1].to(b.dtype)], 1)
-
-    @torch.no_grad()
-    def principal(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """PiSSA's A0 and B0, whole and in fp32; all ranks call this together.
-
-        Args:
-            seed: of the approximation by random projections, for all but small weights.
-        """
-        weight = linear.dense(self, full_tensor(self.weight.detach()), torch.float32).float()
-        if weight.numel() <= EXACT:
-            left, values, right = torch.linalg.svd(weight, full_matrices=False)
-        else:
-            with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
-                torch.manual_seed(seed)
-                left, values, right = torch.svd_lowrank(weight, self.rank, niter=ITERATIONS)
-            right = right.T
-        root = (values[: self.rank] / self.scaling).sqrt()
-        return root[:, None] * right[: self.rank], left[:, : self.rank] * root
+        """The whole A and B; all ranks call this together."""
+        return full_tensor(self.lora_a.weight), full_tensor(self.lora_b.weight)
 
     @property
     def products(self) -> tuple[float, float]:
@@ -183,15 +137,6 @@ def row_norms(layer: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def adapted_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers with an adapter, experts and the embedding, too.
-
-    Each has `rank`, `scaling`, `use_rslora`.
-    """
-    modules = list(model.modules())
-    return [
-        m
-        for m in modules
-        if isinstance(m, LowRankLinear)
-        or lora_embedding.is_adapted(m)
-        or len(getattr(m, "adapters", ()))
-    ]
+    """The layers with an adapter, experts, too; each has `rank`, `scaling`, `use_rslora`."""
+    modules = model.modules()
+    return [m for m in modules if isinstance(m, LowRankLinear) or len(getattr(m, "adapters", ()))]

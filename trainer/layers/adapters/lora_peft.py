@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer.layers import experts
-from trainer.layers.adapters import lora_embedding, lora_experts, peft_config
+from trainer.layers.adapters import lora_experts, peft_config
 from trainer.layers.adapters.base import PEFT_PREFIX, Hub, Loaded, kind_of_layer, plain_name
 from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
 from trainer.layers.adapters.peft_config import PeftConfig
@@ -37,15 +37,10 @@ def write(
     for key, parts in hub.items():
         own = {name: layers.get(name.removesuffix(".weight")) for name, _ in parts}
         adapted = [layer for layer in own.values() if isinstance(layer, LowRankLinear)]
-        if key is None:
+        if key is None or not adapted:
             continue
         module = model.peft_name(key).removesuffix(".weight")
         place = PEFT_PREFIX + module
-        for table in (each for each in own.values() if each and lora_embedding.is_adapted(each)):
-            tensors |= lora_embedding.to_peft(table, place, dtype)
-            scales[module] = table.rank, table.scaling
-        if not adapted:
-            continue
         factors = {layer: [part.cpu() for part in layer.whole()] for layer in adapted}
         a = torch.cat([factors[layer][0] for layer in adapted])
         b = torch.zeros(sum(p.shape[0] for _, p in parts), len(a), dtype=a.dtype)
@@ -100,12 +95,11 @@ def _fields(
     kind: "LoRA", model: "Decoder", scales: Scales, expert_scales: Scales
 ) -> dict[str, Any]:
     layer = _usual(kind, adapted_layers(model))
-    rank = layer.rank * (1 + getattr(layer, "pissa", False))
     # Other parts of a model of several may have layers with the same last names.
     whole = bool(model.carried_tensors)
     targets = scales if whole else sorted({name.rpartition(".")[2] for name in scales})
     settings = {
-        **peft_config.fields(scales | expert_scales, rank, layer.use_rslora),
+        **peft_config.fields(scales | expert_scales, layer.rank, layer.use_rslora),
         "use_dora": kind.use_dora,
         "lora_dropout": getattr(getattr(layer, "dropout", None), "p", 0.0),
         "target_modules": list(targets) or None,
@@ -132,8 +126,6 @@ def read(
     The adapter's scale becomes that of the layers; a file without settings leaves it as it is.
     """
     attributes = {}
-    if kind.pissa:
-        faults.append("is what to begin as, and so is pissa; leave model.init_lora_weights out")
     if settings is not None:
         given = PeftConfig(settings)
         attributes = {
@@ -240,12 +232,6 @@ def _from_peft(
         if key is None:
             continue
         place = PEFT_PREFIX + model.peft_name(key).removesuffix(".weight")
-        for name, _ in parts:
-            owner = name.removesuffix(".weight")
-            if f"{owner}.{lora_embedding.A}" in shapes:
-                table = lora_embedding.from_peft(place, owner, tensors)
-                used |= table.keys()
-                own_tensors |= dict(table.values())
         a, b = tensors.get(f"{place}.lora_A.weight"), tensors.get(f"{place}.lora_B.weight")
         if a is None or b is None:
             continue
