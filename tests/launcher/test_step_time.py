@@ -79,7 +79,8 @@ def test_published_speeds_are_near_and_stand_in_the_docs():
     found = [*speeds.rows()]
     errors = [abs(row.error) for row in found]
     assert median(errors) < 0.1 and max(errors) < 0.3
-    assert "\n".join(speeds.lines()) in (paths.REPO_ROOT / "docs/performance.md").read_text()
+    page = paths.REPO_ROOT / "benchmarks/results/published.md"
+    assert "\n".join(speeds.lines()) in page.read_text()
     # The ranges that an estimate prints.
     dense = [error for row, error in zip(found, errors, strict=True) if " EP " not in row.workload]
     assert sum(error <= DENSE for error in dense) >= 0.9 * len(dense) and max(errors) < OTHER
