@@ -32,7 +32,6 @@ LONGEST = (
     "faults/",
     "test_runs.py",
     "test_memory_layouts.py",
-    "test_communication.py",
     "test_reshard.py",
     "test_train.py",
     "test_tensor_parallel.py",

@@ -119,7 +119,7 @@ class _Phases:
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         step = self.step
         if step.top_k:
-            yield "teacher's pass, layers", self._frozen_forward(self)
+            yield "teacher's pass, layers", self._frozen_forward(self) | {"logits and loss": 0.0}
             made = top_k_memory(step)
             yield "teacher's pass, top k", self._terms(0.0, self.entry, self.layer, made)
             return
