@@ -257,7 +257,7 @@ def test_recipes_lists_and_shows(user: Kit):
     assert {row["name"] for row in json.loads(user.cookbook("recipes", "--json").stdout)} >= {
         "demo"
     }
-    assert "63.2 GiB  80 GB    Llama 3.3 70B Instruct, full" in listed
+    assert "64.0 GiB  80 GB    Llama 3.3 70B Instruct, full" in listed
     shown = user.cookbook("recipes", "llama70b_lora").stdout
     assert "data_parallel_replicate_dim: 2" in shown and "${" not in shown
 
