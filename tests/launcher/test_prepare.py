@@ -141,7 +141,7 @@ def test_a_killed_command_leaves_no_folder_in_tmp(user, tmp_path, number, thread
     process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, start_new_session=True)
     try:
         folder = user.root / "datasets/prepared/mine/.work"
-        until(lambda: list(folder.glob("00-read-*/.part-*")), 120)
+        until(lambda: list(folder.glob("00-read-*/.tmp-part-*")), 120)
         process.send_signal(number)
         process.wait(60)
         until(lambda: not members(process.pid), 60)

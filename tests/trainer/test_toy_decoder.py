@@ -139,7 +139,7 @@ def test_weights_come_back_by_the_hubs_names(root: Path, toy_folder: Path) -> No
 def test_what_does_not_fit_is_refused(
     tmp_path: Path, toy_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = "no layer qeury; has back, down, embedding, key, mix, output_head, query"
+    told = "no layer qeury; has back, down, key, mix, output_head, query"
     with pytest.raises(ConfigError, match=told):
         empty_module(LORA | {"lora_modules": ["qeury", "key"]})
     with pytest.raises(ConfigError, match=r"model.lora_alpha: needs model.lora_rank"):

@@ -313,7 +313,7 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
         (
             "qwen3",
             {"model": LORA | {"lora_modules": ["w1"]}},
-            "no layer w1; has down_proj, embed_t",
+            "no layer w1; has down_proj, gate_pr",
         ),
     ],
 )
