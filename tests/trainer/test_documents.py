@@ -14,7 +14,8 @@ from tests.trainer.test_data import GEMMA, LLAMA, ROW, packed
 from trainer.config import instantiate
 from trainer.layers import attention, flex
 from trainer.layers.batch import Documents
-from trainer.models.torchtune.decoder import adopt
+from trainer.models.torchtune import compat
+from trainer.models.torchtune.decoder import adopt, rotated
 from trainer.parallel import activations
 
 
@@ -90,6 +91,43 @@ def test_a_variable_length_kernel_gives_what_the_mask_gives(build: Any) -> None:
             found = outputs()
         for own, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(own, other, rtol=0.02, atol=0.02)
+
+
+def operators(call: Any) -> int:
+    """How many operators of torch run, also those that other operators call."""
+    with torch.profiler.profile() as profile:
+        call()
+    return sum(event.count for event in profile.key_averages() if event.key.startswith("aten::"))
+
+
+def test_a_document_costs_a_cpu_its_attention_and_little_else() -> None:
+    """Copies of shared heads and changes of layout are made once for all documents."""
+    layer = attention.DocumentAttention(8)
+    attention.choose_kernels(layer, torch.device("cpu"), torch.float32)
+    query = torch.randn(1, 64, 4, 8, requires_grad=True)
+    key = torch.randn(1, 64, 2, 8, requires_grad=True)
+
+    def step(count: int) -> None:
+        ids = torch.arange(64, dtype=torch.int32).unsqueeze(0) // (64 // count)
+        bounds = torch.arange(0, 65, 64 // count, dtype=torch.int32)
+        layer(query, key, key, Documents(ids, bounds)).sum().backward()
+
+    few, many = (operators(partial(step, count)) for count in (4, 32))
+    assert (many - few) / 28 < 90
+
+
+@pytest.mark.parametrize("head_dim", [6, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotated_pairs_are_torchtunes_to_the_last_bit(head_dim: int, dtype: torch.dtype) -> None:
+    rope = compat.RotaryPositionalEmbeddings(head_dim, max_seq_len=16)
+    given = torch.randn(2, 7, 3, head_dim).to(dtype).requires_grad_()
+    upstream = torch.randn(given.shape).to(dtype)
+    for input_pos in (None, torch.arange(14).view(2, 7)):
+        pairs = []
+        for rotate in (rope, partial(rotated, rope)):
+            out = rotate(given, input_pos=input_pos)
+            pairs.append((out, *torch.autograd.grad(out, given, upstream)))
+        assert all(map(torch.equal, *pairs))
 
 
 def documents_of(length: int, seed: int) -> torch.Tensor:

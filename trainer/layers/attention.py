@@ -64,7 +64,7 @@ class DocumentAttention(nn.Module):
         self.softcap, self.dropout = softcap, dropout
         self.varlen_attention: Callable[..., torch.Tensor] | None = None
         self.flex_attention: Callable[..., torch.Tensor] | None = None
-        self.one_by_one = False
+        self.on_cpu = False
         # Keys before each document that an adapter has added and switched on.
         self.prefix_length, self.adapter_enabled = 0, False
 
@@ -102,13 +102,18 @@ class DocumentAttention(nn.Module):
         mask = with_window(mask, self.window, query.shape[1], query.device)
         return self.dense(query, key, value, mask, sinks)
 
+    @property
+    def uncompiled_on_cpu(self) -> bool:
+        """Whether this call's operators run one by one, on a CPU."""
+        return self.on_cpu and not torch.compiler.is_compiling()
+
     def _goes_one_by_one(self, sinks: torch.Tensor | None) -> bool:
         """Whether documents are computed one after another: on a CPU, which needs few at a time.
 
         A compiled layer has no loop over a number that each batch changes.
         """
         fits = self.softcap is None and sinks is None and not (self.training and self.dropout)
-        return fits and self.one_by_one and not torch.compiler.is_compiling()
+        return fits and self.uncompiled_on_cpu
 
     def _one_by_one(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents
@@ -235,7 +240,7 @@ def choose_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) -
     """
     if device.type != "cuda":
         for layer in layers(model):
-            layer.one_by_one = True
+            layer.on_cpu = True
         return
     if torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY:
         use_flash_attention(model, dtype)

@@ -13,7 +13,7 @@ def attend_as_on_a_gpu(module: torch.nn.Module, dtype: str) -> None:
     """Let attention keep for backward what its kernels on a GPU keep, in bf16."""
     for layer in attention.layers(module):
         # How many documents there are is not known of fake tensors.
-        layer.one_by_one = False
+        layer.on_cpu = False
     if dtype != "bf16":
         return
     attention.use_flash_attention(module, torch.bfloat16)
