@@ -139,25 +139,22 @@ def kept_by_layer(step: StepConfig, block: Block, recomputed: bool) -> tuple[flo
         return whole, 0.0
     entry = step.element_bytes * step.tokens * step.shape.dim / step.layout.tensor_parallel
     entry = 0.0 if step.activation_offload else entry
-    products = saved_products(step, block) if step.checkpointing == "op" else 0.0
-    return entry + products, whole
+    by_operation = step.checkpointing == "op" and not block.delta
+    return entry + (saved_products(step, block) if by_operation else 0.0), whole
 
 
 def saved_products(step: StepConfig, block: Block) -> float:
     """Selective checkpointing by operation: matrix products, attention and communication.
 
-    One product per matrix and two per adapter; attention's output and log-sum; of linear attention
-    both products of pairs, three that are as wide as the values, and each chunk's state; under
-    tensor parallelism the gathered inputs, and what is scattered. Compiled layers keep none of the
+    One product per matrix and two per adapter; attention's output and log-sum; under tensor
+    parallelism the gathered inputs, and what is scattered. Compiled layers keep none of the
     products that ranks exchange, nor that of the MLP's last matrix if no norm is behind it.
+    A layer with linear attention is recomputed whole.
     """
     e, tp, t, d = step.element_bytes, step.layout.tensor_parallel, step.tokens, step.shape.dim
     kept = 0.0
     if block.attention:
         kept += t * (e * block.attention.value_width + FP32 * block.attention.heads) / tp
-    if delta := block.delta:
-        pairs = 2 * DELTA_CHUNK * delta.value_heads
-        kept += FP32 * t * (pairs + 3 * delta.value_width + delta.state / DELTA_CHUNK) / tp
     for name, matrix in block.matrices.items():
         split, by_row, expert = step.split_of(matrix), matrix.role == "row", matrix.role == "expert"
         exchanged = split > 1 and matrix.role in ("row", "fused")

@@ -108,7 +108,9 @@ class Compute:
         step = self.step
         forward, backward = (sum(self.terms(block, way).values()) for way in (False, True))
         again = forward * step.recomputed_share
-        if step.checkpointing == "op":
+        if step.checkpointing == "op" and block.delta:
+            again = forward
+        elif step.checkpointing == "op":
             # What no product is read and written, element by element.
             elements = saved_by_layer(step, block) - saved_products(step, block)
             again = 2 * max(elements, 0.0) / self.bytes_per_s

@@ -354,7 +354,9 @@ class StepConfig:
     @property
     def recomputed_share(self) -> float:
         """The part of the layers whose forward pass is computed again in backward."""
-        known = {"none": 0.0, "op": 0.0, "full": 1.0}.get(self.checkpointing)
+        if self.checkpointing == "op":
+            return sum(n for block, n in self.shape.blocks if block.delta) / self.shape.layers
+        known = {"none": 0.0, "full": 1.0}.get(self.checkpointing)
         return 1 / int(self.checkpointing) if known is None else known
 
     def recomputes(self, layer: int) -> bool:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from trainer.config import TrainConfig
+from trainer.layers import delta
 from trainer.layers.batch import Documents
 from trainer.models.decoder import Decoder
 
@@ -78,7 +79,7 @@ def prepare(model: Decoder, config: TrainConfig, may_be_one_graph: bool = False)
 
     A block with activation checkpointing keeps its input only. With "op" it also keeps the results
     of matrix products, of attention and of communication, and is not compiled if its experts are
-    spread over ranks.
+    spread over ranks; a block with linear attention still keeps its input only.
 
     Args:
         may_be_one_graph: a model of at most ONE_GRAPH_BLOCKS blocks without activation
@@ -89,15 +90,20 @@ def prepare(model: Decoder, config: TrainConfig, may_be_one_graph: bool = False)
     if config.compile and may_be_one_graph and few and mode is None:
         _compile_as_one(model)
         return
+    if config.compile:
+        model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
+    by_operation = [mode == "op" and not _is_linear(block) for block in model.blocks]
+    whole = [index for index, chosen in enumerate(by_operation) if not chosen]
     # With "op" the compiler must see what is kept; else it need not know of the recomputation.
-    if config.compile and mode != "op":
-        _compile(model, config)
+    if config.compile:
+        _compile(model.blocks[index] for index in whole)
     settings: dict[str, Any] = {}
     if any(map(_exchanges_tokens, model.blocks)):
         from trainer.parallel.expert_parallel import remembered
 
         settings = {"context_fn": remembered}
     if mode == "op":
+        _recompute(model, whole, **settings)
         for compiled in (True, False):
             # All blocks of a kind have the same function, or each would be compiled by itself.
             # Those that are compiled exchange no tokens; the compiler takes no other contexts.
@@ -106,15 +112,16 @@ def prepare(model: Decoder, config: TrainConfig, may_be_one_graph: bool = False)
             chosen = [
                 index
                 for index, block in enumerate(model.blocks)
-                if compiled == (config.compile and not _exchanges_tokens(block))
+                if by_operation[index]
+                and compiled == (config.compile and not _exchanges_tokens(block))
             ]
             _recompute(model, chosen, context_fn=contexts)
+            if compiled:
+                _compile(model.blocks[index] for index in chosen)
     elif isinstance(mode, int):
         if config.enable_activation_offloading:
             settings["checkpoint_fn"] = InputOffloading()
         _recompute(model, range(mode - 1, len(model.blocks), mode), **settings)
-    if config.compile and mode == "op":
-        _compile(model, config, skipped=_exchanges_tokens)
 
 
 def missing_for_compile(device: torch.device) -> str | None:
@@ -136,20 +143,23 @@ def _exchanges_tokens(block: nn.Module) -> bool:
     return any(getattr(module, "exchange", None) is not None for module in block.modules())
 
 
-def _compile(
-    model: Decoder,
-    config: TrainConfig,
-    skipped: Callable[[nn.Module], bool] = lambda block: False,
-) -> None:
+def _is_linear(block: nn.Module) -> bool:
+    """Whether a block has linear attention, at which a compiled graph ends.
+
+    torch compiles nothing of a checkpointed function in which a graph ends (torch 2.13), so such a
+    block is compiled inside of its checkpoint, where the compiler does not see what is kept.
+    """
+    return next(delta.layers(block), None) is not None
+
+
+def _compile(blocks: Iterable[nn.Module]) -> None:
     _allow_variants()
     # Else numbers in which the layers of a sharded model differ, as Gemma 4's heads do, are inputs
     # of its code, and FlexAttention cannot be compiled for them (torch 2.13).
     torch._dynamo.config.skip_fsdp_guards = False
-    for block in model.blocks:
-        if not skipped(block):
-            # Not the call: FSDP's hooks and the checkpoint's stand around it.
-            block.forward = compiled(block.forward)
-    model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
+    for block in blocks:
+        # Not the call: FSDP's hooks and the checkpoint's stand around it.
+        block.forward = compiled(block.forward)
 
 
 def _compile_as_one(model: Decoder) -> None:
