@@ -11,6 +11,9 @@ SUPPORTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "transformers": ((5, 17), (6, 0)),
 }
 
+# The first torch whose FSDP2 shards integers; earlier ones let each parameter require a gradient.
+SHARDS_INTEGERS = (2, 12)
+
 
 def fault(package: str, version: str) -> str | None:
     """Return why a release of a package is not supported, None if it is or is not known."""
@@ -22,3 +25,12 @@ def fault(package: str, version: str) -> str | None:
         return None
     first, last = (".".join(map(str, pair)) for pair in (oldest, too_new))
     return f"{package} {version} is not supported: the trainer needs {first} or newer, below {last}"
+
+
+def sharding_fault(torch: str) -> str | None:
+    """Return why a release of torch cannot shard a base model in NF4 or fp8, None if it can."""
+    numbers = torch.split(".")[:2]
+    if not all(part.isdigit() for part in numbers) or tuple(map(int, numbers)) >= SHARDS_INTEGERS:
+        return None
+    first = ".".join(map(str, SHARDS_INTEGERS))
+    return f"torch {torch} cannot shard a quantized base model over GPUs: it needs torch {first}"

@@ -31,6 +31,11 @@ def test_what_is_refused_is_what_pip_would_refuse(package):
         assert f"{package} {other} is not supported" in str(versions.fault(package, other))
 
 
+def test_a_quantized_base_is_sharded_from_one_release_of_torch_on() -> None:
+    assert "it needs torch 2.12" in str(versions.sharding_fault("2.11.0+cu128"))
+    assert versions.sharding_fault("2.12.0") is None and versions.sharding_fault("nightly") is None
+
+
 @pytest.mark.named
 def test_the_oldest_pair_trains_exports_and_serves(tmp_path):
     """Needs a package index. The newest pair is that of constraints.txt, which all tests run."""

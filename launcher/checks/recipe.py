@@ -14,6 +14,8 @@ from launcher.recipes import batch_script, stock
 from launcher.recipes.environment import Environment
 from launcher.runs import snapshot
 from launcher.runs.directory import runs_root
+from runspec import versions
+from runspec.adapters import is_quantised
 from runspec.files import DATA_CACHE
 from runspec.layout import Layout, LayoutError
 
@@ -44,6 +46,11 @@ def layout(context: Context) -> Iterable[Finding]:
     if resources.gpus_per_node % together:
         message = f"rollout_gpus={together} does not divide {resources.gpus_per_node} GPUs per node"
         return [failed("layout", message, "change it or --gpus-per-node")]
+    sharded = split.shard > 1 or config.get("fsdp_cpu_offload") or config.get("master_weights")
+    quantized = is_quantised(config.get("model") or {}) or config.get("teacher_quantize_base")
+    fault = versions.sharding_fault(venv.torch_build().version or "")
+    if sharded and quantized and fault is not None:
+        return [failed("layout", fault, "bash setup.sh --torch 2.13.0")]
     batch, accumulation = config.get("batch_size", 1), config.get("gradient_accumulation_steps", 1)
     if split.tensor_parallel > 1:
         shape += f", tensor parallel {split.tensor_parallel}"

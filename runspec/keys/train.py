@@ -233,7 +233,8 @@ def with_train_on_input(block: Any, value: bool) -> Any:
 def recomputed(config: Mapping[str, Any]) -> int | str | None:
     """Return what the backward pass recomputes, from the one key or from torchtune's three.
 
-    n: every n-th layer (1: all). "op": all but matrix products and softmax attention. None: nothing.
+    n: every n-th layer (1: all). "op": all but matrix products and softmax attention. None:
+    nothing.
     """
     mode = config.get("activation_checkpointing") or config.get("ac_mode")
     if mode == "selective":

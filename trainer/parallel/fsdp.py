@@ -12,7 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from runspec import versions
 from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+from trainer.layers import nf4
 from trainer.models.decoder import Decoder
 from trainer.parallel.gradients import REDUCED_IN
 from trainer.parallel.sharded import local
@@ -52,7 +55,13 @@ def shard(
     Args:
         model: on the meta device, before its weights are loaded; tensor parallelism comes first.
         expert_mesh: of experts that are spread; they are sharded over its ep_shard.
+
+    Raises:
+        ConfigError: the base is quantized, and this torch cannot shard it.
     """
+    fault = versions.sharding_fault(torch.__version__)
+    if fault and any(map(nf4.is_packed, model.parameters())):
+        raise ConfigError(fault)
     replicated = "dp_replicate" in mesh.mesh_dim_names
     options: dict[str, Any] = {
         "mesh": mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"],

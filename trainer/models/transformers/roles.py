@@ -171,6 +171,8 @@ class Roles:
                 if DELTA[last] is Role.FUSED:
                     self.pieces[name] = self._modules[above].pieces
                 continue
+            if isinstance(module, nn.Embedding):
+                continue  # the decoder splits it; before 5.21 the plans of tied models name it
             if planned is not None:
                 self._of[name] = STYLES.get(planned, Role.REPLICATED)
                 if planned not in STYLES:
