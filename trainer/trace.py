@@ -17,7 +17,7 @@ import math
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,8 @@ class FakeBuilder(Builder):
         backend = {activations.COMPILE_BACKEND: "aot_eager_decomp_partition"}
         with mock.patch.dict(os.environ, backend):
             models.lay_out(module, config, self.world, output_chunks, frozen)
+        # What that compiles is counted by `_fused_chunk`.
+        module.compiles_loss = False
         attend_as_on_a_gpu(module, config.dtype)
         with self.fake:
             module.to_empty(device=self.world.device)
@@ -130,8 +132,7 @@ class FakeBuilder(Builder):
 
 
 def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
-    # What it compiles is counted by `_fused_chunk`.
-    method = named(config.objective)(replace(config, compile=False), world)
+    method = named(config.objective)(config, world)
     builder = FakeBuilder(config, world, layers)
     made, fake = method.build_models(builder), builder.fake
     module = made.policy.module
@@ -193,12 +194,9 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
 
 def _fused_chunk(
     logits: torch.Tensor,
-    columns: torch.Tensor,
-    held: torch.Tensor,
-    group: Any,
-    softcap: float | None,
+    rows: list[Any],
     slope_wanted: bool,
-    *_: Any,
+    settings: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tensors that the linear loss makes of a chunk of logits if it is compiled."""
     exact = torch.promote_types(logits.dtype, torch.float32)

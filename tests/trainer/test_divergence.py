@@ -11,7 +11,7 @@ from torchtune.modules.loss import ForwardKLLoss, ReverseKLLoss, SymmetricKLLoss
 
 from tests.trainer.test_loss import NewTensors
 from trainer.layers.divergence import Divergence, distillation_loss
-from trainer.layers.log_probs import Factors
+from trainer.layers.head import Factors
 
 TOKENS, VOCABULARY = 9, 30
 TARGETS = torch.randint(0, VOCABULARY - 4, (TOKENS,), generator=torch.Generator().manual_seed(2))
@@ -38,9 +38,9 @@ def logits(tensors: Tensors, caps: Any = (None, None)) -> tuple[torch.Tensor, to
 
 
 def ours(tensors: Tensors, how: Divergence, caps: Any = (None, None), **more: Any) -> Any:
-    student = Factors([(tensors[0], tensors[1]), (tensors[2], tensors[3])], softcap=caps[0])
+    student = Factors([(tensors[0], tensors[1]), (tensors[2], tensors[3])], None, caps[0], **more)
     teacher = Factors([(tensors[4], tensors[5])], softcap=caps[1])
-    return distillation_loss(student, teacher, TARGETS, how, **more)
+    return distillation_loss(student, teacher, TARGETS, how)
 
 
 def plain(
@@ -158,9 +158,9 @@ def split(rank: int, store: str, vocabulary: int, beta: float) -> None:
     group, how = torch.distributed.group.WORLD, Divergence(beta, 1.5, 0.3)
     tensors = inputs(vocabulary)
     own = [tensors[0], tensors[1].chunk(2)[rank], tensors[2], tensors[3].chunk(2)[rank]]
-    student = Factors([(own[0], own[1]), (own[2], own[3])], group)
+    student = Factors([(own[0], own[1]), (own[2], own[3])], group, chunks=2)
     teacher = Factors([(tensors[4], tensors[5].chunk(2)[rank])], group)
-    found = distillation_loss(student, teacher, TARGETS, how, chunks=2)
+    found = distillation_loss(student, teacher, TARGETS, how)
     wanted = ours(tensors, how)
     torch.testing.assert_close(tuple(found), tuple(wanted))
     gradients, whole = (torch.autograd.grad(each.total, tensors[:4]) for each in (found, wanted))

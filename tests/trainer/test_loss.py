@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
 from trainer.config import load
-from trainer.layers import log_probs
+from trainer.layers import head
 from trainer.layers import loss as loss_layer
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
-from trainer.layers.log_probs import Factors, linear_cross_entropy, linear_log_probs
+from trainer.layers.head import Factors
+from trainer.layers.log_probs import linear_cross_entropy, linear_log_probs
 from trainer.layers.loss import TokenLoss
 from trainer.models.build import empty_module
 from trainer.models.decoder import Decoder
@@ -157,8 +158,8 @@ def test_gradients_are_right_with_a_soft_cap_and_two_factors() -> None:
     targets = torch.randint(0, 30, (9,), generator=generator)
 
     def own(*tensors: torch.Tensor) -> torch.Tensor:
-        made_of = Factors([tensors[:2], tensors[2:]], softcap=3.0)
-        return linear_cross_entropy(made_of, targets, chunks=4)
+        made_of = Factors([tensors[:2], tensors[2:]], softcap=3.0, chunks=4)
+        return linear_cross_entropy(made_of, targets)
 
     def reference(*tensors: torch.Tensor) -> torch.Tensor:
         logits = tensors[0] @ tensors[1].T + tensors[2] @ tensors[3].T
@@ -182,7 +183,8 @@ def test_log_probs_take_any_gradient() -> None:
         return -F.logsigmoid(sums[::2] - sums[1::2]).sum()
 
     def own(*tensors: torch.Tensor) -> torch.Tensor:
-        return linear_log_probs(Factors([tensors[:2], tensors[2:]], softcap=3.0), targets, chunks=4)
+        made_of = Factors([tensors[:2], tensors[2:]], softcap=3.0, chunks=4)
+        return linear_log_probs(made_of, targets)
 
     def reference(*tensors: torch.Tensor) -> torch.Tensor:
         logits = tensors[0] @ tensors[1].T + tensors[2] @ tensors[3].T
@@ -233,7 +235,7 @@ def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one() 
     F.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum").backward()
     for chunks in (1, 40):
         own = weight.clone().requires_grad_()
-        linear_cross_entropy(Factors([(hidden, own)]), targets, chunks=chunks).backward()
+        linear_cross_entropy(Factors([(hidden, own)], chunks=chunks), targets).backward()
         error = (own.grad.double() - exact.grad).norm() / exact.grad.norm()
         # A sum kept in bf16 is wrong by 0.008.
         assert error < 0.0035
@@ -251,7 +253,7 @@ def test_compiled_it_is_the_same_for_any_number_of_tokens(
     backend: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", backend)
-    log_probs.compiled_chunk.cache_clear()
+    head.compiled_chunk.cache_clear()
     torch._dynamo.reset()
     torch.manual_seed(0)
     weight = torch.randn(1000, 32, dtype=torch.bfloat16, requires_grad=True)
@@ -261,14 +263,10 @@ def test_compiled_it_is_the_same_for_any_number_of_tokens(
         found = []
         for compiled in (False, True):
             with torch._dynamo.config.patch(error_on_recompile=tokens != 40):
-                total = linear_cross_entropy(
-                    Factors([(hidden, weight)], softcap=cap),
-                    targets,
-                    chunks=3,
-                    compile_chunks=compiled,
-                )
+                made_of = Factors([(hidden, weight)], None, cap, chunks=3, compiled=compiled)
+                total = linear_cross_entropy(made_of, targets)
             found.append([total, *torch.autograd.grad(total * 0.1, [hidden, weight])])
         for own, other in zip(*found, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-4)
         assert found[0][0].item() == pytest.approx(found[1][0].item(), rel=1e-6)
-    log_probs.compiled_chunk.cache_clear()
+    head.compiled_chunk.cache_clear()

@@ -11,21 +11,20 @@ from tests.trainer.test_divergence import TARGETS, TOKENS, VOCABULARY, inputs, l
 from tests.trainer.test_loss import NewTensors
 from trainer.layers.batch import TopK
 from trainer.layers.divergence import Divergence, distillation_loss
-from trainer.layers.log_probs import Factors
+from trainer.layers.head import Factors
 from trainer.layers.top_k import sampled_errors, top_k, top_k_loss
 
 Tensors = list[torch.Tensor]
 
 
 def kept(tensors: Tensors, k: int, heat: float, cap: float | None = None, **more: Any) -> TopK:
-    teacher = Factors([(tensors[4], tensors[5])], softcap=cap)
-    return top_k(teacher, k, min(VOCABULARY, len(tensors[5])), heat, **more)
+    teacher = Factors([(tensors[4], tensors[5])], None, cap, **more)
+    return top_k(teacher, k, min(VOCABULARY, len(tensors[5])), heat)
 
 
 def loss(tensors: Tensors, teacher: TopK, how: Divergence, cap: Any = None, **more: Any) -> Any:
-    student = Factors([(tensors[0], tensors[1]), (tensors[2], tensors[3])], softcap=cap)
-    vocabulary = min(VOCABULARY, len(tensors[5]))
-    return top_k_loss(student, teacher, TARGETS, how, vocabulary, **more)
+    student = Factors([(tensors[0], tensors[1]), (tensors[2], tensors[3])], None, cap, **more)
+    return top_k_loss(student, teacher, TARGETS, how, min(VOCABULARY, len(tensors[5])))
 
 
 def plain_top_k(teacher: torch.Tensor, k: int, heat: float) -> TopK:
@@ -137,15 +136,15 @@ def split(rank: int, store: str, vocabulary: int, heat: float, k: int) -> None:
     group, how = torch.distributed.group.WORLD, Divergence(0.0, heat, 0.3)
     tensors = inputs(vocabulary)
     own = [tensors[0], tensors[1].chunk(2)[rank], tensors[2], tensors[3].chunk(2)[rank]]
-    student = Factors([(own[0], own[1]), (own[2], own[3])], group)
-    teacher = Factors([(tensors[4], tensors[5].chunk(2)[rank])], group)
+    student = Factors([(own[0], own[1]), (own[2], own[3])], group, chunks=2)
+    teacher = Factors([(tensors[4], tensors[5].chunk(2)[rank])], group, chunks=2)
     common = min(vocabulary, VOCABULARY)
-    found, wanted = top_k(teacher, k, common, heat, chunks=2), kept(tensors, k, heat)
+    found, wanted = top_k(teacher, k, common, heat), kept(tensors, k, heat)
     torch.testing.assert_close(found, wanted)
     errors = sampled_errors(teacher, found, common, heat, 5)
     whole = sampled_errors(Factors([(tensors[4], tensors[5])]), wanted, common, heat, 5)
     torch.testing.assert_close(errors, whole, rtol=1e-4, atol=1e-5)
-    sums = top_k_loss(student, found, TARGETS, how, common, chunks=2)
+    sums = top_k_loss(student, found, TARGETS, how, common)
     expected = loss(tensors, wanted, how)
     torch.testing.assert_close(tuple(sums), tuple(expected))
     gradients, all_of = (torch.autograd.grad(each.total, tensors[:4]) for each in (sums, expected))

@@ -12,7 +12,8 @@ from runspec.step import loss_tokens
 from trainer.config import instantiate
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
-from trainer.layers.log_probs import factors, head_faults, linear_cross_entropy, own_columns
+from trainer.layers.head import factors, head_faults, own_columns
+from trainer.layers.log_probs import linear_cross_entropy
 from trainer.models.decoder import Decoder
 from trainer.parallel.sharded import full_tensor, local
 
@@ -44,16 +45,11 @@ class LinearCrossEntropy:
             raise ValueError("num_output_chunks must be a whole number from 1 on")
         self._chunks = num_output_chunks
         self.ignore_index = ignore_index
-        self.compiled = False
 
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Summed loss, a scalar in fp32, of the last block's output [batch, sequence, dim]."""
-        return linear_cross_entropy(
-            factors(model, hidden, batch.trained),
-            batch.labels.flatten().index_select(0, batch.trained),
-            chunks=self._chunks,
-            compile_chunks=self.compiled,
-        )
+        made_of = factors(model, hidden, batch.trained)._replace(chunks=self._chunks)
+        return linear_cross_entropy(made_of, batch.targets)
 
     def fits_graph(self, model: Decoder, batch: MicroBatch) -> bool:
         """Whether the logits of all positions are as few as one chunk's, and soon computed."""
@@ -100,7 +96,6 @@ class TokenLoss:
         if isinstance(self._component, LinearCrossEntropy):
             # It reads the output head's weight by itself.
             self.output_chunks = 1
-            self._component.compiled = config.compile
             other = ", or loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
             if faults := head_faults(config.model, other):
                 raise ConfigError(*faults)
@@ -140,10 +135,9 @@ class TokenLoss:
         """
         plain = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
         mesh, own = logits.device_mesh, local(logits)
-        columns, held = own_columns(labels, own.shape[1], mesh.get_group())
-        trained = labels != IGNORE_INDEX
-        columns = columns.clamp(0, own.shape[1] - 1).unsqueeze(1)
-        chosen = own.gather(1, columns).squeeze(1).float() * held
+        width, trained = own.shape[1], labels != IGNORE_INDEX
+        columns, held = own_columns(labels - mesh.get_local_rank() * width, width)
+        chosen = own.gather(1, columns.unsqueeze(1)).squeeze(1).float() * held
         above = chosen - own.sum(1, dtype=torch.float32) / logits.shape[1]
         part = DTensor.from_local((above * trained).sum(), mesh, [Partial()], run_check=False)
         total = local(part.redistribute(placements=[Replicate()]))

@@ -148,7 +148,7 @@ def lay_out(
     # for a model of more.
     undivided = mesh is None and config.first_blocks is None
     activations.prepare(module, config, undivided and world.device.type == "cpu")
-    module.num_output_chunks = output_chunks
+    module.num_output_chunks, module.compiles_loss = output_chunks, config.compile
     if use_fsdp:
         fsdp.shard(module, mesh, DTYPES[config.dtype], config, expert_mesh)
 

@@ -93,6 +93,7 @@ class Decoder(nn.Module, ABC):
             list; 0 gives one tensor.
         one_graph: it is compiled as one graph; see trainer.parallel.activations. A call with
             in_graph=True has its `output` in the graph too.
+        compiles_loss: a loss compiles what it does to its logits; see trainer.layers.head.
         packs: packed rows keep their documents apart.
         ignored_tensors: patterns of tensors that a model folder may hold, and that belong to no
             parameter.
@@ -113,6 +114,7 @@ class Decoder(nn.Module, ABC):
     output_softcap: float | None = None
     num_output_chunks: int = 0
     one_graph: bool = False
+    compiles_loss: bool = False
     packs: bool = True
     carried_tensors: tuple[str, ...] = ()
     folder_tensors: Collection[str] = ()

@@ -14,7 +14,7 @@ from trainer.data import batches
 from trainer.data.batches import Data
 from trainer.data.form import SINGLE, SampleForm
 from trainer.errors import ConfigError
-from trainer.layers import log_probs
+from trainer.layers import head
 from trainer.layers.adapters.base import disabled
 from trainer.layers.batch import MicroBatch
 from trainer.models.build import Model
@@ -122,7 +122,7 @@ class Objective(ABC):
 
         Weights and data are not read.
         """
-        return log_probs.head_faults(config.model, "") if config.fused_loss else []
+        return head.head_faults(config.model, "") if config.fused_loss else []
 
     @property
     def output_chunks(self) -> int:

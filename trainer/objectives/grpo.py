@@ -231,8 +231,7 @@ class PolicyOptimisation(Objective):
         return LossSum(*losses.policy_loss(logps, advantage, batch, self.rule))
 
     def _log_probs(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-        temperature, compiled = self.config.sampling_temperature, self.config.compile
-        return token_log_probs(module, batch, temperature=temperature, compile_chunks=compiled)
+        return token_log_probs(module, batch, self.config.sampling_temperature)
 
     def step_figures(self) -> dict[str, float | None]:
         """As Objective.step_figures; see RolloutLog.figures."""

@@ -26,7 +26,7 @@ from trainer.data.teacher import KeptTeacher, Part
 from trainer.data.tokenised import SHARED_FOLDER_LIMIT_S, TokenisedDataset
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch, TopK
-from trainer.layers.log_probs import factors
+from trainer.layers.head import factors
 from trainer.layers.top_k import sampled_errors, top_k
 from trainer.models.builder import Builder
 from trainer.objectives.base import Models
