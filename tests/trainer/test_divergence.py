@@ -9,7 +9,6 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torchtune.modules.loss import ForwardKLLoss, ReverseKLLoss, SymmetricKLLoss
 
-from tests.trainer.test_loss import NewTensors
 from trainer.layers.divergence import Divergence, distillation_loss
 from trainer.layers.head import Factors
 
@@ -124,29 +123,6 @@ def test_probabilities_that_are_zero_give_numbers(beta: float) -> None:
     assert found.total.item() == pytest.approx(wanted, rel=1e-4)
     (gradient,) = torch.autograd.grad(found.total, own[:1])
     assert gradient.isfinite().all()
-
-
-def test_neither_models_logits_exist_as_a_whole() -> None:
-    generator = torch.Generator().manual_seed(3)
-    own, other = (
-        (torch.randn(2048, dim, generator=generator), torch.randn(768, dim, generator=generator))
-        for dim in (512, 640)
-    )
-    targets = torch.randint(0, 768, (2048,), generator=generator)
-    own = tuple(tensor.requires_grad_() for tensor in own)
-    with NewTensors() as seen:
-        found = distillation_loss(Factors([own]), Factors([other]), targets, Divergence(0.5))
-        found.total.backward()
-    assert max(seen.sizes) < 2048 * 768
-
-
-def test_no_token_gives_zero_gradients() -> None:
-    tensors = inputs(dtype=torch.float32)
-    student = Factors([(tensors[0][:0], tensors[1])])
-    teacher = Factors([(tensors[4][:0], tensors[5])])
-    found = distillation_loss(student, teacher, TARGETS[:0], Divergence(0.5))
-    (gradient,) = torch.autograd.grad(found.total, tensors[1:2])
-    assert found.total == 0 and not gradient.any()
 
 
 def split(rank: int, store: str, vocabulary: int, beta: float) -> None:

@@ -103,7 +103,17 @@ def test_probabilities_that_are_zero_give_numbers() -> None:
     assert gradient.isfinite().all()
 
 
-def test_logits_do_not_exist_as_a_whole() -> None:
+def of_kind(kind: str, student: Factors, teacher: Factors, targets: torch.Tensor) -> torch.Tensor:
+    """The loss with a teacher that runs, or with what is kept of it."""
+    if kind == "online":
+        return distillation_loss(student, teacher, targets, Divergence(0.5)).total
+    found = top_k(teacher, 3, student.width)
+    assert found.ids.shape == (len(targets), 3)
+    return top_k_loss(student, found, targets, Divergence(0.0), student.width).total
+
+
+@pytest.mark.parametrize("kind", ["online", "kept"])
+def test_logits_do_not_exist_as_a_whole(kind: str) -> None:
     generator = torch.Generator().manual_seed(3)
     own, other = (
         (torch.randn(2048, dim, generator=generator), torch.randn(768, dim, generator=generator))
@@ -112,19 +122,17 @@ def test_logits_do_not_exist_as_a_whole() -> None:
     targets = torch.randint(0, 768, (2048,), generator=generator)
     own = tuple(tensor.requires_grad_() for tensor in own)
     with NewTensors() as seen:
-        found = top_k(Factors([other]), 8, 768)
-        top_k_loss(Factors([own]), found, targets, Divergence(0.0), 768).total.backward()
+        of_kind(kind, Factors([own]), Factors([other]), targets).backward()
     assert max(seen.sizes) < 2048 * 768
 
 
-def test_no_token_gives_zero_gradients() -> None:
+@pytest.mark.parametrize("kind", ["online", "kept"])
+def test_no_token_gives_zero_gradients(kind: str) -> None:
     tensors = inputs(dtype=torch.float32)
-    found = top_k(Factors([(tensors[4][:0], tensors[5])]), 3, VOCABULARY)
-    assert found.ids.shape == (0, 3)
-    student = Factors([(tensors[0][:0], tensors[1])])
-    sums = top_k_loss(student, found, TARGETS[:0], Divergence(0.0), VOCABULARY)
-    (gradient,) = torch.autograd.grad(sums.total, tensors[1:2])
-    assert sums.total == 0 and not gradient.any()
+    student, teacher = (Factors([(tensors[i][:0], tensors[i + 1])]) for i in (0, 4))
+    total = of_kind(kind, student, teacher, TARGETS[:0])
+    (gradient,) = torch.autograd.grad(total, tensors[1:2])
+    assert total == 0 and not gradient.any()
 
 
 def split(rank: int, store: str, vocabulary: int, heat: float, k: int) -> None:

@@ -130,7 +130,7 @@ def test_losses_and_gradients_equal_a_plain_loops(
     """
     config = load(config_of(tmp_path, sources[family], dataset, loss=LINEAR))
     loss = TokenLoss(config)
-    ours = models.build(config, world, loss.output_chunks).module
+    ours = models.build(config, world).module
     theirs = reference(sources[family]).train()
     labels = TOKENS.roll(-1, 1)
     labels[:, -1] = -100

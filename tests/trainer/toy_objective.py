@@ -28,7 +28,6 @@ class ToyConfig(TrainConfig):
 
     objective: ClassVar[str] = "tests.trainer.toy_objective.PreferFirst"
     documents_per_sample: ClassVar[int] = 2
-    fused_loss: ClassVar[bool] = True
     has_reference: ClassVar[bool] = True
 
     hinge: float = setting("number", "Margin from which a pair has no loss.", 1.0)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
-from trainer.layers.head import Factors, Group, Loss, capped, factors, over_ranks, own_columns
+from trainer.layers.head import Factors, Group, Loss, capped, over_ranks, own_columns, through_head
 
 
 class Divergence(NamedTuple):
@@ -48,17 +48,16 @@ def frozen_factors(model: nn.Module, batch: MicroBatch) -> Factors:
     the pass of another model.
 
     Args:
-        model: a Decoder that is asked for no logits (num_output_chunks 1).
+        model: a Decoder.
         batch: on the model's device.
     """
 
-    def output(model: nn.Module, hidden: torch.Tensor) -> Factors:
-        made_of = factors(model, hidden, batch.trained)
+    def kept(made_of: Factors) -> Factors:
         if not isinstance(model, FSDPModule):
             return made_of
         return made_of._replace(pairs=[(rows, weight.clone()) for rows, weight in made_of.pairs])
 
-    return model(batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output)
+    return through_head(model, batch, kept)
 
 
 def distillation_loss(

@@ -6,9 +6,9 @@ their gradient. torch 2.13's own `linear_cross_entropy` is not used, because it 
 weights' dtype (4704 for 4740.3 in bf16), and takes neither a split vocabulary nor LoRA.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from runspec.step import loss_tokens
 from trainer.errors import ConfigError
 from trainer.layers.adapters.base import AdaptedLinear
+from trainer.layers.batch import MicroBatch
 from trainer.layers.linear import own_part
 from trainer.parallel.activations import compiled
 from trainer.parallel.sharded import local
 
+T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
 
 
@@ -84,34 +86,31 @@ def factors(model: nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> 
     rows = model.final_norm(hidden).flatten(0, 1).index_select(0, positions)
     if model.output_multiplier is not None:
         rows = rows * model.output_multiplier
-    head = model.output_head
+    if not isinstance(head := model.output_head, nn.Linear | AdaptedLinear | None):
+        raise ConfigError(f"model: no loss knows an output head of kind {type(head).__name__}")
     weight = model.embedding.weight if head is None else head.weight
-    pairs = [(rows, local(weight))]
-    added = head.factors(rows, own_part(head)) if isinstance(head, AdaptedLinear) else []
-    if added is not None:
-        pairs += added
-    known = isinstance(head, nn.Linear | AdaptedLinear | None) and added is not None
-    if not known or getattr(head, "bias", None) is not None:
-        raise ConfigError(
-            f"loss: a loss without logits knows no output head of kind {type(head).__name__}; "
-            "set loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss"
-        )
+    own, pairs = own_part(head), [(rows, local(weight))]
+    if isinstance(head, AdaptedLinear):
+        pairs = head.factors(rows, own)
+    if (bias := getattr(head, "bias", None)) is not None:
+        pairs.append((rows.new_ones(len(rows), 1), own("bias", bias).unsqueeze(1)))
     group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
     return Factors(pairs, group, model.output_softcap, compiled=model.compiles_loss)
 
 
-def head_faults(block: Mapping[str, Any], instead: str) -> list[str]:
-    """Why `factors` cannot take the output head of the model that a `model` block names.
+def through_head(model: nn.Module, batch: MicroBatch, use: Callable[[Factors], T]) -> T:
+    """What `use` makes of the logits of a batch's trained tokens, in a forward pass without logits.
 
     Args:
-        instead: what else the config may say.
+        model: a Decoder.
+        batch: on the model's device.
     """
-    named = "lm_head" in (block.get("lora_modules") or ())
-    if block.get("use_dora") and (named or block.get("apply_lora_to_output")):
-        remedy = "leave lm_head out of model.lora_modules" if named else "set "
-        remedy += "" if named else "model.apply_lora_to_output=False"
-        return [f"loss: a loss without logits knows no DoRA on the output head; {remedy}{instead}"]
-    return []
+
+    def output(model: nn.Module, hidden: torch.Tensor) -> T:
+        return use(factors(model, hidden, batch.trained))
+
+    made: T = model(batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output)
+    return made
 
 
 # From a chunk's logits, which it may overwrite, the other rows of its tokens, whether a gradient is

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.layers.batch import MicroBatch
-from trainer.layers.head import Factors, Group, Loss, capped, factors, over_ranks, own_columns
+from trainer.layers.head import Factors, Group, Loss, capped, over_ranks, own_columns, through_head
 
 
 def linear_log_probs(made_of: Factors, targets: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def token_log_probs(model: nn.Module, batch: MicroBatch, temperature: float = 1.
     """The log-probability of each trained token of a batch, in a forward pass without logits.
 
     Args:
-        model: a Decoder that is asked for no logits (num_output_chunks 1).
+        model: a Decoder.
         batch: on the model's device.
         temperature: the logits are divided by it; other than 1 without a soft cap only.
 
@@ -35,14 +35,13 @@ def token_log_probs(model: nn.Module, batch: MicroBatch, temperature: float = 1.
         all of them.
     """
 
-    def output(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        made_of = factors(model, hidden, batch.trained)
+    def tempered(made_of: Factors) -> torch.Tensor:
         if temperature != 1:
             pairs = [(inputs / temperature, weight) for inputs, weight in made_of.pairs]
             made_of = made_of._replace(pairs=pairs)
         return linear_log_probs(made_of, batch.targets)
 
-    return model(batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output)
+    return through_head(model, batch, tempered)
 
 
 def document_sums(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -55,9 +54,16 @@ def document_sums(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     return sums.view(-1, batch.documents_per_sample)
 
 
-def linear_cross_entropy(made_of: Factors, targets: torch.Tensor) -> torch.Tensor:
-    """-linear_log_probs(...).sum(), a scalar; 0 with zero gradients for no token."""
-    return _loss(made_of, targets).summed(made_of)[0]
+def linear_cross_entropy(
+    made_of: Factors, targets: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """-linear_log_probs(...).sum(), a scalar; 0 with zero gradients for no token.
+
+    Args:
+        label_smoothing: the share of the target that all tokens have alike, as in
+            torch.nn.functional.cross_entropy.
+    """
+    return _loss(made_of, targets, smoothing=label_smoothing).summed(made_of)[0]
 
 
 def cross_entropy_with_z_loss(
@@ -74,30 +80,37 @@ def cross_entropy_with_z_loss(
     return total, weight * sums[1]
 
 
-def _loss(made_of: Factors, targets: torch.Tensor, z_loss: float = 0.0) -> Loss:
+def _loss(
+    made_of: Factors, targets: torch.Tensor, z_loss: float = 0.0, smoothing: float = 0.0
+) -> Loss:
     rows = (*own_columns(targets - made_of.begin, made_of.width), None)
-    return Loss(_chunk, rows, (made_of.group, made_of.softcap, z_loss), (-1.0, z_loss))
+    # A token's share of the smoothing, and all of them.
+    even = smoothing / (made_of.width * made_of.ranks), smoothing
+    return Loss(_chunk, rows, (made_of.group, made_of.softcap, z_loss, even), (-1.0, z_loss))
 
 
 def _chunk(
     logits: torch.Tensor,
     rows: list[Any],
     slope_wanted: bool,
-    settings: tuple[Group, float | None, float],
+    settings: tuple[Group, float | None, float, tuple[float, float]],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities and log(Z)^2, [2, tokens], of [tokens, vocabulary] logits.
 
     The gradient is that of minus the sum of the log-probabilities, plus that of z_loss * log(Z)^2;
     each token's is multiplied by its factor, the last of the rows, if there is one.
     """
-    dtype, (group, softcap, z_loss) = logits.dtype, settings
+    dtype, (group, softcap, z_loss, (even, smoothing)) = logits.dtype, settings
     logits, tanh = capped(logits, softcap)
     columns, held, factor = rows
     highest = over_ranks(logits.amax(1, keepdim=True), group, dist.ReduceOp.MAX)
     logits -= highest
     columns, held = columns.unsqueeze(1), held.to(logits.dtype).unsqueeze(1)
     chosen = logits.gather(1, columns)
-    sums = torch.cat([logits.exp_().sum(1, keepdim=True), chosen * held], 1)
+    target = chosen * held
+    if smoothing:
+        target = (1 - smoothing) * target + even * logits.sum(1, keepdim=True)
+    sums = torch.cat([logits.exp_().sum(1, keepdim=True), target], 1)
     whole, target = over_ranks(sums, group).split(1, 1)
     log_sums = whole.log()
     log_z = log_sums + highest
@@ -109,6 +122,8 @@ def _chunk(
         surplus = 1 + 2 * z_loss * log_z
         slope, own = slope.mul_(surplus), own * surplus
     own = own - held
+    if smoothing:
+        slope, own = slope.sub_(even), own + smoothing * held - even
     if tanh is not None:
         own = own * (1 - tanh.gather(1, columns).square())
         slope *= tanh.square_().neg_().add_(1)

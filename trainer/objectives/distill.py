@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
 from runspec import tokens
 from runspec.keys.distill import DistillConfig
 from runspec.keys.train import TrainConfig
@@ -15,7 +12,7 @@ from trainer.data.batches import Data
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.layers.divergence import Divergence, Sums, distillation_loss, frozen_factors
-from trainer.layers.head import factors
+from trainer.layers.head import Factors, through_head
 from trainer.layers.top_k import top_k_loss
 from trainer.models import build
 from trainer.models.builder import Builder
@@ -128,16 +125,15 @@ class Distillation(Objective):
             with models.as_teacher() as teacher:
                 wanted = frozen_factors(teacher, batch)
 
-        def output(model: nn.Module, hidden: torch.Tensor) -> Sums:
-            own = factors(model, hidden, batch.trained)
+        module = models.policy.module
+
+        def of_logits(own: Factors) -> Sums:
             if kept is not None:
-                vocabulary = self._kept.vocabulary if self._kept else model.vocab_size
+                vocabulary = self._kept.vocabulary if self._kept else module.vocab_size
                 return top_k_loss(own, kept, batch.targets, how, vocabulary)
             return distillation_loss(own, wanted, batch.targets, how)
 
-        sums = models.policy.module(
-            batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output
-        )
+        sums = through_head(module, batch, of_logits)
         return LossSum(
             sums.total,
             {

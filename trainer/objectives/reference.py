@@ -27,7 +27,7 @@ from trainer.layers.adapters.base import disabled
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
 from trainer.objectives.base import Models
-from trainer.parallel import fsdp, tensor_parallel
+from trainer.parallel import fsdp
 from trainer.parallel.world import World
 from trainer.storage.weights import SafetensorsSource
 
@@ -119,9 +119,8 @@ class KeptLogProbs:
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         said = time.monotonic()
         module.eval()
-        split = tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim)
         try:
-            with torch.no_grad(), base, split:
+            with torch.no_grad(), base:
                 for number, batch in enumerate(self._batches(rows, left), 1):
                     own.append((batch.samples, sums(module, batch.to(world.device))))
                     if number % BATCHES_PER_PART == 0:
