@@ -75,11 +75,10 @@ ADAFACTOR = {
     "relative_step": False,
     "scale_parameter": False,
 }
-LINEAR = {"loss": {"_component_": "trainer.layers.loss.LinearCrossEntropy"}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "packed": ("", PACKED | LINEAR | {"gradient_accumulation_steps": 2}),
+    "packed": ("", PACKED | {"gradient_accumulation_steps": 2}),
     "padded": ("", {"dtype": "bf16"}),
-    "compiled": ("", PACKED | LINEAR | LORA | {"compile": True}),
+    "compiled": ("", PACKED | LORA | {"compile": True}),
     "fp8": ("", PACKED | {"enable_fp8_training": True}),
     "offloaded": ("", PACKED | OFFLOADED),
     "soft cap": ("gemma2", PACKED),

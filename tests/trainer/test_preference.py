@@ -30,7 +30,6 @@ from trainer.errors import ConfigError
 from trainer.objectives import reference
 from trainer.trace import trace
 
-LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 LORA = lora_model(lora_dropout=0.0)
 NEVER = {"_component_": "torch.optim.AdamW", "lr": 0.0}
 SLOW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4}}
@@ -289,7 +288,7 @@ def test_the_closed_form_knows_each_kind_of_reference(
     traced = trace(parse(content, DpoConfig), 2)
     step = step_of(content | {"entry": "dpo"}, 1, 2)
     assert StepMemory(step).peak == pytest.approx(traced.peak, rel=0.1)
-    plain = step_of(content | {"entry": "sft", "loss": LINEAR}, 1, 2)
+    plain = step_of(content | {"entry": "sft"}, 1, 2)
     assert StepMemory(step).peak <= (1.25 if kind != "model" else 2) * StepMemory(plain).peak
     ratio = step.flops.model / plain.flops.model
     assert ratio == (1 if kind == "log_probs" else pytest.approx(1.4, abs=0.15))
