@@ -204,10 +204,11 @@ def our_distillation(folder: Path, student: Path, teacher: Path, data: Path, own
 
 def ours(path: Path, method: str) -> list[dict[str, Any]]:
     """Train here; the metrics of each step."""
-    module = "trainer.kto" if method == "kto" else "trainer.dpo"
+    name = "kto" if method == "kto" else "dpo"
     # As TRL's.
     own = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", module, str(path)], cwd=ROOT, check=True, env=own)
+    command = [sys.executable, "-m", "trainer.train", name, str(path)]
+    subprocess.run(command, cwd=ROOT, check=True, env=own)
     lines = (path.parent / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

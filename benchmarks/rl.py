@@ -48,7 +48,7 @@ def ours(model: Path, folder: Path, seed: int) -> Run:
     path = folder / "train.yaml"
     path.write_text(yaml.safe_dump(recipe))
     own = os.environ | {"OMP_NUM_THREADS": "1"}
-    _quietly([sys.executable, "-m", "trainer.grpo", str(path)], folder, own)
+    _quietly([sys.executable, "-m", "trainer.train", "grpo", str(path)], folder, own)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "rewards": [line["reward"] for line in lines],

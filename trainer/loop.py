@@ -20,7 +20,7 @@ from trainer.layers.batch import MicroBatch
 from trainer.metrics import Work
 from trainer.models.builder import Builder
 from trainer.objectives.base import Models, Objective
-from trainer.parallel import activations, fsdp, gradients, tensor_parallel
+from trainer.parallel import activations, fsdp, gradients
 from trainer.parallel import world as distributed
 from trainer.parallel.world import StopRequest, World
 from trainer.profiling import profiler
@@ -230,9 +230,8 @@ class Trainer:
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             gradients.set_gradient_sync(model, last=last, each=self.config.sync_each_micro_batch)
-            with tensor_parallel.vocabulary_split_loss(self.world.tensor_parallel_dim):
-                loss, metrics = self.objective.loss(self.models, batch)
-                (loss * scale).backward()
+            loss, metrics = self.objective.loss(self.models, batch)
+            (loss * scale).backward()
             if self.balance is not None:
                 count = self.objective.target_count(batch)
                 routed = self.balance.metrics()
@@ -329,7 +328,7 @@ class Trainer:
             return {}
         module.eval()
         try:
-            with torch.no_grad(), tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
+            with torch.no_grad():
                 for (batch,) in batches.from_step(0):
                     loss, metrics = self.objective.loss(self.models, batch)
                     values = {"loss": loss, **metrics}

@@ -18,7 +18,7 @@ from trainer.models.builder import Builder
 from trainer.objectives.base import Objective
 from trainer.objectives.kept_teacher import Kept, kept, sets
 from trainer.objectives.teach import TeacherPass, Teaching
-from trainer.parallel import fitness, tensor_parallel
+from trainer.parallel import fitness
 from trainer.parallel import world as distributed
 from trainer.parallel.device import described
 from trainer.parallel.world import StopRequest
@@ -60,8 +60,7 @@ def run(config: TeachConfig, attempt: int, objective: type[Objective]) -> None:
     if any(each.left for each in passes):
         module = method.build_models(Builder(config, world, data)).policy.module.eval()
     tell("running", progress.total_steps - sum(len(each.left) for each in passes))
-    split = tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim)
-    with torch.no_grad(), split:
+    with torch.no_grad():
         for each in passes:
             for done in each.run(module):
                 steps += 1

@@ -17,7 +17,7 @@ import math
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from trainer.models.builder import Builder, teacher_config
 from trainer.models.decoder import Decoder
 from trainer.objectives.base import Models, named
 from trainer.objectives.teach import Teaching
-from trainer.parallel import activations, gradients, tensor_parallel
+from trainer.parallel import activations, gradients
 from trainer.parallel.fake import fake_world
 from trainer.parallel.world import World
 
@@ -104,7 +104,7 @@ class FakeBuilder(Builder):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._layers, self._depth = layers, 0
 
-    def _built(self, config: TrainConfig, output_chunks: int, frozen: bool) -> models.Model:
+    def _built(self, config: TrainConfig, frozen: bool) -> models.Model:
         module = models.cut(models.empty(config, frozen), config)
         if faults := models.layout_faults(module, config):
             raise ConfigError(*faults)
@@ -114,7 +114,9 @@ class FakeBuilder(Builder):
         # On fake tensors torch.compile must make no kernels: it traces and partitions only.
         backend = {activations.COMPILE_BACKEND: "aot_eager_decomp_partition"}
         with mock.patch.dict(os.environ, backend):
-            models.lay_out(module, config, self.world, output_chunks, frozen)
+            models.lay_out(module, config, self.world, frozen)
+        # What that compiles is counted by `_fused_chunk`.
+        module.compiles_loss = False
         attend_as_on_a_gpu(module, config.dtype)
         with self.fake:
             module.to_empty(device=self.world.device)
@@ -130,8 +132,7 @@ class FakeBuilder(Builder):
 
 
 def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
-    # What it compiles is counted by `_fused_chunk`.
-    method = named(config.objective)(replace(config, compile=False), world)
+    method = named(config.objective)(config, world)
     builder = FakeBuilder(config, world, layers)
     made, fake = method.build_models(builder), builder.fake
     module = made.policy.module
@@ -166,11 +167,10 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
             for last in (False, True) if several else (True,):
                 tracker.suffix = "" if last else ", earlier micro-step"
                 gradients.set_gradient_sync(module, last=last, each=config.sync_each_micro_batch)
-                with tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim):
-                    tracker.enter("forward, first layer")
-                    total = method.loss(made, batch).total
-                    tracker.enter("output layer and loss, backward")
-                    (total * 0.5).backward()
+                tracker.enter("forward, first layer")
+                total = method.loss(made, batch).total
+                tracker.enter("output layer and loss, backward")
+                (total * 0.5).backward()
                 del total
             tracker.enter("optimizer step")
             gradients.reduce_partial_gradients(trainable)
@@ -193,12 +193,9 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
 
 def _fused_chunk(
     logits: torch.Tensor,
-    columns: torch.Tensor,
-    held: torch.Tensor,
-    group: Any,
-    softcap: float | None,
+    rows: list[Any],
     slope_wanted: bool,
-    *_: Any,
+    settings: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tensors that the linear loss makes of a chunk of logits if it is compiled."""
     exact = torch.promote_types(logits.dtype, torch.float32)
@@ -225,8 +222,7 @@ def _trace_pass(method: Teaching, made: Models, fake: FakeTensorMode, batch: Mic
     _count_tensors(module, tracker)
     weights = tracker.now
     _mark_phases(module, tracker)
-    split = tensor_parallel.vocabulary_split_loss(method.world.tensor_parallel_dim)
-    with fake, tracker, split:
+    with fake, tracker:
         tracker.enter("forward, first layer")
         method.run_once(made, batch)
     return Traced(len(module.blocks), weights, 0, dict(tracker.peaks))

@@ -86,16 +86,16 @@ def train_config(job: Job, out: Path) -> dict[str, Any]:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Start trainer.sft, kill it when all steps are logged, and read its metrics."""
+    """Start the trainer, kill it when all steps are logged, and read its metrics."""
     out = Path(job.out) / "run"
     out.mkdir(parents=True, exist_ok=True)
     config = train_config(job, out)
     path = out / "train.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
-    command = [sys.executable, "-m", "trainer.sft", str(path)]
+    command = [sys.executable, "-m", "trainer.train", "sft", str(path)]
     if job.ranks > 1:
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
-        command[2:3] = [*torchrun, "--max-restarts=0", "-m", "trainer.sft"]
+        command[2:3] = [*torchrun, "--max-restarts=0", "-m", "trainer.train"]
     process = subprocess.Popen(command, start_new_session=True)
     try:
         while len(lines := logged(out)) < job.total_steps and process.poll() is None:
@@ -147,7 +147,7 @@ def fault(out: Path, status: int | None) -> tuple[str, str]:
     for path in sorted(out.glob("logs/*/error_rank_*.json")):
         record = json.loads(path.read_text())
         return record["type"], record["message"].splitlines()[0]
-    return "RuntimeError", f"trainer.sft ended with exit status {status}"
+    return "RuntimeError", f"trainer.train ended with exit status {status}"
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 class Entry:
     """What can be started, and what is known of it.
 
-    keys: all keys of its recipes. module: of the kit's trainer. command: what torchrun starts as
-    each rank, as shell text, from the recipe and its resolved content: by default the module, with
-    train.yaml. launch_name: the row of launcher/recipes/engines.py
-    that says it and the rest of what is not the kit's trainer. program: the file that is started,
+    keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
+    what torchrun starts as each rank, as shell text, from the recipe and its resolved content: by
+    default the module, with train.yaml. launch_name: the row of launcher/recipes/engines.py that
+    says it and the rest of what is not the kit's trainer. program: the file that is started,
     None for a module of the kit's trainer. on_host: it runs on the host with the kit's interpreter,
     and starts its engine in the recipe's environment (Recipe.starts_engine). own_code: it is the
     user's own program; the folder around it is copied into the run, and it gets its parameters
@@ -170,7 +170,7 @@ _TORCHTUNE = {
 
 # By name; a name that ends with a colon is followed by what is started: script:train.py
 ENTRIES = {
-    **{name: method(f"trainer.{name}", config) for name, config in METHODS.items()},
+    **{name: method(f"trainer.train {name}", config) for name, config in METHODS.items()},
     "teach": replace(method("trainer.teach", TeachConfig), can_profile=False, notes=teach_notes),
     "eval": Entry(
         keys={**COMMON, **EVAL},

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from launcher.errors import RecipeFault
 from launcher.venv import packages, site_packages
 
-# What trainer.sft does in the place of these recipes, for the models that it builds.
+# What the method sft does in the place of these recipes, for the models that it builds.
 _OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)")
 _TEXT_MODELS = re.compile(r"(code_)?llama2|llama3(_[123])?|gemma2|mistral|phi[34]|qwen2(_5)?")
 # Keys that only some of its scripts read, and what these have in their names.
@@ -88,7 +88,7 @@ def _config_folder() -> Path | None:
 def entry_of(path: Path, config: Mapping[str, Any]) -> str | None:
     """Return the entry of one of torchtune's configs or of a copy, None for any other file.
 
-    What trainer.sft does too is its; preference tuning, distillation, quantisation, images and the
+    What sft does too is its; preference tuning, distillation, quantisation, images and the
     like are torchtune's own script's: the one that lists the file, or that the file's header runs,
     as in a copy that `tune cp` made.
 

@@ -230,10 +230,6 @@ def optimizer_of(block: Mapping[str, Any]) -> dict[str, Any]:
 def _loss(block: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
     if method.has_score_head:
         return {"loss": "score"}
-    if method.fused_loss:
-        return {"loss": "linear", "chunks": 0}
-    name = str(block.get("_component_") or "").rpartition(".")[2]
-    for loss, chunks in (("linear", 0), ("chunked", 8)):
-        if loss.capitalize() in name:
-            return {"loss": loss, "chunks": int(block.get("num_output_chunks") or chunks)}
-    return {"loss": "plain"}
+    # What torchtune's chunked loss has if its block does not say.
+    chunks = 8 if "Chunked" in str(block.get("_component_")) else 0
+    return {"loss": "linear", "chunks": int(block.get("num_output_chunks") or chunks)}

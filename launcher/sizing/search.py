@@ -122,8 +122,6 @@ def _keys(step: StepConfig) -> Iterator[str]:
         yield f"sync_each_micro_batch={str(step.sync_each).lower()}"
     yield f"activation_checkpointing={step.checkpointing}"
     yield _method_keys(step)
-    if step.loss == "linear":
-        yield "loss._component_=trainer.layers.loss.LinearCrossEntropy"
     if step.cpu_offload:
         yield "fsdp_cpu_offload=true"
     if step.keeps_sampled:
@@ -268,8 +266,6 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
         yield {"fields": [{"vllm_share": None}]}
     yield {"layout": [(step.layout.tensor_parallel, 1)]}
     yield {"fields": [{"checkpointing": "full"}]}
-    if step.loss not in ("linear", "score"):
-        yield {"fields": [{"loss": "linear", "chunks": 0}]}
     if step.accumulation > 1 and step.fsdp:
         yield {"fields": [{"sync_each": True}]}
     if step.keeps_sampled and step.answers_at_once > 1 and not step.vllm:

@@ -40,8 +40,8 @@ class StepConfig:
     optimizer: str = "adamw"  # or adamw8bit, adamw4bit, muon, momentum, none
     update: str = "fused"  # or foreach, single
     compiled: bool = False  # the layers, by torch.compile
-    loss: str = "chunked"  # plain, chunked or linear; score: a score head, and no logits
-    chunks: int = 8  # 0: the linear loss chooses itself
+    loss: str = "linear"  # score: a score head, and no logits; plain: another trainer's, all logits
+    chunks: int = 0  # 0: the linear loss chooses itself
     sync_each: bool = False  # gradients are reduced after every micro-step
     own: Adapter | None = None  # of a kind of one's own
     lora_rank: int = 0

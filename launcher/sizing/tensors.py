@@ -56,13 +56,11 @@ def units_of(step: StepConfig) -> Units:
     elif shape.tied:
         # A tied table is needed twice.
         embedding, head = none, embedding
-    # As the trainer decides: an output layer that gives its logits in parts is gathered at once.
-    apart = not shape.tied and not (step.loss == "chunked" and step.chunks > 1)
     kinds, ends = tuple(_block(step, block) for block in shape.kinds), norm.plus(head)
     whole = ends.plus(embedding)
     for kind in shape.order:
         whole = whole.plus(kinds[kind])
-    return Units(kinds, ends, embedding, whole, apart * head.gathered)
+    return Units(kinds, ends, embedding, whole, 0.0 if shape.tied else head.gathered)
 
 
 def _unit(
@@ -125,26 +123,15 @@ def linear_loss_rows(step: StepConfig) -> int:
 def loss_memory(step: StepConfig) -> tuple[float, float]:
     """Bytes of logits and loss at the end of the forward pass, and in the backward pass.
 
-    Cross-entropy over t x V logits, split over the vocabulary by tensor parallelism, in fp32.
-    plain: logits and log-softmax, 8tV; backward the gradient, too. chunked (torchtune): logits in
-    e bytes, log-softmax, and one chunk's temporaries. A soft cap keeps its tanh. score: the last
-    hidden states alone.
+    Linear: the gradients are made in the forward pass. Score: the last hidden states alone.
     """
-    e, tp, t = step.element_bytes, step.layout.tensor_parallel, step.tokens
-    hidden = e * t * step.shape.dim
+    e, tp = step.element_bytes, step.layout.tensor_parallel
+    hidden = e * step.tokens * step.shape.dim
     # The last norm's backward pass is in fp32.
     norm = 3 * FP32 / e / tp * hidden
     if step.loss == "score":
         return hidden, hidden + norm
-    if step.loss == "linear":
-        return _linear(step, hidden), (1 if step.is_full else 2) * hidden + norm
-    wide, more = FP32 * t * step.shape.vocab / tp, 1 if tp > 1 else 0
-    tanh = wide if step.shape.softcap else 0.0
-    if step.loss == "plain":
-        return (2 + more) * wide + tanh, (3 + more) * wide + tanh
-    part = wide / step.chunks
-    logits = tanh + wide if tanh else wide * e / FP32 + part
-    return logits + wide + more * part, wide + tanh + max(2 * part, wide * e / FP32)
+    return _linear(step, hidden), (1 if step.is_full else 2) * hidden + norm
 
 
 def _logits_bytes(step: StepConfig) -> float:

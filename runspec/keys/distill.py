@@ -17,7 +17,6 @@ class DistillConfig(TrainConfig):
     """Distillation: for each token of the answers, the teacher's distribution is the target."""
 
     objective: ClassVar[str] = "trainer.objectives.distill.Distillation"
-    fused_loss: ClassVar[bool] = True
     teacher_key: ClassVar[str] = "teacher"
     reads_teacher_logits: ClassVar[bool] = True
 

@@ -24,7 +24,6 @@ class GrpoConfig(TrainConfig):
     """Reinforcement learning: answers that score above others to the same prompt get likelier."""
 
     objective: ClassVar[str] = "trainer.objectives.grpo.PolicyOptimisation"
-    fused_loss: ClassVar[bool] = True
     has_reference: ClassVar[bool] = True
     samples_answers: ClassVar[bool] = True
 

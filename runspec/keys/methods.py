@@ -1,6 +1,6 @@
 """The training methods of the kit's trainer: the config of each, by the name of its entry.
 
-The module trainer.NAME starts the method NAME.
+trainer.train starts a method by its name.
 """
 
 from runspec.keys.distill import DistillConfig

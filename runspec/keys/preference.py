@@ -15,7 +15,6 @@ REFERENCE_FREE = ("simpo", "orpo")
 class PreferenceConfig(TrainConfig):
     """The keys that both methods share."""
 
-    fused_loss: ClassVar[bool] = True
     documents_per_sample: ClassVar[int] = 2
     has_reference: ClassVar[bool] = True
 

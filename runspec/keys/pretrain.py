@@ -12,7 +12,6 @@ class PretrainConfig(TrainConfig):
     """Pre-training, continued or from scratch: cross-entropy over every token of plain text."""
 
     objective: ClassVar[str] = "trainer.objectives.pretrain.Pretraining"
-    fused_loss: ClassVar[bool] = True
     streams: ClassVar[bool] = True
 
     from_scratch: bool = setting(

@@ -15,6 +15,6 @@ class SftConfig(TrainConfig):
 
     loss: dict[str, Any] = setting(
         "component",
-        "The loss; trainer.layers.loss.LinearCrossEntropy never materializes all logits.",
+        "A cross-entropy of torch, torchtune or trainer.layers.loss; all logits never exist.",
         {"_component_": "torch.nn.CrossEntropyLoss"},
     )

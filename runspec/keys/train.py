@@ -50,8 +50,6 @@ class TrainConfig(
     Attributes:
         objective: dotted path of the trainer's class of the method.
         documents_per_sample: documents that lie together in a batch, such as the two of a pair.
-        fused_loss: the loss goes through the output head in chunks (trainer.layers.log_probs); else
-            the key `loss` says how.
         has_reference: the method compares with the policy before training; see `reference_of`.
         pairs: the component that reads preferences from a file of the user's own; "" for a method
             that does not train on them.
@@ -65,7 +63,6 @@ class TrainConfig(
 
     objective: ClassVar[str] = ""
     documents_per_sample: ClassVar[int] = 1
-    fused_loss: ClassVar[bool] = False
     has_reference: ClassVar[bool] = False
     pairs: ClassVar[str] = ""
     has_score_head: ClassVar[bool] = False

@@ -23,7 +23,6 @@ from trainer.models import build as models
 from trainer.models.builder import Builder
 from trainer.objectives.base import named
 from trainer.parallel import gradients
-from trainer.parallel.tensor_parallel import vocabulary_split_loss
 from trainer.parallel.world import World, layout_of
 
 STEPS = 3
@@ -42,9 +41,9 @@ class Unread(Builder):
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world, self.fingerprints = config, world, {}
 
-    def _built(self, config: TrainConfig, output_chunks: int, frozen: bool) -> models.Model:
+    def _built(self, config: TrainConfig, frozen: bool) -> models.Model:
         module = models.cut(models.empty(config, frozen), config)
-        models.lay_out(module, config, self.world, output_chunks, frozen)
+        models.lay_out(module, config, self.world, frozen)
         offloads = config.fsdp_cpu_offload
         models.allocate(module, self.world.device, parameters_on_cpu=offloads)
         fp8.fill_magnitudes(module)
@@ -72,8 +71,7 @@ def main(path: str, ranks: int, objective: str) -> None:
         for step in range(config.gradient_accumulation_steps):
             last = step + 1 == config.gradient_accumulation_steps
             gradients.set_gradient_sync(module, last=last, each=config.sync_each_micro_batch)
-            with vocabulary_split_loss(world.tensor_parallel_dim):
-                (method.loss(made, batch).total * 0.5).backward()
+            (method.loss(made, batch).total * 0.5).backward()
         gradients.reduce_partial_gradients(trained)
         norm = gradients.gradient_norm(trained)
         gradients.clip_gradients(trained, norm, config.clip_grad_norm)

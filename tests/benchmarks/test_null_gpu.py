@@ -75,11 +75,10 @@ ADAFACTOR = {
     "relative_step": False,
     "scale_parameter": False,
 }
-LINEAR = {"loss": {"_component_": "trainer.layers.loss.LinearCrossEntropy"}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "packed": ("", PACKED | LINEAR | {"gradient_accumulation_steps": 2}),
+    "packed": ("", PACKED | {"gradient_accumulation_steps": 2}),
     "padded": ("", {"dtype": "bf16"}),
-    "compiled": ("", PACKED | LINEAR | LORA | {"compile": True}),
+    "compiled": ("", PACKED | LORA | {"compile": True}),
     "fp8": ("", PACKED | {"enable_fp8_training": True}),
     "offloaded": ("", PACKED | OFFLOADED),
     "soft cap": ("gemma2", PACKED),
@@ -96,10 +95,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Widths that torch's grouped product and NF4 take.
 EXPERTS = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 128}
-# What methods that compare answers start, and the form of their data.
+# Methods that compare answers, and the form of their data.
 COMPARED = {
-    "KTO": ("trainer.kto", "trainer.data.preferences.UnpairedPreferenceDataset"),
-    "reward model": ("trainer.reward", "trainer.data.preferences.PreferenceDataset"),
+    "KTO": ("kto", "trainer.data.preferences.UnpairedPreferenceDataset"),
+    "reward model": ("reward", "trainer.data.preferences.PreferenceDataset"),
 }
 
 
@@ -125,7 +124,7 @@ def test_the_host_waits_for_logged_steps_only(
         changes = given | changes
     settings: dict[str, Any] = {"device": "cuda", "max_steps": 9, "log_every_n_steps": 3}
     settings |= {"save_every_n_steps": 9} | changes
-    module, component = COMPARED.get(name, ("trainer.sft", None))
+    method, component = COMPARED.get(name, ("sft", None))
     if component is None:
         path = write_config(tmp_path / "run", demo_model, DATASET, **settings)
     else:
@@ -135,7 +134,7 @@ def test_the_host_waits_for_logged_steps_only(
     for key, value in (("NODE_CHECK", "no"), ("PYTORCH_ALLOC_CONF", "expandable_segments:True")):
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("NULL_GPU_CAPABILITY", "80" if "without a kernel" in name else "90")
-    done = run(sys.executable, "-m", "tests.benchmarks.waits", module, str(path))
+    done = run(sys.executable, "-m", "tests.benchmarks.waits", method, str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     waits = [step[0] for step in json.loads(done.stdout.splitlines()[-1])["steps"]]
     # The first number is of the optimizer's trial. Step 3 is read when step 4 has been launched,

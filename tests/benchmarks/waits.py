@@ -1,10 +1,9 @@
-"""The host's waits for the GPU, step by step: python -m tests.benchmarks.waits MODULE TRAIN_YAML
+"""The host's waits for the GPU, step by step: python -m tests.benchmarks.waits METHOD TRAIN_YAML
 
-For the null GPU, whose runtime counts them. MODULE is the trainer's, such as trainer.sft.
+For the null GPU, whose runtime counts them. METHOD is one of trainer.train's, such as sft.
 """
 
 import ctypes
-import importlib
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.null_gpu.__main__ import LIBRARY
+from trainer import train
 from trainer.start import leave
 
 
@@ -27,14 +27,14 @@ def counted() -> list[int]:
     return list(numbers)
 
 
-def main(module: str, path: str) -> int:
+def main(method: str, path: str) -> int:
     """Train; the last line is JSON: the numbers of each step after the first, and bytes at the end.
 
     A step is from one call of the optimizer to the next.
     """
     seen: list[list[int]] = []
     register_optimizer_step_post_hook(lambda *_: seen.append(counted()))
-    status: int = importlib.import_module(module).main([path])
+    status: int = train.main([method, path])
     steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(seen)]
     print(json.dumps({"steps": steps, "left": torch.cuda.memory_allocated()}), flush=True)
     return status

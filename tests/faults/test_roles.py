@@ -28,7 +28,7 @@ RUN = [
     *("max_steps=120", "save_every_n_steps=10", "log_every_n_steps=1", "updates_per_rollout=1"),
     "enable_async_checkpointing=false",
 ]
-PROGRAM = "trainer.grpo"
+PROGRAM = "trainer.train"
 
 
 def rollout(run: Path) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def checkpoints(run: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in run.glob("checkpoints/step_*/COMPLETE"))
 
 
-def ranks_of(run: Path, program: str = "trainer.sft") -> dict[int, int]:
+def ranks_of(run: Path, program: str = "trainer.train") -> dict[int, int]:
     """The process ids of a run's ranks, by rank."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):

@@ -171,7 +171,7 @@ def test_every_config_that_torchtune_ships_is_a_recipe_unchanged():
         script = render.job_script(recipe, Site(), Path("/shared/runs/r"), "r")
         assert recipe.train_config(Path("/shared"), "/runs/r")["output_dir"] == "/runs/r"
         if recipe.entry_name == "sft":
-            assert 'rank.sh" python -P -m trainer.sft ' in script
+            assert 'rank.sh" python -P -m trainer.train sft ' in script
         else:
             assert f"/recipes/{recipe.target}.py --config" in script
             assert recipe.max_retries == 0, "it would begin again from nothing"

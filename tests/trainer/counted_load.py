@@ -1,4 +1,4 @@
-"""trainer.sft that prints how many bytes of weights and of checkpoints this rank reads."""
+"""The trainer that prints how many bytes of weights and of checkpoints this rank reads."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan
 
-from trainer import sft
+from trainer import train
 from trainer.storage import weights
 
 
@@ -29,6 +29,6 @@ def main(arguments: list[str]) -> int:
     weights.read_tensor = counted
     FileSystemReader.read_data = restored_counted  # type: ignore[method-assign]
     try:
-        return sft.main(arguments)
+        return train.main(["sft", *arguments])
     finally:
         print(f"bytes read: {count}, elements restored: {restored}", flush=True)

@@ -1,10 +1,10 @@
-"""trainer.distill that prints what of its teacher is still in memory when the export begins."""
+"""A distillation that prints what of its teacher is still in memory when the export begins."""
 
 import gc
 import weakref
 from typing import Any
 
-from trainer import distill
+from trainer import train
 from trainer.loop import Trainer
 
 
@@ -25,4 +25,4 @@ def main(arguments: list[str]) -> int:
         choose(self)
 
     Trainer.__init__, Trainer._choose_weights = watched, counted  # type: ignore[method-assign]
-    return distill.main(arguments)
+    return train.main(["distill", *arguments])

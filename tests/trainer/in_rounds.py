@@ -1,4 +1,4 @@
-"""trainer.sft whose ranks tell each other everything in rounds, as those of large runs do.
+"""The trainer whose ranks tell each other everything in rounds, as those of large runs do.
 
 With the argument "check" they only gather, and one of them comes late.
 """
@@ -7,13 +7,13 @@ import time
 
 import torch.distributed as dist
 
-from trainer import sft
+from trainer import train
 from trainer.parallel import world
 
 
 def main(arguments: list[str]) -> int:
     world.MANY = 2
-    return check() if arguments == ["check"] else sft.main(arguments)
+    return check() if arguments == ["check"] else train.main(["sft", *arguments])
 
 
 def check() -> int:

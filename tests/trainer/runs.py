@@ -108,21 +108,22 @@ def start(
     config: Path,
     ranks: int = 1,
     attempt: int = 0,
-    module: str = "trainer.sft",
+    module: str = "trainer.train sft",
     fresh: bool = False,
 ) -> Ranks | subprocess.Popen:
-    """Start `module` on the config, on ranks that are forked.
+    """Start `module`, with its first arguments behind it, on the config, on ranks that are forked.
 
     `fresh` makes them new processes of Python as a job does: several ranks go through torchrun.
     """
+    module, *arguments = [*module.split(), str(config)]
     if not fresh:
-        return Ranks(module, [str(config)], ranks, COOKBOOK_ATTEMPT=str(attempt))
+        return Ranks(module, arguments, ranks, COOKBOOK_ATTEMPT=str(attempt))
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += ["--max-restarts=0", "--monitor-interval=0.2"]
     return subprocess.Popen(
-        [*command, "-m", module, str(config)],
+        [*command, "-m", module, *arguments],
         env=environment(COOKBOOK_ATTEMPT=str(attempt)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -181,7 +182,7 @@ def kill_rank(process: Ranks | subprocess.Popen, rank: int) -> None:
     rank_processes(process)[rank].send_signal(signal.SIGKILL)
 
 
-def kill_at(config: Path, step: int, ranks: int = 1, module: str = "trainer.sft") -> None:
+def kill_at(config: Path, step: int, ranks: int = 1, module: str = "trainer.train sft") -> None:
     """Start on the config, and kill rank 0 once metrics.jsonl shows `step`."""
     process = start(config, ranks, module=module)
     wait_for_step(config, step, process)

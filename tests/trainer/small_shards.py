@@ -1,9 +1,9 @@
-"""trainer.sft with an export in files of 60 kB, of which several ranks write some."""
+"""The trainer with an export in files of 60 kB, of which several ranks write some."""
 
-from trainer import sft
+from trainer import train
 from trainer.storage import export
 
 
 def main(arguments: list[str]) -> int:
     export.MAX_SHARD_BYTES = 60_000
-    return sft.main(arguments)
+    return train.main(["sft", *arguments])

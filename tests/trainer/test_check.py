@@ -142,15 +142,6 @@ def test_the_estimate_refuses_what_check_refuses(
     assert check.faults(config, SupervisedFineTuning) == refused.value.faults
 
 
-def test_dora_on_the_output_layer_needs_a_loss_with_logits(content: dict) -> None:
-    content["model"] = lora_model(use_dora=True, apply_lora_to_output=True)
-    content["loss"] = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
-    (fault,) = check.faults(content, SupervisedFineTuning)
-    assert "knows no DoRA on the output head; set model.apply_lora_to_output=False" in fault
-    content["loss"] = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-    assert check.faults(content, SupervisedFineTuning) == []
-
-
 def test_a_sound_config_has_no_fault(content: dict) -> None:
     assert check.faults(content, SupervisedFineTuning) == []
 

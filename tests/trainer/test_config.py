@@ -11,7 +11,7 @@ import yaml
 
 from tests.trainer.runs import error_record, train, write_config
 from trainer import config as configs
-from trainer import sft
+from trainer import train as training
 from trainer.errors import ConfigError
 
 FAMILIES = ("llama2", "llama3", "llama3_1", "llama3_2", "llama3_3", "mistral", "qwen2", "qwen2_5")
@@ -258,7 +258,7 @@ def assert_refused(path: Path, faults: tuple[str, ...], capfd: pytest.CaptureFix
     from trainer.parallel import world as distributed
 
     try:
-        assert sft.main([str(path)]) == 1
+        assert training.main(["sft", str(path)]) == 1
     finally:
         distributed.stop()
     text = capfd.readouterr().err

@@ -31,7 +31,7 @@ from trainer.layers import nf4
 from trainer.objectives.distill import Distillation, DistillConfig, tokenizer_faults
 from trainer.trace import trace
 
-MODULE = "trainer.distill"
+MODULE = "trainer.train distill"
 LORA = lora_model(lora_dropout=0.0)
 STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
 LONG = pytest.mark.long

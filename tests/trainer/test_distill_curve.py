@@ -66,7 +66,7 @@ def test_its_curve_is_that_of_a_plain_loop(
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
     }
     path = write_config(tmp_path / "run", model_folder, dataset, **changes)
-    finish(start(path, module="trainer.distill"))
+    finish(start(path, module="trainer.train distill"))
     wanted, lines = loop(path, teacher), metrics(path.parent)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
     assert [line["loss"] for line in lines] == pytest.approx([x for x, _ in wanted], abs=1e-5)
@@ -82,7 +82,7 @@ def test_its_curve_is_that_of_trls_gkd(name: str, tmp_path: Path) -> None:
     data = preference.write_chats(tmp_path / "chats.jsonl")
     own = name == "gkd_own"
     path = preference.our_distillation(tmp_path / "run", student, teacher, data, own)
-    finish(start(path, module="trainer.distill"))
+    finish(start(path, module="trainer.train distill"))
     losses = [line["loss"] for line in metrics(path.parent)]
     wanted = json.loads(preference.CURVES.read_text())["losses"][name]
     assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-5)

@@ -9,9 +9,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torchtune.modules.loss import ForwardKLLoss, ReverseKLLoss, SymmetricKLLoss
 
-from tests.trainer.test_loss import NewTensors
 from trainer.layers.divergence import Divergence, distillation_loss
-from trainer.layers.log_probs import Factors
+from trainer.layers.head import Factors
 
 TOKENS, VOCABULARY = 9, 30
 TARGETS = torch.randint(0, VOCABULARY - 4, (TOKENS,), generator=torch.Generator().manual_seed(2))
@@ -38,9 +37,9 @@ def logits(tensors: Tensors, caps: Any = (None, None)) -> tuple[torch.Tensor, to
 
 
 def ours(tensors: Tensors, how: Divergence, caps: Any = (None, None), **more: Any) -> Any:
-    student = Factors([(tensors[0], tensors[1]), (tensors[2], tensors[3])], softcap=caps[0])
+    student = Factors([(tensors[0], tensors[1]), (tensors[2], tensors[3])], None, caps[0], **more)
     teacher = Factors([(tensors[4], tensors[5])], softcap=caps[1])
-    return distillation_loss(student, teacher, TARGETS, how, **more)
+    return distillation_loss(student, teacher, TARGETS, how)
 
 
 def plain(
@@ -126,29 +125,6 @@ def test_probabilities_that_are_zero_give_numbers(beta: float) -> None:
     assert gradient.isfinite().all()
 
 
-def test_neither_models_logits_exist_as_a_whole() -> None:
-    generator = torch.Generator().manual_seed(3)
-    own, other = (
-        (torch.randn(2048, dim, generator=generator), torch.randn(768, dim, generator=generator))
-        for dim in (512, 640)
-    )
-    targets = torch.randint(0, 768, (2048,), generator=generator)
-    own = tuple(tensor.requires_grad_() for tensor in own)
-    with NewTensors() as seen:
-        found = distillation_loss(Factors([own]), Factors([other]), targets, Divergence(0.5))
-        found.total.backward()
-    assert max(seen.sizes) < 2048 * 768
-
-
-def test_no_token_gives_zero_gradients() -> None:
-    tensors = inputs(dtype=torch.float32)
-    student = Factors([(tensors[0][:0], tensors[1])])
-    teacher = Factors([(tensors[4][:0], tensors[5])])
-    found = distillation_loss(student, teacher, TARGETS[:0], Divergence(0.5))
-    (gradient,) = torch.autograd.grad(found.total, tensors[1:2])
-    assert found.total == 0 and not gradient.any()
-
-
 def split(rank: int, store: str, vocabulary: int, beta: float) -> None:
     """One of two ranks, each with its rows of both heads."""
     torch.set_num_threads(1)
@@ -158,9 +134,9 @@ def split(rank: int, store: str, vocabulary: int, beta: float) -> None:
     group, how = torch.distributed.group.WORLD, Divergence(beta, 1.5, 0.3)
     tensors = inputs(vocabulary)
     own = [tensors[0], tensors[1].chunk(2)[rank], tensors[2], tensors[3].chunk(2)[rank]]
-    student = Factors([(own[0], own[1]), (own[2], own[3])], group)
+    student = Factors([(own[0], own[1]), (own[2], own[3])], group, chunks=2)
     teacher = Factors([(tensors[4], tensors[5].chunk(2)[rank])], group)
-    found = distillation_loss(student, teacher, TARGETS, how, chunks=2)
+    found = distillation_loss(student, teacher, TARGETS, how)
     wanted = ours(tensors, how)
     torch.testing.assert_close(tuple(found), tuple(wanted))
     gradients, whole = (torch.autograd.grad(each.total, tensors[:4]) for each in (found, wanted))

@@ -16,7 +16,7 @@ from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.evaluation.pairs import Scorer
 from trainer.objectives.grpo import PolicyOptimisation
 
-MODULE = "trainer.grpo"
+MODULE = "trainer.train grpo"
 RECIPE = Path(__file__).parents[2] / "configs/recipes/demo_grpo.yaml"
 TP = {"tensor_parallel_dim": 2, "batch_size": 32}
 

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import ROOT, error_record, metrics, progress, train, write_config
-from trainer import sft
+from trainer import train as training
 from trainer.config import load
 from trainer.data.batches import build
 from trainer.data.tokenizers import faults, hugging_face_tokenizer
@@ -30,7 +30,7 @@ FOREACH = {"_component_": "torch.optim.AdamW", "lr": 3e-3, "fused": False}
 def run_here(path: Path) -> int:
     """A start on one rank in this process; its exit status."""
     try:
-        return sft.main([str(path)])
+        return training.main(["sft", str(path)])
     finally:
         distributed.stop()
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks.peers.liger_losses import VALUES
 from benchmarks.peers.trl_rl import CASES
 from trainer.layers.divergence import Divergence, distillation_loss
-from trainer.layers.log_probs import Factors
+from trainer.layers.head import Factors
 from trainer.objectives import preference_losses as losses
 from trainer.objectives.preference_losses import Answers
 

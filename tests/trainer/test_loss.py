@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
 from trainer.config import load
-from trainer.layers import log_probs
+from trainer.layers import head
 from trainer.layers import loss as loss_layer
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
-from trainer.layers.log_probs import Factors, linear_cross_entropy, linear_log_probs
+from trainer.layers.head import Factors
+from trainer.layers.log_probs import linear_cross_entropy, linear_log_probs
 from trainer.layers.loss import TokenLoss
 from trainer.models.build import empty_module
 from trainer.models.decoder import Decoder
@@ -21,10 +22,14 @@ from trainer.parallel import activations
 
 LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 PLAIN = {"_component_": "torch.nn.CrossEntropyLoss"}
+CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss", "num_output_chunks": 7}
+LATER = {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}
+SMOOTHING = "label_smoothing"
 MODELS = {
     "full": {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES},
     "lora": lora_model(),
     "lora-output": lora_model(apply_lora_to_output=True),
+    "dora-output": lora_model(apply_lora_to_output=True, use_dora=True),
     "tied": {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES},
 }
 CPU = torch.device("cpu")
@@ -53,11 +58,12 @@ def random_model(block: dict, softcap: float | None = None) -> Decoder:
     model = empty_module(block)
     model.fill_buffers(CPU)
     model.output_softcap = softcap
-    adapter = any("lora" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
-        if "norm" not in name:
+        if "magnitude" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.0)
+        elif "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.05)
-        parameter.requires_grad_(not adapter or "lora" in name)
+        parameter.requires_grad_(model.adapter is None or model.adapter.owns(name))
     return model
 
 
@@ -77,25 +83,27 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", [*MODELS, "capped"])
-@pytest.mark.parametrize("chunks", [None, 7])
-def test_it_equals_the_plain_cross_entropy(
-    name: str, chunks: int | None, tmp_path: Path, model_folder: Path, dataset: Path
+@pytest.mark.parametrize("name", [*MODELS, "capped", "bias"])
+@pytest.mark.parametrize("block", [PLAIN | {"label_smoothing": 0.1}, LATER, CHUNKED])
+def test_each_component_equals_the_plain_cross_entropy(
+    name: str, block: dict, tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
     capped = name == "capped"
-    model = random_model(MODELS["tied" if capped else name], softcap=0.5 if capped else None)
-    plain = token_loss(tmp_path / "plain", model_folder, dataset, PLAIN)
-    linear = token_loss(
-        tmp_path / "linear", model_folder, dataset, LINEAR | {"num_output_chunks": chunks}
-    )
+    model = random_model(MODELS.get(name, MODELS["tied" if capped else "full"]))
+    model.output_softcap = 0.5 if capped else None
+    if name == "bias":
+        model.output_head.bias = torch.nn.Parameter(torch.randn(1024) / 10)
+    loss, smoothing = token_loss(tmp_path, model_folder, dataset, block), block.get(SMOOTHING, 0.0)
     for part in (0.5, 1.0):
-        wanted_loss, found_loss = (loss(model, batch(part), CPU) for loss in (plain, linear))
+        given = batch(part)
+        logits, labels = model(given.tokens).flatten(0, 1), given.labels.flatten()
+        wanted_loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+        found_loss = loss(model, given, CPU)
         assert found_loss.item() == pytest.approx(wanted_loss.item(), rel=1e-6)
         wanted, found = gradients(model, wanted_loss), gradients(model, found_loss)
         assert wanted.keys() == found.keys() and wanted
         for key, tensor in wanted.items():
             torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6)
-    assert model(batch().tokens).shape == (3, 50, 1024), "the model gives its logits as before"
 
 
 @pytest.mark.parametrize("name", [pytest.param("lora-output", marks=pytest.mark.long), "tied"])
@@ -105,7 +113,6 @@ def test_it_is_the_same_in_the_models_graph_and_behind_it(
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
     linear = token_loss(tmp_path, model_folder, dataset, LINEAR)
     model = random_model(MODELS[name], softcap=0.5)
-    model.num_output_chunks = linear.output_chunks
     wanted_loss = linear(model, batch(), CPU)
     wanted = gradients(model, wanted_loss)
     graphs = torch._dynamo.utils.counters["stats"]
@@ -138,39 +145,9 @@ def test_a_batch_without_trained_tokens_has_zero_gradients_everywhere(
     assert all(not gradient.any() for gradient in found.values())
 
 
-def test_torchtunes_later_name_is_the_same_loss(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
-    block = {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}
-    model = random_model(MODELS["full"])
-    later = token_loss(tmp_path / "later", model_folder, dataset, block)(model, batch(), CPU)
-    own = token_loss(tmp_path / "own", model_folder, dataset, LINEAR)(model, batch(), CPU)
-    assert torch.equal(later, own)
-
-
-def test_gradients_are_right_with_a_soft_cap_and_two_factors() -> None:
-    generator = torch.Generator().manual_seed(2)
-    hidden, weight, inner, b = (
-        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((9, 5), (30, 5), (9, 2), (30, 2))
-    )
-    targets = torch.randint(0, 30, (9,), generator=generator)
-
-    def own(*tensors: torch.Tensor) -> torch.Tensor:
-        made_of = Factors([tensors[:2], tensors[2:]], softcap=3.0)
-        return linear_cross_entropy(made_of, targets, chunks=4)
-
-    def reference(*tensors: torch.Tensor) -> torch.Tensor:
-        logits = tensors[0] @ tensors[1].T + tensors[2] @ tensors[3].T
-        return F.cross_entropy(3 * torch.tanh(logits / 3), targets, reduction="sum")
-
-    inputs = (hidden, weight, inner, b)
-    torch.testing.assert_close(own(*inputs), reference(*inputs))
-    found, wanted = (torch.autograd.grad(f(*inputs), inputs) for f in (own, reference))
-    torch.testing.assert_close(found, wanted)
-
-
-def test_log_probs_take_any_gradient() -> None:
+@pytest.mark.parametrize("summed", [True, False])
+def test_gradients_are_right_with_a_soft_cap_and_two_factors(summed: bool) -> None:
+    """Those of the sum, and of what is made of single log-probabilities."""
     generator = torch.Generator().manual_seed(3)
     shapes = ((9, 5), (30, 5), (9, 2), (30, 2))
     inputs = [torch.randn(s, generator=generator).double().requires_grad_() for s in shapes]
@@ -182,17 +159,22 @@ def test_log_probs_take_any_gradient() -> None:
         return -F.logsigmoid(sums[::2] - sums[1::2]).sum()
 
     def own(*tensors: torch.Tensor) -> torch.Tensor:
-        return linear_log_probs(Factors([tensors[:2], tensors[2:]], softcap=3.0), targets, chunks=4)
+        made_of = Factors([tensors[:2], tensors[2:]], softcap=3.0, chunks=4)
+        if summed:
+            return linear_cross_entropy(made_of, targets)
+        return linear_log_probs(made_of, targets)
 
     def reference(*tensors: torch.Tensor) -> torch.Tensor:
         logits = tensors[0] @ tensors[1].T + tensors[2] @ tensors[3].T
-        return -F.cross_entropy(3 * torch.tanh(logits / 3), targets, reduction="none")
+        log_probs = -F.cross_entropy(3 * torch.tanh(logits / 3), targets, reduction="none")
+        return -log_probs.sum() if summed else log_probs
 
-    torch.testing.assert_close(own(*inputs), reference(*inputs))
-    found, wanted = (torch.autograd.grad(preference(f(*inputs)), inputs) for f in (own, reference))
-    torch.testing.assert_close(found, wanted)
     with torch.no_grad():
         torch.testing.assert_close(own(*inputs), reference(*inputs))
+    results = [f(*inputs) for f in (own, reference)]
+    torch.testing.assert_close(*results)
+    found = [torch.autograd.grad(x if summed else preference(x), inputs) for x in results]
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="newer than this torch")
@@ -233,7 +215,7 @@ def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one() 
     F.cross_entropy(hidden.double() @ exact.T, targets, reduction="sum").backward()
     for chunks in (1, 40):
         own = weight.clone().requires_grad_()
-        linear_cross_entropy(Factors([(hidden, own)]), targets, chunks=chunks).backward()
+        linear_cross_entropy(Factors([(hidden, own)], chunks=chunks), targets).backward()
         error = (own.grad.double() - exact.grad).norm() / exact.grad.norm()
         # A sum kept in bf16 is wrong by 0.008.
         assert error < 0.0035
@@ -251,7 +233,7 @@ def test_compiled_it_is_the_same_for_any_number_of_tokens(
     backend: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", backend)
-    log_probs.compiled_chunk.cache_clear()
+    head.compiled_chunk.cache_clear()
     torch._dynamo.reset()
     torch.manual_seed(0)
     weight = torch.randn(1000, 32, dtype=torch.bfloat16, requires_grad=True)
@@ -261,14 +243,10 @@ def test_compiled_it_is_the_same_for_any_number_of_tokens(
         found = []
         for compiled in (False, True):
             with torch._dynamo.config.patch(error_on_recompile=tokens != 40):
-                total = linear_cross_entropy(
-                    Factors([(hidden, weight)], softcap=cap),
-                    targets,
-                    chunks=3,
-                    compile_chunks=compiled,
-                )
+                made_of = Factors([(hidden, weight)], None, cap, chunks=3, compiled=compiled)
+                total = linear_cross_entropy(made_of, targets)
             found.append([total, *torch.autograd.grad(total * 0.1, [hidden, weight])])
         for own, other in zip(*found, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-4)
         assert found[0][0].item() == pytest.approx(found[1][0].item(), rel=1e-6)
-    log_probs.compiled_chunk.cache_clear()
+    head.compiled_chunk.cache_clear()

@@ -20,14 +20,14 @@ def test_a_run_has_the_losses_of_gloos_own_collectives(
     tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
     curves = {}
-    for module in ("trainer.sft", MODULE):
+    for module in ("trainer.train sft", MODULE):
         given = {"batch_size": 2, "max_steps": 4, "save_every_n_steps": 2}
         path = write_config(tmp_path / module, model_folder, dataset, **given)
         finish(start(path, 3, module=module))
         curves[module] = [
             (line["loss"], line["grad_norm"], line["tokens"]) for line in metrics(path.parent)
         ]
-    own, gloo = curves[MODULE], curves["trainer.sft"]
+    own, gloo = curves[MODULE], curves["trainer.train sft"]
     assert len(own) == 4
     for each, other in zip(own, gloo, strict=True):
         assert each == pytest.approx(other, rel=1e-12)

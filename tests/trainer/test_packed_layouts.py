@@ -17,13 +17,12 @@ WEIGHT_TOLERANCE = 5e-4
 # Odd, so that tensor parallelism must lengthen the rows.
 ROW = 95
 LORA = lora_model()
-CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 # Runs by name: ranks, the run that it must equal, changes to the config.
 RUNS: dict[str, tuple[int, str | None, dict]] = {
     "full": (1, None, {}),
     "accumulated": (1, "full", {"batch_size": 1, "gradient_accumulation_steps": 4}),
     "lora": (1, None, {"model": LORA}),
-    "full-dp2": (2, "full", {"batch_size": 2, "loss": CHUNKED, "num_workers": 1}),
+    "full-dp2": (2, "full", {"batch_size": 2, "num_workers": 1}),
     "full-tp2": (2, "full", {"tensor_parallel_dim": 2}),
     "lora-tp2": (
         2,

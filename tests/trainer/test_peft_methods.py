@@ -28,7 +28,7 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer import config as configs
-from trainer import sft
+from trainer import train as training
 from trainer.errors import ConfigError
 from trainer.layers import linear, nf4
 from trainer.layers.adapters import lora, lora_linear
@@ -227,10 +227,10 @@ def single(
     root = tmp_path_factory.mktemp("single")
     for name, changes in METHODS.items():
         path = write_config(root / name, model_folder, dataset, model=lora_model(**changes))
-        assert sft.main([str(path)]) == 0
+        assert training.main(["sft", str(path)]) == 0
     for form, folder in {**dequantised_folders, "whole": model_folder}.items():
         path = write_config(root / f"dense {form}", folder, dataset, model=lora_model())
-        assert sft.main([str(path)]) == 0
+        assert training.main(["sft", str(path)]) == 0
     return root
 
 

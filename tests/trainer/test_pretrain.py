@@ -107,7 +107,7 @@ def config(folder: Path, model: Path, sources: list[dict[str, Any]], **changes: 
 
 
 def pretrain(path: Path, ranks: int = 1, attempt: int = 0, status: int = 0) -> str:
-    return finish(start(path, ranks, attempt, module="trainer.pretrain"), status)
+    return finish(start(path, ranks, attempt, module="trainer.train pretrain"), status)
 
 
 def built(path: Path) -> tuple[PretrainConfig, stream.StreamBatches]:
@@ -342,7 +342,7 @@ def test_a_killed_run_goes_on_bit_by_bit(
     one: Path, empty_folder: Path, sources: Any, tmp_path: Path
 ) -> None:
     path = config(tmp_path / "run", empty_folder, sources, num_workers=2)
-    process = start(path, module="trainer.pretrain")
+    process = start(path, module="trainer.train pretrain")
     wait_for_step(path, 3, process)
     kill_rank(process, 0)
     finish(process, None)
@@ -360,7 +360,7 @@ def test_four_ranks_go_on_as_two(
     folder = tmp_path / "run"
     half = {"max_steps": 6, "batch_size": 1}
     process = start(
-        path := config(folder, empty_folder, sources, **half), 4, module="trainer.pretrain"
+        path := config(folder, empty_folder, sources, **half), 4, module="trainer.train pretrain"
     )
     wait_for_step(path, 3, process)
     (folder / ".stop").touch()

@@ -41,7 +41,7 @@ from trainer.parallel import world as distributed
 from trainer.storage.classifier import pad_token
 from trainer.trace import trace
 
-MODULE = "trainer.reward"
+MODULE = "trainer.train reward"
 FULL = {"_component_": TRANSFORMERS}
 LORA = FULL | {"lora_rank": 4, "lora_alpha": 8}
 PACKED = {"row_length": 96, "batch_size": 2}

@@ -15,19 +15,15 @@ from trainer.loop import Trainer
 from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 
-LINEAR = {"loss": {"_component_": "trainer.layers.loss.LinearCrossEntropy"}}
-CHUNKED = {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
 RUNS: dict[str, dict[str, Any]] = {
-    "full": LINEAR
-    | {
+    "full": {
         "gradient_accumulation_steps": 2,
         "batch_size": 2,
         "ac_mode": "selective",
         "ac_option": "op",
     },
-    "lora-not-packed": CHUNKED | {"model": lora_model(lora_dropout=0.1), "row_length": None},
-    "qlora": LINEAR
-    | {"model": lora_model(quantize_base=True), "enable_activation_checkpointing": True},
+    "lora-not-packed": {"model": lora_model(lora_dropout=0.1), "row_length": None},
+    "qlora": {"model": lora_model(quantize_base=True), "enable_activation_checkpointing": True},
     "masters": {"master_weights": "fp32", "dtype": "bf16"},
 }
 # Each step is logged, and each fourth saved. The loader of the data asks for a seed at its start;
@@ -123,21 +119,20 @@ QLORA = {"model": lora_model(quantize_base=True, lora_dropout=0.1)}
 COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     # The first layer behind a frozen embedding, the others, validation; the loss with gradients
     # and without.
-    "qlora": (QLORA | LINEAR | VALIDATED | {"enable_activation_checkpointing": True}, 5),
-    "full": (VALIDATED | {"gradient_accumulation_steps": 2, "batch_size": 3}, 2),
+    "qlora": (QLORA | VALIDATED | {"enable_activation_checkpointing": True}, 5),
     # The loss of so many tokens of so large a vocabulary stays behind the model's graph.
-    "full-linear": (LINEAR | VALIDATED, 4),
-    "full-by-operation": ({"ac_mode": "selective", "ac_option": "op"}, 1),
+    "full": (VALIDATED | {"gradient_accumulation_steps": 2, "batch_size": 3}, 4),
+    "full-by-operation": ({"ac_mode": "selective", "ac_option": "op"}, 2),
     "lora-every-second": (
         {"model": lora_model(), "ac_mode": "selective", "ac_option": 2},
-        2,
+        3,
     ),
     "dora-masters": (
         {"model": lora_model(use_dora=True), "master_weights": "fp32", "dtype": "bf16"},
-        2,
+        3,
     ),
     # One length, all lengths.
-    "full-not-packed": ({"row_length": None}, 2),
+    "full-not-packed": ({"row_length": None}, 3),
 }
 
 

@@ -139,9 +139,9 @@ def test_the_kept_whole_vocabulary_is_the_online_teacher(
         write_config(tmp_path / name, model_folder, dataset, **shared | more)
         for name, more in {"online": {}, "teach": {}, "kept": KEPT}.items()
     )
-    finish(start(online, module="trainer.distill"))
+    finish(start(online, module="trainer.train distill"))
     finish(start(teach, module=MODULE))
-    assert "teacher    frozen" not in finish(start(own, module="trainer.distill"))
+    assert "teacher    frozen" not in finish(start(own, module="trainer.train distill"))
     assert_same_curve(tmp_path / "kept", tmp_path / "online", 1e-5, 1e-4)
     for first, second in zip(metrics(tmp_path / "kept"), metrics(tmp_path / "online"), strict=True):
         assert first["kd_loss"] == pytest.approx(second["kd_loss"], abs=1e-5)
@@ -159,14 +159,14 @@ def test_a_killed_distillation_resumes_the_same_and_two_ranks_equal_one(
         write_config(root / name, model_folder, many, **changes | more)
         for name, more in {"killed": {}, "whole": {}, "two": {"batch_size": 2}}.items()
     )
-    finish(start(whole, module="trainer.distill"))
-    kill_at(killed, 4, module="trainer.distill")
-    said = finish(start(killed, attempt=1, module="trainer.distill"))
+    finish(start(whole, module="trainer.train distill"))
+    kill_at(killed, 4, module="trainer.train distill")
+    said = finish(start(killed, attempt=1, module="trainer.train distill"))
     assert "resuming from checkpoints/step_" in said
     assert curve(root / "killed") == curve(root / "whole")
     tensors = [load_file(root / n / "export/model.safetensors") for n in ("killed", "whole")]
     assert all(tensors[0][key].equal(tensor) for key, tensor in tensors[1].items())
-    finish(start(two, 2, module="trainer.distill"))
+    finish(start(two, 2, module="trainer.train distill"))
     assert_same_curve(root / "two", root / "whole", 2e-5, 1e-4)
 
 
@@ -183,7 +183,7 @@ def test_what_is_missing_or_does_not_match_is_refused(
         assert "cookbook submit --recipe RECIPE entry=teach" in fault and "there is no" in fault
         # The teacher's own pass is not refused for what it is to write.
         assert not check.faults(read_yaml(path), Teaching)
-    said = finish(start(path, module="trainer.distill"), status=1)
+    said = finish(start(path, module="trainer.train distill"), status=1)
     assert fault in said and "Traceback" not in said
     path = write_config(root / "beta", model_folder, many, **changes | {"beta": 0.5})
     (fault,) = check.faults(read_yaml(path), Distillation)
@@ -200,7 +200,7 @@ def test_what_is_missing_or_does_not_match_is_refused(
         read.of(np.array([first - 1, first]))
     part.write_bytes(whole[:-4])
     path = write_config(tmp_path / "cut", model_folder, many, **changes)
-    said = finish(start(path, module="trainer.distill"), status=1)
+    said = finish(start(path, module="trainer.train distill"), status=1)
     assert f"{part} is damaged" in said
 
 

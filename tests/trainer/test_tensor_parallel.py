@@ -36,8 +36,6 @@ LOSS_TOLERANCE = 2e-5
 NORM_TOLERANCE = 2e-5
 WEIGHT_TOLERANCE = 1e-4
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
-CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 SMOOTHED = {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1}
 LORA = lora_model(apply_lora_to_output=True)
 TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES, "scale_factor": 1}
@@ -45,12 +43,12 @@ TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES, "sca
 RUNS: dict[str, tuple[int, str | None, dict]] = {
     "full": (1, None, {}),
     "lora": (1, None, {"model": LORA}),
-    "tied": (1, None, {"model": TIED, "loss": LINEAR}),
+    "tied": (1, None, {"model": TIED}),
     "full-tp2": (2, "full", {"optimizer": ADAMW | {"fused": True}}),
     "lora-tp2": (
         2,
         "lora",
-        {"model": LORA, "enable_activation_checkpointing": True, "loss": LINEAR},
+        {"model": LORA, "enable_activation_checkpointing": True},
     ),
     "bf16-tp2": (
         2,
@@ -63,7 +61,6 @@ RUNS: dict[str, tuple[int, str | None, dict]] = {
         {
             "batch_size": 4,
             "optimizer": ADAMW | {"fused": True},
-            "loss": CHUNKED,
             "custom_sharded_layers": ["tok_embeddings", "output"],
             "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
         },
@@ -81,8 +78,7 @@ RUNS: dict[str, tuple[int, str | None, dict]] = {
     ),
     "smooth": (1, None, {"loss": SMOOTHED}),
     "smooth-tp2": (2, "smooth", {"loss": SMOOTHED}),
-    "full-tp2-linear": (2, "full", {"loss": LINEAR}),
-    "tied-tp2-dp2": (4, "tied", {"model": TIED, "batch_size": 4, "loss": LINEAR}),
+    "tied-tp2-dp2": (4, "tied", {"model": TIED, "batch_size": 4}),
 }
 PAIRS = [(name, reference) for name, (_, reference, _) in RUNS.items() if reference]
 

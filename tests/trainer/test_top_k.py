@@ -11,21 +11,20 @@ from tests.trainer.test_divergence import TARGETS, TOKENS, VOCABULARY, inputs, l
 from tests.trainer.test_loss import NewTensors
 from trainer.layers.batch import TopK
 from trainer.layers.divergence import Divergence, distillation_loss
-from trainer.layers.log_probs import Factors
+from trainer.layers.head import Factors
 from trainer.layers.top_k import sampled_errors, top_k, top_k_loss
 
 Tensors = list[torch.Tensor]
 
 
 def kept(tensors: Tensors, k: int, heat: float, cap: float | None = None, **more: Any) -> TopK:
-    teacher = Factors([(tensors[4], tensors[5])], softcap=cap)
-    return top_k(teacher, k, min(VOCABULARY, len(tensors[5])), heat, **more)
+    teacher = Factors([(tensors[4], tensors[5])], None, cap, **more)
+    return top_k(teacher, k, min(VOCABULARY, len(tensors[5])), heat)
 
 
 def loss(tensors: Tensors, teacher: TopK, how: Divergence, cap: Any = None, **more: Any) -> Any:
-    student = Factors([(tensors[0], tensors[1]), (tensors[2], tensors[3])], softcap=cap)
-    vocabulary = min(VOCABULARY, len(tensors[5]))
-    return top_k_loss(student, teacher, TARGETS, how, vocabulary, **more)
+    student = Factors([(tensors[0], tensors[1]), (tensors[2], tensors[3])], None, cap, **more)
+    return top_k_loss(student, teacher, TARGETS, how, min(VOCABULARY, len(tensors[5])))
 
 
 def plain_top_k(teacher: torch.Tensor, k: int, heat: float) -> TopK:
@@ -104,7 +103,17 @@ def test_probabilities_that_are_zero_give_numbers() -> None:
     assert gradient.isfinite().all()
 
 
-def test_logits_do_not_exist_as_a_whole() -> None:
+def of_kind(kind: str, student: Factors, teacher: Factors, targets: torch.Tensor) -> torch.Tensor:
+    """The loss with a teacher that runs, or with what is kept of it."""
+    if kind == "online":
+        return distillation_loss(student, teacher, targets, Divergence(0.5)).total
+    found = top_k(teacher, 3, student.width)
+    assert found.ids.shape == (len(targets), 3)
+    return top_k_loss(student, found, targets, Divergence(0.0), student.width).total
+
+
+@pytest.mark.parametrize("kind", ["online", "kept"])
+def test_logits_do_not_exist_as_a_whole(kind: str) -> None:
     generator = torch.Generator().manual_seed(3)
     own, other = (
         (torch.randn(2048, dim, generator=generator), torch.randn(768, dim, generator=generator))
@@ -113,19 +122,17 @@ def test_logits_do_not_exist_as_a_whole() -> None:
     targets = torch.randint(0, 768, (2048,), generator=generator)
     own = tuple(tensor.requires_grad_() for tensor in own)
     with NewTensors() as seen:
-        found = top_k(Factors([other]), 8, 768)
-        top_k_loss(Factors([own]), found, targets, Divergence(0.0), 768).total.backward()
+        of_kind(kind, Factors([own]), Factors([other]), targets).backward()
     assert max(seen.sizes) < 2048 * 768
 
 
-def test_no_token_gives_zero_gradients() -> None:
+@pytest.mark.parametrize("kind", ["online", "kept"])
+def test_no_token_gives_zero_gradients(kind: str) -> None:
     tensors = inputs(dtype=torch.float32)
-    found = top_k(Factors([(tensors[4][:0], tensors[5])]), 3, VOCABULARY)
-    assert found.ids.shape == (0, 3)
-    student = Factors([(tensors[0][:0], tensors[1])])
-    sums = top_k_loss(student, found, TARGETS[:0], Divergence(0.0), VOCABULARY)
-    (gradient,) = torch.autograd.grad(sums.total, tensors[1:2])
-    assert sums.total == 0 and not gradient.any()
+    student, teacher = (Factors([(tensors[i][:0], tensors[i + 1])]) for i in (0, 4))
+    total = of_kind(kind, student, teacher, TARGETS[:0])
+    (gradient,) = torch.autograd.grad(total, tensors[1:2])
+    assert total == 0 and not gradient.any()
 
 
 def split(rank: int, store: str, vocabulary: int, heat: float, k: int) -> None:
@@ -137,15 +144,15 @@ def split(rank: int, store: str, vocabulary: int, heat: float, k: int) -> None:
     group, how = torch.distributed.group.WORLD, Divergence(0.0, heat, 0.3)
     tensors = inputs(vocabulary)
     own = [tensors[0], tensors[1].chunk(2)[rank], tensors[2], tensors[3].chunk(2)[rank]]
-    student = Factors([(own[0], own[1]), (own[2], own[3])], group)
-    teacher = Factors([(tensors[4], tensors[5].chunk(2)[rank])], group)
+    student = Factors([(own[0], own[1]), (own[2], own[3])], group, chunks=2)
+    teacher = Factors([(tensors[4], tensors[5].chunk(2)[rank])], group, chunks=2)
     common = min(vocabulary, VOCABULARY)
-    found, wanted = top_k(teacher, k, common, heat, chunks=2), kept(tensors, k, heat)
+    found, wanted = top_k(teacher, k, common, heat), kept(tensors, k, heat)
     torch.testing.assert_close(found, wanted)
     errors = sampled_errors(teacher, found, common, heat, 5)
     whole = sampled_errors(Factors([(tensors[4], tensors[5])]), wanted, common, heat, 5)
     torch.testing.assert_close(errors, whole, rtol=1e-4, atol=1e-5)
-    sums = top_k_loss(student, found, TARGETS, how, common, chunks=2)
+    sums = top_k_loss(student, found, TARGETS, how, common)
     expected = loss(tensors, wanted, how)
     torch.testing.assert_close(tuple(sums), tuple(expected))
     gradients, all_of = (torch.autograd.grad(each.total, tensors[:4]) for each in (sums, expected))

@@ -34,7 +34,6 @@ from trainer.models.build import empty_module
 MODULE = "tests.trainer.toy_decoder"
 TOY = {"_component_": f"{MODULE}.ToyDecoder", **SIZES}
 LORA = TOY | {"lora_rank": 4, "lora_alpha": 8}
-LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 TP = {"tensor_parallel_dim": 2}
 PACKED = {"row_length": 96, "batch_size": 4}
 # Runs by name: ranks, the run that it must equal, changes to the config.
@@ -47,14 +46,14 @@ RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
         None,
         {"max_steps": 1, "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}},
     ),
-    "full-fsdp2": (2, "full", {"batch_size": 4, "loss": LINEAR, "compile": True}),
+    "full-fsdp2": (2, "full", {"batch_size": 4, "compile": True}),
     "full-tp2": (2, "full", TP | {"ac_mode": "selective", "ac_option": "op"}),
     "lora-tp2": (
         2,
         "lora",
         PACKED
         | TP
-        | {"model": LORA, "loss": LINEAR, "enable_activation_checkpointing": True}
+        | {"model": LORA, "enable_activation_checkpointing": True}
         | {"save_every_n_steps": 2},
     ),
 }
@@ -156,9 +155,7 @@ def test_what_does_not_fit_is_refused(
 def test_it_is_submitted_like_any_recipe(tmp_path: Path, toy_folder: Path, dataset: Path) -> None:
     """By cookbook submit --local, with the model's package allowed by the user's shell."""
     content = yaml.safe_load(
-        toy_config(
-            tmp_path / "own", toy_folder, dataset, model=LORA, loss=LINEAR, max_steps=2
-        ).read_text()
+        toy_config(tmp_path / "own", toy_folder, dataset, model=LORA, max_steps=2).read_text()
     )
     del content["output_dir"]
     resources = {"nodes": 1, "gpus_per_node": 2, "cpus_per_gpu": 1, "time": "00:10:00"}

@@ -39,7 +39,6 @@ from tests.trainer.transformers_runs import (
     FULL,
     HALF,
     LENGTH,
-    LINEAR,
     LORA,
     PACKED,
     POSITIONS,
@@ -128,9 +127,9 @@ def test_losses_and_gradients_equal_a_plain_loops(
     Before each step both have the same weights. Two loops of their own would part: AdamW gives the
     rounding of a gradient near zero a whole step, and at a tie a router chooses another expert.
     """
-    config = load(config_of(tmp_path, sources[family], dataset, loss=LINEAR))
+    config = load(config_of(tmp_path, sources[family], dataset))
     loss = TokenLoss(config)
-    ours = models.build(config, world, loss.output_chunks).module
+    ours = models.build(config, world).module
     theirs = reference(sources[family]).train()
     labels = TOKENS.roll(-1, 1)
     labels[:, -1] = -100
@@ -347,14 +346,14 @@ def test_linear_attention_of_another_kind_is_neither_packed_nor_split(
 # offset; multipliers of embedding and logits; fused rows; linear attention.
 RUNS: Runs = {
     "qwen3": (1, "qwen3", None, ADAPTED),
-    "qwen3-fsdp2": (2, "qwen3", "qwen3", ADAPTED | HALF | CHECKPOINTED | {"loss": LINEAR}),
-    "qwen3-tp2": (2, "qwen3", "qwen3", ADAPTED | TP | {"loss": LINEAR}),
-    "qwen3-hsdp": (4, "qwen3", "qwen3", ADAPTED | COPIES | {"loss": LINEAR}),
+    "qwen3-fsdp2": (2, "qwen3", "qwen3", ADAPTED | HALF | CHECKPOINTED),
+    "qwen3-tp2": (2, "qwen3", "qwen3", ADAPTED | TP),
+    "qwen3-hsdp": (4, "qwen3", "qwen3", ADAPTED | COPIES),
     "gemma3": (1, "gemma3", None, FULL),
-    "gemma3-fsdp2": (2, "gemma3", "gemma3", FULL | HALF | {"compile": True, "loss": LINEAR}),
+    "gemma3-fsdp2": (2, "gemma3", "gemma3", FULL | HALF | {"compile": True}),
     "gemma3-tp2": (2, "gemma3", "gemma3", FULL | TP | CHECKPOINTED),
     "granite": (1, "granite", None, FULL),
-    "granite-tp2": (2, "granite", "granite", FULL | TP | {"loss": LINEAR}),
+    "granite-tp2": (2, "granite", "granite", FULL | TP),
     "phi4-mini": (1, "phi4-mini", None, FULL),
     "phi4-mini-fsdp2": (
         2,
@@ -364,10 +363,10 @@ RUNS: Runs = {
     ),
     "phi4-mini-tp2": (2, "phi4-mini", "phi4-mini", FULL | TP | {"compile": True}),
     "olmo3": (1, "olmo3", None, ADAPTED),
-    "olmo3-tp2": (2, "olmo3", "olmo3", ADAPTED | TP | {"loss": LINEAR}),
+    "olmo3-tp2": (2, "olmo3", "olmo3", ADAPTED | TP),
     "qwen3.5": (1, "qwen3.5", None, FULL),
     "qwen3.5-fsdp2": (2, "qwen3.5", "qwen3.5", FULL | HALF | CHECKPOINTED),
-    "qwen3.5-tp2": (2, "qwen3.5", "qwen3.5", FULL | TP | {"compile": True, "loss": LINEAR}),
+    "qwen3.5-tp2": (2, "qwen3.5", "qwen3.5", FULL | TP | {"compile": True}),
     "qlora": (1, "llama3", None, {"model": LORA | {"quantize_base": True}}),
     "bf16": (2, "llama3", None, FULL | HALF | {"dtype": "bf16"}),
     "fp8": (2, "llama3", None, FULL | HALF | {"dtype": "bf16", "enable_fp8_training": True}),
@@ -406,7 +405,7 @@ def test_other_families_under_tensor_parallelism_equal_the_single_process(
         "full": (1, family, None, FULL),
         "full-tp2": (2, family, "full", FULL | TP | CHECKPOINTED),
         "lora": (1, family, None, ADAPTED),
-        "lora-tp2": (2, family, "lora", ADAPTED | TP | {"loss": LINEAR}),
+        "lora-tp2": (2, family, "lora", ADAPTED | TP),
     }
     root = train_all(tmp_path / "runs", runs, own, dataset)
     assert_same_training(root / "full-tp2", root / "full")

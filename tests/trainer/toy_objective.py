@@ -28,7 +28,6 @@ class ToyConfig(TrainConfig):
 
     objective: ClassVar[str] = "tests.trainer.toy_objective.PreferFirst"
     documents_per_sample: ClassVar[int] = 2
-    fused_loss: ClassVar[bool] = True
     has_reference: ClassVar[bool] = True
 
     hinge: float = setting("number", "Margin from which a pair has no loss.", 1.0)
@@ -85,7 +84,7 @@ class PreferFirst(Objective):
 
     def _means(self, model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
         """The mean log-probability of each answer's tokens, [pairs, 2]."""
-        log_probs = token_log_probs(model, batch, compile_chunks=self.config.compile)
+        log_probs = token_log_probs(model, batch)
         counts = document_sums(torch.ones_like(log_probs), batch)
         return document_sums(log_probs, batch) / counts.clamp_min(1)
 

@@ -20,7 +20,6 @@ class ImitationConfig(TrainConfig):
     """Keys of the method, and what the launcher knows of it."""
 
     objective: ClassVar[str] = "tests.trainer.toy_teacher.Imitation"
-    fused_loss: ClassVar[bool] = True
     teacher_key: ClassVar[str] = "teacher_dir"
 
     teacher_dir: str = setting("text", "Folder of the teacher.", REQUIRED)

@@ -18,7 +18,6 @@ from trainer.layers.batch import Documents
 
 # By name: ranks, family, the run that it must equal, changes to the config.
 Runs = dict[str, tuple[int, str, str | None, dict[str, Any]]]
-LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 # Two rows of two documents each, of which one is longer than LongRoPE's first length.
 FIRST, LENGTH = 37, 90
 TOKENS = torch.randint(5, 1024, (2, LENGTH), generator=torch.Generator().manual_seed(0))

@@ -2,7 +2,7 @@
 
 One folder per dataset, named by what its tokens depend on: tokens as int32, of which those that are
 not trained have all bits inverted, and a table of the samples. Each rank that makes it writes a
-part; then parts are put together, so that a rank opens few files whatever the number of ranks was.
+file of tokens; no more than WRITERS do, so that a rank opens few files whatever their number was.
 The folder appears under a temporary name and is renamed when it is complete.
 """
 
@@ -35,8 +35,8 @@ COLUMNS = ("length", "targets", "fingerprint", "source", "left_out")
 TOKENS, SAMPLES = "tokens_{}.bin", "samples.npy"
 # A rank's part of the table, until all parts are put together.
 PART = "samples_{}.npy"
-# Of tokens that are put together; a larger part stays a file of its own.
-FILE_BYTES = 1 << 30
+# So many ranks tokenise at most.
+WRITERS = 64
 # What the tokens of a sample depend on besides the config and the data.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
 # The modules beside this one that decide on a sample's tokens.
@@ -62,11 +62,10 @@ SHARED_FOLDER_LIMIT_S = 120.0
 
 
 class Part(NamedTuple):
-    """What one rank has made: the highest token and its sample, samples, and bytes of tokens."""
+    """What one rank has made: the highest token and its sample, and the number of samples."""
 
     highest: tuple[int, int]
     samples: int
-    bytes: int
 
 
 class TokenisedDataset:
@@ -286,9 +285,7 @@ def make(samples: Source, folder: Path, world: World) -> None:
         if not parts:
             reasons = "; ".join(omission_notes(omissions, len(samples)))
             raise ConfigError(f"{samples.key}: no sample can be trained: {reasons}")
-        groups = _groups(parts)
-        world.on_all(lambda: _join(temporary, groups.get(world.rank, []), world.rank))
-        world.on_main(lambda: _publish(temporary, folder, parts, groups, samples, omissions))
+        world.on_main(lambda: _publish(temporary, folder, parts, samples, omissions))
     except Exception:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -309,7 +306,6 @@ def _publish(
     temporary: Path,
     folder: Path,
     parts: dict[int, Part],
-    groups: dict[int, list[int]],
     samples: Source,
     omissions: dict[str, tuple[int, str]],
 ) -> None:
@@ -319,10 +315,7 @@ def _publish(
         table.unlink()
     meta = {
         # Each file of tokens by its number, and its samples.
-        "files": [
-            (first, sum(parts[number].samples for number in (first, *rest)))
-            for first, rest in groups.items()
-        ],
+        "files": [(number, part.samples) for number, part in parts.items()],
         "highest": max((part.highest for part in parts.values()), key=lambda pair: pair[0]),
         "omissions": omissions,
         "read": len(samples),
@@ -356,36 +349,10 @@ def _seen(folder: Path) -> Path:
     return folder
 
 
-def _groups(parts: dict[int, Part]) -> dict[int, list[int]]:
-    """Parts by the part with whose tokens theirs are put together, in their order."""
-    groups: dict[int, list[int]] = {}
-    size = FILE_BYTES
-    for number, part in parts.items():
-        if size + part.bytes > FILE_BYTES:
-            first, size = number, 0
-            groups[first] = []
-        else:
-            groups[first].append(number)
-        size += part.bytes
-    return groups
-
-
-def _join(folder: Path, rest: list[int], first: int) -> None:
-    """Put the tokens of parts behind those of the first one."""
-    if not rest:
-        return
-    with open(folder / TOKENS.format(first), "ab") as file:
-        for path in (folder / TOKENS.format(number) for number in rest):
-            with open(path, "rb") as part:
-                shutil.copyfileobj(part, file, 1 << 24)
-            path.unlink()
-    files.fsync_path(folder / TOKENS.format(first))
-
-
 def _write_part(folder: Path, samples: Source, world: World) -> Part | None:
     """Tokenise this rank's range; None if the range is empty."""
-    count, rank = len(samples), world.rank
-    indices = range(count * rank // world.size, count * (rank + 1) // world.size)
+    count, rank, ranks = len(samples), world.rank, min(world.size, WRITERS)
+    indices = range(count * rank // ranks, count * (rank + 1) // ranks) if rank < ranks else ()
     if not indices:
         return None
     table: list[tuple[Any, ...]] = []
@@ -417,7 +384,7 @@ def _write_part(folder: Path, samples: Source, world: World) -> Part | None:
     np.save(paths[1], np.array(table, dtype=[*columns, ("number", np.float64)]))
     for path in paths:
         files.fsync_path(path)
-    return Part(highest, len(table), paths[0].stat().st_size)
+    return Part(highest, len(table))
 
 
 def _fingerprint(piece: Piece) -> int:

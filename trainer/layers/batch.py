@@ -85,6 +85,11 @@ class MicroBatch:
         """Samples that count."""
         return len(self.lengths) // self.documents_per_sample
 
+    @property
+    def targets(self) -> torch.Tensor:
+        """The label of each trained position, int64 [target_count]."""
+        return self.labels.flatten().index_select(0, self.trained)
+
     def pin_memory(self) -> "MicroBatch":
         """Return the batch in pinned memory; the DataLoader calls this."""
         return self._mapped(torch.Tensor.pin_memory)

@@ -68,7 +68,7 @@ def product(
     return base(layer, x, own("weight", layer.weight))
 
 
-def own_part(layer: nn.Module) -> Own:
+def own_part(layer: nn.Module | None) -> Own:
     """How this rank takes its part of a linear layer's parameters under tensor parallelism.
 
     Of those that are not split, each rank has the gradient of its part of the inputs only.

@@ -4,21 +4,21 @@ The tail bucket is all tokens outside the top k taken as one. The forward KL ove
 that over the whole vocabulary less the tail's mass times the KL within the tail, so never more.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from trainer.errors import ConfigError
 from trainer.layers.batch import TopK
-from trainer.layers.divergence import Divergence, Sums, highest_of, own_columns, sums_of
-from trainer.layers.log_probs import Factors, capped, logits_of
+from trainer.layers.divergence import (
+    Divergence,
+    Sums,
+    first_columns,
+    highest_of,
+    sums_of,
+)
+from trainer.layers.head import Factors, Group, capped, logits_of, over_ranks, own_columns
 
 
-def top_k(
-    teacher: Factors, k: int, vocabulary: int, temperature: float = 1.0, chunks: int | None = None
-) -> TopK:
+def top_k(teacher: Factors, k: int, vocabulary: int, temperature: float = 1.0) -> TopK:
     """The top k and the tail of softmax(logits / temperature), without [tokens, vocabulary] logits.
 
     Over a split vocabulary each rank gets all results.
@@ -26,44 +26,30 @@ def top_k(
     Args:
         k: all tokens if they are fewer.
         vocabulary: how many tokens count, from the first on.
-        chunks: how many chunks the tokens go through in; None as in `linear_log_probs`.
     """
-    tensors, size = teacher.tensors, teacher.chunk_tokens(chunks)
-    count = len(tensors[0])
-    if not count:
-        values = tensors[0].new_empty(0, min(k, vocabulary), dtype=torch.float32)
+    tensors, k = teacher.tensors, min(k, vocabulary)
+    if not len(tensors[0]):
+        values = tensors[0].new_empty(0, k, dtype=torch.float32)
         return TopK(values.int(), values, values.sum(1))
-    begin = 0 if teacher.group is None else dist.get_rank(teacher.group) * len(tensors[1])
     parts = [
-        _top_k(
-            logits_of(tensors, slice(first, first + size)),
-            teacher,
-            min(k, vocabulary),
-            begin,
-            vocabulary,
-            temperature,
-        )
-        for first in range(0, count, size)
+        _top_k(logits_of(tensors, part), teacher, k, vocabulary, temperature)
+        for part in teacher.parts()
     ]
     return TopK(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
 def _top_k(
-    logits: torch.Tensor, teacher: Factors, k: int, begin: int, vocabulary: int, temperature: float
+    logits: torch.Tensor, teacher: Factors, k: int, vocabulary: int, temperature: float
 ) -> TopK:
-    group = teacher.group
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    group, begin = teacher.group, teacher.begin
     logits = capped(logits, teacher.softcap)[0].div_(temperature)
     logits[:, max(0, vocabulary - begin) :] = -torch.inf
     values, ids = logits.topk(min(k, logits.shape[1]))
-    highest = values[:, :1].clone()
-    if group is not None:
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    highest = over_ranks(values[:, :1].clone(), group, dist.ReduceOp.MAX)
     # A sum over the others: the difference to the whole would have few digits, or none.
-    rest = logits.sub_(highest).exp_().scatter_(1, ids, 0.0).sum(1)
+    rest = over_ranks(logits.sub_(highest).exp_().scatter_(1, ids, 0.0).sum(1), group)
     values, ids = values - highest, ids + begin
     if group is not None:
-        dist.all_reduce(rest, group=group)
         offered = gathered(values, group)
         values, index = offered.topk(k)
         ids = gathered(ids, group).gather(1, index)
@@ -80,13 +66,7 @@ def gathered(columns: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def top_k_loss(
-    student: Factors,
-    teacher: TopK,
-    targets: torch.Tensor,
-    how: Divergence,
-    vocabulary: int,
-    *,
-    chunks: int | None = None,
+    student: Factors, teacher: TopK, targets: torch.Tensor, how: Divergence, vocabulary: int
 ) -> Sums:
     """As `distillation_loss` with beta 0, with top k and tail in the place of the teacher's logits.
 
@@ -98,63 +78,31 @@ def top_k_loss(
     Raises:
         ConfigError: a rank has no columns of these.
     """
-    size = student.chunk_tokens(chunks)
-    student, begin = _cut(student, vocabulary)
-    columns, held = own_columns(targets - begin, student.pairs[0][1].shape[0])
-
-    def one_chunk(tensors: Sequence[torch.Tensor], part: slice, slope_wanted: bool, _: Any) -> Any:
-        return _chunk(
-            logits_of(tensors, part),
-            TopK(*(each[part] for each in teacher)),
-            columns[part],
-            held[part],
-            how,
-            student,
-            begin,
-            slope_wanted,
-        )
-
-    return sums_of(student, len(targets), size, how.cross_entropy_share, one_chunk)
-
-
-def _cut(student: Factors, vocabulary: int) -> tuple[Factors, int]:
-    """The student over the tokens that count, and which of them is this rank's first."""
-    own, group = student.pairs[0][1].shape[0], student.group
-    ranks, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
-    if vocabulary <= (ranks - 1) * own:
-        raise ConfigError(
-            f"teacher: the vocabularies of student and teacher, {ranks * own} and {vocabulary} "
-            f"tokens, are too different to be split over {ranks} GPUs; lower tensor_parallel_dim"
-        )
-    begin = rank * own
-    if begin + own <= vocabulary:
-        return student, begin
-    pairs = [(rows, weight[: vocabulary - begin]) for rows, weight in student.pairs]
-    return student._replace(pairs=pairs), begin
+    settings = how, student.softcap, student.group, student.begin
+    begin, student = student.begin, first_columns(student, vocabulary)
+    rows = (*own_columns(targets - begin, student.width), *teacher)
+    return sums_of(student, _chunk, rows, settings)
 
 
 def _chunk(
     student: torch.Tensor,
-    teacher: TopK,
-    columns: torch.Tensor,
-    held: torch.Tensor,
-    how: Divergence,
-    made_of: Factors,
-    begin: int,
+    rows: list[torch.Tensor],
     slope_wanted: bool,
+    settings: tuple[Divergence, float | None, Group, int],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Figures [3, tokens] and the gradient by the logits [tokens, vocabulary], as divergence has.
 
     With e = exp(logits / temperature), E their sum and R that of the tail, the gradient by
     logits / temperature is e_j / E - p_j at a top token, and e_j / E - e_j / R * p_tail elsewhere.
     """
-    dtype, group = student.dtype, made_of.group
+    dtype, (how, softcap, group, begin) = student.dtype, settings
     heat, share = how.temperature, how.cross_entropy_share
-    exact = torch.promote_types(dtype, torch.float32)
-    student, tanh = capped(student.to(exact), made_of.softcap)
+    student, tanh = capped(student, softcap)
+    exact = student.dtype
+    columns, held = rows[0].unsqueeze(1), rows[1].to(exact).unsqueeze(1)
+    teacher = TopK(*rows[2:])
     highest, likeliest = highest_of([student.max(1)], group, begin)
     agreement = likeliest[:, 0] == teacher.ids[:, 0]
-    columns, held = columns.unsqueeze(1), held.to(exact).unsqueeze(1)
     top, inside = own_columns(teacher.ids.long() - begin, student.shape[1])
     student -= highest
     chosen = student.gather(1, columns) * held
@@ -167,9 +115,7 @@ def _chunk(
     # Of the exponentials only the tail's stay: x - x is 0, and nothing is taken where not inside.
     student.scatter_add_(1, top, -(student.gather(1, top) * inside))
     sums = [student.sum(1, keepdim=True), chosen, logits]
-    sums = torch.cat(sums if plain is None else [*sums, plain], 1)
-    if group is not None:
-        dist.all_reduce(sums, group=group)
+    sums = over_ranks(torch.cat(sums if plain is None else [*sums, plain], 1), group)
     rest, chosen, logits = sums[:, :1], sums[:, 1:2], sums[:, 2 : 2 + top.shape[1]]
     rest = rest.clamp_min(torch.finfo(exact).tiny)
     whole = rest + logits.exp().sum(1, keepdim=True)
@@ -207,7 +153,7 @@ def sampled_errors(
     vocabulary and over top k and tail.
 
     Args:
-        tokens: at most; so many tokens' logits are held.
+        tokens: at most.
     """
     logits = logits_of(teacher.tensors, slice(tokens)).float()
     if teacher.group is not None:

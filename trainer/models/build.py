@@ -70,7 +70,6 @@ class Model:
 def build(
     config: TrainConfig,
     world: World,
-    output_chunks: int = 0,
     data_faults: Callable[[int, int], list[str]] | None = None,
     frozen: bool = False,
 ) -> Model:
@@ -79,7 +78,6 @@ def build(
     Every rank holds only its own part of the weights.
 
     Args:
-        output_chunks: in how many chunks the model gives its logits (0: whole).
         data_faults: see `fitting`.
         frozen: nothing of it is trained.
 
@@ -89,7 +87,7 @@ def build(
     world.on_all(lambda: _check_dtypes(config, world.device))
     source = world.from_main(lambda: source_of(config))
     source, module = world.on_all(lambda: fitting(config, data_faults, frozen, source))
-    lay_out(module, config, world, output_chunks, frozen)
+    lay_out(module, config, world, frozen)
     allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
     if source is None:
         world.on_all(
@@ -108,14 +106,12 @@ def lay_out(
     module: Decoder,
     config: TrainConfig,
     world: World,
-    output_chunks: int = 0,
     frozen: bool = False,
 ) -> None:
     """Freeze, split, checkpoint and shard `module` in place as `config` says.
 
     Args:
         module: on the meta device, from `empty`.
-        output_chunks: in how many chunks the model gives its logits (0: whole).
         frozen: nothing of it is trained.
     """
     if frozen:
@@ -148,7 +144,7 @@ def lay_out(
     # for a model of more.
     undivided = mesh is None and config.first_blocks is None
     activations.prepare(module, config, undivided and world.device.type == "cpu")
-    module.num_output_chunks = output_chunks
+    module.compiles_loss = config.compile
     if use_fsdp:
         fsdp.shard(module, mesh, DTYPES[config.dtype], config, expert_mesh)
 

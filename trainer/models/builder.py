@@ -54,39 +54,36 @@ class Builder:
         self.config, self.world, self._data = config, world, data
         self.fingerprints: dict[str, str] = {}
 
-    def policy(self, output_chunks: int = 0) -> Model:
+    def policy(self) -> Model:
         """The model that is trained.
-
-        Args:
-            output_chunks: in how many chunks it gives its logits; 0: whole.
 
         Raises:
             ConfigError: the model folder is missing, incomplete, or holds another model; or the
                 model does not fit the data.
         """
-        return self._built(self.config, output_chunks, frozen=False)
+        return self._built(self.config, frozen=False)
 
-    def reference(self, output_chunks: int = 0) -> Model:
+    def reference(self) -> Model:
         """The policy as it is before training, as a model of its own.
 
         An adapter that training goes on from is a part of it; a new one is off.
         """
-        model = self._frozen("reference", self.config, output_chunks)
+        model = self._frozen("reference", self.config)
         if self.config.checkpointer.get("adapter_checkpoint") is not None:
             self._load_adapter(model)
         else:
             turn_off(model.module)
         return model
 
-    def teacher(self, folder: str, output_chunks: int = 0) -> Model:
+    def teacher(self, folder: str) -> Model:
         """The model of another folder, of whatever class its config.json names; nothing is trained.
 
         Raises:
             ConfigError: as `policy`.
         """
-        return self._frozen("teacher", teacher_config(self.config, folder), output_chunks)
+        return self._frozen("teacher", teacher_config(self.config, folder))
 
-    def _frozen(self, name: str, config: TrainConfig, output_chunks: int) -> Model:
+    def _frozen(self, name: str, config: TrainConfig) -> Model:
         # Without a backward pass nothing is kept for one, nothing updated, no layer needed twice.
         unused: dict[str, Any] = {
             "master_weights": None,
@@ -96,15 +93,14 @@ class Builder:
             "fsdp_reshard_after_forward": True,
         }
         try:
-            model = self._built(replace(config, **unused), output_chunks, frozen=True)
+            model = self._built(replace(config, **unused), frozen=True)
         except ConfigError as error:
             raise ConfigError(*(frozen_fault(name, fault) for fault in error.faults)) from None
         self.fingerprints[name] = self._fingerprint(config)
         return model
 
-    def _built(self, config: TrainConfig, output_chunks: int, frozen: bool) -> Model:
-        faults = self._data.faults
-        return build.build(config, self.world, output_chunks, faults, frozen)
+    def _built(self, config: TrainConfig, frozen: bool) -> Model:
+        return build.build(config, self.world, self._data.faults, frozen)
 
     def _load_adapter(self, model: Model) -> None:
         from trainer.storage import adapter  # seldom needed, and a rank is to start fast

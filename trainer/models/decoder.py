@@ -89,10 +89,9 @@ class Decoder(nn.Module, ABC):
         output_multiplier: what the logits are multiplied with, before the soft cap.
         output_softcap: logits x become cap * tanh(x / cap).
         max_seq_len: number of positions that the model knows.
-        num_output_chunks: in how many chunks along the sequence `forward` gives its logits, as a
-            list; 0 gives one tensor.
         one_graph: it is compiled as one graph; see trainer.parallel.activations. A call with
             in_graph=True has its `output` in the graph too.
+        compiles_loss: a loss compiles what it does to its logits; see trainer.layers.head.
         packs: packed rows keep their documents apart.
         ignored_tensors: patterns of tensors that a model folder may hold, and that belong to no
             parameter.
@@ -111,8 +110,8 @@ class Decoder(nn.Module, ABC):
     max_seq_len: int
     output_multiplier: float | None = None
     output_softcap: float | None = None
-    num_output_chunks: int = 0
     one_graph: bool = False
+    compiles_loss: bool = False
     packs: bool = True
     carried_tensors: tuple[str, ...] = ()
     folder_tensors: Collection[str] = ()
@@ -216,18 +215,12 @@ class Decoder(nn.Module, ABC):
         """Number of tokens that the embedding knows."""
         return self.embedding.weight.shape[0]
 
-    def unembed(self, hidden: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-        """[batch, sequence, dim] of the last block to logits [batch, sequence, vocabulary].
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[batch, sequence, dim] of the last block to logits [batch, sequence, vocabulary], fp32.
 
         Under tensor parallelism they are DTensors that are split over the vocabulary.
         """
-        hidden = self.final_norm(hidden)
-        if self.num_output_chunks:
-            return [self._logits(c) for c in hidden.chunk(self.num_output_chunks, dim=1)]
-        return self._logits(hidden).float()
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.embedding.weight
+        hidden, weight = self.final_norm(hidden), self.embedding.weight
         if self.output_head is not None:
             logits = self.output_head(hidden)
         elif isinstance(weight, DTensor):
@@ -237,9 +230,10 @@ class Decoder(nn.Module, ABC):
             logits = F.linear(hidden, weight)
         if self.output_multiplier is not None:
             logits = logits * self.output_multiplier
+        logits = logits.float()
         if self.output_softcap is None:
             return logits
-        return torch.tanh(logits.float() / self.output_softcap) * self.output_softcap
+        return torch.tanh(logits / self.output_softcap) * self.output_softcap
 
     def prepare_split(self, ranks: int) -> None:
         """Tell its modules, where they count heads, that each rank has one of so many parts."""

@@ -14,7 +14,6 @@ from trainer.data import batches
 from trainer.data.batches import Data
 from trainer.data.form import SINGLE, SampleForm
 from trainer.errors import ConfigError
-from trainer.layers import log_probs
 from trainer.layers.adapters.base import disabled
 from trainer.layers.batch import MicroBatch
 from trainer.models.build import Model
@@ -122,12 +121,7 @@ class Objective(ABC):
 
         Weights and data are not read.
         """
-        return log_probs.head_faults(config.model, "") if config.fused_loss else []
-
-    @property
-    def output_chunks(self) -> int:
-        """In how many chunks the policy gives its logits; 0: whole, 1: it is asked for none."""
-        return int(self.config.fused_loss)
+        return []
 
     def build_data(self) -> Data:
         """The batches; raises ConfigError if the data cannot be read or used."""
@@ -139,12 +133,12 @@ class Objective(ABC):
         Raises:
             ConfigError: they do not fit the data, or their folders are incomplete.
         """
-        chunks, config = self.world.on_all(lambda: self.output_chunks), self.config
-        policy, reference, teacher = builder.policy(chunks), None, None
+        config, reference, teacher = self.config, None, None
+        policy = builder.policy()
         if config.reference_kind == "model":
-            reference = builder.reference(chunks)
+            reference = builder.reference()
         if folder := config.teacher_of(vars(config)):
-            teacher = builder.teacher(folder, chunks)
+            teacher = builder.teacher(folder)
         return Models(policy, reference, teacher, dict(builder.fingerprints))
 
     def prepare(  # noqa: B027, most methods have nothing to do
@@ -189,8 +183,7 @@ class Objective(ABC):
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         """The loss of one micro-batch, which is in CPU memory.
 
-        Under tensor parallelism the loop calls it inside `vocabulary_split_loss`. `trainer.trace`
-        calls it on fake tensors.
+        `trainer.trace` calls it on fake tensors.
         """
 
     def target_count(self, batch: MicroBatch) -> int:

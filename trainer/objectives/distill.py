@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
 from runspec import tokens
 from runspec.keys.distill import DistillConfig
 from runspec.keys.train import TrainConfig
@@ -15,7 +12,7 @@ from trainer.data.batches import Data
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.layers.divergence import Divergence, Sums, distillation_loss, frozen_factors
-from trainer.layers.log_probs import factors
+from trainer.layers.head import Factors, through_head
 from trainer.layers.top_k import top_k_loss
 from trainer.models import build
 from trainer.models.builder import Builder
@@ -122,23 +119,21 @@ class Distillation(Objective):
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         config, batch = self.config, batch.to(self.world.device)
-        targets = batch.labels.flatten().index_select(0, batch.trained)
         how = Divergence(config.beta, config.temperature, config.cross_entropy_share)
         kept = batch.teacher
         if kept is None:
             with models.as_teacher() as teacher:
                 wanted = frozen_factors(teacher, batch)
 
-        def output(model: nn.Module, hidden: torch.Tensor) -> Sums:
-            own = factors(model, hidden, batch.trained)
-            if kept is not None:
-                vocabulary = self._kept.vocabulary if self._kept else model.vocab_size
-                return top_k_loss(own, kept, targets, how, vocabulary)
-            return distillation_loss(own, wanted, targets, how, compile_chunks=config.compile)
+        module = models.policy.module
 
-        sums = models.policy.module(
-            batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output
-        )
+        def of_logits(own: Factors) -> Sums:
+            if kept is not None:
+                vocabulary = self._kept.vocabulary if self._kept else module.vocab_size
+                return top_k_loss(own, kept, batch.targets, how, vocabulary)
+            return distillation_loss(own, wanted, batch.targets, how)
+
+        sums = through_head(module, batch, of_logits)
         return LossSum(
             sums.total,
             {

@@ -77,7 +77,7 @@ class PreferenceTuning(PreferenceObjective):
         config = self.config
         batch = batch.to(self.world.device)
         before = reference.in_step(models, batch, config)
-        log_probs = token_log_probs(models.policy.module, batch, compile_chunks=config.compile)
+        log_probs = token_log_probs(models.policy.module, batch)
         counts = document_sums(torch.ones_like(log_probs), batch).clamp_min(1)
         sums = document_sums(log_probs, batch)
         answers = Answers(sums, torch.zeros_like(sums) if before is None else before, counts)

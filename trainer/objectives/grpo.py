@@ -41,7 +41,7 @@ from trainer.objectives.rollouts import (
     trace,
 )
 from trainer.objectives.turns import Turns, following
-from trainer.parallel import fsdp, tensor_parallel
+from trainer.parallel import fsdp
 from trainer.rewards import pool
 from trainer.rewards.pool import Pool, Scores
 
@@ -231,8 +231,7 @@ class PolicyOptimisation(Objective):
         return LossSum(*losses.policy_loss(logps, advantage, batch, self.rule))
 
     def _log_probs(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-        temperature, compiled = self.config.sampling_temperature, self.config.compile
-        return token_log_probs(module, batch, temperature=temperature, compile_chunks=compiled)
+        return token_log_probs(module, batch, self.config.sampling_temperature)
 
     def step_figures(self) -> dict[str, float | None]:
         """As Objective.step_figures; see RolloutLog.figures."""
@@ -377,9 +376,8 @@ class PolicyOptimisation(Objective):
         counted = [each._replace(advantage=0.0) for each in answers]
         module, logps = models.policy.module, []
         module.eval()
-        split = tensor_parallel.vocabulary_split_loss(self.world.tensor_parallel_dim)
         try:
-            with torch.no_grad(), split:
+            with torch.no_grad():
                 for batch in batches_of(counted, self.config, self._sampler.ends.pad_id):
                     on_device = batch.to(self.world.device)
                     if frozen:

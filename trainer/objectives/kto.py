@@ -70,7 +70,7 @@ class UnpairedPreferenceTuning(PreferenceObjective):
         config = self.config
         batch = batch.to(self.world.device)
         before = reference.in_step(models, batch, config)
-        sums = reference.sums(models.policy.module, batch, config.compile)
+        sums = reference.sums(models.policy.module, batch)
         if before is None:
             raise RuntimeError("KTO has a reference")
         ratios = sums - before

@@ -11,7 +11,8 @@ from runspec.keys.train import TrainConfig
 from trainer.data import stream
 from trainer.data.batches import Data
 from trainer.layers.batch import MicroBatch
-from trainer.layers.log_probs import cross_entropy_with_z_loss, factors
+from trainer.layers.head import Factors, through_head
+from trainer.layers.log_probs import cross_entropy_with_z_loss
 from trainer.objectives.base import LossSum, Models, Objective
 
 
@@ -47,17 +48,10 @@ class Pretraining(Objective):
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         batch = batch.to(self.world.device)
-        targets = batch.labels.flatten().index_select(0, batch.trained)
-        weight, figures = self.config.z_loss, dict[str, torch.Tensor]()
+        weight = self.config.z_loss
 
-        def output(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-            made_of, compiled = factors(model, hidden, batch.trained), self.config.compile
-            total, z_term = cross_entropy_with_z_loss(
-                made_of, targets, weight, compile_chunks=compiled
-            )
-            if weight:
-                figures["z_loss"] = z_term
-            return total
+        def of_logits(made_of: Factors) -> tuple[torch.Tensor, torch.Tensor]:
+            return cross_entropy_with_z_loss(made_of, batch.targets, weight)
 
-        inputs = {"mask": batch.documents, "input_pos": batch.positions}
-        return LossSum(models.policy.module(batch.tokens, **inputs, output=output), figures)
+        total, z_term = through_head(models.policy.module, batch, of_logits)
+        return LossSum(total, {"z_loss": z_term} if weight else {})

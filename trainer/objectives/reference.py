@@ -8,12 +8,10 @@ held and no second forward pass is made in a step.
 import hashlib
 import io
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +27,7 @@ from trainer.layers.adapters.base import disabled
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
 from trainer.objectives.base import Models
-from trainer.parallel import fsdp, tensor_parallel
+from trainer.parallel import fsdp
 from trainer.parallel.world import World
 from trainer.storage.weights import SafetensorsSource
 
@@ -40,9 +38,9 @@ BATCHES_PER_PART = 20
 PROGRESS_EVERY_S = 15.0
 
 
-def sums(module: torch.nn.Module, batch: MicroBatch, compiled: bool) -> torch.Tensor:
+def sums(module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     """The log-probability of each document's trained tokens, fp32 [samples, documents]."""
-    return document_sums(token_log_probs(module, batch, compile_chunks=compiled), batch)
+    return document_sums(token_log_probs(module, batch), batch)
 
 
 def in_step(models: Models, batch: MicroBatch, config: TrainConfig) -> torch.Tensor | None:
@@ -56,7 +54,7 @@ def in_step(models: Models, batch: MicroBatch, config: TrainConfig) -> torch.Ten
     if not kind:
         return None
     with models.as_reference() as module:
-        return sums(module, batch, config.compile)
+        return sums(module, batch)
 
 
 def fingerprints(config: TrainConfig, world: World) -> dict[str, str]:
@@ -100,42 +98,43 @@ class KeptLogProbs:
         """
         samples, world = rows.samples, self._world
         path = samples.folder / f"reference_{self._name}.npy"
-        part = self._config.output_dir / f".reference_{samples.folder.name}_{self._name}.part"
         shape = samples.documents.shape
         if not world.gather(path.is_file())[0]:
-            self._compute(key, rows, models, part)
-            world.on_main(lambda: _publish(part, path, shape))
+            self._compute(key, rows, models, path)
         samples.reference = world.on_all(lambda: read(path, shape))
 
-    def _compute(self, key: str, rows: Rows[TokenisedDataset], models: Models, part: Path) -> None:
+    def _compute(self, key: str, rows: Rows[TokenisedDataset], models: Models, path: Path) -> None:
         world, module = self._world, models.policy.module
         # A new adapter is no part of the model before training.
         start = self._config.checkpointer.get("adapter_checkpoint")
         base = disabled(module) if start is None else nullcontext()
-        count, documents = rows.samples.documents.shape
-        done = world.gather(_parts(part, documents)["sample"] if world.is_main else None)[0]
-        missing = np.ones(count, dtype=bool)
-        missing[done] = False
+        shape = rows.samples.documents.shape
+        part = self._config.output_dir / f".{path.parent.name}_{path.name}"
+        values = world.from_main(
+            lambda: read(part, shape) if part.is_file() else np.full(shape, np.nan, np.float32)
+        )
+        missing = np.isnan(values[:, 0])
         left = [index for index in range(len(rows)) if missing[rows.members(index)].any()]
         world.say(f"reference: log-probabilities of {missing.sum():,} samples of {key} ...")
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        said, finished = time.monotonic(), count - int(missing.sum())
+        said = time.monotonic()
         module.eval()
-        split = tensor_parallel.vocabulary_split_loss(world.tensor_parallel_dim)
         try:
-            with torch.no_grad(), base, split:
+            with torch.no_grad(), base:
                 for number, batch in enumerate(self._batches(rows, left), 1):
-                    on_device = batch.to(world.device)
-                    own.append((batch.samples, sums(module, on_device, self._config.compile)))
+                    own.append((batch.samples, sums(module, batch.to(world.device))))
                     if number % BATCHES_PER_PART == 0:
-                        finished += self._append(part, own)
+                        self._take(own, values)
+                        world.on_main(lambda: write(part, values))
                         if time.monotonic() - said > PROGRESS_EVERY_S:
                             said = time.monotonic()
-                            world.say(f"reference: {finished:,} of {count:,} samples of {key}")
-            self._append(part, own)
+                            done = len(missing) - np.isnan(values[:, 0]).sum()
+                            world.say(f"reference: {done:,} of {len(missing):,} samples of {key}")
+            self._take(own, values)
         finally:
             module.train()
             fsdp.reshard(module)
+        world.on_main(lambda: _publish(values, path, part))
 
     def _batches(self, rows: Rows[TokenisedDataset], left: list[int]) -> Iterator[MicroBatch]:
         """This rank's batches of the rows that are left; every rank has as many."""
@@ -146,48 +145,18 @@ class KeptLogProbs:
             own = own + [~(own or left)[0]] * (size - len(own))
             yield rows.collate([rows[index] for index in own])
 
-    def _append(self, part: Path, own: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
-        """Add every rank's results to the part; how many samples these were."""
-        here = [(s.numpy(), values.float().cpu().numpy()) for s, values in own]
+    def _take(self, own: list[tuple[torch.Tensor, torch.Tensor]], values: np.ndarray) -> None:
+        """Put every rank's new results into the values of all samples."""
+        here = [(s.numpy(), found.float().cpu().numpy()) for s, found in own]
         own.clear()
-        world = self._world
-        gathered = world.gather(here if world.data_weight else [])
-        pairs = [pair for of_rank in gathered for pair in of_rank if len(pair[0])]
-        world.on_main(lambda: _write(part, pairs))
-        return sum(len(numbers) for numbers, _ in pairs)
+        for of_rank in self._world.gather(here if self._world.data_weight else []):
+            for numbers, found in of_rank:
+                values[numbers] = found
 
 
-def _record(documents: int) -> np.dtype[Any]:
-    return np.dtype([("sample", np.int64), ("values", np.float32, (documents,))])
-
-
-def _write(part: Path, pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    with open(part, "ab") as file:
-        for numbers, values in pairs:
-            records = np.empty(len(numbers), _record(values.shape[1]))
-            records["sample"], records["values"] = numbers, values
-            file.write(records.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _parts(part: Path, documents: int) -> np.ndarray:
-    """The records of a part; what was not written to the end is left out, and cut off."""
-    kind = _record(documents)
-    if not part.is_file():
-        return np.zeros(0, kind)
-    whole = part.stat().st_size // kind.itemsize
-    os.truncate(part, whole * kind.itemsize)
-    return np.fromfile(part, kind)
-
-
-def _publish(part: Path, path: Path, shape: tuple[int, ...]) -> None:
-    records = _parts(part, shape[1])
-    values = np.full(shape, np.nan, np.float32)
-    values[records["sample"]] = records["values"]
+def _publish(values: np.ndarray, path: Path, part: Path) -> None:
     try:
-        with files.replacing(path) as temporary:
-            write(temporary, values)
+        write(path, values)
     except OSError as error:
         raise ConfigError(
             f"data_cache_dir: {path.parent} cannot be written to: {error.strerror}; set "
@@ -197,12 +166,12 @@ def _publish(part: Path, path: Path, shape: tuple[int, ...]) -> None:
 
 
 def write(path: Path, values: np.ndarray) -> None:
-    """Write kept values, and behind them the SHA-256 of what is before it."""
+    """Write kept values, and behind them the SHA-256 of what is before it, atomically."""
     content = io.BytesIO()
     np.save(content, values)
-    with open(path, "wb") as file:
-        file.write(content.getbuffer())
-        file.write(hashlib.sha256(content.getbuffer()).digest())
+    digest = hashlib.sha256(content.getbuffer()).digest()
+    with files.replacing(path) as temporary:
+        temporary.write_bytes(content.getvalue() + digest)
 
 
 def read(path: Path, shape: tuple[int, ...]) -> np.ndarray:
@@ -211,6 +180,6 @@ def read(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     whole, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
     if hashlib.sha256(whole).digest() == digest:
         values: np.ndarray = np.load(io.BytesIO(whole))
-        if values.shape == shape and np.isfinite(values).all():
+        if values.shape == shape:
             return values
     raise ConfigError(f"{path} is damaged: delete it and start again")

@@ -29,9 +29,5 @@ class SupervisedFineTuning(Objective):
     def _loss(self) -> TokenLoss:
         return TokenLoss(self.config)
 
-    @property
-    def output_chunks(self) -> int:
-        return self._loss.output_chunks
-
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         return LossSum(self._loss(models.policy.module, batch, self.world.device), {})

@@ -26,7 +26,7 @@ from trainer.data.teacher import KeptTeacher, Part
 from trainer.data.tokenised import SHARED_FOLDER_LIMIT_S, TokenisedDataset
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch, TopK
-from trainer.layers.log_probs import factors
+from trainer.layers.head import Factors, through_head
 from trainer.layers.top_k import sampled_errors, top_k
 from trainer.models.builder import Builder
 from trainer.objectives.base import Models
@@ -51,7 +51,7 @@ class Teaching(Distillation):
     def build_models(self, builder: Builder) -> Models:
         """The teacher alone, in the place of a policy."""
         self.world.on_main(lambda: self.refuse(self.setting_faults(self.config)))
-        return Models(builder.teacher(self.config.teacher, 1))
+        return Models(builder.teacher(self.config.teacher))
 
     def run_once(self, models: Models, batch: MicroBatch) -> None:
         """The pass over one batch, without what is kept of it, for `trainer.trace`."""
@@ -71,17 +71,13 @@ def kept_of(
         compared: whether the errors are wanted.
     """
 
-    def output(model: nn.Module, hidden: torch.Tensor) -> tuple[TopK, torch.Tensor]:
-        made_of = factors(model, hidden, batch.trained)
+    def of_logits(made_of: Factors) -> tuple[TopK, torch.Tensor]:
         kept = top_k(made_of, k, vocabulary, heat)
         if not (compared and batch.target_count):
             return kept, torch.zeros(4)
         return kept, sampled_errors(made_of, kept, vocabulary, heat, COMPARED)
 
-    both: tuple[TopK, torch.Tensor] = module(
-        batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output
-    )
-    return both
+    return through_head(module, batch, of_logits)
 
 
 class SampleRange:

@@ -136,10 +136,7 @@ def _tables_apart(model: Decoder) -> list[nn.Module]:
     # A tied embedding is needed again by the output, after it would have been sharded again.
     if model.is_tied:
         return []
-    # Each chunk of logits would reduce the head's gradient, and how many chunks there are depends
-    # on the length of a rank's batch: the ranks' collectives would no longer match.
-    in_chunks = model.output_head is None or model.num_output_chunks > 1
-    return [model.embedding] if in_chunks else [model.embedding, model.output_head]
+    return [table for table in (model.embedding, model.output_head) if table is not None]
 
 
 def _prefetch(model: Decoder, depth: int, tables: list[nn.Module]) -> None:

@@ -8,7 +8,6 @@ the parameters, and does the communication and its gradients.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -26,7 +25,6 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import loss_parallel
 
 from runspec.layout import StepFacts
 from trainer.layers import linear, nf4
@@ -318,8 +316,3 @@ def faults(model: Decoder, ranks: int) -> list[str]:
         linear=packed,
         quantised=bool(packed),
     ).faults()
-
-
-def vocabulary_split_loss(ranks: int) -> AbstractContextManager[None]:
-    """Within it cross-entropy and its backward take logits that are split over the vocabulary."""
-    return loss_parallel() if ranks > 1 else nullcontext()

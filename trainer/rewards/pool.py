@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -194,8 +194,7 @@ class _Worker:
 class Pool:
     """The processes of one rank.
 
-    faults: how many scores failed since they were last taken, by function and kind (raised, died,
-    timeout). messages: for each of these, what the first one said.
+    messages: what the first failed score said, by function and kind (raised, died, timeout).
 
     Raises:
         ConfigError: a function cannot be loaded; with its file and line.
@@ -204,7 +203,6 @@ class Pool:
     def __init__(self, rewards: Mapping[str, Any], workers: int, timeout_s: float) -> None:
         own = {n: block for n, block in rewards.items() if block["function"] != REWARD_MODEL}
         self._rewards, self._timeout_s = own, timeout_s
-        self.faults: Counter[tuple[str, str]] = Counter()
         self.messages: dict[tuple[str, str], str] = {}
         self._workers = [_Worker(self._rewards) for _ in range(workers)]
         try:
@@ -320,14 +318,8 @@ class Pool:
         worker.ready = True
 
     def failed(self, name: str, kind: str, said: str) -> None:
-        """Count a score that there is not, and keep what the first one of its kind said."""
-        self.faults[name, kind] += 1
+        """Keep what the first failed score of its kind said."""
         self.messages.setdefault((name, kind), said)
-
-    def take_faults(self) -> dict[tuple[str, str], int]:
-        """The failed scores since the last call."""
-        faults, self.faults = dict(self.faults), Counter()
-        return faults
 
     def close(self) -> None:
         """End the processes."""

@@ -78,12 +78,12 @@ class AdaptedLinear(nn.Module, ABC):
         """What it adds to its product, if it has a bias."""
         return own("bias", self.bias)
 
-    def factors(self, x: torch.Tensor, own: Own) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Pairs whose sum of input @ weight.T is what the adapter adds; None if it is no such sum.
+    def factors(self, x: torch.Tensor, own: Own) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs whose sum of input @ weight.T is the product, without bias.
 
-        A loss that never makes the logits asks this of the output head.
+        A loss asks this of the output head, which makes no logits as a whole.
         """
-        return None
+        raise ConfigError(f"model: no loss knows an output head of kind {type(self).__name__}")
 
     def merge(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of `weight` or `bias`, [out, in] or [out], with the adapter in it.

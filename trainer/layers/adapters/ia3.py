@@ -72,10 +72,6 @@ class ScaledLinear(AdaptedLinear):
         scaled = self.adapter_enabled and self.part == OUT
         return bias * own(self.part, self.scale) if scaled else bias
 
-    def factors(self, x: torch.Tensor, own: Own) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """[] while it is off, else None: it adds nothing, it multiplies."""
-        return None if self.adapter_enabled else []
-
     def merge(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of the weight or bias, scaled, in fp32."""
         rows, columns = nf4.dense_place(self.weight)

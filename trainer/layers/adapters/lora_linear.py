@@ -57,13 +57,16 @@ class LowRankLinear(AdaptedLinear):
         inner = F.linear(self.dropout(x), own("lora_a.weight", self.lora_a.weight)) * self.scaling
         return inner, own("lora_b.weight", self.lora_b.weight)
 
-    def factors(self, x: torch.Tensor, own: Own) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """The scaled A x, and B."""
+    def factors(self, x: torch.Tensor, own: Own) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """x and W, the scaled A x and B; for DoRA the rows of W and B have their magnitudes."""
+        weight = own("weight", self.weight)
         if not self.adapter_enabled:
-            return []
-        if self.magnitude is not None:
-            return None
-        return [self._factors(x, own)]
+            return [(x, weight)]
+        pairs = [(x, weight), self._factors(x, own)]
+        if self.magnitude is None:
+            return pairs
+        ratio = self._ratio(weight, own).unsqueeze(1)
+        return [(inputs, each * ratio) for inputs, each in pairs]
 
     def adapted(
         self,
@@ -79,13 +82,23 @@ class LowRankLinear(AdaptedLinear):
         out = linear.base(self, x, weight) + F.linear(inner, b)
         if self.magnitude is None:
             return out
-        squares = self._squares(weight, own("lora_a.weight", self.lora_a.weight), b)
+        return out * self._ratio(weight, own, total)
+
+    def _ratio(
+        self,
+        weight: torch.Tensor,
+        own: Own,
+        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """What DoRA multiplies each output with, [out]."""
+        a, b = own("lora_a.weight", self.lora_a.weight), own("lora_b.weight", self.lora_b.weight)
+        squares = self._squares(weight, a, b)
         if total is not None:
             squares = total(squares)
         # A row of zeros stays one; rounded like the magnitude, the ratio is exactly 1 at first.
         magnitude = own("magnitude", self.magnitude)
         norms = squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt().to(magnitude.dtype)
-        return out * (magnitude / norms)
+        return magnitude / norms
 
     @torch.no_grad()
     def _squares(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
