@@ -17,10 +17,10 @@ from dataclasses import replace
 from launcher import paths
 from launcher.recipes import recipe, sweep
 from launcher.recipes.sweep import Cell
-from launcher.sizing.cells import PredictedSweep
 from launcher.sizing.gpus import by_name
 from launcher.sizing.memory import StepMemory
 from launcher.sizing.recipe_step import step_of
+from launcher.sizing.search import Predictor
 from launcher.sizing.step_config import GIB, StepConfig
 
 # In one direction, as configs/gpus.yaml has it for cards without NVLink.
@@ -86,22 +86,16 @@ def speeds() -> Iterator[tuple[str, float, float, float]]:
     Predicted with NVLink between the GPUs, predicted with PCIe 4.0 x16, and in the course.
     """
     definition = sweep.load("four_gpus")
-    cells = [
-        (cell.number, cell.name, recipe.load(definition.recipe, cell.overrides, {}), cell.published)
-        for cell in definition.cells
-        if cell.published
-    ]
     gpu = by_name(definition.gpu)
-    linked, plugged = (
-        PredictedSweep(cells, paths.REPO_ROOT, each).cells
-        for each in (gpu, replace(gpu, link_gbs=PCIE_4_GBS))
-    )
-    for fast, slow in zip(linked, plugged, strict=True):
-        if fast.prediction and slow.prediction:
-            step = fast.prediction.step
-            tokens = step.batch * ROW_TOKENS
-            theirs = SAMPLES / (step.batch * step.layout.ranks) / fast.published["epoch_s"]
-            yield fast.name, fast.prediction.rate / tokens, slow.prediction.rate / tokens, theirs
+    for cell in definition.cells:
+        if given := cell.published:
+            step = step_of_cell(definition, cell)
+            linked, plugged = (
+                Predictor(step, each).of(step).rate / (step.batch * ROW_TOKENS)
+                for each in (gpu, replace(gpu, link_gbs=PCIE_4_GBS))
+            )
+            theirs = SAMPLES / (step.batch * step.layout.ranks) / given["epoch_s"]
+            yield cell.name, linked, plugged, theirs
 
 
 def lines() -> Iterator[str]:

@@ -5,14 +5,14 @@ Nothing is measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import CookbookError
 from launcher.recipes.recipe import Recipe
-from launcher.sizing.epoch import epoch_of
+from launcher.sizing.epoch import duration, epoch_of
 from launcher.sizing.gpus import Gpu
 from launcher.sizing.memory import host_bytes
 from launcher.sizing.recipe_step import step_of
@@ -20,24 +20,17 @@ from launcher.sizing.search import Prediction, Predictor
 from launcher.sizing.step_config import FP32, GIB
 
 _HEADS = ("CELL", "GPUS", "PEAK GiB", "VERDICT", "TOK/S/GPU", "EPOCH")
-_PUBLISHED = ("MEASURED BY OTHERS: ALLOCATED", "RESERVED", "EPOCH")
-_SIZES = ("allocated_gib", "reserved_gib")
 
 
 @dataclass(frozen=True)
 class PredictedCell:
-    """A cell and what is predicted of it; fault: why nothing is.
-
-    tokens: of an epoch. epoch: where their number is from.
-    """
+    """A cell and what is predicted of it; fault: why nothing is. tokens: of an epoch."""
 
     number: int
     name: str
     prediction: Prediction | None = None
     tokens: int = 0
-    epoch: str = ""
     fault: str = ""
-    published: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -67,46 +60,40 @@ class PredictedCell:
             "tokens_per_second_per_gpu": None if epoch_s is None else self.prediction.rate,
             "epoch_tokens": self.tokens,
             "epoch_s": epoch_s,
-            "published": dict(self.published),
         }
 
-    def row(self) -> list[str]:
+    def row(self) -> tuple[str, ...]:
         """Return its line of the table."""
         if self.prediction is None:
-            return [self.name, "-", "-", "not computed", "-", "-"]
+            return self.name, "-", "-", self.fault, "-", "-"
         step, epoch_s = self.prediction.step, self.epoch_s
         verdict, host = "fits" if self.fits else "DOES NOT FIT", host_bytes(step) / GIB
         verdict += f", {host:.0f} GiB on the CPU" if host else ""
-        rate = "-" if epoch_s is None else f"{self.prediction.rate:,.0f}"
+        times = ("-", "-")
+        if epoch_s is not None:
+            times = f"{self.prediction.rate:,.0f}", duration(epoch_s)
         peak = f"{self.prediction.peak_gib:,.2f}"
-        return [self.name, str(step.layout.ranks), peak, verdict, rate, clock(epoch_s)]
+        return self.name, str(step.layout.ranks), peak, verdict, *times
 
 
 class PredictedSweep:
     """The predictions of all cells on one kind of GPU, on nodes of as many as each cell takes."""
 
-    def __init__(
-        self, cells: Sequence[tuple[int, str, Recipe, Mapping[str, float]]], root: Path, gpu: Gpu
-    ) -> None:
-        self.gpu, self.basis = gpu, ""
+    def __init__(self, cells: Sequence[tuple[int, str, Recipe]], root: Path, gpu: Gpu) -> None:
+        self.gpu = gpu
         self.cells = [self._predicted(root, *cell) for cell in cells]
 
-    def _predicted(
-        self, root: Path, number: int, name: str, recipe: Recipe, published: Mapping[str, float]
-    ) -> PredictedCell:
-        cell = PredictedCell(number, name, published=published)
+    def _predicted(self, root: Path, number: int, name: str, recipe: Recipe) -> PredictedCell:
         resources = recipe.resources
         try:
             if not recipe.entry.can_estimate:
                 raise CookbookError(f"{recipe.entry_name} cannot be estimated")
             config = recipe.resolved(root, "run")
             step = step_of(config, resources.nodes, resources.gpus_per_node)
-            tokens, epoch, _ = epoch_of(config, step)
+            tokens = epoch_of(config, step)[0]
         except CookbookError as error:
-            return replace(cell, fault=error.faults[0])
-        predictor = Predictor(step, self.gpu)
-        self.basis = self.basis or predictor.basis
-        return replace(cell, prediction=predictor.of(step), tokens=tokens, epoch=epoch)
+            return PredictedCell(number, name, fault=f"not computed: {error.faults[0]}")
+        return PredictedCell(number, name, Predictor(step, self.gpu).of(step), tokens)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything; sizes in GiB, times in seconds."""
@@ -118,41 +105,16 @@ class PredictedSweep:
 
     def lines(self) -> Iterator[str]:
         """Yield the table as a person reads it."""
-        published = any(each.published for each in self.cells)
-        rows = [[*_HEADS, *_PUBLISHED * published]]
-        for each in self.cells:
-            given = each.published
-            measured = [f"{given[key]:.2f}" if key in given else "-" for key in _SIZES]
-            measured.append(clock(given.get("epoch_s")))
-            rows.append(each.row() + measured * published)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = (
-                f"{cell:<{width}}" if head in ("CELL", "VERDICT") else f"{cell:>{width}}"
-                for head, cell, width in zip(rows[0], row, widths, strict=True)
+        rows = [_HEADS, *(each.row() for each in self.cells)]
+        # The verdict's column is as wide as verdicts are: a fault may be long.
+        widths = [max(len(row[n]) for row in rows if n != 3 or row[1] != "-") for n in range(6)]
+        for name, gpus, peak, verdict, *times in rows:
+            yield (
+                f"{name:<{widths[0]}}  {gpus:>{widths[1]}}  {peak:>{widths[2]}}  "
+                f"{verdict:<{widths[3]}}  {times[0]:>{widths[4]}}  {times[1]:>{widths[5]}}"
             )
-            yield "  ".join(cells).rstrip()
-        gpu = self.gpu
         yield (
-            f"predicted for {gpu.name}: {gpu.usable_gib:.1f} of {gpu.memory_gib:.1f} GiB usable; "
-            "nothing is measured"
+            f"predicted for {self.gpu.name}: {self.gpu.usable_gib:.1f} of "
+            f"{self.gpu.memory_gib:.1f} GiB usable; nothing is measured. Times are of an epoch; "
+            "of fp32 none is predicted (docs/estimates.md)"
         )
-        if self.basis:
-            epochs = sorted({each.epoch for each in self.cells if each.epoch})
-            yield f"times by {self.basis}"
-            yield f"EPOCH: the time of {'; or of '.join(epochs)}"
-        if any(each.prediction and each.epoch_s is None for each in self.cells):
-            yield "-: no time is predicted for fp32, because configs/gpus.yaml has bf16 peaks only"
-        yield from (f"{each.name}: {each.fault}" for each in self.cells if each.fault)
-
-
-def clock(seconds: float | None) -> str:
-    """Return a time as 3 min 32 s, or 2 h 05 min."""
-    if seconds is None:
-        return "-"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
