@@ -87,10 +87,9 @@ def init(ctx: click.Context, host: str | None, torch: str | None) -> None:
 
     It can be repeated: what is finished is kept.
     """
-    # Imported late: fetch needs none of it.
-    from launcher.remote import install
+    from launcher.remote import client
 
     given = chosen(host) if host else _host(ctx)
     if given is None:
         raise UsageFault("init needs a host other than this machine: --host NAME")
-    sys.exit(install.install(given, paths.REPO_ROOT, torch, note))
+    sys.exit(client.install(given, paths.REPO_ROOT, torch, note))

@@ -1,6 +1,6 @@
 """cookbook --host NAME: every command from a laptop, by the user's own ssh and rsync.
 
-The laptop's side, ssh, tree, client and install, needs click alone; sent runs on the cluster.
+The laptop's side, ssh, tree and client, needs click alone; sent runs on the cluster.
 """
 
 import os

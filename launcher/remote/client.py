@@ -1,4 +1,5 @@
-"""Running a cookbook command on the cluster from this machine, and fetching what it makes."""
+"""From this machine: the kit installed on a cluster, its commands run there, and what they make
+fetched."""
 
 import json
 import os
@@ -12,16 +13,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import RemoteFault
+from launcher.errors import RemoteFault, UsageFault
 from launcher.observe import servers
 from launcher.remote.ssh import LOST, Connection
-from launcher.remote.tree import Tree
+from launcher.remote.tree import Tree, listed
 
 # Commands that print where a server listens: launcher/observe/servers.py.
 _SERVING = ("serve", "tensorboard")
 _LISTENS = re.compile(rb"listens on ([\w.-]+):(\d+)([\w./?&=%~-]*)\r?\n")
 # Ends the command there once its input is closed here, or the connection is lost.
 _WATCHED = "{ { cat; kill $$; } <&0 >/dev/null 2>&1 & exec </dev/null; }"
+# What was copied, so that the next copy removes what is no part of the kit any more.
+_LIST = ".cookbook-files"
 Say = Callable[[str], None]
 
 
@@ -139,3 +142,36 @@ def _hold(say: Say) -> None:
     with suppress(KeyboardInterrupt):
         signal.pause()
     say("\nthe port is closed; what was started on the cluster continues")
+
+
+def install(host: str, source: Path, torch: str | None, say: Say) -> int:
+    """Copy the kit's checkout of this machine to a host, and run setup.sh and doctor there; return
+    doctor's exit status. UsageFault if there is no checkout here.
+
+    torch: the build of torch for the cluster's nodes, as setup.sh --torch takes it.
+    """
+    names = listed(source)
+    if "setup.sh" not in names:
+        raise UsageFault("init copies a checkout of the kit, and this is none: clone it with git")
+    connection = Connection(host)
+    kit, where = shlex.quote(connection.kit), f"{connection.name}:{connection.kit}"
+    checkout = f"echo error: {shlex.quote(where)} is a git checkout: use git pull there >&2"
+    enter = f"cd && mkdir -p {kit} && cd {kit} && if [ -e .git ]; then {checkout}; exit 1; fi"
+    connection.push(names, str(source), connection.output(f"{enter} && pwd").decode().strip(), "-E")
+    old = f"LC_ALL=C comm -23 {_LIST} {_LIST}-new | tr '\\n' '\\0' | xargs -0 rm -f --"
+    connection.output(
+        f"{enter} && cat >{_LIST}-new && touch {_LIST} && {old} && mv {_LIST}-new {_LIST}",
+        "".join(f"{name}\n" for name in names).encode(),
+    )
+    say(f"copied the kit to {where}")
+    setup = shlex.join(["bash", "setup.sh", *(["--torch", torch] if torch else [])])
+    argv = connection.argv(f"{enter} && COOKBOOK_INIT=1 {setup}")
+    if subprocess.run(argv, stdin=subprocess.DEVNULL).returncode:
+        raise RemoteFault(f"setup.sh failed on {connection.name}, for the reason above")
+    code = run(host, ["doctor"], say)
+    say(
+        f"next: fix what doctor found. There, name your partition and account in {connection.kit}/"
+        "configs/clusters/default.yaml, as in example.yaml. Here:\n"
+        f"  export COOKBOOK_HOST={where}\n  cookbook submit demo --nodes 2 --watch"
+    )
+    return code

@@ -32,12 +32,10 @@ class Tree:
         self.words = [*argv[:1], *map(self._word, argv[1:])]
         for name in listed(self.root) if self.files else ():
             path = self.root / name
-            size = path.lstat().st_size
-            if size <= _LIMIT:
+            if path.lstat().st_size <= _LIMIT:
                 self.files.add(path)
             elif path not in self.files:
-                limit = f"above {_LIMIT >> 20} MiB only files that are named are sent"
-                self.left_out.append(f"{name} ({size / 2**20:.1f} MiB; {limit})")
+                self.left_out.append(f"{name} (above {_LIMIT >> 20} MiB: name the file itself)")
 
     def name(self) -> str:
         """Return a name that any change of a file changes."""

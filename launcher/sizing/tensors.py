@@ -35,15 +35,12 @@ class Unit(NamedTuple):
 class Units(NamedTuple):
     """The FSDP units of a model: of each kind of block; last norm and output layer, which stay
     gathered from the forward pass to the end; the embedding, if it has a table of its own.
-
-    head: bytes that the output layer gathers by itself, when the forward pass comes to it.
     """
 
     kinds: tuple[Unit, ...]
     ends: Unit
     embedding: Unit
     whole: Unit
-    head: float
 
 
 def units_of(step: StepConfig) -> Units:
@@ -56,13 +53,11 @@ def units_of(step: StepConfig) -> Units:
     elif shape.tied:
         # A tied table is needed twice.
         embedding, head = none, embedding
-    # As the trainer decides: an output layer that gives its logits in parts is gathered at once.
-    apart = not shape.tied and not (step.loss == "chunked" and step.chunks > 1)
     kinds, ends = tuple(_block(step, block) for block in shape.kinds), norm.plus(head)
     whole = ends.plus(embedding)
     for kind in shape.order:
         whole = whole.plus(kinds[kind])
-    return Units(kinds, ends, embedding, whole, apart * head.gathered)
+    return Units(kinds, ends, embedding, whole)
 
 
 def _unit(

@@ -24,7 +24,7 @@ import sys
 for name in {absent!r}:
     sys.modules[name] = None
 import launcher.cli, launcher.cli.remote
-from launcher.remote import client, install, ssh, tree
+from launcher.remote import client, ssh, tree
 launcher.cli.main()
 """
     for words, status, printed in (

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import RemoteFault, UsageFault
-from launcher.remote import install
+from launcher.remote import client
 from launcher.runs.directory import Run
 from tests.remote import kit
 from tests.remote.kit import Cluster
@@ -107,7 +107,7 @@ def test_the_tree_is_sent_once_and_as_it_is(cluster, project):
     def sent() -> set[Path]:
         done = cluster.cookbook(*dry, cwd=project / "sub")
         assert done.returncode == 0, done.stderr
-        assert "not sent: data.bin (11.0 MiB; above 10 MiB" in done.stderr
+        assert "not sent: data.bin (above 10 MiB" in done.stderr
         # A message ends with the user's own path, below the folder of what was sent.
         for file in (f"{project}/sub/../my.jsonl", f"{project}/sub/../../other.jsonl"):
             assert f"{file} has no column" in done.stderr, done.stderr
@@ -298,7 +298,7 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
     (source / ".gitignore").write_text("*.log\n__pycache__/\n/configs/clusters/default.yaml\n")
     subprocess.run(["git", "init", "-q", source], check=True)
     host, said = f"cluster:{there}", []
-    code = install.install(host, source, "cu126", said.append)
+    code = client.install(host, source, "cu126", said.append)
     out, err = capfd.readouterr()
     assert "set up with --torch cu126" in err and said[0] == f"copied the kit to {host}"
     # There is no Slurm behind these login nodes, which both say.
@@ -309,7 +309,7 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
     (source / "launcher/remote/sent.py").unlink()
     (there / "configs/recipes/own.yaml").write_text("extends: demo\n")
     with pytest.raises(RemoteFault, match=r"setup\.sh failed on cluster"):
-        install.install(host, source, None, said.append)
+        client.install(host, source, None, said.append)
     assert not (there / "launcher/remote/sent.py").exists()
     assert (there / "configs/recipes/own.yaml").is_file()
     (there / ".git").mkdir()
@@ -319,7 +319,7 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
         ("cluster.invalid", "Could not resolve hostname cluster.invalid"),
     ):
         with pytest.raises((RemoteFault, SystemExit)):
-            install.install(other, source, None, said.append)
+            client.install(other, source, None, said.append)
         assert fault in capfd.readouterr().err
     with pytest.raises(UsageFault, match="this is none"):
-        install.install(host, tmp_path, None, said.append)
+        client.install(host, tmp_path, None, said.append)
