@@ -7,6 +7,7 @@ formulas.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from runspec.step import kept_bytes
 class Estimate:
     """All that is computed of one recipe.
 
-    predictor: of settings near the recipe's own step. remedies: what to change if it does not
-    fit. traced: the same step on fake tensors.
+    predictor: of settings near the recipe's own step. peak_gib: of a step, or of a replica's GPU.
+    traced: the same step on fake tensors.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Estimate:
         self.kept_bytes = kept_bytes(step.top_k) if step.top_k else 0
         predicted = self.predictor.of(step)
         self.fits = predicted.fits
+        self.peak_gib = predicted.peak_gib
         # Answers that are generated count by samples, below.
         self.prediction = replace(predicted, step=replace(step, on_policy_share=0.0))
         self.tokens_per_second_per_gpu = self.prediction.rate
@@ -93,7 +95,6 @@ class Estimate:
         self._time(samples, int(config.get("epochs") or 1))
         self.cost = None if price is None else self.hours * step.gpus * price
         self.currency = currency
-        self.remedies = [] if self.fits else [*remedies(self.predictor)]
         self.traced: dict[str, Any] | None = None
         if traces:
             self.traced = trace(
@@ -126,6 +127,11 @@ class Estimate:
                 phases |= {"update": update_s}
                 self.rollout_s = {n: s / step.on_policy_share for n, s in phases.items()}
         self.hours = training + self.hours_before + self.hours_generating + self.hours_transfer
+
+    @cached_property
+    def remedies(self) -> list[Remedy]:
+        """What to change if it does not fit."""
+        return [] if self.fits else [*remedies(self.predictor)]
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, sizes in GiB."""

@@ -90,8 +90,8 @@ def test_what_the_course_saw_fit_one_gpu_is_predicted_to_fit():
         "13B, bf16, batch 1, 8-bit AdamW"
     } == too_large
     assert not any(cell.fault for cell in found.values())
-    assert found["1.1B, fp32, batch 8"].epoch_s is None
-    peaks = {name: cell.prediction.peak_gib for name, cell in found.items()}
+    assert found["1.1B, fp32, batch 8"].hours is None
+    peaks = {name: cell.estimate.peak_gib for name, cell in found.items()}
     assert peaks["7B, QLoRA, batch 4 x 4"] < peaks["7B, LoRA, batch 4 x 4"]
 
 
@@ -107,7 +107,7 @@ def test_the_comparison_with_published_figures_is_the_one_in_the_docs():
 def test_times_are_those_of_the_node_that_a_cell_asks_for():
     found = {cell.name: cell for cell in predicted("four_gpus").cells}
     one, four = found["7B, one GPU, batch 4"], found["7B, four replicas, batch 4"]
-    assert 3.5 < one.epoch_s / four.epoch_s < 4
+    assert 3.5 < one.hours / four.hours < 4
     times = [duration(value) for value in (0.1, 3.21, 212, 7300)]
     assert times == ["1 s", "3 s", "3 min 32 s", "2 h 01 min"]
 
