@@ -6,7 +6,7 @@ formulas.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -75,24 +75,32 @@ class Estimate:
         self.vllm_share = replicas.vllm_share(step, gpu_bytes) if step.vllm_in_turns else 0.0
         # Of a teacher's pass, if every token is trained.
         self.kept_bytes = kept_bytes(step.top_k) if step.top_k else 0
-        predicted = self.predictor.of(step)
-        self.fits = predicted.fits
-        self.peak_gib = predicted.peak_gib
-        # Answers that are generated count by samples, below.
-        self.prediction = replace(predicted, step=replace(step, on_policy_share=0.0))
-        self.tokens_per_second_per_gpu = self.prediction.rate
+        # Where the policy samples answers: its steps and what comes between them.
+        self.prediction = self.predictor.of(step)
+        self.fits, self.peak_gib = self.prediction.fits, self.prediction.peak_gib
         self.tokens, self.tokens_are, samples = epoch_of(config, step)
         if recipe.entry.method.samples_answers:
             group = config.get("group_size") or recipe.entry.method.keys()["group_size"].default
             updates, samples = round(1 / step.on_policy_share), samples * int(group)
             often = f", each in {updates} updates" if updates > 1 else ""
             self.tokens_are = f"an epoch of {samples:,} answers, as long as can be{often}"
-            samples *= updates
-            self.tokens = samples * step.length
+            self.tokens = samples * updates * step.length
         if tokens is not None:
-            samples = round(samples * tokens / self.tokens)
             self.tokens, self.tokens_are = tokens, f"{tokens:,} tokens, as given"
-        self._time(samples, int(config.get("epochs") or 1))
+        took = self.prediction.time
+        steps_h = self.tokens / (self.prediction.rate * step.gpus) / 3600
+        # Of the pass over the data before the first step, by its FLOPs.
+        once = step.flops.once / step.flops.model / int(config.get("epochs") or 1)
+        self.hours_before = steps_h * took.update_s / took.seconds * once
+        self.hours_transfer = steps_h * took.transfer_s / took.seconds
+        self.hours_generating = steps_h * (1 - took.update_s / took.seconds) - self.hours_transfer
+        self.hours = steps_h + self.hours_before
+        # Seconds of each phase of a rollout.
+        self.rollout_s = {}
+        if step.keeps_sampled:
+            phases = {"generate": took.generating_s, "score": took.scoring_s}
+            phases |= {"transfer": took.transfer_s, "update": took.update_s}
+            self.rollout_s = {n: s / step.on_policy_share for n, s in phases.items() if s}
         self.cost = None if price is None else self.hours * step.gpus * price
         self.currency = currency
         self.traced: dict[str, Any] | None = None
@@ -100,33 +108,6 @@ class Estimate:
             self.traced = trace(
                 recipe.train_config(root, "run"), recipe.entry.method.objective, step.layout.ranks
             )
-
-    def _time(self, samples: int, epochs: int) -> None:
-        """Hours of an epoch of so many samples, and of what comes before and between its steps.
-
-        rollout_s: seconds of each phase of a rollout, of methods that sample answers.
-        """
-        step, update_s = self.step, self.prediction.time.seconds
-        training = self.tokens / (self.tokens_per_second_per_gpu * step.gpus) / 3600
-        # Of the pass over the data before the first step, by its FLOPs.
-        self.hours_before = training * step.flops.once / step.flops.model / epochs
-        self.hours_generating = self.hours_transfer = 0.0
-        self.rollout_s: dict[str, float] = {}
-        if step.on_policy_share:
-            generating = step_time.generation_s(step, self.gpu, self.predictor.links)
-            scoring, transfer = step_time.scoring_s(step, self.gpu), step_time.transfer_s(step)
-            steps = samples / (step.answers_per_step * step.layout.data_parallel)
-            # What replicas generate while the ranks update takes no time of its own.
-            beside = update_s if step.max_staleness else 0.0
-            self.hours_generating = max(0.0, generating + scoring - beside) * steps / 3600
-            self.hours_transfer = transfer * steps / 3600
-            if step.keeps_sampled:
-                phases = {"generate": generating}
-                phases |= {"score": scoring} if scoring else {}
-                phases |= {"transfer": transfer} if step.replicas or step.vllm else {}
-                phases |= {"update": update_s}
-                self.rollout_s = {n: s / step.on_policy_share for n, s in phases.items()}
-        self.hours = training + self.hours_before + self.hours_generating + self.hours_transfer
 
     @cached_property
     def remedies(self) -> list[Remedy]:
@@ -160,7 +141,7 @@ class Estimate:
             "kept_gib": round(self.kept_bytes * self.tokens / GIB, 3),
             "mfu": time.mfu,
             "hfu": time.hfu,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "tokens_per_second_per_gpu": self.prediction.rate,
             "tokens_per_second_per_gpu_range": self.prediction.range,
             "rests_on": self.predictor.basis,
             "tokens": self.tokens,
@@ -331,7 +312,7 @@ def _time_and_disk(estimate: Estimate) -> Iterator[str]:
         f"assumed {step_time.STORAGE_BYTES_PER_S / 1e9:g} GB/s": estimate.hours_transfer,
     }
     for what, part in parts.items():
-        if part:
+        if part / hours > 1e-9:
             yield f"  {'':<20} {100 * part / hours:.0f} % of it: {what}"
     if estimate.rollout_s:
         phases = ", ".join(f"{n} {s:.3g} s" for n, s in estimate.rollout_s.items())
