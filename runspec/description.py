@@ -107,7 +107,8 @@ class Subject:
         for file in sorted(place.glob(f"*-{key}")):
             content = read_json(file) or {}
             if all(fits(*each) for each in content.get("packages", {}).items()):
-                return Shape.of(content["shape"])
+                with suppress(TypeError):  # another version of the kit has kept it
+                    return Shape.of(content["shape"])
         return None
 
     def keep(self, place: Path, shape: Mapping[str, Any], packages: Mapping[str, str]) -> None:

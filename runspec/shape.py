@@ -139,8 +139,7 @@ class Block:
 
     matrices: by name within the block, in the order in which they are used. delta: linear attention
     in place of `attention`. norms_behind: norms stand behind attention and MLP, alone or beside
-    those before them. wide_router: its weights are fp32. watched: the trainer tells how even the
-    router's choices are.
+    those before them.
     """
 
     matrices: Mapping[str, Matrix]
@@ -148,8 +147,6 @@ class Block:
     attention: Attention | None = None
     delta: GatedDelta | None = None
     norms_behind: bool = False
-    wide_router: bool = False
-    watched: bool = False
 
     def of(self, part: Part, *roles: Role) -> Iterator[tuple[str, Matrix]]:
         """The matrices of a part, of these roles if some are given."""

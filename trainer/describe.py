@@ -152,16 +152,12 @@ class _Block:
             )
         self.matrices: dict[str, shape.Matrix] = {}
         vectors = [*self._parameters(), *self._norms_without_scale()]
-        weights = self.seen.into[self.experts][2].dtype if self.experts else None
-        routers = {self.seen.names.get(router, "") for router in self.model.routers()}
         return shape.Block(
             matrices=self._in_order(),
             vectors=tuple(vectors),
             attention=self._attention(self.softmax) if self.softmax else None,
             delta=self._delta() if self.delta else None,
             norms_behind=self._has_norms_behind(),
-            wide_router=weights is torch.float32,
-            watched=any(name.startswith(self.start) for name in routers),
         )
 
     def _part(self, owner: str) -> shape.Part:

@@ -5,16 +5,14 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from launcher import __version__
 from launcher.errors import CookbookError, UsageFault, nearest, of_the_system
+from launcher.remote import chosen
 from runspec.files import DamagedFile
-
-if TYPE_CHECKING:
-    from launcher.remote.hosts import Host
 
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
@@ -114,10 +112,7 @@ class _Lazy(click.Group):
 
             if way := habits.line(args):
                 raise UsageFault(way)
-        # Light: most commands run here.
-        from launcher.remote import hosts
-
-        host = hosts.chosen(ctx.params.get("host"))
+        host = chosen(ctx.params.get("host"))
         if host is None or args[0] not in _COMMANDS or args[0] in _OF_THIS_MACHINE:
             return super().resolve_command(ctx, args)
         return args[0], _There(host, args[0]), args[1:]
@@ -139,7 +134,7 @@ class _Lazy(click.Group):
 class _There(click.Command):
     """A command that runs on a host, which reads its words."""
 
-    def __init__(self, host: "Host", name: str) -> None:
+    def __init__(self, host: str, name: str) -> None:
         super().__init__(name)
         self._host = host
 
@@ -156,8 +151,8 @@ class _There(click.Command):
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--host",
-    metavar="NAME",
-    help="Run the command on this host of your ssh configuration; local: on this machine.",
+    metavar="NAME[:FOLDER]",
+    help="Run the command by the kit on this host of your ssh configuration; local: here.",
 )
 @click.version_option(__version__, prog_name="cookbook")
 def cookbook(host: str | None) -> None:

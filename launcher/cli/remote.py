@@ -9,7 +9,8 @@ import click
 from launcher import paths
 from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
-from launcher.remote import hosts
+from launcher.remote import chosen
+from runspec import files
 
 note = partial(click.echo, err=True)
 # As that of all commands, whose module needs more than a laptop has.
@@ -20,22 +21,26 @@ _cluster_option = click.option(
 )
 
 
-def _host(ctx: click.Context) -> hosts.Host:
-    """Return the host of the command line or of the user's file; UsageFault if there is none."""
-    given = ctx.parent.params.get("host") if ctx.parent else None
-    host = hosts.chosen(given)
+def _host(ctx: click.Context) -> str:
+    """Return the host of the command line or of COOKBOOK_HOST; UsageFault if there is none."""
+    host = chosen(ctx.parent.params.get("host") if ctx.parent else None)
     if host is None:
         raise UsageFault(
-            f"no host is given: cookbook --host NAME {ctx.info_name}, or host: NAME in {hosts.FILE}"
+            f"no host is given: cookbook --host NAME {ctx.info_name}, or export COOKBOOK_HOST=NAME"
         )
     return host
 
 
 @click.command()
 @click.argument("run")
-@click.option("--export", "part", flag_value="export", help="The model. This is the default.")
-@click.option("--adapter", "part", flag_value="adapter", help="Only the adapter.")
-@click.option("--logs", "part", flag_value="logs", help="The logs of all attempts.")
+@click.option("--export", "part", flag_value=files.EXPORT, help="The model. This is the default.")
+@click.option(
+    "--adapter",
+    "part",
+    flag_value=f"{files.EXPORT}/{files.ADAPTER}",
+    help="Only the adapter.",
+)
+@click.option("--logs", "part", flag_value=files.LOGS, help="The logs of all attempts.")
 @click.option(
     "-o",
     "--output",
@@ -53,7 +58,7 @@ def fetch(
     """
     from launcher.remote import client
 
-    click.echo(client.fetch(_host(ctx), run, part or "export", output, cluster))
+    click.echo(client.fetch(_host(ctx), run, part or files.EXPORT, output, cluster))
 
 
 @click.command()
@@ -69,27 +74,22 @@ def forward(ctx: click.Context, run: str, port: int, cluster: str | None) -> Non
 
 
 @click.command()
-@click.option("--host", "name", metavar="NAME", help="A host of your ssh configuration.")
 @click.option(
-    "--kit",
-    metavar="FOLDER",
-    help="Folder there, which the nodes share. [default: slurm-cookbook in your home directory]",
+    "--host",
+    metavar="NAME[:FOLDER]",
+    help="A host of your ssh configuration, and the folder for the kit there, which the nodes "
+    "share. [default folder: slurm-cookbook in your home directory]",
 )
 @click.option("--torch", metavar="BUILD", help="Build of torch for the nodes: setup.sh --help.")
 @click.pass_context
-def init(ctx: click.Context, name: str | None, kit: str | None, torch: str | None) -> None:
+def init(ctx: click.Context, host: str | None, torch: str | None) -> None:
     """Install the kit on a cluster: copy it, and run setup.sh and doctor there.
 
     It can be repeated: what is finished is kept.
     """
-    # Imported late: fetch needs none of it.
-    from launcher.remote import install
+    from launcher.remote import client
 
-    host = hosts.chosen(name) if name else _host(ctx)
-    if host is None:
+    given = chosen(host) if host else _host(ctx)
+    if given is None:
         raise UsageFault("init needs a host other than this machine: --host NAME")
-    if kit and Path(kit).is_relative_to(Path.home()):
-        # The shell has expanded ~, but that is another folder there.
-        kit = Path(kit).relative_to(Path.home()).as_posix()
-    given = hosts.Host(host.name, kit or host.kit)
-    sys.exit(install.install(given, paths.REPO_ROOT, torch, note))
+    sys.exit(client.install(given, paths.REPO_ROOT, torch, note))

@@ -106,10 +106,7 @@ def sweep(
 
 
 def _predicted(planned: workflow.PlannedSweep) -> PredictedSweep:
-    cells = [
-        (cell.number, cell.name, planned.runs[cell.number].recipe, cell.published)
-        for cell in planned.cells
-    ]
+    cells = [(cell.number, cell.name, planned.runs[cell.number].recipe) for cell in planned.cells]
     gpu = by_name(planned.sweep.gpu or planned.site.gpu)
     return PredictedSweep(cells, planned.site.root, gpu)
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,7 @@ from runspec.earlystop import KEYS as EARLY_STOP_KEYS
 
 _KEYS = ("description", "recipe", "set", "grid", "list", "sweeps", "parallel", "gpu", "early_stop")
 _ONE_OF = ("grid", "list", "sweeps")
-_LIST_KEYS = ("name", "set", "published")
-# What others have measured of a cell, for a comparison with the prediction.
-_PUBLISHED_KEYS = ("allocated_gib", "reserved_gib", "epoch_s")
+_LIST_KEYS = ("name", "set")
 # Slurm's own limit of a job array is MaxArraySize, 1001 unless the site says otherwise.
 MOST_CELLS = 1000
 _PARALLEL = 4
@@ -29,7 +27,6 @@ class Cell:
     number: int
     name: str
     overrides: tuple[str, ...]
-    published: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,9 +165,6 @@ def _list_faults(cells: Any) -> Iterator[str]:
                 yield f"cell {cell['name']!r}: unknown key {key!r}: a cell has {known}"
         if not isinstance(cell.get("set") or {}, Mapping):
             yield f"cell {cell['name']!r}: set: must be a mapping of a recipe's keys to values"
-        published = cell.get("published") or {}
-        if not isinstance(published, Mapping) or set(published) - set(_PUBLISHED_KEYS):
-            yield f"cell {cell['name']!r}: published: may contain only {', '.join(_PUBLISHED_KEYS)}"
 
 
 def _early_stop_faults(given: Any) -> Iterator[str]:
@@ -192,7 +186,7 @@ def _cells(content: Mapping[str, Any], shared: tuple[str, ...]) -> Iterator[Cell
     if content.get("list") is not None:
         for number, cell in enumerate(content["list"]):
             own = tuple(_overrides(cell.get("set") or {}))
-            yield Cell(number, cell["name"], (*shared, *own), cell.get("published") or {})
+            yield Cell(number, cell["name"], (*shared, *own))
     if content.get("grid") is None:
         return
     axes = [[*_axis(str(axis), values)] for axis, values in content["grid"].items()]

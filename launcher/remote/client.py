@@ -1,186 +1,177 @@
-"""Running a cookbook command on the cluster from this machine, and fetching what it makes."""
+"""From this machine: the kit installed on a cluster, its commands run there, and what they make
+fetched."""
 
-import hashlib
+import json
+import os
 import re
-import secrets
 import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from launcher import __version__
-from launcher.errors import RemoteFault
-from launcher.remote.hosts import Host
-from launcher.remote.ssh import Connection
-from launcher.remote.tree import collect
-from runspec import files
+from launcher.errors import RemoteFault, UsageFault
+from launcher.observe import servers
+from launcher.remote.ssh import LOST, Connection
+from launcher.remote.tree import Tree, listed
 
-# What `fetch` copies, by the name of its option.
-_PARTS = {
-    "export": files.EXPORT,
-    "adapter": f"{files.EXPORT}/{files.ADAPTER}",
-    "logs": files.LOGS,
-}
 # Commands that print where a server listens: launcher/observe/servers.py.
 _SERVING = ("serve", "tensorboard")
 _LISTENS = re.compile(rb"listens on ([\w.-]+):(\d+)([\w./?&=%~-]*)\r?\n")
+# Ends the command there once its input is closed here, or the connection is lost.
+_WATCHED = "{ { cat; kill $$; } <&0 >/dev/null 2>&1 & exec </dev/null; }"
+# What was copied, so that the next copy removes what is no part of the kit any more.
+_LIST = ".cookbook-files"
 Say = Callable[[str], None]
 
 
-def run(host: Host, argv: Sequence[str], say: Say) -> int:
+def run(host: str, argv: list[str], say: Say) -> int:
     """Run a command there and return its exit status."""
-    _end_with_signals()
-    words, option, output = _output(list(argv))
-    tree, words = collect(words)
+    servers.end_with_signals()
+    connection, tree, output = Connection(host), Tree(argv), _written(argv)
     for line in tree.left_out:
         say(f"not sent: {line}")
-    connection, cluster = Connection(host), _option(words, "--cluster")[1]
-    name, call = tree.name(), secrets.token_hex(32)
-    # What was sent before from here is not sent again.
-    project = hashlib.sha256(str(tree.root).encode()).hexdigest()
-    if name or output:
-        known = connection.ask(cluster, "sent", name or call, project)
-    if name:
+    enter = "cd"
+    if tree.files or output:
+        answer = connection.output(connection.module("launcher.remote.sent", tree.name()))
+        root, *last = json.loads(answer)
         # Read-only, as the next tree has links to the same files.
-        options = ["-p", "--chmod=Du+w,Fa-w", f"--link-dest=../last-{project}"]
-        names = [str(path).lstrip("/") for path in sorted(tree.files)]
-        connection.push(names, "", known["rsync"], known["folder"], *options)
-    made = f"{known['folder']}/{call}{output.suffix}" if output else ""
-    words += [option, made] if output else []
-    script = connection.far(__version__, cluster, "run", name, project, str(tree.here), *words)
-    with ExitStack() as stack:
-        terminals = all(each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr))
-        if terminals and argv[0] not in _SERVING:
-            # ssh -t passes Ctrl-C and the size of the window on.
-            code = subprocess.run(connection.argv(script, terminal=True)).returncode
-            forwarded = False
-        else:
-            code, forwarded = _follow(connection, script, argv[0] in _SERVING, stack, say)
-        connection.require(code)
-        if output:
-            _take(connection, made, output)
-        if code == 0 and forwarded and argv[0] == "serve":
-            _hold(say)  # the job goes on; other servers end with their command
+        options = ["-p", "--chmod=Du+w,Fa-w", *(f"--link-dest=../{each}" for each in last)]
+        # What the command writes may lie here already.
+        names = [str(path).lstrip("/") for path in sorted(tree.files - {output})]
+        connection.push(names, "", root, *options)
+        # The folder may hold no file, and the checkout around it is another one.
+        folder = shlex.quote(f"{root}{tree.here}")
+        enter = f"mkdir -p {folder}; cd {folder}; export GIT_CEILING_DIRECTORIES={root}"
+    words = [os.path.relpath(word) if word == str(output) else word for word in tree.words]
+    code = _follow(connection, enter, words, say)
+    if code == LOST:
+        again = f"cookbook --host {host} status"
+        raise RemoteFault(f"the connection was lost: runs there go on; see them with: {again}")
+    if output:
+        file = shlex.quote(os.path.relpath(output, tree.here))
+        content = connection.output(f"{enter}; [ ! -f {file} ] || cat {file} && rm -f {file}")
+        if content:
+            output.write_bytes(content)
     return code
 
 
-def _follow(
-    connection: Connection, script: str, serves: bool, stack: ExitStack, say: Say
-) -> tuple[int, bool]:
-    """Run a script, and forward a port to where it says that a server listens.
+def _written(argv: list[str]) -> Path | None:
+    """Return the file that a command writes for this machine: that of -o, or start's recipe."""
+    given = re.search(r"\0(?:-o|--output)[\0=]([^\0]+)", "\0".join(argv))
+    if given or argv[0] != "start" or len(argv) == 1:
+        return Path(os.path.abspath(given[1])) if given else None
+    return Path.cwd() / f"{Path(argv[1]).stem}.yaml"
 
-    The end of its input interrupts it there. Returns its status, and whether a port is forwarded.
+
+def _follow(connection: Connection, enter: str, words: list[str], say: Say) -> int:
+    """Run a command in the folder that the shell's words enter; return its status.
+
+    A port is forwarded to where the command says that a server listens.
     """
+    serves = words[0] in _SERVING
+    if not serves and all(each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)):
+        # ssh -t passes Ctrl-C and the size of the window on.
+        script = connection.module("launcher", *words, before=enter)
+        return subprocess.run(connection.argv(script, terminal=True)).returncode
+    before = f"{enter}; export COOKBOOK_LISTENING=1; {_WATCHED}"
     process = subprocess.Popen(
-        connection.argv(script),
+        connection.argv(connection.module("launcher", *words, before=before)),
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE if serves else None,
         start_new_session=True,
     )
-    assert process.stdin is not None
     signal.signal(signal.SIGINT, lambda *_: process.stdin and process.stdin.close())
     forwarded = False
-    try:
-        for line in process.stderr or ():
-            if not forwarded and (found := _LISTENS.fullmatch(line)):
-                where, port, path = (each.decode() for each in found.groups())
-                own = stack.enter_context(connection.forwarded(where, int(port)))
-                say(f"open: http://127.0.0.1:{own}{path}   (Ctrl-C here closes it)")
-                forwarded = True
-            else:
-                sys.stderr.buffer.write(line)
-                sys.stderr.buffer.flush()
-        return process.wait(), forwarded
-    finally:
-        _end_with_signals()
-        process.terminate()
-        process.wait()
+    for line in process.stderr or ():
+        if not forwarded and (found := _LISTENS.fullmatch(line)):
+            where, port, path = (each.decode() for each in found.groups())
+            own = connection.forward(where, int(port))
+            say(f"open: http://127.0.0.1:{own}{path}   (Ctrl-C here closes it)")
+            forwarded = True
+        else:
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+    code = process.wait()
+    if process.stdin and process.stdin.closed:
+        return 130  # by Ctrl-C
+    servers.end_with_signals()
+    if code == 0 and forwarded and words[0] == "serve":
+        _hold(say)  # the job goes on; other servers end with their command
+    return code
 
 
-def _take(connection: Connection, made: str, output: Path) -> None:
-    """Write what the command has written for this machine, if it has."""
-    file = shlex.quote(made)
-    content = connection.output(f"[ ! -f {file} ] || cat {file} && rm {file}")
-    if content:
-        part = output.with_name(f".{output.name}.part")
-        part.write_bytes(content)
-        part.replace(output)
-
-
-def fetch(host: Host, run: str, part: str, into: Path | None, cluster: str | None) -> Path:
-    """Copy a part of a run: export, adapter or logs; return the folder with it.
+def fetch(host: str, run: str, part: str, into: Path | None, cluster: str | None) -> Path:
+    """Copy a folder of a run, such as export, into a folder here; return that.
 
     Args:
         into: the folder for the run's files; None for one with the run's name, here.
-
-    Raises:
-        RemoteFault: the cluster names the run so that it would lie elsewhere.
     """
     connection = Connection(host)
-    known = connection.ask(cluster or "", "look", run, _PARTS[part])
-    folder = into or Path(_plain(str(known["run"])))
-    connection.pull(str(known["rsync"]), str(known["folder"]), folder / _PARTS[part])
+    known = _status(connection, run, cluster)
+    name = str(known["run"])
+    if not into and not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII):
+        raise RemoteFault(f"the cluster names the run {name!r}, which is no folder's name: use -o")
+    folder = into or Path(name)
+    connection.pull(f"{known['path']}/{part}", folder / part)
     return folder
 
 
-def _plain(name: str) -> str:
-    """Return a run's name as the cluster gives it, if it is one for a folder here."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII):
-        raise RemoteFault(f"the cluster names the run {name!r}, which is no folder's name: use -o")
-    return name
-
-
-def forward(host: Host, run: str, port: int, cluster: str | None, say: Say) -> None:
+def forward(host: str, run: str, port: int, cluster: str | None, say: Say) -> None:
     """Forward a port of this machine to the same of a run's first node, until Ctrl-C."""
-    _end_with_signals()
+    servers.end_with_signals()
     connection = Connection(host)
-    known = connection.ask(cluster or "", "look", run, "")
-    if not known["nodes"]:
+    known = _status(connection, run, cluster)
+    if known["state"] != "RUNNING" or not known["nodes"]:
         raise RemoteFault(f"{known['run']} runs on no node now: see: cookbook status {run}")
-    with connection.forwarded(known["nodes"][0], port) as own:
-        say(f"open: http://127.0.0.1:{own}/   ({known['nodes'][0]}; Ctrl-C here closes it)")
-        _hold(say)
+    own = connection.forward(known["nodes"][0], port)
+    say(f"open: http://127.0.0.1:{own}/   ({known['nodes'][0]}; Ctrl-C here closes it)")
+    _hold(say)
+
+
+def _status(connection: Connection, run: str, cluster: str | None) -> Any:
+    words = ["status", run, "--json", *(["--cluster", cluster] if cluster else [])]
+    return json.loads(connection.output(connection.module("launcher", *words)))
 
 
 def _hold(say: Say) -> None:
     """Keep a port open until Ctrl-C: what listens there goes on without it."""
     with suppress(KeyboardInterrupt):
-        while True:
-            time.sleep(1)
+        signal.pause()
     say("\nthe port is closed; what was started on the cluster continues")
 
 
-def _end_with_signals() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, and a kill or a closed terminal SystemExit: a port that
-    the open connection forwards would stay open."""
-    # A shell that starts this in the background makes it ignore Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+def install(host: str, source: Path, torch: str | None, say: Say) -> int:
+    """Copy the kit's checkout of this machine to a host, and run setup.sh and doctor there; return
+    doctor's exit status. UsageFault if there is no checkout here.
 
-
-def _option(words: Sequence[str], *names: str) -> tuple[int, str]:
-    """Return the place and the value of an option, as --name VALUE or --name=VALUE."""
-    for place, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in names and (equals or place + 1 < len(words)):
-            return place, value if equals else words[place + 1]
-    return -1, ""
-
-
-def _output(words: list[str]) -> tuple[list[str], str, Path | None]:
-    """Return the words without -o FILE, that option, and FILE; a report and a recipe have one."""
-    place, given = _option(words, "-o", "--output")
-    option, equals, _ = words[place].partition("=") if given else ("-o", "", "")
-    if given:
-        del words[place : place + (1 if equals else 2)]
-    elif words[0] == "report":
-        given = "report.html"
-    elif words[0] == "start" and len(words) > 1:
-        given = f"{Path(words[1]).stem}.yaml"
-    helps = {"-h", "--help"} & set(words)
-    return words, option, Path(given) if given and not helps else None
+    torch: the build of torch for the cluster's nodes, as setup.sh --torch takes it.
+    """
+    names = listed(source)
+    if "setup.sh" not in names:
+        raise UsageFault("init copies a checkout of the kit, and this is none: clone it with git")
+    connection = Connection(host)
+    kit, where = shlex.quote(connection.kit), f"{connection.name}:{connection.kit}"
+    checkout = f"echo error: {shlex.quote(where)} is a git checkout: use git pull there >&2"
+    enter = f"cd && mkdir -p {kit} && cd {kit} && if [ -e .git ]; then {checkout}; exit 1; fi"
+    connection.push(names, str(source), connection.output(f"{enter} && pwd").decode().strip(), "-E")
+    old = f"LC_ALL=C comm -23 {_LIST} {_LIST}-new | tr '\\n' '\\0' | xargs -0 rm -f --"
+    connection.output(
+        f"{enter} && cat >{_LIST}-new && touch {_LIST} && {old} && mv {_LIST}-new {_LIST}",
+        "".join(f"{name}\n" for name in names).encode(),
+    )
+    say(f"copied the kit to {where}")
+    setup = shlex.join(["bash", "setup.sh", *(["--torch", torch] if torch else [])])
+    argv = connection.argv(f"{enter} && COOKBOOK_INIT=1 {setup}")
+    if subprocess.run(argv, stdin=subprocess.DEVNULL).returncode:
+        raise RemoteFault(f"setup.sh failed on {connection.name}, for the reason above")
+    code = run(host, ["doctor"], say)
+    say(
+        f"next: fix what doctor found. There, name your partition and account in {connection.kit}/"
+        "configs/clusters/default.yaml, as in example.yaml. Here:\n"
+        f"  export COOKBOOK_HOST={where}\n  cookbook submit demo --nodes 2 --watch"
+    )
+    return code

@@ -7,6 +7,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from launcher.errors import RecipeFault
 from launcher.recipes import own_data
 from launcher.sizing.step_config import StepConfig
 from runspec.keys.fields import STREAM
@@ -18,6 +19,7 @@ BYTES_PER_TOKEN = 4
 def epoch_of(config: Mapping[str, Any], step: StepConfig) -> tuple[int, str, int]:
     """Return the tokens of an epoch, by the size of local files, else a million; what it is; and
     its samples; where they are not known, rows as long as can be, or packed ones full of answers.
+    RecipeFault if a file cannot be read.
 
     Of a stream, which has no epochs, those of the whole run.
     """
@@ -25,8 +27,13 @@ def epoch_of(config: Mapping[str, Any], step: StepConfig) -> tuple[int, str, int
     if isinstance(dataset, Mapping) and dataset.get("_component_") == STREAM and steps:
         tokens = int(steps) * step.rows_per_step * length
         return tokens, f"the run's {steps:,} steps, {tokens:,} tokens", tokens // length
-    files = _local_files(dataset.get("data_files")) if isinstance(dataset, Mapping) else []
-    sizes = [min(size, length * BYTES_PER_TOKEN) for file in files for size in _sizes(file)]
+    given = dataset.get("data_files") if isinstance(dataset, Mapping) else None
+    try:
+        files = _local_files(given)
+        sizes = [min(size, length * BYTES_PER_TOKEN) for file in files for size in _sizes(file)]
+    except OSError as error:
+        what = f"{error.filename or given} cannot be read: {error.strerror}"
+        raise RecipeFault(f"dataset.data_files: {what}; look at it with: ls -l") from error
     if not sizes:
         each = step.new_tokens if step.packed and step.on_policy_share else length
         why = "the dataset is no local file of JSON, CSV or text"
@@ -61,3 +68,13 @@ def _texts(record: Mapping[str, Any]) -> Iterator[str]:
     for value in record.values():
         if value is not None:
             yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def duration(seconds: float) -> str:
+    """Return a time as a person writes it: 12 s, 3 min 32 s, 3 h 05 min."""
+    whole = max(round(seconds), 1)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

@@ -5,8 +5,9 @@ formulas.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from launcher import venv
 from launcher.errors import PreflightFault, UsageFault
 from launcher.recipes.recipe import Recipe
 from launcher.sizing import gpus, replicas, step_time
-from launcher.sizing.epoch import epoch_of
+from launcher.sizing.epoch import duration, epoch_of
 from launcher.sizing.memory import (
     ASLEEP,
     StepMemory,
@@ -24,7 +25,7 @@ from launcher.sizing.memory import (
     transfer_bytes,
 )
 from launcher.sizing.recipe_step import step_of
-from launcher.sizing.search import Predictor, remedies
+from launcher.sizing.search import Predictor, Remedy, remedies
 from launcher.sizing.step_config import GIB, StepConfig
 from runspec.step import kept_bytes
 
@@ -32,8 +33,8 @@ from runspec.step import kept_bytes
 class Estimate:
     """All that is computed of one recipe.
 
-    predictor: of settings near the recipe's own step. remedies: what to change if it does not
-    fit. traced: the same step on fake tensors.
+    predictor: of settings near the recipe's own step. peak_gib: of a step, or of a replica's GPU.
+    traced: the same step on fake tensors.
     """
 
     def __init__(
@@ -74,58 +75,44 @@ class Estimate:
         self.vllm_share = replicas.vllm_share(step, gpu_bytes) if step.vllm_in_turns else 0.0
         # Of a teacher's pass, if every token is trained.
         self.kept_bytes = kept_bytes(step.top_k) if step.top_k else 0
-        predicted = self.predictor.of(step)
-        self.fits = predicted.fits
-        # Answers that are generated count by samples, below.
-        self.prediction = replace(predicted, step=replace(step, on_policy_share=0.0))
-        self.tokens_per_second_per_gpu = self.prediction.rate
+        # Where the policy samples answers: its steps and what comes between them.
+        self.prediction = self.predictor.of(step)
+        self.fits, self.peak_gib = self.prediction.fits, self.prediction.peak_gib
         self.tokens, self.tokens_are, samples = epoch_of(config, step)
         if recipe.entry.method.samples_answers:
             group = config.get("group_size") or recipe.entry.method.keys()["group_size"].default
             updates, samples = round(1 / step.on_policy_share), samples * int(group)
             often = f", each in {updates} updates" if updates > 1 else ""
             self.tokens_are = f"an epoch of {samples:,} answers, as long as can be{often}"
-            samples *= updates
-            self.tokens = samples * step.length
+            self.tokens = samples * updates * step.length
         if tokens is not None:
-            samples = round(samples * tokens / self.tokens)
             self.tokens, self.tokens_are = tokens, f"{tokens:,} tokens, as given"
-        self._time(samples, int(config.get("epochs") or 1))
+        took = self.prediction.time
+        steps_h = self.tokens / (self.prediction.rate * step.gpus) / 3600
+        # Of the pass over the data before the first step, by its FLOPs.
+        once = step.flops.once / step.flops.model / int(config.get("epochs") or 1)
+        self.hours_before = steps_h * took.update_s / took.seconds * once
+        self.hours_transfer = steps_h * took.transfer_s / took.seconds
+        self.hours_generating = steps_h * (1 - took.update_s / took.seconds) - self.hours_transfer
+        self.hours = steps_h + self.hours_before
+        # Seconds of each phase of a rollout.
+        self.rollout_s = {}
+        if step.keeps_sampled:
+            phases = {"generate": took.generating_s, "score": took.scoring_s}
+            phases |= {"transfer": took.transfer_s, "update": took.update_s}
+            self.rollout_s = {n: s / step.on_policy_share for n, s in phases.items() if s}
         self.cost = None if price is None else self.hours * step.gpus * price
         self.currency = currency
-        self.remedies = [] if self.fits else [*remedies(self.predictor)]
         self.traced: dict[str, Any] | None = None
         if traces:
             self.traced = trace(
                 recipe.train_config(root, "run"), recipe.entry.method.objective, step.layout.ranks
             )
 
-    def _time(self, samples: int, epochs: int) -> None:
-        """Hours of an epoch of so many samples, and of what comes before and between its steps.
-
-        rollout_s: seconds of each phase of a rollout, of methods that sample answers.
-        """
-        step, update_s = self.step, self.prediction.time.seconds
-        training = self.tokens / (self.tokens_per_second_per_gpu * step.gpus) / 3600
-        # Of the pass over the data before the first step, by its FLOPs.
-        self.hours_before = training * step.flops.once / step.flops.model / epochs
-        self.hours_generating = self.hours_transfer = 0.0
-        self.rollout_s: dict[str, float] = {}
-        if step.on_policy_share:
-            generating = step_time.generation_s(step, self.gpu, self.predictor.links)
-            scoring, transfer = step_time.scoring_s(step, self.gpu), step_time.transfer_s(step)
-            steps = samples / (step.answers_per_step * step.layout.data_parallel)
-            # What replicas generate while the ranks update takes no time of its own.
-            beside = update_s if step.max_staleness else 0.0
-            self.hours_generating = max(0.0, generating + scoring - beside) * steps / 3600
-            self.hours_transfer = transfer * steps / 3600
-            if step.keeps_sampled:
-                phases = {"generate": generating}
-                phases |= {"score": scoring} if scoring else {}
-                phases |= {"transfer": transfer} if step.replicas or step.vllm else {}
-                phases |= {"update": update_s}
-                self.rollout_s = {n: s / step.on_policy_share for n, s in phases.items()}
-        self.hours = training + self.hours_before + self.hours_generating + self.hours_transfer
+    @cached_property
+    def remedies(self) -> list[Remedy]:
+        """What to change if it does not fit."""
+        return [] if self.fits else [*remedies(self.predictor)]
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, sizes in GiB."""
@@ -154,7 +141,7 @@ class Estimate:
             "kept_gib": round(self.kept_bytes * self.tokens / GIB, 3),
             "mfu": time.mfu,
             "hfu": time.hfu,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "tokens_per_second_per_gpu": self.prediction.rate,
             "tokens_per_second_per_gpu_range": self.prediction.range,
             "rests_on": self.predictor.basis,
             "tokens": self.tokens,
@@ -171,22 +158,11 @@ class Estimate:
 
     def lines(self) -> Iterator[str]:
         """Yield it as a person reads it."""
-        step, name, shape = self.step, self.name, self.step.shape
-        share = 100 * step.trainable / step.total
-        active = f"{shape.active_parameters / 1e9:.2f} B of them active, " if shape.experts else ""
-        yield f"{name}: {self.description}" if self.description else name
-        yield (
-            f"  model       {step.builder.rpartition('.')[2]}, {step.total / 1e9:.2f} B "
-            f"parameters, {active}{_count(step.trainable)} trained ({share:.2f} %)\n"
-            f"  layout      {step.nodes} x {step.gpus_per_node} GPUs: {_layout(step)}\n"
-            f"  batch       {step.batch} x {step.length} tokens per rank and micro-step, "
-            f"{step.accumulation} micro-step{'s' if step.accumulation > 1 else ''}, "
-            f"{step.rows_per_step} rows per step\n"
-            f"  settings    {_settings(step)}\n"
-        )
+        yield f"{self.name}: {self.description}" if self.description else self.name
+        yield from _model(self.step)
         yield from _memory(self)
         if not self.fits:
-            yield from _remedies(self)
+            yield from _remedies(self.remedies)
         yield from _time_and_disk(self)
 
 
@@ -224,40 +200,41 @@ def _in_gib(sizes: Mapping[str, float]) -> dict[str, float]:
     return {name: round(size / GIB, 3) for name, size in sizes.items() if size}
 
 
-def _layout(step: StepConfig) -> str:
-    layout = step.layout
-    named = (
-        ("FSDP", layout.shard),
-        ("tensor parallelism", layout.tensor_parallel),
-        ("expert parallelism", layout.expert_parallel),
+def _model(step: StepConfig) -> Iterator[str]:
+    """The model, its layout, a step's rows and the settings that decide the memory."""
+    shape, layout = step.shape, step.layout
+    active = f", {shape.active_parameters / 1e9:.2f} B of them active" if shape.experts else ""
+    share = 100 * step.trainable / step.total
+    yield (
+        f"  model       {step.builder.rpartition('.')[2]}, {step.total / 1e9:.2f} B parameters"
+        f"{active}, {_count(step.trainable)} trained ({share:.2f} %)"
     )
-    parts = [f"{word} over {size}" for word, size in named if size > 1]
-    if layout.replicate > 1:
-        parts.append(f"{layout.replicate} data-parallel replicas")
-    if step.cpu_offload:
-        parts.append("weights and optimizer on the CPU")
-    text = ", ".join(parts) or "the whole model on each"
-    if step.replicas:
-        text += f"; {step.rollout_nodes} x {step.gpus_per_node} more generate"
-    return text
-
-
-def _settings(step: StepConfig) -> str:
-    recomputed = {
-        "none": "no activation checkpointing",
-        "full": "activation checkpointing",
-        "op": "selective activation checkpointing (op)",
-    }.get(step.checkpointing, f"activation checkpointing of one layer in {step.checkpointing}")
+    sizes = {
+        "FSDP": layout.shard,
+        "tensor parallelism": layout.tensor_parallel,
+        "expert parallelism": layout.expert_parallel,
+        "replicas": layout.replicate,
+    }
+    split = ", ".join(f"{word} over {size}" for word, size in sizes.items() if size > 1)
+    split += ", weights and optimizer on the CPU" * step.cpu_offload
+    rollout = f"; {step.rollout_nodes} x {step.gpus_per_node} more generate" * bool(step.replicas)
+    yield (
+        f"  layout      {step.nodes} x {step.gpus_per_node} GPUs: "
+        f"{split or 'the whole model on each'}{rollout}"
+    )
+    yield (
+        f"  batch       {step.batch} x {step.length} tokens per rank and micro-step, "
+        f"{step.accumulation} micro-step{'s' if step.accumulation > 1 else ''}, "
+        f"{step.rows_per_step} rows per step"
+    )
     dtype = "bf16" if step.element_bytes == 2 else "fp32"
-    dtype += ", fp32 master weights" if step.fp32_master else ""
+    dtype += ", fp32 master weights" * step.fp32_master
+    base = f" over a base in {'fp8' if step.fp8_base else 'NF4'}" * step.is_quantised
+    what = f"{step.method.removeprefix('q')}{base}, activation_checkpointing={step.checkpointing}, "
+    what += "score head" if step.loss == "score" else f"{step.loss} cross-entropy"
     if step.top_k:
-        nf4 = " over NF4" if step.is_quantised else ""
-        return f"the teacher's forward pass, top {step.top_k} and tail, {dtype}{nf4}"
-    method = step.method
-    if step.is_quantised and step.fp8_base:
-        method = f"{method.removeprefix('q')} over a base in fp8"
-    loss = "score head" if step.loss == "score" else f"{step.loss} cross-entropy"
-    return f"{method}, {recomputed}, {loss}, {step.optimizer}, {dtype}"
+        what = f"the teacher's forward pass{base}, top {step.top_k} and tail"
+    yield f"  settings    {what}, {step.optimizer}, {dtype}\n"
 
 
 def _terms(terms: Mapping[str, float], last: str) -> Iterator[str]:
@@ -297,17 +274,13 @@ def _memory(estimate: Estimate) -> Iterator[str]:
             "long as can be; no time below counts its sleep and wake"
         )
     if host := replicas.replica_host_bytes(step, gpu.memory_gib * GIB):
-        where, what = "rollout node", "its replicas' base models"
-        if step.vllm_in_turns:
-            where, what = "node", "the weights of vLLM, while it sleeps"
-        yield f"on the CPU of each {where}: {host / GIB:.0f} GiB of {what}"
+        yield f"on the CPU of each node that generates: {host / GIB:.0f} GiB of weights"
     if host := host_bytes(step):
         yield f"on the CPU of each node: {host / GIB:.0f} GiB of weights and optimizer state"
 
 
-def _remedies(estimate: Estimate) -> Iterator[str]:
+def _remedies(tried: Sequence[Remedy]) -> Iterator[str]:
     yield "\nWhat to change, each on top of those before it that help"
-    tried = estimate.remedies
     width = max((len(each.overrides) for each in tried), default=0)
     for each in tried:
         verdict = "fits" if each.fits else "does not fit" if each.helps else "no help: left out"
@@ -320,51 +293,39 @@ def _remedies(estimate: Estimate) -> Iterator[str]:
 
 
 def _time_and_disk(estimate: Estimate) -> Iterator[str]:
-    step, took, prediction = estimate.step, estimate.hours, estimate.prediction
+    step, hours, prediction = estimate.step, estimate.hours, estimate.prediction
     mfu, hfu, (low, high) = prediction.time.mfu, prediction.time.hfu, prediction.range
     again = f", HFU {100 * hfu:.0f} %" if hfu > 1.005 * mfu else ""
     cost = "" if estimate.cost is None else f", {estimate.cost:,.2f} {estimate.currency}".rstrip()
-    before = f"{100 * estimate.hours_before / took:.0f} % of it: the reference's log-probabilities"
-    before = f"  {'':<20} {before}, once\n" if estimate.hours_before else ""
-    if estimate.hours_generating:
-        part = 100 * estimate.hours_generating / took
-        scored = " and reward models' scores" * ("score" in estimate.rollout_s)
-        before += (
-            f"  {'':<20} {part:.0f} % of it: the generated answers, each as long as can be "
-            f"({step.new_tokens} tokens){scored}\n"
-        )
+    yield f"\nTime on {estimate.gpu.name}; computed, not measured"
+    yield (
+        f"  {'tokens/s/GPU':<20} {prediction.rate:8,.0f}, between {low:,.0f} and {high:,.0f}; MFU "
+        f"{100 * mfu:.0f} %{again}"
+    )
+    yield f"  {'by':<20} {estimate.predictor.basis}"
+    yield f"  {'time':<14} {duration(3600 * hours):>14}, {hours * step.gpus:.3g} GPU-hours{cost}"
+    yield f"  {'of':<20} {estimate.tokens_are}"
+    parts = {
+        "the reference's log-probabilities, once": estimate.hours_before,
+        f"answers of {step.new_tokens} tokens, generated and scored": estimate.hours_generating,
+        f"a transfer of {_size(transfer_bytes(step)).strip()} per rollout, by storage of an "
+        f"assumed {step_time.STORAGE_BYTES_PER_S / 1e9:g} GB/s": estimate.hours_transfer,
+    }
+    for what, part in parts.items():
+        if part / hours > 1e-9:
+            yield f"  {'':<20} {100 * part / hours:.0f} % of it: {what}"
     if estimate.rollout_s:
         phases = ", ".join(f"{n} {s:.3g} s" for n, s in estimate.rollout_s.items())
-        before += f"  {'each rollout':<20} {phases}\n"
-    if step.replicas or step.vllm:
-        before += (
-            f"  {'':<20} a transfer of {_size(transfer_bytes(step)).strip()}, by storage of an "
-            f"assumed {step_time.STORAGE_BYTES_PER_S / 1e9:g} GB/s\n"
-        )
-    what = "weights and optimizer" if step.is_full else "adapter and its optimizer"
+        yield f"  {'each rollout':<20} {phases}"
+    yield "Disk"
+    if estimate.kept_bytes:
+        yield f"  {'kept at most':<20} {_size(estimate.kept_bytes * estimate.tokens)}"
+        return
     exported = "adapter"
     if step.exports_model:
         exported = "model" if step.adapter is None else "merged model"
-    yield (
-        f"\nTime on {estimate.gpu.name}; computed, not measured\n"
-        f"  {'tokens/s/GPU':<20} {prediction.rate:8,.0f}, between {low:,.0f} and {high:,.0f}; MFU "
-        f"{100 * mfu:.0f} %{again}\n"
-        f"  {'by':<20} {estimate.predictor.basis}\n"
-        f"  {'time':<14} {duration(took):>14}, {took * step.gpus:.3g} GPU-hours{cost}\n"
-        f"  {'of':<20} {estimate.tokens_are}\n"
-        f"{before}"
-        "Disk"
-    )
-    if estimate.kept_bytes:
-        yield (
-            f"  {'kept at most':<20} {_size(estimate.kept_bytes * estimate.tokens)}, "
-            f"{estimate.kept_bytes} bytes for each trained token"
-        )
-        return
-    yield (
-        f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}, {what}\n"
-        f"  {'export':<20} {_size(export_bytes(step))}, the {exported}"
-    )
+    yield f"  {'checkpoint':<20} {_size(checkpoint_bytes(step))}"
+    yield f"  {'export':<20} {_size(export_bytes(step))}, the {exported}"
 
 
 def _count(number: int) -> str:
@@ -376,11 +337,3 @@ def _count(number: int) -> str:
 
 def _size(size: float) -> str:
     return f"{size / GIB:8.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:8.2f} MiB"
-
-
-def duration(hours: float) -> str:
-    """Return a time as a person writes it: 12 s, 5 min, 3 h 05 min."""
-    minutes = round(hours * 60)
-    if minutes < 1:
-        return f"{max(hours * 3600, 1):.0f} s"
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"

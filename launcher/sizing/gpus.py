@@ -46,10 +46,6 @@ def known() -> dict[str, Gpu]:
 def by_name(name: str | None) -> Gpu:
     """Return the kind of GPU with this name; UsageFault lists those that are known."""
     name = name or DEFAULT
-    # One entry a line: to read them all takes ten times as long, and each estimate asks for one.
-    for line in paths.GPUS.read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{name}:"):
-            return Gpu(name, **yamlfile.parse(line, str(paths.GPUS))[name])
     if name not in known():
         raise UsageFault(
             f"there is no GPU {name!r}{nearest(name, known())} in configs/gpus.yaml: choose one of "

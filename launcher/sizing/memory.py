@@ -137,7 +137,6 @@ class _Phases:
             size = 2 * max(self.here / max(depth, 1), step.trains_table("output") * self._table)
         update = self.on_gpu * size * step.weight_bytes
         yield "optimizer step", self._terms(self.gradients, working=update)
-        yield "export", self._export()
 
     @property
     def _table(self) -> float:
@@ -191,8 +190,7 @@ class _Phases:
         kept = sum(self.kept) + (FP32 / e + step.is_full * (FP32 / e + 1)) * self.entry
         # What is not resharded stays gathered from forward to backward.
         layers = depth * self.layer if not step.reshard else linear * self.layer
-        # The output layer is there twice while it is gathered.
-        forward = max(forward, self.fsdp * self.units.head - layers) + self.imitated
+        forward += self.imitated
         early = linear * self.head_gradient
         summed = early * FP32 / e
         yield "loss, forward", self._terms(self.accumulated + summed, kept, layers or 1.0, forward)
@@ -222,25 +220,6 @@ class _Phases:
         reduction = step.reduce_bytes * above[0].trained if above else 0.0
         gathered = self.fsdp * layers
         return self._terms(done, kept, gathered, 0.0, reduction, self.working(True))
-
-    def _export(self) -> Terms:
-        """The weights, and the largest matrix: each rank merges its part in fp32, and gathers it.
-
-        Experts are matrices of their own. Matrices that FSDP and tensor parallelism both have cut
-        are gathered in two steps. The optimizer and frozen models are given up before.
-        """
-        step, layout, e = self.step, self.step.layout, self.step.element_bytes
-        ranks = layout.shard * layout.tensor_parallel
-        both = layout.shard > 1 and layout.tensor_parallel > 1
-        matrices = [m for block in step.shape.kinds for m in block.matrices.values()]
-        largest = max(m.inputs * m.outputs for m in matrices)
-        table = step.shape.vocab * step.shape.dim * (ranks > 1 or step.fsdp)
-        gathered = e * max(table, largest) * ((ranks > 1) + both / layout.tensor_parallel)
-        merged = (step.adapter is not None) * (FP32 + e) * largest / ranks
-        working = max(gathered, merged) if step.exports_model else 0.0
-        stay = ("weights", "rotary tables", ASLEEP)
-        held = {name: size for name, size in self.state.items() if name in stay}
-        return held | {"working memory": working}
 
 
 # Answers -----------------------------------------------------------------------------------------

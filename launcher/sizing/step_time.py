@@ -31,10 +31,18 @@ STORAGE_BYTES_PER_S = 1e9
 
 @dataclass
 class StepTime:
-    """Seconds of one optimizer step, those of them that GPUs wait, and what comes of it."""
+    """Seconds of one optimizer step, those of them that GPUs wait, and what comes of it.
+
+    update_s: of forward, backward and update alone. generating_s, scoring_s, transfer_s: on
+    average, of what comes between steps where answers are sampled.
+    """
 
     seconds: float
     waiting_s: float
+    update_s: float
+    generating_s: float
+    scoring_s: float
+    transfer_s: float
     tokens_per_second_per_gpu: float
     mfu: float
     hfu: float
@@ -176,14 +184,15 @@ def step_time(
     """Return the time of a step on GPUs that take `pace` times as long as the terms say."""
     flops, parts = step.flops, computing(step, gpu, pace, reached)
     waiting = _waiting(step, parts, Sending(step, links))
-    generating = pace * (generation_s(step, gpu, links, reached) + scoring_s(step, gpu, reached))
-    working = parts.in_all(step) + (0.0 if step.max_staleness else generating)
+    generating = pace * generation_s(step, gpu, links, reached)
+    scoring, transfer = pace * scoring_s(step, gpu, reached), transfer_s(step)
+    update = parts.in_all(step) + waiting
     # Replicas that are ahead generate and score while the ranks update.
-    seconds = max(working + waiting, generating) + transfer_s(step)
+    phases = (update, generating + scoring)
+    seconds = (max(phases) if step.max_staleness else sum(phases)) + transfer
     tokens = step.rows_per_step * step.tokens // step.batch
     return StepTime(
-        seconds,
-        waiting,
+        *(seconds, waiting, update, generating, scoring, transfer),
         tokens / seconds / step.gpus,
         mfu=utilisation(flops.model * tokens, seconds, step.gpus, gpu.bf16_tflops),
         hfu=utilisation(flops.hardware * tokens, seconds, step.gpus, gpu.bf16_tflops),

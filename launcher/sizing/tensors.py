@@ -35,15 +35,12 @@ class Unit(NamedTuple):
 class Units(NamedTuple):
     """The FSDP units of a model: of each kind of block; last norm and output layer, which stay
     gathered from the forward pass to the end; the embedding, if it has a table of its own.
-
-    head: bytes that the output layer gathers by itself, when the forward pass comes to it.
     """
 
     kinds: tuple[Unit, ...]
     ends: Unit
     embedding: Unit
     whole: Unit
-    head: float
 
 
 def units_of(step: StepConfig) -> Units:
@@ -60,7 +57,7 @@ def units_of(step: StepConfig) -> Units:
     whole = ends.plus(embedding)
     for kind in shape.order:
         whole = whole.plus(kinds[kind])
-    return Units(kinds, ends, embedding, whole, 0.0 if shape.tied else head.gathered)
+    return Units(kinds, ends, embedding, whole)
 
 
 def _unit(

@@ -102,10 +102,7 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
     items += [
         ("sent by a laptop, and no run names it", path)
         for path in _inside(sent / "trees")
-        if all_known
-        and path.name not in named
-        and not path.is_symlink()
-        and _untouched(path, _YOUNG_S)
+        if all_known and path.name not in named and _untouched(path, _YOUNG_S)
     ]
     items += [("left by a killed command", path) for path in making.left(runs)]
     items += [

@@ -20,7 +20,8 @@ from launcher.recipes import own, own_data
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import NAME, NAME_RULE, Recipe
 from launcher.site import Site, complete
-from launcher.sizing.estimate import Estimate, duration
+from launcher.sizing.epoch import duration
+from launcher.sizing.estimate import Estimate
 from launcher.sizing.step_config import GIB
 from launcher.workflows.submit import context, plan
 from runspec import prepared
@@ -303,7 +304,7 @@ def needs_lines(values: dict[str, Any]) -> Iterator[str]:
     if "tokens" in values:
         cost = f", {values['cost']:.2f} {values['currency']}".rstrip() if "cost" in values else ""
         yield (
-            f"time    {duration(values['hours'])} for {values['tokens']:,} tokens, "
+            f"time    {duration(3600 * values['hours'])} for {values['tokens']:,} tokens, "
             f"{_gpu_hours(values['gpu_hours'])}{cost}; computed, without start-up"
         )
 

@@ -170,6 +170,11 @@ def test_the_samples_of_every_local_file_are_counted(tmp_path, suffix):
     config = {**recipe.resolved(tmp_path, "run"), "dataset": {"data_files": [str(file)]}}
     tokens, text, samples = epoch_of(config, step_of(config, 1, 1))
     assert samples == 30 and tokens == pytest.approx(3000, rel=0.1) and "by their size" in text
+    # A file that no read of works.
+    file.unlink()
+    file.symlink_to("/proc/self/mem")
+    with pytest.raises(RecipeFault, match=r"dataset.data_files: .* cannot be read: .*error"):
+        epoch_of(config, step_of(config, 1, 1))
 
 
 def test_the_trainer_is_asked_once_for_a_model_that_is_not_shipped(tmp_path, monkeypatch):
@@ -188,6 +193,11 @@ def test_the_trainer_is_asked_once_for_a_model_that_is_not_shipped(tmp_path, mon
     monkeypatch.setattr(shapes, "_told", {})
     monkeypatch.setenv("COOKBOOK_VENV", str(tmp_path / "none"))
     assert shape_of({"lora_rank": 4}, folder) == shape
+    # What another version of the kit has kept is not read.
+    kept.write_text(kept.read_text().replace('"vectors"', '"of_old": 1, "vectors"', 1))
+    monkeypatch.setattr(shapes, "_told", {})
+    with pytest.raises(RecipeFault, match="no description of mine is"):
+        shape_of({}, folder)
     # Without a virtual environment there is nobody to ask, but for what is shipped.
     (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8}))
     with pytest.raises(RecipeFault, match=r"no description of mine is .*: bash setup.sh"):

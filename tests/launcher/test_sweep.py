@@ -13,7 +13,8 @@ from launcher.errors import CookbookError
 from launcher.recipes import recipe, sweep
 from launcher.runs import sweeps
 from launcher.runs.directory import Run
-from launcher.sizing.cells import PredictedSweep, clock
+from launcher.sizing.cells import PredictedSweep
+from launcher.sizing.epoch import duration
 from launcher.sizing.gpus import by_name
 from runspec.earlystop import verdict
 from runspec.files import read_json_lines
@@ -47,8 +48,7 @@ def written(folder: Path, **content: object) -> str:
 def predicted(name: str) -> PredictedSweep:
     found = sweep.load(name)
     cells = [
-        (cell.number, cell.name, recipe.load(found.recipe, cell.overrides), cell.published)
-        for cell in found.cells
+        (cell.number, cell.name, recipe.load(found.recipe, cell.overrides)) for cell in found.cells
     ]
     return PredictedSweep(cells, paths.REPO_ROOT, by_name(found.gpu))
 
@@ -90,8 +90,8 @@ def test_what_the_course_saw_fit_one_gpu_is_predicted_to_fit():
         "13B, bf16, batch 1, 8-bit AdamW"
     } == too_large
     assert not any(cell.fault for cell in found.values())
-    assert found["1.1B, fp32, batch 8"].epoch_s is None
-    peaks = {name: cell.prediction.peak_gib for name, cell in found.items()}
+    assert found["1.1B, fp32, batch 8"].hours is None
+    peaks = {name: cell.estimate.peak_gib for name, cell in found.items()}
     assert peaks["7B, QLoRA, batch 4 x 4"] < peaks["7B, LoRA, batch 4 x 4"]
 
 
@@ -107,13 +107,9 @@ def test_the_comparison_with_published_figures_is_the_one_in_the_docs():
 def test_times_are_those_of_the_node_that_a_cell_asks_for():
     found = {cell.name: cell for cell in predicted("four_gpus").cells}
     one, four = found["7B, one GPU, batch 4"], found["7B, four replicas, batch 4"]
-    assert 3.5 < one.epoch_s / four.epoch_s < 4
-    assert [clock(value) for value in (None, 3.21, 212, 7300)] == [
-        "-",
-        "3.2 s",
-        "3 min 32 s",
-        "2 h 01 min",
-    ]
+    assert 3.5 < one.hours / four.hours < 4
+    times = [duration(value) for value in (0.1, 3.21, 212, 7300)]
+    assert times == ["1 s", "3 s", "3 min 32 s", "2 h 01 min"]
 
 
 def rows(loss: float, steps: int = 60) -> list[dict]:

@@ -201,8 +201,8 @@ def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
     text = "\n".join(turns.lines())
     assert f"vLLM gets {turns.vllm_share:.2f} of each GPU" in text
     assert "Memory per GPU while vLLM generates" in text
-    assert "122 GiB of the weights of vLLM, while it sleeps" in text
-    assert "vLLM, while it sleeps" not in "\n".join(of("model.lora_rank=null").lines())
+    assert "on the CPU of each node that generates: 122 GiB of weights" in text
+    assert "that generates" not in "\n".join(of("model.lora_rank=null").lines())
     # A share of one's own: the sum is of the whole of it; one that holds no answer does not fit.
     half = of("rollout_gpu_memory_utilization=0.5")
     whole = 0.5 * half.gpu.memory_gib * 2**30

@@ -19,6 +19,7 @@ SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 _NAME = f"cookbook-sshd-{os.getpid()}"
 _RULES = Path("/etc/pam.d") / _NAME
 _CODE = "123456"
+HOST = f"cluster:{paths.REPO_ROOT}"
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Cluster:
     def start(self, *arguments: str, cwd: Path) -> "subprocess.Popen[bytes]":
         """Start the laptop's command."""
         return subprocess.Popen(
-            [sys.executable, "-m", "launcher", "--host", "cluster", *arguments],
+            [sys.executable, "-m", "launcher", "--host", HOST, *arguments],
             cwd=cwd,
             env={**self.env, "PYTHONPATH": str(paths.REPO_ROOT)},
             stdin=subprocess.DEVNULL,
@@ -120,10 +121,7 @@ def cluster(folder: Path, variables: str = "") -> Iterator[Cluster]:
         f"  LogLevel ERROR\n  ControlPath {folder}/cm\n"
     )
     home = folder / "laptop"
-    (home / ".config/slurm-cookbook").mkdir(parents=True)
-    (home / ".config/slurm-cookbook/config.yaml").write_text(
-        f"kits:\n  cluster: {paths.REPO_ROOT}\n"
-    )
+    home.mkdir()
     kept = {key: value for key, value in os.environ.items() if not key.startswith("COOKBOOK_")}
     env = {
         **kept,

@@ -8,20 +8,23 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from launcher.errors import RemoteFault, UsageFault
-from launcher.remote import client, hosts, tree
+from launcher.errors import UsageFault
+from launcher.remote import chosen, client
+from launcher.remote.ssh import Connection
+from launcher.remote.tree import Tree
 
 
-def test_the_client_needs_only_click_and_yaml(tmp_path):
+def test_the_client_needs_only_click(tmp_path):
     absent = (
         "torch", "transformers", "datasets", "tensorboard", "huggingface_hub", "jinja2", "rich",
+        "yaml",
     )  # fmt: skip
     code = f"""
 import sys
 for name in {absent!r}:
     sys.modules[name] = None
 import launcher.cli, launcher.cli.remote
-from launcher.remote import client, hosts, install, ssh, tree
+from launcher.remote import client, ssh, tree
 launcher.cli.main()
 """
     for words, status, printed in (
@@ -34,52 +37,47 @@ launcher.cli.main()
         assert done.returncode == status and printed in done.stdout + done.stderr, done.stderr
 
 
-def test_the_users_file_names_the_host(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_a_host_is_a_name_of_ssh_and_a_folder(monkeypatch):
     monkeypatch.delenv("COOKBOOK_HOST", raising=False)
-    assert hosts.chosen(None) is None
-    assert hosts.chosen("a") == hosts.Host("a", "slurm-cookbook")
-    hosts.remember(hosts.Host("b", "/shared/kit"))
-    assert hosts.chosen(None) == hosts.chosen("b") == hosts.Host("b", "/shared/kit")
-    assert hosts.chosen("local") is None
-    with pytest.raises(UsageFault, match="give a name from your ssh configuration"):
-        hosts.chosen("-oProxyCommand=x")
-    hosts.FILE.expanduser().write_text("hots: b\n")
-    with pytest.raises(UsageFault, match="may have host: NAME"):
-        hosts.chosen(None)
+    assert chosen(None) is None
+    monkeypatch.setenv("COOKBOOK_HOST", "a:~/kit")
+    assert (chosen(None), chosen("b"), chosen("local")) == ("a:~/kit", "b", None)
+    for given in ("-oProxyCommand=x", ":/kit"):
+        with pytest.raises(UsageFault, match="give a name from your ssh configuration"):
+            chosen(given)
+    monkeypatch.setenv("COOKBOOK_SSH", "true")
+    for given, kit in (("a:~/kit", "kit"), ("b", "slurm-cookbook"), ("c:/s/kit", "/s/kit")):
+        connection = Connection(given)
+        assert (connection.name, connection.kit) == (given[0], kit)
 
 
 @pytest.mark.parametrize(
-    ("typed", "sent", "target"),
+    ("typed", "file"),
     [
-        (["report", "last"], ["report", "last"], ("-o", "report.html")),
-        (["report", "a", "-o", "x/r.html"], ["report", "a"], ("-o", "x/r.html")),
-        (["start", "a/faq.csv", "m"], ["start", "a/faq.csv", "m"], ("-o", "faq.yaml")),
-        (["query", "--output=x/a.jsonl", "m"], ["query", "m"], ("--output", "x/a.jsonl")),
-        (["status", "last"], ["status", "last"], None),
-        (["report", "--help"], ["report", "--help"], None),
+        ("report a", None),
+        ("report a -o x/r.html", "x/r.html"),
+        ("start a/faq.csv m", "faq.yaml"),
+        ("query --output=x/a.jsonl m", "x/a.jsonl"),
     ],
 )
-def test_files_for_this_machine_are_written_where_they_can_be_fetched(typed, sent, target):
-    words, *found = client._output(typed)
-    assert words == sent and found == [target[0], Path(target[1])] if target else not found[1]
+def test_files_for_this_machine_are_known_by_their_names(typed, file):
+    assert client._written(typed.split()) == (Path.cwd() / file if file else None)
 
 
 def test_outside_git_only_what_is_named_is_sent(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.csv", "secret", "c.yaml"):
         Path(name).write_text("dataset: {data_files: a.csv}\nscript: 'script:../x.py'\n")
-    found, words = tree.collect(["submit", "c.yaml", "--data=[a.csv]", "epochs=2", "demo"])
-    assert words == ["submit", "c.yaml", "--data=[a.csv]", "epochs=2", "demo"]
+    found = Tree(["submit", "c.yaml", "--data=[a.csv]", "epochs=2", "demo"])
+    assert found.words == ["submit", "c.yaml", "--data=[a.csv]", "epochs=2", "demo"]
     assert found.files == {tmp_path / "a.csv", tmp_path / "c.yaml"}
-    found, _ = tree.collect(["submit", "demo"])
-    assert not found.files
+    assert not Tree(["submit", "demo"]).files
     # Below the folder of what is sent, relative paths stay as they are.
     outside = tmp_path.parent / f"{tmp_path.name}.csv"
     outside.write_text("a\n")
     for word in (outside, f"../{outside.name}"):
-        found, words = tree.collect(["check", "demo", f"dataset.data_files={word}"])
-        assert words[2] == f"dataset.data_files=../{outside.name}"
+        found = Tree(["check", "demo", f"dataset.data_files={word}"])
+        assert found.words[2] == f"dataset.data_files=../{outside.name}"
         assert found.files == {outside}
 
 
@@ -99,13 +97,8 @@ def test_no_link_of_a_clone_leads_out_of_it(tmp_path, monkeypatch):
     subprocess.run(["git", "init", "-q", clone], check=True)
     subprocess.run(["git", "-C", clone, "add", "-A"], check=True)
     monkeypatch.chdir(clone)
-    found, _ = tree.collect(["submit", "own.yaml", "--data=tracked.csv", "x=folder/id_rsa"])
-    assert found.files == {clone / name for name in ("data/a.csv", "inside", "own.yaml")}
-    assert sum("name the file itself" in line for line in found.left_out) == 2
-
-
-def test_a_name_that_the_cluster_gives_is_one_folder_here():
-    assert client._plain("20261122-151728-demo-abcd") == "20261122-151728-demo-abcd"
-    for name in ("../home", "/home/me/.ssh", ".", "..", "", "-x", "a/b", "a\n", "a\x1b[2J"):
-        with pytest.raises(RemoteFault, match="no folder's name"):
-            client._plain(name)
+    found = Tree(["submit", "own.yaml", "--data=tracked.csv", "x=folder/id_rsa"])
+    # Links are sent as links, and never what they lead to.
+    sent = [path for path in found.files if not path.is_symlink()]
+    assert sorted(sent) == [clone / "data/a.csv", clone / "own.yaml"]
+    assert sum("name the file itself" in line for line in found.left_out) > 2

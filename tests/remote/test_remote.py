@@ -17,9 +17,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import RemoteFault, UsageFault
-from launcher.remote import hosts, install
-from launcher.remote.hosts import Host
-from launcher.remote.ssh import Connection
+from launcher.remote import client
 from launcher.runs.directory import Run
 from tests.remote import kit
 from tests.remote.kit import Cluster
@@ -94,12 +92,9 @@ def test_faults_and_exit_codes_are_those_of_the_cluster(cluster, project, monkey
     assert (done.returncode, done.stdout) == (2, "") and "did you mean demo?" in done.stderr
     done = cluster.cookbook("statsu", cwd=project)
     assert done.returncode == 2 and "did you mean status?" in done.stderr
-    config = Path(cluster.env["HOME"]) / ".config/slurm-cookbook/config.yaml"
-    before = config.read_text()
-    config.write_text("kits: {cluster: nowhere}\n")
+    monkeypatch.setattr(kit, "HOST", "cluster:nowhere")
     done = cluster.cookbook("status", cwd=project)
-    config.write_text(before)
-    assert done.returncode == 1 and "install it with: cookbook init --host cluster" in done.stderr
+    assert done.returncode == 1 and "cookbook init --host cluster:nowhere" in done.stderr
 
 
 def test_the_tree_is_sent_once_and_as_it_is(cluster, project):
@@ -112,7 +107,7 @@ def test_the_tree_is_sent_once_and_as_it_is(cluster, project):
     def sent() -> set[Path]:
         done = cluster.cookbook(*dry, cwd=project / "sub")
         assert done.returncode == 0, done.stderr
-        assert "not sent: data.bin (11.0 MiB; above 10 MiB" in done.stderr
+        assert "not sent: data.bin (above 10 MiB" in done.stderr
         # A message ends with the user's own path, below the folder of what was sent.
         for file in (f"{project}/sub/../my.jsonl", f"{project}/sub/../../other.jsonl"):
             assert f"{file} has no column" in done.stderr, done.stderr
@@ -149,7 +144,7 @@ def test_files_come_and_continue_and_no_link_does(cluster, project, run):
     assert (here / "config.json").read_text() == '{"a": 1}', done.stderr
     assert weights.stat().st_ino == before, "it was sent again"
     done = cluster.cookbook("fetch", run.name, "--adapter", cwd=project)
-    assert done.returncode == 1 and "has no export/adapter: see what it has" in done.stderr
+    assert done.returncode == 1 and 'export/adapter" failed: No such file' in done.stderr
 
 
 def test_a_hostile_cluster_writes_nowhere_else(tmp_path):
@@ -166,7 +161,7 @@ def test_a_hostile_cluster_writes_nowhere_else(tmp_path):
     fake.write_text(f"""#!/bin/bash
 case "$*" in
   *-G*) echo "controlpath none"; exit 0;;
-  *" look "*) printf '{{"run": "%s", "folder": "/x", "rsync": "rsync"}}' "$EVIL_RUN"; exit 0;;
+  *" status "*) printf '{{"run": "%s", "path": "/x"}}' "$EVIL_RUN"; exit 0;;
   *--server*) cd {tmp_path}/served; exec rsync --server --sender $EVIL_HOW;;
 esac
 """)
@@ -193,26 +188,12 @@ esac
     assert not [path for path in work.rglob("*") if path.is_symlink()]
 
 
-def test_a_missing_rsync_is_told_with_its_remedy(cluster, project, monkeypatch):
-    programs = project.parent / "programs"
-    programs.mkdir()
-    for name in ("git", "ssh"):
-        (programs / name).symlink_to(str(shutil.which(name)))
-    monkeypatch.setitem(cluster.env, "PATH", str(programs))
-    done = cluster.cookbook("check", "mine.yaml", cwd=project)
-    assert done.returncode == 1 and "there is no rsync 3.1 on this machine" in done.stderr
-    monkeypatch.undo()
-    monkeypatch.setenv("COOKBOOK_SSH", cluster.env["COOKBOOK_SSH"])
-    with pytest.raises(RemoteFault, match="has no rsync for login shells: there, install rsync"):
-        Connection(Host("cluster")).pull("", "/x", project)
-
-
 def test_ctrl_c_leaves_the_run(cluster, project, run):
     process = cluster.start("watch", run.name, cwd=project)
     assert process.stderr and process.stderr.read(1)  # it follows the log
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 130 and b"the run continues; follow it with" in err, err
+    assert process.returncode == 130 and b"Traceback" not in err, err
     assert run.status["state"] == "RUNNING"
     assert _ends(f"launcher watch {run.name}")
 
@@ -225,7 +206,7 @@ def test_an_early_ctrl_c_is_no_traceback(cluster, project):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    assert b"Traceback" not in err and process.returncode in (0, 130), err
+    assert b"Traceback" not in err and process.returncode == 130, err
 
 
 def test_on_a_terminal_ssh_passes_ctrl_c_and_the_size(cluster, project, run):
@@ -233,7 +214,7 @@ def test_on_a_terminal_ssh_passes_ctrl_c_and_the_size(cluster, project, run):
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(project)
-        argv = [sys.executable, "-m", "launcher", "--host", "cluster", "watch", run.name]
+        argv = [sys.executable, "-m", "launcher", "--host", kit.HOST, "watch", run.name]
         os.execve(sys.executable, argv, {**cluster.env, "PYTHONPATH": str(kit.paths.REPO_ROOT)})
     shown = b""
     while run.name.encode() not in shown:
@@ -298,7 +279,7 @@ def test_a_port_is_forwarded_and_closed(cluster, project, run, number):
     assert json.load(urllib.request.urlopen(f"{address}data/runs")) == []
     process.send_signal(number)
     process.communicate(timeout=30)
-    assert process.returncode == (0 if number == signal.SIGINT else 128 + number)
+    assert process.returncode == 128 + number
     assert _ends(f"launcher tensorboard {run.name}")
     with pytest.raises(OSError):
         urllib.request.urlopen(address)
@@ -316,33 +297,29 @@ def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):
     (source / "runs.log").write_text("ignored")
     (source / ".gitignore").write_text("*.log\n__pycache__/\n/configs/clusters/default.yaml\n")
     subprocess.run(["git", "init", "-q", source], check=True)
-    host, said = Host("cluster", str(there)), []
-    code = install.install(host, source, "cu126", said.append)
+    host, said = f"cluster:{there}", []
+    code = client.install(host, source, "cu126", said.append)
     out, err = capfd.readouterr()
-    assert "set up with --torch cu126" in err and said[0] == f"copied the kit to cluster:{there}"
+    assert "set up with --torch cu126" in err and said[0] == f"copied the kit to {host}"
     # There is no Slurm behind these login nodes, which both say.
     assert code == 1 and "Slurm" in out
-    assert (there / "launcher/remote/far.py").is_file() and not (there / "runs.log").exists()
-    clusters = there / "configs/clusters"
-    assert said[-3:] == [
-        f"  there, name your partition and account in {clusters}/default.yaml: "
-        f"{clusters}/example.yaml",
-        "  fix what doctor found above, then look again with: cookbook doctor",
-        "  cookbook submit demo --nodes 2 --watch",
-    ]
-    assert hosts.chosen(None) == Host("cluster", str(there))
+    assert (there / "launcher/remote/sent.py").is_file() and not (there / "runs.log").exists()
+    assert f"export COOKBOOK_HOST={host}" in said[-1]
     (source / "setup.sh").write_text("exit 3\n")
-    (source / "launcher/remote/far.py").unlink()
+    (source / "launcher/remote/sent.py").unlink()
     (there / "configs/recipes/own.yaml").write_text("extends: demo\n")
     with pytest.raises(RemoteFault, match=r"setup\.sh failed on cluster"):
-        install.install(host, source, None, said.append)
-    assert not (there / "launcher/remote/far.py").exists()
+        client.install(host, source, None, said.append)
+    assert not (there / "launcher/remote/sent.py").exists()
     assert (there / "configs/recipes/own.yaml").is_file()
+    (there / ".git").mkdir()
     for other, fault in (
-        (Host("cluster", str(source / "setup.sh")), "on cluster: mkdir: cannot create directory"),
-        (Host("cluster.invalid"), "cannot connect to cluster.invalid: ssh: .*: see why with: ssh"),
+        (host, "is a git checkout: use git pull there"),
+        (f"cluster:{source}/setup.sh", "mkdir: cannot create directory"),
+        ("cluster.invalid", "Could not resolve hostname cluster.invalid"),
     ):
-        with pytest.raises(RemoteFault, match=fault):
-            install.install(other, source, None, said.append)
+        with pytest.raises((RemoteFault, SystemExit)):
+            client.install(other, source, None, said.append)
+        assert fault in capfd.readouterr().err
     with pytest.raises(UsageFault, match="this is none"):
-        install.install(host, tmp_path, None, said.append)
+        client.install(host, tmp_path, None, said.append)
