@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from runspec import files
+from runspec.progress import Heartbeat
 from slurm.flight import waiting
 from slurm.watchdog import LEFT_S, LeftBehind, Watch, laggards, stop_limit_s
 from tests.conftest import SlurmCluster
 from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, ended, rank, trains
 from tests.launcher.kit import Kit, report
-from trainer.heartbeat import Heartbeat
 
 BEAT = {"phase": "training", "step": 7, "steps": 3, "median_step_s": 2.0}
 
