@@ -224,7 +224,8 @@ def faults(values: Mapping[Any, Any], keys: Keys, block: str = "") -> Iterator[F
             yield Fault(f"{start}{name}", f"unknown key '{start}{name}'{hint}")
     for name, key in known.items():
         if key.default is REQUIRED and values.get(name) is None:
-            yield Fault(key.name, f"{key.name} is missing: it must be {key.expects}")
+            what = "" if key.kind == "any" else f": it must be {key.expects}"
+            yield Fault(key.name, f"{key.name} is missing{what}")
 
 
 def unused(values: Mapping[str, Any], keys: Keys, block: str = "") -> Iterator[Key]:
