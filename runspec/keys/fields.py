@@ -27,7 +27,7 @@ def names_no_files(dataset: Mapping[str, Any]) -> str | None:
     return f"data_files must name the files of source {source}"
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class DataKeys:
     """Data."""
 
@@ -75,7 +75,7 @@ class DataKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class TrainingKeys:
     """Training."""
 
@@ -160,7 +160,7 @@ class TrainingKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionKeys:
     """Memory and precision."""
 
@@ -219,7 +219,7 @@ class PrecisionKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class LayoutKeys:
     """Layout over GPUs."""
 
@@ -278,7 +278,7 @@ class LayoutKeys:
     fsdp_reduce_dtype: str = setting("fp32 | bf16", "Data type of the gradient reduction.", "fp32")
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointKeys:
     """Checkpoints and export."""
 
@@ -305,7 +305,7 @@ class CheckpointKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class LoggingKeys:
     """Logging and profiling."""
 

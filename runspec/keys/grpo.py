@@ -19,7 +19,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class GrpoConfig(TrainConfig):
     """Reinforcement learning: answers that score above others to the same prompt get likelier."""
 

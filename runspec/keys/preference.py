@@ -11,7 +11,7 @@ from runspec.keys.train import TrainConfig
 REFERENCE_FREE = ("simpo", "orpo")
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class PreferenceConfig(TrainConfig):
     """The keys that both methods share."""
 
@@ -44,7 +44,7 @@ class PreferenceConfig(TrainConfig):
         return "adapter_off" if once and without_key == "adapter_off" else "log_probs"
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class DpoConfig(PreferenceConfig):
     """Preference tuning on pairs of a chosen and a rejected answer."""
 
@@ -73,7 +73,7 @@ class DpoConfig(PreferenceConfig):
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class KtoConfig(PreferenceConfig):
     """Preference tuning on single answers, each labelled as desirable or not."""
 

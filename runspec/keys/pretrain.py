@@ -7,7 +7,7 @@ from runspec.keys.key import setting
 from runspec.keys.train import TrainConfig
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class PretrainConfig(TrainConfig):
     """Pre-training, continued or from scratch: cross-entropy over every token of plain text."""
 
