@@ -42,7 +42,6 @@ from slurm.identity import (
     this_job,
 )
 from slurm.job_log import say
-from slurm.rendezvous import port_of
 from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
 
 # Attempts that may end without a record if the recipe has no retries.
@@ -198,11 +197,6 @@ def _make_files(run_dir: Path, number: int) -> None:
     os.replace(temporary, run_dir / files.LATEST_LOGS)
     (run_dir / files.ATTEMPTS).touch()
     reserve.keep(run_dir)
-
-
-def port(number: int) -> int:
-    """Return the port at which the ranks of an attempt of this job meet."""
-    return port_of(own_job_id(), number)
 
 
 def end(

@@ -30,12 +30,13 @@ from runspec.processes import end_with_parent, terminate_with_parent
 from slurm import allocation, earlystop, engine, records
 from slurm.child import Child
 from slurm.history import attempts_of, read_object
-from slurm.identity import in_slurm, is_of_this_start
+from slurm.identity import in_slurm, is_of_this_start, own_job_id
 from slurm.job_log import say
 from slurm.nodes import Nodes
 from slurm.notify import notify
 from slurm.recorder import LAST_WAIT_S, NotRecorded, Recorder, seconds
 from slurm.records import Follows
+from slurm.rendezvous import port_of
 from slurm.requeue import Succession
 from slurm.retry import pause_s
 from slurm.rollout import Replicas
@@ -239,7 +240,7 @@ class Supervisor:
             "COOKBOOK_ATTEMPT": str(number),
             "LOGS": str(self.run_dir / files.LOGS / str(number)),
             "HOSTS": ",".join(self._nodes.hosts),
-            "HEAD_PORT": str(records.port(number)),
+            "HEAD_PORT": str(port_of(own_job_id(), number)),
         }
 
     def _argv(self, program: Sequence[str]) -> list[str]:

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 from runspec.hints import nearest
@@ -195,6 +194,11 @@ class Key:
 Keys = Mapping[str, Key]
 
 
+def table(*keys: Key) -> dict[str, Key]:
+    """Return keys by their names."""
+    return {key.name: key for key in keys}
+
+
 class Fault(NamedTuple):
     """A fault of a recipe: the dotted name of the key, and what is wrong, without its place."""
 
@@ -266,8 +270,6 @@ def keys_of(config: type) -> dict[str, Key]:
     return {key.name: key for key in keys}
 
 
-# Classes share the fields that they inherit, and each start of the launcher asks for all classes.
-@cache
 def _keys_of(of: Field[Any]) -> tuple[Key, ...]:
     key = replace(of.metadata["key"], name=of.name)
     inner = (replace(each, name=f"{of.name}.{each.name}") for each in of.metadata["inner"])
