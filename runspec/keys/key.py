@@ -263,6 +263,13 @@ def setting(
     return field(metadata={"key": Key("", kind, help, default, **more), "inner": tuple(inner)})
 
 
+def changeable(
+    kind: str, help: str, default: Any = None, inner: Iterable[Key] = (), **more: Any
+) -> Any:
+    """As `setting`, of a key with which a run may resume with another value."""
+    return setting(kind, help, default, inner, may_change=True, **more)
+
+
 def keys_of(config: type) -> dict[str, Key]:
     """Return the keys that the fields of a config's class are, and those in its `ignored`."""
     keys = [key for each in fields(config) if "key" in each.metadata for key in _keys_of(each)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from runspec.keys.key import setting
+from runspec.keys.key import changeable, setting
 from runspec.keys.train import TrainConfig
 
 # Losses that compare with no reference model.
@@ -22,13 +22,12 @@ class PreferenceConfig(TrainConfig):
     beta: float = setting(
         "number", "Strength of the preference; the larger, the closer to the reference.", 0.1
     )
-    reference: str = setting(
+    reference: str = changeable(
         "auto | adapter_off | model | log_probs",
         "The model before training: the policy with its adapter off; a frozen second model; or its "
         "log-probabilities, computed once before the first step and kept beside the tokens. auto: "
         "adapter_off with a new adapter and one epoch, else log_probs.",
         "auto",
-        may_change=True,
     )
 
     @classmethod
