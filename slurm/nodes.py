@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runspec import files
-from slurm import allocation, records
+from slurm import allocation, job_log, records
 from slurm.identity import in_slurm
 from slurm.job_log import say
 from slurm.recorder import Recorder, seconds
@@ -65,7 +65,7 @@ class Nodes:
             self.hosts, self.rollout_hosts = [host], [host] * self._rollout_count
             return
         self._await_controller()
-        hosts = self._in_order(allocation.names(os.environ["SLURM_JOB_NODELIST"]))
+        hosts = self._in_order(job_log.hosts(os.environ["SLURM_JOB_NODELIST"]))
         count = self._count + self._rollout_count
         names, bad = self._record(records.choose, hosts, count, self._silent)
         if not names:

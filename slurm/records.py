@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runspec import files
+from runspec import files, publish
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
 from runspec.storage import OF_A_DISK
@@ -191,10 +191,7 @@ def _make_files(run_dir: Path, number: int) -> None:
     (run_dir / files.STOP).unlink(missing_ok=True)
     (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
     (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
-    temporary = run_dir / files.LOGS / f".latest.{number}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(str(number))
-    os.replace(temporary, run_dir / files.LATEST_LOGS)
+    publish.link(run_dir / files.LATEST_LOGS, str(number))
     (run_dir / files.ATTEMPTS).touch()
     reserve.keep(run_dir)
 
