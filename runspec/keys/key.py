@@ -245,9 +245,10 @@ def unused(values: Mapping[str, Any], keys: Keys, block: str = "") -> Iterator[K
 def may_change(keys: Keys, name: str) -> bool:
     """Whether a run may resume with another value of a key, such as optimizer.lr.
 
-    A key is as the table says of it, or of a block around it.
+    A key is as the table says of it, or of a block around it; one that is not used may be anything.
     """
-    return any(keys[each].may_change for each in keys if f"{name}.".startswith(f"{each}."))
+    around = (key for each, key in keys.items() if f"{name}.".startswith(f"{each}."))
+    return any(key.may_change or key.unused for key in around)
 
 
 # Keys as the fields of a class --------------------------------------------------------------------
@@ -273,16 +274,10 @@ def changeable(
 def keys_of(config: type) -> dict[str, Key]:
     """Return the keys that the fields of a config's class are, and those in its `ignored`."""
     keys = [key for each in fields(config) if "key" in each.metadata for key in _keys_of(each)]
-    keys += map(_changeable, getattr(config, "ignored", ()))
-    return {key.name: key for key in keys}
+    return table(*keys, *getattr(config, "ignored", ()))
 
 
-def _keys_of(of: Field[Any]) -> tuple[Key, ...]:
-    key = replace(of.metadata["key"], name=of.name)
-    inner = (replace(each, name=f"{of.name}.{each.name}") for each in of.metadata["inner"])
-    return tuple(map(_changeable, (key, *inner)))
-
-
-def _changeable(key: Key) -> Key:
-    """A key that is not used may be anything at resume."""
-    return replace(key, may_change=True) if key.unused and not key.may_change else key
+def _keys_of(of: Field[Any]) -> Iterator[Key]:
+    yield replace(of.metadata["key"], name=of.name)
+    for each in of.metadata["inner"]:
+        yield replace(each, name=f"{of.name}.{each.name}")
