@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runspec import files
+from runspec import files, progress
 from runspec.storage import patient_json
 
 # A large step finishes many tasks per second, and the file is on a shared disk.
@@ -30,13 +30,13 @@ class Progress:
 
     def __init__(self, total: int = 0, say: Callable[[str], None] = lambda text: None) -> None:
         folder = os.environ.get("RUN_DIR") if total else None
-        self._path = Path(folder) / files.PROGRESS if folder else None
+        self._run_dir = Path(folder) if folder else None
         attempt = os.environ.get("ATTEMPT", "")
         self._fixed = {"attempt": int(attempt) if attempt.isdigit() else 0, "total_steps": total}
         self._say, self._name, self._rows = say, "", 0
         self._step = self._pieces = 0
         self._part: dict[str, Any] | None = None
-        before = patient_json(self._path) if self._path else None
+        before = patient_json(self._run_dir / files.PROGRESS) if self._run_dir else None
         self._most = int((before or {}).get("saved", 0))
         self._last = 0.0
         self._lock = threading.Lock()
@@ -99,13 +99,13 @@ class Progress:
 
     def write(self, state: str) -> None:
         """Replace the file; state is running or finished."""
-        if self._path is None:
+        if self._run_dir is None:
             return
         with self._lock:
             self._last = time.monotonic()
             self._most = max(self._most, self._pieces)
-            now = {"state": state, "step": self._step, "saved": self._most, "updated": time.time()}
-            files.write_json(self._path, {**self._fixed, **now, "part": self._part})
+            now = {"state": state, "step": self._step, "saved": self._most}
+            progress.write(self._run_dir, {**self._fixed, **now, "part": self._part})
 
 
 def _figures(name: str, of: int, share: float, first: float, seconds: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ puts the file COMPLETE into its folder. When the run's stop file appears, or on 
 save after the same step and the program ends with status 0; progress.json says "stopped", and the
 model is not saved as if it were finished. heartbeat.json says that the steps go on; a line for each
 logged step takes the place of progress bars. It runs in the engine's environment: it needs
-transformers and torch, and nothing of the kit. Needs RUN_DIR and COOKBOOK_ATTEMPT.
+transformers and torch, and of the kit runspec only. Needs RUN_DIR and COOKBOOK_ATTEMPT.
 """
 
 import json
@@ -17,13 +17,16 @@ import os
 import re
 import runpy
 import signal
-import statistics
 import sys
 import time
-from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+# Not for longer: the kit's other packages would hide those of these names.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from runspec import files, progress
+
+sys.path.pop(0)
 
 RUN_DIR = Path(os.environ["RUN_DIR"])
 ATTEMPT = int(os.environ.get("COOKBOOK_ATTEMPT", "0"))
@@ -45,23 +48,14 @@ from transformers import (  # noqa: E402
     TrainerCallback,
 )
 
-CHECKPOINTS, EXPORT = RUN_DIR / "checkpoints", RUN_DIR / "export"
-METRICS, STOP = RUN_DIR / "metrics.jsonl", RUN_DIR / ".stop"
-COMPLETE = "COMPLETE"
+CHECKPOINTS, EXPORT = RUN_DIR / files.CHECKPOINTS, RUN_DIR / files.EXPORT
+METRICS, STOP = RUN_DIR / files.METRICS, RUN_DIR / files.STOP
+COMPLETE = files.CHECKPOINT_COMPLETE
 # What the kit's own trainer calls them; others keep their names.
 NAMES = {"learning_rate": "lr", "eval_loss": "val_loss", "num_tokens": "tokens"}
 # Of the end of a whole training, not of a step.
 TOTALS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"}
 GIB = 2**30
-# A step of milliseconds need not reach the filesystem each time.
-BEAT_EVERY_S = 2.0
-
-
-def replace(path: Path, text: str) -> None:
-    """Replace a file's content, atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def newest_checkpoint() -> Path | None:
@@ -78,67 +72,13 @@ def newest_checkpoint() -> Path | None:
     return by_step[max(by_step)] if by_step else None
 
 
-class Heartbeat:
-    """logs/<attempt>/heartbeat.json of rank 0, which meets all ranks at each step.
-
-    As that of the kit's trainer: phase, step, median time of a step, longest of other phases;
-    slurm/watchdog.py reads it.
-    """
-
-    def __init__(self) -> None:
-        folder = RUN_DIR / "logs" / str(ATTEMPT)
-        is_main = int(os.environ.get("RANK", "0")) == 0
-        self._path = folder / "heartbeat.json" if is_main and folder.is_dir() else None
-        self._times: deque[float] = deque(maxlen=101)
-        self._longest: dict[str, float] = {}
-        self._phase, self._step, self._steps = "starting", 0, 0
-        self._began, self._written = time.monotonic(), 0.0
-        self.enter("starting")
-
-    def step(self, number: int) -> None:
-        """A step was done."""
-        now = time.monotonic()
-        # The first one compiles, and fills caches.
-        if self._steps:
-            self._times.append(now - self._began)
-        changed = self._phase != "training" or self._steps == 1
-        self._phase, self._step, self._steps, self._began = "training", number, self._steps + 1, now
-        if changed or now - self._written >= BEAT_EVERY_S:
-            self._write()
-
-    def enter(self, phase: str) -> None:
-        """What follows is no step: saving, validating, exporting."""
-        self._phase, self._began = phase, time.monotonic()
-        self._write()
-
-    def leave(self) -> None:
-        """The next step begins; a phase other than training has ended."""
-        if self._phase not in ("starting", "training"):
-            spent = time.monotonic() - self._began
-            self._longest[self._phase] = max(spent, self._longest.get(self._phase, 0.0))
-            self.enter("training")
-
-    def _write(self) -> None:
-        if self._path is None:
-            return
-        self._written = time.monotonic()
-        beat = {
-            "phase": self._phase,
-            "step": self._step,
-            "steps": self._steps,
-            "median_step_s": statistics.median(self._times) if self._times else None,
-            "longest_s": self._longest,
-        }
-        # A full disk ends no run here.
-        with suppress(OSError):
-            self._path.write_text(json.dumps(beat) + "\n", encoding="utf-8")
-
-
 class Reporter(TrainerCallback):
     """Writes progress.json and metrics.jsonl (rank 0), and stops all ranks at the same step."""
 
     def __init__(self, resumed_step: int) -> None:
-        self.heartbeat = Heartbeat()
+        is_main = int(os.environ.get("RANK", "0")) == 0
+        logs = RUN_DIR / files.LOGS / str(ATTEMPT)
+        self.heartbeat = progress.Heartbeat(logs if is_main else None)
         self.figures: dict[str, Any] = {}
         self.stopped = False
         self.losses: list[float] = []
@@ -148,11 +88,11 @@ class Reporter(TrainerCallback):
         self._began: tuple[float, float] | None = None
         self._checkpoint = resumed_step
         signal.signal(signal.SIGTERM, self._ask)
-        if int(os.environ.get("RANK", "0")) == 0 and METRICS.exists():
+        if is_main and METRICS.exists():
             # Steps after the checkpoint are trained again.
             lines = METRICS.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if json.loads(line)["step"] <= resumed_step]
-            replace(METRICS, "".join(f"{line}\n" for line in kept))
+            files.write_text(METRICS, "".join(f"{line}\n" for line in kept))
 
     def _ask(self, *_: Any) -> None:
         self._asked = True
@@ -245,9 +185,8 @@ class Reporter(TrainerCallback):
             "loss_first": self.losses[0] if self.losses else None,
             "loss_last": self.losses[-1] if self.losses else None,
             **self.figures,
-            "updated": time.time(),
         }
-        replace(RUN_DIR / "progress.json", json.dumps(record))
+        progress.write(RUN_DIR, record)
 
 
 def line_of(row: dict[str, Any], total: int) -> str:

@@ -1,12 +1,16 @@
 """A data recipe: sources, steps and outputs; its keys and the check of what is given."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 from runspec.hints import nearest
+from runspec.keys.key import REQUIRED, Key
+from runspec.keys.key import faults as key_faults
 
 FORMATS: dict[str, dict[str, str]] = {
     # Columns of each format, by the name that the kit gives them.
@@ -17,7 +21,6 @@ FORMATS: dict[str, dict[str, str]] = {
     "text": {"text": "text"},
     "preference": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
 }
-TYPES = ("json", "jsonl", "csv", "parquet", "hub", "sql", "delta", "iceberg")
 SUFFIXES = {
     ".json": "json",
     ".jsonl": "jsonl",
@@ -27,44 +30,50 @@ SUFFIXES = {
     ".parquet": "parquet",
 }
 PACKED = (".gz", ".bz2", ".xz", ".zst")
-# What the rows of a set can be.
-SHAPES = ("messages", "text", "preference")
 KINDS = ("text", "number", "whole", "flag")
-ENGINES = ("auto", "duckdb", "spark")
 PERSONAL = ("email", "phone", "iban", "card", "secret")
+# Columns that the kit uses itself.
+OWN_COLUMNS = ("id", "_id", "source", "prompt", "answer", "messages", "rejected", "text", "split")
+# What the rows of a set can be.
+_SHAPES = "messages | text | preference"
 
-TOP = {
-    "description": "One line about the training set.",
-    "engine": "auto, duckdb or spark. auto: Spark if more than one node is asked for.",
-    "memory": "Memory limit of the engine before it spills: 2G. Default: half of this host's "
-    "memory.",
-    "threads": "Number of threads. Default: the CPUs that this process may use.",
-    "temp_dir": "Folder to spill to, on a disk of the node. Default: TMPDIR or /tmp.",
-    "max_bad_share": "Maximum share of unreadable rows. Default: 0.01.",
-    "seed": "Seed of splits and samples. Default: 0.",
-    "sources": "List of sources.",
-    "steps": "List of steps, in their order.",
-    "output": "format: messages, text, preference or delta; default: that of the sources.",
-    "resources": "Resources that a job requests from Slurm, as in a training recipe.",
-}
-SOURCE = {
-    "name": "Name of the source, for mixtures and reports.",
-    "path": "File, folder or pattern.",
-    "type": f"{', '.join(TYPES)}. Default: by the file's suffix.",
-    "format": f"{', '.join(FORMATS)}.",
-    "columns": "The source's names for the columns of the format: {question: q}.",
-    "keep": "Columns to keep beside the text, with their types: {quality: number}.",
-    "repository": "Dataset on the Hub: org/name or org/name@revision.",
-    "split": "Split of a dataset on the Hub. Default: train.",
-    "url": "Address of a database, for ibis: postgres://user@host/name.",
-    "query": "SELECT statement for a database.",
-    "partition_by": "Numeric column; its ranges are read in parallel.",
-    "partitions": "Ranges of partition_by. Default: one per 500,000 rows, at most 256.",
-    "version": "Version of a Delta table, or snapshot of an Iceberg table. Default: the newest.",
-    "timestamp": "Read a Delta or Iceberg table as of this time: 2026-01-31T12:00:00Z.",
-    "encoding": "Text encoding. Default: from the file's byte order mark, else utf-8.",
-    "max_rows": "Maximum number of rows to read from the source.",
-}
+_TOP = (
+    Key("description", "text", "One line about the training set."),
+    Key("engine", "auto | duckdb | spark", "auto: Spark if more than one node is asked for."),
+    Key("memory", "any", "Memory of the engine before it spills: 2G. Default: half of the host's."),
+    Key("threads", "positive", "Default: the CPUs that this process may use."),
+    Key("temp_dir", "text", "Folder to spill to, on the node's disk. Default: TMPDIR or /tmp."),
+    Key("max_bad_share", "rate", "Maximum share of unreadable rows. Default: 0.01."),
+    Key("seed", "count", "Seed of splits and samples. Default: 0."),
+    Key("sources", "list", "List of sources.", REQUIRED),
+    Key("steps", "list", "List of steps, in their order."),
+    Key("output", "block", "Default: the shape of the sources."),
+    Key("output.format", f"{_SHAPES} | delta", "delta: a Delta table.", "messages"),
+    Key("output.rows", _SHAPES, "Of a Delta table."),
+    Key("resources", "open block", "What a job requests, as in a training recipe."),
+)
+_SOURCE = (
+    Key("name", "any", "Name of the source, for mixtures and reports."),
+    Key("path", "text", "File, folder or pattern."),
+    Key(
+        "type",
+        "json | jsonl | csv | parquet | hub | sql | delta | iceberg",
+        "Default: by the file's suffix.",
+    ),
+    Key("format", " | ".join(FORMATS), "What its records are.", REQUIRED),
+    Key("columns", "open block", "The source's names for the format's columns: {question: q}."),
+    Key("keep", "open block", "Columns to keep beside the text, with types: {quality: number}."),
+    Key("repository", "text", "Dataset on the Hub: org/name or org/name@revision."),
+    Key("split", "text", "Split of a dataset on the Hub. Default: train."),
+    Key("url", "text", "Address of a database, for ibis: postgres://user@host/name."),
+    Key("query", "any", "SELECT statement for a database."),
+    Key("partition_by", "text", "Numeric column; its ranges are read in parallel."),
+    Key("partitions", "positive", "Ranges. Default: one per 500,000 rows, at most 256."),
+    Key("version", "count", "Of a Delta table, or snapshot of an Iceberg table."),
+    Key("timestamp", "any", "Read a table as of this time: 2026-01-31T12:00:00Z."),
+    Key("encoding", "text", "Default: from the file's byte order mark, else utf-8."),
+    Key("max_rows", "positive", "Maximum number of rows to read from the source."),
+)
 # Keys that only some types of sources use.
 _ONLY: dict[str, tuple[str | None, ...]] = {
     # None: a folder or a pattern, whose files have types of their own.
@@ -76,38 +85,56 @@ _ONLY: dict[str, tuple[str | None, ...]] = {
     "version": ("delta", "iceberg"),
     "timestamp": ("delta", "iceberg"),
 }
-# The options of each step; the first one is what a bare value means.
-STEPS: dict[str, tuple[str, ...]] = {
-    "filter": ("where",),
-    "length": ("max", "min", "column"),
-    "language": ("keep", "column"),
-    "quality": ("min", "column"),
-    "exact_duplicates": ("columns", "keep", "normalise"),
-    "near_duplicates": (
-        "jaccard",
-        "ngram",
-        "bands",
-        "rows_per_band",
-        "keep",
-        "action",
-        "column",
+_COLUMN = Key("column", "text", "Another column than the text.")
+_KEEP = Key("keep", "text", "first, or the column whose highest value is kept.")
+_NGRAM = Key("ngram", "positive", "Words that are compared together.")
+_LIMITS = (Key("max", "rate", "The most."), Key("min", "rate", "The least."))
+# The options of each step, docs/data.md; the first one is what a bare value means.
+_STEPS: dict[str, tuple[Key, ...]] = {
+    "filter": (Key("where", "any", "The condition.", REQUIRED),),
+    "length": (*_LIMITS, _COLUMN),
+    "language": (Key("keep", "any", "Languages.", REQUIRED), _COLUMN),
+    "quality": (_LIMITS[1], _COLUMN),
+    "exact_duplicates": (
+        Key("columns", "any", "Columns that are compared."),
+        _KEEP,
+        Key("normalise", "any", "Compare without case and spaces."),
     ),
-    "decontaminate": ("against", "ngram", "min_hits"),
-    "personal_data": (*PERSONAL, "regions"),
-    "template": ("prompt", "answer", "system"),
-    "tokens": ("max", "min", "tokenizer"),
-    "mixture": ("weights", "rows"),
-    "cap": ("rows", "by", "keep"),
-    "split": ("shares", "stratify", "group", "like"),
-}
-REQUIRED = {
-    "filter": ("where",),
-    "language": ("keep",),
-    "decontaminate": ("against",),
-    "tokens": ("tokenizer",),
-    "mixture": ("weights",),
-    "cap": ("rows", "by"),
-    "split": ("shares",),
+    "near_duplicates": (
+        Key("jaccard", "share", "From which similarity on."),
+        _NGRAM,
+        Key("bands", "positive", "Bands of MinHash."),
+        Key("rows_per_band", "positive", "Hashes in a band."),
+        _KEEP,
+        Key("action", "remove | mark", "What becomes of them."),
+        _COLUMN,
+    ),
+    "decontaminate": (
+        Key("against", "any", "Files of evaluations.", REQUIRED),
+        _NGRAM,
+        Key("min_hits", "positive", "n-grams that must be found."),
+    ),
+    "personal_data": (
+        *(Key(kind, "mask | drop | leave", "What becomes of it.") for kind in PERSONAL),
+        Key("regions", "texts", "Countries of phone numbers, such as [DE, US]."),
+    ),
+    "template": tuple(Key(each, "any", "Its text.") for each in ("prompt", "answer", "system")),
+    "tokens": (*_LIMITS, Key("tokenizer", "text", "Its folder.", REQUIRED)),
+    "mixture": (
+        Key("weights", "open block", "By source.", REQUIRED),
+        Key("rows", "positive", "Rows in all."),
+    ),
+    "cap": (
+        Key("rows", "positive", "Rows per value.", REQUIRED),
+        Key("by", "any", "The column.", REQUIRED),
+        _KEEP,
+    ),
+    "split": (
+        Key("shares", "open block", "By split.", REQUIRED),
+        Key("stratify", "any", "Columns of strata."),
+        Key("group", "any", "Columns of groups."),
+        Key("like", "any", "An earlier set."),
+    ),
 }
 # A mapping as the whole of these steps is their first option, not their options.
 _MAPPING_FIRST = {"mixture": "weights", "split": "shares"}
@@ -115,65 +142,51 @@ _MAPPING_FIRST = {"mixture": "weights", "split": "shares"}
 
 def faults(config: Mapping[str, Any]) -> list[str]:
     """Return all faults of a data recipe, one line each."""
-    texts = list(_unknown(config, TOP, ""))
-    if config.get("engine", "auto") not in ENGINES:
-        texts.append(f"engine must be one of {', '.join(ENGINES)}, got {config['engine']!r}")
-    share = config.get("max_bad_share", 0.01)
-    if not _is_number(share) or not 0 <= share <= 1:
-        texts.append(f"max_bad_share must be a number from 0 to 1, got {share!r}")
-    threads = config.get("threads")
-    if threads is not None and (type(threads) is not int or threads < 1):
-        texts.append(f"threads must be a whole number, 1 or more, got {threads!r}")
+    texts = list(_checked(config, _TOP))
     memory = config.get("memory")
     if memory is not None and memory_bytes(memory) is None:
         texts.append(f"memory must be a size such as 2G or 500M, got {memory!r}")
-    sources = config.get("sources")
-    if not isinstance(sources, list) or not sources:
-        texts.append("sources is missing: it must be a list of sources, each with path and format")
-    else:
-        for number, source in enumerate(sources):
-            texts += _source_faults(source, f"sources.{number}")
-        names = [source_name(each, n) for n, each in enumerate(sources) if isinstance(each, dict)]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            texts.append(f"sources: two have the name {name!r}: give each its own name")
-    listed = config.get("steps") or []
-    if not isinstance(listed, list):
-        return [*texts, "steps must be a list, one step each: - filter: quality >= 0.85"]
-    for number, step in enumerate(listed):
+    sources, steps = (_items(config.get(name)) for name in ("sources", "steps"))
+    if config.get("sources") == []:
+        texts.append("sources is empty: name at least one, with path and format")
+    for number, source in enumerate(sources):
+        texts += _source_faults(source, f"sources.{number}")
+    names = [source_name(each, n) for n, each in enumerate(sources) if isinstance(each, dict)]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        texts.append(f"sources: two have the name {name!r}: give each its own name")
+    for number, step in enumerate(steps):
         texts += _step_faults(step, f"steps.{number}")
-    kinds = [step_name(step) for step in listed if _is_step(step)]
+    kinds = [step_name(step) for step in steps if _is_step(step)]
     if kinds.count("split") > 1:
         texts.append("steps: split is given twice: leave one out")
     if "split" in kinds and kinds.index("split") != len(kinds) - 1:
         texts.append(
             "steps: split must be the last step, so that its shares are those of the result"
         )
-    output = config.get("output") or {}
-    if not isinstance(output, dict):
-        texts.append("output must be a block, such as {format: messages}")
-    else:
-        texts += _unknown(output, {"format": "", "rows": ""}, "output.")
-        form, shape = output.get("format", "messages"), output.get("rows")
-        if form not in (*SHAPES, "delta"):
-            texts.append(f"output.format must be {', '.join(SHAPES)} or delta, got {form!r}")
-        if shape is not None and form != "delta":
-            texts.append("output.rows is used only with output.format=delta: leave it out")
-        elif shape not in (None, *SHAPES):
-            texts.append(f"output.rows must be one of {', '.join(SHAPES)}, got {shape!r}")
+    output = config.get("output")
+    if isinstance(output, dict) and output.get("rows") and output.get("format") != "delta":
+        texts.append("output.rows is used only with output.format=delta: leave it out")
     return texts
 
 
-def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], start: str) -> Iterator[str]:
-    for name in given:
-        if name not in known:
-            yield f"unknown key '{start}{name}'{nearest(str(name), known)}"
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _checked(values: Mapping[str, Any], table: Iterable[Key], where: str = "") -> Iterator[str]:
+    """Yield what is wrong with a block's values by their table, with the block's dotted name."""
+    keys = {key.name: key for key in table}
+    if where:
+        own = [replace(key, name=f"{where}.{key.name}") for key in keys.values()]
+        keys = {key.name: key for key in (Key(where, "block", ""), *own)}
+    return (fault.text for fault in key_faults(values, keys, where))
 
 
 def _source_faults(source: Any, where: str) -> Iterator[str]:
     if not isinstance(source, dict):
         yield f"{where} must be a block with path and format, got {source!r}"
         return
-    yield from _unknown(source, SOURCE, f"{where}.")
+    yield from _checked(source, _SOURCE, where)
     places = [key for key in ("path", "repository", "url") if source.get(key)]
     if len(places) != 1:
         yield (
@@ -181,23 +194,13 @@ def _source_faults(source: Any, where: str) -> Iterator[str]:
         )
     if source.get("url") and not source.get("query"):
         yield f"{where}.query is missing: the SELECT statement whose rows are read"
-    form = source.get("format")
-    if form not in FORMATS:
-        hint = nearest(str(form), FORMATS)
-        yield f"{where}.format must be one of {', '.join(FORMATS)}{hint}, got {form!r}"
-    elif isinstance(source.get("columns"), dict):
-        yield from _unknown(source["columns"], FORMATS[form], f"{where}.columns.")
-    elif source.get("columns") is not None:
-        yield f"{where}.columns must be a block such as {{question: q}}, got {source['columns']!r}"
+    columns = FORMATS.get(str(source.get("format")))
+    if columns is not None and isinstance(source.get("columns"), dict):
+        own = [Key(name, "any", "") for name in columns]
+        yield from _checked(source["columns"], own, f"{where}.columns")
     yield from _reading_faults(source, where)
-    if source.get("type") not in (None, *TYPES):
-        hint = nearest(str(source["type"]), TYPES)
-        yield f"{where}.type must be one of {', '.join(TYPES)}{hint}, got {source['type']!r}"
-    keep = source.get("keep") or {}
-    if not isinstance(keep, dict):
-        yield f"{where}.keep must be a block of columns and kinds, such as {{quality: number}}"
-        return
-    for column, kind in keep.items():
+    keep = source.get("keep")
+    for column, kind in keep.items() if isinstance(keep, dict) else ():
         if kind not in KINDS:
             yield f"{where}.keep.{column} must be one of {', '.join(KINDS)}, got {kind!r}"
         if column in OWN_COLUMNS:
@@ -211,10 +214,6 @@ def _reading_faults(source: Mapping[str, Any], where: str) -> Iterator[str]:
         if source.get(key) is not None and kind not in kinds:
             names = " or ".join(filter(None, kinds))
             yield f"{where}.{key} is used only for the type {names}: leave it out"
-    for key, least in (("max_rows", 1), ("partitions", 1), ("version", 0)):
-        value = source.get(key)
-        if value is not None and (type(value) is not int or value < least):
-            yield f"{where}.{key} must be a whole number, {least} or more, got {value!r}"
     if source.get("partitions") and not source.get("partition_by"):
         yield f"{where}.partitions needs partition_by: the column whose ranges are read"
     column = source.get("partition_by")
@@ -223,12 +222,7 @@ def _reading_faults(source: Mapping[str, Any], where: str) -> Iterator[str]:
     moment = source.get("timestamp")
     if moment is not None and source.get("version") is not None:
         yield f"{where} must have version or timestamp, not both"
-    if isinstance(moment, str):
-        try:
-            datetime.fromisoformat(moment)
-        except ValueError:
-            yield f"{where}.timestamp must be a time such as 2026-01-31T12:00:00Z, got {moment!r}"
-    elif moment is not None and not isinstance(moment, date):
+    elif moment is not None and not _is_moment(moment):
         yield f"{where}.timestamp must be a time such as 2026-01-31T12:00:00Z, got {moment!r}"
     encoding = source.get("encoding")
     if encoding is not None:
@@ -239,7 +233,10 @@ def _reading_faults(source: Mapping[str, Any], where: str) -> Iterator[str]:
             yield f"{where}.encoding {expected}, got {encoding!r}"
 
 
-OWN_COLUMNS = ("id", "_id", "source", "prompt", "answer", "messages", "rejected", "text", "split")
+def _is_moment(value: Any) -> bool:
+    with suppress(TypeError, ValueError):
+        return isinstance(value, date) or bool(datetime.fromisoformat(value))
+    return False
 
 
 def _step_faults(step: Any, where: str) -> Iterator[str]:
@@ -247,55 +244,26 @@ def _step_faults(step: Any, where: str) -> Iterator[str]:
         yield f"{where} must be one step such as 'filter: quality >= 0.85', got {step!r}"
         return
     name = step_name(step)
-    if name not in STEPS:
-        yield (
-            f"{where}: there is no step {name!r}{nearest(str(name), STEPS)}; steps: "
-            f"{', '.join(STEPS)}"
-        )
+    if name not in _STEPS:
+        hint = nearest(name, _STEPS)
+        yield f"{where}: there is no step {name!r}{hint}; steps: {', '.join(_STEPS)}"
         return
-    options = step_options(step)
-    yield from _unknown(options, dict.fromkeys(STEPS[name]), f"{where}.{name}.")
-    for needed in REQUIRED.get(name, ()):
-        if options.get(needed) in (None, [], {}):
-            yield f"{where}.{name}.{needed} is missing"
-    yield from _value_faults(name, options, f"{where}.{name}")
-
-
-def _value_faults(name: str, options: Mapping[str, Any], where: str) -> Iterator[str]:
-    whole = {"ngram", "bands", "rows_per_band", "min_hits", "rows"}
-    number = {"min", "max", "jaccard"}
-    for key, value in options.items():
-        if key in whole and value is not None and (type(value) is not int or value < 1):
-            yield f"{where}.{key} must be a whole number, 1 or more, got {value!r}"
-        if key in number and value is not None and not _is_number(value):
-            yield f"{where}.{key} must be a number, got {value!r}"
-    jaccard = options.get("jaccard")
-    if isinstance(jaccard, int | float) and not 0 < jaccard <= 1:
-        yield f"{where}.jaccard must be above 0 and at most 1, got {jaccard!r}"
-    if options.get("action") not in (None, "remove", "mark"):
-        yield f"{where}.action must be remove or mark, got {options['action']!r}"
-    if name == "personal_data":
-        for kind, action in options.items():
-            if kind in PERSONAL and action not in ("mask", "drop", "leave"):
-                yield f"{where}.{kind} must be mask, drop or leave, got {action!r}"
-        regions = options.get("regions")
-        if regions is not None and not (
-            isinstance(regions, list) and all(isinstance(each, str) for each in regions)
-        ):
-            yield f"{where}.regions must be a list of countries such as [DE, US], got {regions!r}"
-    if name in _MAPPING_FIRST:
-        yield from _share_faults(name, options.get(_MAPPING_FIRST[name]), where)
+    options, where = step_options(step), f"{where}.{name}"
+    yield from _checked(options, _STEPS[name], where)
+    shares = options.get(_MAPPING_FIRST.get(name, ""))
+    if isinstance(shares, dict):
+        yield from _share_faults(name, shares, where)
     low, high = options.get("min"), options.get("max")
     if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
         yield f"{where}: min {low} is above max {high}, so that no row is kept"
 
 
-def _share_faults(name: str, shares: Any, where: str) -> Iterator[str]:
-    if not isinstance(shares, dict) or not shares:
+def _share_faults(name: str, shares: Mapping[str, Any], where: str) -> Iterator[str]:
+    if not shares:
         yield f"{where} must be a block of names and shares, such as {{train: 0.8, test: 0.2}}"
         return
     for key, value in shares.items():
-        if not _is_number(value) or value <= 0:
+        if type(value) not in (int, float) or value <= 0:
             yield f"{where}.{key} must be a number above 0, got {value!r}"
             return
         if name == "split" and not str(key).isidentifier():
@@ -303,10 +271,6 @@ def _share_faults(name: str, shares: Any, where: str) -> Iterator[str]:
     if name == "split" and abs(sum(shares.values()) - 1) > 1e-6:
         total = " + ".join(f"{value:g}" for value in shares.values())
         yield f"{where}: the shares must add up to 1; {total} = {sum(shares.values()):g}"
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
 
 
 def _is_step(step: Any) -> bool:
@@ -322,7 +286,7 @@ def step_options(step: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return a step's options; a bare value is that of its first option."""
     name = step_name(step)
     value = None if isinstance(step, str) else step[name]
-    known = STEPS[name]
+    known = [key.name for key in _STEPS[name]]
     if name in _MAPPING_FIRST and isinstance(value, dict) and not set(value) & set(known):
         return {_MAPPING_FIRST[name]: value}
     if isinstance(value, dict):

@@ -20,7 +20,7 @@ import yaml
 from aiohttp import web
 
 from runspec import endpoint as endpoints
-from runspec import engine_start, files
+from runspec import engine_start, files, progress
 from runspec.devices import VISIBLE, visible
 from runspec.keys.serve import SERVE
 from runspec.processes import end_with_parent, end_with_torchrun
@@ -316,8 +316,8 @@ def main(arguments: list[str]) -> int:
         return 1
     if rank == 0:
         number = int(attempt) if attempt.isdigit() else 0
-        progress = {"state": state, "attempt": number, "step": 0, "total_steps": 0}
-        files.write_json(run_dir / files.PROGRESS, {**progress, "updated": time.time()})
+        facts = {"state": state, "attempt": number, "step": 0, "total_steps": 0}
+        progress.write(run_dir, facts)
     return 0
 
 

@@ -67,14 +67,6 @@ def job_exists(job_id: str) -> bool:
     return bool(output.strip()) if status == 0 else "Invalid job id" not in output
 
 
-def names(nodelist: str) -> list[str]:
-    """Return the single names of Slurm's list of nodes, such as n[1-2],gpu7."""
-    if not nodelist:
-        return []
-    printed = ask(["scontrol", "show", "hostnames", nodelist])
-    return printed.split() if printed else job_log.hosts(nodelist)
-
-
 def by_topology(hosts: list[str]) -> list[list[str]]:
     """Return the nodes of each leaf switch, in the order of ranks; [] if Slurm knows none."""
     printed = ask(["scontrol", "--oneliner", "show", "topology"], 20)
@@ -116,7 +108,7 @@ def excluded(more: Sequence[str] = ()) -> str:
 
 def has_enough_without(hosts: Sequence[str]) -> bool:
     """Whether the job's partition has enough nodes without these and those that it excludes."""
-    bad = {*hosts, *names(excluded(hosts))}
+    bad = {*hosts, *job_log.hosts(excluded(hosts))}
     partition = os.environ["SLURM_JOB_PARTITION"]
     argv = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N %t"]
     lines = (line.split() for line in (ask(argv) or "").splitlines())

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from runspec import files
+from runspec import files, progress
 from runspec.engines import Records
 from runspec.storage import patiently
 from slurm.faults import WAIT_S
@@ -142,7 +142,7 @@ def follow(run_dir: Path, attempt: int) -> None:
     }
     before = read_object(run_dir / files.PROGRESS)
     if any(before.get(key) != value for key, value in known.items()):
-        files.write_json(run_dir / files.PROGRESS, {**known, "updated": time.time()})
+        progress.write(run_dir, known)
 
 
 def settle(run_dir: Path, attempt: int, exit_code: int, stop_asked: bool) -> None:
@@ -151,13 +151,12 @@ def settle(run_dir: Path, attempt: int, exit_code: int, stop_asked: bool) -> Non
     if engine is None or not engine.metrics:
         return
     follow(run_dir, attempt)
-    progress = read_object(run_dir / files.PROGRESS)
-    if exit_code != 0 or progress.get("state") != "running":
+    known = read_object(run_dir / files.PROGRESS)
+    if exit_code != 0 or known.get("state") != "running":
         return
     total = engine.total_steps
-    done = not stop_asked if total is None else progress.get("step", 0) >= total
-    state = "finished" if done else "stopped"
-    files.write_json(run_dir / files.PROGRESS, {**progress, "state": state, "updated": time.time()})
+    done = not stop_asked if total is None else known.get("step", 0) >= total
+    progress.write(run_dir, {**known, "state": "finished" if done else "stopped"})
 
 
 @dataclass
@@ -172,9 +171,9 @@ class Beat:
 
     def look(self, now: float) -> dict[str, Any]:
         """Return what heartbeat.json says; now: a monotonic clock, in seconds."""
-        progress = read_object(self.run_dir / files.PROGRESS)
+        known = read_object(self.run_dir / files.PROGRESS)
         rows = [row for row in files.read_json_lines(self.run_dir / files.METRICS) if "step" in row]
-        seen = (progress.get("step"), rows[-1]["step"] if rows else 0)
+        seen = (known.get("step"), rows[-1]["step"] if rows else 0)
         step = max((each for each in seen if isinstance(each, int)), default=0)
         if not self._seen:
             self._began = (now, time.time())
@@ -189,10 +188,10 @@ class Beat:
         else:
             # Several were logged since the last look, or the start is part of it: at most so long.
             usual_s = (self._seen[-1][0] - self._began[0]) / max(count, 1)
-        total, phase = progress.get("total_steps"), "starting"
-        if progress.get("attempt") != self.attempt:
+        total, phase = known.get("total_steps"), "starting"
+        if known.get("attempt") != self.attempt:
             phase = "starting"  # an earlier attempt wrote it
-        elif progress.get("state") != "running" or (isinstance(total, int) and step >= total):
+        elif known.get("state") != "running" or (isinstance(total, int) and step >= total):
             phase = "ending"
         elif count >= _KNOWN:
             phase = "training"

@@ -98,8 +98,7 @@ def _record(path: Path, until: float) -> dict[str, Any]:
     except files.DamagedFile:
         return {}
     except OSError as error:
-        where = {"host": socket.gethostname(), "time": time.time()}
-        return {**where, "type": STORAGE, "message": f"{path} cannot be read: {error.strerror}"}
+        return fault(f"{path} cannot be read: {error.strerror}", STORAGE, permanent=False)
 
 
 def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -140,10 +139,23 @@ def describe(error: dict[str, Any]) -> str:
     return f"{where}{kind}{lines[0].removeprefix(kind)}"
 
 
-def fault(message: str) -> dict[str, Any]:
-    """Return the record of a fault of this node that a retry cannot fix."""
-    host, now = socket.gethostname(), time.time()
-    return {"host": host, "time": now, "type": "fault", "message": message, "permanent": True}
+def fault(
+    message: str, kind: str = "fault", host: str | None = "", permanent: bool = True
+) -> dict[str, Any]:
+    """Return the record of a fault that was found now.
+
+    Args:
+        host: the node whose fault it is, None if it is no single one's; "" for this one.
+        permanent: a retry cannot fix it.
+    """
+    return {
+        "rank": None,
+        "host": socket.gethostname() if host == "" else host,
+        "time": time.time(),
+        "type": kind,
+        "message": message,
+        "permanent": permanent,
+    }
 
 
 def no_space(folder: Path, inodes: bool = False) -> dict[str, Any]:
@@ -157,7 +169,7 @@ def no_space(folder: Path, inodes: bool = False) -> dict[str, Any]:
             f"no inodes are left on the filesystem of {folder}, so it takes no new file: remove "
             "files, or raise the quota of their number"
         )
-    return {**fault(message), "type": "NoSpace", "host": None}
+    return fault(message, "NoSpace", None)
 
 
 def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 # States that do not give the reason of an end.
@@ -41,8 +42,9 @@ _OUT_OF_MEMORY = re.compile(
 # slurmstepd-n1: error: ..., or srun: error: n1: task 0: Out Of Memory
 _SENDER = re.compile(r"(?:slurmstepd-([\w.-]+): |srun: error: ([\w.-]+): tasks? [\d,-]+: )")
 
-# Names with one list of numbers, as in n[01-03,7]-ib.
-_HOSTS = re.compile(r"([^\s,\[\]]*)(?:\[([\d,-]+)\])?([^\s,\[\]]*)(?:,|$)")
+# A name with lists of numbers, as in rack[1-2]n[01-03,7]-ib.
+_HOSTS = re.compile(r"(?:[^\s,\[\]]|\[[\d,-]+\])+")
+_NUMBERS = re.compile(r"\[([\d,-]+)\]")
 
 # From srun if it could not start a step because the controller did not answer, or because the job's
 # last start, on a node that was given up, still has one.
@@ -104,12 +106,22 @@ def lost_nodes(text: str) -> list[str]:
 def hosts(names: str) -> list[str]:
     """Return the single names of Slurm's list of nodes, such as n[1-2],gpu7."""
     single = []
-    for before, numbers, after in _HOSTS.findall(names):
-        for span in numbers.split(","):
-            first, _, last = span.partition("-")
-            several = range(int(first), int(last or first) + 1) if first else [""]
-            single += [f"{before}{str(each).zfill(len(first))}{after}" for each in several]
-    return [name for name in single if name]
+    for name in _HOSTS.findall(names):
+        # Text, numbers, text ...
+        parts = enumerate(_NUMBERS.split(name))
+        choices = [_numbers(part) if place % 2 else [part] for place, part in parts]
+        single += ["".join(each) for each in product(*choices)]
+    return single
+
+
+def _numbers(spans: str) -> list[str]:
+    """Return each number of 01-03,7 with as many digits as the first of its span."""
+    ends = (span.partition("-") for span in spans.split(","))
+    return [
+        str(number).zfill(len(first))
+        for first, _, last in ends
+        for number in range(int(first), int(last or first) + 1)
+    ]
 
 
 def out_of_memory(text: str) -> tuple[str, str | None] | None:

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from runspec import files
-from slurm import allocation, records
+from slurm import allocation, job_log, records
 from slurm.identity import in_slurm
 from slurm.job_log import say
-from slurm.recorder import Follows, Recorder, seconds
+from slurm.recorder import Recorder, seconds
 
 # How long Slurm may list the step of an attempt that has ended, and when nodes kill its ranks.
 _OLD_STEP_S, _END_RANKS_S = 45.0, 30.0
@@ -65,7 +65,7 @@ class Nodes:
             self.hosts, self.rollout_hosts = [host], [host] * self._rollout_count
             return
         self._await_controller()
-        hosts = self._in_order(allocation.names(os.environ["SLURM_JOB_NODELIST"]))
+        hosts = self._in_order(job_log.hosts(os.environ["SLURM_JOB_NODELIST"]))
         count = self._count + self._rollout_count
         names, bad = self._record(records.choose, hosts, count, self._silent)
         if not names:
@@ -73,9 +73,9 @@ class Nodes:
                 why = "attempts on it failed or it does not answer"
                 say(f"left out from now on, because {why}: {','.join(bad)}")
                 self.left_out = bad
-                raise Follows("requeue")
+                raise records.Follows("requeue")
             if self._silent:
-                raise Follows("requeue")
+                raise records.Follows("requeue")
             others = "the partition has too few other nodes"
             say(f"attempts failed on {','.join(bad)}, and {others}")
             names = hosts[:count]
@@ -169,7 +169,7 @@ class Nodes:
             if silent == self.hosts and late and "Unable to create step" in last:
                 what = "Slurm starts no step in this job, which goes back into the queue"
                 self._record.waiting(f"{what}: {last.strip().rpartition('error: ')[2]}")
-                raise Follows("requeue")
+                raise records.Follows("requeue")
             if silent and (silent != self.hosts or late):
                 say(f"these nodes of the allocation do not answer: {','.join(silent)}")
                 self._silent += silent

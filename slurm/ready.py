@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runspec import files
-from slurm.faults import BAD_NODE
+from slurm.faults import BAD_NODE, fault
 
 # Errors after which a GPU needs a reset or a repair: memory, NVLink, off the bus, its firmware.
 # https://docs.nvidia.com/deploy/xid-errors
@@ -137,14 +137,7 @@ def main() -> int:
         return 0
     message = f"node {node} is not fit for training: {'; '.join(reasons)}"
     print(f"cookbook: fault on node {node}: {message}")
-    record = {
-        "rank": None,
-        "host": node,
-        "time": time.time(),
-        "type": BAD_NODE,
-        "message": message,
-        "permanent": False,
-    }
+    record = fault(message, BAD_NODE, node, permanent=False)
     files.write_json(logs / f"error_node_{os.environ['NODE_RANK']}.json", record)
     return 1
 

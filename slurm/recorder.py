@@ -23,14 +23,6 @@ class NotRecorded(Exception):
     """The run's records could not be written for a long time."""
 
 
-class Follows(Exception):
-    """Another thing than an attempt follows: requeue, finished, failed, or superseded."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
-
-
 class Recorder:
     """The records of a run, and how long they may take."""
 
@@ -61,15 +53,15 @@ class Recorder:
         """Let records take a few seconds from now on: Slurm is ending the job."""
         self._wait_s = min(self._wait_s, LAST_WAIT_S)
 
-    def fail(self, message: str) -> Follows:
+    def fail(self, message: str) -> records.Follows:
         """Record that the run failed between two attempts; return what to raise."""
-        self(records.failed, message)
-        return Follows("failed")
+        self(records.between, message, state="FAILED")
+        return records.Follows("failed")
 
     def waiting(self, message: str) -> None:
         """Show what the job waits for between two attempts."""
         with suppress(OSError):
-            records.waiting(self.run_dir, message)
+            records.between(self.run_dir, message)
 
 
 def seconds(name: str, default: float) -> float:

@@ -6,16 +6,16 @@ raises OSError is (slurm/recorder.py). Standard library only.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from runspec import files
+from runspec import files, publish
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
 from runspec.storage import OF_A_DISK
-from slurm import engine, job_log, reserve
+from slurm import allocation, engine, job_log, reserve
 from slurm.faults import NODE_FAILURE, fault, no_space, on_nodes, read_errors, slurm_errors, unfit
 from slurm.history import (
     attempts_of,
@@ -42,7 +42,6 @@ from slurm.identity import (
     this_job,
 )
 from slurm.job_log import say
-from slurm.rendezvous import port_of
 from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
 
 # Attempts that may end without a record if the recipe has no retries.
@@ -53,42 +52,38 @@ SUPERSEDED = "superseded"
 _NEW_RUN = "make a new run with: cookbook submit"
 
 
-class Refused(Exception):
-    """No attempt follows, and the reason is recorded."""
+class Follows(Exception):
+    """Another thing than an attempt follows, and is recorded; its text says why.
 
-
-class Begun(NamedTuple):
-    """What came of the start of an attempt.
-
-    attempt: its number, None if none has begun. next: then what follows: finished, if nothing is
-    left to train, or superseded, if Slurm has given up this node and started the job again. busy:
-    another job that has the run and may still run; if it does not, begin is called again with it.
+    what: requeue; finished, if nothing is left to train; failed; or superseded, if Slurm has given
+    up this node and started the job again.
     """
 
-    attempt: int | None
-    next: str = "run"
-    busy: str | None = None
+    def __init__(self, what: str, message: str = "") -> None:
+        super().__init__(message)
+        self.what = what
 
 
 def begin(
     run_dir: Path,
     hosts: list[str],
-    ended: str | None = None,
     max_retries: int = 0,
     rollout_hosts: Sequence[str] = (),
-) -> Begun:
-    """Record the start of an attempt.
+    exists: Callable[[str], bool] = allocation.job_exists,
+) -> int:
+    """Record the start of an attempt; return its number.
 
     Args:
-        ended: a job that had the run and does not run any more.
         rollout_hosts: nodes that generate answers.
+        exists: whether a job that had the run may still run.
 
     Raises:
-        Refused: too many attempts ended without a record and saved nothing, the run has used its
-            GPU-hours, was cancelled, or the disk is full.
+        Follows: nothing is left to train, another job has the run, too many attempts ended without
+            a record and saved nothing, the run has used its GPU-hours, was cancelled, or the disk
+            is full.
     """
     try:
-        return _begin(run_dir, hosts, ended, max_retries, rollout_hosts)
+        return _begin(run_dir, hosts, max_retries, rollout_hosts, exists)
     except OSError as error:
         if error.errno not in OF_A_DISK:
             raise
@@ -97,23 +92,21 @@ def begin(
         # Even this may fail; the job's log has the message.
         with suppress(OSError):
             reserve.write_status(run_dir, {**status, **_failed("no_space", full["message"])})
-        raise Refused(full["message"]) from error
+        raise Follows("failed", full["message"]) from error
 
 
 def _begin(
     run_dir: Path,
     hosts: list[str],
-    ended: str | None,
     max_retries: int,
     rollout_hosts: Sequence[str],
-) -> Begun:
+    exists: Callable[[str], bool],
+) -> int:
     status = read_object(run_dir / files.STATUS)
     repeated = status.get("state") == "RUNNING" and is_of_this_start(status)
-    nothing = _nothing_to_do(run_dir, status)
-    if nothing is None and status.get("state") == "RUNNING" and not repeated:
-        nothing = _end_of_earlier(run_dir, status, ended, max_retries)
-    if nothing is not None:
-        return nothing
+    _refuse_what_is_done(run_dir, status)
+    if status.get("state") == "RUNNING" and not repeated:
+        _end_of_earlier(run_dir, status, max_retries, exists)
     job_id, before = own_job_id(), status.get("job_id")
     if message := used_up(run_dir):
         raise _refused(run_dir, status, "budget", message)
@@ -146,42 +139,38 @@ def _begin(
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
     files.write_json(run_dir / files.STATUS, {**started, **this_job(), **process_of(job_id)})
-    return Begun(number)
+    return number
 
 
-def _nothing_to_do(run_dir: Path, status: dict[str, Any]) -> Begun | None:
-    """Return what there is instead of an attempt: nothing is left to train, or not by this job."""
+def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:
+    """Raise what follows if nothing is left to train, or not by this job."""
     job_id, again = own_job_id(), f"cookbook resume {run_dir.name}"
     if _cancelled(run_dir, job_id):
-        raise Refused(f"this job was cancelled; continue with: {again}")
+        raise Follows("failed", f"this job was cancelled; continue with: {again}")
     restarts = int(status.get("restart_count", 0))
     if status.get("job_id") == job_id and restarts > this_job()["restart_count"]:
-        say(f"this start of job {job_id} ends: {_owner(status)} has the run")
-        return Begun(None, SUPERSEDED)
+        message = f"this start of job {job_id} ends: {_owner(status)} has the run"
+        raise Follows(SUPERSEDED, message)
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
         completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
         completed.pop("answering", None)  # of a job that was killed meanwhile
         reserve.write_status(run_dir, completed)
-        say(f"the run {run_dir.name} is finished already, nothing is left to train; {_NEW_RUN}")
-        return Begun(None, "finished")
-    return None
+        what = f"the run {run_dir.name} is finished already, nothing is left to train"
+        raise Follows("finished", f"{what}; {_NEW_RUN}")
 
 
 def _end_of_earlier(
-    run_dir: Path, status: dict[str, Any], ended: str | None, max_retries: int
-) -> Begun | None:
-    """Record the end of an attempt that could not: its node was lost, or Slurm requeued the job.
-
-    Returns what there is instead of another attempt if its job may still run.
-    """
+    run_dir: Path, status: dict[str, Any], max_retries: int, exists: Callable[[str], bool]
+) -> None:
+    """Record the end of an attempt that could not: its node was lost, or Slurm requeued the job."""
     before = status.get("job_id")
-    if before not in (own_job_id(), ended) and not process_ended(status):
-        if not str(before).startswith(LOCAL_PREFIX):
-            return Begun(None, busy=str(before))
-        # Whether a process of this host runs is known without Slurm.
-        raise Refused(
+    # Whether a process of this host runs is known without Slurm.
+    runs = before not in (None, own_job_id()) and not process_ended(status)
+    if runs and (str(before).startswith(LOCAL_PREFIX) or exists(str(before))):
+        raise Follows(
+            "failed",
             f"job {before} still works on this run: to start it again, cancel that job first: "
-            f"cookbook cancel {run_dir.name}"
+            f"cookbook cancel {run_dir.name}",
         )
     log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
     nodes, slurm_job = job_log.lost_nodes(log), str(status.get("slurm_job_id") or before)
@@ -195,7 +184,6 @@ def _end_of_earlier(
             f"continue with: cookbook resume {run_dir.name}"
         )
         raise _refused(run_dir, status, "lost", message)
-    return None
 
 
 def _make_files(run_dir: Path, number: int) -> None:
@@ -203,17 +191,9 @@ def _make_files(run_dir: Path, number: int) -> None:
     (run_dir / files.STOP).unlink(missing_ok=True)
     (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
     (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
-    temporary = run_dir / files.LOGS / f".latest.{number}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(str(number))
-    os.replace(temporary, run_dir / files.LATEST_LOGS)
+    publish.link(run_dir / files.LATEST_LOGS, str(number))
     (run_dir / files.ATTEMPTS).touch()
     reserve.keep(run_dir)
-
-
-def port(number: int) -> int:
-    """Return the port at which the ranks of an attempt of this job meet."""
-    return port_of(own_job_id(), number)
 
 
 def end(
@@ -366,17 +346,15 @@ def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
         succeeds="successor" in status,
     )
     verdict = decide(job_end)
-    change = {"state": verdict.state, "cause": verdict.cause, "message": verdict.message}
-    _between(run_dir, change)
-    say(f"between two attempts: {verdict.message}")
+    between(run_dir, verdict.message, state=verdict.state, cause=verdict.cause)
     return verdict.next
 
 
-def _refused(run_dir: Path, status: dict[str, Any], cause: str, message: str) -> Refused:
+def _refused(run_dir: Path, status: dict[str, Any], cause: str, message: str) -> Follows:
     """Record that no attempt follows; return what to raise."""
     status = {**status, **this_job(), **_failed(cause, message)}
     files.write_json(run_dir / files.STATUS, status)
-    return Refused(message)
+    return Follows("failed", message)
 
 
 def _failed(cause: str, message: str) -> dict[str, Any]:
@@ -413,29 +391,6 @@ def choose(
     return [], [host for host in hosts if host in bad]
 
 
-def failed(run_dir: Path, message: str) -> None:
-    """Record that the run failed between two attempts."""
-    _between(run_dir, {"state": "FAILED", "message": message})
-    say(message)
-
-
-def waiting(run_dir: Path, message: str) -> None:
-    """Record what the job waits for between two attempts."""
-    _between(run_dir, {"message": message})
-    say(message)
-
-
-def stopped_between(run_dir: Path, message: str) -> None:
-    """Record that the time limit came between two attempts: the job is requeued."""
-    _between(run_dir, {"state": "REQUEUED", "cause": "time_limit", "message": message})
-    say(message)
-
-
-def succeed(run_dir: Path, job: str) -> None:
-    """Record the successor, which continues the run if this job fails."""
-    _between(run_dir, {"successor": job})
-
-
 def answered(run_dir: Path, message: str, nodes: int) -> None:
     """Record that a finished run's questions are answered on so many nodes, or why they are not."""
     status = read_object(run_dir / files.STATUS)
@@ -450,11 +405,20 @@ def answered(run_dir: Path, message: str, nodes: int) -> None:
     files.write_json(run_dir / files.STATUS, {**status, "updated": time.time()})
 
 
-def _between(run_dir: Path, change: dict[str, Any]) -> None:
+def between(run_dir: Path, message: str = "", **change: str) -> None:
+    """Record what has changed between two attempts.
+
+    Args:
+        message: what the job waits for, or why it ends.
+        change: state and cause; or successor, the job that continues the run if this one fails.
+    """
     status = read_object(run_dir / files.STATUS)
     if owned(status):
-        status = {**this_job(), **status, **change, "updated": time.time()}
+        said = {"message": message} if message else {}
+        status = {**this_job(), **status, **change, **said, "updated": time.time()}
         files.write_json(run_dir / files.STATUS, status)
+    if message:
+        say(message)
 
 
 def _owner(status: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ class Succession:
         if job is None:
             return message or "sbatch did not answer"
         self.job = job
-        self._record(records.succeed, job)
+        self._record(records.between, successor=job)
         return ""
 
     def drop(self) -> None:

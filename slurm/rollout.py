@@ -20,6 +20,7 @@ from typing import Any
 
 from runspec import client, files
 from slurm.child import Child
+from slurm.faults import fault
 from slurm.job_log import say
 
 POLL_S = 1.0
@@ -277,15 +278,9 @@ class Replicas:
             f"it was ready: {last['reason']}"
         )
         nodes = {each.node for each in self.replicas}
-        fault = {
-            "rank": None,
-            "host": last["node"] if len(nodes) == 1 else None,
-            "time": time.time(),
-            "type": "RolloutError",
-            "message": message,
-            "permanent": False,
-        }
+        host = last["node"] if len(nodes) == 1 else None
         logs = (self._run_dir / files.LATEST_LOGS).resolve()
-        files.write_json(logs / "error_rollout.json", fault)
+        record = fault(message, "RolloutError", host, permanent=False)
+        files.write_json(logs / "error_rollout.json", record)
         files.write_json(self._folder / files.NO_REPLICA, {"message": message})
         say(f"{message}: the attempt cannot go on")

@@ -30,11 +30,13 @@ from runspec.processes import end_with_parent, terminate_with_parent
 from slurm import allocation, earlystop, engine, records
 from slurm.child import Child
 from slurm.history import attempts_of, read_object
-from slurm.identity import in_slurm, is_of_this_start
+from slurm.identity import in_slurm, is_of_this_start, own_job_id
 from slurm.job_log import say
 from slurm.nodes import Nodes
 from slurm.notify import notify
-from slurm.recorder import LAST_WAIT_S, Follows, NotRecorded, Recorder, seconds
+from slurm.recorder import LAST_WAIT_S, NotRecorded, Recorder, seconds
+from slurm.records import Follows
+from slurm.rendezvous import port_of
 from slurm.requeue import Succession
 from slurm.retry import pause_s
 from slurm.rollout import Replicas
@@ -108,10 +110,9 @@ class Supervisor:
                     self._child = Child.start(self._argv(self._program), os.environ, self._logs)
                 self._end(self._watch(self._child))
         except Follows as other:
+            if str(other):
+                say(str(other))
             self.next = other.what
-        except records.Refused as refusal:
-            say(str(refusal))
-            self.next = "failed"
         return self._finish()
 
     def warn(self, number: int, frame: FrameType | None) -> None:
@@ -210,40 +211,26 @@ class Supervisor:
         """
         if self._warned and in_slurm():
             message = "the time limit came between two attempts"
-            self.record(records.stopped_between, message)
+            self.record(records.between, message, state="REQUEUED", cause="time_limit")
             raise Follows("requeue")
         self._nodes.choose()
         os.environ |= self._nodes.head()
-        begun = self._record_begin()
-        if begun.busy is not None:
-            if allocation.job_exists(begun.busy):
-                say(
-                    f"job {begun.busy} still works on this run: to start it again, cancel that "
-                    f"job first: cookbook cancel {self.run_dir.name}"
-                )
-                raise Follows("failed")
-            begun = self._record_begin(begun.busy)
-        if begun.attempt is None:
-            raise Follows(begun.next)
+        hosts, rollout_hosts = self._nodes.hosts, self._nodes.rollout_hosts
+        number = self.record(records.begin, hosts, self._max_retries, rollout_hosts)
         self._stop_asked = False
-        self._enter(begun.attempt)
+        self._enter(number)
         # Before any fault can occur: a first node that is lost cannot submit a job.
         if os.environ.get("REQUEUE") == "no" and in_slurm() and not self._succession.job:
             message = self._succession.submit(self._nodes.left_out)
             if message:
                 say(f"no successor is in the queue, so the run ends with this job: {message}")
         head = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
-        hosts = ", ".join(self._nodes.hosts)
-        say(f"attempt {begun.attempt} on {hosts}; first node {head}; logs in {self._logs}")
+        say(f"attempt {number} on {', '.join(hosts)}; first node {head}; logs in {self._logs}")
         if starts:
             self._start_replicas()
-        if begun.attempt == 0:
+        if number == 0:
             # Training does not wait for it.
             threading.Thread(target=notify, args=[self.run_dir, "start"], daemon=True).start()
-
-    def _record_begin(self, ended: str | None = None) -> records.Begun:
-        hosts, rollout_hosts = self._nodes.hosts, self._nodes.rollout_hosts
-        return self.record(records.begin, hosts, ended, self._max_retries, rollout_hosts)
 
     def _enter(self, number: int) -> None:
         """Set the variables of an attempt, which the nodes need."""
@@ -253,7 +240,7 @@ class Supervisor:
             "COOKBOOK_ATTEMPT": str(number),
             "LOGS": str(self.run_dir / files.LOGS / str(number)),
             "HOSTS": ",".join(self._nodes.hosts),
-            "HEAD_PORT": str(records.port(number)),
+            "HEAD_PORT": str(port_of(own_job_id(), number)),
         }
 
     def _argv(self, program: Sequence[str]) -> list[str]:

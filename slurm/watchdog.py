@@ -14,6 +14,8 @@ from typing import Any
 
 from runspec import files
 from slurm.child import Child
+from slurm.faults import fault
+from slurm.field_types import well_typed
 from slurm.flight import waiting
 from slurm.history import used_up
 from slurm.job_log import say
@@ -50,8 +52,8 @@ class Watch:
     _changed: float = 0.0
     _asked: float | None = None
 
-    def look(self, beat: Any, asked: bool, now: float) -> dict[str, Any] | None:
-        """Return the record of a fault, None if there is none.
+    def look(self, beat: Any, asked: bool, now: float) -> tuple[str, str] | None:
+        """Return a fault's type and message, None if there is none.
 
         Args:
             beat: the content of heartbeat.json, None if it is missing or being written.
@@ -62,7 +64,7 @@ class Watch:
             self._asked = now if self._asked is None else self._asked
             if now - self._asked >= self.stop_s:
                 message = f"the ranks did not stop within {self.stop_s:.0f} s of the warning"
-                return {"type": "NotStopped", "message": message}
+                return "NotStopped", message
             return None
         if beat is not None and beat != self._beat:
             self._beat, self._changed = beat, now
@@ -87,7 +89,7 @@ class Watch:
                 ": the storage hangs, or is slow; if a save may take that long, raise "
                 f"hang_timeout_s ({self.timeout_s:.0f} s)"
             )
-        return {"type": "Hang", "message": message}
+        return "Hang", message
 
 
 @dataclass
@@ -170,31 +172,23 @@ def laggards(logs: Path) -> list[tuple[int, str, str]]:
     return [(rank, node, "is not waiting for the others") for rank, node in busy]
 
 
-def record(logs: Path, fault: dict[str, Any]) -> None:
-    """Write the fault as a record for the job script.
+def record(logs: Path, kind: str, message: str) -> None:
+    """Write a fault as a record for the job script.
 
     It names the ranks that hold up the others, and the collective in which those wait.
     """
     slow = laggards(logs)
     named = ", ".join(f"rank {rank} on {node} {symptom}" for rank, node, symptom in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
-    message = f"{fault['message']}: {named}{more}" if slow else fault["message"]
+    if slow:
+        message += f": {named}{more}"
     if wait := waiting(logs):
         message += f"; {wait}"
     # A node is named, and later left out, only if a single rank is at fault.
     rank, node, _ = slow[0] if len(slow) == 1 else (None, None, "")
     where = f"{files.LOGS}/{logs.name}/{files.STACKS.format('*')}"
-    files.write_json(
-        logs / "error_watchdog.json",
-        {
-            **fault,
-            "rank": rank,
-            "host": node,
-            "time": time.time(),
-            "message": f"{message}; stacks: {where}",
-            "permanent": False,
-        },
-    )
+    found = fault(f"{message}; stacks: {where}", kind, node, permanent=False)
+    files.write_json(logs / "error_watchdog.json", {**found, "rank": rank})
 
 
 def _stacks(logs: Path) -> list[tuple[int, str, str]]:
@@ -256,11 +250,9 @@ class Watchdog:
         self._logs = run_dir / files.LOGS / str(attempt)
         stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
         self._watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
-        log, start = (
-            run_dir / files.JOB_LOG,
-            files.peek(run_dir / files.STATUS).get("job_log_bytes"),
-        )
-        self._left_behind = LeftBehind(log, start if isinstance(start, int) else _size(log))
+        log = run_dir / files.JOB_LOG
+        start = well_typed(files.peek(run_dir / files.STATUS)).get("job_log_bytes", _size(log))
+        self._left_behind = LeftBehind(log, start)
         wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
         self._finished = Finished(run_dir / files.PROGRESS, attempt, wait_s)
         self._asked = self._nodes_asked = False
@@ -282,13 +274,13 @@ class Watchdog:
             say("srun could not end the other ranks: nodes end them")
             self._have_nodes_end_ranks()
         beat = files.peek(self._logs / files.HEARTBEAT)
-        fault = self._watch.look(beat or None, os.path.exists(stop), now)
-        if fault is not None:
+        found = self._watch.look(beat or None, os.path.exists(stop), now)
+        if found is not None:
             # The ranks are ended even if the record cannot be written.
             with suppress(OSError):
                 ask_for_stacks(self._logs)
-                record(self._logs, fault)
-            say(f"{fault['message']}: the attempt is ended")
+                record(self._logs, *found)
+            say(f"{found[1]}: the attempt is ended")
             self._end(END_S)
 
     def _end(self, wait_s: float) -> None:

@@ -45,7 +45,6 @@ FLOORS = [
     [
         "trainer.figures",
         "trainer.metrics",
-        "trainer.heartbeat",
         "trainer.progress",
         "trainer.profiling",
     ],

@@ -1,11 +1,10 @@
 """progress.json: how far a run is, for whoever watches it and decides on its next start."""
 
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec import files
+from runspec import files, progress
 from runspec.storage import patient_json
 
 
@@ -43,7 +42,7 @@ class Progress:
 
     def write(self, run_dir: Path) -> None:
         """Replace the run's progress.json."""
-        files.write_json(run_dir / files.PROGRESS, {**asdict(self), "updated": time.time()})
+        progress.write(run_dir, asdict(self))
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:

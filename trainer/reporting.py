@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from runspec import files
+from runspec.progress import Heartbeat
 from trainer import metrics
 from trainer.config import TrainConfig
 from trainer.data.batches import Data
 from trainer.figures import Figures
-from trainer.heartbeat import Heartbeat
 from trainer.layers.batch import MicroBatch
 from trainer.objectives.base import Models
 from trainer.parallel.device import described
@@ -106,7 +106,7 @@ class Reporter:
 
     def ending(self, phase: str) -> None:
         """The steps are over: stopping, exporting."""
-        self._heartbeat.leave(phase)
+        self._heartbeat.enter(phase)
         self._world.limit(None)
 
     def log(

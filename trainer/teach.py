@@ -11,9 +11,9 @@ import torch
 
 from runspec import files
 from runspec.keys.distill import TeachConfig
+from runspec.progress import Heartbeat
 from trainer import start
 from trainer.errors import ConfigError
-from trainer.heartbeat import Heartbeat
 from trainer.models.builder import Builder
 from trainer.objectives.base import Objective
 from trainer.objectives.kept_teacher import Kept, kept, sets
@@ -77,7 +77,7 @@ def run(config: TeachConfig, attempt: int, objective: type[Objective]) -> None:
             before += len(each.parts)
             for line in world.gather(world.on_main(each.described))[0]:
                 world.say(line)
-    heartbeat.leave("finished")
+    heartbeat.enter("finished")
     tell("finished", progress.total_steps)
 
 

@@ -58,7 +58,9 @@ def recipe_arguments(command: Command) -> Command:
 
     @wraps(command)
     def called(*args: Any, recipe: str | None, words: tuple[str, ...], **options: Any) -> Any:
-        named = bool(words) and "=" not in words[0] and words[0][:1] not in ("~", "+")
+        from launcher.recipes import override
+
+        named = bool(words) and not override.is_override(words[0])
         if named == (recipe is not None):
             what = "is named twice: leave one out" if named else "is missing"
             give = "Give it as the first argument or with --recipe NAME; list them with"

@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipes import extend
+from launcher.recipes import extend, override
 from launcher.recipes.recipe import NAME, NAME_RULE, Resources
 from runspec import datarecipe
 from runspec.keys.common import COMMON
@@ -94,13 +94,10 @@ def _find(name: str) -> Path:
 
 
 def _override(config: dict[str, Any], text: str) -> None:
-    key, equals, given = text.partition("=")
-    parts = key.split(".")
-    if not equals or not all(parts) or not text.isprintable():
-        raise UsageFault(
-            f"cannot read the override {text!r}: write key=value or steps.0.filter=..."
-        )
-    value = yamlfile.parse(given, f"the override {text!r}")
+    parts = override.parts_of(text)
+    if text.startswith(("~", "+")):
+        raise UsageFault(f"the override {text!r}: write key=value or steps.0.filter=...")
+    value = override.value_of(text)
     if parts[-1] in _PATHS and isinstance(value, str) and "://" not in value:
         value = str(Path.cwd() / Path(value).expanduser()) if value and "$" not in value else value
     parent: Any = config

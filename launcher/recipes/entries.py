@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import RecipeFault, UsageFault, nearest, nearest_key
 from launcher.recipes import stock
+from launcher.recipes.engines import ENGINES
+from launcher.recipes.launch import Engine, of_script, of_shell_lines
 from runspec.keys.common import COMMAND, COMMON, ENGINE, SCRIPT
 from runspec.keys.distill import TeachConfig, teach_notes
 from runspec.keys.evaluate import EVAL, task_faults
@@ -22,7 +24,6 @@ from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig, notes
 
 if TYPE_CHECKING:
-    from launcher.recipes.launch import Engine
     from launcher.recipes.recipe import Recipe
 
 
@@ -32,8 +33,9 @@ class Entry:
 
     keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
     what torchrun starts as each rank, as shell text, from the recipe and its resolved content: by
-    default the module, with train.yaml. launch_name: the row of launcher/recipes/engines.py that
-    says it and the rest of what is not the kit's trainer. program: the file that is started,
+    default the module, with train.yaml. launch: the row of launcher/recipes/engines.py that says it
+    and the rest of what is not the kit's trainer: how it is started, resumed, stopped and followed.
+    program: the file that is started,
     None for a module of the kit's trainer. on_host: it runs on the host with the kit's interpreter,
     and starts its engine in the recipe's environment (Recipe.starts_engine). own_code: it is the
     user's own program; the folder around it is copied into the run, and it gets its parameters
@@ -54,7 +56,7 @@ class Entry:
     program: Callable[[Recipe], Path | None] = lambda recipe: None
     on_host: bool = False
     own_code: bool = False
-    launch_name: str = ""
+    launch: Engine | None = None
     per_node: bool = False
     other_keys: bool = False
     checked: str = ""
@@ -67,18 +69,8 @@ class Entry:
     notes: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
 
     @property
-    def launch(self) -> Engine | None:
-        """How it is started, resumed, stopped and followed; None for the kit's own trainer."""
-        if not self.launch_name:
-            return None
-        # Most recipes start the kit's own, and the command is to start fast.
-        from launcher.recipes import engines
-
-        return engines.ENGINES[self.launch_name]
-
-    @property
     def engine(self) -> Engine | None:
-        """The same of another trainer that reads a config of its own, None for all others."""
+        """The launch of another trainer that reads a config of its own, None for all others."""
         return self.launch if self.launch and self.launch.has_config else None
 
     @property
@@ -106,17 +98,19 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
     )
 
 
-def other(name: str, keys: Keys, **known: Any) -> Entry:
-    """Return the row of what is not the kit's trainer: one of launcher/recipes/engines.py."""
-
-    def command(recipe: Recipe, config: Mapping[str, Any]) -> str:
-        from launcher.recipes import engines
-
-        launch = engines.ENGINES[name]
-        return launch.start(launch, recipe, config)
-
+def other(launch: Engine, keys: Keys, **known: Any) -> Entry:
+    """Return the row of what is not the kit's trainer, by that of launcher/recipes/engines.py."""
     known.setdefault("notes", _start_notes)
-    return Entry(keys={**COMMON, **keys}, command=command, launch_name=name, **known)
+    if launch.start is of_script:
+        known["program"] = _script
+    return Entry(
+        keys={**COMMON, **keys},
+        command=lambda recipe, config: launch.start(launch, recipe, config),
+        launch=launch,
+        own_code=launch.overrides == "parameters",
+        per_node=launch.start is of_shell_lines,
+        **known,
+    )
 
 
 def _start_notes(config: Mapping[str, Any]) -> Iterable[str]:
@@ -156,16 +150,28 @@ _ENGINE = {
     **ENGINE,
     **{name: SCRIPT[name] for name in ("code_root", "args", "redact_output", "parameters")},
 }
-# Those of launcher/recipes/engines.py that read a config of their own.
-_ENGINES = ("trl:", "automodel:", "litgpt:", "axolotl:", "llamafactory:", "torchtitan:")
-
-
 # What torchtune's own trainers share with the kit's; they check the rest by themselves.
 _TORCHTUNE = {
     name: replace(key, unused="", refused="")
     for name, key in SftConfig.keys().items()
     if key.default is not REQUIRED and "." not in name and "block" not in key.kind
     if key.kind not in ("component", "any") and not key.choices
+}
+
+_COMMAND = {"keys": {**SCRIPT, **COMMAND}, "faults": _command_faults}
+# What is known of rows of launcher/recipes/engines.py beside a config of their own.
+_KNOWN: dict[str, dict[str, Any]] = {
+    "torchtune:": {
+        "keys": _TORCHTUNE,
+        "program": lambda recipe: getattr(stock.recipes().get(recipe.target), "path", None),
+        "other_keys": True,
+        "checked": "components",
+        "can_profile": True,
+        "notes": _torchtune_notes,
+    },
+    "script:": {"keys": SCRIPT},
+    "command": _COMMAND,
+    "command:": _COMMAND,
 }
 
 # By name; a name that ends with a colon is followed by what is started: script:train.py
@@ -188,24 +194,10 @@ ENTRIES = {
         resumes=True,
         purpose="serve",
     ),
-    "torchtune:": other(
-        "torchtune:",
-        _TORCHTUNE,
-        program=lambda recipe: getattr(stock.recipes().get(recipe.target), "path", None),
-        other_keys=True,
-        checked="components",
-        can_profile=True,
-        notes=_torchtune_notes,
-    ),
-    "script:": other("script:", SCRIPT, program=_script, own_code=True),
     **{
-        name: other(
-            name, {**SCRIPT, **COMMAND}, own_code=True, per_node=True, faults=_command_faults
-        )
-        for name in ("command", "command:")
+        name: other(launch, **_KNOWN.get(name, {"keys": _ENGINE}))
+        for name, launch in ENGINES.items()
     },
-    **{name: other(name, _ENGINE) for name in _ENGINES},
-    "deepspeed:": other("deepspeed:", _ENGINE, program=_script, own_code=True),
 }
 
 

@@ -12,7 +12,8 @@ from runspec import prepared
 from runspec.keys.evaluate import TASK
 from runspec.keys.key import children
 
-_PART = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+# In the recipe of a preparation of data, a number is a place in a list.
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 
 def apply(config: dict[str, Any], overrides: Iterable[str]) -> list[str]:
@@ -31,19 +32,34 @@ def key_of(override: str) -> str:
     return override.lstrip("~+").partition("=")[0]
 
 
+def value_of(override: str) -> Any:
+    """Return the value that an override gives its key; UsageFault if it is no YAML."""
+    return yamlfile.parse(override.partition("=")[2], f"the override {override!r}")
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of the command line can only be an override."""
+    return "=" in word or word.startswith(("~", "+"))
+
+
+def parts_of(override: str) -> list[str]:
+    """Return the parts of the dotted key of an override; UsageFault if it is none."""
+    if not override.isprintable():
+        raise UsageFault(
+            f"the override {override!r} is more than one line of text: write key.path=value"
+        )
+    parts = key_of(override).split(".")
+    if override.startswith("~") == ("=" in override) or not all(map(_PART.fullmatch, parts)):
+        raise UsageFault(
+            f"cannot read the override {override!r}: write key.path=value, +key.path=value for a "
+            "new key, or ~key.path to remove one"
+        )
+    return parts
+
+
 def _apply_one(config: dict[str, Any], text: str) -> None:
     removes, adds = text.startswith("~"), text.startswith("+")
-    key, equals, value_text = text.lstrip("~+").partition("=")
-    parts = key.split(".")
-    if not text.isprintable():
-        raise UsageFault(
-            f"the override {text!r} is more than one line of text: write key.path=value"
-        )
-    if removes == bool(equals) or not all(map(_PART.fullmatch, parts)):
-        raise UsageFault(
-            f"cannot read the override {text!r}: write key.path=value, +key.path=value for a new "
-            "key, or ~key.path to remove one"
-        )
+    key, parts = key_of(text), parts_of(text)
     if key == "output_dir" and not removes:
         raise UsageFault(f"output_dir cannot be set: {all_keys()[key].unused}")
     parent = config
@@ -67,14 +83,15 @@ def _apply_one(config: dict[str, Any], text: str) -> None:
         return
     if leaf not in parent and not adds and not _is_known(config, parts):
         raise _unknown(config, key, parent, text)
-    value = yamlfile.parse(value_text, f"the override {text!r}")
+    value = value_of(text)
     if key in prepared.BLOCKS:
         value = prepared.expanded(value, parent.get(leaf) or config.get("dataset"))
     # A key of the table is checked with all others, when the whole recipe is known.
     expected = None if key in all_keys() else _changed_type(parent.get(leaf), value)
     if expected:
+        found = text.partition("=")[2]
         raise UsageFault(
-            f"{key} must be {expected}, as in the recipe ({parent[leaf]!r}); got {value_text!r}"
+            f"{key} must be {expected}, as in the recipe ({parent[leaf]!r}); got {found!r}"
         )
     replace_older(config, key)
     parent[leaf] = value

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher import yamlfile
 from launcher.errors import UsageFault
 from launcher.recipes import override
 from runspec import prepared
@@ -131,7 +130,7 @@ def _files(config: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, st
         if text is None or sources & overrides.keys():
             continue
         source = {**_block(config, "dataset"), **_block(config, key)}.get("source")
-        given = yamlfile.parse(text.partition("=")[2], f"the override {text!r}")
+        given = override.value_of(text)
         if source not in FILE_SOURCES and is_local(given):
             given_files[key] = listed(given)[0]
     return given_files
@@ -208,7 +207,7 @@ def _replace(config: dict[str, Any], key: str, name: str, overrides: Mapping[str
         form = f"{name}, made by cookbook prepare"
     else:
         text = overrides.get(f"{key}.column_map", "")
-        columns = yamlfile.parse(text.partition("=")[2], text) if text else None
+        columns = override.value_of(text) if text else None
         # Imported late: hardly any command reads data.
         from launcher.recipes import entries, own_data
 

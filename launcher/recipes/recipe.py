@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipes import entries, extend, override, own, stock, validate
+from launcher.recipes import engines, entries, extend, override, own, stock, validate
 from runspec import adapters, prepared
 from runspec.keys.common import COMMON
 from runspec.keys.key import NAME as NAME
@@ -402,8 +402,6 @@ def load(
     if named:
         config["environment"] = named
     if (engine := _engine(config)) is not None:
-        from launcher.recipes import engines
-
         engines.default_environment(config, engine)
     builder = _builder(config)
     if not config.get("entry"):
@@ -463,8 +461,6 @@ def _read_engine(config: dict[str, Any], path: Path) -> None:
     """Read the config file of another trainer into the recipe; a wrong entry is `validate`'s."""
     prefix, _, target = str(config.get("entry") or "").partition(":")
     if (engine := _engine(config)) is not None and target:
-        from launcher.recipes import engines
-
         engines.read(config, path, engine, f"{prefix}:", target)
 
 

@@ -6,7 +6,7 @@ The launcher reads them, the trainer never sees them.
 from dataclasses import replace
 
 from runspec.keys.environment import ENVIRONMENT
-from runspec.keys.key import Key
+from runspec.keys.key import Key, table
 
 _KEYS = (
     Key("description", "text", "One line for the list of recipes."),
@@ -152,7 +152,7 @@ _KEYS = (
 # Where and how a run is started may change at each resume; what it trains may not.
 COMMON = {key.name: replace(key, may_change=key.name != "entry") for key in _KEYS}
 
-_SCRIPT = (
+SCRIPT = table(
     Key(
         "code_root",
         "text",
@@ -171,9 +171,8 @@ _SCRIPT = (
         "Parameters for the script, in the YAML file $COOKBOOK_PARAMETERS.",
     ),
 )
-SCRIPT = {key.name: key for key in _SCRIPT}
 
-_COMMAND = (
+COMMAND = table(
     Key(
         "command",
         "any",
@@ -187,9 +186,8 @@ _COMMAND = (
         "file $COOKBOOK_STOP_FILE appears.",
     ),
 )
-COMMAND = {key.name: key for key in _COMMAND}
 
-_ENGINE = (
+ENGINE = table(
     Key(
         "config",
         "text",
@@ -210,4 +208,3 @@ _ENGINE = (
         "Where the run's parameters came from; the kit writes it and reads the file only once.",
     ),
 )
-ENGINE = {key.name: key for key in _ENGINE}

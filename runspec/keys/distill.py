@@ -12,7 +12,7 @@ from runspec.step import kept_bytes
 MAX_KEPT_BYTES = 300
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class DistillConfig(TrainConfig):
     """Distillation: for each token of the answers, the teacher's distribution is the target."""
 
@@ -87,7 +87,7 @@ class DistillConfig(TrainConfig):
         return self.teacher_top_k if self.teacher_log_probs == "kept" else 0
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class TeachConfig(DistillConfig):
     """`entry: teach` reads the recipe of a distillation, whose teacher it runs once."""
 

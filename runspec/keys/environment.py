@@ -1,11 +1,11 @@
 """The keys of an environment: configs/environments/NAME.yaml, or `environment:` in a recipe."""
 
-from runspec.keys.key import Key
+from runspec.keys.key import Key, table
 
 KINDS = "venv | conda | modules | pyxis | apptainer"
 CONTAINERS = ("pyxis", "apptainer")
 
-_KEYS = (
+ENVIRONMENT = table(
     Key("description", "text", "One line about the environment."),
     Key("name", "text", "Name of the record that the other keys are from."),
     Key("kind", KINDS, "What holds the packages.", "venv"),
@@ -44,4 +44,3 @@ _KEYS = (
         True,
     ),
 )
-ENVIRONMENT = {key.name: key for key in _KEYS}

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runspec.keys.key import REQUIRED, Fault, Key, faults
+from runspec.keys.key import REQUIRED, Fault, Key, faults, table
 
 METRICS = ("exact_match", "f1", "rouge1", "rouge2", "rougeL", "classification", "regex", "schema")
 
-_KEYS = (
+EVAL = table(
     Key("candidate", "text", "Folder of the model to evaluate; cookbook eval sets it.", REQUIRED),
     Key("candidate_name", "text", "Its name in the table."),
     Key("against", "text", "Folder of the model to compare with."),
@@ -42,9 +42,8 @@ _KEYS = (
     Key("confidence", "number", "Confidence level of the intervals.", 0.95),
     Key("tasks", "open block", "The tasks by name.", REQUIRED),
 )
-EVAL = {key.name: key for key in _KEYS}
 
-_TASK = (
+TASK = table(
     Key(
         "kind",
         "perplexity | generation | pair_accuracy | judge | lm_eval | batch",
@@ -80,7 +79,6 @@ _TASK = (
     Key("include_path", "text", "For lm_eval: folder of your own task YAML files."),
     Key("num_fewshot", "count", "For lm_eval: examples before each prompt."),
 )
-TASK = {key.name: key for key in _TASK}
 
 # What a figure depends on besides the model and the samples: a gate compares these.
 COMPARED = (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runspec.keys.key import REQUIRED, Key, setting
+from runspec.keys.key import REQUIRED, Key, changeable, setting
 
 # dataset._component_ of a mixture of sources that is read while it is trained.
 STREAM = "trainer.data.stream.stream_dataset"
@@ -27,7 +27,7 @@ def names_no_files(dataset: Mapping[str, Any]) -> str | None:
     return f"data_files must name the files of source {source}"
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class DataKeys:
     """Data."""
 
@@ -59,23 +59,22 @@ class DataKeys:
             ),
         ),
     )
-    dataset_val: dict[str, Any] | None = setting(
+    dataset_val: dict[str, Any] | None = changeable(
         "open block",
         "Validation dataset; keys that it does not set are those of dataset: "
         "dataset_val.split=test.",
-        may_change=True,
     )
-    data_cache_dir: str | None = setting(
-        "text", "Folder for tokenised data. Default: runs/.data_cache.", may_change=True
+    data_cache_dir: str | None = changeable(
+        "text", "Folder for tokenised data. Default: runs/.data_cache."
     )
     shuffle: bool = setting("flag", "Shuffle the samples in each epoch.", True)
     seed: int = setting("count", "Seed of the order of samples, of dropout and of new adapters.", 0)
-    num_workers: int | None = setting(
-        "count", "Processes per rank that prefetch data. Default: 2 with GPUs.", may_change=True
+    num_workers: int | None = changeable(
+        "count", "Processes per rank that prefetch data. Default: 2 with GPUs."
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class TrainingKeys:
     """Training."""
 
@@ -84,14 +83,12 @@ class TrainingKeys:
         "Samples or packed rows per micro-step and GPU (per group of tensor-parallel GPUs).",
         REQUIRED,
     )
-    batch_size_val: int | None = setting(
-        "positive", "The same for validation. Default: batch_size.", may_change=True
+    batch_size_val: int | None = changeable(
+        "positive", "The same for validation. Default: batch_size."
     )
     gradient_accumulation_steps: int = setting("positive", "Micro-steps per optimizer step.", 1)
-    epochs: int = setting("positive", "Passes over the dataset.", 1, may_change=True)
-    max_steps: int | None = setting(
-        "positive", "Maximum number of optimizer steps.", may_change=True
-    )
+    epochs: int = changeable("positive", "Passes over the dataset.", 1)
+    max_steps: int | None = changeable("positive", "Maximum number of optimizer steps.")
     first_blocks: int | None = setting(
         "positive",
         "Train only so many of the model's first blocks, for rehearsals: cookbook doctor "
@@ -127,10 +124,9 @@ class TrainingKeys:
             ),
         ),
     )
-    lr_scheduler: dict[str, Any] | None = setting(
+    lr_scheduler: dict[str, Any] | None = changeable(
         "component",
         "Learning rate schedule, stepped after each optimizer step. Default: a constant rate.",
-        may_change=True,
         inner=(
             Key(
                 "num_warmup_steps",
@@ -152,64 +148,58 @@ class TrainingKeys:
         "texts",
         "Patterns of names of parameters that are not trained: model.layers.[0-9].*.",
     )
-    clip_grad_norm: float | None = setting(
-        "number", "Maximum gradient norm. Default: no clipping.", may_change=True
+    clip_grad_norm: float | None = changeable(
+        "number", "Maximum gradient norm. Default: no clipping."
     )
-    max_non_finite_steps: int = setting(
-        "positive", "Consecutive NaN or infinite steps that end the run.", 3, may_change=True
+    max_non_finite_steps: int = changeable(
+        "positive", "Consecutive NaN or infinite steps that end the run.", 3
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionKeys:
     """Memory and precision."""
 
-    device: str = setting(
+    device: str = changeable(
         "auto | cuda | cpu",
         "auto: GPUs if there are any, else CPUs; GPUs that torch cannot use are an error.",
         "auto",
-        may_change=True,
     )
     dtype: str = setting("bf16 | fp32", "Data type of weights and computation.", "bf16")
     master_weights: str | None = setting(
         "fp32", "Keep trained weights and optimizer state in fp32."
     )
-    activation_checkpointing: int | str | None = setting(
+    activation_checkpointing: int | str | None = changeable(
         "layers",
         "What the backward pass recomputes: none; full, every layer; n, every n-th layer; op, "
         "in each layer all but matrix products and attention. Default: none.",
-        may_change=True,
         replaces=("enable_activation_checkpointing", "ac_mode"),
     )
-    enable_activation_checkpointing: bool = setting(
+    enable_activation_checkpointing: bool = changeable(
         "flag",
         "Same as activation_checkpointing=full.",
         False,
-        may_change=True,
         replaces=("activation_checkpointing",),
     )
-    ac_mode: str | None = setting(
+    ac_mode: str | None = changeable(
         "none | full | selective",
         "torchtune's form of activation_checkpointing; see ac_option.",
-        may_change=True,
         replaces=("activation_checkpointing",),
     )
-    ac_option: Any = setting("any", "With ac_mode=selective: op or n.", may_change=True)
-    enable_activation_offloading: bool = setting(
-        "flag", "Keep inputs of recomputed layers in CPU memory.", False, may_change=True
+    ac_option: Any = changeable("any", "With ac_mode=selective: op or n.")
+    enable_activation_offloading: bool = changeable(
+        "flag", "Keep inputs of recomputed layers in CPU memory.", False
     )
-    compile: bool = setting(
+    compile: bool = changeable(
         "flag",
         "torch.compile each layer, or the whole of a model of two on a CPU; the first step takes a "
         "minute longer.",
         False,
-        may_change=True,
     )
-    flash_attention: str | None = setting(
+    flash_attention: str | None = changeable(
         "FA3 | FA4",
         "FlashAttention 3 (H100; the package flash_attn_interface) or 4 (H100, B200; flash-attn-4) "
         "in the place of torch's own FlashAttention 2.",
-        may_change=True,
     )
     enable_fp8_training: bool = setting(
         "flag", "Matrix products in fp8 (H100, L40S and later).", False
@@ -219,118 +209,103 @@ class PrecisionKeys:
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class LayoutKeys:
     """Layout over GPUs."""
 
-    tensor_parallel_dim: int = setting(
-        "positive", "GPUs of a node that split each layer.", 1, may_change=True
+    tensor_parallel_dim: int = changeable("positive", "GPUs of a node that split each layer.", 1)
+    expert_parallel_dim: int = changeable(
+        "positive", "GPUs over which the experts of a layer are distributed.", 1
     )
-    expert_parallel_dim: int = setting(
-        "positive", "GPUs over which the experts of a layer are distributed.", 1, may_change=True
-    )
-    expert_imbalance: float = setting(
+    expert_imbalance: float = changeable(
         "ratio",
         "Rows of the GPU whose experts are chosen most, over the mean of the GPUs that share the "
         "experts: estimates keep memory free for so many. Training uses what comes.",
         1.5,
-        may_change=True,
     )
-    data_parallel_replicate_dim: int = setting(
+    data_parallel_replicate_dim: int = changeable(
         "dimension",
         "Data-parallel replicas (HSDP); -1: each GPU, or tensor-parallel group, has a whole model. "
         "With an adapter FSDP then gathers nothing, and only the adapter's gradients are sent.",
         1,
-        may_change=True,
     )
-    data_parallel_shard_dim: int = setting(
+    data_parallel_shard_dim: int = changeable(
         "dimension",
         "GPUs over which FSDP shards each replica; -1: all remaining GPUs.",
         -1,
-        may_change=True,
     )
-    sync_each_micro_batch: bool | None = setting(
+    sync_each_micro_batch: bool | None = changeable(
         "flag",
         "Reduce gradients after each micro-step: more traffic, less memory. Default: true with "
         "fsdp_cpu_offload.",
-        may_change=True,
     )
-    custom_sharded_layers: list[str] | None = setting(
+    custom_sharded_layers: list[str] | None = changeable(
         "texts",
         "Further layers to shard separately; embedding and output head are, unless tied.",
-        may_change=True,
     )
-    fsdp_cpu_offload: bool = setting(
-        "flag", "Keep weights, gradients and optimizer state in CPU memory.", False, may_change=True
+    fsdp_cpu_offload: bool = changeable(
+        "flag", "Keep weights, gradients and optimizer state in CPU memory.", False
     )
-    fsdp: dict[str, Any] | None = setting(
+    fsdp: dict[str, Any] | None = changeable(
         "block",
         "torchtune's older block.",
-        may_change=True,
         inner=(Key("cpu_offload", "flag", "Same as fsdp_cpu_offload.", False),),
     )
-    fsdp_reshard_after_forward: bool = setting(
-        "flag", "Gather weights again for the backward pass.", True, may_change=True
+    fsdp_reshard_after_forward: bool = changeable(
+        "flag", "Gather weights again for the backward pass.", True
     )
-    fsdp_prefetch: int | None = setting(
-        "count", "Blocks to prefetch. Default: FSDP's own choice.", may_change=True
+    fsdp_prefetch: int | None = changeable(
+        "count", "Blocks to prefetch. Default: FSDP's own choice."
     )
     fsdp_reduce_dtype: str = setting("fp32 | bf16", "Data type of the gradient reduction.", "fp32")
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointKeys:
     """Checkpoints and export."""
 
-    save_every_n_steps: int | None = setting(
-        "count", "Steps between checkpoints. Default: only at the end.", may_change=True
+    save_every_n_steps: int | None = changeable(
+        "count", "Steps between checkpoints. Default: only at the end."
     )
-    save_every_minutes: float | None = setting(
-        "number", "Minutes between checkpoints.", may_change=True
+    save_every_minutes: float | None = changeable("number", "Minutes between checkpoints.")
+    keep_last_n_checkpoints: int = changeable(
+        "positive", "Newest checkpoints to keep, beside the best.", 2
     )
-    keep_last_n_checkpoints: int = setting(
-        "positive", "Newest checkpoints to keep, beside the best.", 2, may_change=True
+    enable_async_checkpointing: bool = changeable(
+        "flag", "Continue training while a checkpoint is written.", False
     )
-    enable_async_checkpointing: bool = setting(
-        "flag", "Continue training while a checkpoint is written.", False, may_change=True
-    )
-    export_checkpoint: str | None = setting(
+    export_checkpoint: str | None = changeable(
         "best | last",
         "Checkpoint to export; best: lowest validation loss, saved when it is measured. Default: "
         "best with dataset_val.",
-        may_change=True,
     )
-    save_adapter_weights_only: bool = setting(
-        "flag", "Export the adapter, not the merged model.", False, may_change=True
+    save_adapter_weights_only: bool = changeable(
+        "flag", "Export the adapter, not the merged model.", False
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class LoggingKeys:
     """Logging and profiling."""
 
-    log_every_n_steps: int = setting(
-        "positive", "Steps between lines of metrics.", 1, may_change=True
+    log_every_n_steps: int = changeable("positive", "Steps between lines of metrics.", 1)
+    run_val_every_n_steps: int | None = changeable(
+        "positive", "Steps between validations. Default: an epoch."
     )
-    run_val_every_n_steps: int | None = setting(
-        "positive", "Steps between validations. Default: an epoch.", may_change=True
+    cudnn_deterministic_mode: int | None = changeable(
+        "count", "0 off, 1 warn, 2 fail, as torch's debug mode."
     )
-    cudnn_deterministic_mode: int | None = setting(
-        "count", "0 off, 1 warn, 2 fail, as torch's debug mode.", may_change=True
-    )
-    generate: dict[str, Any] | None = setting(
+    generate: dict[str, Any] | None = changeable(
         "block",
         "Prompts that the trained model answers.",
-        may_change=True,
         inner=(
             Key("prompts", "texts", "The prompts.", REQUIRED),
             Key("max_new_tokens", "positive", "Maximum answer length in tokens.", 128),
         ),
     )
-    profiler: dict[str, Any] | None = setting(
+    profiler: dict[str, Any] | None = changeable(
         "block",
         "torch.profiler. Option: --profile.",
-        may_change=True,
         inner=(
             Key("enabled", "flag", "Record traces for TensorBoard.", False),
             Key("cpu", "flag", "Record operations on the CPU.", True),

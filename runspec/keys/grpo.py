@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from runspec.keys.key import REQUIRED, setting
+from runspec.keys.key import REQUIRED, changeable, setting
 from runspec.keys.train import TrainConfig
 
 # Scores by a reward model on the rank's own device.
@@ -19,7 +19,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class GrpoConfig(TrainConfig):
     """Reinforcement learning: answers that score above others to the same prompt get likelier."""
 
@@ -47,10 +47,9 @@ class GrpoConfig(TrainConfig):
     sampling_temperature: float = setting(
         "number", "Temperature at which answers are sampled, and of their log-probabilities.", 1.0
     )
-    generation_batch_size: int | None = setting(
+    generation_batch_size: int | None = changeable(
         "positive",
         "Answers that a GPU generates at once; default: batch_size.",
-        may_change=True,
     )
     updates_per_rollout: int = setting("positive", "Steps that train on the same answers.", 1)
     epsilon: float = setting("rate", "How far below 1 a ratio counts; the rest is clipped.", 0.2)
@@ -58,12 +57,11 @@ class GrpoConfig(TrainConfig):
         "rate", "The same above 1; 0.28 in DAPO. Default: as epsilon."
     )
     beta: float = setting("rate", "Weight of the KL divergence from the reference.", 0.0)
-    reference: str = setting(
+    reference: str = changeable(
         "auto | none | adapter_off | model",
         "The model before training: the policy with its adapter off, or a frozen second model. "
         "auto: none if beta is 0, else as fits. With beta 0 another one is for the figure kl only.",
         "auto",
-        may_change=True,
     )
     scale_rewards: bool | None = setting(
         "flag",
@@ -98,48 +96,41 @@ class GrpoConfig(TrainConfig):
         "keep",
     )
     max_resamples: int = setting("positive", "How often such a group is sampled again.", 3)
-    rollout_timeout: float = setting(
+    rollout_timeout: float = changeable(
         "number",
         "With resources.rollout: seconds that a transfer of weights, or a batch of answers, may "
         "take, the wait for a replica that is started again included.",
         600.0,
-        may_change=True,
     )
-    rollout_engine: str = setting(
+    rollout_engine: str = changeable(
         "transformers | vllm",
         "What generates the answers. vllm: a server on each GPU of the rollout nodes, or with "
         "resources.rollout=same of the nodes that train, in turns with the ranks; in the recipe's "
         "environment (environment: vllm), and the ranks in the kit's own.",
         "transformers",
-        may_change=True,
     )
-    rollout_gpus: int = setting(
+    rollout_gpus: int = changeable(
         "positive",
         "GPUs of a node that hold one vLLM server together (tensor parallel), for a model that is "
         "too large for one.",
         1,
-        may_change=True,
     )
-    rollout_gpu_memory_utilization: float | None = setting(
+    rollout_gpu_memory_utilization: float | None = changeable(
         "share",
         "Share of a GPU's memory that vLLM takes while it generates. Default: vLLM's own; with "
         "resources.rollout=same what the trainer's state leaves (cookbook estimate).",
-        may_change=True,
     )
-    rollout_engine_args: list[str] | None = setting(
-        "texts", "Additional arguments of vLLM's server.", may_change=True
+    rollout_engine_args: list[str] | None = changeable(
+        "texts", "Additional arguments of vLLM's server."
     )
-    reward_workers: int = setting(
-        "positive", "Processes per GPU that score answers.", 2, may_change=True
-    )
-    reward_timeout: float = setting(
+    reward_workers: int = changeable("positive", "Processes per GPU that score answers.", 2)
+    reward_timeout: float = changeable(
         "number",
         "Seconds for one score of a function; an answer whose score takes longer is left out.",
         30.0,
-        may_change=True,
     )
-    logged_rollouts: int = setting(
-        "count", "Groups of each step that are written to rollouts.jsonl.", 1, may_change=True
+    logged_rollouts: int = changeable(
+        "count", "Groups of each step that are written to rollouts.jsonl.", 1
     )
 
     @classmethod

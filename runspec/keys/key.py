@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 from runspec.hints import nearest
@@ -195,6 +194,11 @@ class Key:
 Keys = Mapping[str, Key]
 
 
+def table(*keys: Key) -> dict[str, Key]:
+    """Return keys by their names."""
+    return {key.name: key for key in keys}
+
+
 class Fault(NamedTuple):
     """A fault of a recipe: the dotted name of the key, and what is wrong, without its place."""
 
@@ -224,7 +228,8 @@ def faults(values: Mapping[Any, Any], keys: Keys, block: str = "") -> Iterator[F
             yield Fault(f"{start}{name}", f"unknown key '{start}{name}'{hint}")
     for name, key in known.items():
         if key.default is REQUIRED and values.get(name) is None:
-            yield Fault(key.name, f"{key.name} is missing: it must be {key.expects}")
+            what = "" if key.kind == "any" else f": it must be {key.expects}"
+            yield Fault(key.name, f"{key.name} is missing{what}")
 
 
 def unused(values: Mapping[str, Any], keys: Keys, block: str = "") -> Iterator[Key]:
@@ -240,9 +245,10 @@ def unused(values: Mapping[str, Any], keys: Keys, block: str = "") -> Iterator[K
 def may_change(keys: Keys, name: str) -> bool:
     """Whether a run may resume with another value of a key, such as optimizer.lr.
 
-    A key is as the table says of it, or of a block around it.
+    A key is as the table says of it, or of a block around it; one that is not used may be anything.
     """
-    return any(keys[each].may_change for each in keys if f"{name}.".startswith(f"{each}."))
+    around = (key for each, key in keys.items() if f"{name}.".startswith(f"{each}."))
+    return any(key.may_change or key.unused for key in around)
 
 
 # Keys as the fields of a class --------------------------------------------------------------------
@@ -258,21 +264,20 @@ def setting(
     return field(metadata={"key": Key("", kind, help, default, **more), "inner": tuple(inner)})
 
 
+def changeable(
+    kind: str, help: str, default: Any = None, inner: Iterable[Key] = (), **more: Any
+) -> Any:
+    """As `setting`, of a key with which a run may resume with another value."""
+    return setting(kind, help, default, inner, may_change=True, **more)
+
+
 def keys_of(config: type) -> dict[str, Key]:
     """Return the keys that the fields of a config's class are, and those in its `ignored`."""
     keys = [key for each in fields(config) if "key" in each.metadata for key in _keys_of(each)]
-    keys += map(_changeable, getattr(config, "ignored", ()))
-    return {key.name: key for key in keys}
+    return table(*keys, *getattr(config, "ignored", ()))
 
 
-# Classes share the fields that they inherit, and each start of the launcher asks for all classes.
-@cache
-def _keys_of(of: Field[Any]) -> tuple[Key, ...]:
-    key = replace(of.metadata["key"], name=of.name)
-    inner = (replace(each, name=f"{of.name}.{each.name}") for each in of.metadata["inner"])
-    return tuple(map(_changeable, (key, *inner)))
-
-
-def _changeable(key: Key) -> Key:
-    """A key that is not used may be anything at resume."""
-    return replace(key, may_change=True) if key.unused and not key.may_change else key
+def _keys_of(of: Field[Any]) -> Iterator[Key]:
+    yield replace(of.metadata["key"], name=of.name)
+    for each in of.metadata["inner"]:
+        yield replace(each, name=f"{of.name}.{each.name}")

@@ -9,7 +9,7 @@ from runspec.keys.key import REQUIRED, Key, setting
 TRANSFORMERS = "transformers"
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class ModelKeys:
     """Model."""
 

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from runspec.keys.key import setting
+from runspec.keys.key import changeable, setting
 from runspec.keys.train import TrainConfig
 
 # Losses that compare with no reference model.
 REFERENCE_FREE = ("simpo", "orpo")
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class PreferenceConfig(TrainConfig):
     """The keys that both methods share."""
 
@@ -21,13 +21,12 @@ class PreferenceConfig(TrainConfig):
     beta: float = setting(
         "number", "Strength of the preference; the larger, the closer to the reference.", 0.1
     )
-    reference: str = setting(
+    reference: str = changeable(
         "auto | adapter_off | model | log_probs",
         "The model before training: the policy with its adapter off; a frozen second model; or its "
         "log-probabilities, computed once before the first step and kept beside the tokens. auto: "
         "adapter_off with a new adapter and one epoch, else log_probs.",
         "auto",
-        may_change=True,
     )
 
     @classmethod
@@ -43,7 +42,7 @@ class PreferenceConfig(TrainConfig):
         return "adapter_off" if once and without_key == "adapter_off" else "log_probs"
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class DpoConfig(PreferenceConfig):
     """Preference tuning on pairs of a chosen and a rejected answer."""
 
@@ -72,7 +71,7 @@ class DpoConfig(PreferenceConfig):
     )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class KtoConfig(PreferenceConfig):
     """Preference tuning on single answers, each labelled as desirable or not."""
 

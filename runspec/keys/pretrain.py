@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from runspec.keys.key import setting
+from runspec.keys.key import changeable, setting
 from runspec.keys.train import TrainConfig
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class PretrainConfig(TrainConfig):
     """Pre-training, continued or from scratch: cross-entropy over every token of plain text."""
 
@@ -20,11 +20,10 @@ class PretrainConfig(TrainConfig):
         "checkpointer.checkpoint_dir then needs no weights, only config.json.",
         False,
     )
-    z_loss: float = setting(
+    z_loss: float = changeable(
         "rate",
         "Weight of the squared logarithm of the softmax's sum, which keeps logits small: 1e-4.",
         0.0,
-        may_change=True,
     )
 
     @property

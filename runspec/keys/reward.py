@@ -8,7 +8,7 @@ from runspec.keys.preference import DpoConfig
 from runspec.keys.train import TrainConfig
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig(TrainConfig):
     """A reward model: a score for each answer, higher for the chosen one of a pair."""
 

@@ -1,11 +1,11 @@
 """The keys of `entry: serve`: what is served, by which engine, and what its front lets through."""
 
-from runspec.keys.key import REQUIRED, Key
+from runspec.keys.key import REQUIRED, Key, table
 
 # The package that each engine needs in its environment.
 ENGINES = {"transformers": "uvicorn", "vllm": "vllm", "sglang": "sglang"}
 
-_KEYS = (
+SERVE = table(
     Key("endpoint", "name", "Name of the endpoint; cookbook serve sets it.", REQUIRED),
     Key("endpoint_dir", "text", "Folder of the endpoint's files.", REQUIRED),
     Key("model", "text", "Folder of the model; cookbook serve sets it.", REQUIRED),
@@ -63,4 +63,3 @@ _KEYS = (
     Key("log_minutes", "number", "Maximum time between two Parquet files.", 10),
     Key("redact", "texts", "Regular expressions whose matches are removed from the log."),
 )
-SERVE = {key.name: key for key in _KEYS}

@@ -7,7 +7,7 @@ from runspec.keys.key import setting
 from runspec.keys.train import TrainConfig
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class SftConfig(TrainConfig):
     """Supervised fine-tuning: cross-entropy over the tokens of the answers."""
 

@@ -5,7 +5,7 @@ A method's own class is in a file beside this one. docs/keys.md is made of these
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ TRAINS_PROMPTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     ModelKeys,
     DataKeys,
@@ -134,16 +134,6 @@ class TrainConfig(
 
     output_dir: Path
     notes: tuple[str, ...] = ()
-
-    # In the place of one that each class would generate, which every start of the launcher pays.
-    def __init__(self, **values: Any) -> None:
-        known = {each.name for each in fields(self)}
-        given = {"notes": (), **values}
-        if given.keys() != known:
-            wrong = sorted(given.keys() ^ known)
-            raise TypeError(f"{type(self).__name__} takes a value for each field: {wrong}")
-        for name, value in given.items():
-            object.__setattr__(self, name, value)
 
     @classmethod
     def keys(cls) -> dict[str, Key]:

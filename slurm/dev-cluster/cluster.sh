@@ -110,7 +110,8 @@ wrong_usage() {
 # --- Options and places ---------------------------------------------------------------------------
 
 parse_options() {
-    name=default nodes=2 gpus=8 gpu_type=h100 switches=0 requeue_delay_s=10 accounting=0 release='' release_bin=''
+    local option
+    name=default nodes=2 gpus=8 gpu_type=h100 switches=0 requeue_delay=10 accounting=0 release='' release_bin=''
     root=${COOKBOOK_DEV_CLUSTER_ROOT:-/tmp/slurm-cookbook-$UID}
     while (($#)); do
         case $1 in
@@ -128,16 +129,12 @@ parse_options() {
         [[ $1 != --accounting ]] || set -- "$1" 1 "${@:2}"
         (($# > 1)) || wrong_usage "$1 needs a value"
         case $1 in
-        --name) name=$2 ;;
         --state) root=$2 ;;
-        --nodes) nodes=$2 ;;
-        --gpus) gpus=$2 ;;
-        --gpu-type) gpu_type=$2 ;;
-        --switches) switches=$2 ;;
-        --requeue-delay) requeue_delay_s=$2 ;;
         --set) set_option "$2" ;;
-        --accounting) accounting=$2 ;;
-        --release) release=$2 ;;
+        *)
+            option=${1#--}
+            printf -v "${option//-/_}" %s "$2"
+            ;;
         esac
         shift 2
     done
@@ -161,7 +158,7 @@ check_options() {
     check_number --nodes "$nodes" 1 64
     check_number --gpus "$gpus" 0 64
     check_number --switches "$switches" 0 "$nodes"
-    check_number --requeue-delay "$requeue_delay_s" 1 3600
+    check_number --requeue-delay "$requeue_delay" 1 3600
     [[ ! $release || -v DEBIAN_OF[$release] ]] ||
         wrong_usage "--release must be one of $(releases), got '$release'"
     [[ $gpu_type =~ ^[a-z][a-z0-9_]{0,31}$ ]] ||
@@ -194,29 +191,15 @@ require_programs() {
         fail "not installed: ${missing[*]}. On Debian and Ubuntu, as root: $hint"
 }
 
-# munged needs a socket in folders that everybody may enter and nobody else may change.
+# munged itself refuses folders that not everybody may enter, or that others may change.
 check_root() {
     ((${#state} <= MAX_STATE_LENGTH)) ||
         fail "$state is too long for unix sockets (${#state} characters, at most" \
             "$MAX_STATE_LENGTH): pass a shorter --state or --name"
-    local folder mode owner listed faults=()
     (umask 066 && mkdir -p -- "$root" 2>/dev/null) || true
     [[ -d $root ]] || fail "cannot create the state folder $root: pass another --state"
     [[ -O $root ]] ||
         fail "$root belongs to $(stat -c %U -- "$root"), not to you: pass another --state"
-    [[ -w $root && -x $root ]] || fail "cannot write in $root: pass another --state"
-    folder=$root/.
-    until [[ $folder == / ]]; do
-        folder=$(dirname -- "$folder")
-        read -r mode owner < <(stat -c '%a %u' -- "$folder")
-        ((8#$mode & 8#001)) || faults+=("$folder is closed to others (chmod o+x)")
-        ((owner == 0 || owner == UID)) || faults+=("$folder belongs to $(stat -c %U -- "$folder")")
-        ((8#$mode & 8#1000 || !(8#$mode & 8#022))) ||
-            faults+=("$folder can be changed by others (chmod go-w)")
-    done
-    ((${#faults[@]})) || return 0
-    printf -v listed '; %s' "${faults[@]}"
-    fail "munged cannot work under $root: ${listed:2}. Change that, or pass another --state"
 }
 
 take_lock() {

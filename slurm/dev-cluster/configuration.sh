@@ -5,7 +5,7 @@
 shape() {
     local key
     printf 'nodes=%s gpus=%s gpu-type=%s requeue-delay=%s' \
-        "$nodes" "$gpus" "$gpu_type" "$requeue_delay_s"
+        "$nodes" "$gpus" "$gpu_type" "$requeue_delay"
     ((!switches)) || printf ' switches=%s' "$switches"
     ((!accounting)) || printf ' accounting=1'
     [[ ! $release ]] || printf ' release=%s' "$release"
@@ -100,7 +100,7 @@ SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort=$port
 SlurmUser=$user
 SlurmdUser=$user
-AuthInfo=socket=$socket,cred_expire=$requeue_delay_s
+AuthInfo=socket=$socket,cred_expire=$requeue_delay
 StateSaveLocation=$state/controller
 SlurmdSpoolDir=$state/spool/%n
 SlurmctldPidFile=$state/slurmctld.pid

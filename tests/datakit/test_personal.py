@@ -104,7 +104,7 @@ def test_countries_of_phone_numbers_can_be_chosen(tmp_path, duck):
     source = {"path": "data.jsonl", "format": "qa"}
     config = {"sources": [source], "steps": [{"personal_data": {"regions": "DE"}}]}
     (fault,) = datarecipe.faults(config)
-    assert "steps.0.personal_data.regions must be a list of countries" in fault
+    assert "steps.0.personal_data.regions must be a list of strings" in fault
 
 
 def test_hidden_keeps_the_form_only():

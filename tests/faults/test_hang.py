@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from runspec import files
+from runspec.progress import Heartbeat
 from slurm.flight import waiting
 from slurm.watchdog import LEFT_S, LeftBehind, Watch, laggards, stop_limit_s
 from tests.conftest import SlurmCluster
 from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, ended, rank, trains
 from tests.launcher.kit import Kit, report
-from trainer.heartbeat import Heartbeat
 
 BEAT = {"phase": "training", "step": 7, "steps": 3, "median_step_s": 2.0}
 
 
 def looks(watch: Watch, beat: dict | None, *times: float, asked: bool = False) -> list[str | None]:
     found = [watch.look(beat, asked, now) for now in times]
-    return [fault and fault["type"] for fault in found]
+    return [fault and fault[0] for fault in found]
 
 
 def test_no_step_within_the_time_is_a_hang():
@@ -57,7 +57,7 @@ def test_a_save_that_takes_much_longer_than_those_before_is_a_hang():
     told = Watch(timeout_s=5, stop_s=100)
     assert told.look(saving, False, 0) is None
     fault = told.look(saving, False, 20)
-    assert fault and fault["message"] == (
+    assert fault and fault[1] == (
         "saving has not ended for 20 s after step 7 (longest before 3.00 s): the storage hangs, "
         "or is slow; if a save may take that long, raise hang_timeout_s (5 s)"
     )

@@ -50,15 +50,17 @@ def test_an_older_job_does_not_overwrite_a_newer_attempt(run_dir, monkeypatch, j
     records.begin(run_dir, ["n1"])
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    assert records.begin(run_dir, ["n2"], ended="11").attempt == 1
+    assert records.begin(run_dir, ["n2"], exists=lambda job: False) == 1
     newer, told = status(run_dir), lines(run_dir)
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     assert records.end(run_dir, 0, 1, max_retries=3) == "superseded"
     if job == "11":
-        assert records.begin(run_dir, ["n1"]).next == "superseded"
-    records.failed(run_dir, "Slurm refused")
-    records.waiting(run_dir, "waiting for the controller")
+        with pytest.raises(records.Follows) as follows:
+            records.begin(run_dir, ["n1"])
+        assert follows.value.what == "superseded"
+    records.between(run_dir, "Slurm refused", state="FAILED")
+    records.between(run_dir, "waiting for the controller")
     assert status(run_dir) == newer and lines(run_dir) == told
 
 
@@ -71,7 +73,7 @@ def test_a_broken_status_does_not_keep_a_job_from_its_end(run_dir, text):
     assert records.end(run_dir, 0, 1, max_retries=3) == "run"
     assert status(run_dir)["attempt"] == 0 and len(lines(run_dir)) == 1
     (run_dir / "status.json").write_text(text)
-    assert records.begin(run_dir, ["n1"]).attempt == 1, "a number is given once"
+    assert records.begin(run_dir, ["n1"]) == 1, "a number is given once"
 
 
 # Attempts without a word --------------------------------------------------------------------
@@ -80,9 +82,9 @@ def test_a_broken_status_does_not_keep_a_job_from_its_end(run_dir, text):
 def test_attempts_that_end_without_a_word_are_counted(run_dir, monkeypatch):
     for number in range(3):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
-        assert records.begin(run_dir, ["n1"], max_retries=2).attempt == number
+        assert records.begin(run_dir, ["n1"], max_retries=2) == number
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    with pytest.raises(records.Refused, match="3 attempts saved nothing new"):
+    with pytest.raises(records.Follows, match="3 attempts saved nothing new"):
         records.begin(run_dir, ["n1"], max_retries=2)
     assert status(run_dir)["state"] == "FAILED"
     assert "cookbook resume" in status(run_dir)["message"]

@@ -91,7 +91,7 @@ def test_a_series_counts_its_attempts_together_and_a_resumed_run_anew(tmp_path, 
     for number, job in enumerate(["11", "12", "13"]):
         monkeypatch.setenv("SLURM_JOB_ID", job)
         records.begin(tmp_path, ["n1"])
-        records.succeed(tmp_path, str(int(job) + 1))
+        records.between(tmp_path, successor=str(int(job) + 1))
         follows = records.end(tmp_path, number, 1, max_retries=2)
         assert follows == ("failed" if number == 2 else "run")
     assert [line["series"] for line in attempts(tmp_path)] == ["11"] * 3

@@ -214,7 +214,7 @@ def test_a_ranks_fault_has_its_cause(run_dir, error, cause):
 
 
 def test_a_full_disk_ends_a_replica_with_its_cause(run_dir):
-    records.begin(run_dir, ["n1"], "127.0.0.1")
+    records.begin(run_dir, ["n1"])
     error = OSError(errno.ENOSPC, "No space left on device", "requests/journal.jsonl")
     logs = run_dir / "logs" / "0"
     write_json(logs / "error_rank_0.json", replica.failure(0, error))
@@ -351,7 +351,7 @@ def test_retries_end_when_nothing_is_gained_and_go_on_while_something_is(run_dir
     for number, (gain, expected) in enumerate(
         [(10, "run"), (None, "run"), (20, "run"), (None, "run"), (None, "failed")]
     ):
-        assert records.begin(run_dir, ["n1"]).attempt == number
+        assert records.begin(run_dir, ["n1"]) == number
         if gain:
             checkpoint(run_dir, gain)
         assert records.end(run_dir, number, 1, max_retries=1, job_state=None) == expected
@@ -389,9 +389,10 @@ def test_an_attempt_that_could_not_record_its_end_gets_a_line(run_dir, monkeypat
     records.begin(run_dir, ["n1"])
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     # The job script has to ask whether that job still runs; it does not.
-    assert records.begin(run_dir, ["n2"]).busy == "11"
+    with pytest.raises(records.Follows, match="job 11 still works on this run"):
+        records.begin(run_dir, ["n2"], exists=lambda job: job == "11")
     assert read_json_lines(run_dir / "attempts.jsonl") == []
-    assert records.begin(run_dir, ["n2"], ended="11").attempt == 1
+    assert records.begin(run_dir, ["n2"], exists=lambda job: False) == 1
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert line["attempt"] == 0 and line["cause"] == "lost" and line["nodes"] == ["n1"]
 
@@ -399,8 +400,8 @@ def test_an_attempt_that_could_not_record_its_end_gets_a_line(run_dir, monkeypat
 def test_a_process_of_this_host_that_runs_keeps_its_run(run_dir, monkeypatch):
     records.begin(run_dir, ["n1"])  # as process 1
     monkeypatch.setenv("JOB_PID", str(os.getpid()))
-    with pytest.raises(records.Refused, match="job local-1 still works on this run"):
-        records.begin(run_dir, ["n1"], ended=None)
+    with pytest.raises(records.Follows, match="job local-1 still works on this run"):
+        records.begin(run_dir, ["n1"])
 
 
 def test_a_fault_of_the_job_script_itself_is_permanent(run_dir):
@@ -426,7 +427,9 @@ def test_a_finished_run_is_not_trained_again(run_dir):
     (run_dir / "progress.json").write_text('{"state": "finished", "attempt": 0}')
     cancelled = {"state": "CANCELLED", "job_id": "local-1", "attempt": 0, "answering": {}}
     (run_dir / "status.json").write_text(json.dumps(cancelled))
-    assert records.begin(run_dir, ["n1"]).next == "finished"
+    with pytest.raises(records.Follows) as follows:
+        records.begin(run_dir, ["n1"])
+    assert follows.value.what == "finished"
     told = json.loads((run_dir / "status.json").read_text())
     assert (told["job_id"], told["state"]) == (own_job_id(), "COMPLETED")
     assert "answering" not in told

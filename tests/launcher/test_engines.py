@@ -383,6 +383,6 @@ def test_a_damaged_engine_json_ends_the_run_with_its_name(tmp_path, monkeypatch)
     monkeypatch.setenv("SLURM_JOB_ID", "11")
     (tmp_path / "logs").mkdir()
     (tmp_path / files.ENGINE).write_text("{")
-    with pytest.raises(records.Refused, match=r"engine.json does not hold JSON"):
+    with pytest.raises(records.Follows, match=r"engine.json does not hold JSON"):
         records.begin(tmp_path, ["n1"])
     assert files.read_object(tmp_path / files.STATUS)["state"] == "FAILED"

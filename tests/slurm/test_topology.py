@@ -20,6 +20,10 @@ SwitchName=top Level=2 LinkSpeed=1 Nodes=n[1-8] Switches=left,right
 BLOCKS = """BlockName=s1 BlockIndex=0 Nodes=n1,n3 BlockSize=1
 BlockName=s2 BlockIndex=1 Nodes=n[2,4] BlockSize=1
 """
+# Two lists of numbers in a name.
+RACKS = """SwitchName=s1 Level=0 LinkSpeed=1 Nodes=r[1-2]n1
+SwitchName=s2 Level=0 LinkSpeed=1 Nodes=r[1-2]n[2-3]
+"""
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,7 @@ BlockName=s2 BlockIndex=1 Nodes=n[2,4] BlockSize=1
     [
         ("n1 n2 n3 n4", TREE, ["n1 n3", "n2 n4"]),
         ("n1 n2 n3 n4", BLOCKS, ["n1 n3", "n2 n4"]),
+        ("r1n1 r1n2 r2n1 r2n2", RACKS, ["r1n1 r2n1", "r1n2 r2n2"]),
         # The first node stays first.
         ("n2 n3 n4", TREE, ["n2 n4", "n3"]),
         ("n1 n2 n3 n4 n5 n6 n7 n8", DEEP, ["n1 n5", "n3 n7", "n2 n6", "n4 n8"]),

@@ -1,4 +1,7 @@
-"""The sign of life that rank 0 gives, so that the job script notices a run that hangs."""
+"""How far a program has come: a run's progress.json, and the sign of life of its steps.
+
+Standard library only: engines/hf_trainer.py uses it in the environment of another trainer.
+"""
 
 import json
 import time
@@ -6,13 +9,26 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import numpy as np
+from statistics import median
+from typing import Any
 
 from runspec import files
 
 # A step of milliseconds need not reach the filesystem each time.
 _WRITE_EVERY_S = 2.0
+# Whose duration is not measured: it is no phase that ends and comes again.
+_OF_STEPS = ("starting", "training")
+
+
+def write(run_dir: Path, facts: dict[str, Any]) -> None:
+    """Replace the run's progress.json.
+
+    Args:
+        facts: state (running, stopped or finished), attempt, step, total_steps, and whatever else
+            is known. `saved` counts the work that no later attempt repeats, where the program keeps
+            no checkpoints.
+    """
+    files.write_json(run_dir / files.PROGRESS, {**facts, "updated": time.time()})
 
 
 class Heartbeat:
@@ -21,11 +37,11 @@ class Heartbeat:
     slurm/watchdog.py reads it. Rank 0 meets all ranks at each step, so it stops when one does.
 
     Args:
-        folder: the attempt's log folder; nothing is written if there is none.
+        logs: the attempt's log folder; nothing is written if there is none.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._path = folder / files.HEARTBEAT if folder is not None and folder.is_dir() else None
+    def __init__(self, logs: Path | None) -> None:
+        self._path = logs / files.HEARTBEAT if logs is not None and logs.is_dir() else None
         self._times: deque[float] = deque(maxlen=101)
         self._longest: dict[str, float] = {}
         self._phase, self._step, self._steps = "starting", 0, 0
@@ -44,26 +60,31 @@ class Heartbeat:
         if changed or now - self._written >= _WRITE_EVERY_S:
             self._write()
 
+    def enter(self, phase: str) -> None:
+        """What follows is no step: saving, exporting. The time of the phase before it is known."""
+        now = time.monotonic()
+        if self._phase not in _OF_STEPS:
+            self._longest[self._phase] = max(now - self._began, self._longest.get(self._phase, 0.0))
+        self._phase, self._began = phase, now
+        self._write()
+
+    def leave(self) -> None:
+        """The next step begins; a phase other than training has ended."""
+        if self._phase not in _OF_STEPS:
+            self.enter("training")
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What happens inside is no step, and is measured for the next time."""
-        before, self._phase = self._phase, name
-        began = time.monotonic()
-        self._write()
+        before = self._phase
+        self.enter(name)
         yield
-        self._phase, self._began = before, time.monotonic()
-        self._longest[name] = max(self._began - began, self._longest.get(name, 0.0))
-        self._write()
-
-    def leave(self, name: str) -> None:
-        """No step follows any more."""
-        self._phase = name
-        self._write()
+        self.enter(before)
 
     @property
     def usual_s(self) -> float | None:
         """The median time of a step, None before two are done."""
-        return float(np.median(self._times)) if self._times else None
+        return median(self._times) if self._times else None
 
     def _write(self) -> None:
         if self._path is None:
