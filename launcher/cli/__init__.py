@@ -33,7 +33,7 @@ _COMMANDS = {
         "prepare",
         "Make a training set from raw data: filtered, without duplicates, split.",
     ),
-    "data": ("prepare", "Show prepared training sets, and compare them."),
+    "data": ("prepare", "Show prepared training sets."),
     "submit": ("submit", "Render a recipe's job script, check it and submit it."),
     "status": ("status", "Show the state of runs."),
     "watch": ("status", "Follow runs to their end."),

@@ -56,7 +56,7 @@ def logs(
 ) -> None:
     """Show the logs of RUN: by default the first node's, in the newest attempt.
 
-    Several logs are merged by time, and each line shows its origin. The first node is 0.
+    Of several logs one comes after another, and each line shows its origin. The first node is 0.
     """
     chosen, count, pattern = find(runs_root(cluster), run), _tail(tail), _pattern(grep)
     if first_error:
@@ -78,7 +78,7 @@ def logs(
         size = sum(source.size() for source in sources) / 2**20
         note(f"the last {count:,} lines of {size:,.0f} MiB; for the rest use --tail all or --grep")
     try:
-        for line in log_files.show(chosen, sources, count, pattern):
+        for line in log_files.show(sources, count, pattern):
             _print(line)
     except KeyboardInterrupt:
         note("")

@@ -1,14 +1,13 @@
-"""Finding, showing and following a run's log files: ranks, nodes, several merged by time."""
+"""Finding, showing and following a run's log files: ranks, nodes, one or several."""
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launcher.errors import UsageFault
-from launcher.observe.lines import Growing, Source, last, matching, merged, read, tail_start
+from launcher.observe.lines import Growing, Source, last, matching, read, tail_start
 from launcher.runs.directory import Run
 from launcher.runs.states import own_state, state_of
 from runspec import files
@@ -130,48 +129,23 @@ def attempts(run: Run) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name))
 
 
-def show(
-    run: Run, sources: list[Source], tail: int | None, pattern: re.Pattern[str] | None
-) -> Iterator[str]:
-    """Yield the lines of logs, several merged by time and marked with their origin.
+def show(sources: list[Source], tail: int | None, pattern: re.Pattern[str] | None) -> Iterator[str]:
+    """Yield the lines of logs, one log after another; of several each line has its origin.
 
     Args:
-        tail: only the last lines; None for all.
+        tail: only the last lines of each; None for all.
         pattern: only lines in which it is found.
     """
-    # With a pattern the last lines are the last ones that match.
-    count = tail if pattern is None else None
-    spans = [(each, _start(each, count), None) for each in sources]
-    if len(spans) == 1:
-        ((source, start, _),) = spans
-        yield from last(matching(read(source.path, start), pattern), tail)
-    else:
-        yield from last(_marked(run, spans, pattern), tail)
+    width = max(len(source.origin) for source in sources)
+    for source in sources:
+        mark = f"{source.origin:<{width}} | " if len(sources) > 1 else ""
+        # With a pattern the last lines are the last ones that match.
+        lines = read(source.path, _start(source, tail if pattern is None else None))
+        yield from (f"{mark}{line}" for line in last(matching(lines, pattern), tail))
 
 
 def _start(source: Source, count: int | None) -> int:
     return 0 if count is None else tail_start(source.path, count)
-
-
-def _marked(
-    run: Run, spans: Sequence[tuple[Source, int, int | None]], pattern: re.Pattern[str] | None
-) -> Iterator[str]:
-    """Yield the lines of several logs by time, each with its origin."""
-    width = max(len(source.origin) for source, _, _ in spans)
-    began = _began(run, [source for source, _, _ in spans])
-    for origin, line in merged(spans, began, run.path / files.METRICS):
-        if pattern is None or pattern.search(line):
-            yield f"{origin:<{width}} | {line}"
-
-
-def _began(run: Run, sources: list[Source]) -> float:
-    """Return when the attempt of these logs started."""
-    attempt = next((each.path.parent.name for each in sources if each.origin != "job"), "0")
-    for record in (*run.attempts, run.status):
-        value: Any = record.get("started")
-        if str(record.get("attempt")) == attempt and isinstance(value, int | float):
-            return float(value)
-    return 0.0
 
 
 def is_long(sources: list[Source]) -> bool:
@@ -203,11 +177,6 @@ def follow(
             if tail is None and is_long(fresh):
                 tail = TAIL_LINES
             starts = [_start(source, tail) for source in fresh]
-            if len(fresh) > 1:
-                ends = [tail_start(source.path, 0) for source in fresh]
-                spans = [*zip(fresh, starts, ends, strict=True)]
-                yield from last(_marked(run, spans, pattern), tail)
-                starts = ends
             first = False
         for source, start in zip(fresh, starts, strict=True):
             current[source.path] = Growing(source.path, start)

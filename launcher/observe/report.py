@@ -42,12 +42,8 @@ def write(
     runs: Sequence[Run],
     target: Path,
     price: float | None = None,
-    served: Sequence[tuple[str, list[str]]] = (),
 ) -> list[str]:
     """Write a report of runs, the whole file or nothing; return what was passed over.
-
-    Args:
-        served: endpoints by name, each with the lines of what its log says.
 
     Raises:
         RunFault: the file cannot be written.
@@ -80,7 +76,6 @@ def write(
         profiles=profiles,
         evaluations=[row for run in ordered for row in _evaluations(run)],
         answers=[(run.name, lines) for run in ordered if (lines := [*rollouts.samples(run)])],
-        served=[(name, lines) for name, lines in served],
         provenance=[(run.name, _provenance(run)) for run in ordered],
     )
     try:

@@ -1,14 +1,11 @@
 """What the log of a served model says, asked of the environment that can read it."""
 
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from launcher import paths, venv
+from launcher import venv
 from launcher.errors import CookbookError
-from launcher.runs.directory import Run
 from launcher.site import Site
-from launcher.workflows import endpoint as endpoints
 from launcher.workflows import models
 from launcher.workflows.endpoint import Endpoint
 
@@ -34,26 +31,3 @@ def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:
     listed = model.run.provenance.get("data") if model and model.run else None
     names = [str(each.get("file")) for each in listed or [] if isinstance(each, dict)]
     return [name for name in names if name.endswith((".jsonl", ".json")) and Path(name).is_file()]
-
-
-def of_runs(site: Site, runs: Sequence[Run], say: Say) -> list[tuple[str, list[str]]]:
-    """Return the figures, as lines, of the endpoints that runs serve, or whose model they made."""
-    chosen, texts = [run.path.resolve() for run in runs], []
-    for endpoint in endpoints.every(site):
-        model = Path(str(endpoint.settings.get("model") or "/")).resolve()
-        serving = {name for served in endpoint.served for name in served.runs}
-        if not any(path in model.parents or path.name in serving for path in chosen):
-            continue
-        done = subprocess.run(
-            command(site, endpoint, None, say),
-            cwd=paths.REPO_ROOT,
-            env=venv.environment(),
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode == 0:
-            texts.append((endpoint.name, done.stdout.splitlines()))
-        else:
-            message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            say(f"skipped: endpoint {endpoint.name}: {message.removeprefix('error: ')}")
-    return texts

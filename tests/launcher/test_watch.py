@@ -189,20 +189,6 @@ def test_step_lines_fit_the_terminal(width, kept, gone):
     assert all(text in line for text in kept) and not any(text in line for text in gone)
 
 
-def test_a_line_for_each_step_does_not_flood_a_terminal():
-    said: list[str] = []
-    clock = iter(0.1 * k for k in range(1000))
-    say = steps.Paced(said.append, lambda: 200, lambda: next(clock))
-    for step in range(1, 41):
-        say(step_line(step, "val loss   2.5000  " if step == 30 else ""))
-    say("checkpoint saved")
-    say("one | " + step_line(41))
-    shown = [int(line.split("/")[0].rpartition(" ")[2]) for line in said if "loss" in line]
-    assert shown == [1, 21, 30, 40, 41]
-    assert said[1] == "(of the steps' lines one in 2 s is shown; the log has all)"
-    assert said[-2:] == ["checkpoint saved", "one | " + step_line(41)]
-
-
 def test_the_live_view_shows_the_newest_of_many_step_lines(tmp_path):
     run = made(tmp_path, NAMES[0])
     with (run.logs / "1/rank_0.log").open("a") as log:
