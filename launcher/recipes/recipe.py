@@ -313,15 +313,13 @@ def time_limit_s(text: str) -> int:
 
 def names() -> list[str]:
     """Return the names of the recipes that the kit ships, sorted."""
-    return sorted(path.stem for path in paths.RECIPES.glob("*.yaml"))
+    return yamlfile.names(paths.RECIPES)
 
 
 def find(name: str) -> Path:
     """Return the file of a recipe, given its name, torchtune's of a config, or a file's path."""
-    is_path = name.endswith((".yaml", ".yml"))
-    path = Path(name).expanduser().absolute() if is_path else paths.RECIPES / f"{name}.yaml"
-    is_named = NAME.match(path.stem if is_path else name)
-    if not is_path and not (is_named and path.is_file()):
+    is_kits = NAME.match(name) and (paths.RECIPES / f"{name}.yaml").is_file()
+    if not is_kits and not name.endswith((".yaml", ".yml")):
         of_torchtune = stock.configs()
         if name in of_torchtune:
             return of_torchtune[name]
@@ -331,19 +329,7 @@ def find(name: str) -> Path:
             raise RecipeFault(other)
         if hint := nearest(name, of_torchtune) if "/" in name else "":
             raise RecipeFault(f"torchtune has no config {name!r}{hint}: list them with: tune ls")
-    if is_path and not path.is_file():
-        fault = f"there is no recipe file {name}: list the kit's own with: cookbook recipes"
-    elif is_path and not is_named:
-        fault = f"the recipe file name {path.name!r} may contain only {NAME_RULE}: rename it"
-    elif not is_named:
-        fault = f"the recipe name {name!r} may contain only {NAME_RULE}; give a torchtune config "
-        fault += "by its name (tune ls), and your own file as a path that ends in .yaml"
-    elif not path.is_file():
-        hint = nearest(name, names())
-        fault = f"there is no recipe {name!r}{hint}: list them with: cookbook recipes"
-    else:
-        return path
-    raise RecipeFault(fault)
+    return yamlfile.find("recipe", name, paths.RECIPES, "list them with: cookbook recipes")
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
-from launcher.errors import CookbookError, RecipeFault, UsageFault, nearest
+from launcher.errors import CookbookError, UsageFault
 from launcher.recipes import extend, override
 from launcher.recipes import recipe as recipe_file
 from launcher.recipes.recipe import Recipe
@@ -26,30 +26,6 @@ class Evaluation:
     candidate: Model
     against: Model | None
     notes: tuple[str, ...] = ()
-
-
-def suites() -> list[str]:
-    """Return the names of the suites that the kit ships."""
-    return sorted(path.stem for path in paths.EVALS.glob("*.yaml"))
-
-
-def suite_file(name: str) -> Path:
-    """Return the file of a suite, given its name or the path of a YAML file."""
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser().absolute()
-        if not path.is_file():
-            raise RecipeFault(
-                f"there is no suite file {name}: give the name or the path of a suite"
-            )
-        return path
-    path = paths.EVALS / f"{name}.yaml"
-    if "/" in name or not path.is_file():
-        known = suites()
-        raise RecipeFault(
-            f"there is no suite {name!r}{nearest(name, known)}: give one of {', '.join(known)}, "
-            "or the path of a YAML file"
-        )
-    return path
 
 
 def plan(
@@ -90,7 +66,7 @@ def plan(
     recipe: Recipe | None = None
     notes: tuple[str, ...] = ()
     try:
-        file = suite_file(suite or suite_data.suite_of(run))
+        file = yamlfile.find("suite", suite or suite_data.suite_of(run), paths.EVALS)
         if candidate is not None:
             recipe, notes = _suite(site, file, candidate, overrides, resources, data)
     except CookbookError as error:

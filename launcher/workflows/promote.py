@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from launcher import paths
+from launcher import paths, yamlfile
 from launcher.errors import GateFault, UsageFault
 from launcher.observe.outcome import outcome
 from launcher.runs.states import state_of
@@ -161,7 +161,7 @@ def _rules(
         return None
     if given is None:
         if own is None:
-            return gates.load(gates.find(paths.GATES, "default"))
+            return gates.load(yamlfile.find("gates file", "default", paths.GATES))
         say(f"gates of {name}: {own[0]}")
         return gates.of_text(own[1], own[0])
     if own is None or own[1] != given.text:

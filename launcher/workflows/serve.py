@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from launcher import executors, paths, venv
+from launcher import executors, paths, venv, yamlfile
 from launcher import site as sites
-from launcher.errors import CookbookError, EndpointFault, RecipeFault, UsageFault, nearest
+from launcher.errors import CookbookError, EndpointFault, UsageFault
 from launcher.recipes import recipe as recipe_file
 from launcher.recipes.recipe import NAME, NAME_RULE, Recipe
 from launcher.runs import directory
@@ -39,19 +39,6 @@ _SEEN_S = 3.0
 # A gateway that says nothing for so long hangs.
 _SILENT_S = 10.0
 _ENDS_S = 30.0
-
-
-def config_file(name: str) -> Path:
-    """Return the file of a serving configuration, by its name or path."""
-    is_path = name.endswith((".yaml", ".yml"))
-    path = Path(name).expanduser().absolute() if is_path else paths.SERVE / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(each.stem for each in paths.SERVE.glob("*.yaml"))
-        raise RecipeFault(
-            f"there is no serving configuration {name!r}{nearest(name, known)}: one of "
-            f"{', '.join(known)}, or the path of a YAML file"
-        )
-    return path
 
 
 def name_of(model: models.Model, wanted: str | None) -> str:
@@ -101,7 +88,7 @@ def launch(
     Each replica is a job: the loss of a node ends one of them, and Slurm starts that one again.
     """
     model = models.resolve(site, asked.model)
-    file = config_file(asked.config)
+    file = yamlfile.find("serving configuration", asked.config, paths.SERVE)
     given = {
         "endpoint": endpoint.name,
         "endpoint_dir": endpoint.folder,
