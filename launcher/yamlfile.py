@@ -82,21 +82,6 @@ def line_of(path: Path, key: str) -> int | None:
     return line
 
 
-def lines_of_items(path: Path, key: str) -> list[int]:
-    """Return the line of each item of a list at the top of a YAML file, [] if it has none."""
-    if not path.is_file():
-        return []
-    node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    lists = [value for name, value in pairs if name.value == key]
-    return [
-        item.start_mark.line + 1
-        for each in lists
-        if isinstance(each, yaml.SequenceNode)
-        for item in each.value
-    ]
-
-
 class _Dumper(yaml.SafeDumper):
     """Block style, keys in the order they were written, lists indented under their key."""
 

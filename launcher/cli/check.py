@@ -21,7 +21,7 @@ from launcher.cli.common import note
 from launcher.cli.number import FloatRange, IntRange
 from launcher.cli.samples import lines as sample_lines
 from launcher.recipes import recipe as recipe_file
-from launcher.workflows import registered, rehearse
+from launcher.workflows import rehearse
 from launcher.workflows.submit import context, plan
 
 
@@ -57,13 +57,10 @@ def check(
     The exit status is 1 if a check fails. submit runs the same checks first.
     """
     site = sites.load(cluster)
-    executor = executors.choose(local)
     recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
-    recipe = sites.complete(recipe, site, executor)
-    recipe = registered.in_recipe(recipe, site)
     for line in recipe.notes:
         note(f"note: {line}")
-    checked = context(plan(recipe, site), executor, on_nodes)
+    checked = context(plan(recipe, site, executors.choose(local)), on_nodes)
     # First, as the same start of the trainer answers for the components.
     sample_findings, shown = read_samples(checked, samples) if samples else ([], [])
     more = {"samples": shown} if samples else {}

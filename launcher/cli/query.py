@@ -18,7 +18,7 @@ from launcher.errors import UsageFault
 from launcher.runs.directory import Run
 from launcher.workflows import endpoint as endpoints
 from launcher.workflows import evaluate
-from launcher.workflows import submit as submission
+from launcher.workflows.submit import plan, submit
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -109,11 +109,9 @@ def _offline(
     as_json: bool,
 ) -> None:
     recipe = evaluate.batch(site, model, source, target, settings, resources)
-    executor = executors.choose(local)
-    planned = submission.plan(sites.complete(recipe, site, executor), site)
-    checked = submission.context(planned, executor)
+    planned = plan(recipe, site, executors.choose(local))
     with interruption_told(Run(planned.path)):
-        run = submission.submit(planned, checked, note)
+        run = submit(planned, note)
     common.tell_submitted(run, as_json, output=str(target))
     if not as_json:
         click.echo(f"  answers    {target}, when the job has ended")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import click
 
 from launcher import site as sites
+from launcher.checks import preflight
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, note, on_nodes_option, resource_options, runs_root
 from launcher.cli.status import watch_to_the_end
@@ -17,6 +18,7 @@ from launcher.runs.sweeps import runs_of
 from launcher.workflows.cancel import cancel as cancel_run
 from launcher.workflows.resume import Changes
 from launcher.workflows.resume import resume as resume_run
+from launcher.workflows.submit import PlannedRun, context, submit
 from launcher.workflows.sweep import cancel_all
 
 
@@ -40,6 +42,27 @@ def interruption_told(run: Run) -> Iterator[None]:
         else:
             note("\ninterrupted: no job was queued")
         sys.exit(130)
+
+
+def launched(
+    planned: PlannedRun,
+    verb: str,
+    dry_run: bool,
+    on_nodes: tuple[str, ...] = (),
+    no_check: bool = False,
+) -> Run | None:
+    """Submit a planned run; for a dry run print its job script and return None.
+
+    Args:
+        verb: the command, for its warnings.
+    """
+    if not dry_run:
+        with interruption_told(Run(planned.path)):
+            return submit(planned, note, on_nodes, no_check)
+    click.echo(planned.script, nl=False)
+    for fault in preflight.faults(context(planned, on_nodes), no_check, quick=True):
+        note(f"warning: {verb} would refuse this: {fault}")
+    return None
 
 
 @click.command()

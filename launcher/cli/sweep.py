@@ -79,7 +79,7 @@ def sweep(
         _resume(site, name, parallel, executor, as_json)
         return
     definition = sweeps_of_the_kit.load(name)
-    planned = workflow.plan_sweep(definition, site, overrides, given, parallel, executor)
+    planned = workflow.plan_sweep(definition, site, executor, overrides, given, parallel)
     predicted = _predicted(planned) if fitting or dry_run else None
     if fitting and predicted is not None:
         left_out = [each for each in predicted.cells if not each.fits]
@@ -95,10 +95,10 @@ def sweep(
         click.echo("\n".join(predicted.lines()))
         for script in planned.scripts.values() if executor.arrays else ():
             click.echo(f"\n{script}", nl=False)
-        for fault in workflow.faults(planned, executor, on_nodes, no_check):
+        for fault in workflow.faults(planned, on_nodes, no_check):
             note(f"warning: sweep would refuse this: {fault}")
         return
-    made = workflow.submit_sweep(planned, executor, note, on_nodes, no_check)
+    made = workflow.submit_sweep(planned, note, on_nodes, no_check)
     if executor.arrays:
         _tell(made, as_json)
         return

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher.observe.text import plain
+from launcher.observe.text import is_number, plain
 from launcher.runs.directory import Run
 from runspec import files
 
@@ -89,12 +89,8 @@ def _value(figures: Any) -> str:
     if figures.get("low") is not None:
         text += f" [{figures['low']:.4g}, {figures['high']:.4g}]"
     elif figures.get("stderr"):
-        text += f" +- {float(figures['stderr']):.2g}" if _is_number(figures["stderr"]) else ""
+        text += f" +- {float(figures['stderr']):.2g}" if is_number(figures["stderr"]) else ""
     return text
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
 
 
 def _compared(figures: Mapping[str, Any]) -> list[str]:

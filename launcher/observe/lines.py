@@ -1,9 +1,7 @@
 """Lines of files of any size: their end, and what is new in them; never a whole file."""
 
 import os
-import re
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,13 +96,3 @@ class Growing:
             return []
         text = data[:end].decode("utf-8", errors="replace").removesuffix("\n")
         return [line.rstrip("\r") for line in text.split("\n")]
-
-
-def matching(lines: Iterable[str], pattern: re.Pattern[str] | None) -> Iterator[str]:
-    """Yield the lines in which a pattern is found; all without one."""
-    return (line for line in lines if pattern is None or pattern.search(line))
-
-
-def last(lines: Iterable[str], count: int | None) -> Iterator[str]:
-    """Yield the last lines of a stream; all if count is None."""
-    return iter(lines) if count is None else iter(deque(lines, count))

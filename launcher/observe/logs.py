@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import UsageFault
-from launcher.observe.lines import Growing, Source, last, matching, read, tail_start
+from launcher.observe.lines import Growing, Source, read, tail_start
 from launcher.runs.directory import Run
 from launcher.runs.states import own_state, state_of
 from runspec import files
@@ -129,19 +129,15 @@ def attempts(run: Run) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name))
 
 
-def show(sources: list[Source], tail: int | None, pattern: re.Pattern[str] | None) -> Iterator[str]:
+def show(sources: list[Source], tail: int | None) -> Iterator[str]:
     """Yield the lines of logs, one log after another; of several each line has its origin.
 
-    Args:
-        tail: only the last lines of each; None for all.
-        pattern: only lines in which it is found.
+    tail: only the last lines of each; None for all.
     """
     width = max(len(source.origin) for source in sources)
     for source in sources:
         mark = f"{source.origin:<{width}} | " if len(sources) > 1 else ""
-        # With a pattern the last lines are the last ones that match.
-        lines = read(source.path, _start(source, tail if pattern is None else None))
-        yield from (f"{mark}{line}" for line in last(matching(lines, pattern), tail))
+        yield from (f"{mark}{line}" for line in read(source.path, _start(source, tail)))
 
 
 def _start(source: Source, count: int | None) -> int:
@@ -153,9 +149,7 @@ def is_long(sources: list[Source]) -> bool:
     return sum(source.size() for source in sources) > WHOLE_BYTES
 
 
-def follow(
-    run: Run, wanted: Wanted, tail: int | None = None, pattern: re.Pattern[str] | None = None
-) -> Iterator[str]:
+def follow(run: Run, wanted: Wanted, tail: int | None = None) -> Iterator[str]:
     """Yield the lines of logs as they come, through retries and requeues, until the run has ended.
 
     Of what is there at the beginning, the last lines come: `tail`, or all if that is not much.
@@ -168,7 +162,7 @@ def follow(
         sources = _choose_if_there(run, wanted)
         if sources and sources[-1].path.parent != folder:
             # First the last words of the attempt before.
-            yield from _new_lines(current, origins, pattern, ended=True)
+            yield from _new_lines(current, origins, ended=True)
             current, folder = {}, sources[-1].path.parent
             yield f"==> {sources[0].path if len(sources) == 1 else folder} <=="
         fresh = [source for source in sources if source.path not in current]
@@ -182,7 +176,7 @@ def follow(
             current[source.path] = Growing(source.path, start)
         if len(sources) > 1:
             origins = {source.path: source.origin for source in sources}
-        yield from _new_lines(current, origins, pattern, ended)
+        yield from _new_lines(current, origins, ended)
         if ended:
             return
         # After the end the files are read once more, for what was written while Slurm was asked.
@@ -197,14 +191,13 @@ def follow(
 def _new_lines(
     logs: dict[Path, Growing],
     origins: dict[Path, str],
-    pattern: re.Pattern[str] | None,
     ended: bool,
 ) -> Iterator[str]:
     width = max(map(len, origins.values()), default=0)
     for path, log in logs.items():
         mark = f"{origins[path]:<{width}} | " if path in origins else ""
         while lines := log.new_lines(ended):
-            yield from (f"{mark}{line}" for line in matching(lines, pattern))
+            yield from (f"{mark}{line}" for line in lines)
 
 
 def _choose_if_there(run: Run, wanted: Wanted) -> list[Source]:

@@ -21,7 +21,7 @@ from launcher.site import Site
 from launcher.sizing import gpus
 from launcher.sizing.recipe_step import step_of
 from launcher.sizing.step_config import StepConfig
-from launcher.workflows.prepare import missing, prepare
+from launcher.workflows.prepare import prepare
 from launcher.workflows.submit import context, plan, refuse
 from runspec import files
 
@@ -70,10 +70,8 @@ def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say
     step = step_of(whole.resolved(root, "run"), 1, ranks)
     cut = [*overrides, *_cut(whole, step, overrides)]
     short = _recipe(name, cut, site, executor)
-    planned = plan(short, site, "rehearsal")
-    refuse(preflight.faults(context(planned, executor), False))
-    if (wanted := missing(short, site)) is not None:
-        prepare(wanted, say)
+    refuse(preflight.faults(context(plan(short, site, executor, "rehearsal"))))
+    prepare(short, site, say)
     folder = root / "rehearsals" / directory.new_name(whole.name)
     parts = _parts(name, cut, site, executor, folder)
     # Also for the check of the node, whose collectives need the recipe's settings of NCCL.

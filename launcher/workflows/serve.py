@@ -102,16 +102,16 @@ def launch(
         raise UsageFault(
             f"{file} is not a serving configuration: its entry is {recipe.entry_name}, not serve"
         )
-    recipe = sites.complete(recipe, site, executors.named(asked.executor))
+    executor = executors.named(asked.executor)
+    recipe = sites.complete(recipe, site, executor)
     _check(recipe, asked)
     runs: list[Run] = []
     is_new = not endpoint.folder.exists()
     try:
         _make(endpoint)
         for _ in range(count):
-            planned = submission.plan(recipe, site, f"serve-{endpoint.name}"[:64])
-            checked = submission.context(planned, executors.named(asked.executor))
-            runs.append(submission.submit(planned, checked, say))
+            planned = submission.plan(recipe, site, executor, f"serve-{endpoint.name}"[:64])
+            runs.append(submission.submit(planned, say))
     except BaseException:
         # All of them, or none.
         for run in runs:

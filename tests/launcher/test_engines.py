@@ -45,7 +45,7 @@ def planned(tmp_path: Path, content: dict, *overrides: str) -> PlannedRun:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(content))
     recipe = recipes.load(str(path), overrides)
-    return plan(recipe, Site(shared_root=str(tmp_path)))
+    return plan(recipe, Site(shared_root=str(tmp_path)), executors.choose(True))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.in_log])

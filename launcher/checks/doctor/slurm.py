@@ -1,10 +1,10 @@
-"""What Slurm says of itself: controllers, partitions, accounting, the site file, MUNGE."""
+"""What Slurm says of itself: controllers, partitions, accounting, the site file."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from launcher.checks import Finding, failed, ok, skipped, warning
+from launcher.checks import Finding, failed, ok, warning
 from launcher.checks.scheduler.accounting import account_faults
 from launcher.errors import SlurmFault, nearest
 from launcher.executors import slurm
@@ -154,23 +154,10 @@ def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
         return [failed("sbatch test", message, remedy)]
 
 
-def _munge(site: SlurmAnswers) -> list[Finding]:
-    kind = site.configuration.get("AuthType", "auth/munge")
-    if kind != "auth/munge":
-        return [skipped("MUNGE", f"this cluster authenticates with {kind}")]
-    try:
-        slurm.munge(site.configuration)
-    except SlurmFault as fault:
-        remedy = "tell the administrators: munged must run here with the cluster's key"
-        return [failed("MUNGE", fault.faults[0], remedy)]
-    return [ok("MUNGE", "a credential signed here is read back")]
-
-
 CHECKS: dict[str, Callable[[SlurmAnswers], Iterable[Finding]]] = {
     "partitions": _partitions,
     "preemption": _preemption,
     "accounting": _accounting,
     "site file": _site_file,
     "sbatch test": _sbatch_test,
-    "MUNGE": _munge,
 }
