@@ -28,7 +28,7 @@ def python(context: Context) -> Iterable[Finding]:
     message = f"there is no {program}"
     if "COOKBOOK_VENV" in os.environ:
         message += ", which COOKBOOK_VENV names"
-    remedy = "bash setup.sh makes one; --on-nodes PATH if only the nodes have it"
+    remedy = "bash setup.sh makes one; node_paths: of the site's file if only the nodes have it"
     return [failed(subject, message, remedy)]
 
 

@@ -97,8 +97,8 @@ def _named_faults(environment: Environment, context: Context) -> Iterator[Findin
             yield failed(
                 SUBJECT,
                 f"environment.binds: there is no {source}",
-                f"correct it in {environment.place}, or give --on-nodes {source} if only the nodes "
-                "have it",
+                f"correct it in {environment.place}; if only the nodes have {source}, name it under "
+                "node_paths: in the site's file",
             )
     for option in environment.options:
         if option.startswith("--container-name"):

@@ -37,7 +37,6 @@ from launcher.workflows.submit import context, plan
     help="Also print the first N samples with their trained tokens marked, and count the tokens "
     "of the first 1,000.",
 )
-@common.on_nodes_option
 @common.json_option
 @common.cluster_option
 def check(
@@ -46,7 +45,6 @@ def check(
     model: str | None,
     local: bool,
     samples: int | None,
-    on_nodes: tuple[str, ...],
     as_json: bool,
     cluster: str | None,
     overrides: tuple[str, ...],
@@ -60,7 +58,7 @@ def check(
     recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
     for line in recipe.notes:
         note(f"note: {line}")
-    checked = context(plan(recipe, site, executors.choose(local)), on_nodes)
+    checked = context(plan(recipe, site, executors.choose(local)))
     # First, as the same start of the trainer answers for the components.
     sample_findings, shown = read_samples(checked, samples) if samples else ([], [])
     more = {"samples": shown} if samples else {}

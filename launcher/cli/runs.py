@@ -9,7 +9,7 @@ import click
 from launcher import site as sites
 from launcher.checks import preflight
 from launcher.cli import completion
-from launcher.cli.common import cluster_option, note, on_nodes_option, resource_options, runs_root
+from launcher.cli.common import cluster_option, note, resource_options, runs_root
 from launcher.cli.status import watch_to_the_end
 from launcher.executors import choose, title
 from launcher.runs.directory import Run
@@ -48,7 +48,6 @@ def launched(
     planned: PlannedRun,
     verb: str,
     dry_run: bool,
-    on_nodes: tuple[str, ...] = (),
     no_check: bool = False,
 ) -> Run | None:
     """Submit a planned run; for a dry run print its job script and return None.
@@ -58,9 +57,9 @@ def launched(
     """
     if not dry_run:
         with interruption_told(Run(planned.path)):
-            return submit(planned, note, on_nodes, no_check)
+            return submit(planned, note, no_check)
     click.echo(planned.script, nl=False)
-    for fault in preflight.faults(context(planned, on_nodes), no_check, quick=True):
+    for fault in preflight.faults(context(planned), no_check, quick=True):
         note(f"warning: {verb} would refuse this: {fault}")
     return None
 
@@ -91,7 +90,6 @@ def cancel(run: str, cluster: str | None) -> None:
     show_default=True,
     help="The kit's code: the run's own, or the current one.",
 )
-@on_nodes_option
 @cluster_option
 def resume(
     run: str,
@@ -100,7 +98,6 @@ def resume(
     follow: bool,
     no_check: bool,
     code: str,
-    on_nodes: tuple[str, ...],
     cluster: str | None,
     **resources: str | int | None,
 ) -> None:
@@ -114,7 +111,7 @@ def resume(
     changes = None
     if overrides or options or code == "current":
         site = sites.load(cluster or chosen.submission.get("site"))
-        changes = Changes(site, overrides, options, on_nodes, no_check, code == "current")
+        changes = Changes(site, overrides, options, no_check, code == "current")
     with interruption_told(chosen):
         started = resume_run(chosen, choose(local) if local else None, changes, note)
     if started:

@@ -28,7 +28,6 @@ from launcher.workflows import submit as workflow
 @common.flag("--watch", help="Follow the run to its end.")
 @common.flag("--local", help="Run the same job script on this host, without Slurm.")
 @common.flag("--no-check", help="Skip the checks that can be skipped.")
-@common.on_nodes_option
 @common.json_option
 @common.cluster_option
 def submit(
@@ -41,7 +40,6 @@ def submit(
     watch: bool,
     local: bool,
     no_check: bool,
-    on_nodes: tuple[str, ...],
     as_json: bool,
     cluster: str | None,
     overrides: tuple[str, ...],
@@ -58,7 +56,7 @@ def submit(
     for line in recipe.notes:
         note(f"note: {line}")
     planned = workflow.plan(recipe, site, executors.choose(local), name)
-    run = launched(planned, "submit", dry_run, on_nodes, no_check)
+    run = launched(planned, "submit", dry_run, no_check)
     if run is None:
         note(f"the trainer was not asked; all checks: cookbook check {recipe.given_name}")
         return

@@ -35,7 +35,6 @@ from launcher.workflows import sweep as workflow
 @common.flag("--resume", help="Start the unfinished runs of the sweep NAME again.")
 @common.flag("--local", help="Run on this host, without Slurm, and wait for the end.")
 @common.flag("--no-check", help="Skip the checks that can be skipped.")
-@common.on_nodes_option
 @common.json_option
 @common.cluster_option
 def sweep(
@@ -46,7 +45,6 @@ def sweep(
     resume: bool,
     local: bool,
     no_check: bool,
-    on_nodes: tuple[str, ...],
     as_json: bool,
     cluster: str | None,
     **resources: str | int | None,
@@ -61,18 +59,13 @@ def sweep(
     name, overrides = (words[0], words[1:]) if words else (None, ())
     given = {key: value for key, value in resources.items() if value is not None}
     if name is None:
-        if (
-            given
-            or parallel
-            or on_nodes
-            or any((fitting, dry_run, resume, local, no_check, as_json))
-        ):
+        if given or parallel or any((fitting, dry_run, resume, local, no_check, as_json)):
             raise click.UsageError("NAME is missing. List the sweeps with: cookbook sweep")
         _list(site)
         return
     executor = executors.choose(local)
     if resume:
-        if overrides or given or fitting or dry_run or no_check or on_nodes:
+        if overrides or given or fitting or dry_run or no_check:
             raise click.UsageError(
                 "--resume can be combined only with --parallel, --local and --json"
             )
@@ -95,10 +88,10 @@ def sweep(
         click.echo("\n".join(predicted.lines()))
         for script in planned.scripts.values() if executor.arrays else ():
             click.echo(f"\n{script}", nl=False)
-        for fault in workflow.faults(planned, on_nodes, no_check):
+        for fault in workflow.faults(planned, no_check):
             note(f"warning: sweep would refuse this: {fault}")
         return
-    made = workflow.submit_sweep(planned, note, on_nodes, no_check)
+    made = workflow.submit_sweep(planned, note, no_check)
     if executor.arrays:
         _tell(made, as_json)
         return

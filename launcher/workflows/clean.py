@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import paths
-from launcher.runs import code, trust
+from launcher.runs import built, code, trust
 from launcher.runs.directory import Run, runs_root
 from launcher.runs.find import every
 from launcher.runs.states import State, judged
@@ -96,6 +96,11 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
         ("code that no run uses", path)
         for path in _inside(root / code.FOLDER / str(os.geteuid()))
         if all_known and path.resolve() not in used and _untouched(path, _YOUNG_S)
+    ]
+    items += [
+        ("an environment that no run uses, built again when needed", each.path)
+        for each in built.listed(root)
+        if all_known and not each.runs and time.time() - each.used > _YOUNG_S
     ]
     sent = paths.sent(root)
     named = {tree for run in readable for tree in _trees_of(run.path)}

@@ -49,14 +49,13 @@ _OF_THE_SHELL = (
 class Changes:
     """What a resumed run does in another way: overrides of its recipe, and options of Slurm.
 
-    elsewhere: paths that only the nodes have. skip: leave out the checks that may be left out.
-    code: use the present code of the kit, not the run's.
+    skip: leave out the checks that may be left out. code: use the present code of the kit, not the
+    run's.
     """
 
     site: Site
     overrides: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    elsewhere: tuple[str, ...] = ()
     skip: bool = False
     code: bool = False
 
@@ -115,7 +114,7 @@ def resume(
         if kit != used:
             say(f"code: {kit.title}, was {used.title if used else 'that of the checkout'}")
         planned, changes = _planned(run, changes, executor, say, kit.folder / "templates")
-        refuse(preflight.faults(context(planned, changes.elsewhere), changes.skip))
+        refuse(preflight.faults(context(planned), changes.skip))
         built.ensure(planned.recipe.environment, changes.site.root, say)
         with _rewritten(run, planned.contents, planned.asked, kit):
             start(run, executor, lease, changes.words)

@@ -93,29 +93,22 @@ def plan(
     return PlannedRun(recipe, cluster, executor, path, contents)
 
 
-def context(planned: PlannedRun, elsewhere: tuple[str, ...] = ()) -> Context:
+def context(planned: PlannedRun) -> Context:
     """Return what there is to check of a planned run now."""
     recipe, cluster = planned.recipe, planned.cluster
-    return Context(recipe, cluster, planned.executor, not missing(recipe, cluster), elsewhere)
+    return Context(recipe, cluster, planned.executor, not missing(recipe, cluster))
 
 
-def submit(
-    planned: PlannedRun,
-    say: Callable[[str], None],
-    elsewhere: tuple[str, ...] = (),
-    skip: bool = False,
-) -> Run:
+def submit(planned: PlannedRun, say: Callable[[str], None], skip: bool = False) -> Run:
     """Check, record and start a run: afterwards it is queued, or nothing of it is left.
 
-    Args:
-        elsewhere: paths that only the nodes have.
-        skip: leave out the checks that may be left out.
+    skip: leave out the checks that may be left out.
     """
     recipe, cluster = planned.recipe, planned.cluster
-    checked = context(planned, elsewhere)
+    checked = context(planned)
     refuse(preflight.faults(checked, skip))
     if prepare(recipe, cluster, say):
-        refuse(preflight.faults(context(planned, elsewhere), skip))
+        refuse(preflight.faults(context(planned), skip))
     built.ensure(recipe.environment, cluster.root, say)
     if recipe.entry.engine and recipe.environment and recipe.environment.dependencies and not skip:
         # Only now can it be asked for its keys.

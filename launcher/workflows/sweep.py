@@ -145,13 +145,11 @@ def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:
     return lines
 
 
-def faults(planned: PlannedSweep, elsewhere: tuple[str, ...] = (), skip: bool = False) -> list[str]:
+def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
     """Return what stands in the way of the runs; that one does not fit is no fault."""
     by_fault: dict[str, list[str]] = {}
     told: dict[str, dict[str, Any]] = {}
-    contexts = {
-        number: replace(context(run, elsewhere), told=told) for number, run in planned.runs.items()
-    }
+    contexts = {number: replace(context(run), told=told) for number, run in planned.runs.items()}
     if not skip:
         ask_ahead(contexts.values(), told)
     for cell in planned.cells:
@@ -189,7 +187,6 @@ def _repeatable(fault: str, run: PlannedRun, cell: Cell) -> str:
 def submit_sweep(
     planned: PlannedSweep,
     say: Say,
-    elsewhere: tuple[str, ...] = (),
     skip: bool = False,
 ) -> SweepDirectory:
     """Check, record and start a sweep: afterwards its runs are queued, or nothing of it is left.
@@ -198,7 +195,7 @@ def submit_sweep(
     """
     for each in planned.runs.values():
         prepare(each.recipe, planned.site, say)
-    refuse(faults(planned, elsewhere, skip))
+    refuse(faults(planned, skip))
     used = (each.recipe.environment for each in planned.runs.values())
     for environment in {each.digest: each for each in used if each}.values():
         built.ensure(environment, planned.site.root, say)
