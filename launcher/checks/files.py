@@ -8,11 +8,11 @@ from typing import Any
 
 from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable, warning
 from launcher.paths import DOWNLOAD_RECORD
+from launcher.recipes import own_data
 from launcher.runs import trust
 from runspec import prepared
 from runspec.files import SUBMISSION, parse_json, read_object, sha256
 from runspec.keys.fields import FILE_SOURCES, STREAM, names_no_files
-from runspec.tables import separator
 from runspec.weights import NoWeights, weight_files
 
 _AGAIN = "download it again"
@@ -333,20 +333,12 @@ def _listed(value: Any) -> list[Any]:
 
 def _media(path: Path, block: dict[str, Any]) -> str | None:
     """Return the column of pictures, sound or video in a file of JSON lines or CSV, if any."""
+    kind = {".csv": "csv", ".jsonl": "json"}.get(path.suffix)
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            first = next((line for line in file if line.strip()), "")
-        if path.suffix == ".csv":
-            columns = [
-                name.strip('" ')
-                for name in first.strip().split(str(block.get("sep") or separator(path)))
-            ]
-        else:
-            row = parse_json(first) if path.suffix == ".jsonl" else {}
-            columns = [name for name, value in row.items() if value]
-    except (OSError, ValueError, AttributeError):
+        first = next(own_data.records_of(path, kind), {}) if kind else {}
+    except (OSError, ValueError):
         return None
-    return next((name for name in columns if name.lower() in _MEDIA), None)
+    return next((name for name, value in first.items() if value and name.lower() in _MEDIA), None)
 
 
 def _part_of_media(sample: dict[str, Any]) -> str | None:
@@ -362,25 +354,20 @@ def _unfit(path: Path, block: dict[str, Any]) -> str | None:
     """Say why a file of JSON lines cannot hold the samples, from its first line that has text."""
     if path.suffix != ".jsonl":
         return None
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        lines = enumerate(file, 1)
-        number, first = next(((n, line) for n, line in lines if line.strip()), (0, ""))
-    if not number:
-        return "is empty"
     try:
-        sample = parse_json(first)
+        sample = next(own_data.records_of(path, "json"), None)
     except ValueError as error:
-        return f"cannot be used: line {number} is not JSON ({error})"
-    if not isinstance(sample, dict):
-        return f"cannot be used: line {number} is not a JSON object"
+        return f"cannot be used: {error}"
+    if sample is None:
+        return "is empty"
     if kind := _part_of_media(sample):
         return (
-            f"has a part of type {kind} in line {number}; only text can be trained: for pictures "
-            "and sound use axolotl or NeMo Automodel"
+            f"has a part of type {kind} in its first record; only text can be trained: for "
+            "pictures and sound use axolotl or NeMo Automodel"
         )
     columns = block.get("column_map")
     for column in columns.values() if isinstance(columns, dict) else ():
         if column not in sample:
             only = ", ".join(sample)
-            return f"has no column {column!r} of column_map in line {number}, only {only}"
+            return f"has no column {column!r} of column_map, only {only}"
     return None

@@ -133,10 +133,8 @@ def doctor(
 def _rehearse(
     site: sites.Site, name: str, overrides: tuple[str, ...], wait_s: float, as_json: bool
 ) -> NoReturn:
-    result = rehearse.rehearse(site, name, overrides, wait_s, note)
-    failed = _show(result.findings, as_json, page=str(result.page))
-    if not as_json:
-        note(f"\nthis page is in {result.page}")
+    folder, findings = rehearse.rehearse(site, name, overrides, wait_s, note)
+    failed = _show(findings, as_json, folder=str(folder))
     sys.exit(1 if failed else 0)
 
 

@@ -74,8 +74,11 @@ def plan(
     if faults or candidate is None or recipe is None:
         raise UsageFault(list(dict.fromkeys(faults)))
     settings: dict[str, Any] = {"candidate_name": candidate.name}
-    kinds = {str(task.get("kind")) for task in (recipe.config.get("tasks") or {}).values()}
-    if kinds == {"batch"}:
+    tasks = (recipe.config.get("tasks") or {}).items()
+    if there := [(name, task["output"]) for name, task in tasks if _is_there(task)]:
+        again = "choose another file; to continue a job that did not complete: cookbook resume RUN"
+        raise UsageFault([f"tasks.{n}.output: {file} already exists: {again}" for n, file in there])
+    if {str(task.get("kind")) for _, task in tasks} == {"batch"}:
         # Answers are no figures of the model.
         return Evaluation(replace(recipe, config={**recipe.config, **settings}), candidate, other)
     settings["results"] = str(results_folder(site, candidate))
@@ -85,6 +88,11 @@ def plan(
         settings["training_data"] = suite_data.training_of(run)
     recipe = replace(recipe, config={**recipe.config, **settings})
     return Evaluation(recipe, candidate, other, notes)
+
+
+def _is_there(task: Mapping[str, Any]) -> bool:
+    """Whether the file of answers of a batch is there already."""
+    return task.get("kind") == "batch" and Path(str(task.get("output") or "")).is_file()
 
 
 def _suite(
@@ -110,35 +118,6 @@ def _suite(
     if faults := [*faults, *suite_data.missing(recipe, site)]:
         raise UsageFault(list(dict.fromkeys(faults)))
     return recipe, notes
-
-
-def batch(
-    site: Site,
-    wanted: str,
-    source: Path,
-    target: Path,
-    settings: Mapping[str, Any],
-    resources: Mapping[str, Any],
-) -> Recipe:
-    """Work out a job that answers a file by a model, without a server.
-
-    Args:
-        settings: keys of `entry: eval`; None leaves one out.
-
-    Raises:
-        UsageFault, RecipeFault: every fault of what was given.
-    """
-    if target.exists():
-        raise UsageFault(
-            f"--output {target} already exists: choose another file; to continue a job that did "
-            "not complete: cookbook resume RUN"
-        )
-    given = {"tasks.answers.data": source.absolute(), "tasks.answers.output": target.absolute()}
-    if not source.is_file() and not any(source.is_relative_to(each) for each in site.node_paths):
-        raise UsageFault(f"--input: there is no file {source}")
-    known = {key: value for key, value in {**settings, **given}.items() if value is not None}
-    overrides = [f"{key}={value}" for key, value in known.items()]
-    return plan(site, wanted, "batch", None, overrides, resources).recipe
 
 
 def results_folder(site: Site, model: Model) -> Path:

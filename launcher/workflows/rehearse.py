@@ -1,8 +1,7 @@
 """cookbook doctor --rehearse: a recipe's parts on one node, in ten minutes, and what to change."""
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from launcher import executors, paths, venv, yamlfile
@@ -41,17 +40,10 @@ _LEFT_OUT = ("generate", "dataset_val", "run_val_every_n_steps")
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Result:
-    """The folder of a rehearsal, its findings and its page."""
-
-    folder: Path
-    findings: list[Finding]
-    page: Path
-
-
-def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say: Say) -> Result:
-    """Rehearse a recipe on one node of the site.
+def rehearse(
+    site: Site, name: str, overrides: Sequence[str], wait_s: float, say: Say
+) -> tuple[Path, list[Finding]]:
+    """Rehearse a recipe on one node of the site; return the folder of its logs, and the findings.
 
     Args:
         wait_s: how long the job may wait to start.
@@ -86,7 +78,8 @@ def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say
     )
     say(
         f"rehearsing {whole.name} with {parts[0].step.shape.layers} of {step.shape.layers} blocks "
-        f"on one node: {LIMIT_S // 60} minutes at most; logs in {folder}"
+        f"and {ranks} rank{'s' * (ranks > 1)} on one node: {LIMIT_S // 60} minutes at most; logs "
+        f"in {folder}"
     )
     settings = {
         "RANKS_PER_NODE": ranks,
@@ -115,16 +108,7 @@ def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say
         findings.append(
             failed("rehearsal", message, "see the logs; again, with fewer first_blocks")
         )
-    page = folder / files.REHEARSAL
-    introduction = [
-        f"Recipe {whole.name}, {parts[0].step.shape.layers} of {step.shape.layers} blocks, "
-        f"{ranks} rank{'s' * (ranks > 1)} on {reports[0].name}, {time.strftime('%Y-%m-%d %H:%M')}. "
-        f"Logs: {folder}",
-    ]
-    files.write_text(
-        page, rehearsal.page(f"Rehearsal of {whole.name}", introduction, findings), mode=0o600
-    )
-    return Result(folder, findings, page)
+    return folder, findings
 
 
 def _recipe(
@@ -170,15 +154,10 @@ def _parts(
 def _srun(site: Site, resources: Resources) -> list[str]:
     """Slurm's options for one node as the recipe asks for it."""
     keys = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem")
-    given = [(key, getattr(resources, key, None)) for key in keys]
-    options = [f"--{key}={value}" for key, value in given if value is not None]
-    wanted = f"{resources.gpu_type}:" if resources.gpu_type else ""
-    form = {"gres": "--gres=gpu:", "gpus-per-node": "--gpus-per-node="}.get(site.gpu_request)
-    if form:
-        options.append(f"{form}{wanted}{resources.gpus_per_node}")
+    options = sites.slurm_options(resources, site, keys, resources.gpus_per_node)
     if resources.cpus_per_gpu:
         options.append(f"--cpus-per-task={resources.cpus_per_gpu * resources.gpus_per_node}")
-    return options + ["--exclusive"] * bool(resources.exclusive)
+    return options + ["--exclusive"] * resources.exclusive
 
 
 def _gpu(report: NodeReport) -> gpus.Gpu | None:
