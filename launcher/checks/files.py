@@ -241,8 +241,6 @@ def hub_name(config: dict[str, Any], block: dict[str, Any]) -> str | None:
 
 def _not_downloaded(context: Context) -> Iterator[Finding]:
     """Name the datasets of the Hub that are not in the folder where jobs look."""
-    if context.recipe.entry.checked is None:
-        return
     variables = {**context.cluster.environment, **(context.config.get("env") or {})}
     offline = any(
         str(variables.get(name, "")).lower() in ("1", "on", "yes", "true") for name in _OFFLINE

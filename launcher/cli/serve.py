@@ -27,7 +27,6 @@ from launcher.workflows import keys as access
 from launcher.workflows import models
 from launcher.workflows import scale as scaling
 from launcher.workflows import serve as workflow
-from launcher.workflows import stats as statistics
 from launcher.workflows.endpoint import Endpoint, Served
 from runspec.endpoint import reachable
 
@@ -360,7 +359,7 @@ def _list_keys(endpoint: Endpoint, as_json: bool) -> None:
 
 
 def _stats(site: Site, endpoint: Endpoint, since: str | None, as_json: bool) -> None:
-    argv = statistics.command(site, endpoint, since, note)
+    argv = workflow.stats_command(site, endpoint, since, note)
     argv += ["--json"] if as_json else []
     done = subprocess.run(argv, cwd=paths.REPO_ROOT, env=venv.environment())
     sys.exit(done.returncode)

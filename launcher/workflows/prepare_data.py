@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,24 +127,16 @@ def submit(planned: Plan, path: Path, contents: Mapping[str, str], executor: Exe
     resources = replace(planned.recipe.resources, nodes=planned.nodes or 1, gpus_per_node=1)
     asked = asked_of(site, with_site_defaults(resources, site))
     made_of = submission(path, planned.name, planned.recipe.path, site, asked)
+    made_by = provenance.of_now(kit)
+    made_by["config_sha256"] = provenance.text_sha256(contents[files.DATA_SETTINGS])
     records = {
-        files.PROVENANCE: files.json_text(_provenance(planned, contents, kit)),
+        files.PROVENANCE: files.json_text(made_by),
         files.SUBMISSION: files.json_text(made_of),
     }
     run = directory.create(path, {**contents, **records}, kit)
     (run.path / "spark_events").mkdir()
     start_first(run, executor)
     return run
-
-
-def _provenance(planned: Plan, contents: Mapping[str, str], kit: code.Code) -> dict[str, Any]:
-    return {
-        "created": time.time(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "kit": {**code.git_state(), "sha256": kit.sha256},
-        "config_sha256": provenance.text_sha256(contents[files.DATA_SETTINGS]),
-        "packages": [f"{name}=={version}" for name, version in venv.packages().items()],
-    }
 
 
 def described(planned: Plan) -> list[str]:

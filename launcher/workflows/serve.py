@@ -152,10 +152,7 @@ def _check(recipe: Recipe, asked: Served) -> None:
         faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
     faults += adapter_faults(str(recipe.config["engine"]), folder)
     if recipe.environment is None:
-        argv = [str(venv.python()), "-m", "serving.engines", str(recipe.config["engine"])]
-        done = subprocess.run(
-            argv, cwd=paths.REPO_ROOT, env=venv.environment(), capture_output=True, text=True
-        )
+        done = venv.run_module("serving.engines", str(recipe.config["engine"]))
         faults += done.stdout.strip().splitlines()
     if faults:
         raise UsageFault(faults)
@@ -439,3 +436,24 @@ def failed_start(site: Site, endpoint: Endpoint) -> str:
         if state.word == "FAILED" and not (run.path / files.SERVED).exists():
             return f"{run.name} ended before it was ready ({state.detail})"
     return ""
+
+
+def stats_command(site: Site, endpoint: Endpoint, since: str | None, say: Say) -> list[str]:
+    """Return the command that prints an endpoint's figures."""
+    argv = [str(venv.python()), "-m", "serving.stats", str(endpoint.folder)]
+    argv += ["--since", since] if since else []
+    for file in _trained_on(site, endpoint, say):
+        argv += ["--training-data", file]
+    return argv
+
+
+def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:
+    """Return the files that the newest served model was trained on."""
+    try:
+        model = models.resolve(site, endpoint.served[-1].model) if endpoint.served else None
+    except CookbookError as error:
+        say(f"warning: no drift is computed: {error.faults[0]}")
+        return []
+    listed = model.run.provenance.get("data") if model and model.run else None
+    names = [str(each.get("file")) for each in listed or [] if isinstance(each, dict)]
+    return [name for name in names if name.endswith((".jsonl", ".json")) and Path(name).is_file()]

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.observe import steps
 from launcher.observe import watch as watching
-from launcher.observe.live import View, sparkline
+from launcher.observe.live import View, fitted, sparkline
 from launcher.runs.directory import Run
 from launcher.runs.states import State
 from tests.launcher.kit import Kit
@@ -144,7 +143,7 @@ def test_the_controller_is_asked_at_most_every_15_s(tmp_path, monkeypatch):
 
     monkeypatch.setattr(watching, "judged", judged)
     runs = [made(tmp_path, name) for name in NAMES]
-    states, now = watching.States(runs), time.monotonic()
+    states, now = watching.States(), time.monotonic()
     for second in range(46):
         monkeypatch.setattr(watching.time, "monotonic", lambda at=now + second: at)
         states.ask(runs)
@@ -184,7 +183,7 @@ def step_line(step: int, more: str = "") -> str:
     ],
 )
 def test_step_lines_fit_the_terminal(width, kept, gone):
-    line = steps.fitted(step_line(7), width)
+    line = fitted(step_line(7), width)
     assert len(line) <= width
     assert all(text in line for text in kept) and not any(text in line for text in gone)
 
