@@ -9,6 +9,7 @@ from typing import Any
 from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable, warning
 from launcher.paths import DOWNLOAD_RECORD
 from launcher.recipes import own_data
+from launcher.recipes.own import listed
 from launcher.runs import trust
 from runspec import prepared
 from runspec.files import SUBMISSION, parse_json, read_object, sha256
@@ -247,7 +248,7 @@ def _not_downloaded(context: Context) -> Iterator[Finding]:
     )
     home = context.cluster.root / "hf"
     hub = context.config.get("hub")
-    listed = (hub if isinstance(hub, dict) else {}).get("dataset")
+    named = (hub if isinstance(hub, dict) else {}).get("dataset")
     blocks = dataset_blocks(context.config)
     for name in dict.fromkeys(hub_name(context.config, whole) for _, _, whole in blocks):
         if name is None or any(home.glob(f"hub/datasets--{name.replace('/', '--')}/snapshots/*")):
@@ -256,8 +257,8 @@ def _not_downloaded(context: Context) -> Iterator[Finding]:
             continue
         message = f"{name} of the Hub is not in the cache ({home})"
         download = f"cookbook download {context.recipe.given_name}"
-        if str(listed).partition("@")[0] != name:
-            download += f" +hub.dataset={name}" if listed is None else f" hub.dataset={name}"
+        if str(named).partition("@")[0] != name:
+            download += f" +hub.dataset={name}" if named is None else f" hub.dataset={name}"
         if offline:
             yield failed("dataset", f"{message}, and jobs of this site are offline", download)
         else:
@@ -273,7 +274,7 @@ def dataset_blocks(config: dict[str, Any]) -> list[tuple[str, dict[str, Any], di
     blocks = [
         (key, block)
         for key in prepared.BLOCKS
-        for block in _listed(config.get(key))
+        for block in listed(config.get(key))
         if isinstance(block, dict)
     ]
     candidates = [
@@ -314,7 +315,7 @@ def data_files(block: dict[str, Any]) -> list[Path]:
         return []
     named = block.get("data_files")
     values = named.values() if isinstance(named, dict) else [named]
-    names = [str(name) for value in values for name in _listed(value) if name]
+    names = [str(name) for value in values for name in listed(value) if name]
     return [Path(name) for name in names if not re.search(r"://|[*?\[]", name)]
 
 
@@ -323,10 +324,6 @@ def on_hub(block: dict[str, Any]) -> bool:
     source = block.get("source")
     is_files = source in FILE_SOURCES or block.get("_component_") == prepared.COMPONENT
     return not (is_files or (source and Path(str(source)).expanduser().exists()))
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _media(path: Path, block: dict[str, Any]) -> str | None:

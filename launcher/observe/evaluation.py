@@ -1,6 +1,7 @@
 """An evaluation's result as a table: base against tuned, with intervals and p-values."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from launcher.observe.text import is_number, plain
@@ -17,8 +18,13 @@ def of_run(run: Run) -> dict[str, Any] | None:
 
 def all_of(run: Run) -> list[dict[str, Any]]:
     """Return the results in a run: an evaluation's own, or those of its model; newest first."""
-    read = [files.peek(path) for path in (run.path / files.EVALS).glob("*.json")]
-    results = [each for each in read if "tasks" in each]
+    return read(run.path / files.EVALS)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the results in a folder, newest first, each with its file."""
+    known = [{**files.peek(path), "file": str(path)} for path in folder.glob("*.json")]
+    results = [each for each in known if isinstance(each.get("tasks"), dict)]
     return sorted(results, key=lambda each: float(each.get("created") or 0), reverse=True)
 
 

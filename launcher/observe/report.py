@@ -7,10 +7,11 @@ from typing import Any
 
 import jinja2
 
-from launcher import paths, yamlfile
+from launcher import paths
 from launcher.errors import CookbookError, RunFault
 from launcher.observe import bars, curves, evaluation, profile, results, rollouts
 from launcher.observe.curves import Curves
+from launcher.observe.outcome import resolved
 from launcher.observe.results import Result
 from launcher.observe.text import plain
 from launcher.runs.directory import Run
@@ -53,7 +54,7 @@ def write(
     ordered = [known[row["run"]] for row in rows]
     charts = dict(_CHARTS)
     for run in ordered:
-        charts |= rollouts.charts(_config(run).get("rewards"))
+        charts |= rollouts.charts(resolved(run).get("rewards"))
     read = [curves.read(run, list(charts)) for run in ordered]
     profiles, faults = [], []
     for run in ordered:
@@ -62,7 +63,7 @@ def write(
         try:
             times, wrong = profile.ranks(run)
             faults += wrong
-            profiles.append([*profile.lines(run, times, _config(run), top=8)])
+            profiles.append([*profile.lines(run, times, resolved(run), top=8)])
         except CookbookError as error:
             faults += error.faults
     text = _template().render(
@@ -119,13 +120,6 @@ def _template() -> jinja2.Template:
         finalize=lambda value: plain(value) if isinstance(value, str) else value,
     )
     return environment.get_template(TEMPLATE)
-
-
-def _config(run: Run) -> dict[str, Any]:
-    try:
-        return yamlfile.load(run.path / files.RECIPE)
-    except CookbookError:
-        return {}
 
 
 def _evaluations(run: Run) -> list[list[str]]:

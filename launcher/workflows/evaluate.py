@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError, UsageFault
+from launcher.observe import evaluation
 from launcher.recipes import extend, override
 from launcher.recipes import recipe as recipe_file
 from launcher.recipes.recipe import Recipe
@@ -144,10 +145,6 @@ def _base(candidate: Model) -> Model:
 
 def results(site: Site, model: Model) -> list[dict[str, Any]]:
     """Return the evaluations of a model as it is now, newest first."""
-    matching = []
-    for path in results_folder(site, model).glob("*.json"):
-        result = files.peek(path)
-        if isinstance(result.get("tasks"), dict):
-            same = (result.get("candidate") or {}).get("folder") == str(model.folder.resolve())
-            matching += [{**result, "file": str(path)}] if same else []
-    return sorted(matching, key=lambda each: float(each.get("created") or 0), reverse=True)
+    own = str(model.folder.resolve())
+    known = evaluation.read(results_folder(site, model))
+    return [each for each in known if (each.get("candidate") or {}).get("folder") == own]
