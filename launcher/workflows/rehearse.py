@@ -12,6 +12,7 @@ from launcher.checks.doctor.ask import NodeReport, Options, Question, ask
 from launcher.checks.doctor.rehearsal import Part, Scene
 from launcher.checks.doctor.report import node_findings
 from launcher.errors import RunFault, UsageFault
+from launcher.executors import slurm
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import Recipe, Resources
 from launcher.runs import directory
@@ -66,6 +67,29 @@ def rehearse(
     prepare(short, site, say)
     folder = root / "rehearsals" / directory.new_name(whole.name)
     parts = _parts(name, cut, site, executor, folder)
+    say(
+        f"rehearsing {whole.name} with {parts[0].step.shape.layers} of {step.shape.layers} blocks "
+        f"and {ranks} rank{'s' * (ranks > 1)} on one node: {LIMIT_S // 60} minutes at most; logs "
+        f"in {folder}"
+    )
+    answered, report, findings = _asked(site, short, folder, wait_s)
+    scene = Scene(whole.name, step, _gpu(report), site.network_gbits)
+    findings += rehearsal.findings(scene, report, _ended(parts, report))
+    if not report.yes("rehearsed"):
+        message = (
+            f"the job ended before all parts had run ({answered.message or 'its time was over'})"
+        )
+        findings.append(
+            failed("rehearsal", message, "see the logs; again, with fewer first_blocks")
+        )
+    return folder, findings
+
+
+def _asked(
+    site: Site, short: Recipe, folder: Path, wait_s: float
+) -> tuple[slurm.Step, NodeReport, list[Finding]]:
+    """Check a node and run all parts there, as one job; return the node's findings, too."""
+    ranks = short.resources.gpus_per_node
     # Also for the check of the node, whose collectives need the recipe's settings of NCCL.
     own = {key: str(value) for key, value in (short.config.get("env") or {}).items()}
     question = Question(
@@ -76,19 +100,14 @@ def rehearse(
         venv.torch_build(),
         Options(every_node=True, nodes=1, wait_s=wait_s, limit_s=LIMIT_S + wait_s),
     )
-    say(
-        f"rehearsing {whole.name} with {parts[0].step.shape.layers} of {step.shape.layers} blocks "
-        f"and {ranks} rank{'s' * (ranks > 1)} on one node: {LIMIT_S // 60} minutes at most; logs "
-        f"in {folder}"
-    )
     settings = {
         "RANKS_PER_NODE": ranks,
         "MEASURE": "full",
         "REHEARSAL": folder,
         "MODULE": short.entry.module,
         "LIMIT_S": LIMIT_S - _SPARE_S,
-        "HF_HOME": root / "hf",
-        "COOKBOOK_ROOT": root,
+        "HF_HOME": site.root / "hf",
+        "COOKBOOK_ROOT": site.root,
     }
     script = (paths.REPO_ROOT / "slurm" / "rehearse.sh").read_text(encoding="utf-8")
     answered, reports = ask(question, settings, script)
@@ -98,17 +117,7 @@ def rehearse(
             f"the job of the rehearsal did not start within {wait_s:.0f} s ({message}) and was "
             "cancelled: try again later, or wait longer with --wait SECONDS"
         )
-    scene = Scene(whole.name, step, _gpu(reports[0]), site.network_gbits)
-    findings = [*node_findings(reports[0], question)]
-    findings += rehearsal.findings(scene, reports[0], _ended(parts, reports[0]))
-    if not reports[0].yes("rehearsed"):
-        message = (
-            f"the job ended before all parts had run ({answered.message or 'its time was over'})"
-        )
-        findings.append(
-            failed("rehearsal", message, "see the logs; again, with fewer first_blocks")
-        )
-    return folder, findings
+    return answered, reports[0], node_findings(reports[0], question)
 
 
 def _recipe(
