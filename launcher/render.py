@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from launcher import paths, yamlfile
+from launcher import paths
 from launcher.errors import RecipeFault, RunFault
 from launcher.executors import slurm, token
 from launcher.recipes.environment import Environment
@@ -221,7 +221,7 @@ def _common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) -
     return {
         "site": cluster,
         "site_file": site_file,  # for the templates of earlier runs
-        "setup_places": setup_places(cluster),
+        "setup_places": [site_file] * len(cluster.job_setup),
         "setup_lines": [],
         "resources": resources,
         "run_dir": run_dir,
@@ -232,17 +232,6 @@ def _common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) -
         "requeue": requeue if cluster.requeue else "no-requeue",
         "venv": paths.venv_root(),
     }
-
-
-def setup_places(cluster: Site) -> list[str]:
-    """Return where each line of job_setup stands: the site's file, and the line if it is known."""
-    if not cluster.job_setup:
-        return []
-    file = f"configs/clusters/{cluster.name}.yaml"
-    known = yamlfile.lines_of_items(paths.CLUSTERS / f"{cluster.name}.yaml", "job_setup")
-    if len(known) != len(cluster.job_setup):
-        return [file] * len(cluster.job_setup)
-    return [f"{file}, line {number}" for number in known]
 
 
 def _setup_faults(lines: Sequence[str], origin: str, kind: str = "job_setup") -> list[str]:

@@ -1,7 +1,7 @@
 """What a site has to say about itself: configs/clusters/<name>.yaml, all of it optional."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,6 +177,18 @@ def with_site_defaults(resources: Resources, site: Site) -> Resources:
     }
     filled = replace(resources, **missing)
     return replace(filled, mem="0") if filled.exclusive and filled.mem is None else filled
+
+
+def slurm_options(resources: Resources, site: Site, keys: Iterable[str], gpus: int) -> list[str]:
+    """Return Slurm's options for some of a job's resources, and for its GPUs per node.
+
+    keys: options of Slurm that Resources has too; what is not asked for is left out.
+    """
+    given = ((key, getattr(resources, key)) for key in keys)
+    options = [f"--{key}={value}" for key, value in given if value is not None]
+    request = {"gres": "--gres=gpu:", "gpus-per-node": "--gpus-per-node="}.get(site.gpu_request)
+    kind = f"{resources.gpu_type}:" if resources.gpu_type else ""
+    return [*options, f"{request}{kind}{gpus}"] if gpus and request else options
 
 
 def _cpus_per_gpu(resources: Resources) -> int | None:

@@ -5,10 +5,41 @@ from typing import Any
 
 import yaml
 
-from launcher.errors import RecipeFault
+from launcher.errors import RecipeFault, nearest
 from runspec import yamlrules
+from runspec.keys.key import NAME, NAME_RULE
 
 _Loader = yamlrules.loader(yaml)
+
+
+def names(folder: Path) -> list[str]:
+    """Return the names of a folder's YAML files, sorted."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def find(kind: str, name: str, folder: Path, remedy: str = "") -> Path:
+    """Return one of the kit's files by its name in a folder, or the user's own by its path.
+
+    Args:
+        kind: what the file is, for messages.
+        remedy: how to find an existing name; "" lists them.
+
+    Raises:
+        RecipeFault: there is none, or its name could not become a part of a run's.
+    """
+    is_path = name.endswith((".yaml", ".yml"))
+    path = Path(name).expanduser().absolute() if is_path else folder / f"{name}.yaml"
+    if not NAME.match(path.stem if is_path else name):
+        raise RecipeFault(
+            f"the {kind}'s name {path.stem if is_path else name!r} may contain only {NAME_RULE}: "
+            "rename it, or give your own file as a path that ends in .yaml"
+        )
+    if path.is_file():
+        return path
+    known = names(folder)
+    shown = name if is_path else f"{name!r}{nearest(name, known)}"
+    remedy = remedy or f"give one of {', '.join(known) or 'none'}, or the path of a YAML file"
+    raise RecipeFault(f"there is no {kind} {shown}: {remedy}")
 
 
 def parse(text: str, origin: str) -> Any:
@@ -49,21 +80,6 @@ def line_of(path: Path, key: str) -> int | None:
             return None
         line, node = pair[0].start_mark.line + 1, pair[1]
     return line
-
-
-def lines_of_items(path: Path, key: str) -> list[int]:
-    """Return the line of each item of a list at the top of a YAML file, [] if it has none."""
-    if not path.is_file():
-        return []
-    node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    lists = [value for name, value in pairs if name.value == key]
-    return [
-        item.start_mark.line + 1
-        for each in lists
-        if isinstance(each, yaml.SequenceNode)
-        for item in each.value
-    ]
 
 
 class _Dumper(yaml.SafeDumper):

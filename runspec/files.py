@@ -36,7 +36,6 @@ RESERVE = ".reserve"  # space that is freed for the last word when the disk is f
 LOGS = "logs"
 LATEST_LOGS = "logs/latest"
 JOB_LOG = "logs/job.log"
-REHEARSAL = "rehearsal.md"  # the page of cookbook doctor --rehearse, in a folder of its own
 # Inside logs/<attempt>: the trainer's sign of life, the stacks of its ranks, and who asks for them.
 HEARTBEAT = "heartbeat.json"
 STACKS = "stack_rank_{}.log"

@@ -58,7 +58,7 @@ class Context:
     """What is checked: a recipe on a cluster, resolved for a run that does not exist yet.
 
     executor: what will run it. prepared: the model's files should be there,
-    not made first by the recipe's prepare. elsewhere: paths that only the nodes have.
+    not made first by the recipe's prepare.
     told: the trainer's answers so far, by question; several checks ask, and a start takes seconds.
     """
 
@@ -66,7 +66,6 @@ class Context:
     cluster: Site
     executor: Executor = field(default_factory=executors.choose)
     prepared: bool = True
-    elsewhere: tuple[str, ...] = ()
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @cached_property
@@ -94,8 +93,7 @@ class Context:
 
     def here(self, path: Path) -> bool:
         """Whether a path can be found on this machine."""
-        on_nodes = (*self.elsewhere, *self.cluster.node_paths)
-        return not any(path.is_relative_to(each) for each in on_nodes)
+        return not any(path.is_relative_to(each) for each in self.cluster.node_paths)
 
 
 # May raise Skipped, and CookbookError with faults.

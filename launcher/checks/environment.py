@@ -12,24 +12,28 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def python(context: Context) -> Iterable[Finding]:
-    subject, program = "virtual environment", venv.python()
-    if not context.here(program):
+    if not context.here(venv.python()):
         raise Skipped("only the nodes have it")
-    if os.access(program, os.X_OK):
-        if faults := venv.unsupported():
-            message = f"{paths.venv_root()}: {'; '.join(faults)}"
-            return [failed(subject, message, "bash setup.sh installs the pinned ones")]
-        other = [*venv.other_versions().values()]
-        if other:
-            message = f"{paths.venv_root()} has {', '.join(other[:3])}"
-            more = f" and {len(other) - 3} more" if len(other) > 3 else ""
-            return [warning(subject, f"{message}{more}, not the pinned versions", "bash setup.sh")]
-        return [ok(subject, str(paths.venv_root()))]
-    message = f"there is no {program}"
-    if "COOKBOOK_VENV" in os.environ:
-        message += ", which COOKBOOK_VENV names"
-    remedy = "bash setup.sh makes one; --on-nodes PATH if only the nodes have it"
-    return [failed(subject, message, remedy)]
+    return packages()
+
+
+def packages() -> list[Finding]:
+    """Find an environment that is missing, and packages at other versions than the pinned ones."""
+    subject, program, root = "virtual environment", venv.python(), paths.venv_root()
+    if not os.access(program, os.X_OK):
+        message = f"there is no {program}"
+        if "COOKBOOK_VENV" in os.environ:
+            message += ", which COOKBOOK_VENV names"
+        remedy = "bash setup.sh makes one; node_paths: of the site's file if only the nodes have it"
+        return [failed(subject, message, remedy)]
+    if faults := venv.unsupported():
+        message = f"{root}: {'; '.join(faults)}"
+        return [failed(subject, message, "bash setup.sh installs the pinned ones")]
+    if other := [*venv.other_versions().values()]:
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        message = f"{root} has {', '.join(other[:3])}{more}, not the pinned versions"
+        return [warning(subject, message, "bash setup.sh")]
+    return [ok(subject, str(root))]
 
 
 def torch_build(context: Context) -> Iterable[Finding]:

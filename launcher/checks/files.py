@@ -8,11 +8,12 @@ from typing import Any
 
 from launcher.checks import Context, Finding, Skipped, failed, ok, unreadable, warning
 from launcher.paths import DOWNLOAD_RECORD
+from launcher.recipes import own_data
+from launcher.recipes.own import listed
 from launcher.runs import trust
 from runspec import prepared
 from runspec.files import SUBMISSION, parse_json, read_object, sha256
 from runspec.keys.fields import FILE_SOURCES, STREAM, names_no_files
-from runspec.tables import separator
 from runspec.weights import NoWeights, weight_files
 
 _AGAIN = "download it again"
@@ -241,15 +242,13 @@ def hub_name(config: dict[str, Any], block: dict[str, Any]) -> str | None:
 
 def _not_downloaded(context: Context) -> Iterator[Finding]:
     """Name the datasets of the Hub that are not in the folder where jobs look."""
-    if context.recipe.entry.checked is None:
-        return
     variables = {**context.cluster.environment, **(context.config.get("env") or {})}
     offline = any(
         str(variables.get(name, "")).lower() in ("1", "on", "yes", "true") for name in _OFFLINE
     )
     home = context.cluster.root / "hf"
     hub = context.config.get("hub")
-    listed = (hub if isinstance(hub, dict) else {}).get("dataset")
+    named = (hub if isinstance(hub, dict) else {}).get("dataset")
     blocks = dataset_blocks(context.config)
     for name in dict.fromkeys(hub_name(context.config, whole) for _, _, whole in blocks):
         if name is None or any(home.glob(f"hub/datasets--{name.replace('/', '--')}/snapshots/*")):
@@ -258,8 +257,8 @@ def _not_downloaded(context: Context) -> Iterator[Finding]:
             continue
         message = f"{name} of the Hub is not in the cache ({home})"
         download = f"cookbook download {context.recipe.given_name}"
-        if str(listed).partition("@")[0] != name:
-            download += f" +hub.dataset={name}" if listed is None else f" hub.dataset={name}"
+        if str(named).partition("@")[0] != name:
+            download += f" +hub.dataset={name}" if named is None else f" hub.dataset={name}"
         if offline:
             yield failed("dataset", f"{message}, and jobs of this site are offline", download)
         else:
@@ -275,7 +274,7 @@ def dataset_blocks(config: dict[str, Any]) -> list[tuple[str, dict[str, Any], di
     blocks = [
         (key, block)
         for key in prepared.BLOCKS
-        for block in _listed(config.get(key))
+        for block in listed(config.get(key))
         if isinstance(block, dict)
     ]
     candidates = [
@@ -316,7 +315,7 @@ def data_files(block: dict[str, Any]) -> list[Path]:
         return []
     named = block.get("data_files")
     values = named.values() if isinstance(named, dict) else [named]
-    names = [str(name) for value in values for name in _listed(value) if name]
+    names = [str(name) for value in values for name in listed(value) if name]
     return [Path(name) for name in names if not re.search(r"://|[*?\[]", name)]
 
 
@@ -327,26 +326,14 @@ def on_hub(block: dict[str, Any]) -> bool:
     return not (is_files or (source and Path(str(source)).expanduser().exists()))
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def _media(path: Path, block: dict[str, Any]) -> str | None:
     """Return the column of pictures, sound or video in a file of JSON lines or CSV, if any."""
+    kind = {".csv": "csv", ".jsonl": "json"}.get(path.suffix)
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            first = next((line for line in file if line.strip()), "")
-        if path.suffix == ".csv":
-            columns = [
-                name.strip('" ')
-                for name in first.strip().split(str(block.get("sep") or separator(path)))
-            ]
-        else:
-            row = parse_json(first) if path.suffix == ".jsonl" else {}
-            columns = [name for name, value in row.items() if value]
-    except (OSError, ValueError, AttributeError):
+        first = next(own_data.records_of(path, kind), {}) if kind else {}
+    except (OSError, ValueError):
         return None
-    return next((name for name in columns if name.lower() in _MEDIA), None)
+    return next((name for name, value in first.items() if value and name.lower() in _MEDIA), None)
 
 
 def _part_of_media(sample: dict[str, Any]) -> str | None:
@@ -362,25 +349,20 @@ def _unfit(path: Path, block: dict[str, Any]) -> str | None:
     """Say why a file of JSON lines cannot hold the samples, from its first line that has text."""
     if path.suffix != ".jsonl":
         return None
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        lines = enumerate(file, 1)
-        number, first = next(((n, line) for n, line in lines if line.strip()), (0, ""))
-    if not number:
-        return "is empty"
     try:
-        sample = parse_json(first)
+        sample = next(own_data.records_of(path, "json"), None)
     except ValueError as error:
-        return f"cannot be used: line {number} is not JSON ({error})"
-    if not isinstance(sample, dict):
-        return f"cannot be used: line {number} is not a JSON object"
+        return f"cannot be used: {error}"
+    if sample is None:
+        return "is empty"
     if kind := _part_of_media(sample):
         return (
-            f"has a part of type {kind} in line {number}; only text can be trained: for pictures "
-            "and sound use axolotl or NeMo Automodel"
+            f"has a part of type {kind} in its first record; only text can be trained: for "
+            "pictures and sound use axolotl or NeMo Automodel"
         )
     columns = block.get("column_map")
     for column in columns.values() if isinstance(columns, dict) else ():
         if column not in sample:
             only = ", ".join(sample)
-            return f"has no column {column!r} of column_map in line {number}, only {only}"
+            return f"has no column {column!r} of column_map, only {only}"
     return None

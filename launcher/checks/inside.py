@@ -15,6 +15,7 @@ from launcher.executors import slurm
 from launcher.recipes.environment import Environment
 from launcher.recipes.recipe import Recipe
 from launcher.runs import built
+from launcher.site import slurm_options
 from runspec.keys.serve import ENGINES
 
 SUBJECT = "environment"
@@ -63,11 +64,8 @@ def _started(environment: Environment, context: Context) -> tuple[int, list[str]
         return _here(script)
     resources = context.resources
     options = ["--job-name=cookbook-probe", "--nodes=1"]
-    if context.cluster.gpu_request == "gpus-per-node":
-        options.append(f"--gpus-per-node={resources.gpus_per_node}")
-    for name in ("partition", "account", "qos", "constraint", "reservation"):
-        if value := getattr(resources, name):
-            options.append(f"--{name}={value}")
+    keys = ("partition", "account", "qos", "constraint", "reservation")
+    options += slurm_options(resources, context.cluster, keys, resources.gpus_per_node)
     step = slurm.run_on_nodes(options, script, _WAIT_S, _LIMIT_S)
     if not step.pending:
         lines = [*(line for _, line in step.lines), *step.message.split(" | ")]
@@ -97,8 +95,8 @@ def _named_faults(environment: Environment, context: Context) -> Iterator[Findin
             yield failed(
                 SUBJECT,
                 f"environment.binds: there is no {source}",
-                f"correct it in {environment.place}, or give --on-nodes {source} if only the nodes "
-                "have it",
+                f"correct it in {environment.place}; if only the nodes have it, name it under "
+                "node_paths: in the site's file",
             )
     for option in environment.options:
         if option.startswith("--container-name"):

@@ -21,7 +21,7 @@ from launcher.cli.common import note
 from launcher.cli.number import FloatRange, IntRange
 from launcher.cli.samples import lines as sample_lines
 from launcher.recipes import recipe as recipe_file
-from launcher.workflows import registered, rehearse
+from launcher.workflows import rehearse
 from launcher.workflows.submit import context, plan
 
 
@@ -37,7 +37,6 @@ from launcher.workflows.submit import context, plan
     help="Also print the first N samples with their trained tokens marked, and count the tokens "
     "of the first 1,000.",
 )
-@common.on_nodes_option
 @common.json_option
 @common.cluster_option
 def check(
@@ -46,7 +45,6 @@ def check(
     model: str | None,
     local: bool,
     samples: int | None,
-    on_nodes: tuple[str, ...],
     as_json: bool,
     cluster: str | None,
     overrides: tuple[str, ...],
@@ -57,13 +55,10 @@ def check(
     The exit status is 1 if a check fails. submit runs the same checks first.
     """
     site = sites.load(cluster)
-    executor = executors.choose(local)
     recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
-    recipe = sites.complete(recipe, site, executor)
-    recipe = registered.in_recipe(recipe, site)
     for line in recipe.notes:
         note(f"note: {line}")
-    checked = context(plan(recipe, site), executor, on_nodes)
+    checked = context(plan(recipe, site, executors.choose(local)))
     # First, as the same start of the trainer answers for the components.
     sample_findings, shown = read_samples(checked, samples) if samples else ([], [])
     more = {"samples": shown} if samples else {}
@@ -138,10 +133,8 @@ def doctor(
 def _rehearse(
     site: sites.Site, name: str, overrides: tuple[str, ...], wait_s: float, as_json: bool
 ) -> NoReturn:
-    result = rehearse.rehearse(site, name, overrides, wait_s, note)
-    failed = _show(result.findings, as_json, page=str(result.page))
-    if not as_json:
-        note(f"\nthis page is in {result.page}")
+    folder, findings = rehearse.rehearse(site, name, overrides, wait_s, note)
+    failed = _show(findings, as_json, folder=str(folder))
     sys.exit(1 if failed else 0)
 
 

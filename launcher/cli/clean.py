@@ -29,10 +29,10 @@ _DAY_S = 86400
 def clean(yes: bool, older: int, as_json: bool, cluster: str | None) -> None:
     """List what can be removed without losing anything, with its size; --yes removes it.
 
-    These are caches, tokenised data, code that no run uses, what killed commands left, and
-    checkpoints that training has put aside as damaged. Runs, models and datasets stay, and while
-    runs wait or run, so does tokenised data. A colleague's run that cannot be read counts as
-    waiting until its directory has not changed for 30 days.
+    These are caches, tokenised data, code and environments that no run uses, what killed commands
+    left, and checkpoints that training has put aside as damaged. Runs, models and datasets stay,
+    and while runs wait or run, so does tokenised data. A colleague's run that cannot be read counts
+    as waiting until its directory has not changed for 30 days.
     """
     root = sites.load(cluster).root
     living = workflow.alive(root)

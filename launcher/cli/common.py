@@ -31,12 +31,6 @@ cluster_option = click.option(
     metavar="NAME",
     help="Site settings: configs/clusters/NAME.yaml. [default: default]",
 )
-on_nodes_option = click.option(
-    "--on-nodes",
-    multiple=True,
-    metavar="PATH",
-    help="Files under PATH exist only on the nodes: do not check them here.",
-)
 
 
 def since_option(purpose: str) -> Callable[[Command], Command]:

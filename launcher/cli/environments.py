@@ -12,23 +12,15 @@ from launcher.runs import built
 
 
 @click.command()
-@click.option("--remove", metavar="ID", help="Remove a built environment; a unique part of its id.")
-@common.flag("--force", help="With --remove: even if runs use it.")
 @common.json_option
 @common.cluster_option
-def environments(remove: str | None, force: bool, as_json: bool, cluster: str | None) -> None:
+def environments(as_json: bool, cluster: str | None) -> None:
     """List the environments in configs/environments, and yours that were built.
 
     A built environment is shared by all your runs with the same dependencies. It is listed with its
-    size, the time since its last use, and its runs.
+    size, the time since its last use, and its runs. cookbook clean removes those without runs.
     """
-    if force and not remove:
-        raise click.UsageError("--force requires --remove")
     site = sites.load(cluster)
-    if remove:
-        gone = built.remove(site.root, remove, force)
-        click.echo(f"removed {gone.path.name}, {gone.size / 2**20:,.0f} MiB")
-        return
     named = [environment.Environment.of(environment.record(each)) for each in environment.names()]
     built_environments = built.listed(site.root)
     if as_json:

@@ -8,11 +8,10 @@ import click
 
 from launcher import executors
 from launcher import site as sites
-from launcher.checks import preflight
 from launcher.cli import common, completion
 from launcher.cli.common import note, tell_submitted
 from launcher.cli.number import IntRange
-from launcher.cli.runs import interruption_told
+from launcher.cli.runs import launched
 from launcher.cli.status import watch_to_the_end
 from launcher.errors import RunFault, UsageFault
 from launcher.executors import title
@@ -101,19 +100,12 @@ def evaluate(
             _show(results[0], as_json, samples)
         return
     planned = workflow.plan(site, model, suite, against, overrides, resources, data)
-    executor = executors.choose(local)
-    recipe = sites.complete(planned.recipe, site, executor)
-    for line in (*planned.notes, *recipe.notes):
+    for line in (*planned.notes, *planned.recipe.notes):
         note(f"note: {line}")
-    run_plan = submission.plan(recipe, site)
-    checked = submission.context(run_plan, executor)
-    if dry_run:
-        click.echo(run_plan.script, nl=False)
-        for fault in preflight.faults(checked, quick=True):
-            note(f"warning: eval would refuse this: {fault}")
+    of_run = submission.plan(planned.recipe, site, executors.choose(local))
+    run = launched(of_run, "eval", dry_run)
+    if run is None:
         return
-    with interruption_told(Run(run_plan.path)):
-        run = submission.submit(run_plan, checked, note)
     if not watch:
         if as_json:
             tell_submitted(run, as_json)

@@ -1,6 +1,5 @@
 """cookbook logs and tensorboard: what runs wrote."""
 
-import re
 import sys
 
 import click
@@ -37,7 +36,6 @@ _COUNT = IntRange(min=0)
     metavar="N",
     help=f"The last N lines, or all. [default: all; {log_files.TAIL_LINES:,} of more than 1 MiB]",
 )
-@click.option("--grep", metavar="PATTERN", help="Only lines that match this regular expression.")
 @flag("--first-error", help="Show the first failure: its rank, and the last lines of its log.")
 @flag("-f", "--follow", help="Show new lines as they are written, until the run ends.")
 @cluster_option
@@ -49,23 +47,22 @@ def logs(
     rollouts: bool,
     attempt: int | None,
     tail: str | None,
-    grep: str | None,
     first_error: bool,
     follow: bool,
     cluster: str | None,
 ) -> None:
     """Show the logs of RUN: by default the first node's, in the newest attempt.
 
-    Several logs are merged by time, and each line shows its origin. The first node is 0.
+    Of several logs one comes after another, and each line shows its origin. The first node is 0.
     """
-    chosen, count, pattern = find(runs_root(cluster), run), _tail(tail), _pattern(grep)
+    chosen, count = find(runs_root(cluster), run), _tail(tail)
     if first_error:
         _show_first_error(chosen, attempt, 30 if count is None else count)
         return
     wanted = log_files.Wanted(ranks, nodes, job, rollouts, attempt)
     if follow:
         try:
-            for line in log_files.follow(chosen, wanted, count, pattern):
+            for line in log_files.follow(chosen, wanted, count):
                 _print(line)
         except KeyboardInterrupt:
             note("")
@@ -73,12 +70,12 @@ def logs(
     sources = log_files.choose(chosen, wanted)
     for source in sources:
         note(f"==> {source.path} <==")
-    if tail is None and pattern is None and log_files.is_long(sources):
+    if tail is None and log_files.is_long(sources):
         count = log_files.TAIL_LINES
         size = sum(source.size() for source in sources) / 2**20
-        note(f"the last {count:,} lines of {size:,.0f} MiB; for the rest use --tail all or --grep")
+        note(f"the last {count:,} lines of {size:,.0f} MiB; for the rest use --tail all")
     try:
-        for line in log_files.show(chosen, sources, count, pattern):
+        for line in log_files.show(sources, count):
             _print(line)
     except KeyboardInterrupt:
         note("")
@@ -90,14 +87,6 @@ def _tail(text: str | None) -> int | None:
     if not text.isdigit():
         raise UsageFault(f"--tail {text}: write a number of lines, or all")
     return int(text)
-
-
-def _pattern(text: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if text is None else re.compile(text)
-    except re.error as error:
-        message = f"--grep {text}: {error}"
-        raise UsageFault(f"{message}: put \\ before . * + ? ( [ to search for them") from error
 
 
 def _print(line: str) -> None:

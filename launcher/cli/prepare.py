@@ -119,7 +119,7 @@ def prepare(
 
 @click.group()
 def data() -> None:
-    """Show prepared training sets, and compare them."""
+    """Show prepared training sets."""
 
 
 @data.command()
@@ -150,22 +150,3 @@ def show(name: str | None, row: int | None, as_json: bool, cluster: str | None) 
         click.echo(json.dumps({**one.card, "lineage": one.lineage}, indent=1))
     else:
         click.echo("\n".join(prepared.story(one)))
-
-
-@data.command()
-@click.argument("a")
-@click.argument("b")
-@json_option
-@cluster_option
-def diff(a: str, b: str, as_json: bool, cluster: str | None) -> None:
-    """Show the differences between the prepared sets A and B: inputs, recipe, steps, rows."""
-    from launcher.observe import prepared
-
-    root = sites.load(cluster).root
-    differences = prepared.differences(prepared.find(root, a), prepared.find(root, b))
-    if as_json:
-        click.echo(json.dumps(differences, indent=1))
-    else:
-        click.echo(
-            "\n".join(differences) or f"{a} and {b} contain the same rows, made in the same way"
-        )

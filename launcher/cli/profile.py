@@ -4,14 +4,12 @@ import json
 
 import click
 
-from launcher import yamlfile
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, json_option, note, runs_root
 from launcher.cli.number import IntRange
-from launcher.errors import CookbookError
 from launcher.observe import profile as profiles
+from launcher.observe.outcome import resolved
 from launcher.runs.find import find
-from runspec import files
 
 
 @click.command()
@@ -30,10 +28,7 @@ def profile(run: str, top: int, as_json: bool, cluster: str | None) -> None:
     times, faults = profiles.ranks(chosen)
     for fault in faults:
         note(f"skipped: {fault}")
-    try:
-        config = yamlfile.load(chosen.path / files.RECIPE)
-    except CookbookError:
-        config = {}
+    config = resolved(chosen)
     if as_json:
         click.echo(json.dumps(profiles.as_json(chosen, times, config), indent=1))
     else:

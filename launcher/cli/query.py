@@ -7,18 +7,12 @@ from typing import Any
 
 import click
 
-from launcher import executors, paths, venv
+from launcher import paths, venv
 from launcher import site as sites
-from launcher.cli import common
-from launcher.cli.common import cluster_option, flag, json_option, note
+from launcher.cli.common import cluster_option, flag, json_option
 from launcher.cli.number import FloatRange, IntRange
-from launcher.cli.runs import interruption_told
-from launcher.cli.status import watch_to_the_end
 from launcher.errors import UsageFault
-from launcher.runs.directory import Run
 from launcher.workflows import endpoint as endpoints
-from launcher.workflows import evaluate
-from launcher.workflows import submit as submission
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -35,10 +29,6 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--temperature", type=FloatRange(min=0), help="0: greedy decoding.")
 @click.option("--seed", type=IntRange(min=0), help="Seed of the sampling.")
 @flag("--stream", help="Print the answer while it is generated.")
-@flag("--offline", help="NAME is a MODEL: answer the file in a job, without a server.")
-@common.resource_options
-@flag("--watch", help="With --offline: follow the job to its end.")
-@flag("--local", help="With --offline: run on this host, without Slurm.")
 @json_option
 @cluster_option
 def query(
@@ -51,30 +41,17 @@ def query(
     temperature: float | None,
     seed: int | None,
     stream: bool,
-    offline: bool,
-    watch: bool,
-    local: bool,
     as_json: bool,
     cluster: str | None,
-    **resources: Any,
 ) -> None:
     """Send one PROMPT, or a file of prompts, to the endpoint NAME.
 
-    A partly answered file is continued. Failed requests are retried.
+    A partly answered file is continued. Failed requests are retried. Without a server a job answers
+    a file: cookbook eval MODEL --suite batch tasks.answers.data=FILE tasks.answers.output=FILE
     """
     if (prompt is None) == (source is None) or (source is None) != (target is None):
         raise UsageFault("give PROMPT, or both --input FILE and --output FILE")
     site = sites.load(cluster)
-    if offline:
-        if source is None or target is None:
-            raise UsageFault("--offline answers a file: give --input FILE and --output FILE")
-        if stream or in_flight is not None:
-            raise UsageFault("--stream and --in-flight need a server: leave them out")
-        settings = {"max_new_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        _offline(site, name, source, target, settings, resources, watch, local, as_json)
-        return
-    if watch or local or any(value is not None for value in resources.values()):
-        raise UsageFault("job options, --watch and --local require --offline: leave them out")
     if source is not None and (stream or as_json):
         raise UsageFault("--stream and --json require one PROMPT: leave them out")
     endpoint = endpoints.find(site, name)
@@ -95,27 +72,3 @@ def query(
     argv += ["--json"] if as_json else []
     done = subprocess.run(argv, cwd=paths.REPO_ROOT, env=venv.environment())
     sys.exit(done.returncode)
-
-
-def _offline(
-    site: sites.Site,
-    model: str,
-    source: Path,
-    target: Path,
-    settings: dict[str, Any],
-    resources: dict[str, Any],
-    watch: bool,
-    local: bool,
-    as_json: bool,
-) -> None:
-    recipe = evaluate.batch(site, model, source, target, settings, resources)
-    executor = executors.choose(local)
-    planned = submission.plan(sites.complete(recipe, site, executor), site)
-    checked = submission.context(planned, executor)
-    with interruption_told(Run(planned.path)):
-        run = submission.submit(planned, checked, note)
-    common.tell_submitted(run, as_json, output=str(target))
-    if not as_json:
-        click.echo(f"  answers    {target}, when the job has ended")
-    if watch:
-        sys.exit(watch_to_the_end(run))

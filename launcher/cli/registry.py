@@ -5,14 +5,13 @@ from datetime import UTC, datetime
 
 import click
 
-from launcher import paths
+from launcher import paths, yamlfile
 from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, json_option, note
 from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
 from launcher.observe.text import plain
-from launcher.tracking import gates
 from launcher.tracking import registry as registered
 from launcher.tracking import store as stores
 from launcher.workflows import models
@@ -79,7 +78,9 @@ def promote(
             note(line)
     else:
         without = rules == "none"
-        file = gates.find(paths.GATES, rules) if rules and not without else None
+        file = None
+        if rules and not without:
+            file = yamlfile.find("gates file", rules, paths.GATES)
         now = workflow.promote(site, name, str(alias), number, file, why, note, without)
         message = f"{alias} of {name} is v{now.number}"
     click.echo(json.dumps(_row(now), indent=1) if as_json else message)

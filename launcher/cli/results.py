@@ -18,7 +18,6 @@ from launcher.observe.results import FORMATS, compare, ordered, shown
 from launcher.runs.find import every, find, made_since, none_yet
 from launcher.runs.sweeps import runs_of
 from launcher.workflows import replay as replaying
-from launcher.workflows import stats
 
 _NEWEST = 20
 
@@ -90,7 +89,7 @@ def report(
 ) -> None:
     """Write an HTML report of each RUN: curves, outcome, attempts, profile, provenance.
 
-    It includes the evaluations of the model, and the log statistics of an endpoint that serves it.
+    It includes the evaluations of the model.
 
     Several runs, or those of a SWEEP, share their charts.
 
@@ -99,9 +98,8 @@ def report(
     site = sites.load(cluster)
     runs = runs_of(site.root, wanted)
     target = output or (runs[0].path if len(runs) == 1 else Path.cwd()) / "report.html"
-    served = stats.of_runs(site, runs, note)
     rate = site.gpu_hour_price if price is None else price
-    for fault in reports.write(runs, target, rate, served):
+    for fault in reports.write(runs, target, rate):
         note(f"skipped: {fault}")
     click.echo(target)
 

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 import click
 
 from launcher import site as sites
+from launcher.checks import preflight
 from launcher.cli import completion
-from launcher.cli.common import cluster_option, note, on_nodes_option, resource_options, runs_root
+from launcher.cli.common import cluster_option, note, resource_options, runs_root
 from launcher.cli.status import watch_to_the_end
 from launcher.executors import choose, title
 from launcher.runs.directory import Run
@@ -17,6 +18,7 @@ from launcher.runs.sweeps import runs_of
 from launcher.workflows.cancel import cancel as cancel_run
 from launcher.workflows.resume import Changes
 from launcher.workflows.resume import resume as resume_run
+from launcher.workflows.submit import PlannedRun, context, submit
 from launcher.workflows.sweep import cancel_all
 
 
@@ -40,6 +42,26 @@ def interruption_told(run: Run) -> Iterator[None]:
         else:
             note("\ninterrupted: no job was queued")
         sys.exit(130)
+
+
+def launched(
+    planned: PlannedRun,
+    verb: str,
+    dry_run: bool,
+    no_check: bool = False,
+) -> Run | None:
+    """Submit a planned run; for a dry run print its job script and return None.
+
+    Args:
+        verb: the command, for its warnings.
+    """
+    if not dry_run:
+        with interruption_told(Run(planned.path)):
+            return submit(planned, note, no_check)
+    click.echo(planned.script, nl=False)
+    for fault in preflight.faults(context(planned), no_check, quick=True):
+        note(f"warning: {verb} would refuse this: {fault}")
+    return None
 
 
 @click.command()
@@ -68,7 +90,6 @@ def cancel(run: str, cluster: str | None) -> None:
     show_default=True,
     help="The kit's code: the run's own, or the current one.",
 )
-@on_nodes_option
 @cluster_option
 def resume(
     run: str,
@@ -77,7 +98,6 @@ def resume(
     follow: bool,
     no_check: bool,
     code: str,
-    on_nodes: tuple[str, ...],
     cluster: str | None,
     **resources: str | int | None,
 ) -> None:
@@ -91,7 +111,7 @@ def resume(
     changes = None
     if overrides or options or code == "current":
         site = sites.load(cluster or chosen.submission.get("site"))
-        changes = Changes(site, overrides, options, on_nodes, no_check, code == "current")
+        changes = Changes(site, overrides, options, no_check, code == "current")
     with interruption_told(chosen):
         started = resume_run(chosen, choose(local) if local else None, changes, note)
     if started:

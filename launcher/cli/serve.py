@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace as changed
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +27,6 @@ from launcher.workflows import keys as access
 from launcher.workflows import models
 from launcher.workflows import scale as scaling
 from launcher.workflows import serve as workflow
-from launcher.workflows import stats as statistics
 from launcher.workflows.endpoint import Endpoint, Served
 from runspec.endpoint import reachable
 
@@ -104,68 +103,52 @@ def serve(
     KEY=VALUE overrides a key of the configuration: engine=vllm, rate_per_s=20, bind=node.
     """
     site = sites.load(cluster)
-    of_user = [each for each in (add_key, set_limits, revoke_key) if each is not None]
-    named = (url, stopped, stats, keep, keys, *of_user, adjust)
-    if listed + sum(each is not None for each in named) + bool(given) != 1:
-        raise UsageFault(f"give MODEL, or one of {_ACTIONS}")
-    if (user is None) != (not of_user):
-        raise UsageFault(
-            "--add-key, --set-limits and --revoke-key require --user USER; no other option uses it"
-        )
     limits = {"requests_per_day": requests_per_day, "tokens_per_day": tokens_per_day}
     limits = {key: value or None for key, value in limits.items() if value is not None}
-    if bool(limits) > bool(add_key or set_limits) or (set_limits and not limits):
-        raise UsageFault(
-            "--requests-per-day and --tokens-per-day are for --add-key and --set-limits, which "
-            "needs one of them"
-        )
+    who = user or ""
+    # The name of the endpoint, and what is done with it.
+    actions: dict[str, tuple[str | None, Callable[[Endpoint], None]]] = {
+        "--url": (url, lambda one: _print_url(site, one, as_json)),
+        "--stop": (stopped, lambda one: workflow.stop(site, one, note)),
+        "--stats": (stats, lambda one: _stats(site, one, since, as_json)),
+        "--keep": (keep, lambda one: keeping.keep(site, one, note, once)),
+        "--keys": (keys, lambda one: _list_keys(one, as_json)),
+        "--add-key": (add_key, lambda one: _add_key(one, who, limits, as_json)),
+        "--set-limits": (set_limits, lambda one: _set_limits(one, who, limits, as_json)),
+        "--revoke-key": (revoke_key, lambda one: _revoke_key(one, who)),
+        "--adjust": (adjust, lambda one: scaling.adjust(site, one, note)),
+    }
+    asked = {option: name for option, (name, _) in actions.items() if name is not None}
+    if listed + len(asked) + bool(given) != 1:
+        raise UsageFault(f"give MODEL, or one of {_ACTIONS}")
+    _check_user(asked, user, limits)
     if since and stats is None:
         raise UsageFault("--since requires --stats: leave it out")
     if once and keep is None:
         raise UsageFault("--once requires --keep: leave it out")
-    if not given:
-        _only_a_model(name, config, replicas, port, local, no_wait, replace, share, **resources)
+    known = {key: value for key, value in resources.items() if value is not None}
+    of_a_model = (name, config, replicas, port, local, no_wait, replace, share, known)
+    if not given and any(of_a_model):
+        raise UsageFault(f"{_ACTIONS} accept no options for serving a MODEL: leave them out")
     if listed:
         _list(site, as_json)
-    elif url is not None:
-        _print_url(site, endpoints.find(site, url), as_json)
-    elif stopped is not None:
-        workflow.stop(site, endpoints.find(site, stopped), note)
-    elif keep is not None:
-        keeping.keep(site, endpoints.find(site, keep), note, once)
-    elif adjust is not None:
-        scaling.adjust(site, endpoints.find(site, adjust), note)
-    elif keys is not None:
-        _list_keys(endpoints.find(site, keys), as_json)
-    elif add_key is not None and user is not None:
-        key = access.add(endpoints.find(site, add_key), user, limits)
-        click.echo(json.dumps({"user": user, "key": key}) if as_json else key)
-        note(f"  the key of {user} is not shown again")
-    elif set_limits is not None and user is not None:
-        access.limit(endpoints.find(site, set_limits), user, limits)
-        _list_keys(endpoints.find(site, set_limits), as_json)
-    elif revoke_key is not None and user is not None:
-        access.revoke(endpoints.find(site, revoke_key), user)
-        note(f"the key of {user} is revoked")
-    elif stats is not None:
-        _stats(site, endpoints.find(site, stats), since, as_json)
-    else:
+    for option, of_endpoint in asked.items():
+        actions[option][1](endpoints.find(site, of_endpoint))
+    if given:
         if "=" in given[0] and not given[0].startswith("models:/"):
             raise UsageFault(f"MODEL comes first, before {given[0]}")
         if replace and (share is not None or no_wait):
             raise UsageFault(
                 "--replace waits for the new deployment: leave --share and --no-wait out"
             )
-        known = {key: value for key, value in resources.items() if value is not None}
         least, most = _range(replicas or "1")
-        asked = Served(
-            given[0], "", config or "default", given[1:], known, choose(local).name, least
-        )
-        asked = changed(asked, max_replicas=most)
+        executor = choose(local).name
+        served = Served(given[0], "", config or "default", given[1:], known, executor, least)
+        served = changed(served, max_replicas=most)
         if replace:
-            endpoint = endpoints.find(site, _name(site, asked, name))
-            asked = _as_before(endpoint, asked, config, replicas)
-        endpoint, runs = _start(site, asked, name, port, replace, share)
+            before = endpoints.find(site, _name(site, served, name))
+            served = _as_before(before, served, config, replicas)
+        endpoint, runs = _start(site, served, name, port, replace, share)
         for run in runs:
             note(f"submitted {run.name} as {title(run.job_id)}")
         _wait(site, endpoint, runs, port or 0, no_wait, as_json)
@@ -174,10 +157,36 @@ def serve(
 _ACTIONS = "--list, --url, --stop, --stats, --keep, --keys, --add-key, --set-limits, --revoke-key"
 
 
-def _only_a_model(*given: Any, **resources: Any) -> None:
-    """Raise UsageFault for an option that says how a MODEL is served, without a MODEL."""
-    if any(given) or any(resources.values()):
-        raise UsageFault(f"{_ACTIONS} accept no options for serving a MODEL: leave them out")
+def _check_user(asked: Collection[str], user: str | None, limits: Mapping[str, int | None]) -> None:
+    """Raise UsageFault for options of a user without their action, or the other way around."""
+    if (user is None) == bool({"--add-key", "--set-limits", "--revoke-key"} & set(asked)):
+        raise UsageFault(
+            "--add-key, --set-limits and --revoke-key require --user USER; no other option uses it"
+        )
+    limited = bool({"--add-key", "--set-limits"} & set(asked))
+    if (limits and not limited) or ("--set-limits" in asked and not limits):
+        raise UsageFault(
+            "--requests-per-day and --tokens-per-day are for --add-key and --set-limits, which "
+            "needs one of them"
+        )
+
+
+def _add_key(endpoint: Endpoint, user: str, limits: dict[str, int | None], as_json: bool) -> None:
+    key = access.add(endpoint, user, limits)
+    click.echo(json.dumps({"user": user, "key": key}) if as_json else key)
+    note(f"  the key of {user} is not shown again")
+
+
+def _set_limits(
+    endpoint: Endpoint, user: str, limits: dict[str, int | None], as_json: bool
+) -> None:
+    access.limit(endpoint, user, limits)
+    _list_keys(endpoint, as_json)
+
+
+def _revoke_key(endpoint: Endpoint, user: str) -> None:
+    access.revoke(endpoint, user)
+    note(f"the key of {user} is revoked")
 
 
 def _range(text: str) -> tuple[int, int | None]:
@@ -350,7 +359,7 @@ def _list_keys(endpoint: Endpoint, as_json: bool) -> None:
 
 
 def _stats(site: Site, endpoint: Endpoint, since: str | None, as_json: bool) -> None:
-    argv = statistics.command(site, endpoint, since, note)
+    argv = workflow.stats_command(site, endpoint, since, note)
     argv += ["--json"] if as_json else []
     done = subprocess.run(argv, cwd=paths.REPO_ROOT, env=venv.environment())
     sys.exit(done.returncode)

@@ -20,7 +20,6 @@ from launcher.cli.common import (
 )
 from launcher.errors import UsageFault
 from launcher.observe.status import Row, chosen, row, table
-from launcher.observe.steps import Paced
 from launcher.observe.summary import story, summary
 from launcher.observe.text import plain as harmless
 from launcher.observe.watch import watch_all
@@ -107,14 +106,6 @@ def watch(wanted: tuple[str, ...], plain: bool, cluster: str | None) -> None:
     sys.exit(watch_to_the_end(*runs, live=sys.stdout.isatty() and not plain))
 
 
-def _columns() -> int:
-    """The width of the terminal on stderr."""
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    except OSError:
-        return 80
-
-
 def watch_to_the_end(*runs: Run, live: bool = False) -> int:
     """Follow runs and print their results; return the exit status, 0 if all are completed."""
     try:
@@ -123,10 +114,6 @@ def watch_to_the_end(*runs: Run, live: bool = False) -> int:
             from launcher.observe.live import watch_live
 
             states = watch_live(runs)
-        elif sys.stderr.isatty():
-            say = Paced(note, _columns)
-            states = watch_all(runs, say)
-            say.flush()
         else:
             states = watch_all(runs, note)
     except KeyboardInterrupt:

@@ -35,7 +35,6 @@ from launcher.workflows import sweep as workflow
 @common.flag("--resume", help="Start the unfinished runs of the sweep NAME again.")
 @common.flag("--local", help="Run on this host, without Slurm, and wait for the end.")
 @common.flag("--no-check", help="Skip the checks that can be skipped.")
-@common.on_nodes_option
 @common.json_option
 @common.cluster_option
 def sweep(
@@ -46,7 +45,6 @@ def sweep(
     resume: bool,
     local: bool,
     no_check: bool,
-    on_nodes: tuple[str, ...],
     as_json: bool,
     cluster: str | None,
     **resources: str | int | None,
@@ -61,25 +59,20 @@ def sweep(
     name, overrides = (words[0], words[1:]) if words else (None, ())
     given = {key: value for key, value in resources.items() if value is not None}
     if name is None:
-        if (
-            given
-            or parallel
-            or on_nodes
-            or any((fitting, dry_run, resume, local, no_check, as_json))
-        ):
+        if given or parallel or any((fitting, dry_run, resume, local, no_check, as_json)):
             raise click.UsageError("NAME is missing. List the sweeps with: cookbook sweep")
         _list(site)
         return
     executor = executors.choose(local)
     if resume:
-        if overrides or given or fitting or dry_run or no_check or on_nodes:
+        if overrides or given or fitting or dry_run or no_check:
             raise click.UsageError(
                 "--resume can be combined only with --parallel, --local and --json"
             )
         _resume(site, name, parallel, executor, as_json)
         return
     definition = sweeps_of_the_kit.load(name)
-    planned = workflow.plan_sweep(definition, site, overrides, given, parallel, executor)
+    planned = workflow.plan_sweep(definition, site, executor, overrides, given, parallel)
     predicted = _predicted(planned) if fitting or dry_run else None
     if fitting and predicted is not None:
         left_out = [each for each in predicted.cells if not each.fits]
@@ -95,10 +88,10 @@ def sweep(
         click.echo("\n".join(predicted.lines()))
         for script in planned.scripts.values() if executor.arrays else ():
             click.echo(f"\n{script}", nl=False)
-        for fault in workflow.faults(planned, executor, on_nodes, no_check):
+        for fault in workflow.faults(planned, no_check):
             note(f"warning: sweep would refuse this: {fault}")
         return
-    made = workflow.submit_sweep(planned, executor, note, on_nodes, no_check)
+    made = workflow.submit_sweep(planned, note, no_check)
     if executor.arrays:
         _tell(made, as_json)
         return

@@ -2,15 +2,14 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, TypeGuard
 
 from launcher.observe import gpu_use
+from launcher.observe.text import is_number
 from launcher.runs.directory import Run
-from runspec import files
 
 Point = tuple[float, float]
 # The name of a curve that no metric makes, but what nvidia-smi said.
@@ -36,15 +35,15 @@ def read(run: Run, names: Sequence[str]) -> Curves:
     """Return the curves of a run; a line of its metrics that is cut short is left out."""
     curves = Curves(run.name, {name: [] for name in names})
     times: list[Point] = []
-    for row in _rows(run):
+    for row in run.metrics:
         step, when = row.get("step"), row.get("time")
-        if not _is_number(step):
+        if not is_number(step):
             continue
-        if _is_number(when):
+        if is_number(when):
             times.append((when, step))
         for name in names:
             value = row.get(name)
-            if _is_number(value):
+            if is_number(value):
                 curves.points[name].append((step, value))
     if GPU_USE in names and times:
         curves.points[GPU_USE] = _by_step(gpu_use.curve(run), sorted(times))
@@ -52,7 +51,7 @@ def read(run: Run, names: Sequence[str]) -> Curves:
     ended = run.attempts
     for attempt in [*ended[1:], *([run.status] if ended else [])]:
         began = attempt.get("started")
-        if _is_number(began) and attempt.get("attempt") != ended[0].get("attempt"):
+        if is_number(began) and attempt.get("attempt") != ended[0].get("attempt"):
             step = next((step for when, step in times if when >= began), None)
             mark = f"attempt {attempt.get('attempt')}"
             if step is not None and mark not in [label for _, label in curves.attempts]:
@@ -75,24 +74,6 @@ def _by_step(points: Sequence[Point], times: Sequence[Point]) -> list[Point]:
         if place >= 0:
             at_step.setdefault(times[place][1], []).append(value)
     return [(step, fmean(values)) for step, values in sorted(at_step.items())]
-
-
-def _rows(run: Run) -> Iterator[dict[str, Any]]:
-    try:
-        with open(run.path / files.METRICS, "rb") as lines:
-            for line in lines:
-                try:
-                    row = files.parse_json(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
-                    yield row
-    except OSError:
-        return
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:

@@ -37,22 +37,23 @@ def _value(value: Any) -> str:
 def differences(one: Run, other: Run) -> list[Difference]:
     """Return what two runs were given that was not the same."""
     first, second = one.provenance, other.provenance
-    changed = list(_mapped("configuration", configuration(one), configuration(other)))
+    changed = list(mapped("configuration", configuration(one), configuration(other)))
     changed += _code(_block(first, "kit"), _block(second, "kit"))
-    changed += _mapped("packages", _packages(first), _packages(second))
+    changed += mapped("packages", packages_of(first), packages_of(second))
     system = ("python", "slurm")
-    changed += _mapped("system", _some(first, system), _some(second, system))
+    changed += mapped("system", _some(first, system), _some(second, system))
     model = ("folder", "revision")
-    changed += _mapped(
+    changed += mapped(
         "model", _some(_block(first, "model"), model), _some(_block(second, "model"), model)
     )
     # A run of an earlier version has no record of its data.
     if "data" in first and "data" in second:
-        changed += _mapped("data", _data(first), _data(second))
+        changed += mapped("data", _data(first), _data(second))
     return changed
 
 
-def _mapped(part: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
+def mapped(part: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield what differs between two mappings."""
     for name in {**before, **after}:
         if before.get(name) != after.get(name):
             yield Difference(part, name, before.get(name), after.get(name))
@@ -67,7 +68,8 @@ def _some(record: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: record.get(name) for name in names}
 
 
-def _packages(record: Mapping[str, Any]) -> dict[str, str]:
+def packages_of(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions of the packages in a run's provenance by name."""
     given = record.get("packages")
     pairs = (str(each).partition("==")[::2] for each in given) if isinstance(given, list) else ()
     return dict(pairs)
@@ -84,7 +86,7 @@ def _data(record: Mapping[str, Any]) -> dict[str, Any]:
 def _code(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Difference]:
     if before.get("sha256") and before.get("sha256") == after.get("sha256"):
         return  # the same code, whatever was committed meanwhile
-    yield from _mapped("code", _some(before, ("commit",)), _some(after, ("commit",)))
+    yield from mapped("code", _some(before, ("commit",)), _some(after, ("commit",)))
     old, new = str(before.get("diff") or ""), str(after.get("diff") or "")
     if old != new:
         lines = difflib.unified_diff(old.splitlines(), new.splitlines(), "A", "B", "", "", 0, "")

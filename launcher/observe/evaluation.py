@@ -1,9 +1,10 @@
 """An evaluation's result as a table: base against tuned, with intervals and p-values."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from launcher.observe.text import plain
+from launcher.observe.text import is_number, plain
 from launcher.runs.directory import Run
 from runspec import files
 
@@ -17,8 +18,13 @@ def of_run(run: Run) -> dict[str, Any] | None:
 
 def all_of(run: Run) -> list[dict[str, Any]]:
     """Return the results in a run: an evaluation's own, or those of its model; newest first."""
-    read = [files.peek(path) for path in (run.path / files.EVALS).glob("*.json")]
-    results = [each for each in read if "tasks" in each]
+    return read(run.path / files.EVALS)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the results in a folder, newest first, each with its file."""
+    known = [{**files.peek(path), "file": str(path)} for path in folder.glob("*.json")]
+    results = [each for each in known if isinstance(each.get("tasks"), dict)]
     return sorted(results, key=lambda each: float(each.get("created") or 0), reverse=True)
 
 
@@ -89,12 +95,8 @@ def _value(figures: Any) -> str:
     if figures.get("low") is not None:
         text += f" [{figures['low']:.4g}, {figures['high']:.4g}]"
     elif figures.get("stderr"):
-        text += f" +- {float(figures['stderr']):.2g}" if _is_number(figures["stderr"]) else ""
+        text += f" +- {float(figures['stderr']):.2g}" if is_number(figures["stderr"]) else ""
     return text
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
 
 
 def _compared(figures: Mapping[str, Any]) -> list[str]:

@@ -5,12 +5,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from launcher.observe.text import plain
+from launcher.observe.text import is_number, plain
 from launcher.runs.directory import Run
 from runspec import files
 
 # So many nodes are shown one by one.
 _SHOWN = 4
+_BUSY = "busy_percent"
 
 
 def newest(run: Run) -> list[dict[str, Any]]:
@@ -28,15 +29,15 @@ def newest(run: Run) -> list[dict[str, Any]]:
 def lines(run: Run) -> Iterator[str]:
     """Yield the newest utilisation, a line for each node; of many nodes the least busy ones."""
     records = newest(run)
-    known = [(fmean(values), each) for each in records if (values := _busy(each))]
+    known = [(fmean(values), each) for each in records if (values := _values(each, _BUSY))]
     chosen = [each for _, each in known]
     if len(known) > _SHOWN:
         known.sort(key=lambda pair: pair[0])
         chosen = [each for _, each in known[:_SHOWN]]
     for each in chosen:
-        used = [float(gpu["memory_gib"]) for gpu in _gpus(each) if _is_number(gpu, "memory_gib")]
+        used = _values(each, "memory_gib")
         memory = f", {max(used):.1f} GiB" if used else ""
-        shares = " ".join(f"{value:.0f}" for value in _busy(each))
+        shares = " ".join(f"{value:.0f}" for value in _values(each, _BUSY))
         yield plain(f"GPU use on {each.get('node')}: {shares} %{memory}")
     if len(known) > _SHOWN:
         mean = fmean(share for share, _ in known)
@@ -48,9 +49,10 @@ def curve(run: Run) -> list[tuple[float, float]]:
     points = []
     for logs in sorted(run.logs.glob("[0-9]*")):
         for path in _files(logs):
-            for line in _lines(path):
-                when, values = line.get("time"), _busy(line)
-                if isinstance(when, int | float) and values:
+            for row in files.read_json_lines(path):
+                known = row if isinstance(row, dict) else {}
+                when, values = known.get("time"), _values(known, _BUSY)
+                if is_number(when) and values:
                     points.append((float(when), fmean(values)))
     return sorted(points)
 
@@ -65,28 +67,10 @@ def _files(logs: Path) -> list[Path]:
     return sorted(logs.glob(files.GPU_USE.format("*")))
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                try:
-                    value = files.parse_json(text)
-                except ValueError:
-                    continue
-                if isinstance(value, dict):
-                    yield value
-    except OSError:
-        return
-
-
 def _gpus(record: dict[str, Any]) -> list[dict[str, Any]]:
     given = record.get("gpus")
     return [gpu for gpu in given if isinstance(gpu, dict)] if isinstance(given, list) else []
 
 
-def _busy(record: dict[str, Any]) -> list[float]:
-    return [float(gpu["busy_percent"]) for gpu in _gpus(record) if _is_number(gpu, "busy_percent")]
-
-
-def _is_number(gpu: dict[str, Any], key: str) -> bool:
-    return isinstance(gpu.get(key), int | float)
+def _values(record: dict[str, Any], key: str) -> list[float]:
+    return [value for gpu in _gpus(record) if is_number(value := gpu.get(key))]

@@ -1,6 +1,7 @@
 """The live view of runs on a terminal: progress, loss curve, speed, attempts, newest lines."""
 
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from launcher.observe import gpu_use, rollouts
 from launcher.observe.lines import Growing, tail_start
 from launcher.observe.logs import Tail
 from launcher.observe.status import left_s, part_of, used_s
-from launcher.observe.steps import fitted, is_step
 from launcher.observe.text import duration, number, percent, plain
 from launcher.observe.watch import States
 from launcher.runs.directory import Run, Snapshot
@@ -30,6 +30,16 @@ _COLOURS = {"COMPLETED": "green", "RUNNING": "cyan", "FAILED": "red"}
 # So many logged steps are looked back at, and so many lines of a log kept.
 _STEPS, _LINES = 4000, 50
 _NOTHING = State("...", "nobody", "querying Slurm")
+# The trainer's line of a step (trainer/metrics.py), and what is left out of it first.
+_STEP = re.compile(r"step +\d+/\d+  ")
+_FIELDS = (
+    re.compile(r"  grad norm +\S+"),
+    re.compile(r"  mem +\S+ GiB"),
+    re.compile(r"  epoch +\S+"),
+    re.compile(r"  lr \S+"),
+    re.compile(r"  MFU +\S+ %"),
+    re.compile(r"  +\S+ tok/s/GPU"),
+)
 
 
 class View:
@@ -65,7 +75,7 @@ class View:
             for line in lines:
                 line = plain(line.rpartition("\r")[2])
                 # The newest step is enough: the curve shows the others.
-                if self._lines and is_step(line) and is_step(self._lines[-1]):
+                if self._lines and _STEP.match(line) and _STEP.match(self._lines[-1]):
                     self._lines.pop()
                 self._lines.append(line)
 
@@ -85,7 +95,8 @@ class View:
         parts += [Text(each, no_wrap=True, overflow="ellipsis") for each in attempts]
         room = max(1, height - len(parts) - 2)
         newest = [
-            fitted(line, width - 4) if is_step(line) else line for line in list(self._lines)[-room:]
+            fitted(line, width - 4) if _STEP.match(line) else line
+            for line in list(self._lines)[-room:]
         ]
         parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in newest]
         title = Text(f"{self.run.name}  ").append(state.word, style=f"bold {colour}")
@@ -131,6 +142,15 @@ class View:
         return Text(", ".join(known) or "no step is logged yet", no_wrap=True, overflow="ellipsis")
 
 
+def fitted(line: str, width: int) -> str:
+    """Return a step's line in at most so many characters; fields that are missed least go first."""
+    for field in _FIELDS:
+        if len(line) <= width:
+            break
+        line = field.sub("", line, count=1)
+    return line if len(line) <= width else f"{line[: max(0, width - 1)]}…"
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return a curve in so many characters: the mean of as many parts, the highest bar the most."""
     count = min(width, len(values))
@@ -149,7 +169,7 @@ def _attempt(record: dict[str, Any]) -> str:
 def watch_live(runs: Sequence[Run], console: Console | None = None) -> list[State]:
     """Show runs until they have ended; return their last states."""
     console = console or Console()
-    states, views = States(runs), [View(run) for run in runs]
+    states, views = States(), [View(run) for run in runs]
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             known = {run.name: states.look(run) for run in runs}

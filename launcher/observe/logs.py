@@ -1,14 +1,13 @@
-"""Finding, showing and following a run's log files: ranks, nodes, several merged by time."""
+"""Finding, showing and following a run's log files: ranks, nodes, one or several."""
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launcher.errors import UsageFault
-from launcher.observe.lines import Growing, Source, last, matching, merged, read, tail_start
+from launcher.observe.lines import Growing, Source, read, tail_start
 from launcher.runs.directory import Run
 from launcher.runs.states import own_state, state_of
 from runspec import files
@@ -130,48 +129,19 @@ def attempts(run: Run) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name))
 
 
-def show(
-    run: Run, sources: list[Source], tail: int | None, pattern: re.Pattern[str] | None
-) -> Iterator[str]:
-    """Yield the lines of logs, several merged by time and marked with their origin.
+def show(sources: list[Source], tail: int | None) -> Iterator[str]:
+    """Yield the lines of logs, one log after another; of several each line has its origin.
 
-    Args:
-        tail: only the last lines; None for all.
-        pattern: only lines in which it is found.
+    tail: only the last lines of each; None for all.
     """
-    # With a pattern the last lines are the last ones that match.
-    count = tail if pattern is None else None
-    spans = [(each, _start(each, count), None) for each in sources]
-    if len(spans) == 1:
-        ((source, start, _),) = spans
-        yield from last(matching(read(source.path, start), pattern), tail)
-    else:
-        yield from last(_marked(run, spans, pattern), tail)
+    width = max(len(source.origin) for source in sources)
+    for source in sources:
+        mark = f"{source.origin:<{width}} | " if len(sources) > 1 else ""
+        yield from (f"{mark}{line}" for line in read(source.path, _start(source, tail)))
 
 
 def _start(source: Source, count: int | None) -> int:
     return 0 if count is None else tail_start(source.path, count)
-
-
-def _marked(
-    run: Run, spans: Sequence[tuple[Source, int, int | None]], pattern: re.Pattern[str] | None
-) -> Iterator[str]:
-    """Yield the lines of several logs by time, each with its origin."""
-    width = max(len(source.origin) for source, _, _ in spans)
-    began = _began(run, [source for source, _, _ in spans])
-    for origin, line in merged(spans, began, run.path / files.METRICS):
-        if pattern is None or pattern.search(line):
-            yield f"{origin:<{width}} | {line}"
-
-
-def _began(run: Run, sources: list[Source]) -> float:
-    """Return when the attempt of these logs started."""
-    attempt = next((each.path.parent.name for each in sources if each.origin != "job"), "0")
-    for record in (*run.attempts, run.status):
-        value: Any = record.get("started")
-        if str(record.get("attempt")) == attempt and isinstance(value, int | float):
-            return float(value)
-    return 0.0
 
 
 def is_long(sources: list[Source]) -> bool:
@@ -179,9 +149,7 @@ def is_long(sources: list[Source]) -> bool:
     return sum(source.size() for source in sources) > WHOLE_BYTES
 
 
-def follow(
-    run: Run, wanted: Wanted, tail: int | None = None, pattern: re.Pattern[str] | None = None
-) -> Iterator[str]:
+def follow(run: Run, wanted: Wanted, tail: int | None = None) -> Iterator[str]:
     """Yield the lines of logs as they come, through retries and requeues, until the run has ended.
 
     Of what is there at the beginning, the last lines come: `tail`, or all if that is not much.
@@ -194,7 +162,7 @@ def follow(
         sources = _choose_if_there(run, wanted)
         if sources and sources[-1].path.parent != folder:
             # First the last words of the attempt before.
-            yield from _new_lines(current, origins, pattern, ended=True)
+            yield from _new_lines(current, origins, ended=True)
             current, folder = {}, sources[-1].path.parent
             yield f"==> {sources[0].path if len(sources) == 1 else folder} <=="
         fresh = [source for source in sources if source.path not in current]
@@ -203,17 +171,12 @@ def follow(
             if tail is None and is_long(fresh):
                 tail = TAIL_LINES
             starts = [_start(source, tail) for source in fresh]
-            if len(fresh) > 1:
-                ends = [tail_start(source.path, 0) for source in fresh]
-                spans = [*zip(fresh, starts, ends, strict=True)]
-                yield from last(_marked(run, spans, pattern), tail)
-                starts = ends
             first = False
         for source, start in zip(fresh, starts, strict=True):
             current[source.path] = Growing(source.path, start)
         if len(sources) > 1:
             origins = {source.path: source.origin for source in sources}
-        yield from _new_lines(current, origins, pattern, ended)
+        yield from _new_lines(current, origins, ended)
         if ended:
             return
         # After the end the files are read once more, for what was written while Slurm was asked.
@@ -228,14 +191,13 @@ def follow(
 def _new_lines(
     logs: dict[Path, Growing],
     origins: dict[Path, str],
-    pattern: re.Pattern[str] | None,
     ended: bool,
 ) -> Iterator[str]:
     width = max(map(len, origins.values()), default=0)
     for path, log in logs.items():
         mark = f"{origins[path]:<{width}} | " if path in origins else ""
         while lines := log.new_lines(ended):
-            yield from (f"{mark}{line}" for line in matching(lines, pattern))
+            yield from (f"{mark}{line}" for line in lines)
 
 
 def _choose_if_there(run: Run, wanted: Wanted) -> list[Source]:

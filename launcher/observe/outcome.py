@@ -8,6 +8,7 @@ from launcher import paths, yamlfile
 from launcher.errors import CookbookError
 from launcher.observe import gpu_use
 from launcher.observe.status import row
+from launcher.observe.text import is_number
 from launcher.runs.directory import Run
 from launcher.runs.states import State
 from launcher.sizing.memory import StepMemory
@@ -65,7 +66,7 @@ def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> 
     """
     values, progress = row(run, state), run.progress
     metrics = run.metrics
-    losses = [each["val_loss"] for each in metrics if _is_number(each.get("val_loss"))]
+    losses = [each["val_loss"] for each in metrics if is_number(each.get("val_loss"))]
     measured = [each.get("peak_memory_reserved_gb") for each in metrics]
     peaks = [value for value in measured if isinstance(value, int | float)]
     gpus = (values["node_count"] or 0) * (values["gpus_per_node"] or 0)
@@ -109,9 +110,9 @@ def loss_of_last_tenth(metrics: Iterable[Mapping[str, Any]]) -> float | None:
     other entries.
     """
     losses = {
-        each["step"]: each["loss_mean"] if _is_number(each.get("loss_mean")) else each["loss"]
+        each["step"]: each["loss_mean"] if is_number(each.get("loss_mean")) else each["loss"]
         for each in metrics
-        if isinstance(each.get("step"), int) and _is_number(each.get("loss"))
+        if isinstance(each.get("step"), int) and is_number(each.get("loss"))
     }
     begin, before, total, count = 0.9 * max(losses, default=0), 0, 0.0, 0
     for step in sorted(losses):
@@ -120,10 +121,6 @@ def loss_of_last_tenth(metrics: Iterable[Mapping[str, Any]]) -> float | None:
             count += step - before
         before = step
     return total / count if count else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def lost_times(

@@ -1,6 +1,5 @@
-"""What is known of prepared training sets: their cards and lineage, one set or two side by side."""
+"""What is known of prepared training sets: their cards and lineage."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -121,50 +120,6 @@ def origin(one: Prepared, row: int) -> str:
     return f"{where} (from {source['origin']})" if source["origin"] else where
 
 
-def differences(a: Prepared, b: Prepared) -> list[str]:
-    """Return what differs between two sets, a line each; none if they hold the same rows."""
-    return list(_differences(a, b))
-
-
-def _differences(a: Prepared, b: Prepared) -> Iterator[str]:
-    if a.card["content_sha256"] != b.card["content_sha256"]:
-        yield f"content: {a.card['content_sha256'][:16]} and {b.card['content_sha256'][:16]}"
-    for name in sorted(set(a.card["splits"]) | set(b.card["splits"])):
-        one, other = (each.card["splits"].get(name, {}).get("rows") for each in (a, b))
-        if one != other:
-            yield f"split {name}: {_count(one)} and {_count(other)} rows"
-    yield from _inputs(a, b)
-    old, new = ([step_of(each) for each in x.lineage["recipe"].get("steps") or []] for x in (a, b))
-    for number in range(max(len(old), len(new))):
-        one_step = old[number] if number < len(old) else "none"
-        other_step = new[number] if number < len(new) else "none"
-        if one_step != other_step:
-            yield f"step {number + 1}: {one_step} and {other_step}"
-    for one_record, other_record in zip(a.lineage["steps"], b.lineage["steps"], strict=False):
-        if one_record["step"] == other_record["step"]:
-            gone, lost = (each["rows_in"] - each["rows_out"] for each in (one_record, other_record))
-            if gone != lost:
-                yield f"{one_record['step']} removed {gone:,} and {lost:,} rows"
-    for key in ("engine", "bad_rows"):
-        if a.lineage[key] != b.lineage[key]:
-            yield f"{key}: {a.lineage[key]} and {b.lineage[key]}"
-    versions, others = a.lineage["versions"], b.lineage["versions"]
-    for name in sorted(set(versions) & set(others)):
-        if versions[name] != others[name]:
-            yield f"{name}: {versions[name]} and {others[name]}"
-
-
-def _inputs(a: Prepared, b: Prepared) -> Iterator[str]:
-    old, new = ({name: _digest(parts) for name, parts in _parts(x).items()} for x in (a, b))
-    for file in sorted(set(old) | set(new)):
-        if file not in new:
-            yield f"input {file}: only in {a.name}"
-        elif file not in old:
-            yield f"input {file}: only in {b.name}"
-        elif old[file] != new[file]:
-            yield f"input {file}: {old[file][:12]} and {new[file][:12]}"
-
-
 def _parts(one: Prepared) -> dict[str, list[dict[str, Any]]]:
     """Return the inputs of a set: each file, and the parts of each table, query or dataset."""
     by_origin: dict[str, list[dict[str, Any]]] = {}
@@ -176,12 +131,3 @@ def _parts(one: Prepared) -> dict[str, list[dict[str, Any]]]:
 def _digest(parts: list[dict[str, Any]]) -> str:
     hashes = [each["sha256"] for each in parts]
     return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
-
-
-def _count(rows: int | None) -> str:
-    return "no" if rows is None else f"{rows:,}"
-
-
-def step_of(step: str | dict[str, Any]) -> str:
-    """Return a step as one line."""
-    return step if isinstance(step, str) else ", ".join(f"{k}: {v}" for k, v in step.items())

@@ -7,10 +7,11 @@ from typing import Any
 
 import jinja2
 
-from launcher import paths, yamlfile
+from launcher import paths
 from launcher.errors import CookbookError, RunFault
 from launcher.observe import bars, curves, evaluation, profile, results, rollouts
 from launcher.observe.curves import Curves
+from launcher.observe.outcome import resolved
 from launcher.observe.results import Result
 from launcher.observe.text import plain
 from launcher.runs.directory import Run
@@ -42,12 +43,8 @@ def write(
     runs: Sequence[Run],
     target: Path,
     price: float | None = None,
-    served: Sequence[tuple[str, list[str]]] = (),
 ) -> list[str]:
     """Write a report of runs, the whole file or nothing; return what was passed over.
-
-    Args:
-        served: endpoints by name, each with the lines of what its log says.
 
     Raises:
         RunFault: the file cannot be written.
@@ -57,7 +54,7 @@ def write(
     ordered = [known[row["run"]] for row in rows]
     charts = dict(_CHARTS)
     for run in ordered:
-        charts |= rollouts.charts(_config(run).get("rewards"))
+        charts |= rollouts.charts(resolved(run).get("rewards"))
     read = [curves.read(run, list(charts)) for run in ordered]
     profiles, faults = [], []
     for run in ordered:
@@ -66,7 +63,7 @@ def write(
         try:
             times, wrong = profile.ranks(run)
             faults += wrong
-            profiles.append([*profile.lines(run, times, _config(run), top=8)])
+            profiles.append([*profile.lines(run, times, resolved(run), top=8)])
         except CookbookError as error:
             faults += error.faults
     text = _template().render(
@@ -80,7 +77,6 @@ def write(
         profiles=profiles,
         evaluations=[row for run in ordered for row in _evaluations(run)],
         answers=[(run.name, lines) for run in ordered if (lines := [*rollouts.samples(run)])],
-        served=[(name, lines) for name, lines in served],
         provenance=[(run.name, _provenance(run)) for run in ordered],
     )
     try:
@@ -124,13 +120,6 @@ def _template() -> jinja2.Template:
         finalize=lambda value: plain(value) if isinstance(value, str) else value,
     )
     return environment.get_template(TEMPLATE)
-
-
-def _config(run: Run) -> dict[str, Any]:
-    try:
-        return yamlfile.load(run.path / files.RECIPE)
-    except CookbookError:
-        return {}
 
 
 def _evaluations(run: Run) -> list[list[str]]:

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 from launcher.errors import UsageFault, nearest
@@ -45,51 +44,23 @@ def compare(runs: Sequence[Run], price: float | None = None) -> tuple[list[Resul
         price: of a GPU-hour.
     """
     known: dict[str, Result] = {}
-    texts = _Texts()
     for run, state in judged(runs):
         recipe = resolved(run)
-        given = [texts.number(key, value) for key, value in settings(recipe).items()]
-        known[run.name] = {**outcome(run, state, recipe), "settings": given}
-    names = sorted(known)
-    keys, chosen = texts.differing([known[name]["settings"] for name in names])
+        known[run.name] = {**outcome(run, state, recipe), "settings": settings(recipe)}
+    chosen = [known[name]["settings"] for name in sorted(known)]
+    keys = [
+        key
+        for key in dict.fromkeys(key for given in chosen for key in given)
+        if any(given.get(key) != chosen[0].get(key) for given in chosen)
+    ]
     rows = []
-    for name, differing in zip(names, chosen, strict=True):
+    for name in sorted(known):
         row = known[name]
         hours = row["gpu_hours"]
         cost = None if hours is None or price is None else round(hours * price, 2)
+        differing = {key: row["settings"].get(key) for key in keys}
         rows.append({**row, "cost": cost, "settings": differing})
     return rows, keys
-
-
-class _Texts:
-    """Settings by number: thousands of runs share most of them."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, key: str, value: Any) -> int:
-        text = json.dumps([key, value])
-        if (number := self._numbers.setdefault(text, len(self._texts))) == len(self._texts):
-            self._texts.append(text)
-        return number
-
-    def differing(self, runs: Sequence[list[int]]) -> tuple[list[str], list[dict[str, Any]]]:
-        """Return the keys whose value is not the same in all runs, and each run's values of them.
-
-        The keys come in the order of the recipes, and a run that lacks one has None there.
-        """
-        common = set(runs[0]).intersection(*runs[1:]) if runs else set()
-        pairs = {
-            number: json.loads(self._texts[number])
-            for number in dict.fromkeys(chain.from_iterable(runs))
-            if number not in common
-        }
-        keys = list(dict.fromkeys(key for key, _ in pairs.values()))
-        return keys, [
-            {**dict.fromkeys(keys), **dict(pairs[number] for number in run if number in pairs)}
-            for run in runs
-        ]
 
 
 def ordered(rows: list[Result], by: str | None) -> list[Result]:

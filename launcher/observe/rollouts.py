@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from launcher.observe.text import is_number
 from launcher.runs.directory import Run
 from runspec import files
 
@@ -31,6 +32,31 @@ CHARTS = {
     "seconds/update": "Seconds of updates, per rollout",
 }
 
+# What the live view shows of a step, by line: metric, title and form.
+_PERCENT, _SECONDS = "{:.1%}", "{:.3g} s"
+_FIGURES = (
+    (("reward", "reward", "{:.3f}"), ("groups/zero_variance", "equal groups", _PERCENT)),
+    (
+        ("answers/tokens", "tokens per answer", "{:.1f}"),
+        ("answers/turns", "turns", "{:.1f}"),
+        ("answers/cut", "cut", _PERCENT),
+        ("answers/failed", "failed", _PERCENT),
+        *(
+            (f"seconds/{part}", part, _SECONDS)
+            for part in ("generate", "score", "transfer", "update")
+        ),
+    ),
+    (
+        ("entropy", "entropy", "{:.3g}"),
+        ("kl", "KL to the start", "{:.3g}"),
+        ("kl/sampler", "KL to the sampler", "{:.2g}"),
+        ("clip/low", "clipped below", _PERCENT),
+        ("clip/high", "above", _PERCENT),
+        ("staleness", "staleness", "{:.2f}"),
+        ("staleness/most", "at most", "{:.0f}"),
+    ),
+)
+
 
 def charts(rewards: Any) -> dict[str, str]:
     """Return the charts of runs with these rewards: those above, and one for each function."""
@@ -41,49 +67,19 @@ def charts(rewards: Any) -> dict[str, str]:
 
 def figures(row: Mapping[str, Any]) -> list[str]:
     """Return a logged step's figures of its answers, in lines; none of another method."""
-
-    def shown(parts: Mapping[str, tuple[str, str]]) -> str:
-        known = (
-            f"{title} {form.format(row[name])}"
-            for name, (title, form) in parts.items()
-            if isinstance(row.get(name), int | float)
-        )
-        return ", ".join(known)
-
-    functions = [name for name in row if name.startswith("rewards/")]
-    percent, seconds = "{:.1%}", "{:.3g} s"
+    if not is_number(row.get("answers/tokens")):
+        return []
+    own = [(name, name.partition("/")[2], "{:.3f}") for name in row if name.startswith("rewards/")]
+    first, *others = _FIGURES
     lines = (
-        shown(
-            {"reward": ("reward", "{:.3f}")}
-            | {name: (name.partition("/")[2], "{:.3f}") for name in functions}
-            | {"groups/zero_variance": ("equal groups", percent)}
-        ),
-        shown(
-            {
-                "answers/tokens": ("tokens per answer", "{:.1f}"),
-                "answers/turns": ("turns", "{:.1f}"),
-                "answers/cut": ("cut", percent),
-                "answers/failed": ("failed", percent),
-                "seconds/generate": ("generate", seconds),
-                "seconds/score": ("score", seconds),
-                "seconds/transfer": ("transfer", seconds),
-                "seconds/update": ("update", seconds),
-            }
-        ),
-        shown(
-            {
-                "entropy": ("entropy", "{:.3g}"),
-                "kl": ("KL to the start", "{:.3g}"),
-                "kl/sampler": ("KL to the sampler", "{:.2g}"),
-                "clip/low": ("clipped below", percent),
-                "clip/high": ("above", percent),
-                "staleness": ("staleness", "{:.2f}"),
-                "staleness/most": ("at most", "{:.0f}"),
-            }
-        ),
+        ", ".join(
+            f"{title} {form.format(row[name])}"
+            for name, title, form in parts
+            if is_number(row.get(name))
+        )
+        for parts in ([first[0], *own, *first[1:]], *others)
     )
-    has = isinstance(row.get("answers/tokens"), int | float)
-    return [line for line in lines if line] if has else []
+    return [line for line in lines if line]
 
 
 def roles(run: Run) -> str:

@@ -162,11 +162,8 @@ def _results(run: Run, state: State) -> Iterator[tuple[str, str]]:
     logs = _if_there(run.path / files.LATEST_LOGS) or _if_there(run.path / files.JOB_LOG)
     yield "logs", logs
     yield "metrics", _if_there(run.path / files.METRICS)
-    command = f"cookbook tensorboard {run.name}"
     if board.is_dir():
-        yield "tensorboard", f"{board} ({command})"
-    elif (run.path / files.METRICS).exists():
-        yield "tensorboard", command
+        yield "tensorboard", f"{board} (cookbook tensorboard {run.name})"
     yield "profile", _if_there(run.path / files.PROFILE)
     yield "checkpoints", _if_there(run.path / files.CHECKPOINTS)
     yield "model", _if_there(run.path / files.EXPORT)

@@ -3,13 +3,12 @@
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from launcher import paths
 from launcher.errors import PreflightFault
-from launcher.observe import events, servers
+from launcher.observe import servers
 from launcher.runs.directory import Run
 from runspec import files
 
@@ -29,9 +28,7 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | 
     with tempfile.TemporaryDirectory(prefix="cookbook-tensorboard-") as folder:
         for run in chosen:
             # Curves and traces only: a checkpoint folder is slow to walk and holds nothing to show.
-            # The curves go by the run's own name; an engine's own event files are beside them.
-            name = f"{run.name} own" if events.is_fed(run) else run.name
-            (Path(folder) / name).symlink_to(run.path / files.TENSORBOARD)
+            (Path(folder) / run.name).symlink_to(run.path / files.TENSORBOARD)
             (Path(folder) / f"{run.name} traces").symlink_to(run.path / files.PROFILE)
         argv = [str(program), f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}"]
         # The profiler's tab logs every file that it opens, and warns about float64 tensors.
@@ -39,11 +36,4 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | 
         if servers.LISTENING not in os.environ:
             say(f"on your own machine:  {servers.tunnel(port, jump)}")
             say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")
-        done, fed = threading.Event(), [run for run in chosen if events.is_fed(run)]
-        feeder = threading.Thread(target=events.feed, args=[fed, Path(folder), done], daemon=True)
-        feeder.start()
-        try:
-            return servers.run([*argv, "--load_fast=false"], environment, port)
-        finally:
-            done.set()
-            feeder.join()
+        return servers.run([*argv, "--load_fast=false"], environment, port)

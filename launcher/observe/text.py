@@ -1,6 +1,8 @@
 """Text of runs made fit to show: nothing that a terminal obeys, times as people write them."""
 
+import math
 import re
+from typing import TypeGuard
 
 # Colours of a log, which are left out; every other control character is shown as what it is.
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
@@ -31,15 +33,16 @@ def duration(seconds: float) -> str:
     return f"{seconds // 86400} d {seconds % 86400 // 3600} h"
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def number(value: object, form: str = "", unit: str = "") -> str:
     """Return a figure in a format such as ",.0f" with its unit; "-" for what is no figure."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "-"
-    return f"{format(value, form)}{unit}"
+    return f"{format(value, form)}{unit}" if is_number(value) else "-"
 
 
 def percent(value: object) -> str:
     """Return a share such as 0.412 as 41.2 %; "-" for what is no figure."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "-"
-    return f"{100 * value:.1f} %"
+    return f"{100 * value:.1f} %" if is_number(value) else "-"

@@ -7,7 +7,7 @@ are operators like any other. So communication is "exposed" if nothing is comput
 
 import gzip
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,17 +101,14 @@ def measured(events: list[Event], rank: int, host: str = "?") -> RankTime:
     known = [each for each in events if each.get("cat") != "Trace"]
     if not known:
         raise ValueError("no events")
-    window = _hull(_spans(steps or known))
+    spans = _spans(steps or known)
+    window = min(begin for begin, _ in spans), max(end for _, end in spans)
     on_gpu = any(each.get("cat") in _KERNELS for each in known)
     loading = [each for each in known if _name(each).startswith("enumerate(DataLoader)")]
     layers = _gpu_layers(known, loading) if on_gpu else _cpu_layers(known, loading)
-    free = [window]
-    parts = {}
-    for name, spans in layers:
-        mine = _clipped(_union(spans), window)
-        parts[name] = _length(_both(mine, free))
-        free = _without(free, mine)
-    communication = next(spans for name, spans in layers if name == "communication")
+    given = _given([each for _, each in layers], window)
+    parts = dict(zip((name for name, _ in layers), given, strict=True))
+    (communication,) = _given([dict(layers)["communication"]], window)
     second = 1e-6
     return RankTime(
         rank=rank,
@@ -120,11 +117,11 @@ def measured(events: list[Event], rank: int, host: str = "?") -> RankTime:
         on_gpu=on_gpu,
         total=(window[1] - window[0]) * second,
         compute=parts["compute"] * second,
-        communication=_length(_clipped(_union(communication), window)) * second,
+        communication=communication * second,
         exposed_communication=parts["communication"] * second,
         copies=parts["copies"] * second,
         data_loading=parts["data loading"] * second,
-        idle=_length(free) * second,
+        idle=(window[1] - window[0] - sum(given)) * second,
     )
 
 
@@ -167,52 +164,20 @@ def _spans(events: Iterable[Event]) -> list[Interval]:
     return [(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events]
 
 
-def _hull(spans: list[Interval]) -> Interval:
-    return min(begin for begin, _ in spans), max(end for _, end in spans)
-
-
-def _union(spans: Iterable[Interval]) -> list[Interval]:
-    """Return the same moments as intervals that do not touch, in order."""
-    union: list[Interval] = []
-    for begin, end in sorted(spans):
-        if union and begin <= union[-1][1]:
-            union[-1] = union[-1][0], max(union[-1][1], end)
-        else:
-            union.append((begin, end))
-    return union
-
-
-def _clipped(spans: list[Interval], window: Interval) -> list[Interval]:
-    return _both(spans, [window])
-
-
-def _both(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """Return the moments that are in both; each in order and without overlaps."""
-    common, k = [], 0
-    for begin, end in one:
-        while k < len(other) and other[k][1] <= begin:
-            k += 1
-        at = k
-        while at < len(other) and other[at][0] < end:
-            common.append((max(begin, other[at][0]), min(end, other[at][1])))
-            at += 1
-    return [(begin, end) for begin, end in common if begin < end]
-
-
-def _without(spans: list[Interval], taken: list[Interval]) -> list[Interval]:
-    """Return the moments of spans that are not taken."""
-    rest, k = [], 0
-    for begin, end in spans:
-        while k < len(taken) and taken[k][1] <= begin:
-            k += 1
-        at = k
-        while at < len(taken) and taken[at][0] < end:
-            rest.append((begin, taken[at][0]))
-            begin = max(begin, taken[at][1])
-            at += 1
-        rest.append((begin, end))
-    return [(begin, end) for begin, end in rest if begin < end]
-
-
-def _length(spans: list[Interval]) -> float:
-    return sum(end - begin for begin, end in spans)
+def _given(layers: Sequence[list[Interval]], window: Interval) -> list[float]:
+    """Return for how long each layer is at work in a window while no layer before it is."""
+    begin, end = window
+    marks = sorted(
+        (min(max(moment, begin), end), change, layer)
+        for layer, spans in enumerate(layers)
+        for span in spans
+        for moment, change in zip(span, (1, -1), strict=True)
+    )
+    at_work, lengths, last = [0] * len(layers), [0.0] * len(layers), begin
+    for moment, change, layer in marks:
+        first = next((k for k, count in enumerate(at_work) if count > 0), None)
+        if first is not None:
+            lengths[first] += moment - last
+        last = moment
+        at_work[layer] += change
+    return lengths

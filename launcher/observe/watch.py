@@ -25,8 +25,7 @@ class States:
     What a job writes itself is read at every look, which costs the controller nothing.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs = runs
+    def __init__(self) -> None:
         # By name: what Slurm said, what the job itself had said then, and when an end was seen.
         self._asked: dict[str, tuple[State, str]] = {}
         self._ended_at: dict[str, float] = {}
@@ -76,7 +75,7 @@ def watch(run: Run, say: Callable[[str], None], poll_s: float = 1.0) -> State:
 
 def watch_all(runs: Sequence[Run], say: Callable[[str], None], poll_s: float = 1.0) -> list[State]:
     """As watch, for several runs: each line then begins with the run that it is of."""
-    states, tails = States(runs), {run.name: Tail(run) for run in runs}
+    states, tails = States(), {run.name: Tail(run) for run in runs}
     said: dict[str, str] = {}
     last: dict[str, State] = {}
     left = list(runs)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
-from launcher.errors import RecipeFault, UsageFault, nearest
+from launcher.errors import RecipeFault, UsageFault
 from launcher.recipes import extend, override
-from launcher.recipes.recipe import NAME, NAME_RULE, Resources
+from launcher.recipes.recipe import Resources
 from runspec import datarecipe
 from runspec.keys.common import COMMON
 from runspec.keys.key import faults as key_faults
@@ -45,18 +45,13 @@ class DataRecipe:
         return {key: value for key, value in config.items() if key != "resources"}
 
 
-def names() -> list[str]:
-    """Return the names of the data recipes that the kit ships, sorted."""
-    return sorted(path.stem for path in DATA.glob("*.yaml"))
-
-
 def load(name: str, overrides: Iterable[str], options: dict[str, Any]) -> DataRecipe:
     """Return a data recipe; RecipeFault lists every fault found in it.
 
     overrides: key.path=value, where a number is a place in a list: steps.0.filter=...
     options: what was asked of Slurm on the command line.
     """
-    path = _find(name)
+    path = yamlfile.find("data recipe", name, DATA)
     config = yamlfile.load(path)
     texts: list[str] = []
     for text in overrides:
@@ -76,21 +71,6 @@ def load(name: str, overrides: Iterable[str], options: dict[str, Any]) -> DataRe
     if texts:
         raise RecipeFault(list(dict.fromkeys(texts)))
     return DataRecipe(path.stem, path, config, Resources.of(asked))
-
-
-def _find(name: str) -> Path:
-    is_path = name.endswith((".yaml", ".yml"))
-    path = Path(name).expanduser().absolute() if is_path else DATA / f"{name}.yaml"
-    if not NAME.match(path.stem):
-        raise RecipeFault(f"the name {path.stem!r} may contain only {NAME_RULE}")
-    if not path.is_file():
-        hint = "" if is_path else nearest(name, names())
-        what = f"file {name}" if is_path else f"{name!r}{hint}"
-        raise RecipeFault(
-            f"there is no data recipe {what}: give one of {', '.join(names()) or 'none'}, or the "
-            "path of a YAML file (docs/data.md)"
-        )
-    return path
 
 
 def _override(config: dict[str, Any], text: str) -> None:

@@ -113,7 +113,7 @@ class Environment:
 
 def names() -> list[str]:
     """Return the names of the records, sorted."""
-    return sorted(path.stem for path in paths.ENVIRONMENTS.glob("*.yaml"))
+    return yamlfile.names(paths.ENVIRONMENTS)
 
 
 def record(given: str | Mapping[str, Any]) -> dict[str, Any]:

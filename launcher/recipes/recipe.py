@@ -313,15 +313,13 @@ def time_limit_s(text: str) -> int:
 
 def names() -> list[str]:
     """Return the names of the recipes that the kit ships, sorted."""
-    return sorted(path.stem for path in paths.RECIPES.glob("*.yaml"))
+    return yamlfile.names(paths.RECIPES)
 
 
 def find(name: str) -> Path:
     """Return the file of a recipe, given its name, torchtune's of a config, or a file's path."""
-    is_path = name.endswith((".yaml", ".yml"))
-    path = Path(name).expanduser().absolute() if is_path else paths.RECIPES / f"{name}.yaml"
-    is_named = NAME.match(path.stem if is_path else name)
-    if not is_path and not (is_named and path.is_file()):
+    is_kits = NAME.match(name) and (paths.RECIPES / f"{name}.yaml").is_file()
+    if not is_kits and not name.endswith((".yaml", ".yml")):
         of_torchtune = stock.configs()
         if name in of_torchtune:
             return of_torchtune[name]
@@ -331,19 +329,7 @@ def find(name: str) -> Path:
             raise RecipeFault(other)
         if hint := nearest(name, of_torchtune) if "/" in name else "":
             raise RecipeFault(f"torchtune has no config {name!r}{hint}: list them with: tune ls")
-    if is_path and not path.is_file():
-        fault = f"there is no recipe file {name}: list the kit's own with: cookbook recipes"
-    elif is_path and not is_named:
-        fault = f"the recipe file name {path.name!r} may contain only {NAME_RULE}: rename it"
-    elif not is_named:
-        fault = f"the recipe name {name!r} may contain only {NAME_RULE}; give a torchtune config "
-        fault += "by its name (tune ls), and your own file as a path that ends in .yaml"
-    elif not path.is_file():
-        hint = nearest(name, names())
-        fault = f"there is no recipe {name!r}{hint}: list them with: cookbook recipes"
-    else:
-        return path
-    raise RecipeFault(fault)
+    return yamlfile.find("recipe", name, paths.RECIPES, "list them with: cookbook recipes")
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -387,33 +373,10 @@ def load(
     texts = override.apply(config, early)
     _read_engine(config, path)
     inputs, more = _own_inputs(config, path, overrides, data, model)
-    texts += more
-    texts += override.apply(config, overrides)
+    texts += [*more, *override.apply(config, overrides)]
     own.use_whole_paths(config, overrides, files)
-    if config.get("rewards"):
-        from launcher.recipes import rewards  # few recipes have some
-
-        rewards.use_whole_paths(config, path.parent)
     options = {key: value for key, value in (resources or {}).items() if value is not None}
-    named = options.pop("environment", None)
-    asked = config.get("resources")
-    if asked is None or isinstance(asked, dict):
-        config["resources"] = (asked or {}) | options
-    if named:
-        config["environment"] = named
-    if (engine := _engine(config)) is not None:
-        engines.default_environment(config, engine)
-    builder = _builder(config)
-    if not config.get("entry"):
-        config["entry"] = stock.entry_of(path, config) or COMMON["entry"].default
-    if stock.config_name(path):
-        # It means what torchtune says, wherever the kit's own default is another.
-        for key in ("dataset", "dataset_val"):
-            if key in config:
-                config[key] = with_train_on_input(config[key], True)
-    if _is_trained(config) and builder in ("", TRANSFORMERS):
-        # A model folder has its tokenizer.
-        config.setdefault("tokenizer", dict(own.FOLDERS_TOKENIZER))
+    _complete(config, path, options)
     recipe = Recipe(path.stem, path, config, Resources(), overrides, inputs)
     resolved, faults = recipe.resolve(paths.REPO_ROOT, "unset")
     try:
@@ -426,6 +389,34 @@ def load(
     if texts:
         raise RecipeFault(list(dict.fromkeys(texts)))
     return replace(recipe, resources=Resources.of(resolved["resources"]))
+
+
+def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) -> None:
+    """Put into config what options ask for, and what follows from its entry and its place."""
+    if config.get("rewards"):
+        from launcher.recipes import rewards  # few recipes have some
+
+        rewards.use_whole_paths(config, path.parent)
+    asked = config.get("resources")
+    if asked is None or isinstance(asked, dict):
+        given = {key: value for key, value in options.items() if key != "environment"}
+        config["resources"] = (asked or {}) | given
+    if named := options.get("environment"):
+        config["environment"] = named
+    if (engine := _engine(config)) is not None:
+        engines.default_environment(config, engine)
+    if not config.get("entry"):
+        config["entry"] = stock.entry_of(path, config) or COMMON["entry"].default
+    if stock.config_name(path):
+        # It means what torchtune says, wherever the kit's own default is another.
+        for key in ("dataset", "dataset_val"):
+            if key in config:
+                config[key] = with_train_on_input(config[key], True)
+    model = config.get("model")
+    builder = model.get("_component_") if isinstance(model, dict) else None
+    if _is_trained(config) and builder in (None, "", TRANSFORMERS):
+        # A model folder has its tokenizer.
+        config.setdefault("tokenizer", dict(own.FOLDERS_TOKENIZER))
 
 
 def _own_inputs(
@@ -442,11 +433,6 @@ def _own_inputs(
         message = f"{path.name} starts {entry}, which has keys of its own: leave it out"
         return own.Inputs(), [f"{each}: {message}" for each in named]
     return own.use(config, overrides, data, model, method_of(config.get("model") or {}))
-
-
-def _builder(config: Mapping[str, Any]) -> str:
-    model = config.get("model")
-    return str(model.get("_component_") or "") if isinstance(model, dict) else ""
 
 
 def _is_trained(config: Mapping[str, Any]) -> bool:

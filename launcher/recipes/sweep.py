@@ -9,7 +9,6 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
-from launcher.recipes.recipe import NAME, NAME_RULE
 from runspec.earlystop import KEYS as EARLY_STOP_KEYS
 
 _KEYS = ("description", "recipe", "set", "grid", "list", "sweeps", "parallel", "gpu", "early_stop")
@@ -45,28 +44,12 @@ class Sweep:
 
 def names() -> list[str]:
     """Return the names of the sweeps that the kit ships, sorted."""
-    return sorted(path.stem for path in paths.SWEEPS.glob("*.yaml"))
-
-
-def find(name: str) -> Path:
-    """Return the file of a sweep, given its name or the path of a YAML file."""
-    is_path = name.endswith((".yaml", ".yml"))
-    path = Path(name).expanduser().absolute() if is_path else paths.SWEEPS / f"{name}.yaml"
-    if path.is_file() and NAME.match(path.stem):
-        return path
-    if path.is_file():
-        raise RecipeFault(f"the sweep's file name {path.name!r} may contain only {NAME_RULE}")
-    hint = "" if is_path else nearest(name, names())
-    listed = ", ".join(names())
-    raise RecipeFault(
-        f"there is no sweep {name!r}{hint}: choose one of {listed}, or give the path of a "
-        "YAML file that ends in .yaml"
-    )
+    return yamlfile.names(paths.SWEEPS)
 
 
 def load(name: str) -> Sweep:
     """Return a sweep by its name or path; RecipeFault lists every fault of its file."""
-    path = find(name)
+    path = yamlfile.find("sweep", name, paths.SWEEPS)
     content = yamlfile.load(path)
     faults = [*_faults(content)]
     cells: list[Cell] = []

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import paths, venv, yamlfile
-from launcher.errors import PreflightFault, RunFault, UsageFault
+from launcher.errors import PreflightFault, RunFault
 from launcher.recipes.environment import BUILT, Environment
 from launcher.runs import trust
 from launcher.runs.directory import Run, runs_root
@@ -258,29 +257,3 @@ def digests(run: Run) -> set[str]:
     except FileNotFoundError:
         return set()
     return set(re.findall(rf"/{BUILT}/{os.geteuid()}/([0-9a-f]{{16}})/", script))
-
-
-def remove(root: Path, digest: str, force: bool = False) -> Built:
-    """Remove one of this user's built environments.
-
-    Raises:
-        UsageFault: there is none, or several begin so.
-        RunFault: runs use it, and force is not given.
-    """
-    matching = [each for each in listed(root) if each.path.name.startswith(digest)]
-    if len(matching) != 1:
-        text = (
-            "no built environment begins" if not matching else f"{len(matching)} environments begin"
-        )
-        raise UsageFault(f"{text} with {digest!r}: list them with: cookbook environments")
-    (one,) = matching
-    if one.runs and not force:
-        more = f" and {len(one.runs) - 1} more" if len(one.runs) > 1 else ""
-        raise RunFault(
-            f"{one.path.name} is used by {one.runs[0]}{more}, which could not resume without it: "
-            f"cookbook environments --remove {one.path.name} --force"
-        )
-    temporary = one.path.with_name(f".{one.path.name}-removed")
-    os.rename(one.path, temporary)
-    shutil.rmtree(temporary)
-    return one

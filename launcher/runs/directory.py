@@ -12,8 +12,7 @@ from typing import Any
 from launcher.errors import RunFault
 from launcher.executors import Job, token
 from launcher.runs import code, snapshot, trust
-from launcher.runs.making import half_made
-from runspec import files, lock
+from runspec import files, lock, publish
 
 # The fields of a Job that are kept in submission.json and, those that it knows, in status.json.
 _JOB_KEYS = ("job_id", "host", "process_start", "cluster", "controller", "slurm_conf")
@@ -265,7 +264,7 @@ def create(
             # A private run may have made the folder of all runs.
             with suppress(PermissionError):
                 root.chmod(root.stat().st_mode | 0o050)
-        with half_made(path, named) as folder:
+        with publish.folder(path, "refuse" if named else None, alone=True) as folder:
             trust.close(folder, umask=umask)
             (folder / files.LOGS).mkdir()
             # Slurm would create it with permissions of its own.

@@ -24,18 +24,25 @@ def of(
 ) -> dict[str, Any]:
     """Return what is needed to make the same run again; contents: its files by name."""
     return {
-        "created": time.time(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        **of_now(kit),
         "overrides": list(recipe.overrides),
         # Without the run's own directory, so that equal configurations have equal hashes.
         "config_sha256": text_sha256(yamlfile.dump(recipe.resolved(cluster.root, "run"))),
         "script_sha256": text_sha256(contents[files.JOB_SCRIPT]),
-        "kit": {**code.git_state(), "sha256": kit.sha256},
         "model": _model_revision(recipe, cluster),
         "data": data_files(recipe.resolved(cluster.root, "run")),
         "python": sys.version.split()[0],
-        "packages": [f"{name}=={version}" for name, version in packages().items()],
         "slurm": slurm.version(),
+    }
+
+
+def of_now(kit: code.Code) -> dict[str, Any]:
+    """Return what every run's provenance holds: the command, the kit's code and the packages."""
+    return {
+        "created": time.time(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "kit": {**code.git_state(), "sha256": kit.sha256},
+        "packages": [f"{name}=={version}" for name, version in packages().items()],
     }
 
 

@@ -4,13 +4,13 @@ The importers of MLflow and of W&B write the same facts.
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import CookbookError
 from launcher.observe.outcome import outcome
+from launcher.observe.text import is_number
 from launcher.runs.directory import Run
 from launcher.runs.states import State, judged
 from runspec import files
@@ -64,7 +64,7 @@ def steps(run: Run) -> Iterator[tuple[int, float, dict[str, float]]]:
         step, when = line.get("step"), line.get("time")
         if isinstance(step, int) and isinstance(when, int | float):
             measured = {name: value for name, value in line.items() if name not in _NOT_METRICS}
-            yield step, when, {name: v for name, v in measured.items() if _is_figure(v)}
+            yield step, when, {name: v for name, v in measured.items() if is_number(v)}
 
 
 def outcomes(run: Run, state: State) -> dict[str, float]:
@@ -74,7 +74,7 @@ def outcomes(run: Run, state: State) -> dict[str, float]:
     return {
         f"outcome/{name}": float(value)
         for name, value in values
-        if name not in left_out and _is_figure(value)
+        if name not in left_out and is_number(value)
     }
 
 
@@ -93,7 +93,7 @@ def figures(result: Mapping[str, Any]) -> dict[str, float]:
     for task, block in tasks.items() if isinstance(tasks, dict) else ():
         for metric, groups in (block.get("metrics") or {}).items():
             value: Any = ((groups.get("all") or {}).get("candidate") or {}).get("value")
-            if _is_figure(value):
+            if is_number(value):
                 values[f"{result.get('suite')}.{task}.{metric}"] = float(value)
     return values
 
@@ -127,7 +127,3 @@ def tags(run: Run, state: State) -> dict[str, Any]:
         "export": run.path / files.EXPORT if (run.path / files.EXPORT).is_dir() else None,
     }
     return {key: value for key, value in values.items() if value not in (None, "")}
-
-
-def _is_figure(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import yamlfile
-from launcher.errors import RecipeFault, UsageFault, nearest
+from launcher.errors import RecipeFault, nearest
 from runspec.keys.evaluate import COMPARED, COMPARED_OF_TASK
 from runspec.keys.key import REQUIRED, Key, faults
 
@@ -168,15 +168,3 @@ def _faults_of_gate(where: str, gate: Mapping[str, Any]) -> Iterator[str]:
             re.compile(str(pattern))
         except re.error as error:
             yield f"{where}: forbidden holds {pattern!r}: {error}"
-
-
-def find(folder: Path, name: str) -> Path:
-    """Return the file of gates of a name or path; UsageFault if there is none."""
-    path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(each.stem for each in folder.glob("*.yaml"))
-        raise UsageFault(
-            f"there are no gates {name!r}{nearest(name, known)}: one of "
-            f"{', '.join(known)}, or a path"
-        )
-    return path

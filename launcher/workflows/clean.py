@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import paths
-from launcher.runs import code, making, trust
+from launcher.runs import built, code, trust
 from launcher.runs.directory import Run, runs_root
 from launcher.runs.find import every
 from launcher.runs.states import State, judged
@@ -97,6 +97,11 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
         for path in _inside(root / code.FOLDER / str(os.geteuid()))
         if all_known and path.resolve() not in used and _untouched(path, _YOUNG_S)
     ]
+    items += [
+        ("an environment that no run uses, built again when needed", each.path)
+        for each in built.listed(root)
+        if all_known and not each.runs and time.time() - each.used > _YOUNG_S
+    ]
     sent = paths.sent(root)
     named = {tree for run in readable for tree in _trees_of(run.path)}
     items += [
@@ -104,7 +109,7 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
         for path in _inside(sent / "trees")
         if all_known and path.name not in named and _untouched(path, _YOUNG_S)
     ]
-    items += [("left by a killed command", path) for path in making.left(runs)]
+    items += [("left by a killed command", path) for path in _left(runs)]
     items += [
         ("put aside by training, not used", path)
         for run in every(runs)
@@ -113,6 +118,25 @@ def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
         for path in sorted((run.path / files.CHECKPOINTS).glob(pattern))
     ]
     return [Item(reason, path, _size(path)) for reason, path in items]
+
+
+def _left(runs: Path) -> Iterator[Path]:
+    """Yield the half-made runs that nobody makes any more."""
+    for path in sorted(runs.glob(f"{files.TEMPORARY}*")):
+        with suppress(OSError):  # a colleague's
+            if _is_left(path):
+                yield path
+
+
+def _is_left(path: Path) -> bool:
+    """Whether a half-made run is nobody's: no sweep gives it its name, and no command makes it."""
+    try:
+        sweep = (files.read_object(path / files.SUBMISSION) or {}).get("sweep")
+    except files.DamagedFile:
+        sweep = None  # it is written whole, so that the disk was full
+    if sweep and (path.parent.parent / files.SWEEPS / str(sweep)).is_dir():
+        return False
+    return _untouched(path, _YOUNG_S)
 
 
 def _executed(path: Path) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
-from launcher.errors import CookbookError, RecipeFault, UsageFault, nearest
+from launcher.errors import CookbookError, UsageFault
+from launcher.observe import evaluation
 from launcher.recipes import extend, override
 from launcher.recipes import recipe as recipe_file
 from launcher.recipes.recipe import Recipe
@@ -26,30 +27,6 @@ class Evaluation:
     candidate: Model
     against: Model | None
     notes: tuple[str, ...] = ()
-
-
-def suites() -> list[str]:
-    """Return the names of the suites that the kit ships."""
-    return sorted(path.stem for path in paths.EVALS.glob("*.yaml"))
-
-
-def suite_file(name: str) -> Path:
-    """Return the file of a suite, given its name or the path of a YAML file."""
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser().absolute()
-        if not path.is_file():
-            raise RecipeFault(
-                f"there is no suite file {name}: give the name or the path of a suite"
-            )
-        return path
-    path = paths.EVALS / f"{name}.yaml"
-    if "/" in name or not path.is_file():
-        known = suites()
-        raise RecipeFault(
-            f"there is no suite {name!r}{nearest(name, known)}: give one of {', '.join(known)}, "
-            "or the path of a YAML file"
-        )
-    return path
 
 
 def plan(
@@ -90,7 +67,7 @@ def plan(
     recipe: Recipe | None = None
     notes: tuple[str, ...] = ()
     try:
-        file = suite_file(suite or suite_data.suite_of(run))
+        file = yamlfile.find("suite", suite or suite_data.suite_of(run), paths.EVALS)
         if candidate is not None:
             recipe, notes = _suite(site, file, candidate, overrides, resources, data)
     except CookbookError as error:
@@ -98,8 +75,11 @@ def plan(
     if faults or candidate is None or recipe is None:
         raise UsageFault(list(dict.fromkeys(faults)))
     settings: dict[str, Any] = {"candidate_name": candidate.name}
-    kinds = {str(task.get("kind")) for task in (recipe.config.get("tasks") or {}).values()}
-    if kinds == {"batch"}:
+    tasks = (recipe.config.get("tasks") or {}).items()
+    if there := [(name, task["output"]) for name, task in tasks if _is_there(task)]:
+        again = "choose another file; to continue a job that did not complete: cookbook resume RUN"
+        raise UsageFault([f"tasks.{n}.output: {file} already exists: {again}" for n, file in there])
+    if {str(task.get("kind")) for _, task in tasks} == {"batch"}:
         # Answers are no figures of the model.
         return Evaluation(replace(recipe, config={**recipe.config, **settings}), candidate, other)
     settings["results"] = str(results_folder(site, candidate))
@@ -109,6 +89,11 @@ def plan(
         settings["training_data"] = suite_data.training_of(run)
     recipe = replace(recipe, config={**recipe.config, **settings})
     return Evaluation(recipe, candidate, other, notes)
+
+
+def _is_there(task: Mapping[str, Any]) -> bool:
+    """Whether the file of answers of a batch is there already."""
+    return task.get("kind") == "batch" and Path(str(task.get("output") or "")).is_file()
 
 
 def _suite(
@@ -136,35 +121,6 @@ def _suite(
     return recipe, notes
 
 
-def batch(
-    site: Site,
-    wanted: str,
-    source: Path,
-    target: Path,
-    settings: Mapping[str, Any],
-    resources: Mapping[str, Any],
-) -> Recipe:
-    """Work out a job that answers a file by a model, without a server.
-
-    Args:
-        settings: keys of `entry: eval`; None leaves one out.
-
-    Raises:
-        UsageFault, RecipeFault: every fault of what was given.
-    """
-    if target.exists():
-        raise UsageFault(
-            f"--output {target} already exists: choose another file; to continue a job that did "
-            "not complete: cookbook resume RUN"
-        )
-    given = {"tasks.answers.data": source.absolute(), "tasks.answers.output": target.absolute()}
-    if not source.is_file() and not any(source.is_relative_to(each) for each in site.node_paths):
-        raise UsageFault(f"--input: there is no file {source}")
-    known = {key: value for key, value in {**settings, **given}.items() if value is not None}
-    overrides = [f"{key}={value}" for key, value in known.items()]
-    return plan(site, wanted, "batch", None, overrides, resources).recipe
-
-
 def results_folder(site: Site, model: Model) -> Path:
     """Return where the results about a model lie: beside its run, else under the shared folder."""
     if model.run is not None:
@@ -189,10 +145,6 @@ def _base(candidate: Model) -> Model:
 
 def results(site: Site, model: Model) -> list[dict[str, Any]]:
     """Return the evaluations of a model as it is now, newest first."""
-    matching = []
-    for path in results_folder(site, model).glob("*.json"):
-        result = files.peek(path)
-        if isinstance(result.get("tasks"), dict):
-            same = (result.get("candidate") or {}).get("folder") == str(model.folder.resolve())
-            matching += [{**result, "file": str(path)}] if same else []
-    return sorted(matching, key=lambda each: float(each.get("created") or 0), reverse=True)
+    own = str(model.folder.resolve())
+    known = evaluation.read(results_folder(site, model))
+    return [each for each in known if (each.get("candidate") or {}).get("folder") == own]

@@ -2,45 +2,39 @@
 
 import re
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from launcher import paths
+from launcher import paths, venv
 from launcher.errors import PreflightFault, RecipeFault
 from launcher.recipes.recipe import Recipe
 from launcher.site import Site
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """A module of the trainer that makes what a recipe needs, and a file that then exists."""
-
-    module: str
-    arguments: list[str]
-    creates: Path
-
-
-def missing(recipe: Recipe, cluster: Site) -> Preparation | None:
-    """Return what has to be made on this machine before the recipe can run, None for nothing."""
-    block = recipe.resolved(cluster.root, "run").get("prepare")
-    if not block:
-        return None
-    module, creates = str(block.get("module", "")), Path(str(block.get("creates", "")))
-    if not re.fullmatch(r"trainer(\.[a-z_]+)+", module):
+def missing(recipe: Recipe, cluster: Site) -> Mapping[str, Any]:
+    """Return the block `prepare` if what it makes is not there yet, else {}."""
+    block: Mapping[str, Any] = recipe.resolved(cluster.root, "run").get("prepare") or {}
+    module = str(block.get("module", ""))
+    if block and not re.fullmatch(r"trainer(\.[a-z_]+)+", module):
         raise RecipeFault(f"prepare.module {module!r} in {recipe.path} must be a module of trainer")
-    arguments = [str(argument) for argument in block.get("args") or []]
-    return None if creates.exists() else Preparation(module, arguments, creates)
+    return {} if Path(str(block.get("creates", ""))).exists() else block
 
 
-def prepare(wanted: Preparation, say: Callable[[str], None]) -> None:
-    """Run the module that makes what is missing."""
-    module, folder = wanted.module, wanted.creates.parent
+def prepare(recipe: Recipe, cluster: Site, say: Callable[[str], None]) -> bool:
+    """Make what the recipe's block `prepare` names unless it is there; return whether it was made.
+
+    Raises:
+        PreflightFault: the module failed; the message holds its last line.
+    """
+    if not (block := missing(recipe, cluster)):
+        return False
+    module, folder = block["module"], Path(str(block["creates"])).parent
     say(f"preparing {folder} (python -m {module}); this is done once")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
-            [str(paths.venv_root() / "bin" / "python"), "-m", module, *wanted.arguments],
+            [str(venv.python()), "-m", module, *map(str, block.get("args") or [])],
             cwd=paths.REPO_ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -55,3 +49,4 @@ def prepare(wanted: Preparation, say: Callable[[str], None]) -> None:
         raise PreflightFault(
             f"python -m {module} failed with exit status {done.returncode}: {output[-1]}"
         )
+    return True

@@ -1,23 +1,21 @@
 """From a data recipe to a training set: here with DuckDB, or in a job with DuckDB or Spark."""
 
 import os
-import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher import executors, paths, render, venv, yamlfile
-from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
+from launcher import paths, render, venv, yamlfile
+from launcher.errors import PreflightFault, UsageFault
 from launcher.executors import Executor
 from launcher.recipes.data import DataRecipe
 from launcher.recipes.recipe import NAME, NAME_RULE
 from launcher.runs import code, directory, provenance
 from launcher.runs.directory import Run
 from launcher.site import Site, with_site_defaults
-from launcher.workflows.submit import asked_of, start
+from launcher.workflows.submit import asked_of, start_first, submission
 from runspec import files
 from runspec.datarecipe import step_name, step_options
 
@@ -125,37 +123,20 @@ def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
 
 def submit(planned: Plan, path: Path, contents: Mapping[str, str], executor: Executor) -> Run:
     """Make the job's directory and start it: afterwards it is queued, or nothing of it is left."""
-    kit = code.present(planned.site.root)
-    run = directory.create(path, contents, kit)
-    try:
-        (run.path / "spark_events").mkdir()
-        run.write(files.PROVENANCE, _provenance(planned, contents, kit))
-        file = str(planned.recipe.path)
-        made_of: dict[str, Any] = {"recipe": planned.name, "recipe_file": file}
-        token = executors.token(run.name)
-        resources = replace(planned.recipe.resources, nodes=planned.nodes or 1, gpus_per_node=1)
-        asked = asked_of(planned.site, with_site_defaults(resources, planned.site))
-        made_of |= {"site": planned.site.name, "asked": asked, "token": token}
-        run.write(files.SUBMISSION, {"run": run.name, **made_of, "jobs": []})
-        with directory.locked(run) as lease:
-            start(run, executor, lease)
-    except SlurmTimeout:
-        raise
-    except (SlurmFault, RunFault, OSError):
-        if not run.starting:
-            shutil.rmtree(run.path, ignore_errors=True)
-        raise
-    return run
-
-
-def _provenance(planned: Plan, contents: Mapping[str, str], kit: code.Code) -> dict[str, Any]:
-    return {
-        "created": time.time(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "kit": {**code.git_state(), "sha256": kit.sha256},
-        "config_sha256": provenance.text_sha256(contents[files.DATA_SETTINGS]),
-        "packages": [f"{name}=={version}" for name, version in venv.packages().items()],
+    kit, site = code.present(planned.site.root), planned.site
+    resources = replace(planned.recipe.resources, nodes=planned.nodes or 1, gpus_per_node=1)
+    asked = asked_of(site, with_site_defaults(resources, site))
+    made_of = submission(path, planned.name, planned.recipe.path, site, asked)
+    made_by = provenance.of_now(kit)
+    made_by["config_sha256"] = provenance.text_sha256(contents[files.DATA_SETTINGS])
+    records = {
+        files.PROVENANCE: files.json_text(made_by),
+        files.SUBMISSION: files.json_text(made_of),
     }
+    run = directory.create(path, {**contents, **records}, kit)
+    (run.path / "spark_events").mkdir()
+    start_first(run, executor)
+    return run
 
 
 def described(planned: Plan) -> list[str]:

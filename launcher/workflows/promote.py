@@ -3,10 +3,11 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import paths
+from launcher import paths, yamlfile
 from launcher.errors import GateFault, UsageFault
 from launcher.observe.outcome import outcome
 from launcher.runs.states import state_of
@@ -91,60 +92,64 @@ def promote(
         if present.get(alias) == chosen.number:
             raise UsageFault(f"{name} v{chosen.number} is already the {alias}")
         rules = _rules(store, name, given, without, say)
-        evaluations: list[str] = []
-        weights: str | None = None
+        judged: dict[str, Any] = {"gates": rules.origin if rules else "none"}
         if rules is not None and alias in rules.aliases:
-            subject = judging.Subject(
-                f"{name} v{chosen.number}",
-                chosen.folder,
-                _results(site, chosen),
-                {
-                    each: _evaluated(registry.version(client, name, each))
-                    if each in present
-                    else None
-                    for each in registry.ALIASES
-                },
-                {
-                    each: sha256
-                    for each, named in present.items()
-                    if (sha256 := registry.judged_weights(store, name, named))
-                },
-            )
-            failed: list[str] = []
-            said: list[str] = []
-            for verdict in judging.judge(rules, subject):
-                text = verdict.text.replace("models:/NAME@", f"models:/{name}@")
-                text = text.replace("promote NAME", f"promote {name}")
-                text = text.replace(
-                    "cookbook eval ...", f"cookbook eval models:/{name}/{chosen.number}"
-                )
-                # What failed is in the error.
-                if verdict.passed is False:
-                    failed.append(text)
-                elif text not in said:
-                    say(f"{'passed ' if verdict.passed else 'not applicable '} {text}")
-                    said.append(text)
-                evaluations += [verdict.evaluation] if verdict.evaluation else []
-            if failed:
-                head = f"{name} v{chosen.number} is not promoted to {alias}: gate"
-                raise GateFault([f"{head} {text}" for text in dict.fromkeys(failed)])
-            if not evaluations:
-                say(
-                    "note: no gate has judged the answers of this version; write gates for your "
-                    "own suite: cookbook eval MODEL --results --as-gates (docs/lifecycle.md)"
-                )
-            weights = subject.weights_sha256
+            judged |= _passed(site, client, store, rules, chosen, alias, say)
         # It may have been evaluated after it was registered.
         registry.tag(client, name, chosen.number, _figures(_results(site, chosen)))
-        by = list(dict.fromkeys(evaluations))
-        judged = {"gates": rules.origin if rules else "none", "evaluations": by}
-        registry.set_alias(
-            client, store, name, alias, chosen.number, why, weights_sha256=weights, **judged
-        )
+        registry.set_alias(client, store, name, alias, chosen.number, why, **judged)
         promoted = registry.version(client, name, alias)
     for line in still_served(site, name, alias, present.get(alias)):
         say(line)
     return promoted
+
+
+def _passed(
+    site: Site,
+    client: Any,
+    store: stores.Store,
+    rules: gates.Gates,
+    chosen: Version,
+    alias: str,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return by which evaluations a version passes its gates, and the hash of its weights."""
+    name, present = chosen.name, registry.aliases_of(client, chosen.name)
+    known = {each: registry.version(client, name, each) for each in present}
+    subject = judging.Subject(
+        f"{name} v{chosen.number}",
+        chosen.folder,
+        _results(site, chosen),
+        {each: _evaluated(known[each]) if each in known else None for each in registry.ALIASES},
+        {
+            each: sha256
+            for each, number in present.items()
+            if (sha256 := registry.judged_weights(store, name, number))
+        },
+    )
+    verdicts = []
+    for verdict in judging.judge(rules, subject):
+        text = verdict.text.replace("models:/NAME@", f"models:/{name}@")
+        text = text.replace("promote NAME", f"promote {name}")
+        text = text.replace("cookbook eval ...", f"cookbook eval models:/{name}/{chosen.number}")
+        verdicts.append(replace(verdict, text=text))
+    # What failed is in the error.
+    for text in dict.fromkeys(
+        f"{'passed ' if each.passed else 'not applicable '} {each.text}"
+        for each in verdicts
+        if each.passed is not False
+    ):
+        say(text)
+    if failed := dict.fromkeys(each.text for each in verdicts if each.passed is False):
+        head = f"{name} v{chosen.number} is not promoted to {alias}: gate"
+        raise GateFault([f"{head} {text}" for text in failed])
+    evaluations = list(dict.fromkeys(each.evaluation for each in verdicts if each.evaluation))
+    if not evaluations:
+        say(
+            "note: no gate has judged the answers of this version; write gates for your "
+            "own suite: cookbook eval MODEL --results --as-gates (docs/lifecycle.md)"
+        )
+    return {"evaluations": evaluations, "weights_sha256": subject.weights_sha256}
 
 
 def _rules(
@@ -161,7 +166,7 @@ def _rules(
         return None
     if given is None:
         if own is None:
-            return gates.load(gates.find(paths.GATES, "default"))
+            return gates.load(yamlfile.find("gates file", "default", paths.GATES))
         say(f"gates of {name}: {own[0]}")
         return gates.of_text(own[1], own[0])
     if own is None or own[1] != given.text:

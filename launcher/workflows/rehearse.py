@@ -1,8 +1,7 @@
 """cookbook doctor --rehearse: a recipe's parts on one node, in ten minutes, and what to change."""
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from launcher import executors, paths, venv, yamlfile
@@ -13,6 +12,7 @@ from launcher.checks.doctor.ask import NodeReport, Options, Question, ask
 from launcher.checks.doctor.rehearsal import Part, Scene
 from launcher.checks.doctor.report import node_findings
 from launcher.errors import RunFault, UsageFault
+from launcher.executors import slurm
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import Recipe, Resources
 from launcher.runs import directory
@@ -21,7 +21,7 @@ from launcher.site import Site
 from launcher.sizing import gpus
 from launcher.sizing.recipe_step import step_of
 from launcher.sizing.step_config import StepConfig
-from launcher.workflows.prepare import missing, prepare
+from launcher.workflows.prepare import prepare
 from launcher.workflows.submit import context, plan, refuse
 from runspec import files
 
@@ -41,17 +41,10 @@ _LEFT_OUT = ("generate", "dataset_val", "run_val_every_n_steps")
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Result:
-    """The folder of a rehearsal, its findings and its page."""
-
-    folder: Path
-    findings: list[Finding]
-    page: Path
-
-
-def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say: Say) -> Result:
-    """Rehearse a recipe on one node of the site.
+def rehearse(
+    site: Site, name: str, overrides: Sequence[str], wait_s: float, say: Say
+) -> tuple[Path, list[Finding]]:
+    """Rehearse a recipe on one node of the site; return the folder of its logs, and the findings.
 
     Args:
         wait_s: how long the job may wait to start.
@@ -70,12 +63,33 @@ def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say
     step = step_of(whole.resolved(root, "run"), 1, ranks)
     cut = [*overrides, *_cut(whole, step, overrides)]
     short = _recipe(name, cut, site, executor)
-    planned = plan(short, site, "rehearsal")
-    refuse(preflight.faults(context(planned, executor), False))
-    if (wanted := missing(short, site)) is not None:
-        prepare(wanted, say)
+    refuse(preflight.faults(context(plan(short, site, executor, "rehearsal"))))
+    prepare(short, site, say)
     folder = root / "rehearsals" / directory.new_name(whole.name)
     parts = _parts(name, cut, site, executor, folder)
+    say(
+        f"rehearsing {whole.name} with {parts[0].step.shape.layers} of {step.shape.layers} blocks "
+        f"and {ranks} rank{'s' * (ranks > 1)} on one node: {LIMIT_S // 60} minutes at most; logs "
+        f"in {folder}"
+    )
+    answered, report, findings = _asked(site, short, folder, wait_s)
+    scene = Scene(whole.name, step, _gpu(report), site.network_gbits)
+    findings += rehearsal.findings(scene, report, _ended(parts, report))
+    if not report.yes("rehearsed"):
+        message = (
+            f"the job ended before all parts had run ({answered.message or 'its time was over'})"
+        )
+        findings.append(
+            failed("rehearsal", message, "see the logs; again, with fewer first_blocks")
+        )
+    return folder, findings
+
+
+def _asked(
+    site: Site, short: Recipe, folder: Path, wait_s: float
+) -> tuple[slurm.Step, NodeReport, list[Finding]]:
+    """Check a node and run all parts there, as one job; return the node's findings, too."""
+    ranks = short.resources.gpus_per_node
     # Also for the check of the node, whose collectives need the recipe's settings of NCCL.
     own = {key: str(value) for key, value in (short.config.get("env") or {}).items()}
     question = Question(
@@ -86,18 +100,14 @@ def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say
         venv.torch_build(),
         Options(every_node=True, nodes=1, wait_s=wait_s, limit_s=LIMIT_S + wait_s),
     )
-    say(
-        f"rehearsing {whole.name} with {parts[0].step.shape.layers} of {step.shape.layers} blocks "
-        f"on one node: {LIMIT_S // 60} minutes at most; logs in {folder}"
-    )
     settings = {
         "RANKS_PER_NODE": ranks,
         "MEASURE": "full",
         "REHEARSAL": folder,
         "MODULE": short.entry.module,
         "LIMIT_S": LIMIT_S - _SPARE_S,
-        "HF_HOME": root / "hf",
-        "COOKBOOK_ROOT": root,
+        "HF_HOME": site.root / "hf",
+        "COOKBOOK_ROOT": site.root,
     }
     script = (paths.REPO_ROOT / "slurm" / "rehearse.sh").read_text(encoding="utf-8")
     answered, reports = ask(question, settings, script)
@@ -107,26 +117,7 @@ def rehearse(site: Site, name: str, overrides: Sequence[str], wait_s: float, say
             f"the job of the rehearsal did not start within {wait_s:.0f} s ({message}) and was "
             "cancelled: try again later, or wait longer with --wait SECONDS"
         )
-    scene = Scene(whole.name, step, _gpu(reports[0]), site.network_gbits)
-    findings = [*node_findings(reports[0], question)]
-    findings += rehearsal.findings(scene, reports[0], _ended(parts, reports[0]))
-    if not reports[0].yes("rehearsed"):
-        message = (
-            f"the job ended before all parts had run ({answered.message or 'its time was over'})"
-        )
-        findings.append(
-            failed("rehearsal", message, "see the logs; again, with fewer first_blocks")
-        )
-    page = folder / files.REHEARSAL
-    introduction = [
-        f"Recipe {whole.name}, {parts[0].step.shape.layers} of {step.shape.layers} blocks, "
-        f"{ranks} rank{'s' * (ranks > 1)} on {reports[0].name}, {time.strftime('%Y-%m-%d %H:%M')}. "
-        f"Logs: {folder}",
-    ]
-    files.write_text(
-        page, rehearsal.page(f"Rehearsal of {whole.name}", introduction, findings), mode=0o600
-    )
-    return Result(folder, findings, page)
+    return answered, reports[0], node_findings(reports[0], question)
 
 
 def _recipe(
@@ -172,15 +163,10 @@ def _parts(
 def _srun(site: Site, resources: Resources) -> list[str]:
     """Slurm's options for one node as the recipe asks for it."""
     keys = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem")
-    given = [(key, getattr(resources, key, None)) for key in keys]
-    options = [f"--{key}={value}" for key, value in given if value is not None]
-    wanted = f"{resources.gpu_type}:" if resources.gpu_type else ""
-    form = {"gres": "--gres=gpu:", "gpus-per-node": "--gpus-per-node="}.get(site.gpu_request)
-    if form:
-        options.append(f"{form}{wanted}{resources.gpus_per_node}")
+    options = sites.slurm_options(resources, site, keys, resources.gpus_per_node)
     if resources.cpus_per_gpu:
         options.append(f"--cpus-per-task={resources.cpus_per_gpu * resources.gpus_per_node}")
-    return options + ["--exclusive"] * bool(resources.exclusive)
+    return options + ["--exclusive"] * resources.exclusive
 
 
 def _gpu(report: NodeReport) -> gpus.Gpu | None:

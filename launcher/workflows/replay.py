@@ -10,6 +10,7 @@ from typing import Any
 from launcher import paths, yamlfile
 from launcher.errors import UsageFault
 from launcher.executors import slurm
+from launcher.observe import diff
 from launcher.recipes import entries
 from launcher.runs import code, provenance
 from launcher.runs.directory import Run
@@ -88,21 +89,15 @@ def _not_the_same(
     run: Run, record: dict[str, Any], config: dict[str, Any], site: Site
 ) -> Iterator[str]:
     """Yield what the new run cannot have as the old one had it."""
-    given = record.get("packages")
-    if isinstance(given, list):
-        before = dict(str(each).partition("==")[::2] for each in given)
-        now = packages()
-        changed = [
-            f"{name} {before.get(name, '(none)')} -> {now.get(name, '(none)')}"
-            # Other versions first, then what was added and removed.
-            for name in sorted(
-                {*before, *now}, key=lambda each: (each not in before or each not in now, each)
-            )
-            if before.get(name) != now.get(name)
-        ]
-        if changed:
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-            yield f"packages: {', '.join(changed[:5])}{more}"
+    before, now = diff.packages_of(record), packages()
+    # Other versions first, then what was added and removed.
+    changed = sorted(
+        diff.mapped("packages", before, now),
+        key=lambda each: (each.before is None or each.after is None, each.name),
+    )
+    if before and changed:
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        yield f"packages: {', '.join(each.text for each in changed[:5])}{more}"
     system = {"python": sys.version.split()[0], "slurm": slurm.version()}
     for name, version in system.items():
         if record.get(name) != version:

@@ -1,12 +1,11 @@
 """From the log of an endpoint to a data source, with a data recipe that names it."""
 
 import json
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import paths, venv, yamlfile
+from launcher import venv, yamlfile
 from launcher.errors import EndpointFault
 from launcher.site import Site
 from launcher.workflows.endpoint import Endpoint
@@ -40,18 +39,10 @@ def export(
         EndpointFault: nothing is logged, or it cannot be read.
     """
     folder = site.root / "datasets" / f"requests-{endpoint.name}"
-    argv = [str(venv.python()), "-m", "serving.source", str(endpoint.folder), str(folder)]
+    argv = [str(endpoint.folder), str(folder)]
     argv += ["--since", since] if since else []
     argv += ["--feedback", str(feedback.absolute())] if feedback else []
-    argv += ["--delta"] if delta else []
-    done = subprocess.run(
-        argv,
-        cwd=paths.REPO_ROOT,
-        env=venv.environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    done = venv.run_module("serving.source", *argv, *["--delta"] * delta)
     if done.returncode:
         message = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise EndpointFault(message.removeprefix("error: "))

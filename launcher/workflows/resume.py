@@ -15,12 +15,12 @@ from launcher import site as sites
 from launcher.checks import preflight
 from launcher.errors import (
     CookbookError,
-    PreflightFault,
     RecipeFault,
     RunFault,
     SlurmTimeout,
     UsageFault,
 )
+from launcher.observe.outcome import leaves
 from launcher.recipes import override
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import Recipe
@@ -29,7 +29,7 @@ from launcher.runs.directory import Run, locked
 from launcher.runs.states import State, living, state_of
 from launcher.site import Site
 from launcher.workflows import registered
-from launcher.workflows.submit import PlannedRun, context, plan, start
+from launcher.workflows.submit import PlannedRun, context, plan, refuse, start
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
@@ -49,14 +49,13 @@ _OF_THE_SHELL = (
 class Changes:
     """What a resumed run does in another way: overrides of its recipe, and options of Slurm.
 
-    elsewhere: paths that only the nodes have. skip: leave out the checks that may be left out.
-    code: use the present code of the kit, not the run's.
+    skip: leave out the checks that may be left out. code: use the present code of the kit, not the
+    run's.
     """
 
     site: Site
     overrides: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    elsewhere: tuple[str, ...] = ()
     skip: bool = False
     code: bool = False
 
@@ -115,8 +114,7 @@ def resume(
         if kit != used:
             say(f"code: {kit.title}, was {used.title if used else 'that of the checkout'}")
         planned, changes = _planned(run, changes, executor, say, kit.folder / "templates")
-        if faults := preflight.faults(context(planned, executor, changes.elsewhere), changes.skip):
-            raise PreflightFault(faults)
+        refuse(preflight.faults(context(planned), changes.skip))
         built.ensure(planned.recipe.environment, changes.site.root, say)
         with _rewritten(run, planned.contents, planned.asked, kit):
             start(run, executor, lease, changes.words)
@@ -256,20 +254,20 @@ def _planned(
         for each in (replace(changes, overrides=(), options={}), changes)
     )
     if before.entry.checked == "complete" and files.checkpoint_steps(run.path):
-        wanted, planned = _samples_per_step(before, changes), _samples_per_step(after, changes)
+        wanted, now = _samples_per_step(before, changes), _samples_per_step(after, changes)
         given = {override.key_of(text) for text in changes.overrides}
-        if wanted != planned and given.isdisjoint(_BATCH):
+        if wanted != now and given.isdisjoint(_BATCH):
             micro_steps = int(after.config.get(_BATCH[1]) or 1)
-            steps, rest = divmod(wanted, planned // micro_steps)
+            steps, rest = divmod(wanted, now // micro_steps)
             if not rest:
                 same = f"{_BATCH[1]}={steps}"
                 say(f"note: {same}, so that a step uses {wanted} samples as before")
                 changes = replace(changes, overrides=(*changes.overrides, same))
-                after, planned = _recipe(run, changes, executor), wanted
+                after, now = _recipe(run, changes, executor), wanted
         faults = list(_identity_faults(run, before, after, changes))
-        if wanted != planned:
+        if wanted != now:
             faults.append(
-                f"a step would use {planned} samples, but the run's checkpoints were made with "
+                f"a step would use {now} samples, but the run's checkpoints were made with "
                 f"{wanted}: change batch_size, gradient_accumulation_steps or --nodes"
             )
         if faults:
@@ -277,7 +275,8 @@ def _planned(
     # <utc>-<label>-<4 hex>
     label = run.name[16:-5]
     sweep_dir = sweeps.root(changes.site.root) / run.sweep if run.sweep else None
-    return plan(after, changes.site, label, run.path, sweep_dir, templates), changes
+    planned = plan(after, changes.site, executor, label, run.path, sweep_dir, templates)
+    return planned, changes
 
 
 def _recipe(run: Run, changes: Changes, executor: executors.Executor) -> Recipe:
@@ -305,7 +304,7 @@ def _samples_per_step(recipe: Recipe, changes: Changes) -> int:
 def _identity_faults(run: Run, before: Recipe, after: Recipe, changes: Changes) -> Iterator[str]:
     """Yield the keys that differ and may not, once there are checkpoints."""
     root, path = changes.site.root, str(run.path)
-    old, new = (dict(_leaves(recipe.resolved(root, path))) for recipe in (before, after))
+    old, new = (dict(leaves(recipe.resolved(root, path))) for recipe in (before, after))
     for key in {**old, **new}:
         if old.get(key) == new.get(key) or key in _BATCH or may_change(after.entry.keys, key):
             continue
@@ -314,14 +313,6 @@ def _identity_faults(run: Run, before: Recipe, after: Recipe, changes: Changes) 
             f"out, or make a new run with: cookbook submit {run.path / files.RECIPE} "
             f"{key}={new.get(key)}"
         )
-
-
-def _leaves(block: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in block.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 @contextmanager

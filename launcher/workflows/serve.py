@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from launcher import executors, paths, venv
+from launcher import executors, paths, venv, yamlfile
 from launcher import site as sites
-from launcher.errors import CookbookError, EndpointFault, RecipeFault, UsageFault, nearest
+from launcher.errors import CookbookError, EndpointFault, UsageFault
 from launcher.recipes import recipe as recipe_file
 from launcher.recipes.recipe import NAME, NAME_RULE, Recipe
 from launcher.runs import directory
@@ -39,19 +39,6 @@ _SEEN_S = 3.0
 # A gateway that says nothing for so long hangs.
 _SILENT_S = 10.0
 _ENDS_S = 30.0
-
-
-def config_file(name: str) -> Path:
-    """Return the file of a serving configuration, by its name or path."""
-    is_path = name.endswith((".yaml", ".yml"))
-    path = Path(name).expanduser().absolute() if is_path else paths.SERVE / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(each.stem for each in paths.SERVE.glob("*.yaml"))
-        raise RecipeFault(
-            f"there is no serving configuration {name!r}{nearest(name, known)}: one of "
-            f"{', '.join(known)}, or the path of a YAML file"
-        )
-    return path
 
 
 def name_of(model: models.Model, wanted: str | None) -> str:
@@ -101,7 +88,7 @@ def launch(
     Each replica is a job: the loss of a node ends one of them, and Slurm starts that one again.
     """
     model = models.resolve(site, asked.model)
-    file = config_file(asked.config)
+    file = yamlfile.find("serving configuration", asked.config, paths.SERVE)
     given = {
         "endpoint": endpoint.name,
         "endpoint_dir": endpoint.folder,
@@ -115,16 +102,16 @@ def launch(
         raise UsageFault(
             f"{file} is not a serving configuration: its entry is {recipe.entry_name}, not serve"
         )
-    recipe = sites.complete(recipe, site, executors.named(asked.executor))
+    executor = executors.named(asked.executor)
+    recipe = sites.complete(recipe, site, executor)
     _check(recipe, asked)
     runs: list[Run] = []
     is_new = not endpoint.folder.exists()
     try:
         _make(endpoint)
         for _ in range(count):
-            planned = submission.plan(recipe, site, f"serve-{endpoint.name}"[:64])
-            checked = submission.context(planned, executors.named(asked.executor))
-            runs.append(submission.submit(planned, checked, say))
+            planned = submission.plan(recipe, site, executor, f"serve-{endpoint.name}"[:64])
+            runs.append(submission.submit(planned, say))
     except BaseException:
         # All of them, or none.
         for run in runs:
@@ -165,10 +152,7 @@ def _check(recipe: Recipe, asked: Served) -> None:
         faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
     faults += adapter_faults(str(recipe.config["engine"]), folder)
     if recipe.environment is None:
-        argv = [str(venv.python()), "-m", "serving.engines", str(recipe.config["engine"])]
-        done = subprocess.run(
-            argv, cwd=paths.REPO_ROOT, env=venv.environment(), capture_output=True, text=True
-        )
+        done = venv.run_module("serving.engines", str(recipe.config["engine"]))
         faults += done.stdout.strip().splitlines()
     if faults:
         raise UsageFault(faults)
@@ -452,3 +436,24 @@ def failed_start(site: Site, endpoint: Endpoint) -> str:
         if state.word == "FAILED" and not (run.path / files.SERVED).exists():
             return f"{run.name} ended before it was ready ({state.detail})"
     return ""
+
+
+def stats_command(site: Site, endpoint: Endpoint, since: str | None, say: Say) -> list[str]:
+    """Return the command that prints an endpoint's figures."""
+    argv = [str(venv.python()), "-m", "serving.stats", str(endpoint.folder)]
+    argv += ["--since", since] if since else []
+    for file in _trained_on(site, endpoint, say):
+        argv += ["--training-data", file]
+    return argv
+
+
+def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:
+    """Return the files that the newest served model was trained on."""
+    try:
+        model = models.resolve(site, endpoint.served[-1].model) if endpoint.served else None
+    except CookbookError as error:
+        say(f"warning: no drift is computed: {error.faults[0]}")
+        return []
+    listed = model.run.provenance.get("data") if model and model.run else None
+    names = [str(each.get("file")) for each in listed or [] if isinstance(each, dict)]
+    return [name for name in names if name.endswith((".jsonl", ".json")) and Path(name).is_file()]

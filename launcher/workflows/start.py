@@ -19,7 +19,7 @@ from launcher.executors import Executor
 from launcher.recipes import own, own_data
 from launcher.recipes import recipe as recipes
 from launcher.recipes.recipe import NAME, NAME_RULE, Recipe
-from launcher.site import Site, complete
+from launcher.site import Site
 from launcher.sizing.epoch import duration
 from launcher.sizing.estimate import Estimate
 from launcher.sizing.step_config import GIB
@@ -127,9 +127,7 @@ def draft(
             column = block["column_map"]["prompt"]
             overrides.append(f"rewards={{any: {{function: exact_match, column: {column}}}}}")
         open_end = drafts.load(replace(settings, packed=False), *overrides)
-        planned = plan(complete(open_end, site, executor), site)
-        checked = context(planned, executor)
-        findings, datasets = samples.read(checked, shown)
+        findings, datasets = samples.read(context(plan(open_end, site, executor)), shown)
         samples_answers = method == "grpo"
         settings = drafts.fitting(_by_data(settings, datasets, _NEW_TOKENS * samples_answers))
         tokens = None

@@ -4,7 +4,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,8 @@ from launcher.recipes import rewards
 from launcher.recipes.recipe import NAME, NAME_RULE, Recipe, Resources
 from launcher.runs import built, code, directory, provenance
 from launcher.runs.directory import Run
-from launcher.site import Site, with_site_defaults
+from launcher.site import Site, complete, with_site_defaults
+from launcher.workflows import registered
 from launcher.workflows.prepare import missing, prepare
 from runspec import files, publish
 
@@ -29,6 +30,7 @@ class PlannedRun:
 
     recipe: Recipe
     cluster: Site
+    executor: executors.Executor
     path: Path
     contents: dict[str, str]
 
@@ -55,6 +57,7 @@ def asked_of(cluster: Site, resources: Resources) -> dict[str, Any]:
 def plan(
     recipe: Recipe,
     cluster: Site,
+    executor: executors.Executor,
     label: str | None = None,
     path: Path | None = None,
     sweep_dir: Path | None = None,
@@ -62,9 +65,12 @@ def plan(
 ) -> PlannedRun:
     """Work out a run without writing anything: what submit sends and --dry-run prints.
 
+    What the recipe leaves open, the site's file and its registry say.
+
     path: the directory of a run that is there already; None for a new one. sweep_dir: the directory
     of the sweep that it is part of. templates: of the code that the run uses.
     """
+    recipe = registered.in_recipe(complete(recipe, cluster, executor), cluster)
     label = label or recipe.name
     if not NAME.match(label):
         raise UsageFault(f"the name {label!r} may contain only {NAME_RULE}: choose another --name")
@@ -84,47 +90,31 @@ def plan(
     contents[files.JOB_SCRIPT] = render.job_script(
         recipe, cluster, path, label, sweep_dir, templates
     )
-    return PlannedRun(recipe, cluster, path, contents)
+    return PlannedRun(recipe, cluster, executor, path, contents)
 
 
-def context(
-    planned: PlannedRun, executor: executors.Executor, elsewhere: tuple[str, ...] = ()
-) -> Context:
+def context(planned: PlannedRun) -> Context:
     """Return what there is to check of a planned run now."""
-    prepared = missing(planned.recipe, planned.cluster) is None
-    return Context(planned.recipe, planned.cluster, executor, prepared, elsewhere)
+    recipe, cluster = planned.recipe, planned.cluster
+    return Context(recipe, cluster, planned.executor, not missing(recipe, cluster))
 
 
-def submit(
-    planned: PlannedRun, checked: Context, say: Callable[[str], None], skip: bool = False
-) -> Run:
+def submit(planned: PlannedRun, say: Callable[[str], None], skip: bool = False) -> Run:
     """Check, record and start a run: afterwards it is queued, or nothing of it is left.
 
-    skip leaves out the checks that may be left out.
+    skip: leave out the checks that may be left out.
     """
     recipe, cluster = planned.recipe, planned.cluster
+    checked = context(planned)
     refuse(preflight.faults(checked, skip))
-    wanted = missing(recipe, cluster)
-    if wanted is not None:
-        prepare(wanted, say)
-        refuse(preflight.faults(context(planned, checked.executor, checked.elsewhere), skip))
+    if prepare(recipe, cluster, say):
+        refuse(preflight.faults(context(planned), skip))
     built.ensure(recipe.environment, cluster.root, say)
     if recipe.entry.engine and recipe.environment and recipe.environment.dependencies and not skip:
         # Only now can it be asked for its keys.
         refuse(checks.faults_of(checks.findings(engine.SUBJECT, engine.config, checked)))
     run = record(planned, code.present(cluster.root))
-    try:
-        with directory.locked(run) as lease:
-            start(run, checked.executor, lease)
-    except SlurmTimeout:
-        raise  # a job may exist, as after Ctrl-C: the run directory is what finds it again
-    except (SlurmFault, OSError):
-        discard(run)
-        raise
-    except RunFault:
-        if not run.starting:
-            discard(run)
-        raise
+    start_first(run, planned.executor)
     return run
 
 
@@ -136,19 +126,42 @@ def record(planned: PlannedRun, kit: code.Code, named: bool = True, **more: Any)
         named: False leaves it hidden, until its sweep has its name.
         more: fields of its submission.json.
     """
-    recipe, cluster, name = planned.recipe, planned.cluster, planned.path.name
-    made_of = {"recipe": recipe.name, "recipe_file": str(recipe.path), "site": cluster.name}
-    token = executors.token(name)
-    own = {"run": name, **made_of, "asked": planned.asked, "token": token, **more, "jobs": []}
+    recipe, cluster = planned.recipe, planned.cluster
     made_by = provenance.of(recipe, cluster, planned.contents, kit)
+    made_of = submission(planned.path, recipe.name, recipe.path, cluster, planned.asked) | more
     contents = {
         **planned.contents,
         files.PROVENANCE: files.json_text(made_by),
-        files.SUBMISSION: files.json_text(own),
+        files.SUBMISSION: files.json_text(made_of),
     }
     own_code = {".": recipe.code_root} if recipe.code_root else venv.own_packages()
-    umask = int(recipe.umask, 8)
-    return directory.create(planned.path, contents, kit, own_code, umask, named)
+    return directory.create(planned.path, contents, kit, own_code, int(recipe.umask, 8), named)
+
+
+def submission(
+    path: Path, recipe: str, file: Path, cluster: Site, asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the submission.json of a run in path that has no job yet.
+
+    Args:
+        recipe, file: the recipe's name and file.
+        asked: as asked_of returns it.
+    """
+    made_of = {"recipe": recipe, "recipe_file": str(file), "site": cluster.name, "asked": asked}
+    return {"run": path.name, **made_of, "token": executors.token(path.name), "jobs": []}
+
+
+def start_first(run: Run, executor: executors.Executor) -> None:
+    """Start the first job of a run; if there is none nothing of the run is left."""
+    try:
+        with directory.locked(run) as lease:
+            start(run, executor, lease)
+    except SlurmTimeout:
+        raise  # a job may exist, as after Ctrl-C: the run directory is what finds it again
+    except (SlurmFault, RunFault, OSError):
+        if not run.starting:
+            discard(run)
+        raise
 
 
 def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[str] = ()) -> None:
@@ -159,12 +172,7 @@ def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[
     """
     before = {**run.submission, "jobs": run.all_jobs}
     before.pop("starting", None)
-    # Where the log of the new job's script begins.
-    log = run.path / files.JOB_LOG
-    known: dict[str, Any] = {
-        "submitted": time.time(),
-        "log_bytes": log.stat().st_size if log.exists() else 0,
-    }
+    known = submitted_now(run)
     if (kit := code.of_run(run.path)) is not None:
         known["code"] = kit.sha256
     if changes:
@@ -180,8 +188,14 @@ def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[
         except (SlurmFault, OSError):
             run.write(files.SUBMISSION, before)
             raise
-        jobs = [*before["jobs"], {**job, **known}]
-        run.write(files.SUBMISSION, {**before, "jobs": jobs})
+        run.write(files.SUBMISSION, {**before, "jobs": [*before["jobs"], {**job, **known}]})
+
+
+def submitted_now(run: Run) -> dict[str, Any]:
+    """Return what a job's record says of now: the time, and where its part of job.log begins."""
+    log = run.path / files.JOB_LOG
+    size = log.stat().st_size if log.exists() else 0
+    return {"submitted": time.time(), "log_bytes": size}
 
 
 @contextmanager

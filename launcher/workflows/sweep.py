@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher import executors, render
-from launcher import site as sites
 from launcher.checks import preflight
 from launcher.checks.recipe import ask_ahead
 from launcher.errors import (
     CookbookError,
-    PreflightFault,
     RecipeFault,
     RunFault,
     SlurmFault,
@@ -32,9 +30,8 @@ from launcher.runs.sweeps import SweepDirectory
 from launcher.site import Site
 from launcher.sizing.estimate import peak_gib
 from launcher.sizing.gpus import by_name
-from launcher.workflows import registered
 from launcher.workflows.cancel import cancel
-from launcher.workflows.prepare import missing, prepare
+from launcher.workflows.prepare import prepare
 from launcher.workflows.resume import script_of_today
 from launcher.workflows.submit import (
     PlannedRun,
@@ -43,7 +40,9 @@ from launcher.workflows.submit import (
     interrupted_later,
     plan,
     record,
+    refuse,
     start,
+    submitted_now,
 )
 from runspec import files
 from runspec.states import STOPPED_EARLY
@@ -61,6 +60,7 @@ class PlannedSweep:
 
     sweep: Sweep
     site: Site
+    executor: Executor
     path: Path
     parallel: int
     runs: Mapping[int, PlannedRun]
@@ -98,20 +98,13 @@ class PlannedSweep:
         }
 
 
-def recipe_of(
-    sweep: Sweep, cell: Cell, overrides: Sequence[str], options: Mapping[str, Any]
-) -> recipes.Recipe:
-    """Return the recipe of a cell; overrides and options are those of the command line."""
-    return recipes.load(sweep.recipe, (*cell.overrides, *overrides), options)
-
-
 def plan_sweep(
     sweep: Sweep,
     site: Site,
+    executor: Executor,
     overrides: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     parallel: int | None = None,
-    executor: Executor | None = None,
 ) -> PlannedSweep:
     """Work out all runs of a sweep without writing anything; RecipeFault names every cell's faults.
 
@@ -125,18 +118,15 @@ def plan_sweep(
     for cell in sweep.cells:
         label = f"{sweep.name[:_LABEL]}-{cell.number:02d}"
         try:
-            recipe = sites.complete(
-                recipe_of(sweep, cell, overrides, options or {}), site, executor
-            )
-            recipe = registered.in_recipe(recipe, site)
-            planned[cell.number] = plan(recipe, site, label, sweep_dir=path)
+            recipe = recipes.load(sweep.recipe, (*cell.overrides, *overrides), options)
+            planned[cell.number] = plan(recipe, site, executor, label, sweep_dir=path)
         except RecipeFault as error:
             for fault in error.faults:
                 faults.setdefault(fault, []).append(cell.name)
     if faults:
         texts = _with_cells(faults, len(sweep.cells))
         raise RecipeFault([f"{fault}; the sweep is {sweep.path}" for fault in texts])
-    return PlannedSweep(sweep, site, path, parallel or sweep.parallel, planned)
+    return PlannedSweep(sweep, site, executor, path, parallel or sweep.parallel, planned)
 
 
 def only(planned: PlannedSweep, numbers: Iterable[int]) -> PlannedSweep:
@@ -155,19 +145,11 @@ def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:
     return lines
 
 
-def faults(
-    planned: PlannedSweep,
-    executor: Executor,
-    elsewhere: tuple[str, ...] = (),
-    skip: bool = False,
-) -> list[str]:
+def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
     """Return what stands in the way of the runs; that one does not fit is no fault."""
     by_fault: dict[str, list[str]] = {}
     told: dict[str, dict[str, Any]] = {}
-    contexts = {
-        number: replace(context(run, executor, elsewhere), told=told)
-        for number, run in planned.runs.items()
-    }
+    contexts = {number: replace(context(run), told=told) for number, run in planned.runs.items()}
     if not skip:
         ask_ahead(contexts.values(), told)
     for cell in planned.cells:
@@ -204,9 +186,7 @@ def _repeatable(fault: str, run: PlannedRun, cell: Cell) -> str:
 
 def submit_sweep(
     planned: PlannedSweep,
-    executor: Executor,
     say: Say,
-    elsewhere: tuple[str, ...] = (),
     skip: bool = False,
 ) -> SweepDirectory:
     """Check, record and start a sweep: afterwards its runs are queued, or nothing of it is left.
@@ -214,22 +194,19 @@ def submit_sweep(
     Without job arrays the runs are recorded and not started; run_here() does that.
     """
     for each in planned.runs.values():
-        wanted = missing(each.recipe, planned.site)
-        if wanted is not None:
-            prepare(wanted, say)
-    if wrong := faults(planned, executor, elsewhere, skip):
-        raise PreflightFault(wrong)
+        prepare(each.recipe, planned.site, say)
+    refuse(faults(planned, skip))
     used = (each.recipe.environment for each in planned.runs.values())
     for environment in {each.digest: each for each in used if each}.values():
         built.ensure(environment, planned.site.root, say)
     kit = code.present(planned.site.root)
     made: list[Run] = []
-    token = executors.token(planned.path.name)
+    token, arrays = executors.token(planned.path.name), planned.executor.arrays
     with interrupted_later():
         try:
             for cell in planned.cells:
                 known: dict[str, Any] = {"sweep": planned.path.name, "cell": cell.name}
-                known |= {"array": token, "task": cell.number} if executor.arrays else {}
+                known |= {"array": token, "task": cell.number} if arrays else {}
                 # A run that says which sweep it is of must not be seen before the sweep is.
                 made.append(record(planned.runs[cell.number], kit, named=False, **known))
             sweep = sweeps.create(planned.path, _record(planned, token), planned.scripts)
@@ -238,8 +215,8 @@ def submit_sweep(
                 discard(run)
             raise
         sweep.name_runs()
-        if executor.arrays:
-            _start_arrays(executor.arrays, sweep, planned.arrays, planned.parallel)
+        if arrays:
+            _start_arrays(arrays, sweep, planned.arrays, planned.parallel)
     return sweep
 
 
@@ -301,9 +278,8 @@ def _start_arrays(
 
 def _record_job(run: Run, job: Mapping[str, Any]) -> None:
     """Record the task of an array that runs a run."""
-    log = run.path / files.JOB_LOG
-    known = {"submitted": time.time(), "log_bytes": log.stat().st_size if log.exists() else 0}
-    run.write(files.SUBMISSION, {**run.submission, "jobs": [*run.all_jobs, {**job, **known}]})
+    jobs = [*run.all_jobs, {**job, **submitted_now(run)}]
+    run.write(files.SUBMISSION, {**run.submission, "jobs": jobs})
 
 
 def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:

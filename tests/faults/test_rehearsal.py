@@ -1,4 +1,4 @@
-"""cookbook doctor --rehearse on the one-host Slurm: each part by itself, and the page about it."""
+"""cookbook doctor --rehearse on the one-host Slurm: each part by itself, and what comes of it."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.checks.doctor.ask import NodeReport
-from launcher.checks.doctor.rehearsal import Part, Scene, findings, page
+from launcher.checks.doctor.rehearsal import Part, Scene, findings
 from launcher.recipes import recipe as recipes
 from launcher.sizing import gpus
 from launcher.sizing.recipe_step import step_of
@@ -30,14 +30,14 @@ def test_a_rehearsal_runs_each_part_and_says_what_to_change(user: Kit):
     done = user.cookbook("doctor", "--rehearse", "demo", "--json", *asked)
     told = json.loads(done.stdout)
     found = {each["subject"]: each for each in told["findings"]}
-    folder = Path(told["page"]).parent
+    folder = Path(told["folder"])
     assert done.returncode == 0, f"{told}\n{done.stderr}\n{report(folder)}"
     assert {"all-reduce", "all-gather", "product"} <= found.keys()
     for part in ("uncompiled", "compiled"):
         assert found[part]["message"].startswith("1 block: ")
     assert "without a gap; exported" in found["resume and export"]["message"]
-    text = Path(told["page"]).read_text()
-    assert "1 of 3 blocks, 2 ranks on n1" in text and "no nvidia-smi" in text
+    assert "with 1 of 3 blocks and 2 ranks on one node" in done.stderr
+    assert "no nvidia-smi" in found["GPUs"]["message"]
 
 
 @pytest.fixture
@@ -81,9 +81,9 @@ def test_measured_against_predicted_and_a_remedy_for_each_difference(part):
     slow = found[-1]
     assert "32 blocks at this speed: 6,4" in slow.message and "predicted 9,6" in slow.message
     assert slow.remedy.startswith("cookbook estimate llama8b_full --mfu 0.3")
-    text = page("Rehearsal", ["here"], found)
-    assert "| warning | all-gather | 512 MiB over 8 ranks" in text
-    assert "- all-gather: nvidia-smi topo -m" in text and "- compiled: the whole recipe" in text
+    assert found[1].message.startswith("512 MiB over 8 ranks")
+    assert found[1].remedy.startswith("nvidia-smi topo -m")
+    assert found[5].remedy.startswith("the whole recipe")
 
 
 @pytest.mark.parametrize(

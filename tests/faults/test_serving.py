@@ -241,11 +241,14 @@ def test_a_file_is_answered_by_a_job_that_is_killed_and_cancelled(
 ):
     questions, alone = tmp_path / "questions.jsonl", tmp_path / "alone.jsonl"
     questions.write_text("".join(json.dumps(f"job {k}") + "\n" for k in range(6000)))
-    argv = ["query", str(model), "--offline", f"--input={questions}", "--max-tokens=16"]
-    done = user.cookbook(*argv, f"--output={alone}", "--local", "--watch", timeout=600)
+    argv = ["eval", str(model), f"tasks.answers.data={questions}", "max_new_tokens=16"]
+    argv += ["--suite", "batch"]
+    alone_too = f"tasks.answers.output={alone}"
+    done = user.cookbook(*argv, alone_too, "--local", "--watch", timeout=600)
     assert done.returncode == 0, done.stderr + words_of(user)
     answers = tmp_path / "answers.jsonl"
-    told = user.cookbook(*argv, f"--output={answers}", "--nodes=2", "--gpus-per-node=1", "--json")
+    size = ["--nodes=2", "--gpus-per-node=1", "--json"]
+    told = user.cookbook(*argv, f"tasks.answers.output={answers}", *size)
     assert told.returncode == 0, told.stderr
     run = Path(json.loads(told.stdout)["path"])
 

@@ -236,7 +236,7 @@ def test_data_that_are_no_json_or_lack_a_column_are_named(user: Kit, tmp_path):
         user,
         *submit,
         status=1,
-        told="has no column 'answer' of column_map in line 1, only question, reply",
+        told="has no column 'answer' of column_map, only question, reply",
     )
     data.write_text("")
     refused(user, *submit, status=1, told="is empty")
@@ -315,7 +315,6 @@ def test_the_options_of_submit_are_these():
             "--watch",
             "--local",
             "--no-check",
-            "--on-nodes",
             "--json",
             "--cluster",
             "words",

@@ -1,7 +1,6 @@
 """Rows of other trainers, shell lines and workloads of air, from a file to a planned run."""
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from launcher import executors
 from launcher.checks import Context
 from launcher.checks.recipe import script
 from launcher.errors import RecipeFault
-from launcher.observe import events
 from launcher.recipes import recipe as recipes
 from launcher.recipes.engines import ENGINES
 from launcher.recipes.entries import ENTRIES
@@ -45,7 +43,7 @@ def planned(tmp_path: Path, content: dict, *overrides: str) -> PlannedRun:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(content))
     recipe = recipes.load(str(path), overrides)
-    return plan(recipe, Site(shared_root=str(tmp_path)))
+    return plan(recipe, Site(shared_root=str(tmp_path)), executors.choose(True))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.in_log])
@@ -330,29 +328,6 @@ def test_speed_and_heartbeat_follow_from_what_is_seen(tmp_path, monkeypatch):
     # Its checkpoint grows: that is a sign of life.
     (tmp_path / files.CHECKPOINTS / "step-000005").mkdir()
     assert beat.look(20.0) != beats[6]
-
-
-def test_curves_of_tensorboard_are_made_of_the_metrics(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = Run(tmp_path / "run")
-    run.path.mkdir()
-    assert not events.is_fed(run)
-    lines = [(1, 3.0), (2, 2.5), (3, 2.4), (2, 2.6), (3, 2.2)]  # steps 2 and 3 were trained again
-    rows = ({"step": step, "loss": loss, "time": 1.0, "word": "x"} for step, loss in lines)
-    (run.path / files.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert events.is_fed(run)
-    done = threading.Event()
-    done.set()
-    events.feed([run], tmp_path, done)
-    read = EventAccumulator(str(tmp_path / "run"))
-    read.Reload()
-    assert read.Tags()["scalars"] == ["loss"]
-    assert [(each.step, round(each.value, 1)) for each in read.Scalars("loss")] == [
-        (1, 3.0),
-        (2, 2.6),
-        (3, 2.2),
-    ]
 
 
 def test_a_resumed_run_counts_paths_from_the_recipe_it_was_made_of(tmp_path):

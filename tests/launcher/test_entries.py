@@ -41,7 +41,7 @@ def toy(monkeypatch, tmp_path) -> Path:
 def test_it_loads_renders_and_is_checked(toy, tmp_path):
     recipe = recipes.load(str(toy), ["words=goodbye"], {"nodes": 3})
     assert recipe.entry is TOY and recipe.method == "full" and recipe.max_retries == 3
-    planned = plan(recipe, Site(shared_root=str(tmp_path / "shared")))
+    planned = plan(recipe, Site(shared_root=str(tmp_path / "shared")), choose(True))
     rank = 'bash "$COOKBOOK/slurm/rank.sh" python -P -m toys.train "$RUN_DIR/train.yaml"\n'
     assert "-P -m torch.distributed.run \\\n" in planned.script and rank in planned.script
     assert "#SBATCH --nodes=3\n" in planned.script and "MAX_RETRIES=3" in planned.script

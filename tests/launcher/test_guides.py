@@ -166,7 +166,9 @@ def test_torchtunes_configs_of_70b_pass_the_checks_on_two_nodes_with_eight(
     model = tmp_path / "nodes" / "Meta-Llama-3.1-70B-Instruct"
     given = [name, "--nodes", "2", "--gpus-per-node", "8", "--data", str(chats)]
     given += [f"checkpointer.checkpoint_dir={model}", "tokenizer.max_seq_len=4096"]
-    given += [f"tokenizer.path={model}/original/tokenizer.model", "--on-nodes", str(model.parent)]
+    given += [f"tokenizer.path={model}/original/tokenizer.model"]
+    (tmp_path / "default.yaml").write_text(f"node_paths: [{model.parent}]\n")
+    slurm_user.env["COOKBOOK_CLUSTERS"] = str(tmp_path)
     checked, rendered = "2 x 8 = 16 ranks", "#SBATCH --gpus-per-node=8"
     for command, words in ((["check"], checked), (["submit", "--dry-run"], rendered)):
         done = slurm_user.cookbook(*command, *given)

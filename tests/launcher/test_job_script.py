@@ -45,7 +45,7 @@ def made(
     resources = {"nodes": 1, "gpus_per_node": 1, "time": "10"}
     path = project(folder, script, resources=resources, max_retries=max_retries)
     loaded = recipe.load(str(path), ["share=group"] if shared else [])
-    planned = plan(loaded, Site(name="site", **site))
+    planned = plan(loaded, Site(name="site", **site), choose(True))
     umask = int(loaded.umask, 8)
     kit = code.present(planned.cluster.root)
     return directory.create(planned.path, planned.contents, kit, {".": path.parent}, umask)
@@ -127,10 +127,10 @@ def site_file(monkeypatch, tmp_path) -> Path:
 def test_a_fixed_site_file_takes_effect_at_resume(root, plain_env, site_file):
     site_file.write_text("# Ours.\njob_setup:\n  - export BEFORE=1\n  - module-of-ours load\n")
     path = project(root, PASS, resources={"nodes": 1, "gpus_per_node": 1, "time": "10"})
-    planned = plan(recipe.load(str(path)), load("here"))
+    planned = plan(recipe.load(str(path)), load("here"), choose(True))
     run = record(planned, code.present(planned.cluster.root))
     assert by_bash(run, plain_env) == 1
-    place = "configs/clusters/here.yaml, line 4: the job_setup line 'module-of-ours load'"
+    place = "configs/clusters/here.yaml: the job_setup line 'module-of-ours load'"
     assert f"{place} failed with exit status 127" in state_of(run).detail
     said: list[str] = []
     site_file.write_text("job_setup:\n  - export AFTER=1\n")
@@ -144,7 +144,7 @@ def test_a_fixed_site_file_takes_effect_at_resume(root, plain_env, site_file):
 def test_a_script_that_was_edited_by_hand_stays_as_it_is(root, plain_env, site_file):
     site_file.write_text("job_setup: [export BEFORE=1]\n")
     path = project(root, "raise SystemExit(1)\n", resources={"time": "10"}, max_retries=0)
-    planned = plan(recipe.load(str(path)), load("here"))
+    planned = plan(recipe.load(str(path)), load("here"), choose(True))
     run = record(planned, code.present(planned.cluster.root))
     assert by_bash(run, plain_env) == 1
     script, said = run.path / "job.sbatch", []
@@ -382,9 +382,9 @@ def test_a_run_is_private_or_open_to_the_group(root, plain_env, shared, forbidde
 def test_a_recipe_may_not_set_what_the_script_owns(root, name):
     path = project(root, PASS, env={name: "1", "NCCL_DEBUG": "WARN"})
     with pytest.raises(RecipeFault, match=f"env sets {name}, which the job script"):
-        plan(recipe.load(str(path)), Site())
+        plan(recipe.load(str(path)), Site(), choose(True))
     with pytest.raises(RecipeFault, match="secrets sets RANK, which the job script"):
-        plan(recipe.load(str(path), ["~env", "+secrets=[RANK]"]), Site())
+        plan(recipe.load(str(path), ["~env", "+secrets=[RANK]"]), Site(), choose(True))
 
 
 def test_all_owned_names_and_empty_values_are_refused_at_once(root):

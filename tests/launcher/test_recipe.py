@@ -296,7 +296,7 @@ def test_a_wrong_extends_is_one_fault(tmp_path, extends, told):
         ("$(id)", "may contain only letters"),
         ('x"y', "may contain only letters"),
         ("x" * 10_000, "may contain only letters"),
-        ("nowhere/mine.yaml", "there is no recipe file"),
+        ("nowhere/mine.yaml", "there is no recipe nowhere"),
     ],
 )
 def test_a_wrong_name_is_one_fault(name, told):

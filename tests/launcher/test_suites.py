@@ -55,9 +55,8 @@ def run(site: Site, tmp_path: Path) -> Run:
 
 def findings(site: Site, planned: evaluate.Evaluation) -> list:
     executor = executors.choose(local=True)
-    recipe = sites.complete(planned.recipe, site, executor)
-    run_plan = submission.plan(recipe, site)
-    return list(samples.counted(submission.context(run_plan, executor)))
+    run_plan = submission.plan(planned.recipe, site, executor)
+    return list(samples.counted(submission.context(run_plan)))
 
 
 def test_a_run_is_asked_its_own_validation_data(site: Site, run: Run):

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.observe import steps
 from launcher.observe import watch as watching
-from launcher.observe.live import View, sparkline
+from launcher.observe.live import View, fitted, sparkline
 from launcher.runs.directory import Run
 from launcher.runs.states import State
 from tests.launcher.kit import Kit
@@ -144,7 +143,7 @@ def test_the_controller_is_asked_at_most_every_15_s(tmp_path, monkeypatch):
 
     monkeypatch.setattr(watching, "judged", judged)
     runs = [made(tmp_path, name) for name in NAMES]
-    states, now = watching.States(runs), time.monotonic()
+    states, now = watching.States(), time.monotonic()
     for second in range(46):
         monkeypatch.setattr(watching.time, "monotonic", lambda at=now + second: at)
         states.ask(runs)
@@ -184,23 +183,9 @@ def step_line(step: int, more: str = "") -> str:
     ],
 )
 def test_step_lines_fit_the_terminal(width, kept, gone):
-    line = steps.fitted(step_line(7), width)
+    line = fitted(step_line(7), width)
     assert len(line) <= width
     assert all(text in line for text in kept) and not any(text in line for text in gone)
-
-
-def test_a_line_for_each_step_does_not_flood_a_terminal():
-    said: list[str] = []
-    clock = iter(0.1 * k for k in range(1000))
-    say = steps.Paced(said.append, lambda: 200, lambda: next(clock))
-    for step in range(1, 41):
-        say(step_line(step, "val loss   2.5000  " if step == 30 else ""))
-    say("checkpoint saved")
-    say("one | " + step_line(41))
-    shown = [int(line.split("/")[0].rpartition(" ")[2]) for line in said if "loss" in line]
-    assert shown == [1, 21, 30, 40, 41]
-    assert said[1] == "(of the steps' lines one in 2 s is shown; the log has all)"
-    assert said[-2:] == ["checkpoint saved", "one | " + step_line(41)]
 
 
 def test_the_live_view_shows_the_newest_of_many_step_lines(tmp_path):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from datakit.engines import base as datakit_engines
-from launcher.runs import code, making
+from launcher.runs import code
+from launcher.workflows import clean
 from launcher.workflows.endpoint import Endpoint
 from runspec import endpoint, files, weights
 from tests.failing_storage import FailingStorage
@@ -51,7 +52,7 @@ def test_a_first_read_that_fails_changes_nothing(
         ("tokenizer.json", lambda folder: hugging_face_tokenizer(str(folder))),
         (adapter.SETTINGS, lambda folder: adapter._settings(folder / adapter.SETTINGS)),
         (files.ENGINE, files.checkpoint_steps),
-        (files.SUBMISSION, making._is_left),
+        (files.SUBMISSION, clean._is_left),
         (code.ORIGIN, code.git_state),
         (datakit_engines.DONE, datakit_engines.finished),
         (endpoint.USERS, endpoint.users),

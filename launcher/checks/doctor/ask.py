@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher import paths, render
+from launcher import paths
 from launcher.errors import PreflightFault
 from launcher.executors import slurm
 from launcher.site import Site
@@ -152,7 +152,7 @@ def _setup(cluster: Site) -> list[str]:
     """Return the site's job_setup, and what reports a line that fails or ends the script."""
     if not cluster.job_setup:
         return []
-    places = render.setup_places(cluster)
+    place = f"configs/clusters/{cluster.name}.yaml"
     # As in slurm/supervise.sh, but the other checks go on if they can.
     lines = [
         """printf '@ node %s\\n' "${SLURMD_NODENAME:-$(hostname -s)}\"""",
@@ -163,7 +163,7 @@ def _setup(cluster: Site) -> list[str]:
         "}",
         "trap setup_failed ERR EXIT",
     ]
-    for place, line in zip(places, cluster.job_setup, strict=True):
+    for line in cluster.job_setup:
         lines += [f"SETUP_PLACE={shlex.quote(f'{place}: {line!r}')}", line]
     return [*lines, "trap - ERR EXIT", "set +eu"]
 

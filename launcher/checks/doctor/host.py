@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launcher import paths, venv
 from launcher.checks import Finding, existing_parent, failed, ok, warning
+from launcher.checks import environment as of_jobs
 from launcher.site import Site
 
 _VENV, _SETUP = "virtual environment", "bash setup.sh"
@@ -22,32 +23,23 @@ _LOCAL_FILESYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay"
 
 
 def environment() -> list[Finding]:
-    root, packages = paths.venv_root(), venv.site_packages()
-    if packages is None or not venv.python().exists():
-        return [failed(_VENV, f"there is no virtual environment in {root}", _SETUP)]
-    python = packages.parent.name.removeprefix("python")
-    findings = []
+    root, folder = paths.venv_root(), venv.site_packages()
+    findings = [each for each in of_jobs.packages() if each.state != "ok"]
+    if folder is None or any(each.state == "failed" for each in findings):
+        return findings or [failed(_VENV, f"there is no virtual environment in {root}", _SETUP)]
+    python = folder.parent.name.removeprefix("python")
     if not (3, 11) <= tuple(map(int, python.split("."))) <= (3, 13):
         remedy = "COOKBOOK_PYTHON=python3.11 bash setup.sh"
         findings.append(failed(_VENV, f"{root} has Python {python}, not 3.11 to 3.13", remedy))
     if not (root / ".cookbook-setup").is_file():
         message = f"setup.sh did not finish {root}, or did not make it"
         findings.append(warning(_VENV, message, _SETUP))
-    findings += [failed(_VENV, f"{root}: {fault}", _SETUP) for fault in venv.unsupported()]
-    installed = {venv.plain_name(name): version for name, version in venv.packages().items()}
-    # Another build of torch is what setup.sh --torch is for.
-    if other := sorted(text for name, text in venv.other_versions().items() if name != "torch"):
-        message = f"{root} has other versions than constraints.txt: {', '.join(other[:5])}"
-        message += f" and {len(other) - 5} more" if len(other) > 5 else ""
-        findings.append(warning(_VENV, message, _SETUP))
+    installed = set(map(venv.plain_name, venv.packages()))
     if missing := [name for name in ("torch", "torchtune", "tensorboard") if name not in installed]:
         findings.append(failed(_VENV, f"{root} lacks {', '.join(missing)}", _SETUP))
-    if findings:
-        return findings
     torch = venv.torch_build()
-    message = f"{root}: Python {python}, torch {torch.version} for {torch.platform}, "
-    message += f"TensorBoard {installed['tensorboard']}; all packages as in constraints.txt"
-    return [ok(_VENV, message)]
+    shown = f"{root}: Python {python}, torch {torch.version} for {torch.platform}"
+    return findings or [ok(_VENV, f"{shown}; all packages as in constraints.txt")]
 
 
 def shared_folder(cluster: Site) -> list[Finding]:

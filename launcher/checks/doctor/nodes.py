@@ -10,7 +10,11 @@ from launcher.checks.doctor.report import all_reduce, node_findings
 from launcher.checks.doctor.slurm import SlurmAnswers
 from launcher.errors import CookbookError
 from launcher.executors.slurm import Node
+from launcher.recipes.recipe import Resources
+from launcher.site import slurm_options
 
+# What the job asks of Slurm as the site file says it.
+_ASKED = ("partition", "account", "qos", "constraint", "reservation")
 # Stands for the node's name in what several nodes report alike.
 _NODE = "\0"
 
@@ -28,8 +32,8 @@ def findings(site: SlurmAnswers, options: Options) -> tuple[list[Finding], list[
     count = len(chosen) or 1
     gpus = min(sum(node.gpus.values()) for node in (chosen or usable))
     gpus = gpus if chosen else min(1, gpus)
-    srun = site.options(("account", "qos", "constraint", "reservation"), gpus)
-    srun.append(f"--partition={site.partition}")
+    asked = replace(Resources.of(site.cluster.resources), partition=site.partition)
+    srun = slurm_options(asked, site.cluster, _ASKED, gpus)
     if chosen:
         srun.append(f"--nodelist={','.join(node.name for node in chosen)}")
     question = Question(site.cluster, srun, count, gpus, venv.torch_build(), options)

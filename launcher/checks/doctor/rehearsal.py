@@ -265,19 +265,3 @@ def _remedy(scene: Scene, message: str) -> str:
         if any(name.lower() in lower for name in names):
             return remedy.format(recipe=scene.recipe)
     return "see the last lines of its log"
-
-
-def page(title: str, introduction: Sequence[str], findings: Sequence[Finding]) -> str:
-    """Return the page as Markdown."""
-    lines = [f"# {title}", "", *introduction, "", "| | what | measured |", "|---|---|---|"]
-    lines += [f"| {each.state} | {each.subject} | {_cell(each.message)} |" for each in findings]
-    changes = [each for each in findings if each.state != "ok" and each.remedy]
-    lines += ["", "## What to change", ""]
-    lines += [f"- {each.subject}: {each.remedy}" for each in changes]
-    if not changes:
-        lines.append("Nothing: every part is as expected.")
-    return "\n".join([*lines, ""])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,15 +1,16 @@
-"""What Slurm says of itself: controllers, partitions, accounting, the site file, MUNGE."""
+"""What Slurm says of itself: controllers, partitions, accounting, the site file."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from launcher.checks import Finding, failed, ok, skipped, warning
+from launcher.checks import Finding, failed, ok, warning
 from launcher.checks.scheduler.accounting import account_faults
 from launcher.errors import SlurmFault, nearest
 from launcher.executors import slurm
 from launcher.executors.slurm.limits import Rights
-from launcher.site import Site
+from launcher.recipes.recipe import Resources
+from launcher.site import Site, slurm_options
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,6 @@ class SlurmAnswers:
     @property
     def own_nodes(self) -> list[slurm.Node]:
         return [node for node in self.nodes if node.partition == self.partition]
-
-    def options(self, keys: tuple[str, ...], gpus: int) -> list[str]:
-        """Return Slurm's options for some keys of the site's resources, and for GPUs per node."""
-        resources = self.cluster.resources
-        given = [f"--{key}={resources[key]}" for key in keys if resources.get(key) is not None]
-        kind = resources.get("gpu_type")
-        wanted = f"{kind}:{gpus}" if kind else str(gpus)
-        form = {"gres": "--gres=gpu:", "gpus-per-node": "--gpus-per-node="}
-        request = form.get(self.cluster.gpu_request)
-        return [*given, f"{request}{wanted}"] if gpus and request else given
 
 
 def ask(cluster: Site) -> SlurmAnswers:
@@ -142,9 +133,9 @@ def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
     """Ask sbatch itself about a job on one whole node, with all that the site file asks for."""
     gpus = max((sum(node.gpus.values()) for node in site.own_nodes), default=0)
     keys = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "time")
-    options = ["--nodes=1", "--ntasks-per-node=1", *site.options(keys, gpus)]
-    if site.cluster.resources.get("exclusive"):
-        options.append("--exclusive")
+    asked = Resources.of(site.cluster.resources)
+    options = ["--nodes=1", "--ntasks-per-node=1"]
+    options += slurm_options(asked, site.cluster, keys, gpus) + ["--exclusive"] * asked.exclusive
     script = "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "true\n"])
     try:
         return [ok("sbatch test", slurm.test_only(script).removeprefix("sbatch: "))]
@@ -154,23 +145,10 @@ def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
         return [failed("sbatch test", message, remedy)]
 
 
-def _munge(site: SlurmAnswers) -> list[Finding]:
-    kind = site.configuration.get("AuthType", "auth/munge")
-    if kind != "auth/munge":
-        return [skipped("MUNGE", f"this cluster authenticates with {kind}")]
-    try:
-        slurm.munge(site.configuration)
-    except SlurmFault as fault:
-        remedy = "tell the administrators: munged must run here with the cluster's key"
-        return [failed("MUNGE", fault.faults[0], remedy)]
-    return [ok("MUNGE", "a credential signed here is read back")]
-
-
 CHECKS: dict[str, Callable[[SlurmAnswers], Iterable[Finding]]] = {
     "partitions": _partitions,
     "preemption": _preemption,
     "accounting": _accounting,
     "site file": _site_file,
     "sbatch test": _sbatch_test,
-    "MUNGE": _munge,
 }

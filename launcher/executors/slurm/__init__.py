@@ -6,7 +6,6 @@ from launcher.executors.slurm.cluster import Partition as Partition
 from launcher.executors.slurm.cluster import configuration as configuration
 from launcher.executors.slurm.cluster import controllers as controllers
 from launcher.executors.slurm.cluster import gpus_of as gpus_of
-from launcher.executors.slurm.cluster import munge as munge
 from launcher.executors.slurm.cluster import nodes as nodes
 from launcher.executors.slurm.cluster import partitions as partitions
 from launcher.executors.slurm.cluster import preempt_modes as preempt_modes

@@ -1,13 +1,12 @@
-"""What Slurm says about the cluster: partitions, nodes, controllers, configuration, munge."""
+"""What Slurm says about the cluster: partitions, nodes, controllers, configuration."""
 
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout
-from launcher.executors.slurm.command import one_line, run
+from launcher.errors import SlurmFault
+from launcher.executors.slurm.command import run
 
 # cookbook doctor reports a controller that takes longer than this as one that does not answer.
 _QUICK_S = 5
@@ -145,22 +144,3 @@ def version() -> str | None:
         return run(["sbatch", "--version"], timeout_s=10).split()[-1]
     except (SlurmFault, IndexError):
         return None
-
-
-def munge(configured: dict[str, str]) -> None:
-    """Sign and read back a credential as Slurm does; SlurmFault if munged does not answer."""
-    match = re.search(r"socket=([^, ]+)", configured.get("AuthInfo", ""))
-    socket = [f"--socket={match.group(1)}"] if match else []
-    credential = b""
-    for argv in (["munge", "--no-input"], ["unmunge", "--no-output"]):
-        try:
-            done = subprocess.run(
-                [*argv, *socket], input=credential, capture_output=True, timeout=_QUICK_S
-            )
-        except FileNotFoundError as error:
-            raise SlurmMissing(f"there is no {argv[0]} on this machine") from error
-        except subprocess.TimeoutExpired as error:
-            raise SlurmTimeout(f"munged did not answer within {_QUICK_S} s") from error
-        if done.returncode:
-            raise SlurmFault(one_line(done.stderr.decode(errors="replace")))
-        credential = done.stdout
