@@ -179,7 +179,7 @@ def _write_rows(
     fields = {"id": table["_id"], "md5": _md5(table, extra), "characters": length}
     fields |= {**{name: table[name] for name in extra}, "split": table.split}
     if form == "text":
-        engine.write_split(table.select(text=text_of(table), **fields), target, "split")
+        engine.write(table.select(text=text_of(table), **fields), target, "split")
         return
     simple = {"n": 0, "p": 0} if pairs else _unlike_pairs(engine, table)
     if simple["p"] and form == "messages":
@@ -188,11 +188,11 @@ def _write_rows(
             "conversation: set output.format=text, or a template with a prompt"
         )
     if form == "messages" and not simple["n"]:
-        engine.write_split(table.select(messages=_conversation(table), **fields), target, "split")
+        engine.write(table.select(messages=_conversation(table), **fields), target, "split")
         return
     stored = work / f"final-{secrets.token_hex(4)}"
     texts = table.select("prompt", "answer", "messages", "rejected", **fields)
-    engine.write_split(texts, stored, "split")
+    engine.write(texts, stored, "split")
     try:
         engine.map(stored, target, "messages", _ROWS, {"form": form})
     finally:
