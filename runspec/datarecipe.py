@@ -1,7 +1,7 @@
 """A data recipe: sources, steps and outputs; its keys and the check of what is given."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -33,37 +33,77 @@ KINDS = ("text", "number", "whole", "flag")
 ENGINES = ("auto", "duckdb", "spark")
 PERSONAL = ("email", "phone", "iban", "card", "secret")
 
-TOP = {
-    "description": "One line about the training set.",
-    "engine": "auto, duckdb or spark. auto: Spark if more than one node is asked for.",
-    "memory": "Memory limit of the engine before it spills: 2G. Default: half of this host's "
-    "memory.",
-    "threads": "Number of threads. Default: the CPUs that this process may use.",
-    "temp_dir": "Folder to spill to, on a disk of the node. Default: TMPDIR or /tmp.",
-    "max_bad_share": "Maximum share of unreadable rows. Default: 0.01.",
-    "seed": "Seed of splits and samples. Default: 0.",
-    "sources": "List of sources.",
-    "steps": "List of steps, in their order.",
-    "output": "format: messages, text, preference or delta; default: that of the sources.",
-    "resources": "Resources that a job requests from Slurm, as in a training recipe.",
+OWN_COLUMNS = ("id", "_id", "source", "prompt", "answer", "messages", "rejected", "text", "split")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return isinstance(datetime.fromisoformat(value) if isinstance(value, str) else value, date)
+    except ValueError:
+        return False
+
+
+def _is_encoding(value: Any) -> bool:
+    try:
+        return bool("a".encode(str(value)))
+    except (LookupError, UnicodeError):
+        return False
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+# What a value may be: how it is tested, and how a message says it. Others: one of a tuple, or None.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "whole": (_is_whole, "a whole number, 1 or more"),
+    "count": (lambda value: value == 0 or _is_whole(value), "a whole number, 0 or more"),
+    "number": (_is_number, "a number"),
+    "share": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "similarity": (
+        lambda value: _is_number(value) and 0 < value <= 1,
+        "a number above 0 and at most 1",
+    ),
+    "size": (lambda value: memory_bytes(value) is not None, "a size such as 2G or 500M"),
+    "time": (_is_time, "a time such as 2026-01-31T12:00:00Z"),
+    "encoding": (_is_encoding, "one that Python supports, such as utf-8"),
+    "column": (lambda value: re.fullmatch(r"[A-Za-z_]\w*", str(value)) is not None, "a column"),
+    "countries": (_is_list, "a list of countries such as [DE, US]"),
+    "names": (lambda value: isinstance(value, dict), "a block such as {question: request}"),
+    "kinds": (lambda value: isinstance(value, dict), "a block such as {quality: number}"),
+    "shares": (
+        lambda value: isinstance(value, dict) and bool(value),
+        "a block of names and shares, such as {train: 0.8, test: 0.2}",
+    ),
 }
-SOURCE = {
-    "name": "Name of the source, for mixtures and reports.",
-    "path": "File, folder or pattern.",
-    "type": f"{', '.join(TYPES)}. Default: by the file's suffix.",
-    "format": f"{', '.join(FORMATS)}.",
-    "columns": "The source's names for the columns of the format: {question: q}.",
-    "keep": "Columns to keep beside the text, with their types: {quality: number}.",
-    "repository": "Dataset on the Hub: org/name or org/name@revision.",
-    "split": "Split of a dataset on the Hub. Default: train.",
-    "url": "Address of a database, for ibis: postgres://user@host/name.",
-    "query": "SELECT statement for a database.",
-    "partition_by": "Numeric column; its ranges are read in parallel.",
-    "partitions": "Ranges of partition_by. Default: one per 500,000 rows, at most 256.",
-    "version": "Version of a Delta table, or snapshot of an Iceberg table. Default: the newest.",
-    "timestamp": "Read a Delta or Iceberg table as of this time: 2026-01-31T12:00:00Z.",
-    "encoding": "Text encoding. Default: from the file's byte order mark, else utf-8.",
-    "max_rows": "Maximum number of rows to read from the source.",
+_Known = Mapping[str, str | tuple[str, ...] | None]
+TOP: _Known = {
+    **dict.fromkeys(("description", "temp_dir", "sources", "steps", "output", "resources", "seed")),
+    "engine": ENGINES,
+    "memory": "size",
+    "threads": "whole",
+    "max_bad_share": "share",
+}
+SOURCE: _Known = {
+    **dict.fromkeys(("name", "path", "repository", "split", "url", "query")),
+    "type": TYPES,
+    "format": tuple(FORMATS),
+    "columns": "names",
+    "keep": "kinds",
+    "partition_by": "column",
+    "partitions": "whole",
+    "version": "count",
+    "timestamp": "time",
+    "encoding": "encoding",
+    "max_rows": "whole",
 }
 # Keys that only some types of sources use.
 _ONLY: dict[str, tuple[str | None, ...]] = {
@@ -76,31 +116,33 @@ _ONLY: dict[str, tuple[str | None, ...]] = {
     "version": ("delta", "iceberg"),
     "timestamp": ("delta", "iceberg"),
 }
+_OUTPUT: _Known = {"format": (*SHAPES, "delta"), "rows": SHAPES}
 # The options of each step; the first one is what a bare value means.
-STEPS: dict[str, tuple[str, ...]] = {
-    "filter": ("where",),
-    "length": ("max", "min", "column"),
-    "language": ("keep", "column"),
-    "quality": ("min", "column"),
-    "exact_duplicates": ("columns", "keep", "normalise"),
-    "near_duplicates": (
-        "jaccard",
-        "ngram",
-        "bands",
-        "rows_per_band",
-        "keep",
-        "action",
-        "column",
-    ),
-    "decontaminate": ("against", "ngram", "min_hits"),
-    "personal_data": (*PERSONAL, "regions"),
-    "template": ("prompt", "answer", "system"),
-    "tokens": ("max", "min", "tokenizer"),
-    "mixture": ("weights", "rows"),
-    "cap": ("rows", "by", "keep"),
-    "split": ("shares", "stratify", "group", "like"),
+STEPS: dict[str, _Known] = {
+    "filter": {"where": None},
+    "length": {"max": "number", "min": "number", "column": None},
+    "language": {"keep": None, "column": None},
+    "quality": {"min": "number", "column": None},
+    "exact_duplicates": {"columns": None, "keep": None, "normalise": None},
+    "near_duplicates": {
+        "jaccard": "similarity",
+        **dict.fromkeys(("ngram", "bands", "rows_per_band"), "whole"),
+        "keep": None,
+        "action": ("remove", "mark"),
+        "column": None,
+    },
+    "decontaminate": {"against": None, "ngram": "whole", "min_hits": "whole"},
+    "personal_data": {
+        **dict.fromkeys(PERSONAL, ("mask", "drop", "leave")),
+        "regions": "countries",
+    },
+    "template": {"prompt": None, "answer": None, "system": None},
+    "tokens": {"max": "number", "min": "number", "tokenizer": None},
+    "mixture": {"weights": "shares", "rows": "whole"},
+    "cap": {"rows": "whole", "by": None, "keep": None},
+    "split": {"shares": "shares", "stratify": None, "group": None, "like": None},
 }
-REQUIRED = {
+_REQUIRED = {
     "filter": ("where",),
     "language": ("keep",),
     "decontaminate": ("against",),
@@ -109,24 +151,11 @@ REQUIRED = {
     "cap": ("rows", "by"),
     "split": ("shares",),
 }
-# A mapping as the whole of these steps is their first option, not their options.
-_MAPPING_FIRST = {"mixture": "weights", "split": "shares"}
 
 
 def faults(config: Mapping[str, Any]) -> list[str]:
     """Return all faults of a data recipe, one line each."""
-    texts = list(_unknown(config, TOP, ""))
-    if config.get("engine", "auto") not in ENGINES:
-        texts.append(f"engine must be one of {', '.join(ENGINES)}, got {config['engine']!r}")
-    share = config.get("max_bad_share", 0.01)
-    if not _is_number(share) or not 0 <= share <= 1:
-        texts.append(f"max_bad_share must be a number from 0 to 1, got {share!r}")
-    threads = config.get("threads")
-    if threads is not None and (type(threads) is not int or threads < 1):
-        texts.append(f"threads must be a whole number, 1 or more, got {threads!r}")
-    memory = config.get("memory")
-    if memory is not None and memory_bytes(memory) is None:
-        texts.append(f"memory must be a size such as 2G or 500M, got {memory!r}")
+    texts = list(_faults(config, TOP, ""))
     sources = config.get("sources")
     if not isinstance(sources, list) or not sources:
         texts.append("sources is missing: it must be a list of sources, each with path and format")
@@ -142,104 +171,59 @@ def faults(config: Mapping[str, Any]) -> list[str]:
     for number, step in enumerate(listed):
         texts += _step_faults(step, f"steps.{number}")
     kinds = [step_name(step) for step in listed if _is_step(step)]
-    if kinds.count("split") > 1:
-        texts.append("steps: split is given twice: leave one out")
-    if "split" in kinds and kinds.index("split") != len(kinds) - 1:
-        texts.append(
-            "steps: split must be the last step, so that its shares are those of the result"
-        )
+    if "split" in kinds[:-1]:
+        texts.append("steps: split must be the last step, and the only split")
     output = config.get("output") or {}
     if not isinstance(output, dict):
-        texts.append("output must be a block, such as {format: messages}")
-    else:
-        texts += _unknown(output, {"format": "", "rows": ""}, "output.")
-        form, shape = output.get("format", "messages"), output.get("rows")
-        if form not in (*SHAPES, "delta"):
-            texts.append(f"output.format must be {', '.join(SHAPES)} or delta, got {form!r}")
-        if shape is not None and form != "delta":
-            texts.append("output.rows is used only with output.format=delta: leave it out")
-        elif shape not in (None, *SHAPES):
-            texts.append(f"output.rows must be one of {', '.join(SHAPES)}, got {shape!r}")
+        return [*texts, "output must be a block, such as {format: messages}"]
+    texts += _faults(output, _OUTPUT, "output.")
+    if output.get("rows") is not None and output.get("format") != "delta":
+        texts.append("output.rows is used only with output.format=delta: leave it out")
     return texts
 
 
-def _unknown(given: Mapping[str, Any], known: Mapping[str, Any], start: str) -> Iterator[str]:
-    for name in given:
+def _faults(given: Mapping[str, Any], known: _Known, start: str) -> Iterator[str]:
+    """Yield the keys that are not known, and the values that are not what their keys take."""
+    for name, value in given.items():
         if name not in known:
             yield f"unknown key '{start}{name}'{nearest(str(name), known)}"
+        elif value is not None and isinstance(choices := known[name], tuple):
+            if value not in choices:
+                hint = nearest(str(value), choices)
+                yield f"{start}{name} must be one of {', '.join(choices)}{hint}, got {value!r}"
+        elif value is not None and (rule := _RULES.get(known[name] or "")) and not rule[0](value):
+            yield f"{start}{name} must be {rule[1]}, got {value!r}"
 
 
 def _source_faults(source: Any, where: str) -> Iterator[str]:
     if not isinstance(source, dict):
         yield f"{where} must be a block with path and format, got {source!r}"
         return
-    yield from _unknown(source, SOURCE, f"{where}.")
+    yield from _faults(source, SOURCE, f"{where}.")
     places = [key for key in ("path", "repository", "url") if source.get(key)]
     if len(places) != 1:
-        yield (
-            f"{where} must have one of path, repository and url, got {', '.join(places) or 'none'}"
-        )
+        got = ", ".join(places) or "none"
+        yield f"{where} must have one of path, repository and url, got {got}"
     if source.get("url") and not source.get("query"):
         yield f"{where}.query is missing: the SELECT statement whose rows are read"
-    form = source.get("format")
-    if form not in FORMATS:
-        hint = nearest(str(form), FORMATS)
-        yield f"{where}.format must be one of {', '.join(FORMATS)}{hint}, got {form!r}"
-    elif isinstance(source.get("columns"), dict):
-        yield from _unknown(source["columns"], FORMATS[form], f"{where}.columns.")
-    elif source.get("columns") is not None:
-        yield f"{where}.columns must be a block such as {{question: q}}, got {source['columns']!r}"
-    yield from _reading_faults(source, where)
-    if source.get("type") not in (None, *TYPES):
-        hint = nearest(str(source["type"]), TYPES)
-        yield f"{where}.type must be one of {', '.join(TYPES)}{hint}, got {source['type']!r}"
-    keep = source.get("keep") or {}
-    if not isinstance(keep, dict):
-        yield f"{where}.keep must be a block of columns and kinds, such as {{quality: number}}"
-        return
-    for column, kind in keep.items():
-        if kind not in KINDS:
-            yield f"{where}.keep.{column} must be one of {', '.join(KINDS)}, got {kind!r}"
-        if column in OWN_COLUMNS:
-            yield f"{where}.keep.{column}: the kit uses a column of that name itself"
-
-
-def _reading_faults(source: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yield what is wrong with the keys that say how a source is read."""
+    form, columns, keep = (source.get(key) for key in ("format", "columns", "keep"))
+    if form is None:
+        yield f"{where}.format is missing: one of {', '.join(FORMATS)}"
+    elif str(form) in FORMATS and isinstance(columns, dict):
+        yield from _faults(columns, dict.fromkeys(FORMATS[str(form)]), f"{where}.columns.")
     kind = source_type(source)
     for key, kinds in _ONLY.items():
         if source.get(key) is not None and kind not in kinds:
             names = " or ".join(filter(None, kinds))
             yield f"{where}.{key} is used only for the type {names}: leave it out"
-    for key, least in (("max_rows", 1), ("partitions", 1), ("version", 0)):
-        value = source.get(key)
-        if value is not None and (type(value) is not int or value < least):
-            yield f"{where}.{key} must be a whole number, {least} or more, got {value!r}"
     if source.get("partitions") and not source.get("partition_by"):
         yield f"{where}.partitions needs partition_by: the column whose ranges are read"
-    column = source.get("partition_by")
-    if column is not None and not re.fullmatch(r"[A-Za-z_]\w*", str(column)):
-        yield f"{where}.partition_by must be a column of the query, got {column!r}"
-    moment = source.get("timestamp")
-    if moment is not None and source.get("version") is not None:
+    if source.get("timestamp") is not None and source.get("version") is not None:
         yield f"{where} must have version or timestamp, not both"
-    if isinstance(moment, str):
-        try:
-            datetime.fromisoformat(moment)
-        except ValueError:
-            yield f"{where}.timestamp must be a time such as 2026-01-31T12:00:00Z, got {moment!r}"
-    elif moment is not None and not isinstance(moment, date):
-        yield f"{where}.timestamp must be a time such as 2026-01-31T12:00:00Z, got {moment!r}"
-    encoding = source.get("encoding")
-    if encoding is not None:
-        try:
-            "a".encode(str(encoding))
-        except (LookupError, UnicodeError):
-            expected = "must be one that Python supports, such as utf-8"
-            yield f"{where}.encoding {expected}, got {encoding!r}"
-
-
-OWN_COLUMNS = ("id", "_id", "source", "prompt", "answer", "messages", "rejected", "text", "split")
+    if isinstance(keep, dict):
+        yield from _faults(keep, dict.fromkeys(keep, KINDS), f"{where}.keep.")
+        for column in keep.keys() & set(OWN_COLUMNS):
+            yield f"{where}.keep.{column}: the kit uses a column of that name itself"
 
 
 def _step_faults(step: Any, where: str) -> Iterator[str]:
@@ -248,52 +232,23 @@ def _step_faults(step: Any, where: str) -> Iterator[str]:
         return
     name = step_name(step)
     if name not in STEPS:
-        yield (
-            f"{where}: there is no step {name!r}{nearest(str(name), STEPS)}; steps: "
-            f"{', '.join(STEPS)}"
-        )
+        hint = nearest(str(name), STEPS)
+        yield f"{where}: there is no step {name!r}{hint}; steps: {', '.join(STEPS)}"
         return
     options = step_options(step)
-    yield from _unknown(options, dict.fromkeys(STEPS[name]), f"{where}.{name}.")
-    for needed in REQUIRED.get(name, ()):
+    yield from _faults(options, STEPS[name], f"{where}.{name}.")
+    for needed in _REQUIRED.get(name, ()):
         if options.get(needed) in (None, [], {}):
             yield f"{where}.{name}.{needed} is missing"
-    yield from _value_faults(name, options, f"{where}.{name}")
-
-
-def _value_faults(name: str, options: Mapping[str, Any], where: str) -> Iterator[str]:
-    whole = {"ngram", "bands", "rows_per_band", "min_hits", "rows"}
-    number = {"min", "max", "jaccard"}
-    for key, value in options.items():
-        if key in whole and value is not None and (type(value) is not int or value < 1):
-            yield f"{where}.{key} must be a whole number, 1 or more, got {value!r}"
-        if key in number and value is not None and not _is_number(value):
-            yield f"{where}.{key} must be a number, got {value!r}"
-    jaccard = options.get("jaccard")
-    if isinstance(jaccard, int | float) and not 0 < jaccard <= 1:
-        yield f"{where}.jaccard must be above 0 and at most 1, got {jaccard!r}"
-    if options.get("action") not in (None, "remove", "mark"):
-        yield f"{where}.action must be remove or mark, got {options['action']!r}"
-    if name == "personal_data":
-        for kind, action in options.items():
-            if kind in PERSONAL and action not in ("mask", "drop", "leave"):
-                yield f"{where}.{kind} must be mask, drop or leave, got {action!r}"
-        regions = options.get("regions")
-        if regions is not None and not (
-            isinstance(regions, list) and all(isinstance(each, str) for each in regions)
-        ):
-            yield f"{where}.regions must be a list of countries such as [DE, US], got {regions!r}"
-    if name in _MAPPING_FIRST:
-        yield from _share_faults(name, options.get(_MAPPING_FIRST[name]), where)
+    for key, kind in STEPS[name].items():
+        if kind == "shares" and isinstance(options.get(key), dict):
+            yield from _share_faults(name, options[key], f"{where}.{name}")
     low, high = options.get("min"), options.get("max")
-    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
-        yield f"{where}: min {low} is above max {high}, so that no row is kept"
+    if _is_number(low) and _is_number(high) and low > high:
+        yield f"{where}.{name}: min {low} is above max {high}, so that no row is kept"
 
 
-def _share_faults(name: str, shares: Any, where: str) -> Iterator[str]:
-    if not isinstance(shares, dict) or not shares:
-        yield f"{where} must be a block of names and shares, such as {{train: 0.8, test: 0.2}}"
-        return
+def _share_faults(name: str, shares: Mapping[Any, Any], where: str) -> Iterator[str]:
     for key, value in shares.items():
         if not _is_number(value) or value <= 0:
             yield f"{where}.{key} must be a number above 0, got {value!r}"
@@ -303,10 +258,6 @@ def _share_faults(name: str, shares: Any, where: str) -> Iterator[str]:
     if name == "split" and abs(sum(shares.values()) - 1) > 1e-6:
         total = " + ".join(f"{value:g}" for value in shares.values())
         yield f"{where}: the shares must add up to 1; {total} = {sum(shares.values()):g}"
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
 
 
 def _is_step(step: Any) -> bool:
@@ -323,11 +274,11 @@ def step_options(step: str | Mapping[str, Any]) -> dict[str, Any]:
     name = step_name(step)
     value = None if isinstance(step, str) else step[name]
     known = STEPS[name]
-    if name in _MAPPING_FIRST and isinstance(value, dict) and not set(value) & set(known):
-        return {_MAPPING_FIRST[name]: value}
-    if isinstance(value, dict):
+    first = next(iter(known))
+    # A mapping of names and shares as a whole is the first option, not the options.
+    if isinstance(value, dict) and not (known[first] == "shares" and not set(value) & set(known)):
         return dict(value)
-    return {} if value is None or value is True else {known[0]: value}
+    return {} if value is None or value is True else {first: value}
 
 
 def source_name(source: Mapping[str, Any], number: int) -> str:
