@@ -29,7 +29,7 @@ _ROLES = {
 # What a message or a record may say beyond role and content, and the kit's rows have no place for.
 _LOST = {"tools", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"}
 _LOST |= {"train"}
-_EMPTY = (None, "", [], "[]", "null")
+_EMPTY: tuple[Any, ...] = (None, "", [], "[]", "null")
 
 
 class Content(NamedTuple):

@@ -185,14 +185,17 @@ def faults(config: Mapping[str, Any]) -> list[str]:
 def _faults(given: Mapping[str, Any], known: _Known, start: str) -> Iterator[str]:
     """Yield the keys that are not known, and the values that are not what their keys take."""
     for name, value in given.items():
+        kind = known.get(name)
         if name not in known:
             yield f"unknown key '{start}{name}'{nearest(str(name), known)}"
-        elif value is not None and isinstance(choices := known[name], tuple):
-            if value not in choices:
-                hint = nearest(str(value), choices)
-                yield f"{start}{name} must be one of {', '.join(choices)}{hint}, got {value!r}"
-        elif value is not None and (rule := _RULES.get(known[name] or "")) and not rule[0](value):
-            yield f"{start}{name} must be {rule[1]}, got {value!r}"
+        elif kind is None or value is None:
+            continue
+        elif isinstance(kind, tuple):
+            if value not in kind:
+                hint = nearest(str(value), kind)
+                yield f"{start}{name} must be one of {', '.join(kind)}{hint}, got {value!r}"
+        elif not _RULES[kind][0](value):
+            yield f"{start}{name} must be {_RULES[kind][1]}, got {value!r}"
 
 
 def _source_faults(source: Any, where: str) -> Iterator[str]:
@@ -244,7 +247,7 @@ def _step_faults(step: Any, where: str) -> Iterator[str]:
         if kind == "shares" and isinstance(options.get(key), dict):
             yield from _share_faults(name, options[key], f"{where}.{name}")
     low, high = options.get("min"), options.get("max")
-    if _is_number(low) and _is_number(high) and low > high:
+    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
         yield f"{where}.{name}: min {low} is above max {high}, so that no row is kept"
 
 

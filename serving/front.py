@@ -106,17 +106,13 @@ class Front(Proxy):
         outcome = Outcome()
         try:
             composed = self._composed(request, asked, plan, outcome)
-            response = await self.counted(asked, composed, outcome, count)
+            response = await self.counted(composed, outcome, count)
         finally:
             self.quotas.end(charge, *self._spent(charge, plan, outcome))
+            self.journal.answered(asked.id, outcome.row())
         if not response.prepared:
             response.headers.update(_ids(asked))
         return response
-
-    def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
-        """Log the outcome of a request."""
-        if self.journal.wants(asked.id):
-            self.journal.answered(asked.id, row)
 
     def _over_quota(self, user: str, requests: int = 1) -> web.Response | None:
         text, wait_s = self.quotas.over(user, self.keys.users.get(user, {}), requests)
@@ -167,7 +163,7 @@ class Front(Proxy):
         """Ask the engine for each body of the plan, and compose one answer."""
         if not self.engine.ready:
             return self.error(503, "no replica is ready: try again in a moment")
-        composed = Answers(asked.path, plan, asked.id, self.name)
+        composed = Answers(asked.path, plan, asked.id, self.name, outcome)
         sent = web.StreamResponse(headers={**_ids(asked), "Content-Type": "text/event-stream"})
         sent.headers["Cache-Control"] = "no-cache"
         try:
@@ -191,9 +187,6 @@ class Front(Proxy):
             return sent
         except (aiohttp.ClientError, OSError) as error:
             return self.failed(request, sent, self.engine, error)
-        finally:
-            outcome.texts, outcome.usage = composed.texts, composed.usage
-            outcome.pieces = composed.pieces
 
     async def _stream(
         self,
@@ -206,7 +199,7 @@ class Front(Proxy):
         """Send the events of the engine as they come."""
         async for number, value in told:
             events = composed.event(number, value)
-            if composed.pieces:
+            if outcome.pieces:
                 outcome.text_came()
             if events and not sent.prepared:
                 await sent.prepare(request)

@@ -59,7 +59,7 @@ class Gateway(Proxy):
 
     async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         outcome = Outcome()
-        return await self.counted(asked, self._passed_on(request, asked, outcome), outcome, 1)
+        return await self.counted(self._passed_on(request, asked, outcome), outcome, 1)
 
     async def _next(self, tried: set[str]) -> Backend | None:
         """Return where a request goes next, None if there is nothing left to try."""
@@ -147,7 +147,6 @@ async def run(folder: Path, port: int, host: str) -> int:
 
     def look() -> None:
         """Read what changes; what cannot be read now stays as it was."""
-        faults.watch_descriptors()
         faults.trying("the gateway's file", renew)
         faults.trying("the users' keys", keys.refresh)
         faults.trying("the replicas' files", lambda: gone.extend(gateway.pool.refresh()))

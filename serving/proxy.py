@@ -87,9 +87,6 @@ class Proxy:
         """Answer a request that may be passed on."""
         raise NotImplementedError
 
-    def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
-        """Called when a request has ended, with the columns of the log."""
-
     @property
     def unlogged(self) -> int:
         """How many lines the log lacks."""
@@ -230,7 +227,7 @@ class Proxy:
         return await self.answer(request, Asked(path, body, request_id, client_id, user))
 
     async def counted(
-        self, asked: Asked, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int
+        self, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int
     ) -> web.StreamResponse:
         """Count a request of so many answers while it is answered, and its outcome."""
         self.metrics.began(count)
@@ -247,9 +244,7 @@ class Proxy:
             raise
         finally:
             self.metrics.in_flight -= count
-            row = outcome.row()
-            self.metrics.ended(row)
-            self.ended(asked, row)
+            self.metrics.ended(outcome.row())
 
     def failed(
         self, request: web.Request, sent: web.StreamResponse | None, backend: Backend, error: Any

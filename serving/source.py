@@ -114,7 +114,7 @@ def write(rows: list[dict[str, Any]], target: Path, delta: bool = False) -> Path
     kinds = {name: pa.float64() if name == "time" else pa.string() for name in COLUMNS}
 
     def table(rows: list[dict[str, Any]]) -> Any:
-        return pa.table({n: pa.array([row[n] for row in rows], kinds[n]) for n in COLUMNS})
+        return pa.Table.from_pylist(rows, pa.schema(kinds.items()))
 
     file = target / (TABLE if delta else "requests.parquet")
     if delta:

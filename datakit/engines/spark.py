@@ -44,7 +44,7 @@ class SparkEngine(Engine):
         os.environ["JAVA_HOME"] = str(java.usable_home(home, self._local))
         os.environ["PYSPARK_PYTHON"] = sys.executable
         size = f"{max(memory // 2**20, 512)}m"
-        settings = {
+        settings: dict[str, Any] = {
             "spark.master": master or f"local[{threads}]",
             "spark.app.name": "cookbook prepare",
             "spark.driver.memory": size,

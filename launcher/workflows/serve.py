@@ -30,6 +30,7 @@ from launcher.workflows.cancel import cancel
 from launcher.workflows.endpoint import Endpoint, Served
 from runspec import adapters, files
 from runspec import endpoint as endpoints
+from runspec.keys.serve import ENGINES
 from runspec.weights import gives_scores
 
 Say = Callable[[str], None]
@@ -165,11 +166,13 @@ def _check(recipe: Recipe, asked: Served) -> None:
         faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
     faults += adapter_faults(str(recipe.config["engine"]), folder)
     if recipe.environment is None:
-        argv = [str(venv.python()), "-m", "serving.engines", str(recipe.config["engine"])]
-        done = subprocess.run(
-            argv, cwd=paths.REPO_ROOT, env=venv.environment(), capture_output=True, text=True
-        )
-        faults += done.stdout.strip().splitlines()
+        engine = str(recipe.config["engine"])
+        look = f"from importlib.util import find_spec; exit(not find_spec({ENGINES[engine]!r}))"
+        if subprocess.run([str(venv.python()), "-c", look], env=venv.environment()).returncode:
+            kit = engine == "transformers"
+            remedy = "bash setup.sh --with serve" if kit else f"--environment {engine}"
+            missing = f"needs the package {ENGINES[engine]}, which is not there: {remedy}"
+            faults.append(f"the engine {engine} {missing}")
     if faults:
         raise UsageFault(faults)
 
