@@ -93,14 +93,14 @@ class Front(Proxy):
                 )
             charge = await self._charge(asked.user, body, count)
         except BadRequest as error:
-            return self.refuse(400, str(error), error.param)
+            return self.error(400, str(error), error.param)
         # Again, and from here on without a pause: requests beside it must not pass together.
         if (over := self._over_quota(asked.user, count)) is not None:
             return over
         if self.journal.wants(asked.id):
             logged = self.journal.accepted(_row(asked, body, self.settings))
             if not logged and self.settings["log_required"]:
-                return self.refuse(503, "the request cannot be logged: try again in a moment")
+                return self.error(503, "the request cannot be logged: try again in a moment")
         self.take(count - 1)
         self.quotas.begin(charge)
         outcome = Outcome()
@@ -117,7 +117,7 @@ class Front(Proxy):
     def _over_quota(self, user: str, requests: int = 1) -> web.Response | None:
         text, wait_s = self.quotas.over(user, self.keys.users.get(user, {}), requests)
         again = {"Retry-After": str(wait_s)}
-        return self.refuse(429, f"{user}: {text}", headers=again) if text else None
+        return self.error(429, f"{user}: {text}", headers=again) if text else None
 
     async def _charge(self, user: str, asked: Mapping[str, Any], answers: int) -> Charge:
         """Return what a user is charged for a request when it begins.

@@ -136,7 +136,7 @@ async def run(folder: Path, port: int, host: str) -> int:
     facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     facts["process_start"] = process_start(os.getpid())
     files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
-    renewed, gone = time.monotonic(), []
+    renewed = time.monotonic()
 
     def renew() -> None:
         """Renew the gateway's file, whose time is checked."""
@@ -149,14 +149,13 @@ async def run(folder: Path, port: int, host: str) -> int:
         """Read what changes; what cannot be read now stays as it was."""
         faults.trying("the gateway's file", renew)
         faults.trying("the users' keys", keys.refresh)
-        faults.trying("the replicas' files", lambda: gone.extend(gateway.pool.refresh()))
+        faults.trying("the replicas' files", gateway.pool.refresh)
 
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():
         # In a thread: a shared filesystem may be slow.
         await asyncio.to_thread(look)
-        await gateway.pool.dismiss(gone)
-        gone.clear()
+        await gateway.pool.dismiss()
         await gateway.scaler.look(gateway.metrics.in_flight, gateway.metrics.take_peak())
         with suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), 0.5)

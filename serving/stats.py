@@ -169,7 +169,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m serving.stats", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--since", type=since.seconds, default=0.0)
@@ -179,11 +179,9 @@ def main() -> int:
     rows = journal.read(options.folder / endpoints.REQUESTS, options.since)
     figures = summary(rows, options.training_data)
     if not figures["requests"]:
-        print(f"error: no request of {options.folder.name} is logged in that time", file=sys.stderr)
-        return 1
+        sys.exit(f"error: no request of {options.folder.name} is logged in that time")
     print(json.dumps(figures, indent=1) if options.json else "\n".join(lines(figures)))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -285,7 +285,8 @@ def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lo
                 await asyncio.sleep(0.01)
             tell(time=time.time() - 60, bind="node")
             # Its file is old and it says no word of health: it is lost, and so is what it answers.
-            await pool.dismiss(pool.refresh())
+            pool.refresh()
+            await pool.dismiss()
             answer = await asyncio.wait_for(waiting, 10)
             assert answer.status == 503 and "does not answer" in await answer.text()
         await runner.cleanup()
