@@ -38,10 +38,6 @@ class Cutter:
         rest, self.held = self.held, ""
         return rest
 
-    def whole(self, text: str) -> str:
-        """Cut a complete text."""
-        return self.feed(text) + self.rest()
-
 
 def _overlap(text: str, stop: str) -> int:
     """Return the number of characters at the end of a text that begin a stop string."""
@@ -81,7 +77,7 @@ class Answers:
                     place = {"content": None, "refusal": None, **(choice.get("message") or {})}
                     choice["message"], field = place, "content"
                 if isinstance(place.get(field), str):
-                    place[field] = cutter.whole(place[field])
+                    place[field] = cutter.feed(place[field]) + cutter.rest()
                 self.outcome.texts[index] = place.get(field) or ""
                 if cutter.cut:
                     choice["finish_reason"] = "stop"

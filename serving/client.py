@@ -202,8 +202,8 @@ def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
 
 async def run(options: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"model": "default"}
-    given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
-    settings |= {name: value for name, value in given.items() if value is not None}
+    known = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
+    settings |= {name: value for name, value in known.items() if value is not None}
     key = (options.folder / endpoints.KEY).read_text(encoding="utf-8").strip()
     client = Client(options.folder, key)
     try:

@@ -33,11 +33,6 @@ class EngineError(Exception):
         self.status = status
 
 
-def _bytes_by_four(text: str) -> int:
-    """Return about the number of a text's tokens, where no tokenizer is known."""
-    return -(-len(text.encode()) // 4)
-
-
 class Front(Proxy):
     """Answers requests by an engine.
 
@@ -45,7 +40,7 @@ class Front(Proxy):
         takes: the parameters of the engine; replaced when it runs and lists its own.
         journal: the log of requests.
         quotas: the use of each user today.
-        count: counts the tokens of a text.
+        count: counts the tokens of a text; by default about, where no tokenizer is known.
         limit: the model's context length in tokens, infinite if it is not known.
     """
 
@@ -59,7 +54,7 @@ class Front(Proxy):
         takes: Takes,
         journal: Journal,
         quotas: Quotas,
-        count: Callable[[str], int] = _bytes_by_four,
+        count: Callable[[str], int] = lambda text: -(-len(text.encode()) // 4),
         limit: float = math.inf,
     ) -> None:
         super().__init__(settings, keys)

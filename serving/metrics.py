@@ -17,7 +17,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 def per_token_s(row: Mapping[str, Any]) -> float | None:
     """Return the seconds per token after the first, None for an answer of fewer than two."""
-    if (row["answer_tokens"] or 0) < 2:
+    if (row["answer_tokens"] or 0) < 2 or row["first_token_s"] is None:
         return None
     return float(row["latency_s"] - row["first_token_s"]) / int(row["answer_tokens"] - 1)
 
@@ -50,10 +50,8 @@ class Metrics:
             return
         for kind in ("prompt", "answer"):
             self.tokens[kind] += row[f"{kind}_tokens"] or 0
-        first = row["first_token_s"]
-        each = None if first is None else per_token_s(row)
-        for name, seconds in (("latency", row["latency_s"]), ("first_token", first),
-                              ("per_token", each)):  # fmt: skip
+        spent = {name: row[f"{name}_s"] for name in ("latency", "first_token")}
+        for name, seconds in {**spent, "per_token": per_token_s(row)}.items():
             if seconds is not None:
                 self.buckets[name][bisect.bisect_left(_BOUNDS, seconds)] += 1
                 self.seconds[name] += seconds

@@ -277,10 +277,7 @@ def _tokenizer(model: Path) -> tuple[Any, ...]:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve by the given train.yaml; exit status 0, 1, 2 for wrong usage."""
-    if len(arguments) != 1:
-        print("usage: python -m serving.replica <run>/train.yaml", file=sys.stderr)
-        return 2
+    """Serve by the given train.yaml; return the exit status."""
     end_with_torchrun()
     path = Path(arguments[0]).absolute()
     run_dir, attempt = path.parent, os.environ.get("COOKBOOK_ATTEMPT", "0")

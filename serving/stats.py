@@ -2,6 +2,7 @@
 
 import argparse
 import bisect
+import fileinput
 import json
 import math
 import sys
@@ -37,7 +38,7 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
             continue
         tokens.update({kind: row[kind] or 0 for kind in ("prompt_tokens", "answer_tokens")})
         spent = {"latency_s": row["latency_s"]}
-        if row["stream"] and row["first_token_s"] is not None:
+        if row["stream"]:
             spent |= {"first_token_s": row["first_token_s"], "per_token_s": per_token_s(row)}
         for name, value in spent.items():
             seconds[name].extend(() if value is None else (value,))
@@ -129,19 +130,16 @@ def _last(messages: Any) -> str:
 def _training(names: Sequence[str]) -> tuple[Texts, Texts]:
     """Return the questions and the answers of training files."""
     questions, answers = Texts(), Texts()
-    for name in names:
-        with open(name, encoding="utf-8") as file:
-            for line in file:
-                row = parse_json(line) if line.strip() else {}
-                if isinstance(row.get("messages"), list):
-                    questions.add(_last(row["messages"]))
-                    answers.add(str(row["messages"][-1].get("content", "")))
-                    continue
-                texts = [value for value in row.values() if isinstance(value, str)]
+    with fileinput.input(names, encoding="utf-8") as given:
+        for row in (parse_json(line) for line in given if line.strip()):
+            texts = [value for value in row.values() if isinstance(value, str)]
+            if isinstance(row.get("messages"), list):
+                questions.add(_last(row["messages"]))
+                answers.add(str(row["messages"][-1].get("content", "")))
+            elif texts:
                 known = [row[key] for key in ("question", "prompt", "instruction") if key in row]
-                if texts:
-                    questions.add(str((known or texts)[0]))
-                    answers.add(str(row.get("answer", row.get("output", texts[-1]))))
+                questions.add(str((known or texts)[0]))
+                answers.add(str(row.get("answer", row.get("output", texts[-1]))))
     return questions, answers
 
 
