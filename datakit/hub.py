@@ -36,24 +36,12 @@ def copied(
             files.write_json(temporary / note.name, {"asked": asked, "origin": origin})
         known = files.read_json(note)
     made = []
-    for path in sorted(folder.glob("*.parquet")):
+    for place, path in enumerate(sorted(folder.glob("*.parquet"))):
         rows, blocks = parquet.checked(path, where)
-        facts = path.stat()
-        first = 1 + int(path.stem.partition("-")[2]) * _STORED_ROWS
-        made.append(
-            Input(
-                name,
-                str(path),
-                "parquet",
-                facts.st_size,
-                files.sha256(path),
-                str(known["origin"]),
-                rows,
-                first,
-                facts.st_mtime_ns,
-                tuple(blocks),
-            )
-        )
+        facts, digest, origin = path.stat(), files.sha256(path), str(known["origin"])
+        what = name, str(path), "parquet", facts.st_size, digest, origin, rows
+        first = 1 + place * _STORED_ROWS
+        made.append(Input(*what, first, facts.st_mtime_ns, tuple(blocks)))
     return made
 
 

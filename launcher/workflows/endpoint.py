@@ -1,12 +1,13 @@
 """An endpoint by its folder: the versions that it serves, its runs, its replicas, its address."""
 
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from launcher import executors
+from launcher import executors, paths, venv
 from launcher.errors import EndpointFault, UsageFault, nearest
 from launcher.runs import directory
 from launcher.runs.directory import Run
@@ -148,3 +149,23 @@ def find(site: Site, name: str) -> Endpoint:
         )
         raise UsageFault(f"there is no endpoint {name!r}{nearest(name, known)}: {listed}")
     return Endpoint(site.root / "endpoints" / name)
+
+
+def said(module: str, *given: str) -> str:
+    """Return what a module of serving prints in the environment that has its packages.
+
+    Raises:
+        EndpointFault: what it says of its fault.
+    """
+    done = subprocess.run(
+        [str(venv.python()), "-m", module, *given],
+        cwd=paths.REPO_ROOT,
+        env=venv.environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise EndpointFault(message.removeprefix("error: "))
+    return done.stdout

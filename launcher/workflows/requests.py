@@ -1,15 +1,13 @@
 """From the log of an endpoint to a data source, with a data recipe that names it."""
 
 import json
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import paths, venv, yamlfile
-from launcher.errors import EndpointFault
+from launcher import yamlfile
 from launcher.site import Site
-from launcher.workflows.endpoint import Endpoint
+from launcher.workflows.endpoint import Endpoint, said
 from runspec import files
 
 
@@ -40,22 +38,11 @@ def export(
         EndpointFault: nothing is logged, or it cannot be read.
     """
     folder = site.root / "datasets" / f"requests-{endpoint.name}"
-    argv = [str(venv.python()), "-m", "serving.source", str(endpoint.folder), str(folder)]
-    argv += ["--since", since] if since else []
+    argv = ["--since", since] if since else []
     argv += ["--feedback", str(feedback.absolute())] if feedback else []
     argv += ["--delta"] if delta else []
-    done = subprocess.run(
-        argv,
-        cwd=paths.REPO_ROOT,
-        env=venv.environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise EndpointFault(message.removeprefix("error: "))
-    answer = json.loads(done.stdout.splitlines()[-1])
+    told = said("serving.source", str(endpoint.folder), str(folder), *argv)
+    answer = json.loads(told.splitlines()[-1])
     recipe = folder / f"requests-{endpoint.name}.yaml"
     content = data_recipe(endpoint.name, Path(answer["file"]))
     files.write_text(recipe, yamlfile.dump(content))

@@ -1,11 +1,9 @@
 """What the log of a served model says, asked of the environment that can read it."""
 
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher import paths, venv
-from launcher.errors import CookbookError
+from launcher.errors import CookbookError, EndpointFault
 from launcher.runs.directory import Run
 from launcher.site import Site
 from launcher.workflows import endpoint as endpoints
@@ -15,13 +13,15 @@ from launcher.workflows.endpoint import Endpoint
 Say = Callable[[str], None]
 
 
-def command(site: Site, endpoint: Endpoint, since: str | None, say: Say) -> list[str]:
-    """Return the command that prints an endpoint's figures."""
-    argv = [str(venv.python()), "-m", "serving.stats", str(endpoint.folder)]
-    argv += ["--since", since] if since else []
+def figures(
+    site: Site, endpoint: Endpoint, since: str | None, say: Say, as_json: bool = False
+) -> str:
+    """Return an endpoint's figures as lines, or as JSON; EndpointFault if it has no requests."""
+    argv = ["--since", since] if since else []
     for file in _trained_on(site, endpoint, say):
         argv += ["--training-data", file]
-    return argv
+    argv += ["--json"] if as_json else []
+    return endpoints.said("serving.stats", str(endpoint.folder), *argv)
 
 
 def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:
@@ -44,16 +44,8 @@ def of_runs(site: Site, runs: Sequence[Run], say: Say) -> list[tuple[str, list[s
         serving = {name for served in endpoint.served for name in served.runs}
         if not any(path in model.parents or path.name in serving for path in chosen):
             continue
-        done = subprocess.run(
-            command(site, endpoint, None, say),
-            cwd=paths.REPO_ROOT,
-            env=venv.environment(),
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode == 0:
-            texts.append((endpoint.name, done.stdout.splitlines()))
-        else:
-            message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            say(f"skipped: endpoint {endpoint.name}: {message.removeprefix('error: ')}")
+        try:
+            texts.append((endpoint.name, figures(site, endpoint, None, say).splitlines()))
+        except EndpointFault as error:
+            say(f"skipped: endpoint {endpoint.name}: {error.faults[0]}")
     return texts
