@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,11 @@ class Engine:
 
         def share() -> float:
             """Count the new outputs, each of which appears whole."""
-            new = (weights.keys() & set(os.listdir(folder))) - seen
-            seen.update(new)
-            for _ in new:
-                self.progress.piece()
+            with suppress(OSError):  # of a shared filesystem: the next look counts them
+                new = (weights.keys() & set(os.listdir(folder))) - seen
+                seen.update(new)
+                for _ in new:
+                    self.progress.piece()
             return sum(weights[each] for each in seen) / total if total else 0.0
 
         first = share()
