@@ -27,8 +27,9 @@ _ROLES = {
 }
 
 # What a message or a record may say beyond role and content, and the kit's rows have no place for.
-_LOST = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "train")
-_EMPTY = (None, "", "[]", "null")
+_LOST = {"tools", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"}
+_LOST |= {"train"}
+_EMPTY: tuple[Any, ...] = (None, "", [], "[]", "null")
 
 
 class Content(NamedTuple):
@@ -47,6 +48,17 @@ def reader(form: str, columns: Mapping[str, str]) -> Callable[[Mapping[str, Any]
     """
     names = FORMATS[form] | {key: str(value) for key, value in columns.items()}
     return lambda record: _READERS[form](record, names)
+
+
+# The columns of formats whose texts are a row's own, by the names that they have in a row.
+_OWN_TEXTS = {"qa": {"prompt": "question", "answer": "answer"}, "text": {"answer": "text"}}
+
+
+def text_columns(source: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns that are a row's prompt and answer as they are, {} for other formats."""
+    given = source.get("columns") or {}
+    own = _OWN_TEXTS.get(source["format"], {})
+    return {name: str(given.get(each, each)) for name, each in own.items()}
 
 
 def encode(messages: list[dict[str, str]]) -> str:
@@ -72,15 +84,17 @@ def of_messages(messages: list[dict[str, str]]) -> Content:
     return Content(prompt, messages[-1]["content"], None if plain else encode(messages))
 
 
-def _text(record: Mapping[str, Any], column: str, optional: bool = False) -> str:
+def _column(record: Mapping[str, Any], column: str) -> Any:
     if column not in record:
-        if optional:
-            return ""
         raise BadRow(f"has no column {column!r}, only {', '.join(map(str, record)) or 'none'}")
-    value = record[column]
+    return record[column]
+
+
+def _text(record: Mapping[str, Any], column: str, optional: bool = False) -> str:
+    if optional and record.get(column) is None:
+        return ""
+    value = _column(record, column)
     if value is None:
-        if optional:
-            return ""
         raise BadRow(f"{column!r} is null")
     if not isinstance(value, str):
         raise BadRow(f"{column!r} is not a text but {type(value).__name__}")
@@ -99,9 +113,7 @@ def _sound(value: str, column: str) -> str:
 
 
 def _turns(record: Mapping[str, Any], column: str, role: str, content: str) -> list[dict[str, str]]:
-    if column not in record:
-        raise BadRow(f"has no column {column!r}, only {', '.join(map(str, record)) or 'none'}")
-    value = record[column]
+    value = _column(record, column)
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -121,23 +133,15 @@ def _turns(record: Mapping[str, Any], column: str, role: str, content: str) -> l
     return turns
 
 
-def _check_kept(turn: Mapping[str, Any], where: str) -> None:
-    """Refuse a message of which a part would be lost: it would train something else."""
-    lost = [key for key in _LOST if turn.get(key) not in _EMPTY and turn[key] != []]
-    if turn.get("weight") not in (None, 1):
-        lost.append(f"weight {turn['weight']}")
+def _check_kept(values: Mapping[str, Any], where: str) -> None:
+    """Refuse a message or a record of which a part would be lost: it would train something else."""
+    lost = [key for key in values if key in _LOST and values[key] not in _EMPTY]
+    if values.get("weight") not in (None, 1):
+        lost.append(f"weight {values['weight']}")
     if lost:
         raise BadRow(
             f"{where} has {', '.join(lost)}, which prepared sets do not keep; train on the file "
             "itself (source: json)"
-        )
-
-
-def _check_tools(record: Mapping[str, Any]) -> None:
-    if record.get("tools") not in _EMPTY and record["tools"] != []:
-        raise BadRow(
-            "the conversation has tools, which prepared sets do not keep; train on the file itself "
-            "(source: json)"
         )
 
 
@@ -160,12 +164,12 @@ def _alpaca(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
 
 
 def _sharegpt(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
-    _check_tools(record)
+    _check_kept({"tools": record.get("tools")}, "the conversation")
     return of_messages(_turns(record, names["conversations"], "from", "value"))
 
 
 def _messages(record: Mapping[str, Any], names: Mapping[str, str]) -> Content:
-    _check_tools(record)
+    _check_kept({"tools": record.get("tools")}, "the conversation")
     turns = _turns(record, names["messages"], "role", "content")
     if names["answer"]:
         # A log of requests has the question as messages, and the answer in another column.

@@ -1,6 +1,6 @@
 """Datasets of the hub, copied into Parquet files once."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,8 @@ from datakit.inputs import Input
 from runspec import files, publish
 from runspec.storage import patient_json
 
-_ROWS = 10_000
-# Rows of a stored file, a multiple of the rows that are fetched at a time.
-_STORED_ROWS = 20 * _ROWS
+# Rows of a stored file.
+_STORED_ROWS = 200_000
 
 
 def copied(
@@ -33,33 +32,21 @@ def copied(
     if known.get("asked") != asked:
         say(f"{where}: fetching its rows once")
         with publish.folder(folder, "replace", flush=True) as temporary:
-            origin, tables = _loaded(source, where)
-            _write(tables, temporary, where, limit)
+            origin = _store(source, temporary, where, limit)
             files.write_json(temporary / note.name, {"asked": asked, "origin": origin})
         known = files.read_json(note)
     made = []
-    for path in sorted(folder.glob("*.parquet")):
+    for place, path in enumerate(sorted(folder.glob("*.parquet"))):
         rows, blocks = parquet.checked(path, where)
-        facts = path.stat()
-        first = 1 + int(path.stem.partition("-")[2]) * _STORED_ROWS
-        made.append(
-            Input(
-                name,
-                str(path),
-                "parquet",
-                facts.st_size,
-                files.sha256(path),
-                str(known["origin"]),
-                rows,
-                first,
-                facts.st_mtime_ns,
-                tuple(blocks),
-            )
-        )
+        facts, digest, origin = path.stat(), files.sha256(path), str(known["origin"])
+        what = name, str(path), "parquet", facts.st_size, digest, origin, rows
+        first = 1 + place * _STORED_ROWS
+        made.append(Input(*what, first, facts.st_mtime_ns, tuple(blocks)))
     return made
 
 
-def _loaded(source: Mapping[str, Any], where: str) -> tuple[str, Iterator[Any]]:
+def _store(source: Mapping[str, Any], folder: Path, where: str, limit: int | None) -> str:
+    """Write the rows as Parquet files of _STORED_ROWS each; return the name of their origin."""
     from datasets import load_dataset
 
     name, _, revision = str(source["repository"]).partition("@")
@@ -71,26 +58,11 @@ def _loaded(source: Mapping[str, Any], where: str) -> tuple[str, Iterator[Any]]:
             f"{where}: {name} (split {split}) cannot be loaded: {first_line(error)}: compute nodes "
             "often reach no hub; run it once on the login node"
         ) from None
-    checksums = sorted(dataset.info.download_checksums or {})
-    origin = f"{name}@{revision or 'main'} {split} {' '.join(checksums[:3])}".strip()
-    return origin, dataset.with_format("arrow").iter(_ROWS)
-
-
-def _write(tables: Iterator[Any], folder: Path, where: str, limit: int | None) -> None:
-    import pyarrow.parquet as pq
-
-    writer: Any = None
-    rows = 0
-    for table in tables:
-        if rows % _STORED_ROWS == 0:
-            if writer is not None:
-                writer.close()
-            path = folder / f"part-{rows // _STORED_ROWS:05d}.parquet"
-            writer = pq.ParquetWriter(path, table.schema)
-        writer.write_table(table)
-        rows += len(table)
-        if limit is not None and rows >= limit:
-            break
-    if writer is None:
+    count = min(len(dataset), limit or len(dataset))
+    if not count:
         raise DataError(f"{where}: has no rows")
-    writer.close()
+    for number, begin in enumerate(range(0, count, _STORED_ROWS)):
+        part = dataset.select(range(begin, min(begin + _STORED_ROWS, count)))
+        part.to_parquet(folder / f"part-{number:05d}.parquet")
+    checksums = sorted(dataset.info.download_checksums or {})
+    return f"{name}@{revision or 'main'} {split} {' '.join(checksums[:3])}".strip()

@@ -15,7 +15,7 @@ from typing import Any
 
 from datakit import databases, openers, parquet
 from datakit.errors import BadRow, DataError
-from datakit.formats import reader
+from datakit.formats import reader, text_columns
 from datakit.parquet import BATCH_ROWS
 from datakit.recognisers import hidden, hidden_json
 from runspec.datarecipe import FORMATS
@@ -256,7 +256,6 @@ def _columns(
     """Write rows of Parquet; question and answer, or text, without a Python object per row."""
     import pyarrow as pa
 
-    fast = {"qa": ("question", "answer"), "text": (None, "text")}.get(source["format"])
     names = FORMATS[source["format"]] | {k: str(v) for k, v in source["columns"].items()}
     wanted = dict.fromkeys([*filter(None, names.values()), *source["keep"]])
     seen = 0
@@ -266,9 +265,9 @@ def _columns(
                 break
             numbers, batch = numbers[: limit - seen], batch.slice(0, limit - seen)
         seen += len(numbers)
-        if fast is not None and _is_plain(batch, source, fast):
-            ids = pa.array(numbers + (block["number"] << ROW_BITS), pa.int64())
-            writer.write_batch(_plain_batch(batch, ids, source, fast, writer.schema))
+        ids = pa.array(numbers + (block["number"] << ROW_BITS), pa.int64())
+        if (plain := _plain(batch, ids, source, writer.schema)) is not None:
+            writer.write_batch(plain)
             continue
         read = zip(numbers.tolist(), _python_rows(batch, source["keep"]), repeat(""), strict=False)
         _records(writer, source, block, read, bad)
@@ -287,27 +286,6 @@ def _python_rows(batch: Any, keep: Mapping[str, str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_plain(batch: Any, source: Mapping[str, Any], fast: tuple[str | None, str]) -> bool:
-    """Whether all texts of a batch are there and not empty, so that no row needs a look."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    for name in filter(None, fast):
-        column = str(source["columns"].get(name, name))
-        if column not in batch.schema.names or batch.column(column).null_count:
-            return False
-        values = batch.column(column)
-        if not pa.types.is_string(values.type) and not pa.types.is_large_string(values.type):
-            return False
-        if pc.any(pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(values)), 0)).as_py():
-            return False
-    there = batch.schema
-    return all(
-        name in there.names and str(there.field(name).type) in _SAME[kind]
-        for name, kind in source["keep"].items()
-    )
-
-
 # Arrow's casts of these types give what _kept gives, so that it does not matter which one is used.
 _SAME = {
     "text": ("string", "large_string"),
@@ -317,25 +295,28 @@ _SAME = {
 }
 
 
-def _plain_batch(
-    batch: Any, ids: Any, source: Mapping[str, Any], fast: tuple[str | None, str], names: Any
-) -> Any:
+def _plain(batch: Any, ids: Any, source: Mapping[str, Any], names: Any) -> Any:
+    """Return the rows of a batch whose texts are all there and not empty, else None."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    count = len(batch)
-
-    def text(name: str | None) -> Any:
-        if name is None:
-            return pa.nulls(count, pa.string())
-        return batch.column(str(source["columns"].get(name, name))).cast(pa.string())
-
-    nothing = pa.nulls(count, pa.string())
-    made = [ids, pa.repeat(pa.scalar(source["name"]), count), text(fast[0]), text(fast[1])]
-    made += [nothing, nothing]
-    for field in list(names)[6:]:
-        if field.name not in source["keep"]:
-            made.append(pa.nulls(count, field.type))
-            continue
-        # A whole number may be too large to be exact as a fraction, as in Python.
-        made.append(batch.column(field.name).cast(field.type, safe=False))
-    return pa.record_batch(made, schema=names)
+    texts = text_columns(source)
+    kinds = {**dict.fromkeys(texts.values(), "text"), **source["keep"]}
+    there = {field.name: str(field.type) for field in batch.schema}
+    if not texts or any(there.get(name) not in _SAME[kind] for name, kind in kinds.items()):
+        return None
+    for name in texts.values():
+        length = pc.utf8_length(pc.utf8_trim_whitespace(batch.column(name)))
+        if not pc.all(pc.greater(pc.fill_null(length, 0), 0)).as_py():
+            return None
+    known = {"_id": ids, "source": pa.repeat(pa.scalar(source["name"]), len(batch))}
+    known |= {name: batch.column(column) for name, column in texts.items()}
+    known |= {name: batch.column(name) for name in source["keep"]}
+    # A whole number may be too large to be exact as a fraction, as in Python.
+    columns = [
+        known[each.name].cast(each.type, safe=False)
+        if each.name in known
+        else pa.nulls(len(batch), each.type)
+        for each in names
+    ]
+    return pa.record_batch(columns, schema=names)

@@ -179,7 +179,7 @@ def _write_rows(
     fields = {"id": table["_id"], "md5": _md5(table, extra), "characters": length}
     fields |= {**{name: table[name] for name in extra}, "split": table.split}
     if form == "text":
-        engine.write_split(table.select(text=text_of(table), **fields), target, "split")
+        engine.write(table.select(text=text_of(table), **fields), target, "split")
         return
     simple = {"n": 0, "p": 0} if pairs else _unlike_pairs(engine, table)
     if simple["p"] and form == "messages":
@@ -188,11 +188,11 @@ def _write_rows(
             "conversation: set output.format=text, or a template with a prompt"
         )
     if form == "messages" and not simple["n"]:
-        engine.write_split(table.select(messages=_conversation(table), **fields), target, "split")
+        engine.write(table.select(messages=_conversation(table), **fields), target, "split")
         return
     stored = work / f"final-{secrets.token_hex(4)}"
     texts = table.select("prompt", "answer", "messages", "rejected", **fields)
-    engine.write_split(texts, stored, "split")
+    engine.write(texts, stored, "split")
     try:
         engine.map(stored, target, "messages", _ROWS, {"form": form})
     finally:
@@ -288,16 +288,13 @@ def content_hash(path: Path) -> tuple[int, int]:
     import numpy as np
     import pyarrow.parquet as pq
 
-    values = np.zeros(256, np.uint8)
-    values[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
     count = total = 0
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=65536, columns=["md5"]):
             column = batch.column(0)
             begin = 32 * column.offset
-            digits = np.frombuffer(column.buffers()[2], np.uint8)[begin : begin + 32 * len(column)]
-            nibbles = values[digits].reshape(-1, 2)
-            quarters = ((nibbles[:, 0] << 4) | nibbles[:, 1]).reshape(-1, 16).view(np.uint32)
+            digits = column.buffers()[2][begin : begin + 32 * len(column)].to_pybytes().decode()
+            quarters = np.frombuffer(bytes.fromhex(digits), np.uint32).reshape(-1, 4)
             count += len(column)
             # A batch's sums of 32 bits each fit in 64, so that no carry is lost.
             for place, part in enumerate(quarters.sum(axis=0, dtype=np.uint64)):

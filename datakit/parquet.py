@@ -103,21 +103,19 @@ def batches(block: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[tuple[A
     import numpy as np
     import pyarrow as pa
 
-    layout: Layout | None = block.get("layout")
     with opened(str(block["file"])) as file:
-        there = file.schema_arrow
-        known = there.names if layout is None else layout.schema.names
+        layout: Layout = block.get("layout") or Layout(file.schema_arrow)
+        known = layout.schema.names
         chosen = list(wanted) if set(wanted) <= set(known) else list(known)
-        places = {name: name for name in chosen} if layout is None else layout.columns(there)
+        places = layout.columns(file.schema_arrow)
         in_file = [places[name] for name in chosen if name in places]
-        kept = None if layout is None or layout.kept is None else np.load(layout.kept, "r")
+        kept = None if layout.kept is None else np.load(layout.kept, "r")
         row = int(block.get("line", 1))
         groups = block.get("row_groups")
         for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=in_file):
             numbers = np.arange(row, row + batch.num_rows)
             row += batch.num_rows
-            if layout is not None:
-                batch = _of_table(batch, chosen, places, layout)
+            batch = _of_table(batch, chosen, places, layout)
             if kept is not None:
                 flags = np.array(kept[numbers[0] - 1 : row - 1]) if len(numbers) else kept[:0]
                 numbers, batch = numbers[flags], batch.filter(pa.array(flags))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from datakit.engines.base import Engine, finished, mark, shards
+from datakit.engines.base import Engine, finished, mark
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,7 @@ class Work:
         """
         source, target = self.files(rows), self.folder / name
         assert source.folder is not None
-        if finished(target) is None:
-            self.engine.map(source.folder, target, name, function, options)
-            mark(target)
-        else:
-            for _ in shards(target):
-                self.engine.progress.piece()
-        count = finished(target) or 0
+        self.engine.map(source.folder, target, name, function, options)
+        count = finished(target)
+        count = mark(target) if count is None else count
         return Rows(self.engine.read(target), count, target)

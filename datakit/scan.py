@@ -1,22 +1,21 @@
-"""Parquet sources whose columns need no reader: they are scanned in place instead of copied.
+"""Parquet files whose columns need no reader: DuckDB scans them where they are, without a copy.
 
 DuckDB provides the row numbers of a file. It first searches for rows that a reader would refuse; if
 there is one, the files are read like all others.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from datakit.expressions import length_bucket
-from datakit.ingest import schema
+from datakit.formats import text_columns
 from datakit.inputs import Input
 from runspec.datarecipe import source_name
 from runspec.prepared import ROW_BITS
 
-_TEXTS = {"qa": ("question", "answer"), "text": (None, "text")}
 TYPES = {"number": "float64", "whole": "int64", "flag": "boolean", "text": "string"}
-# Their types in Arrow.
-_ARROW = {"number": "double", "whole": "int64", "flag": "bool", "text": "string"}
 _SPACES = "".join(chr(n) for n in range(0x3001) if chr(n).isspace())
 # A query of more files than this would be slow to plan.
 _MOST_FILES = 200
@@ -37,42 +36,24 @@ def scanned(
     from datakit.engines.duck import arrow
 
     sources = {source_name(each, n): each for n, each in enumerate(config["sources"])}
-    if len(inputs) > _MOST_FILES:
+    texts = {tuple(text_columns(source)) for source in sources.values()}
+    if len(texts) > 1 or len(inputs) > _MOST_FILES:
         return None
-    tables = []
-    for each in inputs:
-        source = sources[each.source]
-        names = _TEXTS.get(source["format"])
-        if each.type != "parquet" or names is None or source.get("max_rows") is not None:
-            return None
-        columns = dict(source.get("columns") or {})
-        prompt = names[0] and str(columns.get(names[0], names[0]))
-        answer = str(columns.get(names[1], names[1]))
-        wanted = [*filter(None, (prompt, answer)), *(source.get("keep") or {})]
-        places = _places(each, wanted)
-        if places is None or not _as_they_are(places, prompt, answer, source.get("keep") or {}):
-            return None
-        tables.append(_table(con, each, prompt, answer, source, all_keep, places))
-    whole = tables[0]
-    for table in tables[1:]:
-        whole = whole.union(table)
-    formats = {source["format"] for source in sources.values()}
-    if len(formats) > 1:
-        return None
-    bad = _blank(whole.answer)
-    if formats == {"qa"}:
-        bad = bad | _blank(whole.prompt)
-    # All columns are read, so that a damaged page is detected here.
-    kept = {f"keep_{name}": whole[name] for name in all_keep}
-    seen = whole.select(bucket=length_bucket(whole), bad=bad, **kept)
-    most = {name: seen[name].max() for name in kept}
-    figures = {"n": seen.count(), "bad": seen.bad.sum(), **most}
     try:
-        rows = arrow(con, seen.group_by("bucket").agg(**figures))
+        tables = [_table(con, each, sources[each.source], all_keep) for each in inputs]
+        if any(table is None for table in tables):
+            return None
+        whole = reduce(lambda one, other: one.union(other), tables)
+        bad = reduce(or_, (_blank(whole[name]) for name in texts.pop()))
+        # All columns are read, so that a damaged page is detected here.
+        kept = {f"keep_{name}": whole[name] for name in all_keep}
+        seen = whole.select(bucket=length_bucket(whole), bad=bad, **kept)
+        most = {name: seen[name].max() for name in kept}
+        figures = {"n": seen.count(), "bad": seen.bad.sum(), **most}
+        buckets = arrow(con, seen.group_by("bucket").agg(**figures)).to_pylist()
     except duckdb.Error:
         # A damaged file: the reader's message names it.
         return None
-    buckets = rows.to_pylist()
     if any(row["bad"] for row in buckets):
         return None
     return whole, {int(row["bucket"]): int(row["n"]) for row in buckets}
@@ -91,84 +72,25 @@ def _blank(text: Any) -> Any:
     )
 
 
-def _places(each: Input, wanted: Sequence[str]) -> dict[str, tuple[str | None, Any]] | None:
-    """Return {column: (the file's name of it, its type)}, None if only a reader can find them.
-
-    A name is None if the value is a constant of the whole file.
-    """
-    import pyarrow as pa
-
-    from datakit.parquet import opened
-
-    layout = each.blocks[0].get("layout")
-    if "://" in each.file or (layout is not None and layout.kept is not None):
-        return None
-    try:
-        with opened(each.file) as file:
-            there = file.schema_arrow
-    except (OSError, pa.ArrowInvalid):
-        # The reader's message gives the fault.
-        return None
-    names = dict.fromkeys(there.names) if layout is None else layout.columns(there)
-    places: dict[str, tuple[str | None, Any]] = {}
-    for name in wanted:
-        if name in names:
-            place = names[name] or name
-            kind = there.field(place).type
-            if layout is not None and layout.schema.field(name).type != kind:
-                return None
-            places[name] = (place, kind)
-        elif layout is not None and name in layout.schema.names:
-            places[name] = (None, layout.schema.field(name).type)
-        else:
-            return None
-    return places
-
-
-def _as_they_are(
-    places: Mapping[str, tuple[str | None, Any]],
-    prompt: str | None,
-    answer: str,
-    keep: Mapping[str, str],
-) -> bool:
-    """Whether all columns have exactly the types of the kit's rows."""
-    texts = [name for name in (prompt, answer) if name]
-    # For a column that is in no file the reader has rules.
-    if any(places[name][0] is None for name in texts):
-        return False
-    kinds = {**dict.fromkeys(texts, "text"), **keep}
-    types = {name: str(places[name][1]).removeprefix("large_") for name in kinds}
-    return all(types[name] == _ARROW[kind] for name, kind in kinds.items())
-
-
-def _table(
-    con: Any,
-    each: Input,
-    prompt: str | None,
-    answer: str,
-    source: Mapping[str, Any],
-    all_keep: Mapping[str, str],
-    places: Mapping[str, tuple[str | None, Any]],
-) -> Any:
+def _table(con: Any, each: Input, source: Mapping[str, Any], all_keep: Mapping[str, str]) -> Any:
+    """Return the rows of a file, None if a column is missing or needs a conversion."""
     import ibis
 
-    layout = each.blocks[0].get("layout")
+    texts, keep = text_columns(source), source.get("keep") or {}
+    is_file = each.type == "parquet" and "layout" not in each.blocks[0]
+    if not texts or not is_file or source.get("max_rows") is not None:
+        return None
     file = con.read_parquet(each.file, file_row_number=True)
+    types = {name: str(kind.copy(nullable=True)) for name, kind in file.schema().items()}
+    kinds = {**dict.fromkeys(texts.values(), "text"), **keep}
+    if any(types.get(name) != TYPES[kind] for name, kind in kinds.items()):
+        return None
     fields = {
         "_id": file.file_row_number.cast("int64") + ((each.number << ROW_BITS) + 1),
         "source": ibis.literal(each.source),
-        "prompt": file[places[prompt][0]] if prompt else ibis.null("string"),
-        "answer": file[places[answer][0]],
-        "messages": ibis.null("string"),
-        "rejected": ibis.null("string"),
     }
-    for name in schema(all_keep).names[6:]:
-        kind = TYPES[all_keep[name]]
-        if name not in (source.get("keep") or {}):
-            fields[name] = ibis.null(kind)
-        elif (place := places[name][0]) is not None:
-            fields[name] = file[place]
-        else:
-            constants = layout.constants if layout is not None else {}
-            fields[name] = ibis.literal(constants.get(name), kind)
+    for name in ("prompt", "answer", "messages", "rejected"):
+        fields[name] = file[texts[name]] if name in texts else ibis.null("string")
+    for name, kind in all_keep.items():
+        fields[name] = file[name] if name in keep else ibis.null(TYPES[kind])
     return file.select(**fields)

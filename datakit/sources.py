@@ -96,19 +96,12 @@ def _files(source: Mapping[str, Any], name: str, base: Path, where: str) -> Iter
         kind = source_type(source, path)
         if kind is None:
             raise DataError(f"{where}: {path}: cannot tell its type: set type= of the source")
-        facts = path.stat()
-        if facts.st_size == 0:
+        size, changed = path.stat().st_size, path.stat().st_mtime_ns
+        if size == 0:
             raise DataError(f"{where}: {path} is empty: remove it, or write rows to it")
         rows, blocks = parquet.checked(path, where) if kind == "parquet" else (None, [])
-        yield Input(
-            name,
-            str(path),
-            kind,
-            facts.st_size,
-            rows=rows,
-            mtime_ns=facts.st_mtime_ns,
-            blocks=tuple(blocks),
-        )
+        more = tuple(blocks)
+        yield Input(name, str(path), kind, size, rows=rows, mtime_ns=changed, blocks=more)
 
 
 def _surveyed(each: Input, encoding: str | None, limit: int | None) -> Input:

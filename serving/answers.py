@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runspec.files import parse_json
+from serving.outcome import Outcome
 from serving.parameters import Plan
 from serving.request import CHAT
 
@@ -37,10 +38,6 @@ class Cutter:
         rest, self.held = self.held, ""
         return rest
 
-    def whole(self, text: str) -> str:
-        """Cut a complete text."""
-        return self.feed(text) + self.rest()
-
 
 def _overlap(text: str, stop: str) -> int:
     """Return the number of characters at the end of a text that begin a stop string."""
@@ -55,14 +52,13 @@ class Answers:
 
     Args:
         name: the model's name for the client.
+        outcome: gets the texts and the counts of tokens.
     """
 
-    def __init__(self, path: str, plan: Plan, request_id: str, name: str) -> None:
-        self.chat, self.plan, self.name = path == CHAT, plan, name
+    def __init__(self, path: str, plan: Plan, request_id: str, name: str, outcome: Outcome) -> None:
+        self.chat, self.plan, self.name, self.outcome = path == CHAT, plan, name, outcome
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + request_id
-        self.texts: dict[int, str] = {}
-        self.usage: dict[str, int] = {}
-        self.pieces, self.created = 0, 0
+        self.created = 0
         self._cutters: dict[int, Cutter] = {}
         self._usages: dict[int, Any] = {}
 
@@ -81,12 +77,12 @@ class Answers:
                     place = {"content": None, "refusal": None, **(choice.get("message") or {})}
                     choice["message"], field = place, "content"
                 if isinstance(place.get(field), str):
-                    place[field] = cutter.whole(place[field])
-                self.texts[index] = place.get(field) or ""
+                    place[field] = cutter.feed(place[field]) + cutter.rest()
+                self.outcome.texts[index] = place.get(field) or ""
                 if cutter.cut:
                     choice["finish_reason"] = "stop"
         head = {**values[0], "id": self.id, "model": self.name, "choices": choices}
-        return {**head, "usage": self.usage} if self.usage else head
+        return {**head, "usage": self.outcome.usage} if self.outcome.usage else head
 
     def event(self, number: int, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the events to send for one event of the stream of one of the plan's bodies."""
@@ -112,8 +108,8 @@ class Answers:
             if cutter.cut:
                 choice["finish_reason"] = "stop"
         if given:
-            self.pieces += 1
-        self.texts[index] = self.texts.get(index, "") + text
+            self.outcome.pieces += 1
+        self.outcome.texts[index] = self.outcome.texts.get(index, "") + text
         if text or given:
             delta["content"] = text
         told = {"delta": delta} if self.chat else {"text": text}
@@ -127,17 +123,17 @@ class Answers:
             return []
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.name}
-        return [{**head, "choices": [], "usage": self.usage}]
+        return [{**head, "choices": [], "usage": self.outcome.usage}]
 
     def _count(self, number: int, usage: Any) -> None:
         if not isinstance(usage, dict):
             return
-        total, counted = dict(self.usage), {"prompt_tokens": number in self.plan.counted}
+        total, counted = dict(self.outcome.usage), {"prompt_tokens": number in self.plan.counted}
         for key in ("prompt_tokens", "completion_tokens"):
             tokens = int(usage.get(key) or 0) * counted.get(key, True)
             total[key] = total.get(key, 0) + tokens
         total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-        self.usage = {**usage, **total} if len(self.plan.bodies) == 1 else total
+        self.outcome.usage = {**usage, **total} if len(self.plan.bodies) == 1 else total
 
 
 def sse(value: Any) -> bytes:

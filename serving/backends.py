@@ -66,12 +66,11 @@ class Pool:
         self.folder = folder
         self.known: dict[str, Backend] = {}
         self.shares: dict[str, float] = {}
+        # Those whose file was removed or is not renewed.
+        self.gone: list[Backend] = []
 
-    def refresh(self) -> list[Backend]:
+    def refresh(self) -> None:
         """Read the replicas' files: new ones are used, draining ones get no more requests.
-
-        Returns:
-            Replicas whose file was removed or is not renewed.
 
         Raises:
             OSError: a file cannot be read; what is known stays.
@@ -83,16 +82,16 @@ class Pool:
                 present[name] = backend = self.known.get(name) or Backend(name, url)
                 backend.url, backend.version = url, str(facts.get("version") or "")
                 backend.ready = facts["state"] == "ready"
-        gone = [each for name, each in self.known.items() if name not in present]
+        self.gone += [each for name, each in self.known.items() if name not in present]
         self.known, self.shares = present, shares
-        return gone
 
-    async def dismiss(self, gone: list[Backend]) -> None:
+    async def dismiss(self) -> None:
         """Close the connections to replicas that are gone, so that their requests go elsewhere.
 
         A lost node closes no connection: its requests would wait until their timeout. A replica
         whose file is not renewed because a filesystem hangs may still answer.
         """
+        gone, self.gone = self.gone, []
         for backend in gone:
             there = endpoint.replica_file(self.folder, backend.name).exists()
             if there and await backend.get("/health") is not None:

@@ -21,7 +21,7 @@ from runspec import endpoint as endpoints
 from runspec import files
 from runspec.files import parse_json
 from serving.answers import message_of
-from serving.request import OF_A_LINE
+from serving.request import CHAT, OF_A_LINE
 
 # How long an engine may take to restart.
 _PATIENCE_S = 120.0
@@ -44,48 +44,34 @@ class Client:
         self.folder, self.key = folder, key
         self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
-    @property
-    def url(self) -> str:
-        address = endpoints.address(self.folder)
-        if address is None:
-            raise Refused("nothing serves it now: see cookbook serve --list")
-        return address
-
     async def ask(self, body: dict[str, Any], stream: bool = False) -> str:
         """Return an answer's text; print it as it comes if stream is set."""
-        reason, attempt, deadline = "", 0, time.monotonic() + _PATIENCE_S
+        headers, deadline = {"Authorization": f"Bearer {self.key}"}, time.monotonic() + _PATIENCE_S
+        attempt = 0
         while True:
+            attempt += 1
+            reason = "nothing serves it now: see cookbook serve --list"
             try:
-                address = f"{self.url}/v1/chat/completions"
-                headers = {"Authorization": f"Bearer {self.key}"}
-                async with self.session.post(
-                    address,
-                    json={**body, "stream": stream},
-                    headers=headers,
-                    timeout=aiohttp.ClientTimeout(total=600, sock_connect=10),
-                ) as answer:
-                    if answer.status == 200:
-                        return await (_streamed(answer) if stream else _whole(answer))
-                    reason = f"it answered {answer.status}: {message_of(await answer.read())}"
-                    if answer.status in _FINAL or _far_off(answer.headers.get("Retry-After")):
-                        raise Refused(reason)
+                if (address := endpoints.address(self.folder)) is not None:
+                    async with self.session.post(
+                        address + CHAT,
+                        json={**body, "stream": stream},
+                        headers=headers,
+                        timeout=aiohttp.ClientTimeout(total=600, sock_connect=10),
+                    ) as answer:
+                        if answer.status == 200:
+                            return await (_streamed(answer) if stream else _whole(answer))
+                        reason = f"it answered {answer.status}: {message_of(await answer.read())}"
+                        # Such as at the end of a quota: longer than this client waits.
+                        again = answer.headers.get("Retry-After", "")
+                        far_off = again.isdigit() and int(again) > _PATIENCE_S
+                        if answer.status in _FINAL or far_off:
+                            raise Refused(reason)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = f"it does not answer ({type(error).__name__})"
-            except BrokenOff:
-                raise
-            except Refused:
-                if reason:
-                    raise
-                reason = "nothing serves it now"
-            attempt += 1
             if time.monotonic() > deadline:
                 raise Refused(f"{reason}, {attempt} times in {_PATIENCE_S:.0f} s")
             await asyncio.sleep(min(4.0, 0.25 * 2**attempt))
-
-
-def _far_off(retry_after: str | None) -> bool:
-    """Whether Retry-After is longer than this client waits, as at the end of a quota."""
-    return retry_after is not None and retry_after.isdigit() and int(retry_after) > _PATIENCE_S
 
 
 async def _whole(answer: aiohttp.ClientResponse) -> str:
@@ -133,8 +119,8 @@ def body_of(row: Any, settings: dict[str, Any], place: str) -> dict[str, Any]:
 
 async def batch(
     client: Client, source: Path, target: Path, settings: dict[str, Any], in_flight: int
-) -> tuple[int, int]:
-    """Answer a file's lines in order; return the number of lines, and of failed ones.
+) -> int:
+    """Answer a file's lines in order; return the number of failed ones.
 
     Raises:
         Refused: the file cannot be read, or the output belongs to other questions.
@@ -163,11 +149,10 @@ async def batch(
             # In order, and complete lines: written answers are not requested again.
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
             out.flush()
-    seconds = time.monotonic() - began
-    count = len(rows) - done
-    if count:
-        print(f"{count:,} requests in {seconds:.1f} s, {failed:,} failed", file=sys.stderr)
-    return len(rows), failed
+    if asked := len(rows) - done:
+        seconds = time.monotonic() - began
+        print(f"{asked:,} requests in {seconds:.1f} s, {failed:,} failed", file=sys.stderr)
+    return failed
 
 
 def _rows(source: Path, settings: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -217,16 +202,14 @@ def _done(target: Path, rows: list[tuple[str, dict[str, Any]]]) -> int:
 
 async def run(options: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"model": "default"}
-    given = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
-    settings |= {name: value for name, value in given.items() if value is not None}
+    known = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
+    settings |= {name: value for name, value in known.items() if value is not None}
     key = (options.folder / endpoints.KEY).read_text(encoding="utf-8").strip()
     client = Client(options.folder, key)
     try:
         if options.input:
-            _, failed = await batch(
-                client, options.input, options.output, settings, options.in_flight
-            )
-            return 1 if failed else 0
+            files_given = options.input, options.output
+            return 1 if await batch(client, *files_given, settings, options.in_flight) else 0
         body = body_of({"prompt": options.prompt}, settings, "the question")
         text = await client.ask(body, stream=options.stream)
         if not options.stream:

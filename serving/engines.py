@@ -1,14 +1,12 @@
-"""The command and address of each engine; python -m serving.engines NAME: its missing packages.
+"""The command and address of each engine.
 
 An engine listens on a Unix socket in a private folder if it can: on a port, every user of the node
 could use it without a key. SGLang has no option for a socket, and gets its own key.
 """
 
-import importlib.util
 import json
 import secrets
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 
 from runspec import files
 from runspec.engine_start import vllm_lora
-from runspec.keys.serve import ENGINES
 from runspec.storage import patient_json
 
 # Beside its socket, why an engine of the kit's does not start.
@@ -53,14 +50,6 @@ class Model:
             return Model(folder)
         ranks = (adapter.get("r") or 8, *(adapter.get("rank_pattern") or {}).values())
         return Model(Path(str(adapter["base_model_name_or_path"])), folder, int(max(ranks)))
-
-
-def missing(engine: str) -> str:
-    """Return a message about an engine's missing package, "" if this interpreter can start it."""
-    if importlib.util.find_spec(ENGINES[engine]) is not None:
-        return ""
-    remedy = "bash setup.sh --with serve" if engine == "transformers" else f"--environment {engine}"
-    return f"the engine {engine} needs the package {ENGINES[engine]}, which is not there: {remedy}"
 
 
 def command(config: Mapping[str, Any], folder: Path, gpus: int) -> Engine:
@@ -104,7 +93,3 @@ def command(config: Mapping[str, Any], folder: Path, gpus: int) -> Engine:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
-
-
-if __name__ == "__main__":
-    print(missing(sys.argv[1]))

@@ -1,7 +1,6 @@
 """What keeps failing while an endpoint goes on serving: a full disk, files that cannot be read."""
 
 import asyncio
-import os
 import resource
 import signal
 import sys
@@ -14,8 +13,6 @@ from runspec.files import DamagedFile
 
 # A fault that lasts is said again after this time.
 _AGAIN_S = 60.0
-# Of the descriptors that this process may open, the share from which it is said.
-_MANY = 0.8
 
 
 class Faults:
@@ -42,17 +39,6 @@ class Faults:
         elif before is None or now - before > _AGAIN_S:
             self._said[what] = now
             say(f"ERROR: {what}: {fault}")
-
-    def watch_descriptors(self) -> None:
-        """Say that connections and files take most of the descriptors that there may be."""
-
-        def watch() -> None:
-            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            used = len(os.listdir("/proc/self/fd"))
-            text = f"{used:,} of {limit:,} are in use: raise ulimit -Hn, or find who connects"
-            self.tell("descriptors", text if used > _MANY * limit else "")
-
-        self.trying("descriptors", watch)
 
     def allow_descriptors(self) -> None:
         """Let this process have as many descriptors as its hard limit allows; say if it needs more.

@@ -33,11 +33,6 @@ class EngineError(Exception):
         self.status = status
 
 
-def _bytes_by_four(text: str) -> int:
-    """Return about the number of a text's tokens, where no tokenizer is known."""
-    return -(-len(text.encode()) // 4)
-
-
 class Front(Proxy):
     """Answers requests by an engine.
 
@@ -45,7 +40,7 @@ class Front(Proxy):
         takes: the parameters of the engine; replaced when it runs and lists its own.
         journal: the log of requests.
         quotas: the use of each user today.
-        count: counts the tokens of a text.
+        count: counts the tokens of a text; by default about, where no tokenizer is known.
         limit: the model's context length in tokens, infinite if it is not known.
     """
 
@@ -59,7 +54,7 @@ class Front(Proxy):
         takes: Takes,
         journal: Journal,
         quotas: Quotas,
-        count: Callable[[str], int] = _bytes_by_four,
+        count: Callable[[str], int] = lambda text: -(-len(text.encode()) // 4),
         limit: float = math.inf,
     ) -> None:
         super().__init__(settings, keys)
@@ -93,35 +88,31 @@ class Front(Proxy):
                 )
             charge = await self._charge(asked.user, body, count)
         except BadRequest as error:
-            return self.refuse(400, str(error), error.param)
+            return self.error(400, str(error), error.param)
         # Again, and from here on without a pause: requests beside it must not pass together.
         if (over := self._over_quota(asked.user, count)) is not None:
             return over
         if self.journal.wants(asked.id):
             logged = self.journal.accepted(_row(asked, body, self.settings))
             if not logged and self.settings["log_required"]:
-                return self.refuse(503, "the request cannot be logged: try again in a moment")
+                return self.error(503, "the request cannot be logged: try again in a moment")
         self.take(count - 1)
         self.quotas.begin(charge)
         outcome = Outcome()
         try:
             composed = self._composed(request, asked, plan, outcome)
-            response = await self.counted(asked, composed, outcome, count)
+            response = await self.counted(composed, outcome, count)
         finally:
             self.quotas.end(charge, *self._spent(charge, plan, outcome))
+            self.journal.answered(asked.id, outcome.row())
         if not response.prepared:
             response.headers.update(_ids(asked))
         return response
 
-    def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
-        """Log the outcome of a request."""
-        if self.journal.wants(asked.id):
-            self.journal.answered(asked.id, row)
-
     def _over_quota(self, user: str, requests: int = 1) -> web.Response | None:
         text, wait_s = self.quotas.over(user, self.keys.users.get(user, {}), requests)
         again = {"Retry-After": str(wait_s)}
-        return self.refuse(429, f"{user}: {text}", headers=again) if text else None
+        return self.error(429, f"{user}: {text}", headers=again) if text else None
 
     async def _charge(self, user: str, asked: Mapping[str, Any], answers: int) -> Charge:
         """Return what a user is charged for a request when it begins.
@@ -167,7 +158,7 @@ class Front(Proxy):
         """Ask the engine for each body of the plan, and compose one answer."""
         if not self.engine.ready:
             return self.error(503, "no replica is ready: try again in a moment")
-        composed = Answers(asked.path, plan, asked.id, self.name)
+        composed = Answers(asked.path, plan, asked.id, self.name, outcome)
         sent = web.StreamResponse(headers={**_ids(asked), "Content-Type": "text/event-stream"})
         sent.headers["Cache-Control"] = "no-cache"
         try:
@@ -191,9 +182,6 @@ class Front(Proxy):
             return sent
         except (aiohttp.ClientError, OSError) as error:
             return self.failed(request, sent, self.engine, error)
-        finally:
-            outcome.texts, outcome.usage = composed.texts, composed.usage
-            outcome.pieces = composed.pieces
 
     async def _stream(
         self,
@@ -206,7 +194,7 @@ class Front(Proxy):
         """Send the events of the engine as they come."""
         async for number, value in told:
             events = composed.event(number, value)
-            if composed.pieces:
+            if outcome.pieces:
                 outcome.text_came()
             if events and not sent.prepared:
                 await sent.prepare(request)

@@ -59,7 +59,7 @@ class Gateway(Proxy):
 
     async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         outcome = Outcome()
-        return await self.counted(asked, self._passed_on(request, asked, outcome), outcome, 1)
+        return await self.counted(self._passed_on(request, asked, outcome), outcome, 1)
 
     async def _next(self, tried: set[str]) -> Backend | None:
         """Return where a request goes next, None if there is nothing left to try."""
@@ -136,7 +136,7 @@ async def run(folder: Path, port: int, host: str) -> int:
     facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     facts["process_start"] = process_start(os.getpid())
     files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
-    renewed, gone = time.monotonic(), []
+    renewed = time.monotonic()
 
     def renew() -> None:
         """Renew the gateway's file, whose time is checked."""
@@ -147,17 +147,15 @@ async def run(folder: Path, port: int, host: str) -> int:
 
     def look() -> None:
         """Read what changes; what cannot be read now stays as it was."""
-        faults.watch_descriptors()
         faults.trying("the gateway's file", renew)
         faults.trying("the users' keys", keys.refresh)
-        faults.trying("the replicas' files", lambda: gone.extend(gateway.pool.refresh()))
+        faults.trying("the replicas' files", gateway.pool.refresh)
 
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():
         # In a thread: a shared filesystem may be slow.
         await asyncio.to_thread(look)
-        await gateway.pool.dismiss(gone)
-        gone.clear()
+        await gateway.pool.dismiss()
         await gateway.scaler.look(gateway.metrics.in_flight, gateway.metrics.take_peak())
         with suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), 0.5)

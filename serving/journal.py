@@ -14,7 +14,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,12 @@ class Journal:
         self.fault: OSError | None = None
         recover(folder)
         # Others see from now on that there is a log.
-        self._trying(self._begin)
+        try:
+            self._begin()
+        except OSError as error:
+            self.fault = error
 
-    def _begin(self) -> None:
+    def _begin(self) -> int:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mark = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
         path = self.folder / f"journal-{mark}.jsonl"
@@ -68,6 +71,7 @@ class Journal:
         lock.try_open(file)
         self.path, self._file, self._torn = path, file, False
         self.since, self.rows = time.time(), 0
+        return file
 
     def wants(self, request_id: str) -> bool:
         """Whether a request is logged; the same for the same id."""
@@ -114,30 +118,20 @@ class Journal:
 
     def _write(self, value: Any) -> bool:
         """Append a line; return whether it is written."""
-        text = json.dumps(value, ensure_ascii=False).encode() + b"\n"
-        written = self._trying(lambda: self._append(text))
-        self.unlogged += not written
-        return written
-
-    def _append(self, line: bytes) -> None:
-        if self._file is None:
-            self._begin()
-        assert self._file is not None
-        # What is left of a line before it must not take this one with it.
-        line = b"\n" + line if self._torn else line
-        self._torn = True
-        if os.write(self._file, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        self._torn = False
-
-    def _trying(self, act: Callable[[], None]) -> bool:
+        line = json.dumps(value, ensure_ascii=False).encode() + b"\n"
+        self.fault = None
         try:
-            act()
+            file = self._begin() if self._file is None else self._file
+            # What is left of a line before it must not take this one with it.
+            line = b"\n" + line if self._torn else line
+            self._torn = True
+            if os.write(file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            self._torn = False
         except OSError as error:
             self.fault = error
-            return False
-        self.fault = None
-        return True
+            self.unlogged += 1
+        return self.fault is None
 
     def _clean(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -166,7 +160,7 @@ def recover(folder: Path) -> int:
         try:
             with open(path, "rb") as file:
                 if lock.try_open(file):
-                    to_parquet(path)
+                    _to_parquet(path)
                     count += 1
         except FileNotFoundError:
             continue
@@ -177,39 +171,33 @@ def recover(folder: Path) -> int:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Return the requests of a journal; one without an answer has the status 0."""
+    """Return the requests of a journal by COLUMNS; one without an answer has the status 0."""
     rows: dict[str, dict[str, Any]] = {}
     # Not splitlines: a text may hold other characters that it takes for ends of lines.
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with suppress(ValueError):  # an incomplete last line, from a full disk
             for line in parse_json(text).values():
                 rows.setdefault(line["request_id"], {"status": 0}).update(line)
-    return list(rows.values())
+    return [
+        {
+            name: as_text(row.get(name)) if kind == "string" else row.get(name)
+            for name, kind in COLUMNS.items()
+        }
+        for row in rows.values()
+    ]
 
 
-def to_parquet(path: Path) -> None:
+def _to_parquet(path: Path) -> None:
     """Replace a journal by a Parquet file, none if the journal was empty."""
-    if rows := rows_of(path):
-        target = path.with_name(path.name.replace("journal-", "requests-")).with_suffix(".parquet")
-        _write(target, rows)
-    path.unlink(missing_ok=True)
-
-
-def _write(target: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema(COLUMNS.items())
-    lines = [{name: _value(row, name) for name in COLUMNS} for row in rows]
-    with replacing(target) as temporary:
-        pq.write_table(pa.Table.from_pylist(lines, schema), temporary)
-        os.chmod(temporary, 0o600)
-
-
-def _value(row: Mapping[str, Any], name: str) -> Any:
-    """Return a value as Parquet has it: a text column holds other values as JSON."""
-    value = row.get(name)
-    return as_text(value) if COLUMNS[name] == "string" else value
+    if rows := rows_of(path):
+        target = path.with_name(path.name.replace("journal-", "requests-")).with_suffix(".parquet")
+        with replacing(target) as temporary:
+            pq.write_table(pa.Table.from_pylist(rows, pa.schema(COLUMNS.items())), temporary)
+            os.chmod(temporary, 0o600)
+    path.unlink(missing_ok=True)
 
 
 def as_text(value: Any) -> str | None:
@@ -231,7 +219,7 @@ def read(folder: Path, since: float = 0.0) -> Iterator[dict[str, Any]]:
     living: list[dict[str, Any]] = []
     for path in sorted(folder.glob("journal-*.jsonl")):
         with suppress(FileNotFoundError):
-            living += [{name: _value(row, name) for name in COLUMNS} for row in rows_of(path)]
+            living += rows_of(path)
     # A log of an earlier version lacks some columns.
     paths = [str(path) for path in folder.glob("requests-*.parquet")]
     written = dataset.dataset(paths, pa.schema(COLUMNS.items()), format="parquet")

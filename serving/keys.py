@@ -118,7 +118,8 @@ class Quotas:
                 continue
             if used + (requests - 1) * (kind == "requests") >= limit:
                 more = f", and this one counts as {requests:,}" if used < limit else ""
-                return f"{used:,} of {limit:,} {kind} of today (UTC) are used{more}", seconds_left()
+                left_s = int(_DAY_S - time.time() % _DAY_S) + 1
+                return f"{used:,} of {limit:,} {kind} of today (UTC) are used{more}", left_s
             if kind == "tokens" and used + self._held[user] >= limit:
                 held = f"{used:,} of {limit:,} tokens of today (UTC) are used"
                 return f"{held}, and running requests may need the rest: try again when they end", 1
@@ -140,8 +141,3 @@ class Quotas:
                 if path.stat().st_mtime < time.time() - 2 * _DAY_S:
                     path.unlink()
         self.others = endpoints.used_today(self.folder.parent, without=self.name)
-
-
-def seconds_left() -> int:
-    """Return the seconds until the end of this day (UTC)."""
-    return int(_DAY_S - time.time() % _DAY_S) + 1

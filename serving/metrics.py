@@ -9,18 +9,6 @@ from typing import Any
 _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-class Histogram:
-    """Seconds in buckets."""
-
-    def __init__(self) -> None:
-        self.buckets = [0] * (len(_BOUNDS) + 1)
-        self.total = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.buckets[bisect.bisect_left(_BOUNDS, seconds)] += 1
-        self.total += seconds
-
-
 def quantile(values: Sequence[float], share: float) -> float | None:
     """Return the value below which a share of the values lies, None if there are none."""
     ordered = sorted(values)
@@ -29,7 +17,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 def per_token_s(row: Mapping[str, Any]) -> float | None:
     """Return the seconds per token after the first, None for an answer of fewer than two."""
-    if (row["answer_tokens"] or 0) < 2:
+    if (row["answer_tokens"] or 0) < 2 or row["first_token_s"] is None:
         return None
     return float(row["latency_s"] - row["first_token_s"]) / int(row["answer_tokens"] - 1)
 
@@ -41,7 +29,9 @@ class Metrics:
         self.requests: Counter[int] = Counter()
         self.tokens: Counter[str] = Counter()
         self.in_flight, self.peak = 0, 0
-        self.seconds = {name: Histogram() for name in ("latency", "first_token", "per_token")}
+        # How many seconds there were of each kind in each bucket, and in all.
+        self.buckets = {name: Counter[int]() for name in ("latency", "first_token", "per_token")}
+        self.seconds = dict.fromkeys(self.buckets, 0.0)
 
     def began(self, count: int) -> None:
         """Count a request of so many answers that is answered from now on."""
@@ -60,12 +50,11 @@ class Metrics:
             return
         for kind in ("prompt", "answer"):
             self.tokens[kind] += row[f"{kind}_tokens"] or 0
-        first = row["first_token_s"]
-        each = None if first is None else per_token_s(row)
-        for name, seconds in (("latency", row["latency_s"]), ("first_token", first),
-                              ("per_token", each)):  # fmt: skip
+        spent = {name: row[f"{name}_s"] for name in ("latency", "first_token")}
+        for name, seconds in {**spent, "per_token": per_token_s(row)}.items():
             if seconds is not None:
-                self.seconds[name].add(seconds)
+                self.buckets[name][bisect.bisect_left(_BOUNDS, seconds)] += 1
+                self.seconds[name] += seconds
 
     def text(self, endpoint: str, unlogged: int) -> str:
         """Return the exposition format, version 0.0.4."""
@@ -85,9 +74,10 @@ class Metrics:
         add("tokens_total", "counter", kinds)
         add("in_flight", "gauge", {"": self.in_flight})
         add("unlogged_total", "counter", {"": unlogged})
-        for name, found in self.seconds.items():
-            below = zip((*_BOUNDS, "+Inf"), accumulate(found.buckets), strict=True)
+        for name, found in self.buckets.items():
+            counts = accumulate(found[place] for place in range(len(_BOUNDS) + 1))
+            below = zip((*_BOUNDS, "+Inf"), counts, strict=True)
             values: dict[str, Any] = {f'_bucket,le="{bound}"': count for bound, count in below}
-            values |= {"_sum": found.total, "_count": sum(found.buckets)}
+            values |= {"_sum": self.seconds[name], "_count": found.total()}
             add(f"{name}_seconds", "histogram", values)
         return "\n".join(lines) + "\n"

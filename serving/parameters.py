@@ -4,7 +4,6 @@ No parameter is dropped silently: it is passed on, implemented by the front, wit
 value, or refused by name.
 """
 
-import difflib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.files import parse_json
+from runspec.hints import nearest
 from runspec.storage import ABSENT, patient_json, patiently
 from serving.engines import Model
 from serving.request import CHAT, BadRequest, prompts, stops
@@ -113,8 +113,8 @@ class Takes:
     def _refusal(self, name: str, value: Any, supported: set[str]) -> str:
         shown = json.dumps(value, ensure_ascii=False)
         shown = f"{name}={shown}" if len(shown) < 40 else name
-        close = difflib.get_close_matches(name, sorted(supported), 1)
-        instead = _INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else "leave it out")
+        hint = nearest(name, supported).strip(" ()")
+        instead = _INSTEAD.get(name) or hint or "leave it out"
         if self.batching and name in (_SAMPLING | {"stop", "logit_bias"}):
             instead = "continuous batching has the same sampling for all: leave it out"
         return f"the engine {self.engine} does not do {shown}: {instead}"

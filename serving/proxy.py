@@ -33,6 +33,8 @@ CONNECT_S = 3
 # Connections of a client that waits for nothing are closed after the first, too.
 HEADERS_S, BODY_S = 30.0, 60.0
 _NO_KEY = "the API key is wrong or missing: send it as Authorization: Bearer KEY"
+# Of a response: whether it is counted with what it took.
+_COUNTED = "counted"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= {429: "rate_limit_error"}
 _TYPES |= dict.fromkeys((400, 405, 408, 413, 415), "invalid_request_error")
@@ -87,9 +89,6 @@ class Proxy:
         """Answer a request that may be passed on."""
         raise NotImplementedError
 
-    def ended(self, asked: Asked, row: Mapping[str, Any]) -> None:
-        """Called when a request has ended, with the columns of the log."""
-
     @property
     def unlogged(self) -> int:
         """How many lines the log lacks."""
@@ -125,17 +124,10 @@ class Proxy:
         for backend in self.backends():
             await backend.close()
 
-    def refuse(
-        self, status: int, message: str, param: str | None = None, headers: Any = None
-    ) -> web.Response:
-        """Return an error in the form of OpenAI's protocol, and count it."""
-        self.metrics.requests[status] += 1
-        return self.error(status, message, param, headers)
-
     def error(
         self, status: int, message: str, param: str | None = None, headers: Any = None
     ) -> web.Response:
-        """Return an error in the form of OpenAI's protocol, without counting it."""
+        """Return an error in the form of OpenAI's protocol."""
         known = {"Retry-After": str(self.retry_s())} if status in (429, 503) else {}
         error = {"message": message, "type": _TYPES.get(status, "server_error"), "param": param}
         body = {"error": {**error, "code": status}}
@@ -149,17 +141,21 @@ class Proxy:
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Let a handler answer whoever may ask; tell in the protocol's form what is not there."""
         path = request.path
-        if path != "/health" and self.user(request) is None:
-            return self.refuse(401, _NO_KEY, headers={"WWW-Authenticate": "Bearer"})
+        answer: web.StreamResponse
         try:
-            answer: web.StreamResponse = await handler(request)
+            if path != "/health" and self.user(request) is None:
+                answer = self.error(401, _NO_KEY, headers={"WWW-Authenticate": "Bearer"})
+            else:
+                answer = await handler(request)
         except web.HTTPNotFound:
             known = ", ".join([CHAT, COMPLETIONS, _MODELS])
-            return self.refuse(404, f"there is no {path} here: there are {known}")
+            answer = self.error(404, f"there is no {path} here: there are {known}")
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             message = f"{path} takes {allowed}, not {request.method}"
-            return self.refuse(405, message, headers={"Allow": allowed})
+            answer = self.error(405, message, headers={"Allow": allowed})
+        if answer.status >= 400 and path != "/health" and _COUNTED not in answer:
+            self.metrics.requests[answer.status] += 1
         return answer
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -168,7 +164,7 @@ class Proxy:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         if self.user(request) != OWNER:
-            return self.refuse(403, "/metrics is for the endpoint's own key")
+            return self.error(403, "/metrics is for the endpoint's own key")
         return web.Response(text=self.metrics.text(self.name, self.unlogged))
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -179,7 +175,7 @@ class Proxy:
             return web.json_response({"object": "list", "data": [card]})
         if asked != self.name:
             message = f"there is no model {asked!r} here: there is {self.name}"
-            return self.refuse(404, message, "model")
+            return self.error(404, message, "model")
         return web.json_response(card)
 
     def _over_rate(self) -> bool:
@@ -203,16 +199,16 @@ class Proxy:
         """Read a request whose path is listed, and answer it."""
         given, path = request.headers, request.path
         if self.metrics.in_flight >= int(self.settings["max_in_flight"]):
-            return self.refuse(503, "too many requests at a time: try again in a moment")
+            return self.error(503, "too many requests at a time: try again in a moment")
         if self._over_rate():
             rate = f"{self.settings['rate_per_s']:g} requests per second"
-            return self.refuse(429, f"more than {rate}: try again in a moment")
+            return self.error(429, f"more than {rate}: try again in a moment")
         if request.query_string:
             names = ", ".join(sorted(set(request.query)))
-            return self.refuse(400, f"{path} takes no query ({names}): put it into the body")
+            return self.error(400, f"{path} takes no query ({names}): put it into the body")
         client_id = given.get(CLIENT_ID) or given.get(ID) or ""
         if len(client_id) > 128 or not (client_id.isascii() and client_id.isprintable()):
-            return self.refuse(400, f"{ID} must be at most 128 printable ASCII characters")
+            return self.error(400, f"{ID} must be at most 128 printable ASCII characters")
         request_id, user = uuid.uuid4().hex, self.user(request) or OWNER
         if self.behind_gateway and user == OWNER and OWN_ID in given:
             request_id, user = given[OWN_ID], given.get(OWN_USER, OWNER)
@@ -221,22 +217,23 @@ class Proxy:
                 body = await request.read()
         except TimeoutError:
             message = f"the body was not complete after {self.body_s:g} s"
-            return self.refuse(408, message, headers={"Connection": "close"})
+            return self.error(408, message, headers={"Connection": "close"})
         except web.HTTPRequestEntityTooLarge:
             limit = int(self.settings["max_request_bytes"])
-            return self.refuse(413, f"the request has more than {limit:,} bytes")
+            return self.error(413, f"the request has more than {limit:,} bytes")
         except (ValueError, web.RequestPayloadError, web.HTTPException):
-            return self.refuse(400, "the body cannot be read")
+            return self.error(400, "the body cannot be read")
         return await self.answer(request, Asked(path, body, request_id, client_id, user))
 
     async def counted(
-        self, asked: Asked, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int
+        self, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int
     ) -> web.StreamResponse:
         """Count a request of so many answers while it is answered, and its outcome."""
         self.metrics.began(count)
         try:
             response = await answering
             outcome.status = outcome.status or response.status
+            response[_COUNTED] = True
             return response
         except asyncio.CancelledError:
             outcome.status = 499  # the client hung up
@@ -247,9 +244,7 @@ class Proxy:
             raise
         finally:
             self.metrics.in_flight -= count
-            row = outcome.row()
-            self.metrics.ended(row)
-            self.ended(asked, row)
+            self.metrics.ended(outcome.row())
 
     def failed(
         self, request: web.Request, sent: web.StreamResponse | None, backend: Backend, error: Any

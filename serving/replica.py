@@ -155,7 +155,6 @@ class Replica:
 
         A filesystem that fails meanwhile does not end the service.
         """
-        self.faults.watch_descriptors()
         self.faults.trying("the replica's file", self._renew)
         self.faults.trying("the users' keys", self.proxy.keys.refresh)
         self.faults.trying("the users' quotas", self.proxy.quotas.refresh)
@@ -209,8 +208,9 @@ class Replica:
         deadline = time.monotonic() + float(self.config["start_timeout_s"])
         written = 0.0
         while not ended.is_set() and not os.path.exists(self.run_dir / files.STOP):
-            if self.process.returncode is not None:
-                raise ServeError(self._reason(self.process.returncode))
+            if (code := self.process.returncode) is not None:
+                why, ended_so = self.place / engines.REASON, f"the engine ended with status {code}"
+                raise ServeError(why.read_text() if why.exists() else f"{ended_so}: see above")
             if await self.proxy.engine.get("/health") is not None:
                 schema = await self.proxy.engine.get("/openapi.json", 20)
                 self.proxy.takes = await asyncio.to_thread(
@@ -227,13 +227,6 @@ class Replica:
                 written = time.monotonic()
                 self._tell()
             await asyncio.sleep(0.3)
-
-    def _reason(self, code: int) -> str:
-        """Why the engine has not started."""
-        try:
-            return (self.place / engines.REASON).read_text(encoding="utf-8")
-        except OSError:
-            return f"the engine ended with exit status {code}: see the lines above"
 
     async def _look_after(self, ended: asyncio.Event) -> None:
         """Restart an engine that has died."""
@@ -284,10 +277,7 @@ def _tokenizer(model: Path) -> tuple[Any, ...]:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve by the given train.yaml; exit status 0, 1, 2 for wrong usage."""
-    if len(arguments) != 1:
-        print("usage: python -m serving.replica <run>/train.yaml", file=sys.stderr)
-        return 2
+    """Serve by the given train.yaml; return the exit status."""
     end_with_torchrun()
     path = Path(arguments[0]).absolute()
     run_dir, attempt = path.parent, os.environ.get("COOKBOOK_ATTEMPT", "0")
@@ -304,7 +294,10 @@ def main(arguments: list[str]) -> int:
                 "per node: each replica needs the same number"
             )
         if local % size:
-            return _hold(run_dir)
+            # The replica's first rank serves; this one holds its GPU until that ends.
+            while not os.path.exists(run_dir / files.STOP):
+                time.sleep(1)
+            return 0
         replica = Replica(config, run_dir, rank // size, list(range(local, local + size)))
         state = asyncio.run(replica.run())
     except (ServeError, OSError, ValueError) as error:
@@ -333,13 +326,6 @@ def failure(rank: int, error: Exception) -> dict[str, Any]:
         "message": text,
         "permanent": full is not None or isinstance(error, ServeError),
     }
-
-
-def _hold(run_dir: Path) -> int:
-    """Wait until the replica's first rank ends."""
-    while not os.path.exists(run_dir / files.STOP):
-        time.sleep(1)
-    return 0
 
 
 if __name__ == "__main__":

@@ -72,18 +72,16 @@ class Scaler:
 
     async def look(self, load: int, peak: int) -> None:
         """Decide, and start the command that adjusts the jobs, one at a time."""
+        now = time.monotonic()
         try:
-            await self._look(load, peak, time.monotonic())
+            if await asyncio.to_thread(self.decide, load, peak, now):
+                place, content = self.folder / endpoints.SCALE, {"wanted": self.wanted}
+                await asyncio.to_thread(files.write_json, place, content, 0o600)
+                self._adjusted = -math.inf
         except (OSError, files.DamagedFile) as error:
             # The gateway continues, and tries again at the next call.
             say(f"{self.folder.name}: {error}")
-
-    async def _look(self, load: int, peak: int, now: float) -> None:
-        changed = await asyncio.to_thread(self.decide, load, peak, now)
-        if changed:
-            content = {"wanted": self.wanted}
-            await asyncio.to_thread(files.write_json, self.folder / endpoints.SCALE, content, 0o600)
-            self._adjusted = -math.inf
+            return
         running = self._task is not None and not self._task.done()
         if self.wanted and not running and now - self._adjusted >= _LOOK_EVERY_S:
             self._adjusted = now

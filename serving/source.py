@@ -114,7 +114,7 @@ def write(rows: list[dict[str, Any]], target: Path, delta: bool = False) -> Path
     kinds = {name: pa.float64() if name == "time" else pa.string() for name in COLUMNS}
 
     def table(rows: list[dict[str, Any]]) -> Any:
-        return pa.table({n: pa.array([row[n] for row in rows], kinds[n]) for n in COLUMNS})
+        return pa.Table.from_pylist(rows, pa.schema(kinds.items()))
 
     file = target / (TABLE if delta else "requests.parquet")
     if delta:
@@ -150,7 +150,7 @@ def _merge(kept: Any, rows: Any, folder: Path) -> None:
     ).when_not_matched_insert_all("new.messages IS NOT NULL").execute()
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m serving.source", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("target", type=Path)
@@ -160,17 +160,17 @@ def main() -> int:
     options = parser.parse_args()
     path, name = options.feedback or options.folder / FEEDBACK, options.folder.name
     if options.feedback is not None and not path.is_file():
-        return _fault(f"--feedback: there is no file {path}", 2)
+        sys.exit(f"error: --feedback: there is no file {path}")
     feedback = Feedback(path)
     rows = rows_of(options.folder, options.since, feedback)
     trained_on = sum(row["messages"] is not None for row in rows)
     if not rows:
-        return _fault(f"no answered request of {name} is logged in that time")
+        sys.exit(f"error: no answered request of {name} is logged in that time")
     if not trained_on:
         rejected = f"all {len(rows):,} answers of {name} were rejected and have no label"
-        return _fault(f"{rejected}: add labels to the lines of {path}")
+        sys.exit(f"error: {rejected}: add labels to the lines of {path}")
     if options.delta and not find_spec("deltalake"):
-        return _fault("--delta: the package deltalake is missing: bash setup.sh --with tables")
+        sys.exit("error: --delta: the package deltalake is missing: bash setup.sh --with tables")
     file = write(rows, options.target, options.delta)
     answer = {
         "rows": trained_on,
@@ -180,13 +180,7 @@ def main() -> int:
         "unreadable_lines": feedback.unreadable,
     }
     print(json.dumps({**answer, "feedback": str(path), "file": str(file)}))
-    return 0
-
-
-def _fault(text: str, status: int = 1) -> int:
-    print(f"error: {text}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

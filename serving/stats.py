@@ -2,6 +2,7 @@
 
 import argparse
 import bisect
+import fileinput
 import json
 import math
 import sys
@@ -19,13 +20,14 @@ from serving.metrics import per_token_s, quantile
 
 # Population stability index from which the change is some, and much (Siddiqi, 2006).
 _SOME, _MUCH = 0.1, 0.25
+_SECONDS = ("latency_s", "first_token_s", "per_token_s")
 
 
 def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dict[str, Any]:
     """Return the figures of logged requests; drift is against the texts of the training files."""
     statuses, models, tokens = Counter[str](), Counter[str](), Counter[str]()
     begin, end = math.inf, -math.inf
-    seconds = {name: array("d") for name in ("latency_s", "first_token_s", "per_token_s")}
+    seconds = {name: array("d") for name in _SECONDS}
     asked, answered = Texts(), Texts()
     for row in rows:
         statuses[str(row["status"])] += 1
@@ -34,13 +36,12 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
             begin, end = min(begin, row["time"]), max(end, row["time"])
         if row["status"] != 200:
             continue
-        seconds["latency_s"].append(row["latency_s"])
-        for kind in ("prompt_tokens", "answer_tokens"):
-            tokens[kind] += row[kind] or 0
-        if row["stream"] and row["first_token_s"] is not None:
-            seconds["first_token_s"].append(row["first_token_s"])
-            if (each := per_token_s(row)) is not None:
-                seconds["per_token_s"].append(each)
+        tokens.update({kind: row[kind] or 0 for kind in ("prompt_tokens", "answer_tokens")})
+        spent = {"latency_s": row["latency_s"]}
+        if row["stream"]:
+            spent |= {"first_token_s": row["first_token_s"], "per_token_s": per_token_s(row)}
+        for name, value in spent.items():
+            seconds[name].extend(() if value is None else (value,))
         if training:
             asked.add(_last(row["messages"]))
             answered.add(row["answer"] or "")
@@ -52,8 +53,7 @@ def summary(rows: Iterable[dict[str, Any]], training: Sequence[str] = ()) -> dic
         "errors": sum(each for code, each in statuses.items() if int(code) >= 500),
         "seconds": span,
         "requests_per_s": count / span if span else None,
-        "prompt_tokens": tokens["prompt_tokens"],
-        "answer_tokens": tokens["answer_tokens"],
+        **{kind: tokens[kind] for kind in ("prompt_tokens", "answer_tokens")},
         "answer_tokens_per_s": tokens["answer_tokens"] / span if span else None,
         "models": dict(models),
     }
@@ -130,19 +130,16 @@ def _last(messages: Any) -> str:
 def _training(names: Sequence[str]) -> tuple[Texts, Texts]:
     """Return the questions and the answers of training files."""
     questions, answers = Texts(), Texts()
-    for name in names:
-        with open(name, encoding="utf-8") as file:
-            for line in file:
-                row = parse_json(line) if line.strip() else {}
-                if isinstance(row.get("messages"), list):
-                    questions.add(_last(row["messages"]))
-                    answers.add(str(row["messages"][-1].get("content", "")))
-                    continue
-                texts = [value for value in row.values() if isinstance(value, str)]
+    with fileinput.input(names, encoding="utf-8") as given:
+        for row in (parse_json(line) for line in given if line.strip()):
+            texts = [value for value in row.values() if isinstance(value, str)]
+            if isinstance(row.get("messages"), list):
+                questions.add(_last(row["messages"]))
+                answers.add(str(row["messages"][-1].get("content", "")))
+            elif texts:
                 known = [row[key] for key in ("question", "prompt", "instruction") if key in row]
-                if texts:
-                    questions.add(str((known or texts)[0]))
-                    answers.add(str(row.get("answer", row.get("output", texts[-1]))))
+                questions.add(str((known or texts)[0]))
+                answers.add(str(row.get("answer", row.get("output", texts[-1]))))
     return questions, answers
 
 
@@ -158,7 +155,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
         over = f"{rate} over {figures['seconds']:.0f} s"
         yield f"throughput   {figures['requests_per_s']:.3g} requests/s, {over}"
     yield f"tokens       {figures['prompt_tokens']:,} in, {figures['answer_tokens']:,} out"
-    for name in ("latency_s", "first_token_s", "per_token_s"):
+    for name in _SECONDS:
         if figures[name]["p50"] is not None:
             shown = ", ".join(f"{key} {1000 * each:,.1f} ms" for key, each in figures[name].items())
             yield f"{name[:-2].replace('_', ' '):<12} {shown}"
@@ -170,7 +167,7 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m serving.stats", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--since", type=since.seconds, default=0.0)
@@ -180,11 +177,9 @@ def main() -> int:
     rows = journal.read(options.folder / endpoints.REQUESTS, options.since)
     figures = summary(rows, options.training_data)
     if not figures["requests"]:
-        print(f"error: no request of {options.folder.name} is logged in that time", file=sys.stderr)
-        return 1
+        sys.exit(f"error: no request of {options.folder.name} is logged in that time")
     print(json.dumps(figures, indent=1) if options.json else "\n".join(lines(figures)))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

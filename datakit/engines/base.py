@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from datakit.engines.tasks import Task
+from datakit.errors import DataError
 from datakit.progress import Progress
 from runspec import files, publish
 from runspec.storage import patient_json
@@ -37,7 +39,7 @@ class Engine:
         raise NotImplementedError
 
     def _copy(self, table: Any, folder: Path, partition: str | None) -> None:
-        """Write a table's rows as Parquet files below an empty folder."""
+        """Write a table's rows as Parquet files below a folder, which does not exist yet."""
         raise NotImplementedError
 
     def _share(self) -> float | None:
@@ -48,34 +50,38 @@ class Engine:
         """Return sources that need no reader as a table, with their texts' lengths, else None."""
         return None
 
-    def _run(self, tasks: Sequence[Task], done: Callable[[Task], None]) -> None:
-        """Run tasks and call done for each that is finished; DataError with all faults."""
+    def _run(self, tasks: Sequence[Task]) -> list[str]:
+        """Run tasks; return their faults."""
         raise NotImplementedError
 
     def run(self, tasks: Sequence[Task], name: str) -> None:
-        """Run the tasks whose output does not exist; DataError with all faults.
+        """Run the tasks whose output, in one folder, does not exist; DataError with all faults.
 
         name: the part's name in the progress.
         """
+        folder = Path(tasks[0].output).parent
+        folder.mkdir(parents=True, exist_ok=True)
         # If a task has no number of rows, all tasks count the same.
         known = all(task.rows is not None for task in tasks)
-        rows = sum(task.rows or 0 for task in tasks) if known else None
-        total, seen = rows or len(tasks), 0
+        weights = {Path(t.output).name: t.rows or 0 if known else 1 for t in tasks}
+        total, seen = sum(weights.values()), set[str]()
 
-        def done(task: Task) -> None:
-            nonlocal seen
-            seen += (task.rows or 0) if rows else 1
-            self.progress.piece()
+        def share() -> float:
+            """Count the new outputs, each of which appears whole."""
+            with suppress(OSError):  # of a shared filesystem: the next look counts them
+                new = (weights.keys() & set(os.listdir(folder))) - seen
+                seen.update(new)
+                for _ in new:
+                    self.progress.piece()
+            return sum(weights[each] for each in seen) / total if total else 0.0
 
-        left = []
-        for task in tasks:
-            if Path(task.output).exists():
-                done(task)
-            else:
-                left.append(task)
-        if left:
-            with self.progress.part(name, lambda: seen / total, rows, seen / total):
-                self._run(left, done)
+        first = share()
+        if left := [task for task in tasks if Path(task.output).name not in seen]:
+            with self.progress.part(name, share, total if known else None, first):
+                faults = self._run(left)
+            if faults:
+                raise DataError(*dict.fromkeys(faults))
+            share()
 
     def map(
         self, source: Path, target: Path, name: str, function: str, options: Mapping[str, Any]
@@ -108,16 +114,25 @@ class Engine:
         rows: list[dict[str, Any]] = self.con.to_pyarrow(expression).to_pylist()
         return rows
 
-    def write(self, table: Any, folder: Path) -> int:
-        """Write a table as shards, atomically, unless it is finished; return its rows."""
+    def write(self, table: Any, folder: Path, split_by: str | None = None) -> int:
+        """Write a table as shards, atomically, unless it is finished; return its rows.
+
+        split_by: a text column: each of its values gets a folder of shards, without the column.
+        """
         if (rows := finished(folder)) is not None:
             self.progress.piece()
             return rows
         with publish.folder(folder, "replace", flush=True) as temporary:
+            written = temporary / ".written"
             with self.progress.part(folder.name, self._share):
-                self._copy(table, temporary, None)
-            _number(temporary, temporary)
-            if not any(temporary.glob("*.parquet")):
+                self._copy(table, written, split_by)
+            for part in written.glob(f"{split_by}=*") if split_by else [written]:
+                target = temporary / part.name.partition("=")[2]
+                target.mkdir(exist_ok=True)
+                for number, path in enumerate(shards(part)):
+                    os.rename(path, target / f"part-{number:05d}.parquet")
+            shutil.rmtree(written, ignore_errors=True)
+            if not split_by and not shards(temporary):
                 import pyarrow.parquet as pq
 
                 empty = self.con.to_pyarrow(table.limit(0))
@@ -125,21 +140,6 @@ class Engine:
             count = mark(temporary)
         self.progress.piece()
         return count
-
-    def write_split(self, table: Any, folder: Path, column: str) -> None:
-        """Write a table as a folder of shards for each value of a text column, without it."""
-        if finished(folder) is not None:
-            return
-        with publish.folder(folder, "replace", flush=True) as temporary:
-            with self.progress.part(folder.name, self._share):
-                self._copy(table, temporary / ".all", column)
-            for part in sorted((temporary / ".all").glob(f"{column}=*")):
-                target = temporary / part.name.partition("=")[2]
-                target.mkdir()
-                _number(part, target)
-            shutil.rmtree(temporary / ".all")
-            mark(temporary)
-        self.progress.piece()
 
     def close(self) -> None:
         """End the engine and its processes."""
@@ -170,16 +170,3 @@ def mark(folder: Path) -> int:
 def shards(folder: Path) -> list[Path]:
     """Return the Parquet files below a folder, in order."""
     return sorted(folder.rglob("*.parquet"))
-
-
-def _number(source: Path, target: Path) -> None:
-    """Rename the files of an engine to part-00000.parquet and so on."""
-    for number, path in enumerate(shards(source)):
-        os.rename(path, target / f".part-{number:05d}.parquet")
-    for path in source.iterdir():
-        if path.is_dir() and path != target:
-            shutil.rmtree(path)
-        elif path.is_file() and not path.name.startswith(".part-"):
-            path.unlink()
-    for path in target.glob(".part-*.parquet"):
-        os.rename(path, target / path.name[1:])

@@ -1,6 +1,6 @@
 """DuckDB in this process, with limited memory; the rest is spilled to a disk of the node."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,6 @@ class DuckEngine(Engine):
         if partition:
             how = f"PARTITION_BY ({partition})"
         sql = f"COPY ({self.con.compile(table)}) TO '{target}' (FORMAT parquet, {how})"
-        folder.mkdir(exist_ok=True)
-        folder.rmdir()
         try:
             self.con.raw_sql(sql)
         except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
@@ -75,7 +73,6 @@ class DuckEngine(Engine):
                 f"DuckDB: {first_line(error)}: set temp_dir= to a disk with more room (now "
                 f"{self._spill.parent}), or memory= to more"
             ) from None
-        folder.mkdir(exist_ok=True)
 
     def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
         from datakit.scan import scanned
@@ -94,8 +91,8 @@ class DuckEngine(Engine):
         percent = self.con.con.query_progress()
         return percent / 100 if percent >= 0 else None
 
-    def _run(self, jobs: Sequence[Task], done: Callable[[Task], None]) -> None:
-        tasks.run_here(jobs, self.threads, done)
+    def _run(self, jobs: Sequence[Task]) -> list[str]:
+        return tasks.run_here(jobs, self.threads)
 
     def close(self) -> None:
         self.con.disconnect()

@@ -3,8 +3,7 @@
 import os
 import re
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,6 @@ from datakit.engines import java, spill, tasks
 from datakit.engines.base import Engine
 from datakit.engines.tasks import Task
 from datakit.errors import DataError, first_line
-
-_LOOK_S = 1.0
-_NONE: frozenset[int] = frozenset()
-
-
-class _Places:
-    """Spark's accumulator of finished tasks; a task that runs twice counts once."""
-
-    def zero(self, value: Any) -> Any:
-        return _NONE
-
-    def addInPlace(self, one: Any, other: Any) -> Any:
-        return one | other
 
 
 class SparkEngine(Engine):
@@ -58,7 +44,7 @@ class SparkEngine(Engine):
         os.environ["JAVA_HOME"] = str(java.usable_home(home, self._local))
         os.environ["PYSPARK_PYTHON"] = sys.executable
         size = f"{max(memory // 2**20, 512)}m"
-        settings = {
+        settings: dict[str, Any] = {
             "spark.master": master or f"local[{threads}]",
             "spark.app.name": "cookbook prepare",
             "spark.driver.memory": size,
@@ -84,11 +70,8 @@ class SparkEngine(Engine):
                 "spark.eventLog.enabled": "true",
                 "spark.eventLog.dir": f"file://{event_log}",
             }
-        builder = SparkSession.builder
-        for key, value in settings.items():
-            builder = builder.config(key, value)
         try:
-            self.session = builder.getOrCreate()
+            self.session = SparkSession.builder.config(map=settings).getOrCreate()
         except Exception as error:
             spill.remove(self._local)
             reason = first_line(error)
@@ -127,39 +110,13 @@ class SparkEngine(Engine):
         total = sum(stage.numTasks for stage in known)
         return sum(stage.numCompletedTasks for stage in known) / total if total else None
 
-    def _run(self, jobs: Sequence[Task], done: Callable[[Task], None]) -> None:
+    def _run(self, jobs: Sequence[Task]) -> list[str]:
         context = self.session.sparkContext
-        # pyspark's class for it is not at hand before pyspark is imported.
-        places: Any = _Places()
-        finished = context.accumulator(_NONE, places)
-
-        def one(item: tuple[int, Task]) -> list[str]:
-            faults = tasks.run(item[1])
-            finished.add(frozenset({item[0]}))
-            return faults
-
-        seen: set[int] = set()
-        ended = threading.Event()
-
-        def look() -> None:
-            while not ended.wait(_LOOK_S):
-                for place in finished.value - seen:
-                    seen.add(place)
-                    done(jobs[place])
-
-        watching = threading.Thread(target=look, daemon=True)
-        watching.start()
         try:
-            results = context.parallelize(list(enumerate(jobs)), len(jobs)).map(one).collect()
+            results = context.parallelize(jobs, len(jobs)).map(tasks.run).collect()
         except Exception as error:
             raise DataError(f"Spark: {_reason(error)}") from None
-        finally:
-            ended.set()
-            watching.join()
-        for place in set(range(len(jobs))) - seen:
-            done(jobs[place])
-        if faults := [fault for each in results for fault in each]:
-            raise DataError(*dict.fromkeys(faults))
+        return [fault for each in results for fault in each]
 
     def close(self) -> None:
         self.session.stop()

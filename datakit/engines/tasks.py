@@ -44,11 +44,9 @@ def run(task: Task) -> list[str]:
     output = Path(task.output)
     if output.exists():
         return []
-    module, _, name = task.function.partition(":")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(output) as temporary:
-            getattr(importlib.import_module(module), name)(temporary, **task.options)
+            _named(task.function)(temporary, **task.options)
     except DataError as error:
         return list(error.faults)
     except OSError as error:
@@ -56,13 +54,18 @@ def run(task: Task) -> list[str]:
     return []
 
 
+def _named(function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    named: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return named
+
+
 def map_shard(target: Path, source: str, function: str, options: Mapping[str, Any]) -> None:
     """Write the results of an Arrow function for each batch of a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    module, _, name = function.partition(":")
-    make: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    make = _named(function)
     with pq.ParquetFile(source) as file:
         batches = file.iter_batches(batch_size=BATCH_ROWS)
         writer = None
@@ -81,33 +84,26 @@ def map_shard(target: Path, source: str, function: str, options: Mapping[str, An
                 writer.close()
 
 
-def run_here(left: Sequence[Task], workers: int, done: Callable[[Task], None]) -> None:
-    """Run tasks in processes of this host; raises DataError with the faults of all tasks.
+def run_here(left: Sequence[Task], workers: int) -> list[str]:
+    """Run tasks in processes of this host; return their faults.
 
-    done: called after each task.
+    Raises:
+        DataError: the worker of a task is killed again and again.
     """
-    faults: list[str] = []
     if len(left) == 1 or workers == 1:
-        for task in left:
-            faults += run(task)
-            done(task)
-        left = []
+        return [fault for task in left for fault in run(task)]
+    faults: list[str] = []
     for _ in range(_TRIES):
-        if not left:
-            break
-        left = _round(left, workers, done, faults)
+        left = _round(left, workers, faults) if left else []
     if left:
         raise DataError(
             f"a worker was killed {_TRIES} times, last at {left[0].output}: it may lack memory; "
             "give it more, or set threads=1"
         )
-    if faults:
-        raise DataError(*dict.fromkeys(faults))
+    return faults
 
 
-def _round(
-    tasks: Sequence[Task], workers: int, done: Callable[[Task], None], faults: list[str]
-) -> list[Task]:
+def _round(tasks: Sequence[Task], workers: int, faults: list[str]) -> list[Task]:
     """Run tasks; return the unfinished ones of killed workers."""
     # A fork would copy the engine's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
@@ -119,7 +115,6 @@ def _round(
             for future in as_completed(running):
                 try:
                     faults += future.result()
-                    done(running[future])
                 except BrokenProcessPool:
                     left.append(running[future])
         except BaseException:

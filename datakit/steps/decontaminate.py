@@ -5,8 +5,6 @@ appendix C), with 13 words by default. A shorter one is compared as a unit with 
 and answer.
 """
 
-import csv
-import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +12,12 @@ from typing import Any
 
 from datakit import openers
 from datakit.errors import DataError
+from datakit.ingest import records
 from datakit.rows import Rows, Work
 from datakit.sources import matches
 from datakit.steps.filters import keep
 from runspec.datarecipe import source_type
 from runspec.files import parse_json
-from runspec.tables import separator
 
 NGRAM = 13
 # Minimum words and characters of a short item to be compared. A question of this length is
@@ -104,27 +102,22 @@ def _texts(path: Path, where: str) -> list[str]:
         import pyarrow.parquet as pq
 
         return [text for row in pq.read_table(path).to_pylist() for text in _strings(row)]
-    raw = openers.whole({"file": str(path)}).decode("utf-8", errors="replace")
+    encoding = openers.encoding_of(path, None, where)
+    block = {"file": str(path), "type": kind, "encoding": encoding}
     if kind == "json":
-        return _strings(parse_json(raw))
-    if kind == "csv":
+        # Of any nesting, such as SQuAD's.
         try:
-            table = list(csv.reader(io.StringIO(raw, newline=""), delimiter=separator(path)))
-        except csv.Error as error:
-            raise DataError(f"{where}.against: {path}: {error}: fix the file") from None
-        return _strings(table[1:])
-    if kind == "jsonl":
-        texts = []
-        # Not splitlines, which cuts at separators that may stand in a JSON text.
-        for number, line in enumerate(raw.split("\n"), 1):
-            try:
-                texts += _strings(parse_json(line)) if line.strip() else []
-            except ValueError as error:
-                raise DataError(
-                    f"{where}.against: {path}, line {number}: not JSON: {error}"
-                ) from None
-        return texts
-    return [line for line in raw.splitlines() if line.strip()]
+            return _strings(parse_json(openers.whole(block).decode(encoding)))
+        except ValueError as error:
+            raise DataError(f"{where}.against: {path}: not JSON: {error}: fix it") from None
+    if kind is None:
+        return [line.decode(errors="replace") for line in openers.lines(block) if line.strip()]
+    texts = []
+    for line, record, fault in records(block):
+        if fault:
+            raise DataError(f"{where}.against: {path}, line {line}: {fault}: fix the file")
+        texts += _strings(record)
+    return texts
 
 
 def _strings(value: Any) -> list[str]:

@@ -20,7 +20,9 @@ def exact_duplicates(rows: Rows, work: Work) -> Rows:
         keys = work.map(rows, "keys", "datakit.steps.exact:normal_keys", options).table
     else:
         key = _joined(rows.table, names, work.where)
-        keys = rows.table.select("_id", _key=work.engine.key(key), **_ranked(rows.table, work))
+        chosen = _rank_column(work)
+        ranks = {"_rank": column(rows.table, chosen, work.where)} if chosen else {}
+        keys = rows.table.select("_id", _key=work.engine.key(key), **ranks)
     rank = order(keys, work, "_rank")
     import ibis
 
@@ -42,11 +44,6 @@ def order(table: Any, work: Work, name: str | None = None) -> list[Any]:
 def _rank_column(work: Work) -> str | None:
     chosen = str(work.options.get("keep") or "first")
     return None if chosen == "first" else chosen.lstrip("-")
-
-
-def _ranked(table: Any, work: Work) -> dict[str, Any]:
-    chosen = _rank_column(work)
-    return {} if chosen is None else {"_rank": column(table, chosen, work.where)}
 
 
 def _joined(table: Any, names: list[str], where: str) -> Any:

@@ -58,6 +58,7 @@ def render(table: Any, templates: Mapping[str, str], where: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     from datakit.formats import encode
+    from datakit.text import with_column
 
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
     made = {name: environment.from_string(text) for name, text in templates.items()}
@@ -89,6 +90,5 @@ def render(table: Any, templates: Mapping[str, str], where: str) -> Any:
         answers.append(answer)
         messages.append(None if turns is None else encode(turns))
     for name, values in (("prompt", prompts), ("answer", answers), ("messages", messages)):
-        place = table.column_names.index(name)
-        table = table.set_column(place, name, pa.array(values, pa.string()))
+        table = with_column(table, name, pa.array(values, pa.string()))
     return table

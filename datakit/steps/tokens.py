@@ -1,7 +1,5 @@
 """Token counts with the model's tokenizer and chat template."""
 
-import json
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -46,49 +44,32 @@ def count(table: Any, folder: str, where: str) -> Any:
 
     from datakit.text import with_column
 
-    tokenizer, template, special = _load(folder)
+    tokenizer = _load(folder)
+    template = bool(tokenizer.chat_template)
     texts = []
     for row in table.select(["_id", "prompt", "answer", "messages"]).to_pylist():
         turns = turns_of(row)
-        if template is None or (row["prompt"] is None and not row["messages"]):
+        if not template or (row["prompt"] is None and not row["messages"]):
             texts.append("\n".join(turn["content"] for turn in turns))
             continue
         try:
-            text = template.render(
-                messages=turns,
-                add_generation_prompt=False,
-                tools=None,
-                strftime_now=_DATE.strftime,
-                **special,
-            )
+            text = tokenizer.apply_chat_template(turns, tokenize=False, strftime_now=_DATE.strftime)
         except TemplateError as error:
             raise DataError(
                 f"{where}: row {row['_id']}: the chat template refuses it: {error}: filter "
                 "such rows"
             ) from None
         texts.append(text)
-    encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=template is None)
+    backend = tokenizer.backend_tokenizer
+    encoded = backend.encode_batch_fast(texts, add_special_tokens=not template)
     return with_column(table, "tokens", pa.array([len(each.ids) for each in encoded], pa.int64()))
 
 
 @cache
-def _load(name: str) -> tuple[Any, Any, Mapping[str, Any]]:
-    from tokenizers import Tokenizer
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+def _load(folder: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
 
-    folder = Path(name)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    file = folder / "chat_template.jinja"
-    text = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
-    if isinstance(text, list):
-        text = next((each["template"] for each in text if each.get("name") == "default"), None)
-    special = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if name.endswith("_token") and value
-    }
-    return tokenizer, _compile_jinja_template(text) if text else None, special
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer

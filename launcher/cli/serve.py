@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace as changed
 from typing import Any
@@ -11,7 +9,6 @@ from urllib.parse import urlsplit
 
 import click
 
-from launcher import paths, venv
 from launcher import site as sites
 from launcher.cli import common, completion
 from launcher.cli.common import note
@@ -276,29 +273,28 @@ def _wait(
         _print_url(site, endpoint, as_json)
         return
     facts = endpoint.replicas[0]
-    number = int(str(facts["url"]).rpartition(":")[2])
-    answer = {"endpoint": endpoint.name, "url": f"{facts['url']}/v1", "host": facts["host"]}
-    if as_json:
-        click.echo(json.dumps({**answer, "key_file": str(endpoint.key_file)}))
-        return
-    click.echo(f"{facts['url']}/v1 on {facts['host']}")
-    note("  it has no gateway on this host: serve it with bind=node, which opens it to the cluster")
-    note(f"  key       {endpoint.key_file}")
-    note(f"  at home   {tunnel(number, site.jump_host, str(facts['host']))}")
+    _print_url(site, endpoint, as_json, str(facts["url"]), str(facts["host"]))
 
 
-def _print_url(site: Site, endpoint: Endpoint, as_json: bool) -> None:
-    url = endpoint.url
+def _print_url(
+    site: Site, endpoint: Endpoint, as_json: bool, url: str = "", node: str | None = None
+) -> None:
+    """Print an address, by default the endpoint's; node: the only host that can reach it."""
+    url = url or endpoint.url
     if as_json:
         answer = {"endpoint": endpoint.name, "url": f"{url}/v1", "key_file": str(endpoint.key_file)}
-        click.echo(json.dumps(answer))
+        click.echo(json.dumps(answer | ({"host": node} if node else {})))
         return
-    click.echo(f"{url}/v1")
+    click.echo(f"{url}/v1" + (f" on {node}" if node else ""))
+    if node:
+        remedy = "serve it with bind=node, which opens it to the cluster"
+        note(f"  it has no gateway on this host: {remedy}")
     note(f"  key       {endpoint.key_file}")
     host, port = urlsplit(url).hostname, int(url.rpartition(":")[2])
-    if not listening(host or "127.0.0.1", port, "/v1"):
-        note(f"  at home   {tunnel(port, site.jump_host)}")
-    note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
+    if node or not listening(host or "127.0.0.1", port, "/v1"):
+        note(f"  at home   {tunnel(port, site.jump_host, node)}")
+    if not node:
+        note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
 
 
 def _list(site: Site, as_json: bool) -> None:
@@ -359,7 +355,4 @@ def _list_keys(endpoint: Endpoint, as_json: bool) -> None:
 
 
 def _stats(site: Site, endpoint: Endpoint, since: str | None, as_json: bool) -> None:
-    argv = workflow.stats_command(site, endpoint, since, note)
-    argv += ["--json"] if as_json else []
-    done = subprocess.run(argv, cwd=paths.REPO_ROOT, env=venv.environment())
-    sys.exit(done.returncode)
+    click.echo(workflow.figures(site, endpoint, since, note, as_json), nl=False)

@@ -82,25 +82,20 @@ def _override(config: dict[str, Any], text: str) -> None:
         value = str(Path.cwd() / Path(value).expanduser()) if value and "$" not in value else value
     parent: Any = config
     for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
+        where = ".".join(parts[:depth])
+        place: str | int = part
         if isinstance(parent, list):
             if not part.isdigit() or int(part) >= len(parent):
-                where = ".".join(parts[:depth])
                 raise UsageFault(
                     f"the override {text!r}: {where} has {len(parent)} items, {where}.0 to "
                     f"{where}.{len(parent) - 1}"
                 )
-            if last:
-                parent[int(part)] = value
-            else:
-                parent = parent[int(part)]
-        elif isinstance(parent, dict):
-            if last:
-                parent[part] = value
-            else:
-                if parent.get(part) is None:
-                    parent[part] = {}
-                parent = parent[part]
-        else:
-            where = ".".join(parts[:depth])
+            place = int(part)
+        elif not isinstance(parent, dict):
             raise UsageFault(f"the override {text!r}: {where} is {parent!r}, which has no {part!r}")
+        elif parent.get(part) is None:
+            parent[part] = {}
+        if depth < len(parts) - 1:
+            parent = parent[place]
+        else:
+            parent[place] = value

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from launcher import executors
+from launcher import executors, venv
 from launcher.errors import EndpointFault, UsageFault, nearest
 from launcher.runs import directory
 from launcher.runs.directory import Run
@@ -148,3 +148,16 @@ def find(site: Site, name: str) -> Endpoint:
         )
         raise UsageFault(f"there is no endpoint {name!r}{nearest(name, known)}: {listed}")
     return Endpoint(site.root / "endpoints" / name)
+
+
+def said(module: str, *given: str) -> str:
+    """Return what a module of serving prints in the environment that has its packages.
+
+    Raises:
+        EndpointFault: what it says of its fault.
+    """
+    done = venv.run_module(module, *given)
+    if done.returncode:
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise EndpointFault(message.removeprefix("error: "))
+    return done.stdout

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import venv, yamlfile
-from launcher.errors import EndpointFault
+from launcher import yamlfile
 from launcher.site import Site
-from launcher.workflows.endpoint import Endpoint
+from launcher.workflows.endpoint import Endpoint, said
 from runspec import files
 
 
@@ -39,14 +38,11 @@ def export(
         EndpointFault: nothing is logged, or it cannot be read.
     """
     folder = site.root / "datasets" / f"requests-{endpoint.name}"
-    argv = [str(endpoint.folder), str(folder)]
-    argv += ["--since", since] if since else []
+    argv = ["--since", since] if since else []
     argv += ["--feedback", str(feedback.absolute())] if feedback else []
-    done = venv.run_module("serving.source", *argv, *["--delta"] * delta)
-    if done.returncode:
-        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise EndpointFault(message.removeprefix("error: "))
-    answer = json.loads(done.stdout.splitlines()[-1])
+    argv += ["--delta"] if delta else []
+    told = said("serving.source", str(endpoint.folder), str(folder), *argv)
+    answer = json.loads(told.splitlines()[-1])
     recipe = folder / f"requests-{endpoint.name}.yaml"
     content = data_recipe(endpoint.name, Path(answer["file"]))
     files.write_text(recipe, yamlfile.dump(content))

@@ -27,9 +27,10 @@ from launcher.site import Site
 from launcher.workflows import models
 from launcher.workflows import submit as submission
 from launcher.workflows.cancel import cancel
-from launcher.workflows.endpoint import Endpoint, Served
+from launcher.workflows.endpoint import Endpoint, Served, said
 from runspec import adapters, files
 from runspec import endpoint as endpoints
+from runspec.keys.serve import ENGINES
 from runspec.weights import gives_scores
 
 Say = Callable[[str], None]
@@ -152,8 +153,13 @@ def _check(recipe: Recipe, asked: Served) -> None:
         faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
     faults += adapter_faults(str(recipe.config["engine"]), folder)
     if recipe.environment is None:
-        done = venv.run_module("serving.engines", str(recipe.config["engine"]))
-        faults += done.stdout.strip().splitlines()
+        engine = str(recipe.config["engine"])
+        look = f"from importlib.util import find_spec; exit(not find_spec({ENGINES[engine]!r}))"
+        if subprocess.run([str(venv.python()), "-c", look], env=venv.environment()).returncode:
+            kit = engine == "transformers"
+            remedy = "bash setup.sh --with serve" if kit else f"--environment {engine}"
+            missing = f"needs the package {ENGINES[engine]}, which is not there: {remedy}"
+            faults.append(f"the engine {engine} {missing}")
     if faults:
         raise UsageFault(faults)
 
@@ -438,13 +444,14 @@ def failed_start(site: Site, endpoint: Endpoint) -> str:
     return ""
 
 
-def stats_command(site: Site, endpoint: Endpoint, since: str | None, say: Say) -> list[str]:
-    """Return the command that prints an endpoint's figures."""
-    argv = [str(venv.python()), "-m", "serving.stats", str(endpoint.folder)]
-    argv += ["--since", since] if since else []
+def figures(
+    site: Site, endpoint: Endpoint, since: str | None, say: Say, as_json: bool = False
+) -> str:
+    """Return an endpoint's figures as lines, or as JSON; EndpointFault if it has no requests."""
+    argv = ["--since", since] if since else []
     for file in _trained_on(site, endpoint, say):
         argv += ["--training-data", file]
-    return argv
+    return said("serving.stats", str(endpoint.folder), *argv, *["--json"] * as_json)
 
 
 def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:

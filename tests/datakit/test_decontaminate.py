@@ -34,10 +34,15 @@ def test_items_by_ngrams(tmp_path, duck):
     inside = " ".join([*chance.choices(words, k=20), *test.split()[5:18], "end"])
     almost = " ".join([*chance.choices(words, k=20), *test.split()[5:17], "end"])
     lines(tmp_path / "data.jsonl", [qa("q", test), qa("q", inside), qa("q", almost)])
-    lines(tmp_path / "eval.jsonl", [{"label": "bill", "turns": [{"text": test}]}])
-    made = run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck)
+    # JSON of any nesting, and JSON lines.
+    lines(tmp_path / "eval.json", [{"data": [{"label": "bill", "turns": [{"text": test}]}]}])
+    made = run(tmp_path, [{"decontaminate": "eval.json"}], duck)
     assert numbers(made, duck) == {3}
+    lines(tmp_path / "eval.jsonl", [{"text": test}, "{"])
     step = {"decontaminate": {"against": "eval.jsonl", "min_hits": 2}}
+    with pytest.raises(DataError, match=r"eval.jsonl, line 2: is not JSON: .*: fix the file"):
+        run(tmp_path, [step], duck)
+    lines(tmp_path / "eval.jsonl", [{"text": test}])
     assert numbers(run(tmp_path, [step], duck), duck) == {2, 3}
 
 

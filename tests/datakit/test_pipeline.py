@@ -201,8 +201,7 @@ def test_a_killed_worker_costs_its_task(tmp_path, monkeypatch):
         for n in range(3)
     ]
     (tmp_path / "data").touch()
-    seen = []
-    tasks.run_here(jobs, 2, seen.append)
+    assert tasks.run_here(jobs, 2) == []
     assert [path.read_text() for path in sorted(tmp_path.glob("*.out"))] == ["done"] * 3
     assert (tmp_path / "mark").exists() and not list(tmp_path.glob(".*"))
 

@@ -148,10 +148,16 @@ def test_a_slow_start_makes_it_due_earlier_and_a_missing_job_is_made_up_for(endp
     assert (list(going), count) == ([run], 1) and f"the time limit of {run.name} is" in reason
 
 
-def test_what_cannot_be_served_leaves_no_endpoint(user, model):
-    given = ("environment={kind: venv, python: /nowhere/bin/python}",)
-    done = user.cookbook("serve", str(model), "--name", "intent", "--local", *given)
-    assert done.returncode == 1 and "/nowhere/bin/python" in done.stderr
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("environment={kind: venv, python: /nowhere/bin/python}", "/nowhere/bin/python"),
+        ("engine=sglang", "needs the package sglang, which is not there: --environment sglang"),
+    ],
+)
+def test_what_cannot_be_served_leaves_no_endpoint(user, model, given, words):
+    done = user.cookbook("serve", str(model), "--name", "intent", "--local", given)
+    assert done.returncode and words in done.stderr
     assert not [*Path(user.env["COOKBOOK_ROOT"]).glob("endpoints/*")]
 
 

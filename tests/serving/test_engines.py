@@ -67,11 +67,6 @@ def test_each_replica_sees_its_own_gpus():
     assert visible([0], "") == ""
 
 
-def test_an_engine_that_is_not_installed_is_told_with_the_remedy():
-    assert engines.missing("transformers") == ""
-    assert "--environment vllm" in engines.missing("vllm")
-
-
 def test_an_engine_starts_in_the_recipes_environment(monkeypatch):
     words = "srun\n--overlap\n/env/bin/python"
     monkeypatch.setenv("COOKBOOK_ENGINE", words)

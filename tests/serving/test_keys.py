@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from launcher.errors import UsageFault
+from launcher.errors import EndpointFault, UsageFault
 from launcher.workflows import keys as access
 from launcher.workflows.endpoint import Endpoint
 from runspec import endpoint as endpoints
@@ -54,11 +53,14 @@ def test_a_users_key_is_shown_once_and_kept_as_a_hash(endpoint):
     assert access.add(endpoint, "ada", {}) != key, "a revoked one may be replaced"
 
 
-def test_commands_that_change_users_at_once_lose_none(endpoint):
-    names = ["ada", "eve", "kim", "lee"]
-    with ThreadPoolExecutor(len(names)) as pool:
-        list(pool.map(lambda name: access.add(endpoint, name, {}), names))
-    assert sorted(endpoints.users(endpoint.folder)) == names
+def test_commands_that_change_users_at_once_lose_none(endpoint, monkeypatch):
+    monkeypatch.setattr(access, "_WAIT_S", 0.1)
+    with access._changed(endpoint) as users:
+        with pytest.raises(EndpointFault, match="another command is changing the users of e"):
+            access.add(endpoint, "eve", {})
+        users["ada"] = {"sha256": "x"}
+    access.add(endpoint, "kim", {})
+    assert sorted(endpoints.users(endpoint.folder)) == ["ada", "kim"]
 
 
 def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoint):

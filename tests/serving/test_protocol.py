@@ -406,13 +406,11 @@ def told(text: str, stream: bool) -> tuple[str, str | None, dict[str, int]]:
 
 def test_any_split_of_a_text_is_cut_at_the_same_place():
     text, stops = "abcabcdabcab!", ["abcd", "cab!", "bca"]
-    whole = Cutter(stops).whole(text)
-    assert whole == "a"
     for one in range(len(text)):
         for other in range(one, len(text)):
             cutter = Cutter(stops)
             parts = (text[:one], text[one:other], text[other:])
-            assert "".join(map(cutter.feed, parts)) + cutter.rest() == whole
+            assert "".join(map(cutter.feed, parts)) + cutter.rest() == "a"
     kept = Cutter(["never"])
     assert kept.feed("nev") == "" and kept.feed("ada") == "nevada" and not kept.cut
 
