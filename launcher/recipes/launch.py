@@ -68,7 +68,7 @@ class Engine:
     """How a program other than the kit's trainer is started, resumed, stopped and followed.
 
     records: where its progress, metrics and checkpoints are, how it is asked to stop, and when it
-    is finished; keeps_ours: it writes the kit's own files itself (docs/scripts.md). start: the
+    is finished; keeps_ours: it writes the kit's own files itself (docs/engines.md). start: the
     shell text that torchrun starts as each rank, or each node runs once, from command; {program} in
     it is what the entry's name says. programs: the names that may follow the colon,
     by what they start; the first is the default of a config file. overrides: where the recipe's

@@ -41,6 +41,6 @@ def _unknown(config: Mapping[str, Any], path: Path) -> str:
     names = dict.fromkeys(row.records.name for row in engines.ENGINES.values() if row.known_by[0])
     return (
         f"{path} is no recipe, and not known as a config of {', '.join(names)} or torchtune: write "
-        "entry: and extends: (docs/recipes.md), or name its trainer: cookbook submit "
+        "entry: and extends: (docs/models.md), or name its trainer: cookbook submit "
         f"trl:{path.name}"
     )

@@ -229,7 +229,7 @@ class Predictor:
     def basis(self) -> str:
         """What the times rest on, in words."""
         if self.mfu is None:
-            return "kernels' published speeds, and messages (docs/estimates.md)"
+            return "kernels' published speeds, and messages (docs/measurements.md)"
         return (
             f"{100 * self.mfu:.0f} % MFU in the recipe's own step without waiting: "
             f"{self.pace:.2f} times the time by kernels' published speeds"
