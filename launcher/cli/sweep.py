@@ -32,7 +32,7 @@ from launcher.workflows import sweep as workflow
 @common.flag(
     "--dry-run", help="Print the prediction of every cell and the job arrays; submit nothing."
 )
-@common.flag("--resume", help="Start the unfinished runs of the sweep NAME again.")
+@common.flag("--resume", help="Restart the unfinished runs of the sweep NAME.")
 @common.flag("--local", help="Run on this host, without Slurm, and wait for the end.")
 @common.flag("--no-check", help="Skip the checks that can be skipped.")
 @common.on_nodes_option

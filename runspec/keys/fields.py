@@ -19,7 +19,7 @@ FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
 def names_no_files(dataset: Mapping[str, Any]) -> str | None:
     """Why a dataset block cannot be read: it is of files, and names none; else None.
 
-    datasets.load_dataset would then read whatever lies in the working directory.
+    datasets.load_dataset would then read any files of the working directory.
     """
     source = dataset.get("source")
     if source not in FILE_SOURCES or dataset.get("data_files") or dataset.get("data_dir"):
@@ -94,7 +94,7 @@ class TrainingKeys:
     )
     first_blocks: int | None = setting(
         "positive",
-        "Train only so many of the model's first blocks, for rehearsals: cookbook doctor "
+        "Train only the first blocks of the model, this many, for rehearsals: cookbook doctor "
         "--rehearse.",
     )
     max_steps_per_epoch: int | None = setting(
@@ -231,8 +231,8 @@ class LayoutKeys:
     )
     expert_imbalance: float = setting(
         "ratio",
-        "Rows of the GPU whose experts are chosen most, over the mean of the GPUs that share the "
-        "experts: estimates keep memory free for so many. Training uses what comes.",
+        "Rows of the GPU whose experts are chosen most, divided by the mean of the GPUs that share "
+        "the experts. Estimates reserve memory for this ratio; training does not use it.",
         1.5,
         may_change=True,
     )
@@ -289,7 +289,7 @@ class CheckpointKeys:
         "number", "Minutes between checkpoints.", may_change=True
     )
     keep_last_n_checkpoints: int = setting(
-        "positive", "Newest checkpoints to keep, beside the best.", 2, may_change=True
+        "positive", "Newest checkpoints to keep, in addition to the best.", 2, may_change=True
     )
     enable_async_checkpointing: bool = setting(
         "flag", "Continue training while a checkpoint is written.", False, may_change=True

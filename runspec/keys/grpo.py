@@ -78,8 +78,8 @@ class GrpoConfig(TrainConfig):
     )
     overlong_tokens: int = setting(
         "count",
-        "DAPO's soft punishment: over the last so many tokens before max_new_tokens the reward "
-        "falls by up to 1.",
+        "DAPO's soft punishment: over this many tokens before max_new_tokens the reward falls by "
+        "up to 1.",
         0,
     )
     max_staleness: int = setting(
@@ -102,7 +102,7 @@ class GrpoConfig(TrainConfig):
     rollout_timeout: float = setting(
         "number",
         "With resources.rollout: seconds that a transfer of weights, or a batch of answers, may "
-        "take, the wait for a replica that is started again included.",
+        "take, including the restart of a replica.",
         600.0,
         may_change=True,
     )
@@ -116,8 +116,8 @@ class GrpoConfig(TrainConfig):
     )
     rollout_gpus: int = setting(
         "positive",
-        "GPUs of a node that hold one vLLM server together (tensor parallel), for a model that is "
-        "too large for one.",
+        "GPUs of a node that share one vLLM server (tensor parallel), for a model that is too "
+        "large for one GPU.",
         1,
         may_change=True,
     )
