@@ -45,7 +45,7 @@ def shared_root(configured: str | None = None) -> Path:
             f"one of {_LONGEST_PATH} at most, with names of {_LONGEST_NAME} at most"
         )
     if bad := _PATH_NOT_FOR_SBATCH.search(str(root)):
-        message = f"the path {str(root)!r} holds {bad.group()!r}, which a job script cannot carry"
+        message = f"the path {str(root)!r} has {bad.group()!r}, which a job script cannot carry"
         remedy = "set COOKBOOK_ROOT to a path of letters, digits, '.', '_' and '-'"
         raise UsageFault(f"{message} safely: {remedy}")
     return root

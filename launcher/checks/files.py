@@ -48,7 +48,7 @@ def _weights(context: Context) -> list[Finding]:
     names = checkpoint_files(checkpointer)
     if not names:
         if not (complete or any(folder.glob("*.safetensors"))):
-            raise Skipped(f"{folder} holds no safetensors, and no other weights are looked at")
+            raise Skipped(f"{folder} has no safetensors, and no other weights are looked at")
         return _of_folder(folder)
     pickles = [name for name in names if not name.endswith(".safetensors")]
     if pickles and complete:

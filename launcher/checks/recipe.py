@@ -70,7 +70,7 @@ def _tokens(value: Any, where: str) -> Iterator[Finding]:
         for inner in value:
             yield from _tokens(inner, where)
     elif isinstance(value, str) and _HUB_TOKEN.search(value):
-        message = f"{where} holds a Hugging Face token, and a run's files are readable"
+        message = f"{where} contains a Hugging Face token, and a run's files are readable"
         yield failed("secrets", message, "remove it; use HF_TOKEN_PATH")
 
 

@@ -28,7 +28,7 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | 
         raise PreflightFault(f"{message} with: bash setup.sh")
     with tempfile.TemporaryDirectory(prefix="cookbook-tensorboard-") as folder:
         for run in chosen:
-            # Curves and traces only: a checkpoint folder is slow to walk and holds nothing to show.
+            # Curves and traces only: a checkpoint folder is slow to walk and has nothing to show.
             # The curves go by the run's own name; an engine's own event files are beside them.
             name = f"{run.name} own" if events.is_fed(run) else run.name
             (Path(folder) / name).symlink_to(run.path / files.TENSORBOARD)

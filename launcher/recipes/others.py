@@ -35,7 +35,7 @@ def as_recipe(config: dict[str, Any], path: Path, prefix: str) -> dict[str, Any]
 def _unknown(config: Mapping[str, Any], path: Path) -> str:
     if {"compute_environment", "distributed_type"} & config.keys():
         return (
-            f"{path} holds settings of accelerate launch: here the nodes and GPUs are --nodes and "
+            f"{path} has settings of accelerate launch: here the nodes and GPUs are --nodes and "
             "--gpus-per-node, and FSDP is the default; submit a recipe, or a config of your trainer"
         )
     names = dict.fromkeys(row.records.name for row in engines.ENGINES.values() if row.known_by[0])

@@ -167,7 +167,7 @@ def _faults_of_gate(where: str, gate: Mapping[str, Any]) -> Iterator[str]:
         try:
             re.compile(str(pattern))
         except re.error as error:
-            yield f"{where}: forbidden holds {pattern!r}: {error}"
+            yield f"{where}: forbidden contains {pattern!r}: {error}"
 
 
 def find(folder: Path, name: str) -> Path:

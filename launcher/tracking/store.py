@@ -17,7 +17,7 @@ from runspec import lock
 from runspec.keys.key import KINDS
 
 # Several commands may wait for their turn, each of which takes seconds, or minutes to import runs.
-# One that is killed holds nothing.
+# A killed process has no lock.
 _WAIT_S = 600.0
 _INSTALL = "bash setup.sh --with mlflow"
 

@@ -203,7 +203,7 @@ def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
     assert "Memory per GPU while vLLM generates" in text
     assert "122 GiB of the weights of vLLM, while it sleeps" in text
     assert "vLLM, while it sleeps" not in "\n".join(of("model.lora_rank=null").lines())
-    # A share of one's own: the sum is of the whole of it; one that holds no answer does not fit.
+    # A share of one's own: the sum is of the whole of it; one that has no answer does not fit.
     half = of("rollout_gpu_memory_utilization=0.5")
     whole = 0.5 * half.gpu.memory_gib * 2**30
     assert sum(half.replica.values()) == pytest.approx(whole + state) and half.fits

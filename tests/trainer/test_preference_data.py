@@ -170,9 +170,9 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": NaN}'}
                 ],
             },
             {},
-            "'completions' holds nan; numbers must be finite",
+            "'completions' contains nan; numbers must be finite",
         ),
-        (UNPAIRED, {"prompt": "Q?", "completion": "A.", "label": NAN}, {}, "'label' holds nan"),
+        (UNPAIRED, {"prompt": "Q?", "completion": "A.", "label": NAN}, {}, "'label' contains nan"),
         (
             CONVERSATIONS,
             {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
@@ -184,7 +184,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": NaN}'}
             INSTRUCT,
             {"q": "Q?", "n": NAN, "unused": NAN},
             {"prompt": "{q}", "answer": "{n:.1f}"},
-            "'n' holds nan",
+            "'n' contains nan",
         ),
     ],
 )

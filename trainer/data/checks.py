@@ -16,7 +16,7 @@ def targets(key: str, samples: TokenisedDataset, world: World) -> None:
     empty = int((samples.targets == 0).sum())
     if empty == len(samples):
         raise ConfigError(
-            f"{key}: no sample holds a token to train on; "
+            f"{key}: no sample has a token to train on; "
             "check the answers' column and tokenizer.max_seq_len"
         )
     if empty:

@@ -57,7 +57,7 @@ class Rows:
         """
         value = row.get(column)
         if (number := _non_finite(value)) is not None:
-            raise ConfigError(f"the column {column!r} holds {number}; numbers must be finite")
+            raise ConfigError(f"the column {column!r} contains {number}; numbers must be finite")
         return value
 
     @staticmethod
@@ -74,7 +74,7 @@ class Rows:
         for column in columns:
             if not isinstance(row[column], str):
                 raise ConfigError(
-                    f"the column {column!r} holds {row[column]!r}, which is not a text"
+                    f"the column {column!r} contains {row[column]!r}, which is not a text"
                 )
         return [row[column] for column in columns]
 

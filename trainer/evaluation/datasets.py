@@ -43,7 +43,7 @@ def conversations(
         limit: how many rows; None for all.
 
     Raises:
-        ConfigError: the block cannot be opened, or holds no questions; or names the rows at fault.
+        ConfigError: the block cannot be opened, or has no questions; or names the rows at fault.
     """
     block = read_block(block, _PAIRS)
     column = block.get("conversation_column", "messages")
