@@ -32,7 +32,7 @@ _KEYS = (
     Key(
         "expedited_requeue",
         "flag",
-        "A job that lost a node starts again at once, before all others: Slurm 25.11 and later.",
+        "Requeue a job that lost a node at once, before all others: Slurm 25.11 and later.",
         False,
     ),
     Key("signal", "USR1 | USR2 | HUP | INT | CONT", "Warning before the time limit.", "USR1"),

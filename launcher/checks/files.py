@@ -82,7 +82,7 @@ def _adapter(context: Context) -> Iterator[Finding]:
     trusted = context.cluster.trusted_users
     if named and run and (text := trust.fault(run, trusted)):
         remedy = trust.remedy(run, context.cluster.name, trusted)
-        message = f"checkpointer.adapter_checkpoint lies in a run that others can change: {text}"
+        message = f"checkpointer.adapter_checkpoint is in a run that others can change: {text}"
         yield failed("model", message, f"{remedy}, or copy the adapter to a folder of yours")
 
 

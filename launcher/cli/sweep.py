@@ -123,7 +123,7 @@ def _tell(made: SweepDirectory, as_json: bool) -> None:
         return
     arrays = f"job array{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
     count, parallel = len(made.cells), made.record["parallel"]
-    click.echo(f"submitted {made.name}: {count} runs as {arrays}, {parallel} at a time")
+    click.echo(f"submitted {made.name}: {count} runs as {arrays}, at most {parallel} concurrently")
     click.echo(f"  directory  {made.path}")
     click.echo(f"  follow it  cookbook watch {made.name}   or   cookbook status {made.name}")
     click.echo(f"  compare    cookbook results {made.name}   or   cookbook report {made.name}")

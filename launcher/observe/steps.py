@@ -25,7 +25,7 @@ def is_step(line: str) -> bool:
 
 
 def fitted(line: str, width: int) -> str:
-    """Return a step's line in at most so many characters; fields that are missed least go first."""
+    """Return a step's line in at most this many characters; less important fields go first."""
     for field in _FIELDS:
         if len(line) <= width:
             break

@@ -88,7 +88,7 @@ class Entry:
 
     @property
     def continues(self) -> bool:
-        """Whether it continues from its last checkpoint when it is started again."""
+        """Whether it continues from its last checkpoint after a restart."""
         return self.launch.resumes if self.launch else self.resumes
 
 
@@ -160,7 +160,7 @@ _ENGINE = {
 _ENGINES = ("trl:", "automodel:", "litgpt:", "axolotl:", "llamafactory:", "torchtitan:")
 
 
-# What torchtune's own trainers share with the kit's; they check the rest by themselves.
+# Keys that torchtune's own trainers share with the kit's; they check the rest.
 _TORCHTUNE = {
     name: replace(key, unused="", refused="")
     for name, key in SftConfig.keys().items()

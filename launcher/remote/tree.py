@@ -37,7 +37,7 @@ class Tree:
         return hashlib.sha256(json.dumps(lines).encode()).hexdigest() if lines else ""
 
     def holds(self, path: Path) -> bool:
-        """Whether a file lies in the working tree, also by where its links lead."""
+        """Whether a file is in the working tree, also after its links are followed."""
         return path.resolve().is_relative_to(self.root)
 
 

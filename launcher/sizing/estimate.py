@@ -101,7 +101,7 @@ class Estimate:
             )
 
     def _time(self, samples: int, epochs: int) -> None:
-        """Hours of an epoch of so many samples, and of what comes before and between its steps.
+        """Hours of an epoch of this many samples, and of the work before and between its steps.
 
         rollout_s: seconds of each phase of a rollout, of methods that sample answers.
         """

@@ -10,7 +10,7 @@ from runspec.layout import Layout
 
 
 def replica(step: StepConfig, memory: float) -> Terms:
-    """What is on a GPU of so many bytes while a replica generates; nothing without replicas."""
+    """Memory of a GPU of this size while a replica generates; empty without replicas."""
     if step.vllm:
         terms = _vllm(step)
         if step.vllm_share:
@@ -37,7 +37,7 @@ def beside_vllm(step: StepConfig) -> float:
 
 
 def vllm_share(step: StepConfig, memory: float) -> float:
-    """The share of a GPU of so many bytes that vLLM takes in turns."""
+    """The share of a GPU of this size that vLLM takes in turns."""
     return step.vllm_share or share_beside(beside_vllm(step) / GIB, memory / GIB)
 
 

@@ -182,7 +182,7 @@ class _Drafts:
         return recipes.load(str(self.path), overrides)
 
     def estimate(self, settings: _Settings, tokens: int | None = None) -> Estimate | None:
-        """What a draft needs for so many tokens; None if its model is not known here."""
+        """What a draft needs for this many tokens; None if its model is not known here."""
         recipe, site = self.load(settings), self.site
         try:
             return Estimate(
