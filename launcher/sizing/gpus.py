@@ -108,7 +108,7 @@ class Links:
         return cls(gpus_per_node, gpu.link_gbs, between / 8)
 
     def ring_s(self, sent: float, ranks: int, stride: int = 1, passes: int = 1) -> float:
-        """Seconds in which each of `ranks`, `stride` apart, sends its bytes over a ring.
+        """Seconds in which each of the ranks, `stride` apart, sends `sent` bytes over a ring.
 
         An all-gather or reduce-scatter of a whole of n bytes sends n (ranks - 1) / ranks in one
         pass, an all-reduce twice that in two (Patarasuk and Yuan 2009).

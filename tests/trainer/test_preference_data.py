@@ -295,7 +295,7 @@ def test_documents_are_cut_at_one_length() -> None:
         ({"loss": "ipo", "label_smoothing": 0.1}, "loss=ipo does not use it"),
         ({"loss": "simpo", "reference": "model"}, "reference: loss=simpo does not use it"),
         ({"robust": True}, "robust: needs loss=dpo and label_smoothing above 0"),
-        ({"loss": "simpo", "length_normalized": True}, "simpo takes means over the tokens"),
+        ({"loss": "simpo", "length_normalized": True}, "simpo already takes means over the tokens"),
         ({"loss": "orpo", "sft_weight": 0.1}, "sft_weight: orpo has the chosen answer's"),
         ({"reference": "adapter_off"}, "adapter_off needs an adapter"),
         ({"component": UNPAIRED, "batch_size": 1}, "batch_size: KTO compares with the other"),

@@ -50,7 +50,7 @@ class Rows:
 
     @staticmethod
     def finite(row: Mapping[str, Any], column: str) -> Any:
-        """What a column holds, None if there is none.
+        """The content of a column, None if there is none.
 
         Raises:
             ConfigError: a number in it, however deep, is NaN or infinite.

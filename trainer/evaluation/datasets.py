@@ -21,7 +21,7 @@ from trainer.errors import ConfigError
 T = TypeVar("T")
 Turns = list[dict[str, Any]]
 
-# So many are told.
+# Maximum number of faults that are reported.
 FAULTS = 5
 
 _PAIRS = SampleForm(preferences="trainer.data.preferences.PreferenceDataset")

@@ -34,7 +34,7 @@ from trainer.objectives.distill import Distillation
 from trainer.objectives.kept_teacher import Kept
 from trainer.parallel.world import World
 
-# So many tokens of the first batch of each part are compared over the whole vocabulary.
+# Tokens of the first batch of each part that are compared over the whole vocabulary.
 COMPARED = 128
 
 
