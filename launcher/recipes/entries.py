@@ -42,7 +42,7 @@ class Entry:
     (the whole config of the kit's trainer, with its layout and weights), "components" (only that
     they exist and take their arguments) or "". method: the config of a training method of the kit's
     trainer. can_estimate: its memory and time can be computed. resumes: it continues from its last
-    checkpoint when it is started again. purpose: train, evaluate or serve. faults: what its table
+    checkpoint when it is restarted. purpose: train, evaluate or serve. faults: what its table
     of keys does not see of a recipe. notes: what the user should know of keys that are accepted.
     """
 
