@@ -19,7 +19,7 @@ from trainer.errors import ConfigError, NonFiniteLossError
 from trainer.groups import Trained, make
 from trainer.parallel import gradients
 
-# Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
+# Optimizers of torch whose fused form works on CPU and GPU, for sharded parameters too.
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 # Keys of a schedule's block that are shares of the run's steps, and what they become.
 SHARES = {"warmup_ratio": "num_warmup_steps", "decay_ratio": "num_decay_steps"}

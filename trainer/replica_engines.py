@@ -347,7 +347,7 @@ def _arguments(config: GrpoConfig, socket: Path) -> list[str]:
     dtype = str(DTYPES[config.dtype]).removeprefix("torch.")
     argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(config.model_folder)]
     argv += ["--uds", str(socket), "--served-model-name", "base", "--dtype", dtype]
-    # Those of the trainer's softmax at the temperature, over all tokens: no top_k or top_p of the
+    # As the trainer's softmax at the temperature, over all tokens: no top_k or top_p of the
     # model's generation_config.json.
     argv += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     argv += ["--tensor-parallel-size", str(config.rollout_gpus)]

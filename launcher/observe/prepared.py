@@ -1,4 +1,4 @@
-"""What is known of prepared training sets: their cards and lineage, one set or two side by side."""
+"""Shows prepared training sets: their cards and lineage, one set or two side by side."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def find(root: Path, text: str) -> Prepared:
 
 
 def story(one: Prepared) -> list[str]:
-    """Return what is known of a set, line by line."""
+    """Return the description of a set, line by line."""
     card, lineage = one.card, one.lineage
     made = datetime.fromtimestamp(card["created"], UTC)
     lines = [f"{one.name}@{one.path.name}: {card['rows']:,} rows, format {card['format']}"]

@@ -79,8 +79,8 @@ class Engine:
     its packages, built for a recipe whose environment lacks them; none: it runs in the kit's
     environment unless the recipe names another; pins: with the kit's versions of the others.
     total: the dotted path of the number of steps in its config; iterations: how many make a step,
-    if it reports those; layout_fault: why it would refuse so many ranks. resumes: started again, it
-    continues from its newest checkpoint. known_by: keys of a file that is its config, all of the
+    if it reports those; layout_fault: why it would refuse this many ranks. resumes: it continues
+    from its newest checkpoint. known_by: keys of a file that is its config, all of the
     first and one of the second. signs: keys that not all of its programs read, by program; needs:
     of which a program's file has one. reads: what its config names relative to the folder in which
     it starts, by key (start_folder.py). schema: its package, in which engines/schema.py finds wrong

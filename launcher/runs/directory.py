@@ -44,7 +44,7 @@ class Run:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What the trainer wrote last: step, total_steps, losses, newest checkpoint."""
+        """The latest report of the trainer: step, total_steps, losses, newest checkpoint."""
         return self._read(files.PROGRESS)
 
     @property

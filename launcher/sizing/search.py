@@ -227,7 +227,7 @@ class Predictor:
 
     @property
     def basis(self) -> str:
-        """What the times rest on, in words."""
+        """The basis of the times, in words."""
         if self.mfu is None:
             return "kernels' published speeds, and messages (docs/measurements.md)"
         return (

@@ -76,7 +76,7 @@ def build(
 ) -> Model:
     """Build, shard and fill the model that `config` names.
 
-    Every rank holds only its own part of the weights.
+    Every rank has only its own part of the weights in memory.
 
     Args:
         output_chunks: in how many chunks the model gives its logits (0: whole).

@@ -48,7 +48,7 @@ def faults(config: DistillConfig) -> list[str]:
     if config.teacher_log_probs != "kept":
         return []
     return [
-        "on_policy_share: what is kept of the teacher is for the data's answers only; set "
+        "on_policy_share: the teacher's stored pass covers the data's answers only; set "
         "teacher_log_probs=online or on_policy_share=0"
     ]
 

@@ -89,7 +89,7 @@ class RewardModel:
 
     def scores(self, documents: Sequence[Sequence[int]]) -> list[float]:
         """The score of each document."""
-        # Those of about the same length go through it together.
+        # Answers of about the same length go through it together.
         order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
         scores = [0.0] * len(documents)
         for begin in range(0, len(order), self._rows):

@@ -54,7 +54,7 @@ class Teaching(Distillation):
         return Models(builder.teacher(self.config.teacher, 1))
 
     def run_once(self, models: Models, batch: MicroBatch) -> None:
-        """The pass over one batch, without what is kept of it, for `trainer.trace`."""
+        """The pass over one batch, without storing it, for `trainer.trace`."""
         config, module = self.config, models.policy.module
         kept_of(module, batch, config.teacher_top_k, module.vocab_size, config.temperature, True)
 

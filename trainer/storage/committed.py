@@ -147,7 +147,7 @@ class CommittedCheckpoints:
         return TrainerState(**{key: value for key, value in content if key in known})
 
     def _content(self, step: int) -> dict[str, Any]:
-        """What the state's file holds, {} if it is missing or damaged."""
+        """The content of the state's file, {} if it is missing or damaged."""
         try:
             return _read(files.read_json, self.of(step) / files.CHECKPOINT_STATE) or {}
         except (*ABSENT, ValueError):

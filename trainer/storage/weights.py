@@ -108,7 +108,7 @@ def read_hf_config(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """Which file of a model folder holds which tensor, and each tensor's shape."""
+    """Which file of a model folder has which tensor, and each tensor's shape."""
 
     files: dict[str, Path]
     shapes: dict[str, tuple[int, ...]]
