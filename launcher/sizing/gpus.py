@@ -124,7 +124,7 @@ class Links:
         return latency + sent / (REACHED * gbs * 1e9)
 
     def all_to_all_s(self, size: float, ranks: int) -> float:
-        """Seconds in which neighbours send each other their parts of so many bytes.
+        """Seconds in which neighbours send each other their parts of these bytes.
 
         What stays in the node and what leaves it go at the same time, over links of their own:
         NCCL makes it of sends and receives (its user guide, "Point-to-point communication").

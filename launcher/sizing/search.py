@@ -29,7 +29,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 
 
 def _to_layout(step: StepConfig, sizes: tuple[int, ...], nodes: int = 0) -> StepConfig | None:
-    """Tensor parallelism over so many ranks, so many replicas, and experts over so many ranks.
+    """A layout: ranks of tensor parallelism, number of replicas, ranks that share the experts.
 
     Without the third they stay as they are.
     """

@@ -42,7 +42,7 @@ class Cursor:
 
     Args:
         parts: of the whole source.
-        stream, streams: which of so many streams; it reads parts of its own.
+        stream, streams: the number of this stream, and of all; it reads parts of its own.
         seed: of the order; None keeps the files' own.
         place: (pass over its parts, part, document in it), as `place` returned it.
     """

@@ -24,7 +24,7 @@ FIRST = 1000
 FAULTS = 20
 # Number of training samples that are compared with those of the validation data.
 COMPARED = 20_000
-# A character of UTF-8 has at most so many bytes, so it lies in at most so many tokens.
+# Maximum bytes of a character in UTF-8, and so of the tokens that it is in.
 LONGEST_CHARACTER = 4
 # What decoding puts in the place of bytes that are no character, or not yet.
 INCOMPLETE = "\ufffd"

@@ -36,7 +36,7 @@ def record(k: int) -> np.dtype[Any]:
 
 
 class Part(NamedTuple):
-    """A part by its number: the samples from `begin` to `end`, with so many trained tokens."""
+    """A part by its number: the samples from `begin` to `end`, with its number of trained tokens."""
 
     number: int
     begin: int

@@ -123,7 +123,7 @@ def distillation_loss(
 
 
 def sums_of(student: Factors, tokens: int, size: int, share: float, chunk: Chunk) -> Sums:
-    """The sums over so many tokens, of which `size` at a time go through the student's output head.
+    """The sums over tokens that go through the student's output head in chunks of `size`.
 
     Args:
         share: of the cross-entropy in the loss.
@@ -192,7 +192,7 @@ def _chunk(
 
     They are the divergence times temperature^2, the cross-entropy and the agreement. The second
     result is the loss's gradient by the student's logits, in their dtype. The comments say what is
-    held: so many tensors of the logits' size bound a chunk's memory.
+    held: tensors of the logits' size that are in memory at once; it bounds a chunk's size.
     """
     dtype, heat, share = student.dtype, how.temperature, how.cross_entropy_share
     exact = torch.promote_types(dtype, torch.float32)

@@ -210,7 +210,7 @@ Chunk = Callable[
 
 
 class Plan(NamedTuple):
-    """How so many tokens go through an output head, `size` at a time.
+    """How tokens go through an output head, in chunks of `size`.
 
     figures: how many there are of a token. total: from figures [figures, tokens] to the loss, and
     to what else is wanted of them. wanted: of which tensors of the head the gradient is.
@@ -426,7 +426,7 @@ def _chunk(
 
 @cache
 def compiled_chunk(function: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """A compiled function whose first arguments are so many tensors of a chunk's tokens."""
+    """A compiled function whose first arguments, this many, are tensors of a chunk's tokens."""
     quick = compiled(function)
 
     def chunk(*arguments: Any) -> Any:

@@ -95,7 +95,7 @@ class TokenLoss:
             raise ConfigError("loss.reduction: must be mean, the trainer divides by all tokens")
         if self._component.ignore_index != IGNORE_INDEX:
             raise ConfigError(f"loss.ignore_index: must be {IGNORE_INDEX}")
-        # The model then gives its logits in so many chunks; 0 means whole.
+        # The number of chunks in which the model then gives its logits; 0 means whole.
         self.output_chunks = getattr(self._component, "num_output_chunks", 0)
         if isinstance(self._component, LinearCrossEntropy):
             # It reads the output head's weight by itself.

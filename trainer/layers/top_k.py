@@ -207,7 +207,7 @@ def sampled_errors(
     vocabulary and over top k and tail.
 
     Args:
-        tokens: at most; so many tokens' logits are held.
+        tokens: the maximum number of tokens whose logits are in memory.
     """
     logits = logits_of(teacher.tensors, slice(tokens)).float()
     if teacher.group is not None:
