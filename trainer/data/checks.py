@@ -81,7 +81,7 @@ def _shared_samples(first: str, second: str, sizes: dict[str, int]) -> int:
 def misfits(
     key: str, samples: TokenisedDataset, row_length: int | None, vocab_size: int, max_seq_len: int
 ) -> list[str]:
-    """Samples that would fail inside a model with this vocabulary and context."""
+    """The faults that samples would cause in a model with this vocabulary and context."""
     texts: list[str] = []
     lengths = samples.documents.max(1)
     longest = int(lengths.argmax())

@@ -25,7 +25,7 @@ META = "meta.json"
 PART, FIGURES = "part_{:05d}.bin", "part_{:05d}.json"
 # CRC-32 of the records of each sample.
 SUMS = "part_{:05d}.sums"
-# Tokens of a part; within these a dataset has so many parts, that many ranks have one each.
+# Tokens of a part. Within these limits a dataset has about PARTS parts, which ranks share.
 SMALLEST_PART, LARGEST_PART, PARTS = 2**12, 2**20, 256
 
 
@@ -36,7 +36,7 @@ def record(k: int) -> np.dtype[Any]:
 
 
 class Part(NamedTuple):
-    """A part by its number: the samples from `begin` to `end`, with its number of trained tokens."""
+    """A part by its number: the samples from `begin` to `end`, and their trained tokens."""
 
     number: int
     begin: int
