@@ -33,7 +33,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 2000
 
 
 def shared_root(configured: str | None = None) -> Path:
-    """Return the folder that login and compute nodes share: runs/ and models/ lie in it.
+    """Return the folder that login and compute nodes share, with runs/ and models/ in it.
 
     COOKBOOK_ROOT comes first, then the cluster file's shared_root, then the checkout itself.
     """
@@ -45,18 +45,18 @@ def shared_root(configured: str | None = None) -> Path:
             f"one of {_LONGEST_PATH} at most, with names of {_LONGEST_NAME} at most"
         )
     if bad := _PATH_NOT_FOR_SBATCH.search(str(root)):
-        message = f"the path {str(root)!r} holds {bad.group()!r}, which a job script cannot carry"
+        message = f"the path {str(root)!r} has {bad.group()!r}, which a job script cannot carry"
         remedy = "set COOKBOOK_ROOT to a path of letters, digits, '.', '_' and '-'"
         raise UsageFault(f"{message} safely: {remedy}")
     return root
 
 
 def sent(root: Path) -> Path:
-    """Return this user's folder, in the shared one, of what a laptop has sent and is told."""
+    """Return this user's folder in the shared one for a laptop's files and the answers to it."""
     return root / f"sent-{os.getuid()}"
 
 
-# The same file of a laptop lies in another tree once anything beside it has changed.
+# The same file of a laptop is in another tree once anything in its tree has changed.
 _SENT_TREE = re.compile(r".*/sent-\d+/trees/[0-9a-f]{64}(?=/)")
 
 

@@ -32,7 +32,7 @@ _KEYS = (
     Key(
         "expedited_requeue",
         "flag",
-        "A job that lost a node starts again at once, before all others: Slurm 25.11 and later.",
+        "Requeue a job that lost a node at once, before all others: Slurm 25.11 and later.",
         False,
     ),
     Key("signal", "USR1 | USR2 | HUP | INT | CONT", "Warning before the time limit.", "USR1"),
@@ -138,7 +138,7 @@ def _own_faults(config: dict[str, Any]) -> Iterator[Fault]:
     given = config.get("node_paths")
     for path in given if isinstance(given, list) else []:
         if not str(path).startswith("/"):
-            yield Fault("node_paths", f"node_paths holds whole paths, from / on, got {path!r}")
+            yield Fault("node_paths", f"node_paths must be absolute paths, got {path!r}")
     if config.get("expedited_requeue") and config.get("requeue") is False:
         yield Fault(
             "expedited_requeue", "expedited_requeue: true and requeue: false exclude each other"

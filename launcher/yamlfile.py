@@ -65,7 +65,7 @@ def load(path: Path) -> dict[str, Any]:
         raise RecipeFault(f"cannot read {path}: {error.strerror}") from error
     value = parse(text, str(path))
     if not isinstance(value, dict):
-        raise RecipeFault(f"{path} holds no 'key: value' lines; a recipe is a YAML mapping")
+        raise RecipeFault(f"{path} has no 'key: value' lines; a recipe is a YAML mapping")
     return value
 
 

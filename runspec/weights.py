@@ -54,7 +54,7 @@ def weight_files(folder: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise NoWeights(f"{path} cannot be read; download it again") from None
     there = sorted(path.name for path in folder.glob("*.safetensors"))
-    held = f"holds {there[0]}, but neither" if there else "holds neither"
+    held = f"contains {there[0]}, but neither" if there else "has neither"
     raise NoWeights(
         f"{folder} {held} {WHOLE} nor {INDEX}, which say what the model's weights are; "
         "download the model as transformers reads it"

@@ -238,7 +238,7 @@ class Replica:
         code = self.process.returncode
         if len(self.deaths) > _DEATHS:
             raise ServeError(f"the engine died {len(self.deaths)} times, last with status {code}")
-        print(f"the engine died with exit status {code}: it is started again", flush=True)
+        print(f"the engine died with exit status {code}: it is restarted", flush=True)
         await self._start_engine(ended)
         print("the engine answers again", flush=True)
 

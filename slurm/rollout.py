@@ -256,7 +256,7 @@ class Replicas:
     def _died(self, replica: Replica, reason: str) -> None:
         death = {"time": time.time(), "replica": replica.index, "node": replica.node}
         self._deaths = [*self._deaths[-99:], {**death, "reason": reason}]
-        say(f"{replica.name} ended: {reason}; it is started again")
+        say(f"{replica.name} ended: {reason}; it is restarted")
 
     def _write(self) -> None:
         replicas = [

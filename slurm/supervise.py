@@ -8,7 +8,7 @@ without Slurm the program runs NODES times on this host.
 
 If it is killed, the job script starts it again: it reads the records and goes on, with the same
 processes if an attempt runs. Exit status: 0 finished or requeued, 1 failed, 75 another job
-continues, 76 ended by TERM; after any other one it is started again. Standard library only.
+continues, 76 ended by TERM; after any other one it is restarted. Standard library only.
 """
 
 import os

@@ -32,7 +32,7 @@ supervise() { # command
     [ -n "$AGAIN" ] || [ -x "$VENV/bin/python" ] || wait_s=${FILES_WAIT_S:-30}
     [ "$AGAIN" != terminated ] || wait_s=15
     ((SECONDS - since < wait_s)) || not_supervised $rc
-    say "the supervisor has ended before the job (exit status $rc): it is started again"
+    say "the supervisor has ended before the job (exit status $rc): it is restarted"
     AGAIN=${AGAIN:-yes}
     [ "$AGAIN" = terminated ] || { sleep $pause & wait $!; }
     pause=$((pause < 16 ? 2 * pause : 30))

@@ -1,4 +1,4 @@
-"""Rules for the code: format, lint, types, shellcheck, imports, pins, and the README's tree."""
+"""Rules for the code: format, lint, types, shellcheck, imports, pins, and the source tree."""
 
 import ast
 import re
@@ -228,7 +228,7 @@ def test_every_pin_is_exact():
 def test_links_of_the_readme_and_the_source_tree_exist():
     for name in re.findall(r"\]\(([A-Za-z0-9_./-]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / name).exists(), name
-    page = (ROOT / "docs" / "structure.md").read_text()
+    page = (ROOT / "CONTRIBUTING.md").read_text()
     tree = re.search(r"```\n(slurm-cookbook/.*?)```", page, re.DOTALL)
     assert tree
     paths = [f"/{path.relative_to(ROOT)}" for path in tracked("*")]

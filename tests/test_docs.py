@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from launcher.cli import cookbook, reference
 from launcher.recipes import sweep as sweeps
@@ -45,6 +46,12 @@ def test_shown_commands_exist(path):
             # A file of the reader's own begins with my, perhaps behind an engine: litgpt:my.yaml.
             own = str(name).rpartition(":")[2].startswith("my")
             assert name in known or (ROOT / name).is_file() or own, arguments
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_shown_yaml_can_be_read(path):
+    for block in re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL):
+        assert yaml.safe_load(block)
 
 
 def test_the_pages_show_every_command():

@@ -138,7 +138,7 @@ def _misfits(config: configs.TrainConfig, objective: type[Objective]) -> list[st
         texts += [frozen_fault(config.teacher_key, fault) for fault in of_teacher]
     if model is not None and config.checkpointer.get("adapter_checkpoint") is not None:
         _tried(texts, lambda: adapter.read(model, config))
-    # What cannot be laid out has been told.
+    # A layout that is not possible has been reported.
     optimizer = _tried(texts, lambda: _optimizer(config, None if texts else model))
     if optimizer is not None:
         # How many steps the run has is not known yet.

@@ -47,7 +47,7 @@ def make(folder: Path, dataset: Path, seed: int = 0) -> None:
     """Write the model folder, complete or not at all; an existing one is replaced.
 
     Raises:
-        ConfigError: the dataset is missing, is no JSON lines, or holds no text.
+        ConfigError: the dataset is missing, is no JSON lines, or has no text.
     """
     texts = _texts(dataset)
     with publish.folder(folder, "replace") as temporary:
@@ -66,7 +66,7 @@ def _texts(dataset: Path) -> list[str]:
         raise ConfigError(f"--dataset {dataset}: cannot be read: {error}") from None
     texts = origin.texts(rows)
     if not texts:
-        raise ConfigError(f"--dataset {dataset}: holds no text")
+        raise ConfigError(f"--dataset {dataset}: has no text")
     return texts
 
 

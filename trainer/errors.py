@@ -95,7 +95,7 @@ class Fault:
 
     @classmethod
     def of(cls, error: BaseException) -> "Fault":
-        """Return what is told of an error."""
+        """Return the fault that an error is reported as."""
         return cls(kind(error), describe(error).splitlines()[0], is_permanent(error))
 
 

@@ -27,7 +27,7 @@ def answers(
         ranks: over how many its layers are spread; all of them call this together.
 
     Raises:
-        ConfigError: the folder holds no model or no tokenizer with a chat template.
+        ConfigError: the folder has no model or no tokenizer with a chat template.
     """
     # A model folder is all that is asked for; nothing is looked up on the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,7 +35,7 @@ def answers(
 
     disable_progress_bar()
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder}: holds no model (config.json is missing)")
+        raise ConfigError(f"{folder}: has no model (config.json is missing)")
     model = opened.load(folder, "auto", device, ranks)
     tokenizer = read_tokenizer(folder)
     opened.be_greedy(model, opened.ends(model, tokenizer)[0], tokenizer.pad_token_id)

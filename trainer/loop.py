@@ -61,7 +61,7 @@ class Trainer:
         self.batches = self.data.training
         self.models = self.objective.build_models(Builder(config, world, self.data))
         self.model = self.models.policy
-        # Those of a model that FSDP does not hold, whose gradients the loop averages.
+        # Parameters of a model that FSDP does not shard: the loop averages their gradients.
         held = isinstance(self.model.module, FSDPModule)
         self.replicas = None if held else world.replicas()
         self.balance = self._watch_routers()

@@ -346,7 +346,7 @@ def progress_line(record: dict[str, Any], total_steps: int, epochs: int) -> str:
 
 
 def totals_line(totals: dict[str, Any]) -> str:
-    """One line of a start's mean figures, as progress.json holds them."""
+    """One line of a start's mean figures, as in progress.json."""
     mfu, peak = totals["mfu"], totals["peak_memory_reserved_gb"]
     skipped = totals["skipped_steps"]
     return (

@@ -19,7 +19,7 @@ from trainer.errors import ConfigError, NonFiniteLossError
 from trainer.groups import Trained, make
 from trainer.parallel import gradients
 
-# Those of torch whose fused form works on the CPU and on the GPU, for sharded parameters too.
+# Optimizers of torch whose fused form works on CPU and GPU, for sharded parameters too.
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 # Keys of a schedule's block that are shares of the run's steps, and what they become.
 SHARES = {"warmup_ratio": "num_warmup_steps", "decay_ratio": "num_decay_steps"}
@@ -242,7 +242,7 @@ class NonFiniteGuard:
     read before each step, which waits for the backward pass.
 
     Args:
-        limit: so many steps in a row without an update end the run.
+        limit: steps in a row without an update that end the run.
         skipped: updates that earlier starts of the run left out.
     """
 
@@ -303,6 +303,6 @@ class NonFiniteGuard:
         where = where or f"in {self._limit} steps in a row"
         return NonFiniteLossError(
             f"step {step}: the loss or the gradient was not finite {where}; none of them changed "
-            "the weights, and no checkpoint holds what followed; lower optimizer.lr or set "
+            "the weights, and no checkpoint has what followed; lower optimizer.lr or set "
             "clip_grad_norm=1.0, then start a new run"
         )

@@ -38,12 +38,12 @@ from trainer.storage import adapter
 _HEALTH_S = 5.0
 # Connections to vLLM, which decides itself how many answers it generates at once.
 _ANSWERS = 256
-# How often vLLM is told to drop answers that nobody waits for any more.
+# How often vLLM is asked to drop answers that nobody waits for any more.
 _DROP_S = 0.2
 
 
 class TransformersEngine:
-    """transformers' own class on one device; one request at a time."""
+    """transformers' own class on one device; requests are answered one after another."""
 
     at_once = 1
     is_well = True
@@ -119,7 +119,7 @@ class Adapted:
 
 
 class VllmEngine:
-    """A vLLM server on this replica's GPUs, in the recipe's environment; many requests at a time.
+    """A vLLM server on this replica's GPUs, in the recipe's environment; concurrent requests.
 
     An adapter is loaded by its files, whole weights by a reload from theirs. vLLM has the endpoints
     for that with VLLM_SERVER_DEV_MODE and VLLM_ALLOW_RUNTIME_LORA_UPDATING (0.30:
@@ -228,7 +228,7 @@ class VllmEngine:
         """Give up the GPU's memory until weights are loaded; nobody is answered meanwhile."""
         if self._state == "between":
             # It cannot sleep again, and ends with this process.
-            print("vLLM did not wake up: it is started again", flush=True)
+            print("vLLM did not wake up: it is restarted", flush=True)
             os._exit(1)
         if self._process is not None and self._state == "awake":
             self._done(f"/sleep?level={self._level}")
@@ -347,7 +347,7 @@ def _arguments(config: GrpoConfig, socket: Path) -> list[str]:
     dtype = str(DTYPES[config.dtype]).removeprefix("torch.")
     argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(config.model_folder)]
     argv += ["--uds", str(socket), "--served-model-name", "base", "--dtype", dtype]
-    # Those of the trainer's softmax at the temperature, over all tokens: no top_k or top_p of the
+    # As the trainer's softmax at the temperature, over all tokens: no top_k or top_p of the
     # model's generation_config.json.
     argv += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     argv += ["--tensor-parallel-size", str(config.rollout_gpus)]

@@ -359,14 +359,14 @@ def estimate(config: TrainConfig, ranks: int) -> Traced:
 
 
 def depths_of(module: Decoder, every: int = 1) -> tuple[int, int]:
-    """Two depths from which the whole depth can be told.
+    """Two depths from which the whole depth can be extrapolated.
 
     Blocks may begin with others and then repeat: three of one kind and one of another, or one
     without experts and then all with them. Each depth has what comes first, at least three blocks
     behind it, and as many periods as end the model.
 
     Args:
-        every: one block in so many is recomputed.
+        every: every n-th block is recomputed.
     """
     kinds = [_kind(block) for block in module.blocks]
     count = len(kinds)

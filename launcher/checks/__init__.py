@@ -87,7 +87,7 @@ class Context:
         return slurm.rights(slurm.configuration())
 
     def made_later(self, path: Path) -> bool:
-        """Whether a path lies in what the recipe's prepare makes at submission."""
+        """Whether the recipe's prepare makes a path at submission."""
         creates = (self.config.get("prepare") or {}).get("creates")
         return not self.prepared and path.is_relative_to(Path(str(creates)).parent)
 

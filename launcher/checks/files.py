@@ -49,7 +49,7 @@ def _weights(context: Context) -> list[Finding]:
     names = checkpoint_files(checkpointer)
     if not names:
         if not (complete or any(folder.glob("*.safetensors"))):
-            raise Skipped(f"{folder} holds no safetensors, and no other weights are looked at")
+            raise Skipped(f"{folder} has no safetensors, and no other weights are looked at")
         return _of_folder(folder)
     pickles = [name for name in names if not name.endswith(".safetensors")]
     if pickles and complete:
@@ -83,7 +83,7 @@ def _adapter(context: Context) -> Iterator[Finding]:
     trusted = context.cluster.trusted_users
     if named and run and (text := trust.fault(run, trusted)):
         remedy = trust.remedy(run, context.cluster.name, trusted)
-        message = f"checkpointer.adapter_checkpoint lies in a run that others can change: {text}"
+        message = f"checkpointer.adapter_checkpoint is in a run that others can change: {text}"
         yield failed("model", message, f"{remedy}, or copy the adapter to a folder of yours")
 
 

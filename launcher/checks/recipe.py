@@ -77,7 +77,7 @@ def _tokens(value: Any, where: str) -> Iterator[Finding]:
         for inner in value:
             yield from _tokens(inner, where)
     elif isinstance(value, str) and _HUB_TOKEN.search(value):
-        message = f"{where} holds a Hugging Face token, and a run's files are readable"
+        message = f"{where} contains a Hugging Face token, and a run's files are readable"
         yield failed("secrets", message, "remove it; use HF_TOKEN_PATH")
 
 
@@ -117,11 +117,11 @@ def script(context: Context) -> Iterable[Finding]:
     if folder is None:
         return _imports(context, script, None)
     if not folder.is_dir():
-        message, remedy = f"code_root {folder} is no folder", "give the one that holds your code"
+        message, remedy = f"code_root {folder} is no folder", "give the one with your code"
     elif not script.is_file():
         message, remedy = f"entry: there is no script {script}", "its path counts from the recipe"
     elif not script.is_relative_to(folder):
-        message = f"entry: {script} does not lie in code_root {folder}"
+        message = f"entry: {script} is not in code_root {folder}"
         remedy = "only that folder is copied: move the script, or change code_root"
     elif script.relative_to(folder) not in snapshot.files(folder):
         message = f"entry: git ignores {script}, so it would not be copied"
@@ -183,7 +183,7 @@ def ask_ahead(contexts: Iterable[Context], told: dict[str, dict[str, Any]]) -> N
             config, options = _question(context)
             questions.setdefault(options, {})[_key(config, options)] = config
     for options, asked in questions.items():
-        # What keeps it from answering is told by the recipe's own check.
+        # The recipe's own check reports why it cannot answer.
         with contextlib.suppress(Skipped):
             told |= zip(asked, _ask(list(asked.values()), *options), strict=True)
 

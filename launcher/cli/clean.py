@@ -22,7 +22,7 @@ _DAY_S = 86400
     default=7,
     show_default=True,
     metavar="DAYS",
-    help="Tokenised data that no run has used for so many days.",
+    help="Include tokenised data that no run has used for this number of days.",
 )
 @common.json_option
 @common.cluster_option

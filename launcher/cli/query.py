@@ -55,7 +55,7 @@ def query(
     if source is not None and (stream or as_json):
         raise UsageFault("--stream and --json require one PROMPT: leave them out")
     endpoint = endpoints.find(site, name)
-    endpoint.url  # noqa: B018  # an endpoint that nothing serves is told at once
+    endpoint.url  # noqa: B018  # reports an endpoint that nothing serves at once
     given: dict[str, Any] = {
         "input": source,
         "output": target,

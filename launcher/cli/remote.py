@@ -54,7 +54,7 @@ def fetch(
 ) -> None:
     """Copy the model, the adapter or the logs of RUN from the cluster to this machine.
 
-    If run again, it continues: what is here is not sent again. rsync verifies every file.
+    If run again, it continues: complete files are not sent again. rsync verifies every file.
     """
     from launcher.remote import client
 

@@ -125,7 +125,7 @@ def diff(a: str, b: str, as_json: bool, cluster: str | None) -> None:
 @flag("--local", help="Run on this host, without Slurm.")
 @cluster_option
 def replay(run: str, dry_run: bool, local: bool, cluster: str | None) -> None:
-    """Submit RUN again as a new run, with its recipe, its code and its uncommitted changes.
+    """Submit a new run with the recipe, code and uncommitted changes of RUN.
 
     It lists what cannot be the same.
     """

@@ -45,7 +45,7 @@ from runspec.endpoint import reachable
 @click.option(
     "--share",
     type=FloatRange(0, 1),
-    help="Add it beside the running versions, with this share of requests.",
+    help="Add it to the running versions, with this share of the requests.",
 )
 @click.option("--list", "listed", is_flag=True, help="List the endpoints.")
 @click.option("--url", "url", metavar="NAME", help="Print the URL of an endpoint.")

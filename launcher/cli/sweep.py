@@ -32,7 +32,7 @@ from launcher.workflows import sweep as workflow
 @common.flag(
     "--dry-run", help="Print the prediction of every cell and the job arrays; submit nothing."
 )
-@common.flag("--resume", help="Start the unfinished runs of the sweep NAME again.")
+@common.flag("--resume", help="Restart the unfinished runs of the sweep NAME.")
 @common.flag("--local", help="Run on this host, without Slurm, and wait for the end.")
 @common.flag("--no-check", help="Skip the checks that can be skipped.")
 @common.json_option
@@ -113,7 +113,7 @@ def _tell(made: SweepDirectory, as_json: bool) -> None:
         return
     arrays = f"job array{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
     count, parallel = len(made.cells), made.record["parallel"]
-    click.echo(f"submitted {made.name}: {count} runs as {arrays}, {parallel} at a time")
+    click.echo(f"submitted {made.name}: {count} runs as {arrays}, at most {parallel} concurrently")
     click.echo(f"  directory  {made.path}")
     click.echo(f"  follow it  cookbook watch {made.name}   or   cookbook status {made.name}")
     click.echo(f"  compare    cookbook results {made.name}   or   cookbook report {made.name}")

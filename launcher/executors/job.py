@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobState:
-    """What an executor knows of a job.
+    """An executor's knowledge of a job.
 
     state: one of Slurm's words; None if it knows nothing. source: who said so. ended: the job has
     ended, though Slurm may requeue it a moment later. detail: why it waits or where it runs.

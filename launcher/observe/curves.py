@@ -77,7 +77,7 @@ def _by_step(points: Sequence[Point], times: Sequence[Point]) -> list[Point]:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Return at most so many points: of each part of the curve its lowest and its highest one."""
+    """Return at most this many points: of each part of the curve its lowest and its highest one."""
     if len(points) <= most:
         return list(points)
     parts = most // 2 - 1  # and the ends

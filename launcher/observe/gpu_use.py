@@ -9,7 +9,7 @@ from launcher.observe.text import is_number, plain
 from launcher.runs.directory import Run
 from runspec import files
 
-# So many nodes are shown one by one.
+# Number of nodes that are shown one by one.
 _SHOWN = 4
 _BUSY = "busy_percent"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 # A progress bar may write megabytes without the end of a line.
 _LONGEST_LINE = 64 * 1024
 _BLOCK = 256 * 1024
-# So much of a log that is followed is read at a time.
+# Bytes that are read at once from a log that is followed.
 _MOST = 4 * 1024 * 1024
 
 

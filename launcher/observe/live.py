@@ -27,7 +27,7 @@ from runspec import files
 
 _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"COMPLETED": "green", "RUNNING": "cyan", "FAILED": "red"}
-# So many logged steps are looked back at, and so many lines of a log kept.
+# Number of logged steps that are shown, and of lines of a log that are kept.
 _STEPS, _LINES = 4000, 50
 _NOTHING = State("...", "nobody", "querying Slurm")
 # The trainer's line of a step (trainer/metrics.py), and what is left out of it first.
@@ -80,7 +80,7 @@ class View:
                 self._lines.append(line)
 
     def panel(self, state: State, width: int, height: int) -> RenderableType:
-        """Return what is shown of the run, in so many lines."""
+        """Return the view of the run, in this many lines."""
         self._look()
         run = Snapshot(self.run.path)
         colour = _COLOURS.get(state.word, "yellow")
@@ -152,7 +152,7 @@ def fitted(line: str, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve in so many characters: the mean of as many parts, the highest bar the most."""
+    """Return a curve in this many characters: the mean of each part, the highest bar the most."""
     count = min(width, len(values))
     bounds = [len(values) * k // count for k in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]

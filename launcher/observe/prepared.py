@@ -71,7 +71,7 @@ def find(root: Path, text: str) -> Prepared:
 
 
 def story(one: Prepared) -> list[str]:
-    """Return what is known of a set, line by line."""
+    """Return the description of a set, line by line."""
     card, lineage = one.card, one.lineage
     made = datetime.fromtimestamp(card["created"], UTC)
     lines = [f"{one.name}@{one.path.name}: {card['rows']:,} rows, format {card['format']}"]

@@ -14,7 +14,7 @@ from runspec import files
 
 _PARTS = ("compute", "exposed_communication", "copies", "data_loading", "idle")
 _HEADS = ("COMPUTE", "EXPOSED COMM", "COPIES", "DATA", "IDLE")
-# A rank that needs so much more time of its own than the others holds them up.
+# A rank whose own time exceeds that of the others by this much delays them.
 _SLOW = 0.05
 # From this share on a part is worth a change of settings.
 _WORTH = {"data_loading": 0.05, "copies": 0.1, "exposed_communication": 0.15, "idle": 0.25}

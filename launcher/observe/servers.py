@@ -68,7 +68,7 @@ def end_with_signals() -> None:
 def run(argv: Sequence[str], env: Mapping[str, str], port: int) -> int:
     """Run a server on a port of 127.0.0.1 until it ends or is interrupted; return its exit status.
 
-    A laptop is told where once it answers.
+    A laptop gets the address once it answers.
     """
     process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL)
     try:

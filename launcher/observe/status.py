@@ -134,7 +134,7 @@ def chosen(
     """Return the rows of the newest runs that the filters let through, oldest first.
 
     Args:
-        limit: so many rows at most; None for all.
+        limit: the maximum number of rows; None for all.
         states: their states, in any case. recipes: their recipes, with * and ? as in a shell.
 
     Returns:

@@ -44,7 +44,7 @@ def _rollouts(run: Run) -> Iterator[str]:
         return
     for each in state.get("replicas", []):
         again = each["restarts"]
-        often = f", started again {again} time{'s' if again != 1 else ''}" if again else ""
+        often = f", restarted {again} time{'s' if again != 1 else ''}" if again else ""
         yield plain(f"replica {each['replica']} on {each['node']}: {each['state']}{often}")
     for each in state.get("deaths", [])[-3:]:
         when = _clock(each["time"])

@@ -73,7 +73,7 @@ def read(path: Path, rank: int) -> RankTime:
     """Return where the time of a trace went.
 
     Raises:
-        RunFault: it cannot be read, or holds no events.
+        RunFault: it cannot be read, or has no events.
     """
     try:
         opened = gzip.open if path.suffix == ".gz" else open

@@ -43,7 +43,7 @@ def file(name: str) -> str:
     if path.suffix == ".py":
         recipe = f"echo 'entry: script:{name}' > my_{path.stem}.yaml"
         start = f"cookbook submit my_{path.stem}.yaml --nodes 1 --gpus-per-node 8"
-        return f"{name} is started by a recipe: {recipe}; {start} (docs/scripts.md)"
+        return f"{name} is started by a recipe: {recipe}; {start} (docs/engines.md)"
     if batch_script.is_one(path):
         keys = batch_script.recipe(path)
         page = "docs/coming_from.md#coming-from-your-own-sbatch-script"

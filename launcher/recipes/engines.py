@@ -105,7 +105,7 @@ def _automodel_layout(config: Mapping[str, Any], ranks: int) -> str | None:
     )
 
 
-# docs/scripts.md: what the user's own program may write.
+# docs/engines.md: what the user's own program may write.
 _KITS_RECORDS = Records("the script", r"step_(\d+)", "COMPLETE")
 # The user's own shell lines: a training started by something other than this kit's torchrun.
 _COMMAND = Engine(

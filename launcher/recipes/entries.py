@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """What can be started, and what is known of it.
+    """A thing that a recipe can start, and its properties.
 
     keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
     what torchrun starts as each rank, as shell text, from the recipe and its resolved content: by
@@ -44,7 +44,7 @@ class Entry:
     (the whole config of the kit's trainer, with its layout and weights), "components" (only that
     they exist and take their arguments) or "". method: the config of a training method of the kit's
     trainer. can_estimate: its memory and time can be computed. resumes: it continues from its last
-    checkpoint when it is started again. purpose: train, evaluate or serve. faults: what its table
+    checkpoint after a restart. purpose: train, evaluate or serve. faults: what its table
     of keys does not see of a recipe. notes: what the user should know of keys that are accepted.
     """
 
@@ -80,7 +80,7 @@ class Entry:
 
     @property
     def continues(self) -> bool:
-        """Whether it continues from its last checkpoint when it is started again."""
+        """Whether it continues from its last checkpoint after a restart."""
         return self.launch.resumes if self.launch else self.resumes
 
 
@@ -235,7 +235,7 @@ def all_keys() -> dict[str, Key]:
 
 
 def explain(name: str) -> dict[str, Any]:
-    """Return what is known of a key, as JSON values; UsageFault with a hint if it is unknown."""
+    """Return the properties of a key, as JSON values; UsageFault with a hint if it is unknown."""
     known = all_keys()
     if name not in known:
         hint = nearest(name, known) or nearest_key(name, known)

@@ -68,7 +68,7 @@ class Engine:
     """How a program other than the kit's trainer is started, resumed, stopped and followed.
 
     records: where its progress, metrics and checkpoints are, how it is asked to stop, and when it
-    is finished; keeps_ours: it writes the kit's own files itself (docs/scripts.md). start: the
+    is finished; keeps_ours: it writes the kit's own files itself (docs/engines.md). start: the
     shell text that torchrun starts as each rank, or each node runs once, from command; {program} in
     it is what the entry's name says. programs: the names that may follow the colon,
     by what they start; the first is the default of a config file. overrides: where the recipe's
@@ -79,8 +79,8 @@ class Engine:
     its packages, built for a recipe whose environment lacks them; none: it runs in the kit's
     environment unless the recipe names another; pins: with the kit's versions of the others.
     total: the dotted path of the number of steps in its config; iterations: how many make a step,
-    if it reports those; layout_fault: why it would refuse so many ranks. resumes: started again, it
-    continues from its newest checkpoint. known_by: keys of a file that is its config, all of the
+    if it reports those; layout_fault: why it would refuse this many ranks. resumes: it continues
+    from its newest checkpoint. known_by: keys of a file that is its config, all of the
     first and one of the second. signs: keys that not all of its programs read, by program; needs:
     of which a program's file has one. reads: what its config names relative to the folder in which
     it starts, by key (start_folder.py). schema: its package, in which engines/schema.py finds wrong

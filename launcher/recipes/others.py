@@ -35,12 +35,12 @@ def as_recipe(config: dict[str, Any], path: Path, prefix: str) -> dict[str, Any]
 def _unknown(config: Mapping[str, Any], path: Path) -> str:
     if {"compute_environment", "distributed_type"} & config.keys():
         return (
-            f"{path} holds settings of accelerate launch: here the nodes and GPUs are --nodes and "
+            f"{path} has settings of accelerate launch: here the nodes and GPUs are --nodes and "
             "--gpus-per-node, and FSDP is the default; submit a recipe, or a config of your trainer"
         )
     names = dict.fromkeys(row.records.name for row in engines.ENGINES.values() if row.known_by[0])
     return (
         f"{path} is no recipe, and not known as a config of {', '.join(names)} or torchtune: write "
-        "entry: and extends: (docs/recipes.md), or name its trainer: cookbook submit "
+        "entry: and extends: (docs/models.md), or name its trainer: cookbook submit "
         f"trl:{path.name}"
     )

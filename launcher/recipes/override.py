@@ -71,7 +71,7 @@ def _apply_one(config: dict[str, Any], text: str) -> None:
             raise _unknown(config, ".".join(parts[: depth + 1]), parent, text)
         if not isinstance(inner, dict):
             where = ".".join(parts[: depth + 1])
-            raise UsageFault(f"{where} is {inner!r}, and holds no keys: fix the override {text!r}")
+            raise UsageFault(f"{where} is {inner!r}, and has no keys: fix the override {text!r}")
         parent = inner
     leaf = parts[-1]
     if removes:

@@ -27,7 +27,7 @@ SUFFIXES = {
 }
 # Whose turns in a chat are questions.
 _ASKING = ("user", "human")
-# So many records are read to find the format.
+# Number of records that are read to find the format.
 _READ = 200
 # Usual names of the columns of a question and of its answer; the first that a file has counts.
 _INPUTS = ("prompt", "question", "instruction", "input", "query", "user", "problem")
@@ -70,7 +70,7 @@ def read(
     pairs: str | None = None,
     task: str = "",
 ) -> DataFile:
-    """Return what a file holds, from its first 200 records.
+    """Return what a file contains, from its first 200 records.
 
     Args:
         column_map: {input: COLUMN, output: COLUMN}, if the user names the columns.
@@ -93,7 +93,7 @@ def read(
 
 
 def prompts(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
-    """Return what a file of prompts holds, for a method that samples the answers.
+    """Return what a file of prompts contains, for a method that samples the answers.
 
     Every other column goes to the reward functions. Conversations that end with an answer are read
     as for fine-tuning.

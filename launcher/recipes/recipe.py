@@ -75,7 +75,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Notify:
-    """Who is told of a run's events. webhook: the file that holds its address."""
+    """Who is notified of a run's events. webhook: the file with its address."""
 
     events: tuple[str, ...] = ("start", "end", "failure")
     mail: str | None = None
@@ -187,7 +187,7 @@ class Recipe:
 
     @property
     def notify(self) -> Notify:
-        """Who is told when the run starts, ends or fails."""
+        """Who is notified when the run starts, ends or fails."""
         return Notify.of(self.config.get("notify") or {})
 
     @property
@@ -218,7 +218,7 @@ class Recipe:
 
     @property
     def hang_timeout_s(self) -> int:
-        """How long training may stand still before the attempt is started again; 0: no limit."""
+        """How long training may make no step before the attempt is restarted; 0: no limit."""
         given = self.config.get("hang_timeout_s")
         return int(COMMON["hang_timeout_s"].default if given is None else given)
 
@@ -436,7 +436,7 @@ def _own_inputs(
 
 
 def _is_trained(config: Mapping[str, Any]) -> bool:
-    """Whether a method of the kit's trainer reads it; a wrong entry is told by `validate`."""
+    """Whether a method of the kit's trainer reads it; `validate` reports a wrong entry."""
     try:
         return entries.of(config).method is not None
     except RecipeFault:

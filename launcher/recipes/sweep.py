@@ -30,7 +30,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep's file, read and checked. parallel: how many of its runs may work at a time."""
+    """A sweep's file, read and checked. parallel: the maximum number of concurrent runs."""
 
     name: str
     path: Path

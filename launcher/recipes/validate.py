@@ -163,7 +163,7 @@ def _secrets_faults(secrets: Any) -> Iterator[Fault]:
         if not _VARIABLE.match(str(name)) or not is_path:
             yield Fault(
                 "secrets",
-                f"secrets holds {name!r}: {path!r}, which is not a valid variable name with the "
+                f"secrets contains {name!r}: {path!r}, which is not a valid variable name with the "
                 "path of a file",
             )
 

@@ -43,7 +43,7 @@ class Run:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What the trainer wrote last: step, total_steps, losses, newest checkpoint."""
+        """The latest report of the trainer: step, total_steps, losses, newest checkpoint."""
         return self._read(files.PROGRESS)
 
     @property
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def torn(self) -> bool:
-        """Whether it holds nothing of a run but its name: a copy or a removal was cut short."""
+        """Whether it has nothing of a run but its name: a copy or a removal was cut short."""
         names = (files.SUBMISSION, files.STATUS, files.JOB_SCRIPT)
         return not any(os.path.exists(f"{self.path}/{name}") for name in names)
 

@@ -39,7 +39,7 @@ def made_since(runs: Iterable[Run], since: str | None) -> list[Run]:
 
 
 def foreign(root: Path) -> list[str]:
-    """Return the names of what lies among the runs and is none, half-made runs included.
+    """Return the names in the runs folder that are no runs, half-made runs included.
 
     Not hidden files, such as the trainer's cache, and no run that a command may be making now.
     """

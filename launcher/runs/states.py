@@ -24,7 +24,7 @@ _LOG_BYTES = 65536
 
 @dataclass(frozen=True)
 class State:
-    """What is known of a run.
+    """The state of a run, and where it comes from.
 
     word: the state that a user sees. source: status.json, squeue, sacct, this host or nobody.
     ended: no job of the run runs or waits. job_id: that of its newest job. elsewhere: that job

@@ -33,7 +33,7 @@ class SweepDirectory:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What sweep.json holds.
+        """The content of sweep.json.
 
         Raises:
             RunFault: it cannot be read.

@@ -1,6 +1,6 @@
 """Whose files are used: the user's own, root's, and those of whom the site's file names.
 
-What a run executes lies in a folder that colleagues share: code, environments, run directories.
+What a run executes is in a folder that colleagues share: code, environments, run directories.
 """
 
 import os
@@ -14,7 +14,7 @@ from launcher.errors import RunFault
 
 
 def fault(path: Path, trusted: Iterable[str] = ()) -> str | None:
-    """Say why what lies at a path is not used; None if nobody else could have put it there.
+    """Say why the file at a path is not used; None if nobody else could have put it there.
 
     Args:
         trusted: names of users whose files are used too.
@@ -34,7 +34,7 @@ def _may_own(uid: int, trusted: Iterable[str]) -> bool:
 
 
 def is_anothers(path: Path) -> bool:
-    """Whether what lies at a path is another user's; False, too, if nobody can tell."""
+    """Whether the file at a path is another user's; False, too, if this is unknown."""
     try:
         return path.lstat().st_uid != os.geteuid()
     except OSError:

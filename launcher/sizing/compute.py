@@ -61,7 +61,7 @@ _HOPPER = Reached(products=0.66, attention=0.37, attention_backward=0.29, groupe
 _AMPERE = Reached(products=0.80, attention=0.65, attention_backward=0.58, grouped=0.6)
 # Rows of this length reach half of what long rows do (the same figures: 512 tokens to 16k).
 HALF_LENGTH = 500
-# An operation by itself reads and writes what a fused kernel keeps in registers: norms and rotary
+# A separate operation reads and writes what a fused kernel keeps in registers: norms and rotary
 # embeddings are five kernels and more, partly in fp32.
 UNFUSED = 3.0
 # fp32 products on the CUDA cores against bf16 ones: 67 of 989 TFLOP/s on H100, 19.5 of 312 on A100.

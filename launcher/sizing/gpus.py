@@ -104,7 +104,7 @@ class Links:
         return cls(gpus_per_node, gpu.link_gbs, between / 8)
 
     def ring_s(self, sent: float, ranks: int, stride: int = 1, passes: int = 1) -> float:
-        """Seconds in which each of so many ranks, `stride` apart, sends so many bytes over a ring.
+        """Seconds in which each of the ranks, `stride` apart, sends `sent` bytes over a ring.
 
         An all-gather or reduce-scatter of a whole of n bytes sends n (ranks - 1) / ranks in one
         pass, an all-reduce twice that in two (Patarasuk and Yuan 2009).
@@ -120,7 +120,7 @@ class Links:
         return latency + sent / (REACHED * gbs * 1e9)
 
     def all_to_all_s(self, size: float, ranks: int) -> float:
-        """Seconds in which neighbours send each other their parts of so many bytes.
+        """Seconds in which neighbours send each other their parts of these bytes.
 
         What stays in the node and what leaves it go at the same time, over links of their own:
         NCCL makes it of sends and receives (its user guide, "Point-to-point communication").

@@ -35,7 +35,7 @@ class StepMemory:
 
 
 def state_of(step: StepConfig) -> Terms:
-    """What a GPU holds between steps."""
+    """What is in the memory of a GPU between steps."""
     return _Phases(step).state
 
 
@@ -73,7 +73,7 @@ class _Phases:
             step = replace(step, accumulation=2)
         shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
         self.step, self.units = step, units_of(step)
-        # Offloaded state lies on the CPU. Without FSDP nothing is gathered or reduced.
+        # Offloaded state is on the CPU. Without FSDP nothing is gathered or reduced.
         self.on_gpu, self.fsdp = not step.cpu_offload, int(step.fsdp)
         share = step.trained_share if step.is_full else 1.0
         self.trained, self.here = share * self.units.whole.trained, share * self.units.whole.here

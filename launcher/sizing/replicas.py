@@ -10,7 +10,7 @@ from runspec.layout import Layout
 
 
 def replica(step: StepConfig, memory: float) -> Terms:
-    """What is on a GPU of so many bytes while a replica generates; nothing without replicas."""
+    """Memory of a GPU of this size while a replica generates; empty without replicas."""
     if step.vllm:
         terms = _vllm(step)
         if step.vllm_share:
@@ -26,23 +26,23 @@ def replica(step: StepConfig, memory: float) -> Terms:
 
 
 def _vllm(step: StepConfig) -> Terms:
-    """What vLLM needs of each of its GPUs for one answer; the rest is for those of more."""
+    """Memory that vLLM needs on each of its GPUs for one answer; the rest serves more answers."""
     one = generation(replace(step, vllm=False, generation_batch=1))
     return {name: size / step.rollout_gpus for name, size in one.items()}
 
 
 def beside_vllm(step: StepConfig) -> float:
-    """What a GPU holds while vLLM generates in turns, outside of vLLM's share."""
+    """Memory of a GPU outside of vLLM's share while vLLM generates in turns."""
     return sum(state_of(step).values())
 
 
 def vllm_share(step: StepConfig, memory: float) -> float:
-    """The share of a GPU of so many bytes that vLLM takes in turns."""
+    """The share of a GPU of this size that vLLM takes in turns."""
     return step.vllm_share or share_beside(beside_vllm(step) / GIB, memory / GIB)
 
 
 def answers_of_vllm(step: StepConfig, memory: float) -> int:
-    """Of how many answers that share holds keys and values; 0: not of one, or not the weights."""
+    """Number of answers whose keys and values fit that share; 0: none, or not even the weights."""
     one = _vllm(step)
     more = vllm_share(step, memory) * memory - sum(one.values())
     return max(0, 1 + floor(more / one["keys and values"]))

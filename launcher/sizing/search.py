@@ -29,7 +29,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 
 
 def _to_layout(step: StepConfig, sizes: tuple[int, ...], nodes: int = 0) -> StepConfig | None:
-    """Tensor parallelism over so many ranks, so many replicas, and experts over so many ranks.
+    """A layout: ranks of tensor parallelism, number of replicas, ranks that share the experts.
 
     Without the third they stay as they are.
     """
@@ -225,9 +225,9 @@ class Predictor:
 
     @property
     def basis(self) -> str:
-        """What the times rest on, in words."""
+        """The basis of the times, in words."""
         if self.mfu is None:
-            return "kernels' published speeds, and messages (docs/estimates.md)"
+            return "kernels' published speeds, and messages (docs/measurements.md)"
         return (
             f"{100 * self.mfu:.0f} % MFU in the recipe's own step without waiting: "
             f"{self.pace:.2f} times the time by kernels' published speeds"

@@ -36,7 +36,7 @@ class StepConfig:
     element_bytes: int = 2
     reduce_bytes: int = 4  # of one number of a gradient while FSDP reduces it
     fp32_master: bool = False
-    checkpointing: str = "none"  # none, full, op, or a number: every so many-th layer
+    checkpointing: str = "none"  # none, full, op, or n: every n-th layer
     optimizer: str = "adamw"  # or adamw8bit, adamw4bit, muon, momentum, none
     update: str = "fused"  # or foreach, single
     compiled: bool = False  # the layers, by torch.compile
@@ -148,7 +148,7 @@ class StepConfig:
 
     @property
     def fsdp(self) -> bool:
-        """Whether FSDP2 holds the model; on one rank for what it alone can do.
+        """Whether FSDP2 shards the model; on one rank for features that only FSDP2 has.
 
         If only an adapter is trained, replicas that are not sharded need none.
         """
@@ -226,7 +226,7 @@ class StepConfig:
 
     @property
     def exports_model(self) -> bool:
-        """Whether the export holds the whole model."""
+        """Whether the export contains the whole model."""
         adapter = self.adapter
         return adapter is None or (adapter.merges and not self.adapter_only)
 

@@ -11,7 +11,7 @@ from launcher.sizing.step_config import FP32, StepConfig
 from runspec.shape import Block, Matrix
 from runspec.step import kept_bytes, loss_tokens
 
-# As trainer.objectives.teach: of so many tokens all logits are compared.
+# As in trainer.objectives.teach: the number of tokens whose logits are all compared.
 COMPARED_TOKENS = 128
 
 
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
     here: float = 0.0
 
     def plus(self, other: Unit, times: int = 1) -> Unit:
-        """The sum with so many of another."""
+        """The sum with a multiple of another."""
         return Unit(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
@@ -63,7 +63,7 @@ def units_of(step: StepConfig) -> Units:
 def _unit(
     step: StepConfig, numbers: float, trained: bool, each: float = 0.0, shards: int = 0
 ) -> Unit:
-    """So many numbers of `each` bytes, or of the dtype of the computation."""
+    """A number of elements of `each` bytes, or of the dtype of the computation."""
     gathered, shards = numbers * (each or step.element_bytes), shards or step.layout.shard
     if not trained:
         return Unit(gathered, 0.0, gathered / shards)
@@ -112,7 +112,7 @@ def _table(step: StepConfig, name: str) -> Unit:
 
 
 def linear_loss_rows(step: StepConfig) -> int:
-    """Tokens at a time of the linear loss."""
+    """Tokens in a chunk of the linear loss."""
     columns = -(-step.shape.vocab // step.layout.tensor_parallel)
     return min(loss_tokens(step.tokens, columns, step.shape.dim, step.chunks), step.tokens)
 

@@ -63,7 +63,7 @@ class Tuning:
         return search.overrides(prediction.step, self.own.step)
 
     def _simplest(self, fitting: list[Prediction]) -> Iterator[Prediction]:
-        """Of settings predicted alike the one that changes the least, then the leanest."""
+        """Of settings with equal predictions, the one with the fewest changes, then memory."""
         while fitting:
             least = (1 - ALIKE) * fitting[0].rate
             # What does not fit is no measure.

@@ -78,7 +78,7 @@ def _experiment(client: Any, store: Store, name: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is not None:
         return str(experiment.experiment_id)
-    # MLflow's default lies in whatever folder the command was typed in.
+    # MLflow's default is a folder in the current directory.
     place = (store.artifacts / name).as_uri() if store.embedded else None
     return str(client.create_experiment(name, artifact_location=place))
 

@@ -273,6 +273,6 @@ def _forbidden(gate: Mapping[str, Any], counting: Sequence[Mapping[str, Any]]) -
     except (OSError, ValueError) as error:
         return Verdict(False, f"{name}: {samples} cannot be read: {error}")
     if not count:
-        return Verdict(False, f"{name}: {samples} holds no answer")
+        return Verdict(False, f"{name}: {samples} has no answer")
     text = f"{name}: {hits} of {count} answers match a forbidden pattern{first}"
     return Verdict(hits == 0, text, _name(result))

@@ -80,7 +80,7 @@ def add(
 
     Args:
         place: the version's files, as `write` returns them; removed if they are not registered.
-        tags: what is known of it; `run` is the run directory that it comes from.
+        tags: facts about it; `run` is the run directory that it comes from.
     """
     try:
         if not any(e.name == name for e in client.search_registered_models(f"name = '{name}'")):

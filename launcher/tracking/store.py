@@ -17,14 +17,14 @@ from runspec import lock
 from runspec.keys.key import KINDS
 
 # Several commands may wait for their turn, each of which takes seconds, or minutes to import runs.
-# One that is killed holds nothing.
+# A killed process has no lock.
 _WAIT_S = 600.0
 _INSTALL = "bash setup.sh --with mlflow"
 
 
 @dataclass(frozen=True)
 class Store:
-    """Where tracking lies: folder holds the kit's own files of it, uri is what MLflow opens.
+    """Where tracking is stored: folder has the kit's own files, uri is what MLflow opens.
 
     wandb: the setting that names W&B, such as wandb:ENTITY/PROJECT; "" if runs go to MLflow.
     """
@@ -104,7 +104,7 @@ def imported() -> Any:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    # A server that is away is told at once, not after minutes.
+    # A server that does not answer is reported at once, not after minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     warnings.filterwarnings("ignore", module="mlflow")

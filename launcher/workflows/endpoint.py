@@ -23,7 +23,7 @@ class Served:
     model: the run, the folder or models:/NAME@ALIAS. version: which one that was, such as
     support-intent v2. executor: the name of what runs its jobs. replicas: how many runs are wanted;
     those that have ended stay among the runs until the version is replaced. max_replicas: the
-    gateway wants from `replicas` to so many by the load; None: always the same.
+    gateway wants between `replicas` and this number, by the load; None: always the same.
     """
 
     model: str

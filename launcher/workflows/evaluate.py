@@ -104,7 +104,7 @@ def _suite(
     resources: Mapping[str, Any] | None,
     data: str | None,
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """Return a suite for a model, with the samples of its tasks, and what is told of these."""
+    """Return a suite for a model, with the samples of its tasks, and notes about these."""
     if "entry" not in extend.read(file)[0]:
         raise UsageFault(f"{file} is not a suite: it has no line `entry: eval`")
     samples, notes = suite_data.overrides(file, overrides, data, candidate.run)

@@ -43,7 +43,7 @@ def keep(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: float = 
 def look(site: Site, endpoint: Endpoint, say: Say) -> None:
     """Start what is missing, and replace what has to be replaced."""
     if serve.end_hung_gateway(endpoint):
-        say(f"{endpoint.name}: the gateway did not answer: it was killed, and starts again")
+        say(f"{endpoint.name}: the gateway did not answer: it was killed, and is restarted")
     if endpoint.gateway is None:
         say(f"{endpoint.name}: gateway {serve.start_gateway(site, endpoint)}")
     for served in endpoint.served:

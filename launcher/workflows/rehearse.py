@@ -28,7 +28,7 @@ from runspec import files
 LIMIT_S = 600
 # Of the checks before a part, the folders' creation and Slurm's own.
 _SPARE_S = 60
-# So many blocks, or as many as it takes to have one of each kind; so many samples.
+# Number of blocks, or as many as needed to have one of each kind; number of samples.
 BLOCKS, SAMPLES = 4, 4000
 _OVERRIDES = (
     # slurm/rehearse.sh ends each part.

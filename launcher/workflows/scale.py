@@ -16,7 +16,7 @@ Say = Callable[[str], None]
 def adjust(site: Site, endpoint: Endpoint, say: Say) -> None:
     """Make the number of each version's jobs what the gateway wants, without waiting for them.
 
-    A job near its time limit counts no more: another one is submitted, and it ends by itself.
+    A job near its time limit counts no more: another one is submitted, and it ends at the limit.
 
     Raises:
         EndpointFault: what is missing would fail as the one before it.

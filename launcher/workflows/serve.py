@@ -84,7 +84,7 @@ def start(
 def launch(
     site: Site, endpoint: Endpoint, asked: Served, count: int, say: Say
 ) -> tuple[Served, list[Run], dict[str, Any]]:
-    """Submit so many jobs, each with a copy of a model; return them, and the fronts' settings.
+    """Submit this many jobs, each with a copy of a model; return them, and the fronts' settings.
 
     Each replica is a job: the loss of a node ends one of them, and Slurm starts that one again.
     """
@@ -359,7 +359,7 @@ def successors(asked: Served, going: Sequence[Run]) -> int:
 def renew(
     site: Site, endpoint: Endpoint, old: Served, going: Sequence[Run], count: int, say: Say
 ) -> None:
-    """Let so many new jobs of what a version was asked for take the place of some of its runs.
+    """Let this many new jobs with the settings of a version replace some of its runs.
 
     If its alias names another version by now, that one gets its share of the traffic.
     """

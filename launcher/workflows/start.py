@@ -42,7 +42,7 @@ _BASES = ("hub_lora", "hub_qlora")
 
 @dataclass(frozen=True)
 class Draft:
-    """A recipe that is not written yet, and what is known of it.
+    """A recipe that is not written yet, and facts about it.
 
     reward: the file of the reward function that has to be written; None without one. estimate: None
     if nothing is known of the model before it is downloaded. datasets: as the
@@ -62,7 +62,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What the template needs and the data decide."""
+    """Values of the template that follow from the data."""
 
     base: str = _BASES[0]
     gpus: int = 1
@@ -181,7 +181,7 @@ class _Drafts:
         return recipes.load(str(self.path), overrides)
 
     def estimate(self, settings: _Settings, tokens: int | None = None) -> Estimate | None:
-        """What a draft needs for so many tokens; None if its model is not known here."""
+        """What a draft needs for this many tokens; None if its model is not known here."""
         recipe, site = self.load(settings), self.site
         try:
             return Estimate(

@@ -50,7 +50,7 @@ from runspec.states import STOPPED_EARLY
 Say = Callable[[str], None]
 # A label of a run has this many characters at most; a cell's number is added to the sweep's name.
 _LABEL = 58
-# What has come to its end, and is not started again.
+# Runs that have ended and are not restarted.
 _DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY", STOPPED_EARLY})
 
 
@@ -110,7 +110,7 @@ def plan_sweep(
 
     Args:
         overrides, options: of every cell, on top of its own.
-        parallel: how many of its runs may work at a time; None for what its file says.
+        parallel: the maximum number of concurrent runs; None: as in its file.
     """
     path = sweeps.root(site.root) / directory.new_name(sweep.name[:_LABEL])
     planned: dict[int, PlannedRun] = {}

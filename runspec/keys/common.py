@@ -134,7 +134,7 @@ _KEYS = (
         "resources.rollout",
         "rollout nodes",
         "What generates the answers of entry: grpo. same: the GPUs that train, in turns. A number: "
-        "so many nodes of the job beside those that train, with a replica on each GPU.",
+        "that many additional nodes in the same job, with a replica on each GPU.",
         "same",
     ),
     Key("hub", "block", "What cookbook download fetches from the Hugging Face Hub."),
@@ -197,9 +197,9 @@ ENGINE = table(
     Key(
         "work_dir",
         "text",
-        "Folder in which the engine starts, relative to the recipe's file, or typed to the "
-        "shell's. Default: the nearest folder, from the config's upwards, else the shell's, in "
-        "which the files that the config names lie.",
+        "Folder in which the engine starts, relative to the recipe's file, or on the command line "
+        "to the current one. Default: the nearest folder, from the config's upwards, else the "
+        "current one, that contains the files named in the config.",
         may_change=True,
     ),
     Key(

@@ -28,7 +28,7 @@ class DistillConfig(TrainConfig):
     )
     teacher_quantize_base: bool = setting(
         "flag",
-        "Hold the linear layers of the teacher in 4 bits (NF4), as model.quantize_base holds the "
+        "Store the teacher's linear layers in 4 bits (NF4), as model.quantize_base does for the "
         "base of QLoRA.",
         False,
     )
@@ -66,8 +66,8 @@ class DistillConfig(TrainConfig):
     )
     teacher_top_k: int = setting(
         "positive",
-        "Tokens whose log-probabilities entry: teach keeps for each trained token, beside the mass "
-        "of all others: 8 bytes each, and 4.",
+        "Log-probabilities that entry: teach stores for each trained token, 8 bytes each. "
+        "The total probability of all other tokens takes 4 more.",
         32,
     )
 

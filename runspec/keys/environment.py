@@ -8,7 +8,7 @@ CONTAINERS = ("pyxis", "apptainer")
 ENVIRONMENT = table(
     Key("description", "text", "One line about the environment."),
     Key("name", "text", "Name of the record that the other keys are from."),
-    Key("kind", KINDS, "What holds the packages.", "venv"),
+    Key("kind", KINDS, "What contains the packages.", "venv"),
     Key("image", "text", "Image of a container: a file, or a registry's name."),
     Key("conda", "text", "Name or folder of the conda environment."),
     Key("conda_root", "text", "Folder of conda. Default: that of CONDA_EXE, else ~/miniforge3."),

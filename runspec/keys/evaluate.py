@@ -12,7 +12,7 @@ EVAL = table(
     Key("candidate_name", "text", "Its name in the table."),
     Key("against", "text", "Folder of the model to compare with."),
     Key("against_name", "text", "Its name in the table."),
-    Key("results", "text", "Folder for the result, beside the evaluated run."),
+    Key("results", "text", "Folder for the result, in addition to the evaluated run."),
     Key(
         "training_data",
         "open block",

@@ -19,7 +19,7 @@ FILE_SOURCES = ("json", "csv", "parquet", "text", "arrow")
 def names_no_files(dataset: Mapping[str, Any]) -> str | None:
     """Why a dataset block cannot be read: it is of files, and names none; else None.
 
-    datasets.load_dataset would then read whatever lies in the working directory.
+    datasets.load_dataset would then read any files of the working directory.
     """
     source = dataset.get("source")
     if source not in FILE_SOURCES or dataset.get("data_files") or dataset.get("data_dir"):
@@ -91,7 +91,7 @@ class TrainingKeys:
     max_steps: int | None = changeable("positive", "Maximum number of optimizer steps.")
     first_blocks: int | None = setting(
         "positive",
-        "Train only so many of the model's first blocks, for rehearsals: cookbook doctor "
+        "Train only the first blocks of the model, this many, for rehearsals: cookbook doctor "
         "--rehearse.",
     )
     max_steps_per_epoch: int | None = setting(
@@ -219,8 +219,8 @@ class LayoutKeys:
     )
     expert_imbalance: float = changeable(
         "ratio",
-        "Rows of the GPU whose experts are chosen most, over the mean of the GPUs that share the "
-        "experts: estimates keep memory free for so many. Training uses what comes.",
+        "Rows of the GPU whose experts are chosen most, divided by the mean of the GPUs that share "
+        "the experts. Estimates reserve memory for this ratio; training does not use it.",
         1.5,
     )
     data_parallel_replicate_dim: int = changeable(

@@ -75,8 +75,8 @@ class GrpoConfig(TrainConfig):
     )
     overlong_tokens: int = setting(
         "count",
-        "DAPO's soft punishment: over the last so many tokens before max_new_tokens the reward "
-        "falls by up to 1.",
+        "DAPO's soft punishment: over this many tokens before max_new_tokens the reward falls by "
+        "up to 1.",
         0,
     )
     max_staleness: int = setting(
@@ -99,7 +99,7 @@ class GrpoConfig(TrainConfig):
     rollout_timeout: float = changeable(
         "number",
         "With resources.rollout: seconds that a transfer of weights, or a batch of answers, may "
-        "take, the wait for a replica that is started again included.",
+        "take, including the restart of a replica.",
         600.0,
     )
     rollout_engine: str = changeable(
@@ -111,8 +111,8 @@ class GrpoConfig(TrainConfig):
     )
     rollout_gpus: int = changeable(
         "positive",
-        "GPUs of a node that hold one vLLM server together (tensor parallel), for a model that is "
-        "too large for one.",
+        "GPUs of a node that share one vLLM server (tensor parallel), for a model that is too "
+        "large for one GPU.",
         1,
     )
     rollout_gpu_memory_utilization: float | None = changeable(

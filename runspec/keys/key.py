@@ -71,7 +71,7 @@ KINDS = {
     "base": Kind("true, false, nf4 or fp8", lambda v: isinstance(v, bool) or v in ("nf4", "fp8")),
     "text": Kind("one line of text", _is_line),
     "rollout nodes": Kind(
-        "same, or a number of nodes beside those that train",
+        "same, or a number of additional nodes",
         lambda value: value == "same" or _whole(1)(value),
     ),
     "fp32": Kind("fp32", lambda value: value == "fp32"),

@@ -63,8 +63,8 @@ class ModelKeys:
             Key(
                 "modules_to_save",
                 "texts",
-                "Beside an adapter, what is trained whole: embed_tokens, lm_head (torchtune's "
-                "builders: tok_embeddings, output).",
+                "Layers to train in full, in addition to the adapter: embed_tokens, lm_head "
+                "(torchtune's builders: tok_embeddings, output).",
             ),
             Key("use_dora", "flag", "DoRA: also train a magnitude per row.", False),
             Key(

@@ -24,7 +24,7 @@ class PreferenceConfig(TrainConfig):
     reference: str = changeable(
         "auto | adapter_off | model | log_probs",
         "The model before training: the policy with its adapter off; a frozen second model; or its "
-        "log-probabilities, computed once before the first step and kept beside the tokens. auto: "
+        "log-probabilities, computed once before the first step and stored with the tokens. auto: "
         "adapter_off with a new adapter and one epoch, else log_probs.",
         "auto",
     )

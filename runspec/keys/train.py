@@ -87,7 +87,7 @@ class TrainConfig(
             "collate_fn",
             "torchtune.data.padded_collate_sft | torchtune.data.padded_collate_packed",
             "How samples become a batch.",
-            unused="the trainer makes batches by itself, with the same result",
+            unused="the trainer makes the batches, with the same result",
         ),
         Key(
             "optimizer_in_bwd",

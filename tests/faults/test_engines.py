@@ -264,7 +264,7 @@ def environment(name: str, case: Case, place: Path) -> Path:
     if not case.standin:
         venv = Path(os.environ.get("COOKBOOK_ENGINES", "/nonexistent")) / name
         if not (venv / "bin/python").exists():
-            pytest.skip(f"COOKBOOK_ENGINES holds no environment {name}")
+            pytest.skip(f"COOKBOOK_ENGINES has no environment {name}")
         if name == "litgpt" and not (place / "litgpt/lit_model.pth").exists():
             code = ["-c", _LITGPT_MODEL, str(place / "litgpt")]
             subprocess.run([str(venv / "bin/python"), *code], check=True)

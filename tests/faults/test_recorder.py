@@ -140,7 +140,7 @@ def test_a_killed_supervisor_is_started_again_and_goes_on(place, plain_env, mome
     os.kill(supervisor(job.pid), signal.SIGKILL)
     harmed.touch()
     assert job.wait(timeout=60) == 0, said(run)
-    assert "it is started again" in said(run)
+    assert "it is restarted" in said(run)
     assert [(line["cause"], line["exit_code"]) for line in attempts(run)] == [
         ("killed", 1),
         ("finished", 0),

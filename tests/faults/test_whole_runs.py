@@ -50,7 +50,7 @@ def test_a_killed_supervisor_costs_nothing(user: Kit, undisturbed: Undisturbed):
     (line,) = ended(user, run, "COMPLETED")
     assert (line["cause"], line["exit_code"]) == ("finished", 0), report(run)
     log = (run / files.JOB_LOG).read_text()
-    assert "it is started again" in log and "attempt 0 goes on" in log and ranks, log
+    assert "it is restarted" in log and "attempt 0 goes on" in log and ranks, log
     undisturbed.is_equalled_by(run)
 
 

@@ -194,7 +194,7 @@ def test_what_slurm_starts_or_lets_wait_for_a_while_is_no_fault(
     [
         ("user-gpus", "QOSMaxGRESPerUser", "limits the GPUs of one user's jobs together: it waits"),
         ("all-gpus", "QOSGrpGRES", "limits the GPUs of all its jobs together: it waits"),
-        ("one-runs", "QOSMaxJobsPerUserLimit", "your QoS runs as many jobs at a time as it may"),
+        ("one-runs", "QOSMaxJobsPerUserLimit", "your QoS already runs the maximum number of jobs"),
         ("one-queued", "QOSMaxSubmitJobPerUserLimit", "as many jobs in the queue as it may"),
     ],
 )

@@ -443,7 +443,7 @@ def test_gpus_are_read_as_sinfo_writes_them(gres, gpus):
         ("QOSMaxGRESMinutesPerJob", "more GPUs x minutes than your QoS allows per job"),
         ("AssocMaxWallDurationPerJobLimit", "its time limit is longer than your account allows"),
         ("QOSGrpWallLimit", "the time that your QoS has for all its jobs is used up"),
-        ("AssocMaxJobsLimit", "your account runs as many jobs at a time as it may"),
+        ("AssocMaxJobsLimit", "your account already runs the maximum number of jobs"),
         ("AssocGrpSubmitJobsLimit", "your account has as many jobs in the queue as it may"),
         ("QOSMinNode", "fewer nodes than your QoS requires"),
         ("MaxNodePerAccount", "your QoS limits the nodes of one account's jobs together"),

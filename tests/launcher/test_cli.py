@@ -101,7 +101,7 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (
             ["submit", "--recipe", "demo", "--local", "+tokenizer.key=hf_" + "a" * 30],
             1,
-            "holds a Hugging Face token",
+            "contains a Hugging Face token",
         ),
         (["status", "nothing"], 2, "list them with: cookbook status"),
         (["logs", "last"], 2, "there is no run"),

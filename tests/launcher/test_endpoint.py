@@ -72,7 +72,7 @@ def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
         keep.look(Site(), endpoint, told.append)
         facts = json.loads(file.read_text())
         assert [line.partition(": ")[2] for line in told] == [
-            "the gateway did not answer: it was killed, and starts again",
+            "the gateway did not answer: it was killed, and is restarted",
             f"gateway {url}",
         ]
         assert not serve.end_hung_gateway(endpoint)

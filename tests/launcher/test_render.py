@@ -165,7 +165,7 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
         "environment sets NODES, which the job script, Slurm or torchrun sets",
         "environment sets SLURM_JOB_ID, which",
         "job_setup must be a list of strings",
-        "node_paths holds whole paths",
+        "node_paths must be absolute paths",
         "did you mean network_interface",
     ):
         assert part in told

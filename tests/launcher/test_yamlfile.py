@@ -54,7 +54,7 @@ def test_text_that_looks_like_a_number_stays_text_for_us_and_for_omegaconf(tmp_p
         ("a: 1\nb: 2\na: 3\n", "line 3, column 1: the key 'a' is given twice"),
         ("model:\n  lr: 1\n rank: 2\n", "line 3, column 2"),
         ("a: !!python/object/apply:os.system ['true']\n", "line 1, column 4"),
-        ("- just\n- a list\n", "holds no 'key: value' lines"),
+        ("- just\n- a list\n", "has no 'key: value' lines"),
     ],
 )
 def test_a_broken_file_names_the_place(tmp_path, text, told):

@@ -281,15 +281,15 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "shards without an index": (
         all_of(SHARDED, without(INDEX)),
-        ("holds model-00001-of-00002.safetensors, but neither", INDEX, "download the model"),
+        ("contains model-00001-of-00002.safetensors, but neither", INDEX, "download the model"),
     ),
     "Mistral's own file alone": (
         all_of(consolidated, without(WHOLE)),
-        ("holds consolidated.safetensors, but neither", "; download the model as"),
+        ("contains consolidated.safetensors, but neither", "; download the model as"),
     ),
     "pickled weights": (
         all_of(text("pytorch_model.bin", ""), without(WHOLE)),
-        ("holds neither model.safetensors nor", "; download the model as"),
+        ("has neither model.safetensors nor", "; download the model as"),
     ),
     "an index that is cut short": (
         all_of(SHARDED, text(INDEX, '{"weight_map": {')),
@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "an adapter's config beside weights": (
         edit("adapter_config", base_model_name_or_path="/base"),
-        ("holds an adapter (adapter_config.json); give", "remove that file"),
+        ("has an adapter (adapter_config.json); give", "remove that file"),
     ),
     "a head that is missing": (
         all_of(UNTIED, tensors(lambda held: held.pop(HEAD))),

@@ -188,10 +188,10 @@ def test_what_changes_pefts_function_is_refused_by_name(
         ({"model": lora_model(lora_alpha=32)}, "lora_alpha=8.0, the model model.lora_alpha=32"),
         (
             {"model": lora_model(lora_attn_modules=["q_proj"])},
-            r"holds an adapter for layers\.\*\.attn\.v_proj, the model has none",
+            r"contains an adapter for layers\.\*\.attn\.v_proj, the model has none",
         ),
         ({"model": {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES}}, "no adapter"),
-        ({"missing": "q_proj"}, "holds nothing for the model's layers"),
+        ({"missing": "q_proj"}, "has nothing for the model's layers"),
         ({"given": "adapter_0.pt"}, "is no safetensors file; pickled adapters are not read"),
         ({"given": "nowhere"}, "does not exist"),
     ],

@@ -149,7 +149,7 @@ def test_a_sound_config_has_no_fault(content: dict) -> None:
 def test_a_model_that_is_not_whole_is_told(content: dict, tmp_path: Path) -> None:
     content["checkpointer"]["checkpoint_dir"] = str(tmp_path)
     (fault, *_) = check.faults(content, SupervisedFineTuning)
-    assert "holds neither model.safetensors nor" in fault
+    assert "has neither model.safetensors nor" in fault
 
 
 def test_the_command_answers_in_json(content: dict, tmp_path: Path) -> None:

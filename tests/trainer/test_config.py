@@ -217,7 +217,7 @@ def test_a_model_folder_that_does_not_fit(
             "dataset: torchtune.datasets.instruct_dataset refused its arguments: Unable to find",
         ),
         ({"dataset": {"column_map": {"input": "q", "output": "a"}}}, "there is no column 'q'"),
-        ({"tokenizer": {"max_seq_len": 4}}, "dataset: no sample holds a token to train on"),
+        ({"tokenizer": {"max_seq_len": 4}}, "dataset: no sample has a token to train on"),
         ({"model": {"max_seq_len": 8}}, "tokens, the model takes 8; set tokenizer.max_seq_len=8"),
     ],
     ids=[

@@ -276,7 +276,7 @@ def test_what_cannot_generate_is_refused(
     more = {"row_length": 96, "teacher_log_probs": "kept"}
     path = write_config(tmp_path, model_folder, dataset, **own, **more)
     (kept,) = check.faults(read_yaml(path), Distillation)
-    assert kept.startswith("on_policy_share: what is kept of the teacher")
+    assert kept.startswith("on_policy_share: the teacher's stored pass")
     path = write_config(tmp_path, model_folder, dataset, **own, save_adapter_weights_only=True)
     content = read_yaml(path)
     content["model"] = {"adapter": "prompt", "num_virtual_tokens": 4}

@@ -339,7 +339,7 @@ OVER = {
         ["q_proj", "lm_head"],
         {},
         tensors(lambda held: held.update({HEAD: held[HEAD] * 2})),
-        "holds other weights of lm_head.base_layer.weight than .*; merge it into its base",
+        "contains other weights of lm_head.base_layer.weight than .*; merge it into its base",
     ),
     "some layers": (
         ["q_proj"],

@@ -175,7 +175,7 @@ def test_several_turns_and_a_reward_model(tmp_path: Path, sums: Path) -> None:
     (broken,) = check._samples(content, PolicyOptimisation, 0)["sample_faults"]
     assert broken.startswith("rewards.broken: ") and "a text or messages" in broken
     content["rewards"] = {"model": {"function": "reward_model", "model": str(sums)}}
-    assert "holds no reward model" in check.faults(content, PolicyOptimisation)[0]
+    assert "has no reward model" in check.faults(content, PolicyOptimisation)[0]
 
 
 def judge_tokens(folder: Path, text: str) -> list[int]:

@@ -251,7 +251,7 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, model_folder: Path) -> None
     empty.write_text("")
     world = distributed.start("cpu")
     try:
-        with pytest.raises(ConfigError, match="dataset: holds no sample"):
+        with pytest.raises(ConfigError, match="dataset: has no sample"):
             build(load(write_config(tmp_path, model_folder, empty)), world)
     finally:
         distributed.stop()

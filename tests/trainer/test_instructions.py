@@ -87,8 +87,8 @@ def test_samples_are_those_of_torchtune(
         ([SHAREGPT[2], *SHAREGPT[1:]], "message 1 (assistant) does not follow one of the user"),
         ([SHAREGPT[1], *SHAREGPT[1:]], "messages 1 and 2 are both of the user"),
         ([*SHAREGPT[1:3], SHAREGPT[0]], "message 3 is a system message, which must come first"),
-        ("Hm?", "the column 'conversations' holds no list of messages"),
-        (None, "the column 'conversations' holds no list of messages"),
+        ("Hm?", "the column 'conversations' has no list of messages"),
+        (None, "the column 'conversations' has no list of messages"),
     ],
 )
 def test_turns_in_another_order_are_refused(
@@ -107,7 +107,7 @@ def test_a_number_is_not_a_text(tmp_path: Path, model_folder: Path) -> None:
     ours = component("dataset", "torchtune.datasets.instruct_dataset")
     tokenizer = hugging_face_tokenizer(str(model_folder))
     samples = ours(tokenizer, **rows_file(tmp_path, {"input": "How many?", "output": 42}))
-    with pytest.raises(ConfigError, match="the column 'output' holds 42, which is not a text"):
+    with pytest.raises(ConfigError, match="the column 'output' contains 42, which is not a text"):
         samples[0]
 
 

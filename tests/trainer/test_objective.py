@@ -151,7 +151,7 @@ def test_a_prepared_set_of_pairs_is_read_by_the_methods_component(
     trained = [span["text"] for each in found["shown"] for span in each["spans"][1:]]
     assert trained == [" Yes, it is fast.<|end|>", " No.<|end|>"]
     _, (fault,) = previews(parse(content), 1)
-    assert "holds preference pairs, which this method does not train on" in fault
+    assert "contains preference pairs, which this method does not train on" in fault
 
 
 def test_an_adapter_that_training_goes_on_from_is_in_the_reference(

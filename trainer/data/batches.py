@@ -286,7 +286,7 @@ class Batches:
         )
 
     def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
-        """What would fail inside a model that knows so many tokens and positions.
+        """The faults that samples would cause in a model with this vocabulary and context.
 
         Args:
             key: the config's, for messages.
@@ -356,7 +356,7 @@ class Data:
     mismatches: list[str]
 
     def faults(self, vocab_size: int, max_seq_len: int) -> list[str]:
-        """What would fail inside a model that knows so many tokens and positions."""
+        """The faults that samples would cause in a model with this vocabulary and context."""
         texts = self.mismatches + self.training.faults("dataset", vocab_size, max_seq_len)
         if self.validation is not None:
             texts += self.validation.faults("dataset_val", vocab_size, max_seq_len)

@@ -16,7 +16,7 @@ def targets(key: str, samples: TokenisedDataset, world: World) -> None:
     empty = int((samples.targets == 0).sum())
     if empty == len(samples):
         raise ConfigError(
-            f"{key}: no sample holds a token to train on; "
+            f"{key}: no sample has a token to train on; "
             "check the answers' column and tokenizer.max_seq_len"
         )
     if empty:
@@ -81,7 +81,7 @@ def _shared_samples(first: str, second: str, sizes: dict[str, int]) -> int:
 def misfits(
     key: str, samples: TokenisedDataset, row_length: int | None, vocab_size: int, max_seq_len: int
 ) -> list[str]:
-    """What of a dataset would fail inside a model that knows so many tokens and positions."""
+    """The faults that samples would cause in a model with this vocabulary and context."""
     texts: list[str] = []
     lengths = samples.documents.max(1)
     longest = int(lengths.argmax())

@@ -220,5 +220,5 @@ def schemas_of(tools: Any, column: str) -> list[dict[str, Any]] | None:
         try:
             tools = parse_json(tools or "null", strict=True)
         except ValueError as error:
-            raise ConfigError(f"the column {column!r} holds no JSON: {error}") from None
+            raise ConfigError(f"the column {column!r} is no JSON: {error}") from None
     return list(tools) if tools else None

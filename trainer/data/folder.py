@@ -35,7 +35,7 @@ def read_tokenizer(folder: Path, **options: Any) -> Any:
     """What AutoTokenizer makes of a folder, tried again while the storage cannot be read.
 
     It runs no code of the folder. transformers chooses the class by config.json too, which of an
-    adapter lies with its base.
+    adapter is stored with its base.
     """
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""What a method reads of each sample that a dataset gives, and what lies together in a batch."""
+"""What a method reads of each sample of a dataset, and which documents share a batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

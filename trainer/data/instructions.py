@@ -258,7 +258,7 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Any]:
     if column not in row:
         raise ConfigError(f"there is no column {column!r}")
     if not isinstance(row[column], list):
-        raise ConfigError(f"the column {column!r} holds no list of messages")
+        raise ConfigError(f"the column {column!r} has no list of messages")
     return row[column]
 
 

@@ -42,7 +42,7 @@ class Cursor:
 
     Args:
         parts: of the whole source.
-        stream, streams: which of so many streams; it reads parts of its own.
+        stream, streams: the number of this stream, and of all; it reads parts of its own.
         seed: of the order; None keeps the files' own.
         place: (pass over its parts, part, document in it), as `place` returned it.
     """
@@ -123,7 +123,7 @@ class Cursor:
 class RowStream:
     """The rows of one logical stream, each filled with documents and parts of documents.
 
-    A document that is longer than what is left of a row goes on in the next row, which begins with
+    A document that is longer than the rest of a row continues in the next row, which begins with
     its last token again, so that each token but a document's first is predicted once. The next
     document is one of the source whose tokens so far are least against its weight.
 

@@ -14,7 +14,7 @@ def pack(lengths: np.ndarray, row_length: int, seed: int | None) -> list[list[in
 
     Args:
         lengths: tokens of each sample, [samples], each from 1 to `row_length`.
-        row_length: tokens that a row holds.
+        row_length: tokens in a row.
         seed: windows are drawn from a permutation by it; None takes the samples in order.
 
     Returns:

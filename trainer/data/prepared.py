@@ -64,7 +64,7 @@ def by_files(block: Mapping[str, Any], preferences: str = "") -> dict[str, Any]:
     read = (_BY_FORMAT | pairs).get(_card(folder)["format"])
     if read is None:
         raise ConfigError(
-            f"dataset: {folder} holds preference pairs, which this method does not train on: "
+            f"dataset: {folder} contains preference pairs, which this method does not train on: "
             "prepare it with output.format=messages to train on the chosen answers"
         )
     # A dataset of plain text has no prompt that could be left out.

@@ -19,12 +19,12 @@ from trainer.data.teacher import KeptTeacher
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
-# So many samples are counted, and of so many faults the line is named.
+# Number of samples that are counted, and of faults whose line is named.
 FIRST = 1000
 FAULTS = 20
-# So many samples of the training data are looked through for those of the validation data.
+# Number of training samples that are compared with those of the validation data.
 COMPARED = 20_000
-# A character of UTF-8 has at most so many bytes, so it lies in at most so many tokens.
+# Maximum bytes of a character in UTF-8, and so of the tokens that it is in.
 LONGEST_CHARACTER = 4
 # What decoding puts in the place of bytes that are no character, or not yet.
 INCOMPLETE = "\ufffd"

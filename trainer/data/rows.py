@@ -50,14 +50,14 @@ class Rows:
 
     @staticmethod
     def finite(row: Mapping[str, Any], column: str) -> Any:
-        """What a column holds, None if there is none.
+        """The content of a column, None if there is none.
 
         Raises:
             ConfigError: a number in it, however deep, is NaN or infinite.
         """
         value = row.get(column)
         if (number := _non_finite(value)) is not None:
-            raise ConfigError(f"the column {column!r} holds {number}; numbers must be finite")
+            raise ConfigError(f"the column {column!r} contains {number}; numbers must be finite")
         return value
 
     @staticmethod
@@ -74,7 +74,7 @@ class Rows:
         for column in columns:
             if not isinstance(row[column], str):
                 raise ConfigError(
-                    f"the column {column!r} holds {row[column]!r}, which is not a text"
+                    f"the column {column!r} contains {row[column]!r}, which is not a text"
                 )
         return [row[column] for column in columns]
 

@@ -19,7 +19,7 @@ from runspec.files import parse_json
 from runspec.storage import patiently
 from trainer.errors import ConfigError
 
-# Lines of an uncompressed file that are read at once: those that begin in so many bytes.
+# Lines of an uncompressed file that are read at once: those that begin in this many bytes.
 PART_BYTES = 16 * 2**20
 # Documents of a Parquet or a compressed file that are read, and shuffled, together.
 BLOCK = 1024
@@ -77,7 +77,7 @@ def _kind(path: Path) -> str | None:
 
 
 def parts_of(paths: list[Path], least: int) -> list[Part]:
-    """The parts of files, at least so many.
+    """The parts of files, at least this many.
 
     Files with fewer parts are read by several streams, each of which takes every n-th document.
 

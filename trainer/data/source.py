@@ -226,7 +226,7 @@ def opened(key: str, block: dict[str, Any], make: Callable[[], T]) -> T:
         samples = patiently(lambda _: make(), Path(key))
     except StopIteration:
         # So datasets answers to a file of no line.
-        raise ConfigError(f"{key}: holds no sample") from None
+        raise ConfigError(f"{key}: has no sample") from None
     except DatasetGenerationError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ConfigError(
@@ -236,7 +236,7 @@ def opened(key: str, block: dict[str, Any], make: Callable[[], T]) -> T:
         raise ConfigError(f"{key}: cannot be opened: {str(error).splitlines()[0]}") from None
     if len(samples) == 0:
         split = f" (split {block['split']})" if "split" in block else ""
-        raise ConfigError(f"{key}: holds no sample{split}")
+        raise ConfigError(f"{key}: has no sample{split}")
     return samples
 
 
@@ -277,7 +277,7 @@ def _document(tokens: Any, labels: Any, limit: int | None) -> Document:
     labels = np.asarray(labels, dtype=np.int64)[:limit]
     trained = labels != IGNORE_INDEX
     if tokens.ndim != 1 or not len(tokens) or tokens.shape != labels.shape:
-        raise ConfigError("holds no tokens, or not as many labels as tokens")
+        raise ConfigError("has no tokens, or not as many labels as tokens")
     if not np.array_equal(labels[trained], tokens[trained]):
         raise ConfigError("its labels are not its tokens; only these can be trained")
     return tokens, trained

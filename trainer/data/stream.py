@@ -103,7 +103,7 @@ def _source(key: str, block: Any) -> Source:
     if given is None:
         read = prepared.by_files({"data_dir": block["data_dir"]})
         if "column" not in read:
-            raise ConfigError(f"{key}: {block['data_dir']} holds no plain text: use entry: sft")
+            raise ConfigError(f"{key}: {block['data_dir']} has no plain text: use entry: sft")
         given, column = read["data_files"], read["column"]
     paths = shards.files_of(f"{key}.data_files", given)
     name = block.get("name") or block.get("data_dir") or block.get("data_files")
@@ -282,7 +282,7 @@ def build(config: TrainConfig, world: World) -> Data:
         parts = [shards.parts_of(source.files, streams) for source in sources]
         for source, own in zip(sources, parts, strict=True):
             if not own:
-                raise ConfigError(f"dataset.sources: {source.name} holds no text")
+                raise ConfigError(f"dataset.sources: {source.name} has no text")
         content = [config.tokenizer, *(source.identity for source in sources)]
         content += [files.sha256(path) for path in tokenizer_files(config.tokenizer)]
         return sources, parts, hashlib.sha256(repr(content).encode()).hexdigest()[:16]

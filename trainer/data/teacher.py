@@ -1,4 +1,4 @@
-"""What is kept of a teacher's distributions beside a dataset's tokens, memory-mapped.
+"""A teacher's stored distributions, beside a dataset's tokens, memory-mapped.
 
 One folder per teacher, named by what the numbers depend on. It holds parts of consecutive samples,
 a record for each trained token of each sample in turn, and appears complete once META is there:
@@ -25,18 +25,18 @@ META = "meta.json"
 PART, FIGURES = "part_{:05d}.bin", "part_{:05d}.json"
 # CRC-32 of the records of each sample.
 SUMS = "part_{:05d}.sums"
-# Tokens of a part; within these a dataset has so many parts, that many ranks have one each.
+# Tokens of a part. Within these limits a dataset has about PARTS parts, which ranks share.
 SMALLEST_PART, LARGEST_PART, PARTS = 2**12, 2**20, 256
 
 
 def record(k: int) -> np.dtype[Any]:
-    """What is kept of one token: 8 k + 4 bytes."""
+    """The record of one token: 8 k + 4 bytes."""
     columns = [("ids", np.int32, (k,)), ("log_probs", np.float32, (k,)), ("tail", np.float32)]
     return np.dtype(columns)
 
 
 class Part(NamedTuple):
-    """A part by its number: the samples from `begin` to `end`, with so many trained tokens."""
+    """A part by its number: the samples from `begin` to `end`, and their trained tokens."""
 
     number: int
     begin: int
@@ -89,7 +89,7 @@ class KeptTeacher:
         self._begins = np.cumsum(targets) - targets - first[self._part_of]
 
     def of(self, samples: np.ndarray) -> TopK:
-        """What is kept of the trained tokens of some samples in turn.
+        """The records of the trained tokens of some samples, in order.
 
         Raises:
             ConfigError: it is not what was written.

@@ -158,7 +158,7 @@ class TokenisedDataset:
 
     @cached_property
     def sha256(self) -> str:
-        """A hash of every sample, the same wherever the data lies."""
+        """A hash of every sample, the same wherever the data is."""
         return hashlib.sha256(self.fingerprints.tobytes()).hexdigest()[:16]
 
 

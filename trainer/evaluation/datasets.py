@@ -21,7 +21,7 @@ from trainer.errors import ConfigError
 T = TypeVar("T")
 Turns = list[dict[str, Any]]
 
-# So many are told.
+# Maximum number of faults that are reported.
 FAULTS = 5
 
 _PAIRS = SampleForm(preferences="trainer.data.preferences.PreferenceDataset")
@@ -43,7 +43,7 @@ def conversations(
         limit: how many rows; None for all.
 
     Raises:
-        ConfigError: the block cannot be opened, or holds no questions; or names the rows at fault.
+        ConfigError: the block cannot be opened, or has no questions; or names the rows at fault.
     """
     block = read_block(block, _PAIRS)
     column = block.get("conversation_column", "messages")

@@ -34,7 +34,7 @@ class Answerer:
     All ranks of a spread model call its methods together, with the same arguments.
 
     Raises:
-        ConfigError: the folder holds no model that transformers can load.
+        ConfigError: the folder has no model that transformers can load.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Answerer:
                 "loaded onto it; evaluate the merged export"
             )
         if not (base / "config.json").is_file():
-            raise ConfigError(f"{base}: holds no model (config.json is missing)")
+            raise ConfigError(f"{base}: has no model (config.json is missing)")
         try:
             # An adapter has a tokenizer of its own if the base has another one.
             own = folder if (folder / "tokenizer.json").is_file() else base

@@ -31,7 +31,7 @@ class Scorer:
     """A reward model on one device.
 
     Raises:
-        ConfigError: the folder holds no reward model that transformers can load.
+        ConfigError: the folder has no reward model that transformers can load.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], device: torch.device) -> None:

@@ -75,7 +75,7 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     if faults:
         raise ConfigError(*faults)
     if not samples:
-        raise ConfigError(f"tasks.{name}.data {path} holds no sample")
+        raise ConfigError(f"tasks.{name}.data {path} has no sample")
     return samples
 
 

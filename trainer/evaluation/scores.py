@@ -61,7 +61,7 @@ def _f_measure(common: int, ours: int, theirs: int) -> float:
 
 
 def matches(answer: str, pattern: str) -> float:
-    """Return 1 if the answer holds the regular expression, else 0."""
+    """Return 1 if the answer matches the regular expression, else 0."""
     return float(re.search(pattern, answer) is not None)
 
 

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 
 class StageCache(DynamicCache):
-    """transformers' cache; of the layers that other ranks have it holds nothing."""
+    """transformers' cache, empty for the layers of other ranks."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache."""

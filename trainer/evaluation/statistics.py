@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-# Resampled values held at a time.
+# Resampled values in memory at once.
 _CELLS = 4_000_000
 
 

@@ -29,7 +29,7 @@ class Documents(NamedTuple):
 
 
 class TopK(NamedTuple):
-    """What is kept of a teacher's distribution of each token.
+    """The stored part of a teacher's distribution of each token.
 
     ids: int32 [tokens, k], its likeliest tokens, the first one first. log_probs: fp32 [tokens, k],
     theirs. tail: fp32 [tokens], the log of the mass of all other tokens; -inf for none.

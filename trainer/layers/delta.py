@@ -48,7 +48,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def divide(layer: nn.Module, ranks: int) -> None:
-    """Tell a layer that this rank has one of so many parts of its heads."""
+    """Tell a layer that this rank has a part of its heads, one of `ranks`."""
     for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim"):
         setattr(layer, name, getattr(layer, name) // ranks)
 

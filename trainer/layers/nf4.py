@@ -25,7 +25,7 @@ from torch import nn
 from runspec.layout import NF4_BLOCK
 from trainer.parallel.sharded import place_of
 
-# So many values are computed at a time outside of compiled code: 256 MiB in fp32.
+# Values that are computed at once outside of compiled code: 256 MiB in fp32.
 AT_A_TIME = 2**26
 BLOCK = NF4_BLOCK
 SCALE_BYTES = 2
@@ -71,7 +71,7 @@ def dense_numel(parameter: torch.Tensor) -> int:
 
 
 def dense_place(parameter: torch.Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a weight lies in it, packed or not: a slice per dimension."""
+    """The place of this rank's part in a weight, packed or not: a slice per dimension."""
     place = place_of(parameter)
     if not is_packed(parameter):
         return place

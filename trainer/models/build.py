@@ -75,7 +75,7 @@ def build(
 ) -> Model:
     """Build, shard and fill the model that `config` names.
 
-    Every rank holds only its own part of the weights.
+    Every rank has only its own part of the weights in memory.
 
     Args:
         data_faults: see `fitting`.

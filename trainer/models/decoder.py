@@ -236,7 +236,7 @@ class Decoder(nn.Module, ABC):
         return torch.tanh(logits / self.output_softcap) * self.output_softcap
 
     def prepare_split(self, ranks: int) -> None:
-        """Tell its modules, where they count heads, that each rank has one of so many parts."""
+        """Divide the counts of heads in its modules: each rank has one of this many parts."""
 
     def split_faults(self) -> list[str]:
         """Why tensor parallelism cannot split it into any number of parts, one line each."""

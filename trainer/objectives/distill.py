@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Distillation(Objective):
     """A frozen teacher runs forward over the student's batches, laid out like the student.
 
-    With teacher_log_probs=kept no teacher runs: the batches hold what is kept of it.
+    With teacher_log_probs=kept no teacher runs: the batches contain its stored log-probabilities.
 
     Figures, means over the trained tokens: kd_loss, the divergence times temperature^2;
     cross_entropy, of the student with the data; top1_agreement, the share of tokens for which both

@@ -55,7 +55,7 @@ class PreferenceTuning(PreferenceObjective):
         }
         reasons = {
             "robust": "needs loss=dpo and label_smoothing above 0",
-            "length_normalized": f"{config.loss} takes means over the tokens by itself",
+            "length_normalized": f"{config.loss} already takes means over the tokens",
             "sft_weight": "orpo has the chosen answer's likelihood in its loss, with weight 1",
         }
         other = f"loss={config.loss} does not use it"

@@ -123,7 +123,7 @@ class PolicyOptimisation(Objective):
             source = _source("dataset", config.dataset, tokenizer)
             scorers = Pool(config.rewards, 1, config.reward_timeout)
         except ConfigError:
-            return []  # told by other checks
+            return []  # reported by other checks
         try:
             rows = [source.row(index) or {} for index in range(min(TRIED_ROWS, len(source)))]
             prompt, tokens = "", tokenizer.encode(TRIED_TEXT)
@@ -445,7 +445,7 @@ class PolicyOptimisation(Objective):
         trace(models, self.config, self.world)
 
     def validated(self) -> None:
-        """Give back what the sampler holds."""
+        """Free the sampler's memory."""
         self._sampler.release()
 
 

@@ -102,7 +102,7 @@ def missing(config: DistillConfig, form: SampleForm) -> list[str]:
 
 def _absent(key: str, config: DistillConfig, folder: Path) -> str:
     return (
-        f"teacher_log_probs: {key}: there is no {folder}, what is kept of {config.teacher} with "
+        f"teacher_log_probs: {key}: there is no {folder}, the stored pass of {config.teacher} with "
         f"dtype {config.dtype}{' over NF4' * config.quantizes_teacher}, teacher_top_k "
         f"{config.teacher_top_k} and temperature {config.temperature}: make it by the same recipe "
         "with cookbook submit --recipe RECIPE entry=teach"

@@ -48,7 +48,7 @@ def faults(config: DistillConfig) -> list[str]:
     if config.teacher_log_probs != "kept":
         return []
     return [
-        "on_policy_share: what is kept of the teacher is for the data's answers only; set "
+        "on_policy_share: the teacher's stored pass covers the data's answers only; set "
         "teacher_log_probs=online or on_policy_share=0"
     ]
 
@@ -111,7 +111,7 @@ class Student:
 
     def figures(self) -> dict[str, float | None]:
         """Since the last call: the share of steps with own answers, and of these the mean length,
-        the share that ended by themselves, and the tokens per second over all ranks.
+        the share that ended with an end token, and the tokens per second over all ranks.
         """
         answers, seconds = self._answers, self._seconds
         values = {
@@ -131,7 +131,7 @@ class Student:
         asked = [index for index, room in enumerate(rooms) if room > 0 and prompts[index]]
         asked.sort(key=lambda index: -len(prompts[index]))
         room = max((rooms[index] for index in asked), default=0)
-        # So many at a time that keys and values have at most the positions of a micro-batch.
+        # In groups whose keys and values have at most the positions of a micro-batch.
         positions = config.batch_size * min(longest, max(map(len, prompts), default=0) + room)
         answers: Answers = [[] for _ in prompts]
         while asked:

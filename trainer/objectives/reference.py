@@ -33,7 +33,7 @@ from trainer.storage.weights import SafetensorsSource
 
 # Of the file of kept values.
 FORMAT, DIGEST_BYTES = 2, hashlib.sha256().digest_size
-# After so many batches the results so far are written, so that a start that is killed loses few.
+# After this many batches the results are written, so that a start that is killed loses few.
 BATCHES_PER_PART = 20
 PROGRESS_EVERY_S = 15.0
 

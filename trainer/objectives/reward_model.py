@@ -36,7 +36,7 @@ def faults(rewards: Mapping[str, Any], policy: Path) -> list[str]:
         if not rewards[name].get("model"):
             lines.append(f"{key}: give the folder of a reward model, such as a run's export")
         elif not gives_scores(folder):
-            lines.append(f"{key}: {folder} holds no reward model; entry: reward makes one")
+            lines.append(f"{key}: {folder} has no reward model; entry: reward makes one")
         elif _vocabulary(_tokenizer_folder(folder)) != _vocabulary(policy):
             lines.append(
                 f"{key}: {folder} has another tokenizer than the policy, and it scores the tokens "
@@ -54,7 +54,7 @@ def fingerprints(rewards: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tokenizer_folder(folder: Path) -> Path:
-    """The folder itself, or that of an adapter's base if it holds no tokenizer."""
+    """The folder itself, or that of an adapter's base if it has no tokenizer."""
     whole = (folder / "tokenizer.json").is_file()
     return folder if whole else base_of(folder) or folder
 
@@ -89,7 +89,7 @@ class RewardModel:
 
     def scores(self, documents: Sequence[Sequence[int]]) -> list[float]:
         """The score of each document."""
-        # Those of about the same length go through it together.
+        # Answers of about the same length go through it together.
         order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
         scores = [0.0] * len(documents)
         for begin in range(0, len(order), self._rows):

@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What was sampled, and what is made of it.
+    """Sampled answers, and the batch that is made of them.
 
     tokens: [] if there was no room for any; of several turns, with those of the environment.
     log_probs: the sampler's, of each token that it drew. ended: by
@@ -81,7 +81,7 @@ def prompts_of(batch: MicroBatch) -> list[tuple[int, list[int]]]:
 class PromptBatches:
     """The prompts of each step, each for as many steps as train on the same answers.
 
-    current: this rank's answers, which a checkpoint between two such steps holds.
+    current: this rank's answers, which a checkpoint between two such steps contains.
     """
 
     def __init__(self, inner: Batches, config: GrpoConfig, world: World) -> None:

@@ -34,7 +34,7 @@ from trainer.objectives.distill import Distillation
 from trainer.objectives.kept_teacher import Kept
 from trainer.parallel.world import World
 
-# So many tokens of the first batch of each part are compared over the whole vocabulary.
+# Tokens of the first batch of each part that are compared over the whole vocabulary.
 COMPARED = 128
 
 
@@ -54,7 +54,7 @@ class Teaching(Distillation):
         return Models(builder.teacher(self.config.teacher))
 
     def run_once(self, models: Models, batch: MicroBatch) -> None:
-        """The pass over one batch, without what is kept of it, for `trainer.trace`."""
+        """The pass over one batch, without storing it, for `trainer.trace`."""
         config, module = self.config, models.policy.module
         kept_of(module, batch, config.teacher_top_k, module.vocab_size, config.temperature, True)
 

@@ -212,7 +212,7 @@ class Copy(Engine):
 
     @torch.no_grad()
     def one_token(self, rows: int, length: int) -> torch.Tensor:
-        """Scores [rows, vocabulary] of the token after so many, for `trainer.trace`."""
+        """Scores [rows, vocabulary] of the token after this many, for `trainer.trace`."""
         ids = torch.zeros(rows, length, dtype=torch.int64, device=self._world.device)
         mask = torch.ones_like(ids)
         output = self.model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1)

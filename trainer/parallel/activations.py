@@ -37,7 +37,7 @@ SAVED_OPERATIONS = (
     "aten._scaled_dot_product_attention_math",
     "torch_attn._varlen_attn",
     "higher_order.flex_attention",
-    # FlexAttention compiled by itself: see trainer.layers.flex.kernel.
+    # FlexAttention compiled separately: see trainer.layers.flex.kernel.
     "higher_order.inductor_compiled_code",
     # trainer.trace has it in place of FlexAttention.
     "slurm_cookbook.traced_attention",
@@ -72,7 +72,7 @@ ONE_GRAPH_BLOCKS = 2
 def prepare(model: Decoder, config: TrainConfig, may_be_one_graph: bool = False) -> None:
     """Compile the blocks of `model`, and apply activation checkpointing, as `config` says.
 
-    Each block is compiled by itself: all share one compiled code, of which the first block behind
+    Each block is compiled separately: all share one compiled code, of which the first block behind
     a frozen embedding and the validation have variants of their own. Packed batches all have one
     shape; of others, the first batch of another length makes the code general in the length,
     after which no length compiles again.
@@ -105,7 +105,7 @@ def prepare(model: Decoder, config: TrainConfig, may_be_one_graph: bool = False)
     if mode == "op":
         _recompute(model, whole, **settings)
         for compiled in (True, False):
-            # All blocks of a kind have the same function, or each would be compiled by itself.
+            # All blocks of a kind have the same function, or each would be compiled separately.
             # Those that are compiled exchange no tokens; the compiler takes no other contexts.
             more = None if compiled else settings.get("context_fn")
             contexts = partial(_contexts, more, _policy(compiled))
@@ -259,7 +259,7 @@ class InputOffloading:
 
     def _pack(self, tensor: torch.Tensor) -> "_Input | torch.Tensor":
         if not tensor.numel():
-            # Beside the inputs torch 2.11 keeps an empty tensor, which lies on the CPU.
+            # Besides the inputs torch 2.11 keeps an empty tensor on the CPU.
             return tensor
         if tensor.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream()

@@ -30,7 +30,7 @@ def holders(tensor: torch.Tensor, world: World) -> list[ProcessGroup]:
 
 
 def reads(groups: list[ProcessGroup], share: float) -> bool:
-    """Whether this rank is the reader of what lies at `share`, 0 to 1, of all that is read.
+    """Whether this rank reads the data at `share`, 0 to 1, of all that is read.
 
     Of the ranks with the same part each reads a stretch of the whole, and so few files.
     """

@@ -34,8 +34,8 @@ def faults(model: Decoder, ranks: int) -> list[str]:
 def split(model: Decoder, mesh: DeviceMesh, tensor_parallel: int) -> None:
     """Spread the experts of `model` over the one-dimensional `mesh`, in place.
 
-    FSDP divides gradients by the ranks that it sums over. Those of experts have the tokens of all
-    ranks of `mesh` already, and FSDP sums over so many fewer: they are divided by the rest here.
+    FSDP divides gradients by the ranks that it sums over. An expert's gradients already have the
+    tokens of all ranks of `mesh`, and FSDP sums over fewer ranks: the rest is divided here.
 
     Args:
         model: on the meta device; its experts' parameters are whole, and `faults` found none.

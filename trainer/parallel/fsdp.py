@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding
 
 
 def needed(config: TrainConfig, world: World, adapted: bool) -> bool:
-    """Whether FSDP2 holds the model: over several ranks, or for what only FSDP2 can do on one.
+    """Whether FSDP2 shards the model: over several ranks, or for features that only it has on one.
 
     That is to keep parameters on the CPU, and to compute in another dtype than they are kept in.
 
@@ -129,7 +129,7 @@ def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def _tables_apart(model: Decoder) -> list[nn.Module]:
-    """The embedding and the output head, if FSDP may gather them by themselves.
+    """The embedding and the output head, if FSDP may gather them separately.
 
     In the root they would be gathered before the first block, with nothing to hide behind.
     """
@@ -140,14 +140,14 @@ def _tables_apart(model: Decoder) -> list[nn.Module]:
 
 
 def _prefetch(model: Decoder, depth: int, tables: list[nn.Module]) -> None:
-    """Gather so many blocks ahead, forwards and backwards, with all groups within them.
+    """Gather this many blocks ahead, forwards and backwards, with all groups within them.
 
-    By itself FSDP2 asks for a group's weights when the one before it has been launched, which is
+    By default FSDP2 asks for a group's weights when the one before it has been launched, which is
     early enough only while the CPU is far ahead of the GPU. With experts that are spread it never
     is: in each block it waits for the numbers of rows.
 
     Args:
-        tables: what is gathered by itself before and behind the blocks.
+        tables: modules that are gathered separately before and after the blocks.
     """
     blocks = list(model.blocks)
     inner = [

@@ -1,4 +1,4 @@
-"""Sharded tensors: the part that a rank holds, and the whole of one."""
+"""Sharded tensors: the part of a rank, and the whole tensor."""
 
 import logging
 import math
@@ -40,7 +40,7 @@ def _cuts(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in a tensor: whole[place]; a slice for each dimension."""
+    """The place of this rank's part in a tensor: whole[place]; a slice for each dimension."""
     spans = [slice(None)] * tensor.ndim
     for number, dim in _cuts(tensor):
         start, stop, _ = spans[dim].indices(tensor.shape[dim])

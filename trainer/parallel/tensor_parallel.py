@@ -1,6 +1,6 @@
 """Tensor parallelism with sequence-parallel norms: the matrices of each layer over the ranks.
 
-Between the blocks every rank holds its part of the sequence. A norm gathers the whole sequence,
+Between the blocks every rank has its part of the sequence. A norm gathers the whole sequence,
 column-split layers compute their part of the features, and the row-split layer after them sums
 the ranks' partial results, of which each rank gets its part of the sequence (Korthikanti et al.
 2022, arXiv 2205.05198). Inside a module the arithmetic is on plain local tensors; DTensor describes

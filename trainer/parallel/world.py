@@ -21,7 +21,7 @@ from trainer.parallel.messages import Rounds
 T = TypeVar("T")
 # Long enough for one rank to read or write a large model while the others wait.
 TIMEOUT = timedelta(minutes=30)
-# From so many ranks on they tell each other in rounds: see trainer/parallel/messages.py.
+# From this number of ranks on they exchange messages in rounds: trainer/parallel/messages.py.
 MANY = 64
 # Bytes per second, all ranks together: storage that is slower than this fails.
 SLOWEST_READ = 20e6
@@ -140,7 +140,7 @@ class World:
             group.set_timeout(timeout)
 
     def limit_for(self, size: int) -> None:
-        """Let collectives wait for ranks that read so many bytes between them."""
+        """Let collectives wait for ranks that read this many bytes between them."""
         self.limit(max(TIMEOUT.total_seconds(), size / SLOWEST_READ))
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -198,7 +198,7 @@ class World:
 
 
 def layout_of(config: Mapping[str, Any], ranks: int) -> Layout:
-    """Return the layout of so many ranks; raises ConfigError with every fault.
+    """Return the layout of this many ranks; raises ConfigError with every fault.
 
     Args:
         config: tensor_parallel_dim, data_parallel_replicate_dim and the like.
@@ -283,7 +283,7 @@ class StopRequest:
         self._signalled = True
 
     def seen_here(self) -> bool:
-        """True if this rank was asked; the other ranks must then be told."""
+        """True if this rank was asked; it must then inform the other ranks."""
         return self._signalled or (self._file is not None and self._file.exists())
 
     def clear(self) -> None:

@@ -127,7 +127,7 @@ def weights_of(rewards: Mapping[str, Any]) -> dict[str, float]:
 def identity(rewards: Mapping[str, Any]) -> dict[str, Any]:
     """What must stay the same at resume: the blocks, and the content of the user's files.
 
-    A file counts by its content, wherever it lies.
+    A file is identified by its content, wherever it is.
     """
     blocks: dict[str, Any] = {}
     for name, block in sorted(rewards.items()):
@@ -287,7 +287,7 @@ class Pool:
         while waiting:
             for place, worker in enumerate(self._workers):
                 queue = queues[place % len(queues)]
-                # Given some at a time, so that no process waits for its next one.
+                # Given in groups, so that no process waits for its next one.
                 while worker.ready and queue and len(worker.tasks) < ahead:
                     if not worker.gives(queue[0], messages[queue[0][0]], self._timeout_s):
                         break

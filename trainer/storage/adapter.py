@@ -72,7 +72,7 @@ def read(model: Decoder, config: TrainConfig) -> tuple[Path, Loaded]:
         )
     faults: list[str] = []
     saved = {key: name for key, (name, _) in saved_of(model).items()}
-    faults += [f"holds no {key}" for key in sorted(saved.keys() - tensors.keys())]
+    faults += [f"has no {key}" for key in sorted(saved.keys() - tensors.keys())]
     whole = {name: tensors.pop(key) for key, name in saved.items() if key in tensors}
     if whole and model.is_tied:
         tensors.pop(TIED_HEAD, None)
@@ -113,7 +113,7 @@ def _other_base(
             key = next(filter(None, (model.hub_name(f"{t}.weight") for t in model.tables)), "")
         if not key or source.shapes[key] != tuple(copy.shape) or source.differs(key, copy):
             yield (
-                f"holds other weights of {name.removeprefix(PEFT_PREFIX)} than "
+                f"contains other weights of {name.removeprefix(PEFT_PREFIX)} than "
                 f"{config.model_folder}; {REMEDY}"
             )
 
@@ -180,8 +180,8 @@ def _differences(own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor])
     """One line per kind of layer that only one of the two has, or that has another rank."""
     missing = {kind_of_layer(name) for name in own.keys() - tensors.keys()}
     surplus = {kind_of_layer(name) for name in tensors.keys() - own.keys()}
-    faults = [f"holds nothing for the model's {kind}" for kind in sorted(missing)]
-    faults += [f"holds {kind}, the model has none" for kind in sorted(surplus)]
+    faults = [f"has nothing for the model's {kind}" for kind in sorted(missing)]
+    faults += [f"contains {kind}, the model has none" for kind in sorted(surplus)]
     shapes = {
         kind_of_layer(name): (list(tensors[name].shape), list(parameter.shape))
         for name, parameter in own.items()

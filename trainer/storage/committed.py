@@ -34,7 +34,7 @@ HINTS = {
     "dataset_sha256": "the samples, or the tokenizer",
     "packed_row_length": "dataset.packed and tokenizer.max_seq_len",
     "lora_scaling": "model.lora_alpha, or the adapter that checkpointer.adapter_checkpoint names",
-    "base_weights": "checkpointer.checkpoint_dir holds other weights than the adapter's base",
+    "base_weights": "checkpointer.checkpoint_dir contains other weights than the adapter's base",
     "method": "model._component_ and model.quantize_base",
 }
 
@@ -147,7 +147,7 @@ class CommittedCheckpoints:
         return TrainerState(**{key: value for key, value in content if key in known})
 
     def _content(self, step: int) -> dict[str, Any]:
-        """What the state's file holds, {} if it is missing or damaged."""
+        """The content of the state's file, {} if it is missing or damaged."""
         try:
             return _read(files.read_json, self.of(step) / files.CHECKPOINT_STATE) or {}
         except (*ABSENT, ValueError):

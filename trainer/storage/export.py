@@ -114,7 +114,7 @@ def _copy(path: Path, folder: Path) -> None:
 
 
 class Step(NamedTuple):
-    """A matrix that is gathered at a time: all or some rows of a tensor of the hub.
+    """A matrix that is gathered at once: all or some rows of a tensor of the hub.
 
     Attributes:
         name: the plain name of `parameter`; None if another part of the folder's model has it.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a rank, and how torch.distributed.checkpoint writes and reads it.
+"""The part of a rank in a checkpoint, and how torch.distributed.checkpoint writes and reads it.
 
 Imported at the first save or load: torch's package takes longer than a rank's first steps need.
 """
@@ -65,7 +65,7 @@ def _plain(cause: BaseException, rank: int, remedy: str) -> Exception:
 
 
 def content(model: nn.Module, optimizer: Optimizer, rank: int) -> dict[str, Any]:
-    """Everything of this rank that a checkpoint holds: trained weights, moments, random state."""
+    """Everything of this rank in a checkpoint: trained weights, moments, random state."""
     return {
         "model": state_dict.get_model_state_dict(model, options=TRAINABLE_ONLY),
         "optimizer": state_dict.get_optimizer_state_dict(model, optimizer, options=TRAINABLE_ONLY),
@@ -108,7 +108,7 @@ def restore(
 
 
 def _optimizer_state(folder: Path) -> set[str]:
-    """The names of what a checkpoint holds of the optimizer about a parameter."""
+    """The names of the optimizer's state for a parameter in a checkpoint."""
     keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key.rpartition(".")[2] for key in keys if key.startswith("optimizer.state.")}
 

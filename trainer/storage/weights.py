@@ -108,7 +108,7 @@ def read_hf_config(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """Which file of a model folder holds which tensor, and each tensor's shape."""
+    """Which file of a model folder has which tensor, and each tensor's shape."""
 
     files: dict[str, Path]
     shapes: dict[str, tuple[int, ...]]
@@ -324,7 +324,7 @@ def _listed_files(checkpointer: dict[str, Any], folder: Path) -> list[Path]:
     else:
         if (folder / ADAPTER_CONFIG).is_file():
             raise ConfigError(
-                f"checkpointer.checkpoint_dir: {folder} holds an adapter ({ADAPTER_CONFIG}); give "
+                f"checkpointer.checkpoint_dir: {folder} has an adapter ({ADAPTER_CONFIG}); give "
                 "its base model's folder, and the adapter as checkpointer.adapter_checkpoint; if "
                 "it is merged into the weights there, remove that file"
             )
@@ -347,7 +347,7 @@ def mismatches(module: Decoder, source: SafetensorsSource, folder: Path) -> list
     faults = []
     for key, parts in hub_tensors(module).items():
         if key is None:
-            faults += [f"{folder}: holds nothing for the model's {name}" for name, _ in parts]
+            faults += [f"{folder}: has nothing for the model's {name}" for name, _ in parts]
         else:
             wanted[key] = hub_shape(parts)
     wanted |= {key: piece.shape for key, piece in hub_pieces(module).items()}

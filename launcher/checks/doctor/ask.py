@@ -22,7 +22,7 @@ SCRIPT = paths.REPO_ROOT / "slurm" / "node_check.sh"
 
 @dataclass
 class NodeReport:
-    """What one node reported: values by key; a key may have several."""
+    """The report of one node: values by key; a key may have several."""
 
     name: str
     values: dict[str, list[str]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of `nodes` nodes that srun's options name.
+    """The questions to `nodes` nodes that srun's options name.
 
     torch: the build that the virtual environment has.
     """

@@ -82,7 +82,7 @@ def _preemption(site: SlurmAnswers) -> list[Finding]:
     ends = [name for name, mode in modes.items() if "CANCEL" in mode.upper()]
     if not ends or not site.cluster.requeue:
         how = ", ".join(f"{mode} in {name}" for name, mode in modes.items())
-        return [ok("preemption", f"a preempted run continues by itself (PreemptMode: {how})")]
+        return [ok("preemption", f"a preempted run continues automatically (PreemptMode: {how})")]
     message = f"in {', '.join(ends)} Slurm cancels a preempted job (PreemptMode=CANCEL)"
     message += ", and such a run waits for cookbook resume"
     remedy = f"set requeue: false in configs/clusters/{site.cluster.name}.yaml: a job then has a "

@@ -1,4 +1,4 @@
-"""What Slurm's accounting says to a job: accounts, QoS, their limits and what is left of them."""
+"""Checks a job against Slurm's accounting: accounts, QoS, their limits and remaining budgets."""
 
 from collections.abc import Iterator
 from dataclasses import replace

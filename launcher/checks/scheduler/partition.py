@@ -51,7 +51,7 @@ class Job:
 
 
 def tres_per_node(context: Context) -> dict[str, int]:
-    """Return what is asked of each node, by Slurm's names; without what the recipe leaves open."""
+    """Return the request to each node, by Slurm's names, without keys that the recipe omits."""
     resources = context.resources
     gpus = 0 if context.cluster.gpu_request == "none" else resources.gpus_per_node
     amounts = {

@@ -47,7 +47,7 @@ class Limits:
 
     TRES by Slurm's names (node, cpu, mem in MiB, gres/gpu ...): for one job, one node of it, all
     jobs of a user, all of an account, and all together; least: what one job has to ask for;
-    budget_min: what is left of TRES x minutes. time is a job's longest time limit, "" for none.
+    budget_min: the remaining TRES x minutes. time is a job's longest time limit, "" for none.
     """
 
     owner: str

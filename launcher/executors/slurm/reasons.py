@@ -60,7 +60,7 @@ def _limit_meaning(owner: str, kind: str, what: str, minutes: str | None, per: s
     if what.startswith("Submit"):
         return f"your {whose} has as many jobs in the queue as it may: wait until one ends"
     if what == "Jobs":
-        return f"your {whose} runs as many jobs at a time as it may: it waits until one ends"
+        return f"your {whose} already runs the maximum number of jobs: it waits until one ends"
     if what == "WallDuration":
         meaning = f"its time limit is longer than your {whose} allows per job"
         return f"{meaning}: lower --time, or choose another {option}"

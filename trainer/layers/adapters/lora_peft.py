@@ -257,7 +257,7 @@ def _from_peft(
                     part = magnitude[row : row + rows]
                     own_tensors[f"{name}.magnitude"] = model.from_hub(f"{name}.weight", part)
             elif int(block.count_nonzero()):
-                faults.append(f"holds an adapter for {kind_of_layer(name)}, the model has none")
+                faults.append(f"contains an adapter for {kind_of_layer(name)}, the model has none")
             row += rows
         if magnitude is not None:
             used.add(f"{place}.lora_magnitude_vector")
