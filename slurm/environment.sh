@@ -3,6 +3,18 @@
 # node, and containers, which every node starts. Sourced only if a record of configs/environments
 # is used (docs/environments.md).
 
+# Runs a command that reads shared files, again while they may be out of sight.
+patiently() {
+  local until=$((SECONDS + ${FILES_WAIT_S:-30}))
+  "$@" && return
+  ((SECONDS >= until)) || printf 'cookbook: it is tried again for %s s\n' "${FILES_WAIT_S:-30}" >&2
+  while ((SECONDS < until)); do
+    sleep 1
+    if "$@" 2>/dev/null; then return; fi
+  done
+  return 1
+}
+
 # Loads a module. `module` is a function of the login shell, which a job does not inherit.
 load_module() {
   local init

@@ -127,6 +127,7 @@ def _script(environment: Environment, context: Context, gpus: bool) -> str:
         "RUN_DIR": root,
         "COOKBOOK_ROOT": root,
         "NODE_RANK": 0,
+        "FILES_WAIT_S": 0,
         "JOB_PID": os.getpid(),
         **context.cluster.environment,
         **environment.variables,

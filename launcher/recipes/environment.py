@@ -105,9 +105,11 @@ class Environment:
     def lines(self) -> list[str]:
         """The shell lines that a job runs first, on the host."""
         lines = list(self.setup)
-        lines += [f"load_module {shlex.quote(module)}" for module in self.modules]
+        lines += [f"patiently load_module {shlex.quote(module)}" for module in self.modules]
         if self.conda:
-            lines.append(shlex.join(["enter_conda", self.conda, self.conda_root or ""]))
+            lines.append(
+                shlex.join(["patiently", "enter_conda", self.conda, self.conda_root or ""])
+            )
         return lines
 
 

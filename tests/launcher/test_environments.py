@@ -60,6 +60,23 @@ def test_a_record_becomes_lines_of_the_job_script(block, wanted):
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
+def test_a_conda_that_is_out_of_sight_for_a_moment_is_waited_for(tmp_path):
+    away, place = tmp_path / "away", tmp_path / "conda"
+    (away / "etc/profile.d").mkdir(parents=True)
+    (away / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS={tmp_path}/envs\n{CONDA}")
+    (tmp_path / "envs/own").mkdir(parents=True)
+    lines = loaded(f"{{kind: conda, conda: own, conda_root: {place}}}").environment.lines
+    # It is there once the first try has failed.
+    lines = [
+        f"source {paths.REPO_ROOT}/slurm/environment.sh",
+        f"sleep() {{ mv {away} {place}; }}",
+        *lines,
+    ]
+    script = "\n".join([*lines, "echo $?"])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.stdout == "0\n" and done.stderr.count("there is no conda in") == 1
+
+
 def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
     given = ["endpoint=e", "endpoint_dir=/e", "model=/m", "key_file=/k"]
     block = "+environment={kind: apptainer, image: i, python: py}"
