@@ -87,7 +87,8 @@ def run(
     print_, seed = first, int(config.get("seed") or 0)
     for number, step in enumerate(config.get("steps") or [], 1):
         name, options = step_name(step), step_options(step)
-        options = _absolute(options, base)
+        if options.get("tokenizer"):
+            options["tokenizer"] = str(base / os.path.expanduser(str(options["tokenizer"])))
         print_ = _fingerprint(print_, name, options, _used_files(options, base), seed)
         folder = work / f"{number:02d}-{name}-{print_}"
         here = Work(
@@ -212,13 +213,6 @@ def _ingest(
 
 def _place(bad: Mapping[str, Any]) -> str:
     return f"{bad['file']}, line {bad['line']}: {bad['reason']}"
-
-
-def _absolute(options: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    made = dict(options)
-    if made.get("tokenizer"):
-        made["tokenizer"] = str(base / os.path.expanduser(str(made["tokenizer"])))
-    return made
 
 
 def _used_files(options: Mapping[str, Any], base: Path) -> list[str]:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from runspec.datarecipe import memory_bytes
 
 # With less free space than this, an engine that spills fails within seconds.
 _LEAST_FREE = 256 * 2**20
+_NEEDED = ("duckdb", "ibis", "phonenumbers", "py3langid", "pyarrow", "stdnum")
 
 
 def main() -> None:
@@ -61,16 +63,8 @@ def prepare(
     Returns:
         The result: folder, card, and a record of each step.
     """
-    try:
-        import duckdb  # noqa: F401
-        import ibis  # noqa: F401
-        import phonenumbers  # noqa: F401
-        import pyarrow  # noqa: F401
-        import stdnum  # noqa: F401
-    except ImportError as error:
-        raise DataError(
-            f"{error.name} is missing: install it with: bash setup.sh --with data"
-        ) from None
+    if missing := [name for name in _NEEDED if not find_spec(name)]:
+        raise DataError(f"missing: {', '.join(missing)}: install with: bash setup.sh --with data")
     from datakit import output, pipeline
     from datakit.progress import Progress
 

@@ -61,6 +61,16 @@ def weight(values: Any) -> tuple[Any, Any]:
     return words.to_numpy(zero_copy_only=False), letters.to_numpy(zero_copy_only=False)
 
 
+def hashes_of(values: Any) -> Any:
+    """Return a hash of each text, as uint64."""
+    import numpy as np
+    import xxhash
+
+    each = values.dictionary_encode()
+    known = [xxhash.xxh3_64_intdigest(text.encode()) for text in each.dictionary.to_pylist()]
+    return np.array(known, np.uint64)[each.indices.to_numpy(zero_copy_only=False)]
+
+
 def shingles(values: Any, ngram: int) -> tuple[Any, Any]:
     """Return the hashes of each text's word n-grams, and where each text's begin.
 
@@ -73,11 +83,7 @@ def shingles(values: Any, ngram: int) -> tuple[Any, Any]:
     import xxhash
 
     lists = split(values)
-    flat = lists.flatten().dictionary_encode()
-    known = [xxhash.xxh3_64_intdigest(word.encode()) for word in flat.dictionary.to_pylist()]
-    table = np.array(known, dtype=np.uint64)
-    ids = flat.indices.to_numpy(zero_copy_only=False)
-    words = table[ids] if len(table) else np.zeros(0, np.uint64)
+    words = hashes_of(lists.flatten())
     offsets = lists.offsets.to_numpy().astype(np.int64)
     offsets = offsets - offsets[0]
     lengths = np.diff(offsets)

@@ -61,9 +61,8 @@ def make(kind: str, parent: Path) -> Path:
             f"temp_dir {parent} cannot be written to ({error.strerror}): set temp_dir= to a "
             "folder on a disk of this machine with room to spill"
         ) from None
-    if not _held:
-        atexit.register(_remove_all)
     _held[folder] = held
+    atexit.register(remove, folder)
     return folder
 
 
@@ -94,8 +93,3 @@ def _remove_if_left(folder: Path, age_s: float) -> None:
         return
     with lock.take(folder / _LOCK):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_all() -> None:
-    for folder in list(_held):
-        remove(folder)

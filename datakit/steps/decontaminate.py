@@ -72,27 +72,17 @@ def _short_items(texts: Any) -> tuple[Any, Any]:
     """Return the hashes of short items to compare with questions, and with answers."""
     import numpy as np
 
-    from datakit.text import plain, weight
+    from datakit.text import hashes_of, plain, weight
 
     made = plain(texts)
     words, letters = weight(made)
-    hashes, places, times = np.unique(_hashes(made), return_index=True, return_counts=True)
+    hashes, places, times = np.unique(hashes_of(made), return_index=True, return_counts=True)
     words, letters, rare = words[places], letters[places], times <= MOST_TIMES
 
     def enough(least: tuple[int, int]) -> Any:
         return hashes[rare & (words >= least[0]) & (letters >= least[1])]
 
     return enough(ASKED), enough(ANSWERED)
-
-
-def _hashes(texts: Any) -> Any:
-    """Return a hash of each text, as uint64."""
-    import numpy as np
-    import xxhash
-
-    values = texts.dictionary_encode()
-    known = [xxhash.xxh3_64_intdigest(text.encode()) for text in values.dictionary.to_pylist()]
-    return np.array(known, np.uint64)[values.indices.to_numpy(zero_copy_only=False)]
 
 
 def _texts(path: Path, where: str) -> list[str]:
@@ -140,7 +130,7 @@ def mark(table: Any, known: str, ngram: int, min_hits: int, longest: int) -> Any
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from datakit.text import plain, shingles, texts
+    from datakit.text import hashes_of, plain, shingles, texts
 
     hashes = {name: np.load(f"{known}/{name}.npy") for name in ("ngrams", "asked", "answered")}
     seen = np.zeros(len(table), bool)
@@ -153,7 +143,7 @@ def mark(table: Any, known: str, ngram: int, min_hits: int, longest: int) -> Any
         seen |= total[starts[1:]] - total[starts[:-1]] >= min_hits
     for name, rows, values in _parts(table):
         short = pc.less_equal(pc.utf8_length(values), longest)
-        hits = np.isin(_hashes(plain(values.filter(short))), hashes[name])
+        hits = np.isin(hashes_of(plain(values.filter(short))), hashes[name])
         seen[rows[short.to_numpy(zero_copy_only=False)][hits]] = True
     return table.append_column("_seen", pa.array(seen, pa.bool_()))
 

@@ -15,13 +15,8 @@ def language(rows: Rows, work: Work) -> Rows:
     """
     wanted = work.options["keep"]
     wanted = [wanted] if isinstance(wanted, str) else [str(name) for name in wanted]
-    try:
-        known = _classifier().labels
-    except ImportError:
-        raise DataError(
-            f"{work.where}: py3langid is missing: install it with: bash setup.sh --with data"
-        ) from None
-    if unknown := [name for name in wanted if name not in list(known)]:
+    known = list(_classifier().labels)
+    if unknown := [name for name in wanted if name not in known]:
         raise DataError(
             f"{work.where}: the language {unknown[0]!r} is not known: write codes such as en, de",
             exit_code=2,
