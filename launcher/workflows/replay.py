@@ -97,7 +97,8 @@ def _not_the_same(
     )
     if before and changed:
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-        yield f"packages: {', '.join(each.text for each in changed[:5])}{more}"
+        shown = (each.text.replace("  ", " ") for each in changed[:5])
+        yield f"packages: {', '.join(shown)}{more}"
     system = {"python": sys.version.split()[0], "slurm": slurm.version()}
     for name, version in system.items():
         if record.get(name) != version:

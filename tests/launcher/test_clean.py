@@ -33,7 +33,7 @@ def aged(path: Path, days: float) -> Path:
     return path
 
 
-CODE = f"code/{os.geteuid()}"
+CODE, ENVIRONMENTS = (f"{name}/{os.geteuid()}" for name in ("code", "environments"))
 
 
 def clean(*arguments: str) -> Result:
@@ -49,13 +49,16 @@ def test_what_can_be_made_again_goes_and_runs_stay(root: Path):
         aged(root / "runs/.data_cache/new/tokens", 1),
         aged(root / CODE / "used/trainer/sft.py", 90),
         aged(root / CODE / "young/trainer/sft.py", 0),
+        aged(root / ENVIRONMENTS / ("a" * 16) / "cookbook.json", 30),
     ]
+    (run / "job.sbatch").write_text(f"python={root}/{ENVIRONMENTS}/{'a' * 16}/bin/python\n")
     (run / "submission.json").write_text(json.dumps({"jobs": [{"job_id": "1"}]}))
     (run / "status.json").write_text(json.dumps({"job_id": "1", "state": "COMPLETED"}))
     code.link(run, code.Code(root / CODE / "used"))
     goes = [
         aged(root / "runs/.data_cache/old/tokens", 30),
         aged(root / CODE / "unused/trainer/sft.py", 30),
+        aged(root / ENVIRONMENTS / ("b" * 16) / "cookbook.json", 30),
         aged(root / "runs/.tmp-20260101-000000-mine-ffff/recipe.yaml", 30),
         aged(run / "checkpoints/damaged_step_3/shard", 30),
         aged(paths.user_cache() / "checks/answer.json", 0),
