@@ -393,7 +393,7 @@ class Trainer:
 
     def _choose_weights(self) -> None:
         """Put the best checkpoint's weights into the model, if these are to be exported."""
-        best = self.world.gather(self.world.on_main(self.checkpoints.committed.best))[0]
+        best = self.world.from_main(self.checkpoints.committed.best)
         if self.config.export_checkpoint == "last" or best is None:
             if self.config.export_checkpoint == "best":
                 self.world.say("no checkpoint has a val_loss: exporting the last step")

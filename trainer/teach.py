@@ -40,7 +40,7 @@ def run(config: TeachConfig, attempt: int, objective: type[Objective]) -> None:
             raise ConfigError(*faults)
         return kept(config)
 
-    kept_set: Kept = world.gather(world.on_main(check))[0]
+    kept_set = world.from_main(check)
     method = objective(config, world)
     data = method.build_data()
     passes = [
@@ -75,7 +75,7 @@ def run(config: TeachConfig, attempt: int, objective: type[Objective]) -> None:
                     stop.clear()
                     return
             before += len(each.parts)
-            for line in world.gather(world.on_main(each.described))[0]:
+            for line in world.from_main(each.described):
                 world.say(line)
     heartbeat.enter("finished")
     tell("finished", progress.total_steps)

@@ -106,12 +106,9 @@ class Builder:
         from trainer.storage import adapter  # seldom needed, and a rank is to start fast
 
         path = self.world.on_all(lambda: adapter.load(model, self.config))
-        sha256 = self.world.on_main(lambda: files.sha256(path))
-        self.fingerprints["reference_adapter"] = self.world.gather(sha256)[0]
+        sha256 = self.world.from_main(lambda: files.sha256(path))
+        self.fingerprints["reference_adapter"] = sha256
 
     def _fingerprint(self, config: TrainConfig) -> str:
-        def read() -> str:
-            return SafetensorsSource.open(config.checkpointer).fingerprint()
-
-        fingerprint: str = self.world.gather(self.world.on_main(read))[0]
-        return fingerprint
+        source = config.checkpointer
+        return self.world.from_main(lambda: SafetensorsSource.open(source).fingerprint())

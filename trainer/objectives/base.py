@@ -199,8 +199,7 @@ class Objective(ABC):
         if (adapter is not None or config.freeze) and config.reads_weights:
             # Checkpoints hold what is trained; the rest must still be there.
             source = config.checkpointer
-            fingerprint = self.world.on_main(lambda: SafetensorsSource.open(source).fingerprint())
-            base = self.world.gather(fingerprint)[0]
+            base = self.world.from_main(lambda: SafetensorsSource.open(source).fingerprint())
         return {
             "method": models.policy.method,
             "model": config.model,

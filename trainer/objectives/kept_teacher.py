@@ -63,7 +63,7 @@ def give(config: DistillConfig, world: World, data: Data) -> Kept:
     Raises:
         ConfigError: it is missing or damaged.
     """
-    kept_set: Kept = world.gather(world.on_main(lambda: kept(config)))[0]
+    kept_set = world.from_main(lambda: kept(config))
 
     def read() -> None:
         faults = []

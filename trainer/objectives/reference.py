@@ -69,8 +69,7 @@ def fingerprints(config: TrainConfig, world: World) -> dict[str, str]:
             prints["reference_adapter"] = files.sha256(adapter.file_of(config))
         return prints
 
-    prints: dict[str, str] = world.gather(world.on_main(read))[0]
-    return prints
+    return world.from_main(read)
 
 
 class KeptLogProbs:

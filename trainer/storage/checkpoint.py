@@ -163,8 +163,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints as rank 0 sees them; all ranks call together."""
-        steps: list[int] = self._world.gather(self._world.on_main(self.committed.steps))[0]
-        return steps
+        return self._world.from_main(self.committed.steps)
 
     def load_weights(self, step: int, model: nn.Module) -> str | None:
         """Put the weights of the checkpoint of `step` into `model`; all ranks call this together.
