@@ -309,8 +309,8 @@ class PolicyOptimisation(Objective):
         flat = [answer for own in trained for answer in own]
         flat += [Answer(0, [], [], [], False)] * (config.prompts_per_step * size - len(flat))
         # Ranks of a tensor-parallel group train on the same tokens, whatever their GPUs round.
-        if (tp := world.tensor_parallel_dim) > 1:
-            flat = world.gather(flat)[world.rank - world.rank % tp]
+        if world.tensor_parallel_dim > 1:
+            flat = world.gather(flat)[world.group_leader]
         if config.updates_per_rollout > 1:
             flat = self._with_old(models, flat)
         return flat
@@ -405,8 +405,8 @@ class PolicyOptimisation(Objective):
         flat += [Answer(0, [], [], [], False)] * (
             config.prompts_per_step * config.group_size - len(flat)
         )
-        if (tp := world.tensor_parallel_dim) > 1:
-            flat = world.gather(flat)[world.rank - world.rank % tp]
+        if world.tensor_parallel_dim > 1:
+            flat = world.gather(flat)[world.group_leader]
         pairs = [self._no_grad(models, flat, frozen) for frozen in (False, True)]
         apart = [sum(own) - sum(other) for own, other in zip(*pairs, strict=True)]
         penalty = torch.tensor(apart[: rewards.numel()], dtype=torch.float64)

@@ -98,14 +98,13 @@ class Student:
         self._whole.free()
         took = time.monotonic() - began
         # Ranks of a tensor-parallel group train on the same tokens, whatever their GPUs round.
-        tp = world.tensor_parallel_dim
         every = world.gather((answered, took))
         self._own_steps += 1
         self._seconds += max(seconds for _, seconds in every)
         for own in (each for rank, _ in every for each in rank if each):
             self._answers, self._tokens = self._answers + 1, self._tokens + len(own)
             self._ended += own[-1] in self._ends.tokens
-        answers = every[world.rank - world.rank % tp][0]
+        answers = every[world.group_leader][0]
         pairs = zip(documents, answers, strict=True)
         return self._batches([_with(*pair) for pair in pairs], batches[0])
 

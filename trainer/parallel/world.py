@@ -66,7 +66,12 @@ class World:
     @property
     def data_weight(self) -> int:
         """1 on one rank of each group and 0 on the others, so that sums count data once."""
-        return int(self.rank % self.tensor_parallel_dim == 0)
+        return int(self.rank == self.group_leader)
+
+    @property
+    def group_leader(self) -> int:
+        """The first of the ranks that see the same data as this one."""
+        return self.data_rank * self.tensor_parallel_dim
 
     def say(self, text: str) -> None:
         """Print a line on rank 0 only, at once."""
