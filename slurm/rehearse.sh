@@ -10,8 +10,8 @@ SHORTEST_S=20
 # trains PART FOLDER STOP_AT: as a job does, on this node; asked to stop once it has logged so many
 # steps (0: never).
 trains() (
-  local left=$((LIMIT_S - SECONDS)) folder=$REHEARSAL/$2 words
-  read -ra words <<<"$MODULE"
+  local left=$((LIMIT_S - SECONDS)) folder=$REHEARSAL/$2 program
+  read -ra program <<<"$MODULE"
   [ "$left" -ge "$SHORTEST_S" ] || exit 125
   export RUN_DIR=$folder LOGS=$folder/logs/0 ATTEMPT=0 COOKBOOK_ATTEMPT=0 NODES=1 RANKS_PER_NODE VENV COOKBOOK
   HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c "from slurm.rendezvous import port_of; print(port_of('$SLURM_JOB_ID', 0))")
@@ -29,7 +29,7 @@ trains() (
   timeout --kill-after=10 "$left" python -P -m torch.distributed.run \
     --nproc-per-node="$RANKS_PER_NODE" --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" \
     --max-restarts=0 --no-python \
-    bash "$COOKBOOK/slurm/rank.sh" python -P -m "${words[@]}" "$folder/train.yaml"
+    bash "$COOKBOOK/slurm/rank.sh" python -P -m "${program[@]}" "$folder/train.yaml"
 )
 
 part() {

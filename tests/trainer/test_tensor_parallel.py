@@ -31,10 +31,11 @@ from trainer.parallel import tensor_parallel
 from trainer.parallel import world as distributed
 from trainer.parallel.fake import fake_world
 
-# fp32 on the CPU: only the order of summation differs.
+# fp32 on the CPU: only the order of summation differs. Adam divides by the root of tiny second
+# moments in its first steps, which enlarges that difference in single weights.
 LOSS_TOLERANCE = 2e-5
 NORM_TOLERANCE = 2e-5
-WEIGHT_TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 2e-4
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
 SMOOTHED = {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1}
 LORA = lora_model(apply_lora_to_output=True)
