@@ -158,7 +158,9 @@ def test_two_ups_at_once_start_one_cluster_whatever_the_shells_variables_say(
         options = ["--name", "race", "--state", str(cluster_root)]
         assert cluster_sh("down", *options, env=stray).returncode == 0
         up = [CLUSTER_SH, "up", *options, "--nodes", "1", "--gpus", "0"]
-        both = [subprocess.Popen(up, env=stray, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        both = [
+            subprocess.Popen(up, env=stray, stderr=subprocess.PIPE, text=True) for _ in range(2)
+        ]
         messages = sorted(process.communicate(timeout=60)[1].splitlines()[0] for process in both)
         assert messages[0].startswith("cluster 'race' is already up")
         assert messages[1].startswith("cluster 'race' is up after")
