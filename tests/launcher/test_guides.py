@@ -123,7 +123,7 @@ def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
     state = {row["cell"]: row["state"] for row in results}
     assert len(state) == len(sweep.load(str(COURSE)).cells), printed
     too_large = {name for name, each in state.items() if each == "OUT_OF_MEMORY"}
-    assert {"1.1B, fp32, batch 32", "13B, bf16, batch 1, AdamW"} <= too_large, state
+    assert "13B, bf16, batch 1, AdamW" in too_large, state
     assert "13B, bf16, batch 1, SGD" not in too_large and "7B, QLoRA, batch 4 x 4" not in too_large
     assert set(state.values()) == {"COMPLETED", "OUT_OF_MEMORY"}, state
     page = (root / "report.html").read_text()

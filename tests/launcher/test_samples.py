@@ -132,19 +132,20 @@ def test_one_start_of_the_trainer_answers_for_components_too(model, tmp_path, mo
 
 
 def test_what_is_not_here_is_skipped_and_said(model: Path, tmp_path: Path):
-    def words(*overrides: str, **options) -> str:
+    def words(*overrides: str, node_paths: tuple[str, ...] = (), **options) -> str:
         recipe = recipes.load("demo", [f"checkpointer.checkpoint_dir={model}", *overrides])
-        context = checks.Context(recipe, Site(shared_root=str(tmp_path)), choose(True), **options)
+        site = Site(shared_root=str(tmp_path), node_paths=node_paths)
+        context = checks.Context(recipe, site, choose(True), **options)
         (one,), shown = samples_check.read(context, 1)
         assert (one.subject, one.state, shown) == ("samples", "skipped", [])
         return one.line
 
-    assert words(elsewhere=(str(model),)) == f"{model} is only on the nodes"
+    assert words(node_paths=(str(model),)) == f"{model} is only on the nodes"
     assert words(prepared=False) == "the model is made at submission, and its tokenizer with it"
     gone = f"dataset.data_files={tmp_path}/no.jsonl"
     missing = f"dataset.data_files {tmp_path}/no.jsonl does not exist"
     assert words(gone) == f"the dataset cannot be read: {missing}"
-    assert words(gone, elsewhere=(str(tmp_path),)) == f"{tmp_path}/no.jsonl is only on the nodes"
+    assert words(gone, node_paths=(str(tmp_path),)) == f"{tmp_path}/no.jsonl is only on the nodes"
     hub = "{_component_: torchtune.datasets.alpaca_dataset, source: acme/none}"
     told = "dataset: acme/none is not on this machine: cookbook download demo"
     assert words(f"dataset={hub}") == told

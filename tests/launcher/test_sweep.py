@@ -84,7 +84,8 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
 
 def test_what_the_course_saw_fit_one_gpu_is_predicted_to_fit():
     found = {cell.name: cell for cell in predicted("one_gpu").cells}
-    too_large = {"1.1B, fp32, batch 32", "13B, bf16, batch 1, AdamW"}
+    # Batch 32 of 1.1B in fp32, which the course saw fail, fits: logits are made in chunks.
+    too_large = {"13B, bf16, batch 1, AdamW"}
     # 8-bit AdamW for 13B is not of the course, and its prediction is at the limit.
     assert {name for name, cell in found.items() if not cell.fits} - {
         "13B, bf16, batch 1, 8-bit AdamW"
