@@ -32,7 +32,7 @@ def main() -> int:
             client = mlflow.MlflowClient()
             known = client.get_experiment_by_name(name)
             store = mlflow.get_tracking_uri().removeprefix("sqlite:///")
-            # MLflow's default lies in whatever folder the process runs in.
+            # MLflow's default is in whatever folder the process runs in.
             place = Path(store).absolute().parent / "artifacts" / name
             given = {"artifact_location": place.as_uri()} if Path(store).is_file() else {}
             experiment = known.experiment_id if known else client.create_experiment(name, **given)

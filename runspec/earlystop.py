@@ -14,10 +14,10 @@ KEYS: dict[str, Any] = {
     "metric": "loss",  # of metrics.jsonl; lower is better
     "after_steps": 20,  # nothing is stopped before
     "worse_by": 0.1,  # of the median: 0.1 = a tenth
-    "others": 2,  # so many other runs must have come as far
+    "others": 2,  # number of other runs that must have come as far
     "every_s": 15.0,  # between two looks at the others' metrics
 }
-# The loss of one step says little: so many logged ones are averaged.
+# The loss of one step says little: this many logged ones are averaged.
 _AVERAGED = 5
 
 

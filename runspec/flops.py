@@ -6,7 +6,7 @@ takes 2n per token forward, 2n for the gradient of its input if one is needed, a
 gradient of the weight if it is trained; so 6n in full fine-tuning, and about 4n for LoRA's frozen
 base. Not counted: looking up embeddings, recomputation by activation checkpointing, norms,
 softmax, the optimizer. Unlike PaLM's formula, attention counts only the keys that a query may see
-(causal, each document by itself), and the output layer only trained positions; padding counts
+(causal, each document alone), and the output layer only trained positions; padding counts
 nowhere.
 
 MFU (model FLOP utilisation) is these FLOPs over time and the GPUs' peak. HFU (hardware FLOP
@@ -55,7 +55,7 @@ class Recurrence:
     """Linear attention by the delta rule; state: numbers of all heads' states together.
 
     Three products with the state per token: what a key reads of it, its update, and the output.
-    Chunks of tokens at a time compute the same with other products.
+    Chunks of tokens compute the same with other products.
     """
 
     state: float
@@ -89,7 +89,7 @@ class ModelFlops:
         return tokens * self.token + targets * self.target + self.attention(lengths)
 
     def attention(self, lengths: Iterable[int]) -> float:
-        """FLOPs of the query-key pairs of documents of so many tokens."""
+        """FLOPs of the query-key pairs of documents of these lengths."""
         return sum(
             self.pair * pairs(length) + self.windowed * pairs(length, self.window)
             for length in lengths

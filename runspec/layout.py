@@ -48,7 +48,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], ranks: int, gpus_per_node: int | None = None) -> Layout:
-        """Return the layout that a recipe's keys name for so many ranks.
+        """Return the layout that a recipe's keys name for this number of ranks.
 
         Args:
             config: the recipe; reads tensor_parallel_dim, expert_parallel_dim,
@@ -96,7 +96,7 @@ class Layout:
         return cls(replicate, shard, tensor, expert)
 
 
-# Products in fp8 take rows and columns in multiples of so many; narrower layers stay in bf16.
+# Products in fp8 take rows and columns in multiples of this number; narrower layers stay in bf16.
 FP8_MULTIPLE = 16
 # Inputs that share a scale in NF4.
 NF4_BLOCK = 64

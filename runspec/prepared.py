@@ -63,7 +63,7 @@ def expanded(value: Any, before: Any = None) -> Any:
 
 
 def version_folder(data_dir: Path) -> Path | None:
-    """Return the version of a training set that a block's data_dir lies in, None if it is none."""
+    """Return the version of a training set that contains a block's data_dir, None if it is none."""
     folder = data_dir.resolve()
     if folder.parent.name == DATA and (folder.parent.parent / CARD).is_file():
         return folder.parent.parent

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# Fewer tokens at a time would leave a GPU idle between the linear loss's small matrix products.
+# Fewer tokens in a chunk would leave a GPU idle between the linear loss's small matrix products.
 MIN_LOSS_TOKENS = 512
 
 

@@ -31,7 +31,7 @@ class NoWeights(ValueError):
 def weight_files(folder: Path) -> list[str]:
     """Return the names of the files of weights that transformers reads of a model's folder.
 
-    They are one whole file, or those that the index names. What else lies there belongs to another
+    They are one whole file, or those that the index names. Other files there belong to another
     model or program: shards of an older revision, Mistral's consolidated.safetensors. An adapter's
     folder has the adapter's file.
 

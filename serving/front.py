@@ -21,7 +21,7 @@ from serving.parameters import Plan, Takes
 from serving.proxy import CLIENT_ID, ID, Asked, Proxy
 from serving.request import BadRequest, answers, parsed, prompts
 
-# Of the requests to an engine for one request of a client, so many at a time: others come between.
+# Most requests to an engine at once for one request of a client: others come between.
 _AT_A_TIME = 8
 
 

@@ -105,7 +105,7 @@ class Quotas:
         self.own = {**self.own, user: now}
 
     def over(self, user: str, limits: Mapping[str, Any], requests: int = 1) -> tuple[str, int]:
-        """Return why a user may not ask so many requests now, "" if they may, and for how long.
+        """Return why a user may not send this many requests now, "" if they may, and for how long.
 
         A limit of tokens is one of what was used before; an answer may end above it.
         """

@@ -10,7 +10,7 @@ _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the value below which a share of the values lies, None if there are none."""
+    """Return the value below which this share of the values is, None if there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
@@ -34,7 +34,7 @@ class Metrics:
         self.seconds = dict.fromkeys(self.buckets, 0.0)
 
     def began(self, count: int) -> None:
-        """Count a request of so many answers that is answered from now on."""
+        """Count a request with this many answers that is answered from now on."""
         self.in_flight += count
         self.peak = max(self.peak, self.in_flight)
 

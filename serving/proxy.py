@@ -192,7 +192,7 @@ class Proxy:
         return False
 
     def take(self, count: int) -> None:
-        """Count an accepted request as so many more; later ones wait for them."""
+        """Count an accepted request as this many more; later ones wait for them."""
         self._allowed -= count
 
     async def _accepted(self, request: web.Request) -> web.StreamResponse:
@@ -228,7 +228,7 @@ class Proxy:
     async def counted(
         self, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int
     ) -> web.StreamResponse:
-        """Count a request of so many answers while it is answered, and its outcome."""
+        """Count a request with this many answers while it is answered, and its outcome."""
         self.metrics.began(count)
         try:
             response = await answering

@@ -87,7 +87,7 @@ class Child:
                     os.kill(int(pid), number)
 
     def terminate(self, wait_s: float) -> bool:
-        """Ask the command to end; return whether it has within so many seconds."""
+        """Ask the command to end; return whether it has within this many seconds."""
         self._send(signal.SIGTERM)
         return self.wait(wait_s)
 

@@ -28,7 +28,7 @@ from slurm.history import latest_checkpoint, read_object
 _EVERY_S = 2.0
 # So many logged steps are looked back at for the time that one takes.
 _WINDOW = 20
-# From so many logged steps on, the time between two is known: an engine may log seldom.
+# From this number of logged steps on, the time between two is known: an engine may log seldom.
 _KNOWN = 3
 _OF_TIME = ("time", "step_time_s", "tokens_per_second_per_gpu")
 _FIGURES = ("tokens_per_second_per_gpu", "peak_memory_reserved_gb")

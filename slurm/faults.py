@@ -286,7 +286,7 @@ def _exception(rank_log: Path) -> list[dict[str, Any]]:
     error = _last_exception(_PREFIX.sub("", _tail(rank_log)))
     if not error or not number.isdigit():
         return []
-    # A rank that lost its peers writes last; the one that failed by itself wrote before it.
+    # A rank that lost its peers writes last; the one that failed first wrote before it.
     written = rank_log.stat().st_mtime
     return [{"rank": int(number), "host": socket.gethostname(), "time": written, **error}]
 

@@ -89,7 +89,7 @@ def main() -> None:
             ready, _, _ = select.select([tool.stdout], [], [], FIRST_S)
             read = os.read(tool.stdout.fileno(), 65536) if ready else b""
             if ready and not read:
-                return  # nvidia-smi ended by itself: there is nothing to sample
+                return  # nvidia-smi has ended: there is nothing to sample
             *lines, rest = (rest + read).split(b"\n")
             seen += samples((line.decode(errors="replace") for line in lines), visible)
             # The first line comes early, to show that sampling works, but after all GPUs have been

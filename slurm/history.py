@@ -101,7 +101,7 @@ def saved_work(run_dir: Path) -> int:
 
     It is the step of the newest checkpoint, for an evaluation the number of finished shards, for a
     preparation of data its own count, and for a served model the minutes for which it was ready: a
-    model that has served may be started again.
+    model that has served may be restarted.
     """
     shards = list((run_dir / files.EVALS / files.SHARDS).glob("*.json"))
     saved = int(read_object(run_dir / files.PROGRESS).get("saved", -1))

@@ -392,7 +392,7 @@ def choose(
 
 
 def answered(run_dir: Path, message: str, nodes: int) -> None:
-    """Record that a finished run's questions are answered on so many nodes, or why they are not."""
+    """Record on how many nodes a finished run's questions are answered, or why they are not."""
     status = read_object(run_dir / files.STATUS)
     if not owned(status):
         return

@@ -7,7 +7,7 @@
 # So few seconds are not enough for a part.
 SHORTEST_S=20
 
-# trains PART FOLDER STOP_AT: as a job does, on this node; asked to stop once it has logged so many
+# trains PART FOLDER STOP_AT: as a job does, on this node; asked to stop once it has logged this many
 # steps (0: never).
 trains() (
   local left=$((LIMIT_S - SECONDS)) folder=$REHEARSAL/$2 program

@@ -28,7 +28,7 @@ POLL_S = 1.0
 SILENT_S, START_S = 20.0, 600.0
 # How often in a row a replica may end before it was ready.
 MAX_STARTS = 3
-# How long one may take to end, by itself and by its node, and all of them.
+# Seconds for one to end without help, to be ended by its node, and for all of them.
 END_S, NODE_END_S, _ENDS_S = 5.0, 20.0, 90.0
 
 
@@ -130,7 +130,7 @@ class Replica:
         return answer.status == 200
 
     def _reason(self, status: int) -> str:
-        """Why it ended, by itself or by its node: what was recorded, the signal, the last line."""
+        """Why it or its node ended: what was recorded, the signal, the last line."""
         for path in self._own.glob("error_*.json"):
             if error := files.peek(path):
                 return str(error.get("message"))
@@ -242,7 +242,7 @@ class Replicas:
         return False
 
     def _make_again(self) -> None:
-        """Make the folder, again if somebody has deleted it: replicas are started again as they are
+        """Make the folder, again if somebody has deleted it: replicas are restarted as they are
         not reached any more, and ranks write their next weights there.
         """
         secret = self._folder / files.ROLLOUT_SECRET

@@ -415,7 +415,7 @@ def main(argv: Sequence[str]) -> int:
     supervisor = Supervisor(Path(os.environ["RUN_DIR"]), argv[place + 1 :])
     signal.signal(signal.SIGUSR1, supervisor.warn)
     _take_term(True)
-    # What Slurm has started it ends itself; the next start records that the script was killed.
+    # Slurm itself ends what it has started; the next start records that the script was killed.
     (end_with_parent if in_slurm() else terminate_with_parent)()
     again = os.environ.pop("COOKBOOK_AGAIN", "")
     try:

@@ -4,7 +4,7 @@
 
 # The process id of the job script names a job without Slurm.
 export JOB_PID=$$
-# AGAIN: why the supervisor is started again, if it is.
+# AGAIN: why the supervisor is restarted, if it is.
 SUPERVISOR='' AGAIN='' WARNED=''
 
 say() { printf '%s cookbook: %s\n' "$(date -u +%H:%M:%S)" "$*"; }

@@ -28,7 +28,7 @@ ARCHITECTURE = {
     "max_position_embeddings": 32,
     "tie_word_embeddings": False,
 }
-# Steps on right sums; then at a fiftieth of the rate on random ones, until so many are right.
+# Steps on right sums; then at a fiftieth of the rate on random ones, until this many are right.
 STEPS, MOST_RANDOM_STEPS, RIGHT, RATE = 200, 200, 0.35, 5e-3
 HIGHEST = 18  # the largest sum of two digits
 

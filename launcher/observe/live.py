@@ -143,7 +143,7 @@ class View:
 
 
 def fitted(line: str, width: int) -> str:
-    """Return a step's line in at most so many characters; fields that are missed least go first."""
+    """Return a step's line in at most `width` characters; the least important fields go first."""
     for field in _FIELDS:
         if len(line) <= width:
             break

@@ -85,7 +85,7 @@ def _mlp(step: StepConfig, block: Block, part: Part) -> float:
 def expert_rows(step: StepConfig, block: Block, *, received: bool = False) -> float:
     """Rows of a rank's own tokens, one for each expert that they meet; 0 without experts.
 
-    received: those that its experts take: with expert parallelism at most so many of all ranks'.
+    received: those that its experts take: with expert parallelism at most this many of all ranks'.
     """
     rows = step.tokens / step.layout.tensor_parallel
     rows *= block.experts[0].active if block.experts else 0

@@ -217,7 +217,7 @@ def optimizer_of(block: Mapping[str, Any]) -> dict[str, Any]:
     if name == "sgd":
         kind = "momentum" if block.get("momentum") else "none"
     elif name == "muon":
-        # Each matrix by itself, in bf16.
+        # Each matrix alone, in bf16.
         return {"optimizer": name, "update": "single"}
     # As trainer.optimizers: torch's Adam and AdamW are fused unless a form is asked for.
     fused = name in ("adam", "adamw") and "foreach" not in block

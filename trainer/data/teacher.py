@@ -3,7 +3,7 @@
 One folder per teacher, named by what the numbers depend on. It holds parts of consecutive samples,
 a record for each trained token of each sample in turn, and appears complete once META is there:
 part by part it is made by `entry: teach`, which goes on with the parts that are missing. Beside a
-part lies a sum of each sample's records, which is checked whenever these are read: to read all of
+part is a sum of each sample's records, which is checked whenever these are read: to read all of
 them at each start would take minutes.
 """
 

@@ -108,7 +108,7 @@ class DocumentAttention(nn.Module):
         return self.on_cpu and not torch.compiler.is_compiling()
 
     def _goes_one_by_one(self, sinks: torch.Tensor | None) -> bool:
-        """Whether documents are computed one after another: on a CPU, which needs few at a time.
+        """Whether documents are computed one after another: on a CPU, which few tokens keep busy.
 
         A compiled layer has no loop over a number that each batch changes.
         """
