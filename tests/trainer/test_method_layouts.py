@@ -92,7 +92,7 @@ def test_two_by_two_equals_one_process_and_goes_on_on_two_ranks(
     def run(folder: str, ranks: int, attempt: int = 0, **more: Any) -> str:
         given = {"batch_size": 4} | changes | more
         path = config_of(tmp_path / folder, model_folder, dataset, method, component, **given)
-        return finish(start(path, ranks, attempt=attempt, module=f"trainer.{method}"))
+        return finish(start(path, ranks, attempt=attempt, module=f"trainer.train {method}"))
 
     def assert_same(folder: str) -> None:
         assert_same_curve(tmp_path / folder, tmp_path / "one", 2e-5, 1e-4)
@@ -135,7 +135,7 @@ def test_experts_are_spread_in_every_method(
     for index, layout in enumerate([{}, *layouts]):
         own = shared | {"batch_size": 2 if layout is SPREAD else 4} | layout
         path = config_of(tmp_path / str(index), source, dataset, method, component, **own)
-        finish(start(path, 2 if layout else 1, module=f"trainer.{method}"))
+        finish(start(path, 2 if layout else 1, module=f"trainer.train {method}"))
         assert_same_curve(tmp_path / str(index), tmp_path / "0", 2e-5, 1e-4)
     first, *_, last = metrics(tmp_path / "0")
     if method == "dpo":

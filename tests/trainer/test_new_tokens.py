@@ -226,7 +226,7 @@ def test_other_methods_train_new_tokens(
         if method == "pretrain":
             content["dataset"] = stream
         path.write_text(yaml.safe_dump(content))
-        finish(start(path, module=f"trainer.{method}"))
+        finish(start(path, module=f"trainer.train {method}"))
         export = tmp_path / method / "export"
         rows = tensors(export)["model.embed_tokens.weight"]
         assert len(rows) == grown(1024, 1024 + len(NEW))

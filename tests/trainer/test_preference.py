@@ -204,7 +204,7 @@ def test_figures_of_labelled_answers_are_means_over_their_label(
 def test_kept_log_probs_are_made_once_and_a_killed_run_resumes_by_them(
     method: str, component: str, samples: int, tmp_path: Path, model_folder: Path, pairs: Path
 ) -> None:
-    changes, module = SLOW | {"batch_size": 2, "max_steps": 6}, f"trainer.{method}"
+    changes, module = SLOW | {"batch_size": 2, "max_steps": 6}, f"trainer.train {method}"
     whole, killed = (
         config(tmp_path / name, model_folder, pairs, component, **changes)
         for name in ("whole", "killed")
