@@ -43,7 +43,7 @@ _GATE = {
         Key("size_gib_at_most", "number", "Size of the weights."),
         Key("latency_p95_s_at_most", "number", "Of the answers of `task`."),
         Key("task", "text", "suite.task, of latency and forbidden."),
-        Key("forbidden", "texts", "Regular expressions that no answer of `task` may hold."),
+        Key("forbidden", "texts", "Regular expressions that no answer of `task` may have."),
     )
 }
 _KINDS = ("metric", "size_gib_at_most", "latency_p95_s_at_most", "forbidden")
@@ -167,4 +167,4 @@ def _faults_of_gate(where: str, gate: Mapping[str, Any]) -> Iterator[str]:
         try:
             re.compile(str(pattern))
         except re.error as error:
-            yield f"{where}: forbidden holds {pattern!r}: {error}"
+            yield f"{where}: forbidden has {pattern!r}: {error}"

@@ -377,7 +377,7 @@ def test_faults_of_a_gates_file_are_told_together(tmp_path):
     for words in (
         "unknown key 'metrc'",
         "needs at_least, at_most",
-        "forbidden contains '('",
+        "forbidden has '('",
         "data_sha256 is missing",
         "unknown key 'temprature' (did you mean temperature?)",
         "gate 3 is about a.c, and evaluations has no block a.c",
