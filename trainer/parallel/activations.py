@@ -92,7 +92,7 @@ def prepare(model: Decoder, config: TrainConfig, may_be_one_graph: bool = False)
         return
     if config.compile:
         model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
-    by_operation = [mode == "op" and not _is_linear(block) for block in model.blocks]
+    by_operation = [mode == "op" and not _has_linear_attention(block) for block in model.blocks]
     whole = [index for index, chosen in enumerate(by_operation) if not chosen]
     # With "op" the compiler must see what is kept; else it need not know of the recomputation.
     if config.compile:
@@ -143,7 +143,7 @@ def _exchanges_tokens(block: nn.Module) -> bool:
     return any(getattr(module, "exchange", None) is not None for module in block.modules())
 
 
-def _is_linear(block: nn.Module) -> bool:
+def _has_linear_attention(block: nn.Module) -> bool:
     """Whether a block has linear attention, at which a compiled graph ends.
 
     torch compiles nothing of a checkpointed function in which a graph ends (torch 2.13), so such a
