@@ -407,11 +407,13 @@ def test_a_stopped_rank_of_transformers_trainer_is_found_and_every_command_works
         "resources": {"nodes": 2, "gpus_per_node": 1, "cpus_per_gpu": 1, "time": "20"},
         "parameters": {"model_name_or_path": "m", "dataset_name": "d", "bf16": False, **steps},
         "hang_timeout_s": 3,
+        "env": {"HURRY": str(place / "hurry")},
     }
     (place / "hang.yaml").write_text(yaml.safe_dump(recipe))
     _, run = user.submit(str(place / "hang.yaml"))
     until(lambda: saved(run), 90, lambda: report(run))
     os.kill(a_rank(run, "hf_trainer"), signal.SIGSTOP)
+    (place / "hurry").touch()
     told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=120)
     assert told["state"] == "COMPLETED", report(run)
     first, last = attempts(run)
