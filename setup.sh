@@ -242,7 +242,7 @@ install_packages() {
     die "the packages could not be installed: see $log, fix the cause (network, proxy, disk, or a build of torch that does not exist: --torch), then run this again"
   fi
   "$VENV/bin/python" - <<'PY' >>"$log" 2>&1 || die "the installed packages do not work: see the end of $log"
-import torch, torchtune, transformers, tensorboard, launcher, trainer, datakit
+import torch, torchtune, transformers, tensorboard, launcher, trainer
 print("torch", torch.__version__, "cuda", torch.version.cuda)
 PY
   # A later setup.sh keeps the torch and the parts that were asked for.
@@ -255,7 +255,7 @@ PY
 
 # For users who may only read the checkout: Python would compile it again for each of their commands.
 compile_kit() {
-  (cd "$REPO" && "$VENV/bin/python" -m compileall -qq launcher runspec trainer datakit serving) ||
+  (cd "$REPO" && "$VENV/bin/python" -m compileall -qq launcher runspec trainer plugins) ||
     say "warning: $REPO cannot be written: its Python modules are compiled at each start"
 }
 

@@ -72,7 +72,7 @@ def _prepare(out: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
     file = out / f"{name}.yaml"
     file.write_text(json.dumps(settings))
     shutil.rmtree(out / "sets" / "prepared" / name, ignore_errors=True)
-    argv = [sys.executable, "-m", "datakit.run", str(file), "--json"]
+    argv = [sys.executable, "-m", "plugins.data.run", str(file), "--json"]
     output, used = _measured(argv)
     return {**json.loads(output), **used}
 

@@ -37,7 +37,7 @@ def prepare(folder: Path, prompts: int) -> dict[str, Any]:
 
 def start(run: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)}
-    argv = [sys.executable, "-m", "trainer.evaluate", str(run / "train.yaml")]
+    argv = [sys.executable, "-m", "plugins.evaluate.main", str(run / "train.yaml")]
     return subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 

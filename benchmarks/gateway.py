@@ -22,14 +22,14 @@ from aiohttp import web
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from runspec import endpoint as endpoints  # noqa: E402
-from runspec.keys.serve import SERVE  # noqa: E402
-from serving import parameters  # noqa: E402
-from serving.backends import Backend  # noqa: E402
-from serving.front import Front  # noqa: E402
-from serving.gateway import Gateway  # noqa: E402
-from serving.journal import Journal, read  # noqa: E402
-from serving.keys import Keys, Quotas  # noqa: E402
+from plugins.serve import endpoint as endpoints  # noqa: E402
+from plugins.serve import parameters  # noqa: E402
+from plugins.serve.backends import Backend  # noqa: E402
+from plugins.serve.front import Front  # noqa: E402
+from plugins.serve.gateway import Gateway  # noqa: E402
+from plugins.serve.journal import Journal, read  # noqa: E402
+from plugins.serve.keys import Keys, Quotas  # noqa: E402
+from plugins.serve.recipe_keys import SERVE  # noqa: E402
 
 KEY = "key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -23,13 +23,13 @@ from pathlib import Path
 from rich.console import Console
 
 from launcher import paths, site
-from launcher.observe import report
-from launcher.observe.live import View
-from launcher.observe.servers import free_port
-from launcher.observe.tensorboard import PORTS
-from launcher.runs.directory import Run
-from launcher.runs.states import state_of
-from launcher.runs.sweeps import runs_of
+from launcher.look import report
+from launcher.look.live import View
+from launcher.look.servers import free_port
+from launcher.look.tensorboard import PORTS
+from launcher.run.directory import Run
+from launcher.run.states import state_of
+from launcher.run.sweeps import runs_of
 
 FOLDER = paths.REPO_ROOT / "docs" / "pictures"
 SIZE = (1200, 900)

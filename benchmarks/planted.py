@@ -79,7 +79,7 @@ def prepared(
         settings = {"name": "planted", "root": name, "base": name, "engine": "duckdb"}
         file = folder / "settings.yaml"
         file.write_text(json.dumps({**settings, "recipe": recipe}))
-        argv = [sys.executable, "-m", "datakit.run", str(file), "--json"]
+        argv = [sys.executable, "-m", "plugins.data.run", str(file), "--json"]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(argv, cwd=code, capture_output=True, text=True)
         if done.returncode:

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from launcher import paths
-from launcher.recipes import recipe, sweep
-from launcher.recipes.sweep import Cell
-from launcher.sizing.gpus import by_name
-from launcher.sizing.memory import StepMemory
-from launcher.sizing.recipe_step import step_of
-from launcher.sizing.search import Predictor
-from launcher.sizing.step_config import GIB, StepConfig
+from launcher.recipe import recipe, sweep
+from launcher.recipe.sweep import Cell
+from plugins.estimate.launcher.gpus import by_name
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.search import Predictor
+from plugins.estimate.launcher.step_config import GIB, StepConfig
 
 # In one direction, as configs/gpus.yaml has it for cards without NVLink.
 PCIE_4_GBS = 32.0

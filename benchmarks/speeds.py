@@ -11,13 +11,13 @@ from statistics import median
 from typing import Any
 
 from launcher import paths
-from launcher.recipes import recipe
-from launcher.recipes.shapes import shape_of
-from launcher.sizing.compute import Reached
-from launcher.sizing.gpus import Gpu, Links, by_name
-from launcher.sizing.recipe_step import step_of
-from launcher.sizing.step_config import StepConfig
-from launcher.sizing.step_time import step_time
+from launcher.recipe import recipe
+from launcher.recipe.shapes import shape_of
+from plugins.estimate.launcher.compute import Reached
+from plugins.estimate.launcher.gpus import Gpu, Links, by_name
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.step_config import StepConfig
+from plugins.estimate.launcher.step_time import step_time
 from runspec.layout import Layout
 from runspec.shape import Attention, Block, Matrix, Shape, Vector
 

@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 from benchmarks.peers import ours
 from benchmarks.peers.engine import IGNORE_INDEX, TARGETS, Job, write_json
 from runspec.flops import ModelFlops
+from trainer.checkpoint import weights
 from trainer.config import TrainConfig, parse
 from trainer.data import batches as data
 from trainer.data.packing import pack
 from trainer.metrics import model_flops
+from trainer.model import Decoder
 from trainer.models import build as models
-from trainer.models.decoder import Decoder
 from trainer.parallel import world as distributed
-from trainer.storage import weights
 
 METHODS = ("full", "lora", "qlora")
 LORA_RANK, LORA_ALPHA = 16, 32

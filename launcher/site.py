@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, SlurmFault, nearest
-from launcher.recipes.recipe import NAME, NAME_RULE, Recipe, Resources
-from launcher.recipes.validate import variable_faults
+from launcher.recipe.recipe import NAME, NAME_RULE, Recipe, Resources
+from launcher.recipe.validate import variable_faults
 from runspec.keys.common import COMMON
 from runspec.keys.key import Fault, Key, faults
 
 if TYPE_CHECKING:
-    from launcher.executors import Executor
+    from launcher.slurm.executors import Executor
 
 _KEYS = (
     Key("description", "text", "One line about the site."),
@@ -156,7 +156,7 @@ def complete(recipe: Recipe, site: Site, executor: "Executor | None" = None) -> 
         resources = replace(resources, cpus_per_gpu=_cpus_per_gpu(resources))
     config = {**recipe.config, "share": recipe.config.get("share") or site.share}
     if given := recipe.config.get("environment") or site.default_environment:
-        from launcher.recipes import environment  # most runs have none
+        from launcher.recipe import environment  # most runs have none
 
         config["environment"] = environment.record(given)
     if notify := {**site.notify, **(recipe.config.get("notify") or {})}:
@@ -194,7 +194,7 @@ def slurm_options(resources: Resources, site: Site, keys: Iterable[str], gpus: i
 def _cpus_per_gpu(resources: Resources) -> int | None:
     """A GPU's share of the CPUs of the smallest node that has the GPUs; None if sinfo is silent."""
     # Imported late: most commands read a site's file and ask Slurm nothing.
-    from launcher.executors import slurm
+    from launcher import slurm
 
     try:
         known = slurm.partitions(hidden=True)

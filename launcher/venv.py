@@ -143,7 +143,7 @@ def ask_trainer(
     timeout_s: float | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> CompletedProcess[str]:
-    """Run one of the trainer's modules in the virtual environment on a train.yaml of each config.
+    """Run a module in the virtual environment on a train.yaml of each config.
 
     variables: of its environment, besides this process's.
     OSError if there is no virtual environment; subprocess.TimeoutExpired after timeout_s.
@@ -156,7 +156,7 @@ def ask_trainer(
             file.write_text(yamlfile.dump(config), encoding="utf-8")
             names.append(str(file))
         return run_module(
-            f"trainer.{module}",
+            module,
             *names,
             *arguments,
             timeout_s=timeout_s,

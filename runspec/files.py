@@ -52,7 +52,7 @@ PROGRESS = "progress.json"
 DATA_SETTINGS = "data.yaml"  # of a job that prepares data
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
-# Of rollout replicas: where they listen, and what became of them (slurm/rollout.py).
+# Of rollout replicas: where they listen, and what became of them (plugins/rl/slurm/rollout.py).
 ROLLOUT = ".rollout"
 REPLICA = "replica_{}.json"
 WEIGHTS = "weights_{}.safetensors"

@@ -11,11 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from plugins.engines.slurm import engine
 from runspec import files, publish
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
 from runspec.storage import OF_A_DISK
-from slurm import allocation, engine, job_log, reserve
+from slurm import allocation, job_log, reserve
 from slurm.faults import NODE_FAILURE, fault, no_space, on_nodes, read_errors, slurm_errors, unfit
 from slurm.history import (
     attempts_of,

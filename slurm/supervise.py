@@ -25,9 +25,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from plugins.engines.slurm import engine
+from plugins.rl.slurm.rollout import Replicas
 from runspec import files
 from runspec.processes import end_with_parent, terminate_with_parent
-from slurm import allocation, earlystop, engine, records
+from slurm import allocation, earlystop, records
 from slurm.child import Child
 from slurm.history import attempts_of, read_object
 from slurm.identity import in_slurm, is_of_this_start, own_job_id
@@ -39,7 +41,6 @@ from slurm.records import Follows
 from slurm.rendezvous import port_of
 from slurm.requeue import Succession
 from slurm.retry import pause_s
-from slurm.rollout import Replicas
 from slurm.watchdog import END_S, Watchdog
 
 FINISHED, FAILED, TERMINATED, BROKEN = 0, 1, 76, 70

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from launcher.cli import cookbook, reference
-from launcher.recipes import sweep as sweeps
-from launcher.recipes.recipe import names
+from launcher.recipe import sweep as sweeps
+from launcher.recipe.recipe import names
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ROOT / "docs" / "commands.md"

@@ -54,7 +54,9 @@ def test_the_oldest_pair_trains_exports_and_serves(tmp_path):
     kit = f"{ROOT}[{','.join(wanted)}]"
     tools = ["pytest", "pytest-xdist", "peft", "psutil", "scipy", "scikit-learn"]
     subprocess.run([*pip, "--no-build-isolation", "--editable", kit, *tools], check=True)
-    files = [f"tests/trainer/{name}.py" for name in CASES] + ["tests/serving/test_protocol.py"]
+    files = [f"tests/trainer/{name}.py" for name in CASES] + [
+        "tests/plugins/serve/test_protocol.py"
+    ]
     argv = [python, "-m", "pytest", "-n", "0", "-q", "-m", "not named and not alone", *files]
     done = subprocess.run(
         argv, cwd=ROOT, env={**os.environ, "COOKBOOK_VENV": str(python.parents[1])}

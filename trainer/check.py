@@ -28,14 +28,14 @@ from runspec.keys.model import TRANSFORMERS
 from runspec.layout import StepFacts
 from trainer import config as configs
 from trainer import groups, optimizers
+from trainer.checkpoint import adapter
 from trainer.data import tokenizers
 from trainer.errors import ConfigError
 from trainer.layers.loss import LATER_NAMES
+from trainer.methods.base import Objective, named
+from trainer.model import Decoder
 from trainer.models import build as models
 from trainer.models.builder import frozen_fault, teacher_config
-from trainer.models.decoder import Decoder
-from trainer.objectives.base import Objective, named
-from trainer.storage import adapter
 
 # Numbers in a parameter on which an optimizer is tried.
 LARGEST = 2**10

@@ -29,8 +29,8 @@ from trainer.errors import ConfigError
 from trainer.layers import delta
 from trainer.layers import experts as routed
 from trainer.layers.attention import DocumentAttention
+from trainer.model import Decoder, Role
 from trainer.models.build import empty_module
-from trainer.models.decoder import Decoder, Role
 
 # Enough for every operation; nothing is computed on the meta device.
 TOKENS = 8

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from plugins.evaluate import opened, spread
 from runspec import files
 from runspec.processes import end_with_torchrun
 from trainer.config import read_yaml
 from trainer.data.folder import read_tokenizer
 from trainer.errors import ConfigError
-from trainer.evaluation import opened, spread
 from trainer.parallel.device import own
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from trainer.checkpoint.weights import named_parameters
 from trainer.config import instantiate
 from trainer.errors import ConfigError
-from trainer.models.decoder import Decoder
-from trainer.storage.weights import named_parameters
+from trainer.model import Decoder
 
 # Keys of the optimizer's block that are read here and go to no component.
 OWN_KEYS = ("no_weight_decay", "adamw")

@@ -12,21 +12,21 @@ from torch.distributed.fsdp import FSDPModule
 
 from runspec.step import StepSums
 from trainer import figures, optimizers
+from trainer.checkpoint.checkpoint import Checkpoints
+from trainer.checkpoint.committed import TrainerState
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.figures import Figures
 from trainer.groups import trained_of
 from trainer.layers.batch import MicroBatch
+from trainer.methods.base import Models, Objective
 from trainer.metrics import Work
 from trainer.models.builder import Builder
-from trainer.objectives.base import Models, Objective
 from trainer.parallel import activations, fsdp, gradients
 from trainer.parallel import world as distributed
 from trainer.parallel.world import StopRequest, World
 from trainer.profiling import profiler
 from trainer.reporting import Reporter
-from trainer.storage.checkpoint import Checkpoints
-from trainer.storage.committed import TrainerState
 
 if TYPE_CHECKING:
     from trainer.layers.balance import Balance
@@ -66,7 +66,7 @@ class Trainer:
         self.replicas = None if held else world.replicas()
         self.balance = self._watch_routers()
         if config.checkpointer.get("adapter_checkpoint") is not None:
-            from trainer.storage import adapter
+            from trainer.checkpoint import adapter
 
             continued = world.on_all(lambda: adapter.load(self.model, config))
             world.say(f"adapter from {continued}")
@@ -211,7 +211,7 @@ class Trainer:
         self._choose_weights()
         self.world.say("exporting the model ...")
         # Imported late, as elsewhere here: a rank starts faster without what it needs later.
-        from trainer.storage.export import export
+        from trainer.checkpoint.export import export
 
         folder = export(self.model, config, self.world)
         self.world.say(f"exported to {folder}")

@@ -21,11 +21,11 @@ from torch import nn
 
 from runspec import files, flops
 from runspec.storage import patiently
+from trainer.checkpoint.weights import named_parameters
 from trainer.layers import nf4
 from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.attention import DocumentAttention
-from trainer.models.decoder import Decoder, Role
-from trainer.storage.weights import named_parameters
+from trainer.model import Decoder, Role
 
 GIB = 2**30
 GPUS = Path(__file__).parents[1] / "configs/gpus.yaml"

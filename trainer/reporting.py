@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from runspec import files
 from runspec.progress import Heartbeat
 from trainer import metrics
+from trainer.checkpoint.checkpoint import Checkpoints
+from trainer.checkpoint.committed import TrainerState
 from trainer.config import TrainConfig
 from trainer.data.batches import Data
 from trainer.figures import Figures
 from trainer.layers.batch import MicroBatch
-from trainer.objectives.base import Models
+from trainer.methods.base import Models
 from trainer.parallel.device import described
 from trainer.parallel.world import World
 from trainer.progress import Progress
-from trainer.storage.checkpoint import Checkpoints
-from trainer.storage.committed import TrainerState
 
 # The watchdog (slurm/watchdog.py, with its number of median steps) ends ranks that hang: it has
 # their dumps written, and names the one that holds up the others. torch's own timeout is so much

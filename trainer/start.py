@@ -20,7 +20,7 @@ from trainer import progress
 from trainer.config import TrainConfig
 from trainer.errors import TrainerError, describe, write_error_record
 from trainer.loop import Trainer
-from trainer.objectives.base import Objective
+from trainer.methods.base import Objective
 from trainer.parallel import fitness
 from trainer.parallel import world as distributed
 

@@ -14,10 +14,10 @@ from runspec.keys.distill import TeachConfig
 from runspec.progress import Heartbeat
 from trainer import start
 from trainer.errors import ConfigError
+from trainer.methods.base import Objective
+from trainer.methods.kept_teacher import Kept, kept, sets
+from trainer.methods.teach import TeacherPass, Teaching
 from trainer.models.builder import Builder
-from trainer.objectives.base import Objective
-from trainer.objectives.kept_teacher import Kept, kept, sets
-from trainer.objectives.teach import TeacherPass, Teaching
 from trainer.parallel import fitness
 from trainer.parallel import world as distributed
 from trainer.parallel.device import described

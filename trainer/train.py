@@ -4,7 +4,7 @@ import sys
 
 from runspec.keys.methods import METHODS
 from trainer import start
-from trainer.objectives.base import named
+from trainer.methods.base import named
 
 
 def main(arguments: list[str]) -> int:

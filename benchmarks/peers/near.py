@@ -22,7 +22,7 @@ def main() -> None:
 def _datasketch(texts: list[str], out: Path) -> None:
     from datasketch import MinHash, MinHashLSH
 
-    # The bands of datakit.steps.near.
+    # The bands of plugins.data.steps.near.
     index = MinHashLSH(num_perm=96, params=(16, 6))
     for number, text in enumerate(texts):
         words = text.split()

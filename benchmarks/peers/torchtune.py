@@ -140,8 +140,8 @@ def run(job: Job) -> dict[str, Any]:
     recipe = stock_recipe(*RECIPES[method, distributed])(cfg=config)
     recipe.setup(cfg=config)
     if method == "lora":
+        from trainer.checkpoint.weights import initialise_adapter
         from trainer.layers.adapters.lora import LoRA
-        from trainer.storage.weights import initialise_adapter
 
         # torchtune initialises the adapter from the global random state; all engines need the same.
         initialise_adapter(recipe._model, job.seed, LoRA({}))

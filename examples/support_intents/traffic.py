@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serving import journal
+from plugins.serve import journal
 
 NAME = "support"
 WAIT_S = 300.0

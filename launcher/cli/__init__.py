@@ -2,14 +2,13 @@
 
 import sys
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from io import TextIOWrapper
 from typing import Any
 
 import click
 
-from launcher import __version__
+from launcher import __version__, plugins
 from launcher.errors import CookbookError, UsageFault, nearest, of_the_system
 from launcher.remote import chosen
 from runspec.files import DamagedFile
@@ -23,12 +22,6 @@ _COMMANDS = {
     "doctor": ("check", "Check whether this site can run the kit."),
     "download": ("check", "Download a recipe's model and dataset from the Hugging Face Hub."),
     "check": ("check", "Check everything that could stop a run, without submitting it."),
-    "estimate": ("recipes", "Compute the memory, time and disk that a recipe needs."),
-    "prepare": (
-        "prepare",
-        "Make a training set from raw data: filtered, without duplicates, split.",
-    ),
-    "data": ("prepare", "Show prepared training sets."),
     "submit": ("submit", "Render a recipe's job script, check it and submit it."),
     "status": ("status", "Show the state of runs."),
     "watch": ("status", "Follow runs to their end."),
@@ -41,13 +34,6 @@ _COMMANDS = {
     "diff": ("results", "Show the differences between two runs."),
     "replay": ("results", "Submit a run once more, from its provenance."),
     "profile": ("profile", "Show where the time of a run's profiled steps goes."),
-    "eval": ("evaluate", "Evaluate a model, alone or compared with another."),
-    "serve": ("serve", "Serve a model with an OpenAI-compatible API, as a Slurm job."),
-    "query": ("query", "Send one prompt or a file of prompts to a served model."),
-    "register": ("registry", "Register a model as the next version of a name."),
-    "promote": ("registry", "Assign an alias to a version that passes its gates."),
-    "registry": ("registry", "List registered models, versions and their history."),
-    "track": ("track", "Write runs to MLflow or W&B."),
     "clean": ("clean", "List or remove caches and leftovers, with their sizes."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
     "init": ("remote", "Install the kit on a cluster from this machine, and check it."),
@@ -63,7 +49,7 @@ _OF_THIS_MACHINE = ("fetch", "forward", "init")
 _GROUPS = {
     "Prepare": (
         "cookbook start faq.csv Qwen/Qwen3-8B",
-        "init start recipes models environments download prepare data estimate check doctor",
+        "init start recipes models environments download check doctor",
     ),
     "Run": (
         "cookbook submit llama70b_lora --nodes 2 --watch",
@@ -71,24 +57,29 @@ _GROUPS = {
     ),
     "Look": (
         "cookbook logs last -f",
-        "status watch logs results diff report profile tensorboard track",
+        "status watch logs results diff report profile tensorboard",
     ),
     "Deliver": (
         "cookbook serve last",
-        "eval register promote registry serve query fetch forward",
+        "fetch forward",
     ),
 }
+
+
+def names() -> list[str]:
+    """Return the names of all commands."""
+    return [*_COMMANDS, *plugins.commands()]
 
 
 class _Lazy(click.Group):
     """A group that imports a command only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        if cmd_name not in _COMMANDS:
-            ctx.fail(f"No such command {cmd_name!r}{nearest(cmd_name, _COMMANDS)}.")
+        if cmd_name not in names():
+            ctx.fail(f"No such command {cmd_name!r}{nearest(cmd_name, names())}.")
         # All that is not of a laptop alone renders templates, or lists what the checkout holds.
         if cmd_name not in _OF_THIS_MACHINE and find_spec("jinja2") is None:
             raise UsageFault(
@@ -96,21 +87,23 @@ class _Lazy(click.Group):
                 "has only the part of the kit for that. Install the kit on a cluster with: "
                 "cookbook init --host NAME, or on this machine with: bash setup.sh"
             )
-        module = import_module(f"launcher.cli.{_COMMANDS[cmd_name][0]}")
-        # eval is a function of Python's own.
-        command: click.Command = getattr(module, {"eval": "evaluate"}.get(cmd_name, cmd_name))
+        if cmd_name in _COMMANDS:
+            target = f"launcher.cli.{_COMMANDS[cmd_name][0]}:{cmd_name}"
+        else:
+            target = plugins.commands()[cmd_name].target
+        command: click.Command = plugins.load(target)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in _COMMANDS:
+        if args[0] not in names():
             from launcher.cli import habits  # hardly any command is another tool's
 
             if way := habits.line(args):
                 raise UsageFault(way)
         host = chosen(ctx.params.get("host"))
-        if host is None or args[0] not in _COMMANDS or args[0] in _OF_THIS_MACHINE:
+        if host is None or args[0] not in names() or args[0] in _OF_THIS_MACHINE:
             return super().resolve_command(ctx, args)
         return args[0], _There(host, args[0]), args[1:]
 
@@ -123,9 +116,12 @@ class _Lazy(click.Group):
             sys.exit(130)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, (example, names) in _GROUPS.items():
+        for title, (example, own) in _GROUPS.items():
+            rows = [(name, _COMMANDS[name][1]) for name in own.split()]
+            given = plugins.commands().items()
+            rows += [(name, each.help) for name, each in given if each.group == title]
             with formatter.section(f"{title} ({example})"):
-                formatter.write_dl([(name, _COMMANDS[name][1]) for name in names.split()])
+                formatter.write_dl(rows)
 
 
 class _There(click.Command):

@@ -9,20 +9,20 @@ from typing import Any, NoReturn
 
 import click
 
-from launcher import executors
 from launcher import site as sites
-from launcher.checks import Finding, faults_of, preflight
-from launcher.checks import doctor as examination
-from launcher.checks.doctor.ask import Options
-from launcher.checks.doctor.nodes import table
-from launcher.checks.samples import read as read_samples
+from launcher.check import Finding, faults_of, preflight
+from launcher.check import doctor as examination
+from launcher.check.doctor.ask import Options
+from launcher.check.doctor.nodes import table
+from launcher.check.samples import read as read_samples
 from launcher.cli import common
 from launcher.cli.common import note
 from launcher.cli.number import FloatRange, IntRange
 from launcher.cli.samples import lines as sample_lines
-from launcher.recipes import recipe as recipe_file
-from launcher.workflows import rehearse
-from launcher.workflows.submit import context, plan
+from launcher.do import rehearse
+from launcher.do.submit import context, plan
+from launcher.recipe import recipe as recipe_file
+from launcher.slurm import executors
 
 
 @click.command()

@@ -9,7 +9,7 @@ import click
 from launcher import site as sites
 from launcher.cli import common
 from launcher.cli.number import IntRange
-from launcher.workflows import clean as workflow
+from launcher.do import clean as workflow
 
 _DAY_S = 86400
 

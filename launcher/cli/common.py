@@ -14,12 +14,12 @@ from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
-from launcher.executors import title
-from launcher.runs import directory
+from launcher.run import directory
+from launcher.slurm.executors import title
 from runspec.since import FORMS, moment
 
 if TYPE_CHECKING:
-    from launcher.runs.directory import Run
+    from launcher.run.directory import Run
 
 Command = Callable[..., Any]
 
@@ -52,7 +52,7 @@ def recipe_arguments(command: Command) -> Command:
 
     @wraps(command)
     def called(*args: Any, recipe: str | None, words: tuple[str, ...], **options: Any) -> Any:
-        from launcher.recipes import override
+        from launcher.recipe import override
 
         named = bool(words) and not override.is_override(words[0])
         if named == (recipe is not None):

@@ -16,8 +16,8 @@ _MOST_RUNS = 200
 
 def recipes(ctx: click.Context, option: click.Parameter, begin: str) -> list["CompletionItem"]:
     """Complete the name of a recipe or the path of a file, and then keys of its overrides."""
-    from launcher.recipes.entries import all_keys
-    from launcher.recipes.recipe import names
+    from launcher.recipe.entries import all_keys
+    from launcher.recipe.recipe import names
 
     named = ctx.params.get("recipe") or ctx.params.get("words")
     if option.name == "words" and named:
@@ -27,15 +27,15 @@ def recipes(ctx: click.Context, option: click.Parameter, begin: str) -> list["Co
 
 def sweeps(ctx: click.Context, option: click.Parameter, begin: str) -> list["CompletionItem"]:
     """Complete the name of a sweep, or the path of a file."""
-    from launcher.recipes.sweep import names
+    from launcher.recipe.sweep import names
 
     return _of(names(), begin)
 
 
 def runs(ctx: click.Context, option: click.Parameter, begin: str) -> list["CompletionItem"]:
     """Complete the name of a run, the newest first, or last."""
-    from launcher.runs.directory import runs_root
-    from launcher.runs.find import every
+    from launcher.run.directory import runs_root
+    from launcher.run.find import every
 
     try:
         root = runs_root(sites.load(ctx.params.get("cluster")).root)

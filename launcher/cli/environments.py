@@ -7,8 +7,8 @@ import click
 
 from launcher import site as sites
 from launcher.cli import common
-from launcher.recipes import environment
-from launcher.runs import built
+from launcher.recipe import environment
+from launcher.run import built
 
 
 @click.command()

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from launcher.recipes import absent
+from launcher.recipe import absent
 
 _CONFIGS = (".yaml", ".yml")
 _GPUS = "--nodes 1 --gpus-per-node 8"

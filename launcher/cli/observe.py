@@ -9,15 +9,15 @@ from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, note, runs_root
 from launcher.cli.number import IntRange
 from launcher.errors import UnknownRun, UsageFault
-from launcher.observe import logs as log_files
-from launcher.observe import servers
-from launcher.observe import tensorboard as server
-from launcher.observe.first_error import first_error as first_failure
-from launcher.observe.lines import read, tail_start
-from launcher.observe.text import plain
-from launcher.runs.directory import Run
-from launcher.runs.find import every, find, none_yet
-from launcher.runs.sweeps import runs_of
+from launcher.look import logs as log_files
+from launcher.look import servers
+from launcher.look import tensorboard as server
+from launcher.look.first_error import first_error as first_failure
+from launcher.look.lines import read, tail_start
+from launcher.look.text import plain
+from launcher.run.directory import Run
+from launcher.run.find import every, find, none_yet
+from launcher.run.sweeps import runs_of
 
 _COUNT = IntRange(min=0)
 

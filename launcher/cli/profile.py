@@ -7,9 +7,9 @@ import click
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, json_option, note, runs_root
 from launcher.cli.number import IntRange
-from launcher.observe import profile as profiles
-from launcher.observe.outcome import resolved
-from launcher.runs.find import find
+from launcher.look import profile as profiles
+from launcher.look.outcome import resolved
+from launcher.run.find import find
 
 
 @click.command()

@@ -11,13 +11,13 @@ from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, json_option, note, runs_root, since_option
 from launcher.cli.number import FloatRange
+from launcher.do import replay as replaying
 from launcher.errors import UnknownRun, UsageFault
-from launcher.observe import diff as comparison
-from launcher.observe import report as reports
-from launcher.observe.results import FORMATS, compare, ordered, shown
-from launcher.runs.find import every, find, made_since, none_yet
-from launcher.runs.sweeps import runs_of
-from launcher.workflows import replay as replaying
+from launcher.look import diff as comparison
+from launcher.look import report as reports
+from launcher.look.results import FORMATS, compare, ordered, shown
+from launcher.run.find import every, find, made_since, none_yet
+from launcher.run.sweeps import runs_of
 
 _NEWEST = 20
 

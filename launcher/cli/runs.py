@@ -7,19 +7,19 @@ from contextlib import contextmanager
 import click
 
 from launcher import site as sites
-from launcher.checks import preflight
+from launcher.check import preflight
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, note, resource_options, runs_root
 from launcher.cli.status import watch_to_the_end
-from launcher.executors import choose, title
-from launcher.runs.directory import Run
-from launcher.runs.find import find
-from launcher.runs.sweeps import runs_of
-from launcher.workflows.cancel import cancel as cancel_run
-from launcher.workflows.resume import Changes
-from launcher.workflows.resume import resume as resume_run
-from launcher.workflows.submit import PlannedRun, context, submit
-from launcher.workflows.sweep import cancel_all
+from launcher.do.cancel import cancel as cancel_run
+from launcher.do.resume import Changes
+from launcher.do.resume import resume as resume_run
+from launcher.do.submit import PlannedRun, context, submit
+from launcher.do.sweep import cancel_all
+from launcher.run.directory import Run
+from launcher.run.find import find
+from launcher.run.sweeps import runs_of
+from launcher.slurm.executors import choose, title
 
 
 @contextmanager

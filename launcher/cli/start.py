@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from launcher import executors
 from launcher import site as sites
-from launcher.checks import faults_of
+from launcher.check import faults_of
 from launcher.cli import common
 from launcher.cli.common import note
 from launcher.cli.number import IntRange
 from launcher.cli.samples import lines as sample_lines
-from launcher.workflows import start as workflow
+from launcher.do import start as workflow
+from launcher.slurm import executors
 
 
 @click.command()

@@ -19,14 +19,14 @@ from launcher.cli.common import (
     since_option,
 )
 from launcher.errors import UsageFault
-from launcher.observe.status import Row, chosen, row, table
-from launcher.observe.summary import story, summary
-from launcher.observe.text import plain as harmless
-from launcher.observe.watch import watch_all
-from launcher.runs.directory import Run
-from launcher.runs.find import every, foreign, made_since, none_yet
-from launcher.runs.states import judged
-from launcher.runs.sweeps import runs_of
+from launcher.look.status import Row, chosen, row, table
+from launcher.look.summary import story, summary
+from launcher.look.text import plain as harmless
+from launcher.look.watch import watch_all
+from launcher.run.directory import Run
+from launcher.run.find import every, foreign, made_since, none_yet
+from launcher.run.states import judged
+from launcher.run.sweeps import runs_of
 
 _NEWEST = 20
 
@@ -111,7 +111,7 @@ def watch_to_the_end(*runs: Run, live: bool = False) -> int:
     try:
         if live and os.environ.get("TERM") != "dumb":
             # Imported late: rich takes longer than the rest of the command.
-            from launcher.observe.live import watch_live
+            from launcher.look.live import watch_live
 
             states = watch_live(runs)
         else:
@@ -125,7 +125,7 @@ def watch_to_the_end(*runs: Run, live: bool = False) -> int:
         for line in summary(run, state):
             click.echo(line)
     # Imported late: status needs none of it.
-    from launcher.cli.track import track_at_the_end
+    from plugins.registry.cli.track import track_at_the_end
 
     track_at_the_end(runs)
     return 0 if all(state.word == "COMPLETED" for state in states) else 1

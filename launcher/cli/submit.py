@@ -4,14 +4,14 @@ import sys
 
 import click
 
-from launcher import executors
 from launcher import site as sites
 from launcher.cli import common
 from launcher.cli.common import note
 from launcher.cli.runs import launched
 from launcher.cli.status import watch_to_the_end
-from launcher.recipes import recipe as recipe_file
-from launcher.workflows import submit as workflow
+from launcher.do import submit as workflow
+from launcher.recipe import recipe as recipe_file
+from launcher.slurm import executors
 
 
 @click.command()

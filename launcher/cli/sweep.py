@@ -8,18 +8,18 @@ import sys
 
 import click
 
-from launcher import executors
 from launcher import site as sites
 from launcher.cli import common, completion
 from launcher.cli.common import note
 from launcher.cli.number import IntRange
-from launcher.executors import Executor
-from launcher.recipes import sweep as sweeps_of_the_kit
-from launcher.runs.sweeps import SweepDirectory, every, find
-from launcher.runs.sweeps import root as sweeps_root
-from launcher.sizing.cells import PredictedSweep
-from launcher.sizing.gpus import by_name
-from launcher.workflows import sweep as workflow
+from launcher.do import sweep as workflow
+from launcher.recipe import sweep as sweeps_of_the_kit
+from launcher.run.sweeps import SweepDirectory, every, find
+from launcher.run.sweeps import root as sweeps_root
+from launcher.slurm import executors
+from launcher.slurm.executors import Executor
+from plugins.estimate.launcher.cells import PredictedSweep
+from plugins.estimate.launcher.gpus import by_name
 
 
 @click.command()

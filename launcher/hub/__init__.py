@@ -6,13 +6,13 @@ huggingface_hub lists, fetches and verifies; the token that it finds is never pr
 import shutil
 from pathlib import Path
 
-from launcher.checks import Finding, existing_parent, failed, faults_of, of_error, ok
-from launcher.checks.files import checkpoint_files, tokenizer_files
+from launcher.check import Finding, existing_parent, failed, faults_of, of_error, ok
+from launcher.check.files import checkpoint_files, tokenizer_files
 from launcher.errors import HubFault, RecipeFault
 from launcher.hub import fetch
 from launcher.hub.answers import in_words
 from launcher.hub.repository import Repository, Say
-from launcher.recipes.recipe import Recipe
+from launcher.recipe.recipe import Recipe
 from launcher.site import Site
 
 

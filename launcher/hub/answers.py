@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, errors, get_token
 
-from launcher.checks import Finding, failed, ok, skipped
+from launcher.check import Finding, failed, ok, skipped
 from launcher.errors import HubFault, nearest
 from launcher.hub.repository import Repository
 

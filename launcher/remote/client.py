@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import RemoteFault, UsageFault
-from launcher.observe import servers
+from launcher.look import servers
 from launcher.remote.ssh import LOST, Connection
 from launcher.remote.tree import Tree, listed
 
-# Commands that print where a server listens: launcher/observe/servers.py.
+# Commands that print where a server listens: launcher/look/servers.py.
 _SERVING = ("serve", "tensorboard")
 _LISTENS = re.compile(rb"listens on ([\w.-]+):(\d+)([\w./?&=%~-]*)\r?\n")
 # Ends the command there once its input is closed here, or the connection is lost.

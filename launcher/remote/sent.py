@@ -12,7 +12,7 @@ import sys
 from launcher import paths
 from launcher import site as sites
 from launcher.errors import CookbookError
-from launcher.runs import trust
+from launcher.run import trust
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from launcher.errors import RemoteFault
-from launcher.observe import servers
+from launcher.look import servers
 from launcher.remote import KIT
 
 # ssh's own status if the connection failed, and not the command.

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from launcher.runs.snapshot import git
+from launcher.run.snapshot import git
 
 # Larger files of the tree are sent only if a command or a recipe names them.
 _LIMIT = 10 * 2**20

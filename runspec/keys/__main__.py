@@ -3,11 +3,11 @@
 import json
 from collections.abc import Iterable
 
+from plugins.evaluate.recipe_keys import EVAL, TASK
+from plugins.serve.recipe_keys import SERVE
 from runspec.keys.common import COMMAND, COMMON, ENGINE, SCRIPT
-from runspec.keys.evaluate import EVAL, TASK
 from runspec.keys.key import REQUIRED, Key, keys_of, may_change
 from runspec.keys.methods import METHODS
-from runspec.keys.serve import SERVE
 from runspec.keys.train import TrainConfig
 
 _KNOWN = {**COMMON, **SCRIPT, **COMMAND, **ENGINE, **EVAL, **TASK, **SERVE}

@@ -16,7 +16,7 @@ MAX_KEPT_BYTES = 300
 class DistillConfig(TrainConfig):
     """Distillation: for each token of the answers, the teacher's distribution is the target."""
 
-    objective: ClassVar[str] = "trainer.objectives.distill.Distillation"
+    objective: ClassVar[str] = "trainer.methods.distill.Distillation"
     teacher_key: ClassVar[str] = "teacher"
     reads_teacher_logits: ClassVar[bool] = True
 
@@ -91,7 +91,7 @@ class DistillConfig(TrainConfig):
 class TeachConfig(DistillConfig):
     """`entry: teach` reads the recipe of a distillation, whose teacher it runs once."""
 
-    objective: ClassVar[str] = "trainer.objectives.teach.Teaching"
+    objective: ClassVar[str] = "trainer.methods.teach.Teaching"
     runs_teacher_only: ClassVar[bool] = True
 
     @classmethod

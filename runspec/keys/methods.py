@@ -3,8 +3,8 @@
 trainer.train starts a method by its name.
 """
 
+from plugins.rl.recipe_keys import GrpoConfig
 from runspec.keys.distill import DistillConfig
-from runspec.keys.grpo import GrpoConfig
 from runspec.keys.preference import DpoConfig, KtoConfig
 from runspec.keys.pretrain import PretrainConfig
 from runspec.keys.reward import RewardConfig

@@ -46,7 +46,7 @@ class PreferenceConfig(TrainConfig):
 class DpoConfig(PreferenceConfig):
     """Preference tuning on pairs of a chosen and a rejected answer."""
 
-    objective: ClassVar[str] = "trainer.objectives.dpo.PreferenceTuning"
+    objective: ClassVar[str] = "trainer.methods.dpo.PreferenceTuning"
     pairs: ClassVar[str] = "trainer.data.preferences.PreferenceDataset"
 
     loss: str = setting(
@@ -75,7 +75,7 @@ class DpoConfig(PreferenceConfig):
 class KtoConfig(PreferenceConfig):
     """Preference tuning on single answers, each labelled as desirable or not."""
 
-    objective: ClassVar[str] = "trainer.objectives.kto.UnpairedPreferenceTuning"
+    objective: ClassVar[str] = "trainer.methods.kto.UnpairedPreferenceTuning"
     pairs: ClassVar[str] = "trainer.data.preferences.UnpairedPreferenceDataset"
 
     desirable_weight: float = setting("rate", "Weight of desirable answers in the loss.", 1.0)

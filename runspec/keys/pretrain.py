@@ -11,7 +11,7 @@ from runspec.keys.train import TrainConfig
 class PretrainConfig(TrainConfig):
     """Pre-training, continued or from scratch: cross-entropy over every token of plain text."""
 
-    objective: ClassVar[str] = "trainer.objectives.pretrain.Pretraining"
+    objective: ClassVar[str] = "trainer.methods.pretrain.Pretraining"
     streams: ClassVar[bool] = True
 
     from_scratch: bool = setting(

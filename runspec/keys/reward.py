@@ -12,7 +12,7 @@ from runspec.keys.train import TrainConfig
 class RewardConfig(TrainConfig):
     """A reward model: a score for each answer, higher for the chosen one of a pair."""
 
-    objective: ClassVar[str] = "trainer.objectives.reward.RewardModelling"
+    objective: ClassVar[str] = "trainer.methods.reward.RewardModelling"
     documents_per_sample: ClassVar[int] = 2
     has_score_head: ClassVar[bool] = True
     pairs: ClassVar[str] = DpoConfig.pairs

@@ -11,7 +11,7 @@ from runspec.keys.train import TrainConfig
 class SftConfig(TrainConfig):
     """Supervised fine-tuning: cross-entropy over the tokens of the answers."""
 
-    objective: ClassVar[str] = "trainer.objectives.sft.SupervisedFineTuning"
+    objective: ClassVar[str] = "trainer.methods.sft.SupervisedFineTuning"
 
     loss: dict[str, Any] = setting(
         "component",

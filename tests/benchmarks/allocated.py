@@ -1,6 +1,6 @@
 """Peak memory of a step in torch's allocator: python -m tests.benchmarks.allocated FILE RANKS KIND
 
-For the null GPU. It runs the step that `trainer.trace` runs on fake tensors, here compiled and with
+For the null GPU. It runs the step that `plugins.estimate.trace` runs on fake tensors, here compiled and with
 CUDA tensors, as rank 0 of a fake process group. FILE is a train.yaml, KIND the dotted path of its
 objective. The weights are not initialised.
 """
@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from plugins.estimate import trace
 from trainer import config as configs
-from trainer import groups, optimizers, trace
+from trainer import groups, optimizers
 from trainer.config import TrainConfig
 from trainer.layers import fp8
 from trainer.layers.adapters.base import method as method_of
+from trainer.methods.base import named
 from trainer.models import build as models
 from trainer.models.builder import Builder
-from trainer.objectives.base import named
 from trainer.parallel import gradients
 from trainer.parallel.world import World, layout_of
 

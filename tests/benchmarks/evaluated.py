@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import evaluate
+from plugins.evaluate import main as evaluate
 
 
 def main(arguments: list[str]) -> int:

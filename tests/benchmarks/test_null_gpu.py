@@ -14,13 +14,13 @@ import yaml
 
 from benchmarks import null_gpu
 from benchmarks.null_gpu import __main__ as command
-from launcher.recipes import recipe as recipes
-from launcher.sizing.memory import StepMemory
-from launcher.sizing.recipe_step import step_of
+from launcher.recipe import recipe as recipes
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
 from runspec.keys.model import TRANSFORMERS
 from tests.launcher.kit import until
 from tests.model_sizes import DEMO
-from tests.serving.test_virtual_tokens import answer
+from tests.plugins.serve.test_virtual_tokens import answer
 from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import lora_model, write_config
 from tests.trainer.transformers_cases import write
@@ -158,7 +158,7 @@ def test_a_served_model_answers_on_gpus(
     monkeypatch.setenv("NULL_GPU_COUNT", count)
     socket, name = tmp_path / "engine.sock", str(demo_model)
     line = [sys.executable, "-m", "benchmarks.null_gpu", sys.executable]
-    line += ["-m", "serving.transformers_engine", str(socket), name]
+    line += ["-m", "plugins.serve.transformers_engine", str(socket), name]
     line += ["--device", "auto", "--dtype", "bfloat16"]
     engine = subprocess.Popen(line, cwd=ROOT, start_new_session=True)
     try:

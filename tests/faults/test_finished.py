@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from launcher.runs.directory import Run
-from launcher.runs.states import state_of
+from launcher.run.directory import Run
+from launcher.run.states import state_of
 from runspec.states import process_start
 from slurm.watchdog import Finished
 from tests.faults.kit import SHORT, Undisturbed, attempts, ended, parent, processes_of, rank, trains

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from launcher.runs.directory import Run
-from launcher.runs.states import state_of
+from launcher.run.directory import Run
+from launcher.run.states import state_of
 from slurm import records
 from slurm.recorder import NotRecorded, Recorder
 from tests.faults.kit import attempts, processes_of

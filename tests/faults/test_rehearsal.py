@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.checks.doctor.ask import NodeReport
-from launcher.checks.doctor.rehearsal import Part, Scene, findings
-from launcher.recipes import recipe as recipes
-from launcher.sizing import gpus
-from launcher.sizing.recipe_step import step_of
+from launcher.check.doctor.ask import NodeReport
+from launcher.check.doctor.rehearsal import Part, Scene, findings
+from launcher.recipe import recipe as recipes
+from plugins.estimate.launcher import gpus
+from plugins.estimate.launcher.recipe_step import step_of
 from tests.launcher.kit import Kit, report
 
 GPU = gpus.by_name("h100-80")

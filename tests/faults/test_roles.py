@@ -108,7 +108,7 @@ def test_a_job_whose_replicas_cannot_start_gives_its_nodes_back(user: Kit, in_tu
 def _kill_replicas(run: Path) -> bool:
     for process in processes_of(run):
         with suppress(OSError):
-            if b"trainer.replica" in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
+            if b"plugins.rl.replica" in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
                 os.kill(process, signal.SIGKILL)
     return True
 

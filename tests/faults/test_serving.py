@@ -51,7 +51,7 @@ def words_of(user: Kit) -> str:
 
 
 def front_of(user: Kit, run: str) -> int:
-    return ranks_of(user.root / "runs" / run, "serving.replica")[0]
+    return ranks_of(user.root / "runs" / run, "plugins.serve.replica")[0]
 
 
 def engine_of(user: Kit, run: str) -> int:
@@ -256,7 +256,7 @@ def test_a_file_is_answered_by_a_job_that_is_killed_and_cancelled(
         return len(list(run.glob("evals/shards/*.json")))
 
     until(lambda: saved() >= 2, 120, lambda: report(run))
-    os.kill(ranks_of(run, "trainer.evaluate")[1], signal.SIGKILL)
+    os.kill(ranks_of(run, "plugins.evaluate.main")[1], signal.SIGKILL)
     kept = {path: path.stat().st_mtime_ns for path in run.glob("evals/shards/*.json")}
     until(lambda: (run / "logs" / "1").is_dir(), 120, lambda: report(run))
     before = saved()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launcher.runs.directory import Run
+from launcher.run.directory import Run
 from tests import forked
 
 # Looks like a token, so that a leak of it can be searched for.

@@ -2,7 +2,8 @@
 
 from importlib import import_module
 
-from launcher import cli, paths, render
+from launcher import cli, paths
+from launcher.slurm import render
 
 for path in sorted((paths.REPO_ROOT / "launcher").rglob("*.py")):
     # huggingface_hub reads the environment of the command when it is imported.

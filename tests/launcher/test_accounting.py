@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher import checks, paths
+from launcher import check as checks
+from launcher import paths, slurm
 from launcher import site as cluster
-from launcher.checks import Finding, doctor, scheduler
-from launcher.executors import slurm
-from launcher.recipes import recipe
-from launcher.render import job_script
+from launcher.check import Finding, doctor, scheduler
+from launcher.recipe import recipe
+from launcher.slurm.render import job_script
 from tests.conftest import CLUSTER_SH, NEEDS_ACCOUNTING, SlurmCluster, running_cluster
 from tests.launcher.accounting_cases import REFUSED
 from tests.launcher.kit import Kit, report, until

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from plugins.serve import replica
 from runspec.files import DamagedFile, read_json_lines, write_json
-from serving import replica
 from slurm import faults, records, retry
 from slurm.identity import own_job_id
 from slurm.retry import AttemptEnd, decide

@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launcher import checks, paths
+from launcher import check as checks
+from launcher import paths, slurm
 from launcher import site as cluster
-from launcher.checks import Finding, environment, files, preflight
-from launcher.checks import recipe as recipe_checks
-from launcher.checks.scheduler import partition
-from launcher.executors import choose, slurm
-from launcher.recipes import recipe
+from launcher.check import Finding, environment, files, preflight
+from launcher.check import recipe as recipe_checks
+from launcher.check.scheduler import partition
+from launcher.recipe import recipe
+from launcher.slurm.executors import choose
 from tests.launcher.kit import Kit, until
 from trainer import demo
 

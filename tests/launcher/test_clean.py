@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from launcher import paths
 from launcher.cli import cookbook
-from launcher.runs import code
+from launcher.run import code
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import paths, render
-from launcher.recipes import recipe
+from launcher import paths
+from launcher.recipe import recipe
 from launcher.site import Site
+from launcher.slurm import render
 from tests.launcher.kit import Kit
 
 

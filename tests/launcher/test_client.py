@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from launcher import site
+from launcher.do.resume import Changes, resume
 from launcher.errors import CookbookError
-from launcher.executors import token
-from launcher.runs.directory import Run
-from launcher.workflows.resume import Changes, resume
+from launcher.run.directory import Run
+from launcher.slurm.executors import token
 from tests.conftest import SlurmCluster
 from tests.launcher.kit import Kit, report, until
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from launcher.checks import failed, warning
-from launcher.checks.doctor import nodes, report
-from launcher.checks.doctor.ask import NodeReport
-from launcher.checks.doctor.slurm import CHECKS, SlurmAnswers
+from launcher.check import failed, warning
+from launcher.check.doctor import nodes, report
+from launcher.check.doctor.ask import NodeReport
+from launcher.check.doctor.slurm import CHECKS, SlurmAnswers
 from launcher.site import Site
 from launcher.venv import TorchBuild
 from tests.launcher.hub_server import serving

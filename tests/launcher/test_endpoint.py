@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import EndpointFault, UsageFault
-from launcher.recipes.recipe import time_limit_s
-from launcher.runs.directory import Run
+from launcher.recipe.recipe import time_limit_s
+from launcher.run.directory import Run
 from launcher.site import Site
-from launcher.workflows import keep, serve
-from launcher.workflows.endpoint import Endpoint, Served
-from runspec import endpoint as endpoints
+from plugins.serve import endpoint as endpoints
+from plugins.serve.launcher import keep, serve
+from plugins.serve.launcher.endpoint import Endpoint, Served
 
 
 @pytest.fixture

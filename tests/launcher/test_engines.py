@@ -6,21 +6,22 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engines import schema
-from launcher import executors
-from launcher.checks import Context
-from launcher.checks.recipe import script
+from launcher.check import Context
+from launcher.check.recipe import script
+from launcher.do import resume
+from launcher.do.submit import PlannedRun, plan
 from launcher.errors import RecipeFault
-from launcher.recipes import recipe as recipes
-from launcher.recipes.engines import ENGINES
-from launcher.recipes.entries import ENTRIES
-from launcher.runs.directory import Run
+from launcher.recipe import recipe as recipes
+from launcher.recipe.entries import ENTRIES
+from launcher.run.directory import Run
 from launcher.site import Site
-from launcher.workflows import resume
-from launcher.workflows.submit import PlannedRun, plan
+from launcher.slurm import executors
+from plugins.engines import schema
+from plugins.engines.launcher.engines import ENGINES
+from plugins.engines.slurm import engine
 from runspec import files
 from runspec.engines import Records
-from slurm import engine, records
+from slurm import records
 from slurm.watchdog import Watch
 from tests.faults.test_engines import CASES
 

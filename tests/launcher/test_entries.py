@@ -7,16 +7,18 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from launcher import checks, paths, render
-from launcher.checks import preflight
+from launcher import check as checks
+from launcher import paths
+from launcher.check import preflight
 from launcher.cli import cookbook
+from launcher.do.submit import plan
 from launcher.errors import RecipeFault, UsageFault
-from launcher.executors import choose
-from launcher.recipes import entries
-from launcher.recipes import recipe as recipes
+from launcher.recipe import entries
+from launcher.recipe import recipe as recipes
 from launcher.site import Site
-from launcher.sizing import estimate as estimates
-from launcher.workflows.submit import plan
+from launcher.slurm import render
+from launcher.slurm.executors import choose
+from plugins.estimate.launcher import estimate as estimates
 from runspec.keys.common import COMMON
 from runspec.keys.key import REQUIRED, Key
 

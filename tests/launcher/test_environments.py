@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher import executors, paths, render
-from launcher.checks import Context, findings, inside
+from launcher import paths
+from launcher.check import Context, findings, inside
 from launcher.errors import PreflightFault, RecipeFault, RunFault
-from launcher.recipes import recipe
-from launcher.recipes.environment import Environment
-from launcher.runs import built
-from launcher.runs.directory import Run
+from launcher.recipe import recipe
+from launcher.recipe.environment import Environment
+from launcher.run import built
+from launcher.run.directory import Run
 from launcher.site import Site, complete
+from launcher.slurm import executors, render
 from runspec import files
 from slurm import probe
 from tests.faults import containers
@@ -83,7 +84,7 @@ def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
     asked = recipe.load(str(paths.SERVE / "default.yaml"), [*given, block])
     text = render.job_script(asked, Site(), RUN, "serve")
     assert 'exec "$VENV/bin/python" -P -m torch.distributed.run' in text
-    assert '"$VENV/bin/python" -m serving.replica' in text
+    assert '"$VENV/bin/python" -m plugins.serve.replica' in text
     assert 'printf \'%s\\n\' "${INSIDE[@]}" "$ENV_PYTHON")' in text
     with pytest.raises(RecipeFault, match="engine_python=/p': use environment: "):
         recipe.load(str(paths.SERVE / "default.yaml"), [*given, "engine_python=/p"])

@@ -9,16 +9,16 @@ import pytest
 
 from launcher import paths
 from launcher import site as sites
-from launcher.checks import Context, Skipped, size
+from launcher.check import Context, Skipped, size
 from launcher.errors import RecipeFault
-from launcher.executors import choose
-from launcher.recipes import recipe as recipes
-from launcher.recipes import shapes
-from launcher.recipes.shapes import shape_of
-from launcher.sizing import recipe_step
-from launcher.sizing.epoch import epoch_of
-from launcher.sizing.estimate import Estimate
-from launcher.sizing.recipe_step import step_of
+from launcher.recipe import recipe as recipes
+from launcher.recipe import shapes
+from launcher.recipe.shapes import shape_of
+from launcher.slurm.executors import choose
+from plugins.estimate.launcher import recipe_step
+from plugins.estimate.launcher.epoch import epoch_of
+from plugins.estimate.launcher.estimate import Estimate
+from plugins.estimate.launcher.recipe_step import step_of
 from tests.launcher.kit import Kit
 from tests.model_sizes import MIXTRAL
 

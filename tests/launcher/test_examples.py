@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from launcher.tracking import importer
-from launcher.tracking import store as stores
+from plugins.registry.launcher import importer
+from plugins.registry.launcher import store as stores
 from tests.launcher.kit import Kit
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.observe import gpu_use, report, results
-from launcher.observe.live import View
-from launcher.runs.directory import Run
-from launcher.runs.states import State
+from launcher.look import gpu_use, report, results
+from launcher.look.live import View
+from launcher.run.directory import Run
+from launcher.run.states import State
 from slurm.gpu_use import line_of, samples
 from tests.launcher.kit import Kit, until
 from tests.launcher.test_script import project

@@ -18,11 +18,11 @@ import pytest
 
 from launcher import paths
 from launcher.errors import CookbookError
-from launcher.recipes import entries, sweep
-from launcher.recipes import recipe as recipes
-from launcher.sizing.memory import StepMemory
-from launcher.sizing.recipe_step import step_of
-from launcher.sizing.step_config import GIB
+from launcher.recipe import entries, sweep
+from launcher.recipe import recipe as recipes
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.step_config import GIB
 from tests.launcher.kit import Kit, losses, until
 from tests.launcher.test_examples import ended
 from tests.remote import kit as remote

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
+from launcher.do.resume import Changes, resume, script_of_today
+from launcher.do.submit import plan, record
 from launcher.errors import RecipeFault, RunFault
-from launcher.executors import choose
-from launcher.recipes import recipe
-from launcher.runs import code, directory
-from launcher.runs.directory import Run
-from launcher.runs.states import State, state_of
+from launcher.recipe import recipe
+from launcher.run import code, directory
+from launcher.run.directory import Run
+from launcher.run.states import State, state_of
 from launcher.site import Site, load
-from launcher.workflows.resume import Changes, resume, script_of_today
-from launcher.workflows.submit import plan, record
+from launcher.slurm.executors import choose
 from runspec.variables import owned_variables
 from tests.conftest import SlurmCluster
 from tests.faults.kit import processes_of

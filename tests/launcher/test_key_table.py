@@ -3,7 +3,7 @@
 import pytest
 
 from launcher import paths
-from launcher.recipes.entries import all_keys
+from launcher.recipe.entries import all_keys
 from runspec.keys.__main__ import markdown
 from runspec.keys.key import KINDS, REQUIRED, may_change
 

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from launcher.checks import Context
-from launcher.checks.scheduler import accounting, partition
-from launcher.checks.scheduler.partition import Job
-from launcher.executors.slurm.cluster import Nodes, Partition
-from launcher.executors.slurm.limits import Association, Rights, Rules
-from launcher.recipes import recipe
+from launcher.check import Context
+from launcher.check.scheduler import accounting, partition
+from launcher.check.scheduler.partition import Job
+from launcher.recipe import recipe
 from launcher.site import Site
+from launcher.slurm.cluster import Nodes, Partition
+from launcher.slurm.limits import Association, Rights, Rules
 
 BRIEF = Partition("brief", "20:00", kinds=(Nodes(4, {"": 8}, 0, 0),))
 RULES = Rules("UP", False, None, 0, (), (), (), (), (), None, False, False)

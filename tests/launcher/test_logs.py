@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UsageFault
-from launcher.observe import logs as log_files
-from launcher.observe.first_error import first_error
-from launcher.observe.lines import Growing, tail_start
-from launcher.observe.logs import Wanted, choose, show
-from launcher.runs.directory import Run
+from launcher.look import logs as log_files
+from launcher.look.first_error import first_error
+from launcher.look.lines import Growing, tail_start
+from launcher.look.logs import Wanted, choose, show
+from launcher.run.directory import Run
 from tests.launcher.kit import Kit
 
 BEGAN = 1795360650.0  # 2026-11-22 15:17:30 UTC

@@ -8,7 +8,7 @@ import pytest
 
 from launcher import paths
 from launcher.errors import RunFault
-from launcher.runs import code, directory
+from launcher.run import code, directory
 
 NAME = "20261122-100000-new-aaaa"
 KIT = code.Code(Path("code"))
@@ -33,7 +33,7 @@ def test_a_command_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, fau
 def test_two_commands_that_copy_the_same_code_at_once_share_it(tmp_path, monkeypatch):
     state, copies = (
         code.git_state,
-        "from launcher.runs import code; code.present(Path(sys.argv[1]))",
+        "from launcher.run import code; code.present(Path(sys.argv[1]))",
     )
 
     def another_was_faster():

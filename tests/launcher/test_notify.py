@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.executors import choose
-from launcher.recipes import recipe
+from launcher.recipe import recipe
 from launcher.site import Site, complete
+from launcher.slurm.executors import choose
 from slurm import notify
 from tests.launcher.kit import Kit, report, until
 from tests.launcher.test_script import faults, project

@@ -8,14 +8,15 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from launcher import executors
-from launcher.checks import Context, engine, findings
-from launcher.checks.recipe import script
+from launcher.check import Context, findings
+from launcher.check.recipe import script
 from launcher.cli import cookbook
 from launcher.errors import UsageFault
-from launcher.recipes import entries, stock
-from launcher.recipes import recipe as recipes
+from launcher.recipe import entries, stock
+from launcher.recipe import recipe as recipes
 from launcher.site import Site
+from launcher.slurm import executors
+from plugins.engines.launcher import check as engine
 
 TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d"}
 LITGPT = {"checkpoint_dir": "org/m", "train": {"epochs": 1}}

@@ -10,8 +10,8 @@ import pytest
 
 from launcher import yamlfile
 from launcher.errors import UsageFault
-from launcher.recipes import own_data
-from launcher.recipes import recipe as recipes
+from launcher.recipe import own_data
+from launcher.recipe import recipe as recipes
 from runspec.keys.methods import METHODS
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from launcher import yamlfile
-from launcher.checks import files
-from launcher.recipes import recipe as recipes
-from launcher.workflows import requests
-from serving import source
-from tests.datakit.kit import lines, qa
+from launcher.check import files
+from launcher.recipe import recipe as recipes
+from plugins.serve import source
+from plugins.serve.launcher import requests
 from tests.launcher.kit import until
+from tests.plugins.data.kit import lines, qa
 from trainer.data.prepared import by_files
 
 # Two workers and a driver start, and each step takes seconds of the two cores that all share.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import RunFault
-from launcher.observe import profile, trace
-from launcher.runs.directory import Run
+from launcher.look import profile, trace
+from launcher.run.directory import Run
 from tests.launcher.kit import Kit
 
 NAME = "20260102-030405-demo-0a1b"

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher import checks, paths, render
-from launcher.checks import preflight
+from launcher import check as checks
+from launcher import paths
+from launcher.check import preflight
 from launcher.errors import PreflightFault, RecipeFault
-from launcher.executors import choose
-from launcher.recipes import recipe as recipes
-from launcher.recipes import rewards, stock
+from launcher.recipe import recipe as recipes
+from launcher.recipe import stock
 from launcher.site import Site, complete
+from launcher.slurm import render
+from launcher.slurm.executors import choose
+from plugins.rl.launcher import rewards
 from runspec.keys.common import COMMON
 from runspec.keys.train import recomputed
 

@@ -12,18 +12,18 @@ import pytest
 
 from launcher import yamlfile
 from launcher.errors import CookbookError, GateFault, RecipeFault, StoreFault, UsageFault
-from launcher.runs.directory import Run
+from launcher.run.directory import Run
 from launcher.site import Site
-from launcher.tracking import gates, importer, judging, registry
-from launcher.tracking import store as stores
-from launcher.workflows import evaluate, models
-from launcher.workflows import promote as workflow
-from launcher.workflows.endpoint import Endpoint, Served
-from runspec.keys.evaluate import COMPARED, EVAL
+from plugins.evaluate import samples
+from plugins.evaluate.launcher import evaluate
+from plugins.evaluate.recipe_keys import COMPARED, EVAL
+from plugins.registry.launcher import gates, importer, judging, models, registry
+from plugins.registry.launcher import promote as workflow
+from plugins.registry.launcher import store as stores
+from plugins.serve.launcher.endpoint import Endpoint, Served
 from runspec.states import process_start
 from runspec.weights import content_sha256
 from tests.launcher.kit import finished_run, model_folder
-from trainer.evaluation import samples
 
 # Importing MLflow takes seconds.
 pytestmark = pytest.mark.long

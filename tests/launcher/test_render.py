@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import paths, render
+from launcher import paths
 from launcher.errors import RecipeFault, RunFault
-from launcher.recipes import recipe
+from launcher.recipe import recipe
 from launcher.site import Site
+from launcher.slurm import render
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN = Path("/shared/runs/20260102-030405-RECIPE-0a1b")
@@ -187,7 +188,7 @@ def test_vllm_in_turns_is_on_the_nodes_that_train():
     assert turns in text and text.index("export NODES=") < text.index(turns)
     (beside,) = re.findall(r"export ROLLOUT_BESIDE_GIB=([\d.]+) ", text)
     assert 2 < float(beside) < 10
-    assert 'trainer.replica "$RUN_DIR/train.yaml"' in text
+    assert 'plugins.rl.replica "$RUN_DIR/train.yaml"' in text
     apart = script("qwen3_8b_grpo_lora", Site(), *own, "resources.rollout=1")
     assert "IN_TURNS" not in apart and "ROLLOUT_NODES=1" in apart
     assert "ROLLOUT" not in script("qwen3_8b_grpo_lora", Site())

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import RunFault
-from launcher.observe import curves, report, rollouts
-from launcher.runs.directory import Run
+from launcher.look import curves, report
+from launcher.run.directory import Run
+from plugins.rl.launcher import rollouts
 
 NAME = "20260102-030405-demo-0a1b"
 EVIL = "<script>alert(1)</script>\"'&\x1b[2J"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from launcher.observe import report
-from launcher.runs.directory import Run
+from launcher.look import report
+from launcher.run.directory import Run
 
 BROWSER = (
     shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from launcher import paths, yamlfile
+from launcher.do import replay
 from launcher.errors import UsageFault
-from launcher.observe import diff
-from launcher.observe.results import compare, ordered, shown
-from launcher.runs import code
-from launcher.runs.directory import Run
-from launcher.runs.provenance import data_files
-from launcher.runs.states import state_of
+from launcher.look import diff
+from launcher.look.results import compare, ordered, shown
+from launcher.run import code
+from launcher.run.directory import Run
+from launcher.run.provenance import data_files
+from launcher.run.states import state_of
 from launcher.site import Site
-from launcher.tracking import facts
-from launcher.workflows import replay
+from plugins.registry.launcher import facts
 from tests.launcher.kit import Kit, losses
 
 RECIPE = {

@@ -7,15 +7,16 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from launcher import checks, paths, venv
-from launcher.checks import samples as samples_check
-from launcher.checks.recipe import components
+from launcher import check as checks
+from launcher import paths, venv
+from launcher.check import samples as samples_check
+from launcher.check.recipe import components
 from launcher.cli import cookbook
 from launcher.cli.samples import lines
 from launcher.errors import UsageFault
-from launcher.executors import choose
-from launcher.recipes import recipe as recipes
+from launcher.recipe import recipe as recipes
 from launcher.site import Site
+from launcher.slurm.executors import choose
 
 pytestmark = pytest.mark.usefixtures("fast_trainer")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher import checks
+from launcher import check as checks
 from launcher import site as cluster
-from launcher.checks import preflight
+from launcher.check import preflight
 from launcher.errors import RecipeFault
-from launcher.executors import choose
-from launcher.recipes import recipe
-from launcher.runs import snapshot
+from launcher.recipe import recipe
+from launcher.run import snapshot
+from launcher.slurm.executors import choose
 from tests.launcher.kit import Kit, ranks_of, report, until
 
 EXAMPLE = Path(__file__).parents[2] / "examples/transformers_fsdp/transformers_fsdp.yaml"

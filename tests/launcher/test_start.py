@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 
 from launcher import paths
 from launcher.cli import cookbook
+from launcher.do import start as workflow
+from launcher.do.start import _by_steps, _Settings
 from launcher.errors import UsageFault
-from launcher.recipes import recipe as recipes
-from launcher.workflows import start as workflow
-from launcher.workflows.start import _by_steps, _Settings
+from launcher.recipe import recipe as recipes
 from tests.launcher.kit import Kit
 
 pytestmark = pytest.mark.usefixtures("fast_trainer")

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from launcher.do.cancel import cancel
+from launcher.do.resume import resume
 from launcher.errors import RunFault, UsageFault
-from launcher.executors import title
-from launcher.observe import watch as watching
-from launcher.observe.logs import Tail
-from launcher.observe.outcome import outcome
-from launcher.observe.status import row, table
-from launcher.observe.summary import story, summary
-from launcher.runs import states as states_of_runs
-from launcher.runs.directory import Run, Snapshot
-from launcher.runs.find import find
-from launcher.runs.states import state_of, states
-from launcher.workflows.cancel import cancel
-from launcher.workflows.resume import resume
+from launcher.look import watch as watching
+from launcher.look.logs import Tail
+from launcher.look.outcome import outcome
+from launcher.look.status import row, table
+from launcher.look.summary import story, summary
+from launcher.run import states as states_of_runs
+from launcher.run.directory import Run, Snapshot
+from launcher.run.find import find
+from launcher.run.states import state_of, states
+from launcher.slurm.executors import title
 from runspec import files
 from tests.failing_storage import FailingStorage
 from tests.launcher.kit import Kit

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UsageFault
-from launcher.observe.status import chosen, row, table
-from launcher.observe.summary import story
-from launcher.observe.text import plain
-from launcher.runs import states as judging
-from launcher.runs.directory import Run
-from launcher.runs.find import every, foreign, made_since
-from launcher.runs.states import judged, state_of
+from launcher.look.status import chosen, row, table
+from launcher.look.summary import story
+from launcher.look.text import plain
+from launcher.run import states as judging
+from launcher.run.directory import Run
+from launcher.run.find import every, foreign, made_since
+from launcher.run.states import judged, state_of
 from runspec import files
 from tests.launcher.kit import Kit
 

@@ -11,14 +11,14 @@ from benchmarks import speeds
 from launcher import paths
 from launcher import site as cluster
 from launcher.errors import RecipeFault
-from launcher.recipes import recipe as recipes
-from launcher.recipes.shapes import shape_of
-from launcher.sizing import gpus
-from launcher.sizing.compute import DENSE, OTHER, Compute, Reached, grouped_by
-from launcher.sizing.gpus import REACHED, Links
-from launcher.sizing.recipe_step import step_of
-from launcher.sizing.step_config import StepConfig
-from launcher.sizing.step_time import computing, step_time
+from launcher.recipe import recipe as recipes
+from launcher.recipe.shapes import shape_of
+from plugins.estimate.launcher import gpus
+from plugins.estimate.launcher.compute import DENSE, OTHER, Compute, Reached, grouped_by
+from plugins.estimate.launcher.gpus import REACHED, Links
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.step_config import StepConfig
+from plugins.estimate.launcher.step_time import computing, step_time
 from runspec.layout import Layout
 from tests.launcher.kit import Kit
 

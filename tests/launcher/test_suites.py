@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from launcher import executors, yamlfile
 from launcher import site as sites
-from launcher.checks import samples
+from launcher import yamlfile
+from launcher.check import samples
+from launcher.do import submit as submission
 from launcher.errors import UsageFault
-from launcher.runs.directory import Run
+from launcher.run.directory import Run
 from launcher.site import Site
-from launcher.workflows import evaluate
-from launcher.workflows import submit as submission
+from launcher.slurm import executors
+from plugins.evaluate import samples as read_samples
+from plugins.evaluate.launcher import evaluate
 from tests.launcher.kit import finished_run
-from trainer.evaluation import samples as read_samples
 
 pytestmark = pytest.mark.usefixtures("fast_trainer")
 

@@ -10,12 +10,12 @@ import pytest
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError
-from launcher.recipes import recipe, sweep
-from launcher.runs import sweeps
-from launcher.runs.directory import Run
-from launcher.sizing.cells import PredictedSweep
-from launcher.sizing.epoch import duration
-from launcher.sizing.gpus import by_name
+from launcher.recipe import recipe, sweep
+from launcher.run import sweeps
+from launcher.run.directory import Run
+from plugins.estimate.launcher.cells import PredictedSweep
+from plugins.estimate.launcher.epoch import duration
+from plugins.estimate.launcher.gpus import by_name
 from runspec.earlystop import verdict
 from runspec.files import read_json_lines
 from tests.launcher.kit import Kit, report, until

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from launcher.site import Site
-from launcher.workflows import models
-from launcher.workflows import promote as workflow
+from plugins.registry.launcher import models
+from plugins.registry.launcher import promote as workflow
 from tests.launcher.kit import Kit, finished_run
 
 # Importing MLflow and W&B takes seconds.

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.checks.files import _adapter
+from launcher.check.files import _adapter
+from launcher.do.resume import Changes, _refuse_others, resume
 from launcher.errors import RunFault
-from launcher.recipes.environment import Environment
-from launcher.runs import built, code, directory, trust
-from launcher.runs.directory import Run
+from launcher.recipe.environment import Environment
+from launcher.run import built, code, directory, trust
+from launcher.run.directory import Run
 from launcher.site import Site
-from launcher.workflows.resume import Changes, _refuse_others, resume
 
 
 def test_only_code_that_nobody_else_could_change_is_used(tmp_path):

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from launcher.errors import UsageFault
-from launcher.recipes import recipe as recipes
-from launcher.sizing.estimate import Estimate
-from launcher.sizing.recipe_step import step_of
-from launcher.sizing.search import Prediction, settings
-from launcher.sizing.tuning import SHOWN, Tuning
+from launcher.recipe import recipe as recipes
+from plugins.estimate.launcher.estimate import Estimate
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.search import Prediction, settings
+from plugins.estimate.launcher.tuning import SHOWN, Tuning
 from tests.launcher.kit import Kit
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.observe import watch as watching
-from launcher.observe.live import View, fitted, sparkline
-from launcher.runs.directory import Run
-from launcher.runs.states import State
+from launcher.look import watch as watching
+from launcher.look.live import View, fitted, sparkline
+from launcher.run.directory import Run
+from launcher.run.states import State
 from tests.launcher.kit import Kit
 
 NAMES = ("20260102-030405-one-0a1b", "20260102-030405-two-0a1b")

@@ -18,7 +18,7 @@ import pytest
 
 from launcher.errors import RemoteFault, UsageFault
 from launcher.remote import client
-from launcher.runs.directory import Run
+from launcher.run.directory import Run
 from tests.remote import kit
 from tests.remote.kit import Cluster
 

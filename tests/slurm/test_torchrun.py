@@ -86,7 +86,7 @@ def test_a_rank_that_fails_is_named_with_its_fault(torchrun, tmp_path, deed, kin
 WAITS = """
 import os, sys, time
 from trainer import config, evaluate, start
-from trainer.objectives.sft import SupervisedFineTuning
+from trainer.methods.sft import SupervisedFineTuning
 
 def load(*_):
     open("begun " + os.environ["RANK"], "w")

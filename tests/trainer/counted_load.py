@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan
 
 from trainer import train
-from trainer.storage import weights
+from trainer.checkpoint import weights
 
 
 def main(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ from tests.trainer.transformers_cases import FAMILIES, write
 from tests.trainer.transformers_runs import EP, LORA, TP, config_of
 from trainer import check
 from trainer.config import read_yaml
-from trainer.objectives.sft import SupervisedFineTuning
+from trainer.methods.sft import SupervisedFineTuning
 
 QLORA = LORA | {"quantize_base": True}
 # By the column's name: what a config asks for.

@@ -34,7 +34,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def randomise_adapter(module: torch.nn.Module) -> None:
     """Give an adapter weights that do something: LoRA's B, magnitudes and factors."""
-    from trainer.storage import weights
+    from trainer.checkpoint import weights
 
     torch.manual_seed(2)
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """The trainer with an export in files of 60 kB, of which several ranks write some."""
 
 from trainer import train
-from trainer.storage import export
+from trainer.checkpoint import export
 
 
 def main(arguments: list[str]) -> int:

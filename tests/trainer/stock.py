@@ -3,8 +3,8 @@
 from omegaconf import OmegaConf
 
 from benchmarks.peers.torchtune import RECIPES, stock_recipe
+from trainer.checkpoint import weights
 from trainer.layers.adapters.lora import LoRA
-from trainer.storage import weights
 
 
 def main(arguments: list[str]) -> None:

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import MODEL_SIZES, lora_model, metrics, train, write_config
 from trainer import check
+from trainer.checkpoint import adapter, weights
+from trainer.checkpoint.export import export
 from trainer.config import load, read_yaml
 from trainer.errors import ConfigError
 from trainer.loop import Trainer
-from trainer.objectives.sft import SupervisedFineTuning
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 from trainer.parallel.sharded import full_tensor
-from trainer.storage import adapter, weights
-from trainer.storage.export import export
 
 TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
 

@@ -26,12 +26,12 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer import check
+from trainer.checkpoint import adapter, weights
 from trainer.config import load
 from trainer.data import batches
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.models import build as models
-from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
-from trainer.storage import adapter, weights
 
 FOLDER = {"_component_": "transformers"}
 TORCHTUNE = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES}

@@ -31,8 +31,8 @@ from tests.trainer.runs import (
 from trainer import check
 from trainer.config import load
 from trainer.layers.adapters.base import disabled
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.models import build as models
-from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 from trainer.parallel.sharded import full_tensor
 

@@ -9,16 +9,16 @@ import yaml
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from launcher.errors import RecipeFault
-from launcher.recipes import recipe, stock
-from launcher.sizing.recipe_step import step_of
+from launcher.recipe import recipe, stock
+from plugins.estimate.launcher.recipe_step import step_of
 from runspec.keys.sft import SftConfig
 from runspec.layout import NEED_WHOLE_PARAMETERS
 from tests.trainer.forks import run
 from tests.trainer.runs import lora_model, write_config
 from trainer import check
 from trainer.config import read_yaml
-from trainer.objectives.base import named
-from trainer.objectives.sft import SupervisedFineTuning
+from trainer.methods.base import named
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.parallel.fake import fake_world
 
 

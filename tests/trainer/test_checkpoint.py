@@ -19,12 +19,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from runspec import files
 from tests.failing_storage import FailingStorage
+from trainer.checkpoint import staging
+from trainer.checkpoint.checkpoint import Checkpoints
+from trainer.checkpoint.committed import TrainerState
 from trainer.errors import StorageError, SupersededError, TrainerError
 from trainer.parallel import world as distributed
 from trainer.parallel.world import World
-from trainer.storage import staging
-from trainer.storage.checkpoint import Checkpoints
-from trainer.storage.committed import TrainerState
 
 LARGE = 3500  # weights and Adam's two moments of LARGE x LARGE in fp32 are 147 MB
 

@@ -208,7 +208,7 @@ def test_a_model_folder_that_does_not_fit(
         ({"custom_sharded_layers": ["head"]}, "custom_sharded_layers: the model has no layer head"),
         (
             {"model": {"_component_": "torch.nn.Identity"}},
-            "returns a Identity, not a trainer.models.decoder.Decoder",
+            "returns a Identity, not a trainer.model.Decoder",
         ),
         ({"loss": {"_component_": "torch.nn.MSELoss"}}, "loss: MSELoss is not supported"),
         ({"checkpointer": {"checkpoint_dir": "/nowhere"}}, "/nowhere does not exist"),

@@ -12,11 +12,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
 
+from plugins.serve import engines
 from runspec import devices
-from serving import engines
 from trainer.errors import BadNodeError, ConfigError, PeerError
-from trainer.objectives.preference import PreferenceObjective
-from trainer.objectives.reward import RewardModelling
+from trainer.methods.preference import PreferenceObjective
+from trainer.methods.reward import RewardModelling
 from trainer.parallel import device
 from trainer.parallel import world as distributed
 
@@ -99,7 +99,7 @@ def test_ranks_agree_on_their_device_before_they_meet(devices, monkeypatch) -> N
 
 def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node: Path, capsys, monkeypatch) -> None:
     """Neither `trainer.generate` nor the engine of `cookbook serve`, which has its own torch."""
-    from serving.transformers_engine import main, unusable
+    from plugins.serve.transformers_engine import main, unusable
     from trainer import generate
 
     assert generate.main([str(gpu_node), "a question"]) == 1
@@ -119,7 +119,7 @@ def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node: Path, capsys, monke
 
 def test_a_served_model_is_not_offloaded_to_a_disk(monkeypatch, tmp_path):
     """Of 2 x 79 GiB four fifths hold weights: 126 GiB, 68 billion parameters in bf16."""
-    from serving.transformers_engine import too_large
+    from plugins.serve.transformers_engine import too_large
 
     def whole(parameters: int) -> str:
         header = {"w": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 0]}}
@@ -160,7 +160,7 @@ def test_nor_does_that_of_a_served_model(monkeypatch: pytest.MonkeyPatch) -> Non
     from transformers.cli import transformers as command
     from transformers.cli.serving import model_manager, utils
 
-    from serving import transformers_engine
+    from plugins.serve import transformers_engine
 
     # What it replaces in this process is put back at the end.
     for module, name in (

@@ -11,10 +11,11 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from launcher.sizing import gpus
-from launcher.sizing.memory import StepMemory
-from launcher.sizing.recipe_step import step_of
-from launcher.sizing.step_time import step_time
+from plugins.estimate.launcher import gpus
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.step_time import step_time
+from plugins.estimate.trace import trace
 from tests.trainer.runs import (
     assert_same_curve,
     curve,
@@ -28,8 +29,7 @@ from tests.trainer.runs import (
 from trainer import check
 from trainer.config import parse, read_yaml
 from trainer.layers import nf4
-from trainer.objectives.distill import Distillation, DistillConfig, tokenizer_faults
-from trainer.trace import trace
+from trainer.methods.distill import Distillation, DistillConfig, tokenizer_faults
 
 MODULE = "trainer.train distill"
 LORA = lora_model(lora_dropout=0.0)

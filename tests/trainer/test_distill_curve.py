@@ -16,7 +16,7 @@ from trainer.config import parse, read_yaml
 from trainer.data import batches
 from trainer.data.form import SINGLE
 from trainer.layers.divergence import Divergence
-from trainer.objectives.distill import DistillConfig
+from trainer.methods.distill import DistillConfig
 from trainer.parallel import world as distributed
 
 STEPS = 20

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.trainer.runs import metrics, randomise_adapter, tensors, train, write_config
+from trainer.checkpoint import export as exports
+from trainer.checkpoint import weights
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.layers.batch import Documents
+from trainer.model import Decoder
 from trainer.models import build as models
-from trainer.models.decoder import Decoder
 from trainer.parallel import world as distributed
-from trainer.storage import export as exports
-from trainer.storage import weights
 
 SIZES = {
     "vocab_size": 1024,

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from launcher.sizing.recipe_step import step_of
+from plugins.estimate.launcher.recipe_step import step_of
 from tests.trainer.test_loss import CPU, LINEAR, MODELS, batch, random_model, token_loss
 from trainer.metrics import Work, known_tflops, model_flops
 

@@ -20,6 +20,9 @@ from transformers import (
     GenerationConfig,
 )
 
+from plugins.evaluate import opened
+from plugins.evaluate.model import Answerer
+from plugins.evaluate.samples import Sample
 from runspec.weights import content_sha256
 from tests.trainer.folders import (
     CHATML,
@@ -46,20 +49,17 @@ from tests.trainer.folders import (
     write,
 )
 from trainer import check
+from trainer.checkpoint import adapter
+from trainer.checkpoint import export as exports
 from trainer.config import instantiate, parse
 from trainer.data import tokenised
 from trainer.data.folder import read_tokenizer
-from trainer.evaluation import opened
-from trainer.evaluation.model import Answerer
-from trainer.evaluation.samples import Sample
 from trainer.generate import answers
 from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.models import build as models
-from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel.world import World
-from trainer.storage import adapter
-from trainer.storage import export as exports
 
 NODE, MACHINE = (
     {"role": "user", "content": "a node?"},

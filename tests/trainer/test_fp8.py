@@ -26,8 +26,8 @@ from trainer.config import TrainConfig, load
 from trainer.errors import ConfigError
 from trainer.layers import fp8, linear
 from trainer.loop import Trainer
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.models.build import empty_module
-from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 
 FP8 = {"dtype": "bf16", "enable_fp8_training": True, "row_length": 96, "batch_size": 4}

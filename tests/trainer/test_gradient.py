@@ -9,7 +9,7 @@ from tests.trainer.runs import write_config
 from trainer.config import load
 from trainer.layers.batch import IGNORE_INDEX
 from trainer.loop import Trainer
-from trainer.objectives.sft import SupervisedFineTuning
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.optimizers import NonFiniteGuard
 from trainer.parallel import gradients
 from trainer.parallel import world as distributed

@@ -9,12 +9,12 @@ import pytest
 import torch
 import yaml
 
+from plugins.evaluate.pairs import Scorer
+from plugins.rl.grpo import PolicyOptimisation
 from tests.trainer.runs import assert_same_curve, curve, finish, kill_at, metrics, start
 from trainer import check, demo_sums
 from trainer.config import read_yaml
 from trainer.data.tokenizers import hugging_face_tokenizer
-from trainer.evaluation.pairs import Scorer
-from trainer.objectives.grpo import PolicyOptimisation
 
 MODULE = "trainer.train grpo"
 RECIPE = Path(__file__).parents[2] / "configs/recipes/demo_grpo.yaml"

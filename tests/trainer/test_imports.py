@@ -56,7 +56,7 @@ FIRST_STEP = """
 import os, sys
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from trainer import start
-from trainer.objectives.sft import SupervisedFineTuning
+from trainer.methods.sft import SupervisedFineTuning
 def report(*_):
     print(*sys.modules, flush=True)
     os._exit(0)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from plugins.rl.replica_engines import Versions, memory_share
+from plugins.rl.replicas import Replicas, Request, Sampled
 from runspec import files
 from tests.trainer.runs import finish, metrics, start
 from tests.trainer.test_grpo import MODULE, config
@@ -15,8 +17,6 @@ from tests.trainer.test_replicas import CASES, WORLD, Answer, limited, replicas,
 from tests.vllm_stand_in import vllm_python
 from trainer import demo_sums
 from trainer.errors import ConfigError, RolloutError
-from trainer.objectives.replicas import Replicas, Request, Sampled
-from trainer.replica_engines import Versions, memory_share
 
 ASKED = Request([[1]], None, 1, 8, 1.0)
 

@@ -10,8 +10,8 @@ from benchmarks.peers.liger_losses import VALUES
 from benchmarks.peers.trl_rl import CASES
 from trainer.layers.divergence import Divergence, distillation_loss
 from trainer.layers.head import Factors
-from trainer.objectives import preference_losses as losses
-from trainer.objectives.preference_losses import Answers
+from trainer.methods import preference_losses as losses
+from trainer.methods.preference_losses import Answers
 
 CONTENT = json.loads(VALUES.read_text())
 SUMS, REFERENCE, STUDENT, TEACHER = (

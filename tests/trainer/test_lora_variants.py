@@ -25,12 +25,12 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer import optimizers
+from trainer.checkpoint import adapter, weights
 from trainer.config import load
 from trainer.data import batches
 from trainer.errors import ConfigError
 from trainer.models import build as models
 from trainer.parallel import world as distributed
-from trainer.storage import adapter, weights
 
 TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
 FOLDER = {"_component_": "transformers", "lora_rank": 4, "lora_alpha": 8}

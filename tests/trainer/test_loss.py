@@ -16,8 +16,8 @@ from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.layers.head import Factors
 from trainer.layers.log_probs import linear_cross_entropy, linear_log_probs
 from trainer.layers.loss import TokenLoss
+from trainer.model import Decoder
 from trainer.models.build import empty_module
-from trainer.models.decoder import Decoder
 from trainer.parallel import activations
 
 LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}

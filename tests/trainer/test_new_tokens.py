@@ -10,8 +10,10 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launcher.sizing.memory import state_bytes
-from launcher.sizing.recipe_step import step_of
+from plugins.estimate.launcher.memory import state_bytes
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.trace import trace
+from plugins.evaluate.model import Answerer
 from runspec.keys.fields import STREAM
 from runspec.tokens import grown, new_tokens
 from tests.trainer.pairs import write_pairs
@@ -32,10 +34,8 @@ from trainer import check
 from trainer.config import load
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
-from trainer.evaluation.model import Answerer
+from trainer.methods.distill import Distillation
 from trainer.models import build as models
-from trainer.objectives.distill import Distillation
-from trainer.trace import trace
 
 NEW = ["<ask>", "<very>", "<unused>"]
 UNTIED, TIED = "llama3", "llama3-tied"

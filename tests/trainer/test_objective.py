@@ -14,9 +14,10 @@ from pyarrow import Table, parquet
 from safetensors.torch import load_file
 
 from launcher.cli import cookbook
-from launcher.recipes import entries
-from launcher.sizing.memory import StepMemory
-from launcher.sizing.recipe_step import step_of
+from launcher.recipe import entries
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.trace import trace
 from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (
     ROOT,
@@ -38,7 +39,6 @@ from trainer.data.preview import previews
 from trainer.data.source import PREPARED
 from trainer.layers.batch import IGNORE_INDEX
 from trainer.parallel import world as distributed
-from trainer.trace import trace
 
 MODULE, TEACHER = "tests.trainer.toy_objective", "tests.trainer.toy_teacher"
 LORA = lora_model(lora_dropout=0.0)

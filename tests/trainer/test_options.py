@@ -10,8 +10,9 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from launcher.sizing.memory import state_bytes
-from launcher.sizing.recipe_step import step_of
+from plugins.estimate.launcher.memory import state_bytes
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.trace import trace
 from runspec.keys.sft import SftConfig
 from tests.trainer.runs import (
     assert_same_curve,
@@ -31,7 +32,6 @@ from trainer.errors import ConfigError
 from trainer.groups import trained_of
 from trainer.models import build as models
 from trainer.parallel import world as distributed
-from trainer.trace import trace
 
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3, "weight_decay": 0.1}
 MUON = {

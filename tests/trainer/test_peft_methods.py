@@ -29,6 +29,7 @@ from tests.trainer.runs import (
 )
 from trainer import config as configs
 from trainer import train as training
+from trainer.checkpoint import weights
 from trainer.errors import ConfigError
 from trainer.layers import linear, nf4
 from trainer.layers.adapters import lora, lora_linear
@@ -37,7 +38,6 @@ from trainer.models import build as models
 from trainer.models.torchtune.compat import DoRALinear
 from trainer.parallel import tensor_parallel
 from trainer.parallel import world as distributed
-from trainer.storage import weights
 
 # fp32 on the CPU: only the order of summation differs.
 LOSS_TOLERANCE = 2e-5

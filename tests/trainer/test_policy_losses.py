@@ -13,10 +13,10 @@ import torch
 
 from benchmarks.peers import liger_losses
 from benchmarks.peers.trl_rl import CAP, CASES, HIGH, LENGTHS, LONGEST, LOW, VALUES
+from plugins.rl import policy_losses as losses
+from plugins.rl.policy_losses import LogProbs, Rule
 from trainer.data.batches import Collator, Row
 from trainer.layers.batch import MicroBatch
-from trainer.objectives import policy_losses as losses
-from trainer.objectives.policy_losses import LogProbs, Rule
 
 CONTENT = json.loads(VALUES.read_text())
 THEIRS = {

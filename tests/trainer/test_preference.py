@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from benchmarks import preference
-from launcher.sizing.memory import StepMemory
-from launcher.sizing.recipe_step import step_of
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.trace import trace
 from runspec.keys.preference import DpoConfig
 from tests.trainer.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (
@@ -27,8 +28,7 @@ from tests.trainer.runs import (
 )
 from trainer.config import parse, read_yaml
 from trainer.errors import ConfigError
-from trainer.objectives import reference
-from trainer.trace import trace
+from trainer.methods import reference
 
 LORA = lora_model(lora_dropout=0.0)
 NEVER = {"_component_": "torch.optim.AdamW", "lr": 0.0}

@@ -17,9 +17,9 @@ from trainer.data.preview import previews
 from trainer.data.source import open_source, sample
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
-from trainer.objectives import preference_losses as losses
-from trainer.objectives.dpo import PreferenceTuning
-from trainer.objectives.kto import UnpairedPreferenceTuning
+from trainer.methods import preference_losses as losses
+from trainer.methods.dpo import PreferenceTuning
+from trainer.methods.kto import UnpairedPreferenceTuning
 
 INF, NAN = float("inf"), float("nan")
 USER, TOOL = {"role": "user", "content": "Q?"}, {"role": "tool", "content": "4"}

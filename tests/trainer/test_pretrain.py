@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_wsd_schedule
 
-from launcher.checks import files
-from launcher.recipes import recipe as recipes
-from launcher.sizing.estimate import Estimate
+from launcher.check import files
+from launcher.recipe import recipe as recipes
+from plugins.estimate.launcher.estimate import Estimate
 from runspec.keys.fields import STREAM
 from runspec.keys.pretrain import PretrainConfig
 from tests.trainer.runs import (
@@ -37,8 +37,8 @@ from trainer.config import load, read_yaml
 from trainer.data import logical, shards, stream
 from trainer.data.preview import previews
 from trainer.errors import ConfigError
+from trainer.methods.pretrain import Pretraining
 from trainer.models import build as models
-from trainer.objectives.pretrain import Pretraining
 from trainer.parallel import world as distributed
 
 LENGTH = 48

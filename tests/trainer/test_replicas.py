@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from plugins.rl.replicas import Replicas, Request
+from plugins.rl.slurm import rollout
 from runspec import files
-from slurm import faults, rollout
+from slurm import faults
 from tests.launcher.kit import until
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start
@@ -23,7 +25,6 @@ from tests.trainer.test_grpo import MODULE, TP, config
 from tests.vllm_stand_in import vllm_python
 from trainer import demo_sums
 from trainer.errors import RolloutError, write_error_record
-from trainer.objectives.replicas import Replicas, Request
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 WORLD: Any = SimpleNamespace(data_rank=0)
@@ -175,7 +176,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 @contextmanager
 def replicas(run: Path, count: int, script: str = "") -> Iterator[None]:
     """So many replicas of a run, as its job script starts them."""
-    script = script or f"exec {sys.executable} -m trainer.replica {run}/train.yaml"
+    script = script or f"exec {sys.executable} -m plugins.rl.replica {run}/train.yaml"
     logs = run / "logs" / "0"
     logs.mkdir(parents=True, exist_ok=True)
     (run / files.LATEST_LOGS).symlink_to("0")

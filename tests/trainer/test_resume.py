@@ -36,7 +36,7 @@ from tests.trainer.runs import (
 )
 from trainer.config import load
 from trainer.loop import Trainer
-from trainer.objectives.sft import SupervisedFineTuning
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 
 STEPS = 30

@@ -18,8 +18,9 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from launcher.sizing.memory import StepMemory
-from launcher.sizing.recipe_step import step_of
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.trace import trace
 from runspec.keys.model import TRANSFORMERS
 from runspec.keys.reward import RewardConfig
 from tests.trainer.pairs import pairs_config, write_pairs
@@ -33,13 +34,12 @@ from tests.trainer.runs import (
     start,
 )
 from trainer.check import faults
+from trainer.checkpoint.classifier import pad_token
 from trainer.config import parse, read_yaml
 from trainer.data import batches
+from trainer.methods.reward import RewardModelling, document_scores, pair_loss
 from trainer.models import build
-from trainer.objectives.reward import RewardModelling, document_scores, pair_loss
 from trainer.parallel import world as distributed
-from trainer.storage.classifier import pad_token
-from trainer.trace import trace
 
 MODULE = "trainer.train reward"
 FULL = {"_component_": TRANSFORMERS}

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from plugins.rl.rewards import builtin, pool
+from plugins.rl.rewards.pool import Answer, Pool, Turn
 from trainer.errors import ConfigError
-from trainer.rewards import builtin, pool
-from trainer.rewards.pool import Answer, Pool, Turn
 
 OWN = """
 import os, time

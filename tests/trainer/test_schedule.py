@@ -11,7 +11,7 @@ from tests.trainer.runs import metrics, reopen, train, write_config
 from trainer import check, optimizers
 from trainer.config import read_yaml
 from trainer.errors import ConfigError
-from trainer.objectives.sft import SupervisedFineTuning
+from trainer.methods.sft import SupervisedFineTuning
 
 TORCH = "torch.optim.lr_scheduler."
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}

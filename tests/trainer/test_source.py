@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.recipes import recipe as recipes
-from launcher.recipes import stock, sweep
+from launcher.recipe import recipe as recipes
+from launcher.recipe import stock, sweep
 from tests.trainer.runs import write_config
 from trainer.config import load, parse, read_yaml
 from trainer.data import batches

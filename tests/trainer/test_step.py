@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.trainer.runs import ROOT, lora_model, metrics, write_config
 from trainer.config import load
 from trainer.loop import Trainer
-from trainer.objectives.sft import SupervisedFineTuning
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 
 RUNS: dict[str, dict[str, Any]] = {

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.trainer.runs import MODEL_SIZES, finish, start, write_config
 from trainer import config, demo
+from trainer.checkpoint.export import export
 from trainer.models import build as models
 from trainer.parallel import world as distributed
-from trainer.storage.export import export
 
 ROOT = Path(__file__).parents[2]
 LAYERS, WIDTH, HIDDEN = 6, 1024, 4096

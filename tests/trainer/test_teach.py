@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from launcher.sizing.memory import StepMemory
-from launcher.sizing.recipe_step import step_of
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.trace import estimate, trace
 from runspec.keys.distill import TeachConfig, teach_notes
 from tests.trainer.runs import (
     assert_same_curve,
@@ -30,9 +31,8 @@ from trainer.config import parse, read_yaml
 from trainer.data.teacher import KeptTeacher, parts_of, record
 from trainer.data.tokenised import TokenisedDataset
 from trainer.errors import ConfigError
-from trainer.objectives.distill import Distillation, DistillConfig
-from trainer.objectives.teach import Teaching
-from trainer.trace import estimate, trace
+from trainer.methods.distill import Distillation, DistillConfig
+from trainer.methods.teach import Teaching
 
 MODULE = "trainer.teach"
 STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}

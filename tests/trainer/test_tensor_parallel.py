@@ -25,8 +25,8 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer.errors import ConfigError
+from trainer.model import Role
 from trainer.models.build import empty_module
-from trainer.models.decoder import Role
 from trainer.parallel import tensor_parallel
 from trainer.parallel import world as distributed
 from trainer.parallel.fake import fake_world

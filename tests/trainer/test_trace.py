@@ -10,15 +10,15 @@ import pytest
 import yaml
 from torch._dynamo.utils import counters
 
-from launcher.recipes import recipe as recipes
-from launcher.sizing.estimate import trace as ask_for_trace
-from launcher.sizing.memory import StepMemory
-from launcher.sizing.recipe_step import step_of
-from launcher.sizing.step_config import GIB
+from launcher.recipe import recipe as recipes
+from plugins.estimate.launcher.estimate import trace as ask_for_trace
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.step_config import GIB
+from plugins.estimate.trace import estimate, trace
 from tests.trainer.transformers_cases import write
 from tests.trainer.transformers_runs import BY_OPERATION, EP, TP, config_of
 from trainer import config as configs
-from trainer.trace import estimate, trace
 
 ROOT = Path(__file__).parents[2]
 LORA = {

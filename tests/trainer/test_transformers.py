@@ -52,16 +52,16 @@ from tests.trainer.transformers_runs import (
     write_sources,
 )
 from trainer import check
+from trainer.checkpoint import export as exports
 from trainer.config import load, read_yaml
 from trainer.describe import of_block
 from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.metrics import model_flops
+from trainer.model import Decoder
 from trainer.models import build as models
-from trainer.models.decoder import Decoder
-from trainer.objectives.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
-from trainer.storage import export as exports
 
 
 @pytest.fixture(scope="module")

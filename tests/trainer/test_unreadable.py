@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from datakit.engines import base as datakit_engines
-from launcher.runs import code
-from launcher.workflows import clean
-from launcher.workflows.endpoint import Endpoint
-from runspec import endpoint, files, weights
+from launcher.do import clean
+from launcher.run import code
+from plugins.data.engines import base as datakit_engines
+from plugins.serve import endpoint
+from plugins.serve.launcher.endpoint import Endpoint
+from runspec import files, weights
 from tests.failing_storage import FailingStorage
 from tests.trainer.runs import finish, start, write_config
+from trainer.checkpoint import adapter
+from trainer.checkpoint.weights import read_hf_config
 from trainer.data.tokenizers import hugging_face_tokenizer
-from trainer.storage import adapter
-from trainer.storage.weights import read_hf_config
 
 
 def test_a_first_read_that_fails_changes_nothing(

@@ -7,7 +7,7 @@ import torch
 from tests.trainer.runs import ROOT, lora_model, write_config
 from trainer.config import load
 from trainer.loop import Trainer
-from trainer.objectives.sft import SupervisedFineTuning
+from trainer.methods.sft import SupervisedFineTuning
 from trainer.parallel import world as distributed
 
 QUESTIONS = ROOT / "configs/datasets/slurm_qa.jsonl"

@@ -20,16 +20,16 @@ from tests.trainer.transformers_runs import (
     TOKENS,
     config_of,
 )
+from trainer.checkpoint.export import export
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.layers import attention, flex
 from trainer.layers.adapters import virtual
 from trainer.layers.adapters.base import disabled
 from trainer.layers.adapters.prefix import Prefix
+from trainer.model import Decoder
 from trainer.models import build as models
-from trainer.models.decoder import Decoder
 from trainer.parallel import world as distributed
-from trainer.storage.export import export
 
 COUNT = 11
 # Windows, soft caps, sinks, scaled embeddings, LongRoPE, norms of keys, experts.

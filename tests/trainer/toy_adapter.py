@@ -9,7 +9,7 @@ from torch import nn
 from runspec.adapters import Adapter
 from trainer.layers.adapters.base import AdapterKind
 from trainer.layers.patch import patch_forward, replaced
-from trainer.models.decoder import Decoder
+from trainer.model import Decoder
 from trainer.parallel.sharded import local
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.layers.attention import DocumentAttention, Mask
-from trainer.models.decoder import Decoder, Role
+from trainer.model import Decoder, Role
 
 SIZES = {
     "vocab_size": 1024,

@@ -19,7 +19,7 @@ from trainer import start
 from trainer.data.form import SampleForm
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
-from trainer.objectives.base import LossSum, Models, Objective
+from trainer.methods.base import LossSum, Models, Objective
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -12,7 +12,7 @@ from runspec.keys.train import TrainConfig
 from trainer import start
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import token_log_probs
-from trainer.objectives.base import LossSum, Models, Objective
+from trainer.methods.base import LossSum, Models, Objective
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.layers.head import Factors, through_head
 from trainer.layers.log_probs import linear_cross_entropy
-from trainer.models.decoder import Decoder
+from trainer.model import Decoder
 
 SUPPORTED = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropy")
 # torchtune's configs name it so after its last release, which has no such class yet.

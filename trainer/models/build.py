@@ -17,17 +17,17 @@ from runspec import tokens
 from runspec.adapters import LORA, OF_LORA, is_built_in, own_adapters
 from runspec.description import family_of
 from runspec.keys.model import TRANSFORMERS
+from trainer.checkpoint import weights
+from trainer.checkpoint.load import load
 from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, linear, nf4
 from trainer.layers.adapters import base as adapters
-from trainer.models.decoder import Decoder
+from trainer.model import Decoder
 from trainer.models.faults import frozen_by_name
 from trainer.models.faults import layout_faults as layout_faults
 from trainer.parallel import activations, fsdp, tensor_parallel
 from trainer.parallel.world import World
-from trainer.storage import weights
-from trainer.storage.load import load
 
 # RMSNorm computes in fp32 with a bf16 weight; compiled, that is one kernel all the same.
 warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -285,7 +285,7 @@ def _adopted(model: Any, block: dict[str, Any]) -> Decoder:
     if not isinstance(model, Decoder):
         raise ConfigError(
             f"model: {block['_component_']} returns a {type(model).__name__}, not a "
-            "trainer.models.decoder.Decoder"
+            "trainer.model.Decoder"
         )
     return model
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from runspec import files
 from runspec.keys.model import TRANSFORMERS
+from trainer.checkpoint.weights import SafetensorsSource
 from trainer.config import TrainConfig
 from trainer.data.batches import Data
 from trainer.errors import ConfigError
@@ -12,7 +13,6 @@ from trainer.layers.adapters.base import turn_off
 from trainer.models import build
 from trainer.models.build import Model
 from trainer.parallel.world import World
-from trainer.storage.weights import SafetensorsSource
 
 
 def teacher_config(config: TrainConfig, folder: str) -> TrainConfig:
@@ -41,7 +41,7 @@ def frozen_fault(name: str, fault: str) -> str:
 
 
 class Builder:
-    """Makes the models of a run; `trainer.trace` has one whose models are on fake tensors.
+    """Makes the models of a run; `plugins.estimate.trace` has one whose models are on fake tensors.
 
     Args:
         data: whose samples the models must know the tokens of.
@@ -103,7 +103,7 @@ class Builder:
         return build.build(config, self.world, self._data.faults, frozen)
 
     def _load_adapter(self, model: Model) -> None:
-        from trainer.storage import adapter  # seldom needed, and a rank is to start fast
+        from trainer.checkpoint import adapter  # seldom needed, and a rank is to start fast
 
         path = self.world.on_all(lambda: adapter.load(model, self.config))
         sha256 = self.world.from_main(lambda: files.sha256(path))

@@ -8,11 +8,11 @@ from torch import nn
 
 from runspec import tokens
 from runspec.hints import nearest
+from trainer.checkpoint import weights
 from trainer.config import TrainConfig
 from trainer.layers import fp8
-from trainer.models.decoder import Decoder, Role
+from trainer.model import Decoder, Role
 from trainer.parallel import tensor_parallel
-from trainer.storage import weights
 
 
 def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:

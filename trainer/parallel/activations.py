@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 from trainer.config import TrainConfig
 from trainer.layers import delta
 from trainer.layers.batch import Documents
-from trainer.models.decoder import Decoder
+from trainer.model import Decoder
 
 # By name, as not every torch has every one.
 SAVED_OPERATIONS = (
@@ -39,7 +39,7 @@ SAVED_OPERATIONS = (
     "higher_order.flex_attention",
     # FlexAttention compiled separately: see trainer.layers.flex.kernel.
     "higher_order.inductor_compiled_code",
-    # trainer.trace has it in place of FlexAttention.
+    # plugins.estimate.trace has it in place of FlexAttention.
     "slurm_cookbook.traced_attention",
     "aten._grouped_mm",
     "slurm_cookbook.grouped",

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from runspec.layout import StepFacts
 from trainer.layers import experts
-from trainer.models.decoder import Decoder
+from trainer.model import Decoder
 from trainer.parallel.sharded import local
 
 

@@ -16,7 +16,7 @@ from runspec import versions
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import nf4
-from trainer.models.decoder import Decoder
+from trainer.model import Decoder
 from trainer.parallel.gradients import REDUCED_IN
 from trainer.parallel.sharded import local
 from trainer.parallel.world import World

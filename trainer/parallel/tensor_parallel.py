@@ -30,7 +30,7 @@ from runspec.layout import StepFacts
 from trainer.layers import linear, nf4
 from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.patch import patch_forward, replaced
-from trainer.models.decoder import Decoder, Role
+from trainer.model import Decoder, Role
 from trainer.parallel.sharded import local
 
 SEQUENCE = Shard(1)

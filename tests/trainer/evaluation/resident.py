@@ -16,7 +16,7 @@ def resident_mib() -> int:
 def main(arguments: list[str]) -> int:
     from transformers import AutoModelForCausalLM
 
-    from trainer.evaluation import spread
+    from plugins.evaluate import spread
 
     ranks, device = int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")
     spread.start(device, ranks)

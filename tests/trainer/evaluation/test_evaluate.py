@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.evaluate import main as evaluate
+from plugins.evaluate import model as models
+from plugins.evaluate import samples
 from runspec.weights import content_sha256
 from tests.trainer.forks import Ranks
 from tests.trainer.transformers_cases import write
-from trainer import evaluate
 from trainer.errors import ConfigError
-from trainer.evaluation import model as models
-from trainer.evaluation import samples
 
 SUITE = {
     "dtype": "fp32",
@@ -104,7 +104,7 @@ def test_one_model_over_ranks_gives_the_table_of_one_process(
         suite |= {"candidate": str(folder), "max_new_tokens": 12}
         expected = start(tmp_path / "alone", suite, [0], 1)
     path.write_text(json.dumps(suite | {"pipeline_parallel_dim": ranks}))
-    started = Ranks("trainer.evaluate", [str(path)], ranks)
+    started = Ranks("plugins.evaluate.main", [str(path)], ranks)
     said, _ = started.communicate(timeout=200)
     assert started.returncode == 0 and f"one model over {ranks} ranks" in said, said
     assert table(json.loads((tmp_path / "evals/suite.json").read_text())) == table(expected)
@@ -146,8 +146,8 @@ def test_a_result_says_what_was_evaluated(alone, suite, tmp_path):
 
 
 def test_a_model_that_changes_meanwhile_is_refused(alone, suite, tmp_path):
-    from trainer.evaluation import result
-    from trainer.evaluation.shards import Plan
+    from plugins.evaluate import result
+    from plugins.evaluate.shards import Plan
 
     shutil.copytree(alone[0] / "evals" / "shards", tmp_path / "evals" / "shards")
     copy = shutil.copytree(suite["candidate"], tmp_path / "copy")
@@ -175,7 +175,7 @@ def test_other_settings_are_answered_anew(tmp_path, suite, alone):
     shard = next((folder / "evals" / "shards").glob("answers--candidate--*0.json"))
     (tmp_path / "evals" / "shards").mkdir(parents=True)
     (tmp_path / "evals" / "shards" / shard.name).write_text(shard.read_text())
-    from trainer.evaluation.shards import Plan
+    from plugins.evaluate.shards import Plan
 
     loaded = evaluate.load(folder / "train.yaml")
     assert shard.name not in [each.file for each in Plan(loaded, tmp_path).missing()]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from runspec import endpoint as endpoints
-from serving.journal import read
-from trainer import evaluate
-from trainer.evaluation.model import Answerer
+from plugins.evaluate import main as evaluate
+from plugins.evaluate.model import Answerer
+from plugins.serve import endpoint as endpoints
+from plugins.serve.journal import read
 
 HARNESS = """
 task: slurm_yes_no
@@ -83,7 +83,7 @@ def judge(tmp_path, model_folder):
     config = {"endpoint": "judge", "endpoint_dir": str(folder), "model": str(model_folder)}
     config |= {"key_file": str(folder / "key"), "device": "cpu", "dtype": "float32"}
     (run / "train.yaml").write_text(json.dumps(config))
-    argv = [sys.executable, "-m", "serving.replica", str(run / "train.yaml")]
+    argv = [sys.executable, "-m", "plugins.serve.replica", str(run / "train.yaml")]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     try:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer.evaluation import scores, statistics
+from plugins.evaluate import scores, statistics
 
 PAIRS = [
     ("The job is pending.", "the job is  pending"),

@@ -23,7 +23,7 @@ from trainer.parallel.sharded import full_tensor
 
 if TYPE_CHECKING:
     from trainer.config import TrainConfig
-    from trainer.models.decoder import Decoder
+    from trainer.model import Decoder
 
 # By name, the class of each kind that is the trainer's own.
 BUILT_IN = {
@@ -34,7 +34,7 @@ BUILT_IN = {
     "prefix": "trainer.layers.adapters.prefix.Prefix",
 }
 PEFT_PREFIX = "base_model.model."
-# By tensor of the hub, the base parameters in its rows: trainer.storage.weights.hub_tensors.
+# By tensor of the hub, the base parameters in its rows: trainer.checkpoint.weights.hub_tensors.
 Hub = Mapping[str | None, list[tuple[str, torch.Tensor]]]
 # (name in the layer, parameter) -> what this rank computes with.
 Own = Callable[[str, torch.Tensor], torch.Tensor]

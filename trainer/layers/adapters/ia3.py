@@ -27,7 +27,7 @@ from trainer.layers.adapters.base import (
 from trainer.parallel.sharded import full_tensor
 
 if TYPE_CHECKING:
-    from trainer.models.decoder import Decoder
+    from trainer.model import Decoder
 
 OUT, IN = "ia3_out", "ia3_in"
 
@@ -89,7 +89,7 @@ class IA3(AdapterKind):
 
     def add(self, model: "Decoder") -> None:
         """To the layers that `target_modules` names, or to those that PEFT chooses for a family."""
-        from trainer.models.decoder import Role
+        from trainer.model import Role
 
         rows = model.linear_layers(Role.ROW)
         split = [*rows, *model.linear_layers(Role.COLUMN, Role.FUSED)]

@@ -14,7 +14,7 @@ from trainer.layers.adapters.base import AdapterKind
 from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
 
 if TYPE_CHECKING:
-    from trainer.models.decoder import Decoder
+    from trainer.model import Decoder
 
 
 class LoRA(AdapterKind):

@@ -16,7 +16,7 @@ from trainer.parallel.sharded import full_tensor
 
 if TYPE_CHECKING:
     from trainer.layers.adapters.lora import LoRA
-    from trainer.models.decoder import Decoder
+    from trainer.model import Decoder
 
 # By module of transformers' class: its adapter's rank, and the factor of B A.
 Scales = dict[str, tuple[int, float]]

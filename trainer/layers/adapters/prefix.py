@@ -31,7 +31,7 @@ from trainer.parallel.sharded import full_tensor, local
 
 if TYPE_CHECKING:
     from trainer.config import TrainConfig
-    from trainer.models.decoder import Decoder
+    from trainer.model import Decoder
 
 KEYS, VALUES = "prefix_keys", "prefix_values"
 PEFT_NAME = virtual.PEFT_NAME

@@ -23,7 +23,7 @@ from trainer.parallel.sharded import full_tensor, local
 
 if TYPE_CHECKING:
     from trainer.config import TrainConfig
-    from trainer.models.decoder import Decoder
+    from trainer.model import Decoder
 
 NAME = "prompt_embeddings"
 

@@ -9,7 +9,7 @@ from trainer.config import instantiate
 if TYPE_CHECKING:
     from trainer.config import TrainConfig
     from trainer.layers.adapters.base import AdapterKind
-    from trainer.models.decoder import Decoder
+    from trainer.model import Decoder
 
 PEFT_NAME = "prompt_embeddings"
 TEXT, RANDOM, VOCABULARY = "text", "random", "vocabulary"

@@ -11,7 +11,7 @@ from trainer.errors import ConfigError
 from trainer.layers.adapters.lora_linear import LowRankLinear
 from trainer.layers.attention import DocumentAttention, Mask
 from trainer.layers.patch import patch_forward
-from trainer.models.decoder import Decoder, Role
+from trainer.model import Decoder, Role
 from trainer.models.torchtune import compat, fit, hub
 
 # The linear layers of a block: what tensor parallelism splits by outputs, and by inputs.

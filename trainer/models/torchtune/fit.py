@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.config import TrainConfig, arguments_of
 from trainer.layers.attention import DocumentAttention
-from trainer.models.decoder import Decoder
+from trainer.model import Decoder
 from trainer.models.torchtune import compat, hub
 
 LLAMA3 = (compat.Llama3ScaledRoPE,)

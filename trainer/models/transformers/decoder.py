@@ -12,18 +12,18 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from runspec.layout import longest_row
+from trainer.checkpoint import weights
+from trainer.checkpoint.weights import named_parameters
+from trainer.checkpoint.weights import plain_name as plain
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import delta, nf4
 from trainer.layers import experts as routed
 from trainer.layers.score import ScoreHead
-from trainer.models.decoder import Decoder, Role
+from trainer.model import Decoder, Role
 from trainer.models.transformers import experts, head, rope
 from trainer.models.transformers.names import HubNames
 from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles, pattern
-from trainer.storage import weights
-from trainer.storage.weights import named_parameters
-from trainer.storage.weights import plain_name as plain
 
 PLACE = "checkpointer.checkpoint_dir"
 CHUNKED = "chunked_attention"

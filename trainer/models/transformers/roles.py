@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.layers import delta
 from trainer.layers import experts as routed
-from trainer.models.decoder import Decoder, Role
+from trainer.model import Decoder, Role
 from trainer.models.transformers.attention import Observer
 
 # A style of transformers' tensor-parallel plans, and the role that does the same; where a plan

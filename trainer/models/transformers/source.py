@@ -20,10 +20,10 @@ from transformers.models.auto.modeling_auto import (
 
 from runspec.description import config_file
 from runspec.storage import patiently
+from trainer.checkpoint.weights import read_hf_config
 from trainer.errors import ConfigError
 from trainer.models.transformers.attention import NAME
 from trainer.models.transformers.decoder import PLACE, TransformersDecoder, base_name
-from trainer.storage.weights import read_hf_config
 
 
 def empty(folder: Path, rows: Callable[[int], int] | None = None) -> TransformersDecoder:

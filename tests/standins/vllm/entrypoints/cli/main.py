@@ -20,9 +20,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from trainer.objectives import whole
-from trainer.objectives.replicas import Request
-from trainer.objectives.rollouts import sample
+from plugins.rl.replicas import Request
+from plugins.rl.rollouts import sample
+from trainer.methods import whole
 
 FIELDS = {
     *("model", "prompt", "seed", "temperature", "max_tokens", "stop_token_ids", "ignore_eos"),

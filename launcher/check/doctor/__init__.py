@@ -1,0 +1,71 @@
+"""Whether this site can run the kit: Slurm, accounts, storage, nodes, packages, hub.
+
+No check hides another, and each finding that is not ok says what to do. What only a node knows
+is asked of one by a short job (nodes.py).
+"""
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from launcher.check import Finding, failed, of_error, skipped
+from launcher.check.doctor import host, nodes, slurm
+from launcher.check.doctor.ask import Options
+from launcher.errors import CookbookError, SlurmFault, SlurmMissing, SlurmTimeout
+from launcher.site import Site
+
+_UNKNOWN = "Slurm does not answer, so this is not known"
+_HUB_TIMEOUT_S = 4
+
+
+def examine(cluster: Site, options: Options) -> tuple[list[Finding], list[nodes.Row]]:
+    """Check everything; return all findings in a fixed order, and a node check's rows."""
+    # The hub may take its time to answer, or not answer at all: it is asked meanwhile, by a thread
+    # that is not waited for at exit.
+    about_hub: list[Finding] = []
+    asking = threading.Thread(target=_ask_hub, args=[about_hub], daemon=True)
+    asking.start()
+    findings, site = _slurm(cluster)
+    findings += _guarded("virtual environment", host.environment)
+    findings += _guarded("shared folder", host.shared_folder, cluster)
+    about_nodes = [skipped("nodes", "Slurm does not answer, so no node was asked")]
+    rows: list[nodes.Row] = []
+    if site:
+        about_nodes, rows = nodes.findings(site, options)
+    asking.join(_HUB_TIMEOUT_S)
+    late = skipped("hub token", f"the hub did not answer within {_HUB_TIMEOUT_S} s")
+    return [*findings, *about_nodes, *(about_hub or [late])], rows
+
+
+def _ask_hub(findings: list[Finding]) -> None:
+    # Imported late: the hub's client takes a while.
+    from launcher.hub.answers import token_findings
+
+    findings += _guarded("hub token", token_findings)
+
+
+def _guarded(subject: str, check: Callable[..., Iterable[Finding]], *given: Any) -> list[Finding]:
+    """Run a check; one that breaks is a finding too, and hides no other."""
+    try:
+        return list(check(*given))
+    except CookbookError as error:
+        return of_error(subject, error)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return [failed(subject, f"could not be checked: {error}", "fix that and try again")]
+
+
+def _slurm(cluster: Site) -> tuple[list[Finding], slurm.SlurmAnswers | None]:
+    """Ask the controller; if it does not answer, say what therefore stays unknown."""
+    try:
+        site = slurm.ask(cluster)
+    except SlurmFault as fault:
+        # The other two kinds name their remedies.
+        plain = not isinstance(fault, (SlurmMissing, SlurmTimeout))
+        remedy = "see if scontrol ping answers" if plain else ""
+        unknown = [skipped(subject, _UNKNOWN) for subject in slurm.CHECKS]
+        return [*(failed("Slurm", each, remedy) for each in fault.faults), *unknown], None
+    findings = slurm.controllers(site)
+    for subject, check in slurm.CHECKS.items():
+        findings += _guarded(subject, check, site)
+    return findings, site

@@ -1,0 +1,200 @@
+"""The short job that asks nodes about themselves, and what they report."""
+
+import contextlib
+import re
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher import paths, slurm
+from launcher.errors import PreflightFault
+from launcher.site import Site
+from launcher.venv import TorchBuild
+from runspec import files
+
+SCRIPT = paths.REPO_ROOT / "slurm" / "node_check.sh"
+
+
+@dataclass
+class NodeReport:
+    """The report of one node: values by key; a key may have several."""
+
+    name: str
+    values: dict[str, list[str]] = field(default_factory=dict)
+    skew_s: float = 0.0
+    seen_here: bool = False
+
+    def one(self, key: str, default: str = "") -> str:
+        return self.values.get(key, [default])[0]
+
+    def yes(self, key: str) -> bool:
+        return self.one(key) == "yes"
+
+    @property
+    def interfaces(self) -> list[str]:
+        """Names of the interfaces that are not down."""
+        pairs = (each.partition(" ") for each in self.values.get("interface", []))
+        return [name for name, _, state in pairs if state != "down"]
+
+    @property
+    def import_s(self) -> float:
+        return int(self.one("import_ms", "0")) / 1000
+
+    @property
+    def disk_gib(self) -> float | None:
+        kib = self.one("disk").rpartition(" ")[2]
+        return int(kib) / 2**20 if kib.isdigit() else None
+
+    @property
+    def gpus(self) -> list[list[str]]:
+        """index, name, memory in MiB, driver and uncorrected ECC errors of each GPU."""
+        rows = [[cell.strip() for cell in row.split(",")] for row in self.values.get("gpu", [])]
+        return [row for row in rows if len(row) == 5]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How long the job may wait to start and take in all, and whether every node is asked.
+
+    Every node, at most `nodes` of them, also imports torch and takes part in an all-reduce.
+    """
+
+    every_node: bool = False
+    nodes: int | None = None
+    wait_s: float = 3
+    limit_s: float = 20
+
+    @classmethod
+    def node_check(cls, nodes: int | None, wait_s: float | None) -> "Options":
+        """Return the options of a node check; imports on a cold filesystem take a minute."""
+        wait_s = wait_s or 60
+        return cls(every_node=True, nodes=nodes, wait_s=wait_s, limit_s=300 + wait_s)
+
+
+@dataclass(frozen=True)
+class Question:
+    """The questions to `nodes` nodes that srun's options name.
+
+    torch: the build that the virtual environment has.
+    """
+
+    cluster: Site
+    srun: list[str]
+    nodes: int
+    gpus_per_node: int
+    torch: TorchBuild
+    options: Options
+
+
+def ask(
+    question: Question, settings: Mapping[str, object] | None = None, then: str = ""
+) -> tuple[slurm.Step, list[NodeReport]]:
+    """Run the node check as one job and return what Slurm and the nodes reported.
+
+    settings: variables of the check beside those of the question. then: what runs after it. A
+    folder in the shared root proves that it is shared; it is removed again.
+    """
+    token = f"cookbook-doctor-{secrets.token_hex(4)}"
+    folder = question.cluster.root / f".{token}"
+    made = [each for each in folder.parents if not each.exists()]
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+        (folder / "from_login").write_text(token)
+        # slurm/node.sh takes a folder with this file for a run's.
+        (folder / files.TRAIN).touch()
+    except OSError as error:
+        message = f"cannot write {folder} ({error.strerror})"
+        raise PreflightFault(f"{message}: set COOKBOOK_ROOT to another folder") from error
+    srun = [f"--job-name={token}", f"--nodes={question.nodes}", *question.srun]
+    limits = question.options.wait_s, question.options.limit_s
+    try:
+        script = _script(question, folder, settings or {})
+        step = slurm.run_on_nodes(srun, "\n".join([script, then]), *limits)
+        reports = _reports(step)
+        _look_for_answers(folder, reports)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):  # not empty: somebody has begun to use it
+                parent.rmdir()
+    return step, reports
+
+
+def _script(question: Question, folder: Path, settings: Mapping[str, object]) -> str:
+    use_gpus = bool((question.torch.cuda or question.torch.hip) and question.gpus_per_node)
+    interface = question.cluster.network_interface
+    exported = dict(question.cluster.environment)
+    if interface:
+        exported |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    values = {
+        "SHARED": folder,
+        "VENV": paths.venv_root(),
+        "COOKBOOK": paths.REPO_ROOT,
+        "FULL": "yes" if question.options.every_node else "no",
+        "NODES": question.nodes,
+        "RANKS_PER_NODE": question.gpus_per_node if use_gpus else 1,
+        "ACCELERATOR": "cuda" if use_gpus else "cpu",
+        **settings,
+    }
+    # As in a job script: the site's own variables and lines come before everything else.
+    lines = [f"export {key}={shlex.quote(value)}" for key, value in exported.items()]
+    lines += _setup(question.cluster)
+    lines += [f"{key}={shlex.quote(str(value))}" for key, value in values.items()]
+    return "\n".join([*lines, SCRIPT.read_text(encoding="utf-8")])
+
+
+def _setup(cluster: Site) -> list[str]:
+    """Return the site's job_setup, and what reports a line that fails or ends the script."""
+    if not cluster.job_setup:
+        return []
+    place = f"configs/clusters/{cluster.name}.yaml"
+    # As in slurm/supervise.sh, but the other checks go on if they can.
+    lines = [
+        """printf '@ node %s\\n' "${SLURMD_NODENAME:-$(hostname -s)}\"""",
+        "setup_failed() {",
+        "  local rc=$?",
+        "  trap - ERR EXIT",
+        """  printf '@ setup_fault %s %s\\n' "$((rc ? rc : 1))" "$SETUP_PLACE\"""",
+        "}",
+        "trap setup_failed ERR EXIT",
+    ]
+    for line in cluster.job_setup:
+        lines += [f"SETUP_PLACE={shlex.quote(f'{place}: {line!r}')}", line]
+    return [*lines, "trap - ERR EXIT", "set +eu"]
+
+
+def _reports(step: slurm.Step) -> list[NodeReport]:
+    """Sort lines such as '1: @ key value' by the task that wrote them."""
+    reports: dict[str, NodeReport] = {}
+    for stamp, line in step.lines:
+        if not (match := re.match(r" *(\d+): @ (\S+) ?(.*)\Z", line)):
+            continue
+        task, key, value = match.groups()
+        if key == "node":
+            reports.setdefault(task, NodeReport(value))
+        elif task in reports:
+            reports[task].values.setdefault(key, []).append(value)
+            if key == "time" and value.isdigit():
+                reports[task].skew_s = int(value) / 1000 - stamp
+    return sorted(reports.values(), key=lambda report: natural(report.name))
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts n2 before n10."""
+    return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _look_for_answers(folder: Path, reports: list[NodeReport]) -> None:
+    """See whether the nodes' files show here, giving a network filesystem some seconds."""
+    deadline = time.monotonic() + 5
+    while True:
+        for report in reports:
+            report.seen_here = (folder / f"from_{report.name}").is_file()
+        late = [each for each in reports if each.yes("shared_write") and not each.seen_here]
+        if not late or time.monotonic() > deadline:
+            return
+        time.sleep(0.2)

@@ -1,0 +1,267 @@
+"""What the parts of a rehearsal come to: what was measured, what was predicted, what to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from launcher.check import Finding, failed, ok, skipped, warning
+from launcher.check.doctor.ask import NodeReport
+from plugins.estimate.launcher.compute import Reached
+from plugins.estimate.launcher.gpus import REACHED, Gpu
+from plugins.estimate.launcher.search import Predictor
+from plugins.estimate.launcher.step_config import StepConfig
+from plugins.estimate.launcher.step_time import pace_of
+from runspec import files
+
+# Below these shares of what is usual a finding is a warning.
+_SLOW_LINK, _SLOW_PRODUCT = 0.6, 0.8
+_MORE_MEMORY = 1.05
+# Exit statuses of a part: by timeout, and by slurm/rehearse.sh if no time was left.
+_LATE, _NO_TIME = (124, 137), 125
+
+# By words in a failed part's error, and for any other error of a part.
+_REMEDIES = (
+    (
+        ("out of memory", "OutOfMemory"),
+        "batch_size=1 activation_checkpointing=full, or what cookbook estimate --tune finds",
+    ),
+    (
+        ("inductor", "dynamo", "BackendCompilerFailed", "triton", "Python.h", "C compiler"),
+        "compile=false trains meanwhile; gcc and Python's headers on the nodes, or another torch",
+    ),
+    (
+        ("NCCL", "ProcessGroup", "gloo", "connect"),
+        "NCCL_DEBUG=INFO under environment: of the site file tells more; then network_interface, "
+        "or NCCL_P2P_DISABLE=1 to see if the links are the cause",
+    ),
+    (("ConfigError", "does not exist", "is missing"), "fix that; cookbook check {recipe}"),
+    (("No space left", "Disk quota"), "make room, or set COOKBOOK_ROOT to a larger filesystem"),
+)
+_TITLES = {
+    "uncompiled": "uncompiled",
+    "compiled": "compiled",
+    "resumed": "resume and export",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One start of the trainer: the step that it should take, its exit status and its files."""
+
+    name: str
+    step: StepConfig
+    folder: Path
+    log: Path
+    status: int | None = None
+    seconds: int = 0
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The steps that its folder has a record of."""
+        path = self.folder / files.METRICS
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step; the first one compiles and allocates."""
+        times = [row["step_time_s"] for row in self.rows[1:3] if row.get("step_time_s")]
+        return min(times, default=None)
+
+    @property
+    def peak_gib(self) -> float | None:
+        """Memory of the GPUs at its peak."""
+        peaks = [row.get("peak_memory_allocated_gb") for row in self.rows]
+        return max((peak for peak in peaks if peak is not None), default=None)
+
+    @property
+    def text(self) -> str:
+        """What it printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+
+    @property
+    def message(self) -> str:
+        """Its error, as the rank that failed first reported it, or from its log."""
+        for path in sorted(self.folder.glob("logs/0/error_*.json")):
+            record = files.peek(path)
+            if message := str(record.get("message") or "").strip():
+                kind, line = str(record.get("type", "error")), message.splitlines()[0]
+                return line if line.startswith(kind) else f"{kind}: {line}"
+        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
+        named = [line for line in lines if "error" in line.lower()]
+        return (named or lines or ["no output"])[-1][:300]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where a rehearsal was: the recipe, its whole step, and the kind of GPU; None for CPUs."""
+
+    recipe: str
+    whole: StepConfig
+    gpu: Gpu | None
+    network_gbits: float | None = None
+
+    def predictor(self, step: StepConfig) -> Predictor:
+        """What predicts a step on this kind of GPU; ValueError on CPUs."""
+        if self.gpu is None:
+            raise ValueError("no prediction for CPUs")
+        return Predictor(step, self.gpu, None, self.network_gbits)
+
+
+def findings(scene: Scene, report: NodeReport, parts: Sequence[Part]) -> Iterator[Finding]:
+    """Yield what was measured, each with its remedy."""
+    yield from _collectives(scene, report)
+    yield from _products(scene, report)
+    for part in parts:
+        yield from _part(scene, part)
+    yield from _whole(scene, {part.name: part for part in parts})
+
+
+def _collectives(scene: Scene, report: NodeReport) -> Iterator[Finding]:
+    measured = report.values.get("collective", [])
+    if not measured:
+        fault = report.one("all_reduce_fault")
+        if fault:
+            yield failed("collectives", fault, _remedy(scene, fault))
+        elif report.one("all_reduce"):
+            yield skipped("collectives", "one rank has nobody to send to")
+        else:
+            yield failed("collectives", "the node did not measure them", "see the findings above")
+        return
+    slow = False
+    for line in measured:
+        name, ranks, mib, seconds, gbs = line.split()
+        message = f"{mib} MiB over {ranks} ranks in {1000 * float(seconds):.2f} ms, {gbs} GB/s"
+        usual = scene.gpu.link_gbs * REACHED if scene.gpu else None
+        # A small message takes its latency.
+        if usual and int(mib) > 100:
+            message += f"; usual {usual:.0f}"
+            slow = float(gbs) < _SLOW_LINK * usual
+        if slow:
+            remedy = (
+                "nvidia-smi topo -m shows the links: PHB or SYS between GPUs means no NVLink; ask "
+                "for PCIe ACS off in virtual machines. Until then fewer ranks per replica "
+                "(data_parallel_replicate_dim), and --network for estimates"
+            )
+            yield warning(name, message, remedy)
+        else:
+            yield ok(name, message)
+
+
+def _products(scene: Scene, report: NodeReport) -> Iterator[Finding]:
+    for line in report.values.get("product", []):
+        m, k, n, tflops = line.split()
+        message = f"[{m}, {k}] x [{k}, {n}] in bf16 at {float(tflops):,.4g} TFLOP/s"
+        if scene.gpu is None:
+            yield ok("product", f"{message}; configs/gpus.yaml has no CPUs")
+            continue
+        reached, moved = Reached.of(scene.gpu), 2 * (int(m) * int(k) + int(k) * int(n))
+        flops = 2.0 * int(m) * int(k) * int(n)
+        moved += 2 * int(m) * int(n)
+        usual_s = flops / (scene.gpu.bf16_tflops * 1e12 * reached.products)
+        usual_s += moved / (scene.gpu.memory_bandwidth_gbs * 1e9 * reached.memory)
+        usual = flops / usual_s / 1e12
+        message += f"; usual {usual:,.0f} of {scene.gpu.bf16_tflops:,.0f}"
+        if float(tflops) < _SLOW_PRODUCT * usual:
+            remedy = (
+                "nvidia-smi -q -d PERFORMANCE,POWER shows a power limit or heat; estimates need "
+                "--mfu from a run here"
+            )
+            yield warning("product", message, remedy)
+        else:
+            yield ok("product", message)
+
+
+def _part(scene: Scene, part: Part) -> Iterator[Finding]:
+    title = _TITLES[part.name]
+    if part.status is None or part.status == _NO_TIME:
+        yield skipped(title, "no time was left for it", "again, with fewer first_blocks")
+        return
+    if part.status:
+        late = part.status in _LATE
+        message = f"did not end in {part.seconds} s" if late else part.message
+        yield failed(title, f"{message} (log: {part.log})", _remedy(scene, message))
+        return
+    if part.name == "resumed":
+        yield _resumed(part)
+        return
+    if part.step_s is None:
+        yield failed(title, f"it logged no three steps (log: {part.log})", _remedy(scene, ""))
+        return
+    blocks = part.step.shape.layers
+    message = f"{blocks} block{'s' * (blocks > 1)}: {part.step_s:.3g} s per step"
+    memory = part.peak_gib
+    if scene.gpu is None:
+        yield ok(title, f"{message} in {part.seconds} s in all; no prediction for CPUs")
+        return
+    prediction = scene.predictor(part.step).of(part.step)
+    message += f", predicted {prediction.time.seconds:.3g} s"
+    if memory is not None:
+        message += f"; {memory:.2f} GiB, predicted {prediction.peak_gib:.2f} GiB"
+        if memory > _MORE_MEMORY * prediction.peak_gib and memory - prediction.peak_gib > 0.5:
+            remedy = "the whole recipe may need more, too: leave the difference free"
+            yield warning(title, message, remedy)
+            return
+    yield ok(title, message)
+
+
+def _resumed(part: Part) -> Finding:
+    steps = [int(row["step"]) for row in part.rows]
+    exported = (part.folder / files.EXPORT).is_dir()
+    message = f"steps {steps[0]} to {steps[-1]} without a gap" if steps else "no steps"
+    whole = bool(steps) and steps == list(range(1, steps[-1] + 1))
+    if not whole or "resuming from" not in part.text:
+        remedy = "the checkpoint of the compiled part was not used: see its log"
+        return failed("resume and export", f"steps {steps} (log: {part.log})", remedy)
+    if not exported:
+        remedy = "see its log; the checkpoint is complete, so that a run can be resumed"
+        return failed("resume and export", f"{message}, and no export (log: {part.log})", remedy)
+    return ok("resume and export", f"{message}; exported, {part.seconds} s in all")
+
+
+def _whole(scene: Scene, parts: Mapping[str, Part]) -> Iterator[Finding]:
+    """What the measured speed comes to at the recipe's whole depth."""
+    plain, compiled = (parts.get(name) for name in ("uncompiled", "compiled"))
+    before, after = (part and not part.status and part.step_s for part in (plain, compiled))
+    if before and after and after > before:
+        message = f"compiled steps take {after / before:.2f} times as long as uncompiled ones"
+        yield warning("compile", message, "compile=false, if it stays so at full depth")
+    part = compiled if after else plain if before else None
+    if scene.gpu is None or part is None or part.step_s is None:
+        return
+    ratio = part.step_s / scene.predictor(part.step).of(part.step).time.seconds
+    own = replace(scene.whole, compiled=part.step.compiled)
+    prediction = scene.predictor(own).of(own)
+    rate, mfu = prediction.rate / ratio, _mfu(scene, own, ratio)
+    message = (
+        f"{own.shape.layers} blocks at this speed: {rate:,.0f} tokens/s/GPU, predicted "
+        f"{prediction.rate:,.0f}"
+    )
+    if prediction.range[0] <= rate:
+        yield ok("whole recipe", message)
+        return
+    remedy = (
+        f"cookbook estimate {scene.recipe} --mfu {mfu:.2f} plans with it; cookbook profile of a "
+    )
+    yield warning("whole recipe", message, remedy + "run shows where the time goes")
+
+
+def _mfu(scene: Scene, step: StepConfig, ratio: float) -> float:
+    """The --mfu that makes an estimate as much slower as the rehearsal was."""
+    if scene.gpu is None:
+        return 0.0
+    usual = pace_of(step, scene.gpu, 0.01) * 0.01
+    return usual / ratio
+
+
+def _remedy(scene: Scene, message: str) -> str:
+    lower = message.lower()
+    for names, remedy in _REMEDIES:
+        if any(name.lower() in lower for name in names):
+            return remedy.format(recipe=scene.recipe)
+    return "see the last lines of its log"

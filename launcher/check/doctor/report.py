@@ -1,0 +1,196 @@
+"""What nodes' reports mean: files, clock, Python, GPUs, network, disk, and the all-reduce."""
+
+import re
+
+from launcher import paths
+from launcher.check import Finding, failed, ok, skipped, warning
+from launcher.check.doctor.ask import NodeReport, Question
+from launcher.site import Site
+from launcher.venv import TorchBuild
+
+# munged refuses what is older than five minutes; ages and time limits go wrong much earlier.
+_SKEW_WARNING_S, _SKEW_FAULT_S = 2.0, 60.0
+# What compiled kernels, downloads' temporary files and the like take.
+_LOCAL_DISK_GIB = 10
+_SETUP = "bash setup.sh --torch BUILD (cu126, cu128, cu130: bash setup.sh --help)"
+
+
+def node_findings(report: NodeReport, question: Question) -> list[Finding]:
+    """Return one finding for each thing that the node was asked about."""
+    findings = [
+        *_setup(report, question.cluster),
+        _files(report, question.cluster),
+        _clock(report),
+        _python(report),
+        _compiler(report),
+        _gpus(report, question.torch, question.gpus_per_node),
+        *_faulty_gpus(report),
+        _network(report, question.cluster.network_interface),
+        _disk(report),
+    ]
+    if report.yes("finished"):
+        return findings
+    message = f"{report.name} began to answer and did not finish in time"
+    late = failed("nodes", message, f"exclude it: resources.exclude={report.name}")
+    return [*(finding for finding in findings if finding.state == "ok"), late]
+
+
+def _setup(report: NodeReport, cluster: Site) -> list[Finding]:
+    if not cluster.job_setup:
+        return []
+    count = len(cluster.job_setup)
+    if "setup_fault" not in report.values:
+        message = f"{count} line{'s' * (count > 1)} of the site file succeeded on {report.name}"
+        return [ok("job_setup", message)]
+    status, _, line = report.one("setup_fault").partition(" ")
+    message = f"{line} failed on {report.name} with exit status {status}"
+    return [failed("job_setup", message, "fix that line: it would end every run")]
+
+
+def _files(report: NodeReport, cluster: Site) -> Finding:
+    root, name, subject = cluster.root, report.name, "shared files"
+    if not report.yes("shared_read"):
+        message = f"{name} does not see what was written to {root}"
+    elif not report.yes("shared_write"):
+        message = f"{name} cannot write to {root}"
+    elif not report.seen_here:
+        message = f"this machine does not see what {name} wrote to {root}"
+    elif not report.yes("checkout"):
+        message = f"{name} does not see the checkout {paths.REPO_ROOT}"
+        return failed(subject, message, "keep it on a filesystem that all nodes mount")
+    else:
+        return ok(subject, f"{root} is the same here and on {name}, in both directions")
+    remedy = "set COOKBOOK_ROOT, or shared_root in the site file, to a folder that all nodes mount"
+    return failed(subject, message, remedy)
+
+
+def _clock(report: NodeReport) -> Finding:
+    skew, name = report.skew_s, report.name
+    if abs(skew) < _SKEW_WARNING_S:
+        return ok("clock", f"{name} and this machine agree within {_SKEW_WARNING_S:.0f} s")
+    message = f"{name} is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine"
+    find = failed if abs(skew) >= _SKEW_FAULT_S else warning
+    return find("clock", message, "ask the site's administrators to check NTP on both")
+
+
+def _python(report: NodeReport) -> Finding:
+    venv, name, subject = paths.venv_root(), report.name, "virtual environment"
+    if report.one("python", "missing") == "missing":
+        message = f"{name} does not see {venv}/bin/python, or the Python that it was made with"
+        remedy = "keep COOKBOOK_VENV and that Python on a filesystem that all nodes mount"
+        return failed(subject, message, remedy)
+    kind, _, what = report.one("packages").partition(" ")
+    if kind == "fault":
+        message = f"Python on {name} says {what!r}"
+        return failed(subject, message, "run on a node of that kind: bash setup.sh")
+    if kind == "missing":
+        return failed(subject, f"{venv} on {name} lacks {what}", "bash setup.sh")
+    message = f"Python {report.one('python')} of {venv} runs on {name}; {report.one('packages')}"
+    return ok(subject, f"{message} ({report.import_s:.1f} s)")
+
+
+def _compiler(report: NodeReport) -> Finding:
+    kind, _, what = report.one("compiler", "none").partition(" ")
+    name = report.name
+    if kind == "found":
+        return ok("compiler", f"{name} has {what}, for recipes with compile: true")
+    message = (
+        f"{name} lacks {what if kind == 'headers' else 'a C compiler'}: recipes with compile: "
+    )
+    remedy = "ask for gcc and python3-dev on the nodes, or load a module in the site's job_setup"
+    return warning("compiler", f"{message}true run there uncompiled, and slower", remedy)
+
+
+def _gpus(report: NodeReport, torch: TorchBuild, expected: int) -> Finding:
+    """Check what nvidia-smi shows against the job's request and torch's build."""
+    tool, name, gpus = report.one("gpu_tool"), report.name, report.gpus
+    exclude = f"exclude the node: resources.exclude={name}"
+    if not expected:
+        return skipped("GPUs", f"Slurm lists no GPU on {name}")
+    if tool == "none":
+        message = f"{name} has no nvidia-smi, though Slurm lists GPUs there"
+        return warning("GPUs", message, "ask for a driver, unless the GPUs are stand-ins for tests")
+    if not gpus:
+        message = f"nvidia-smi on {name} shows no GPU ({tool.removeprefix('fault ')})"
+        return failed("GPUs", message, exclude)
+    _, kind, mib, driver, _ = gpus[0]
+    memory = f"{int(mib) / 1024:.0f} GiB" if mib.isdigit() else "memory unknown"
+    shown = f"{name} shows {len(gpus)} x {kind}, {memory}, driver {driver}"
+    if len(gpus) < expected:
+        return failed("GPUs", f"{shown}, and the job asked for {expected}", exclude)
+    if torch.cuda is None:
+        return failed("GPUs", f"{shown}; the installed torch is built for {torch.platform}", _SETUP)
+    newest, oldest = driver.partition(".")[0], torch.oldest_driver
+    if newest.isdigit() and int(newest) < oldest:
+        message = (
+            f"{shown}; torch is built for {torch.platform}, which needs driver {oldest} or newer"
+        )
+        return failed("GPUs", message, _SETUP)
+    # Only a full check imports torch.
+    sees = re.search(r" sees (\d+) GPUs", report.one("packages"))
+    if sees is not None and int(sees[1]) < len(gpus):
+        message = f"{shown}; torch, built for {torch.platform}, sees {sees[1]} of them"
+        remedy = "python -c 'import torch; torch.cuda.init()' on the node says why"
+        return failed("GPUs", message, remedy)
+    return ok("GPUs", f"{shown}; torch is built for {torch.platform}")
+
+
+def _faulty_gpus(report: NodeReport) -> list[Finding]:
+    """Return the errors that GPUs and the kernel's log report."""
+    remedy = f"exclude the node (resources.exclude={report.name}) and tell the administrators"
+    findings = [
+        failed("GPUs", f"GPU {gpu[0]} of {report.name} has {gpu[4]} uncorrected ECC errors", remedy)
+        for gpu in report.gpus
+        if gpu[4].isdigit() and int(gpu[4]) > 0
+    ]
+    if "xid" in report.values:
+        message = f"the kernel of {report.name} logged {report.one('xid')!r}"
+        findings.append(warning("GPUs", message, remedy))
+    return findings
+
+
+def _network(report: NodeReport, wanted: str | None) -> Finding:
+    name, up = report.name, report.interfaces
+    shown = f"{name} has {', '.join(up) or 'no interface except lo'}"
+    devices = report.values.get("infiniband", [])
+    down = [each for each in devices if " ACTIVE" not in each]
+    if wanted and not any(_selects(wanted, each) for each in up):
+        message = f"network_interface {wanted} is not up on {name}, which has {', '.join(up)}"
+        return failed("network", message, "fix it in the site file, or leave it out")
+    if down:
+        message = f"an InfiniBand port of {name} is not active: {', '.join(down)}"
+        return warning("network", message, "ask the administrators; NCCL will use what is left")
+    infiniband = f"InfiniBand: {', '.join(devices)}" if devices else "no InfiniBand devices"
+    return ok("network", f"{shown}; {infiniband}")
+
+
+def _selects(wanted: str, interface: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME takes it: prefixes; with ^ all but these, with = whole names."""
+    names = wanted.lstrip("^=").split(",")
+    exact = "=" in wanted[:2]
+    hit = any(interface == each or (not exact and interface.startswith(each)) for each in names)
+    return hit != wanted.startswith("^")
+
+
+def _disk(report: NodeReport) -> Finding:
+    folder, free = report.one("disk").rpartition(" ")[0], report.disk_gib
+    remedy = "set TMPDIR in the site's environment: block"
+    if free is None:
+        return warning("local disk", f"df on {report.name} does not know {folder}", remedy)
+    message = f"{folder} on {report.name} has {free:.0f} GiB free for caches"
+    if free < _LOCAL_DISK_GIB:
+        return warning("local disk", message, remedy)
+    return ok("local disk", message)
+
+
+def all_reduce(reports: list[NodeReport]) -> Finding:
+    """Return the result of the all-reduce over all nodes."""
+    if done := [result for each in reports for result in each.values.get("all_reduce", ())]:
+        ranks, mib, seconds, bandwidth = done[0].split()
+        message = f"{ranks} ranks on {len(reports)} nodes: {mib} MiB in {float(seconds) * 1000:.1f}"
+        return ok("all-reduce", f"{message} ms, {bandwidth} GB/s bus bandwidth")
+    kind = "all_reduce_fault"
+    faults = [f"{each.name}: {fault}" for each in reports for fault in each.values.get(kind, ())]
+    message = " | ".join(faults) or "the nodes did not finish it"
+    remedy = "fix what the nodes report; if they do not reach each other, try network_interface"
+    return failed("all-reduce", message, f"{remedy} in the site file")

@@ -1,0 +1,154 @@
+"""What Slurm says of itself: controllers, partitions, accounting, the site file."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from launcher import slurm
+from launcher.check import Finding, failed, ok, warning
+from launcher.check.scheduler.accounting import account_faults
+from launcher.errors import SlurmFault, nearest
+from launcher.recipe.recipe import Resources
+from launcher.site import Site, slurm_options
+from launcher.slurm.limits import Rights
+
+
+@dataclass(frozen=True)
+class SlurmAnswers:
+    """What Slurm reported, for the checks that build on it."""
+
+    cluster: Site
+    controllers: dict[str, bool]
+    configuration: dict[str, str]
+    partitions: dict[str, slurm.Partition]
+    nodes: list[slurm.Node]
+    rights: Rights | None
+
+    @property
+    def partition(self) -> str | None:
+        """The partition that jobs go to unless they say otherwise."""
+        if named := self.cluster.resources.get("partition"):
+            return str(named).split(",")[0]
+        return next((each.name for each in self.partitions.values() if each.default), None)
+
+    @property
+    def own_nodes(self) -> list[slurm.Node]:
+        return [node for node in self.nodes if node.partition == self.partition]
+
+
+def ask(cluster: Site) -> SlurmAnswers:
+    """Ask the controller; SlurmFault if it does not answer."""
+    up, configuration = slurm.controllers(), slurm.configuration()
+    rights = slurm.rights(configuration)
+    return SlurmAnswers(cluster, up, configuration, slurm.partitions(), slurm.nodes(), rights)
+
+
+def controllers(site: SlurmAnswers) -> list[Finding]:
+    up = [host for host, answers in site.controllers.items() if answers]
+    down = [host for host, answers in site.controllers.items() if not answers]
+    version = site.configuration.get("SLURM_VERSION", "of an unknown version")
+    message = f"Slurm {version} of cluster {site.configuration.get('ClusterName', '?')} answers"
+    message += f" from {', '.join(up)}" if up else ""
+    if down:
+        remedy = "tell the administrators; jobs go on as long as one answers"
+        return [warning("Slurm", f"{message}; controller {', '.join(down)} is down", remedy)]
+    return [ok("Slurm", message)]
+
+
+def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
+    subject = "partitions"
+    if not site.partitions:
+        remedy = "ask the site's administrators for access to one"
+        yield failed(subject, "you can see no partition", remedy)
+    for partition in site.partitions.values():
+        nodes = [node for node in site.nodes if node.partition == partition.name]
+        kinds = [kind for node in nodes for kind in node.gpus.items()]
+        gpus = Counter(f"{count} x {kind}" if kind else f"{count} GPUs" for kind, count in kinds)
+        each = ", ".join(f"{count} with {gpu}" for gpu, count in sorted(gpus.items()))
+        message = f"{partition.name}{' (default)' * partition.default}: {len(nodes)} nodes"
+        message += f" ({each})" if each else " without GPUs"
+        message += f", time limit {partition.time_limit}"
+        message += f", {sum(node.state.startswith('idle') for node in nodes)} idle"
+        out = [node for node in nodes if not node.usable]
+        if nodes and len(out) == len(nodes):
+            message += f"; none can be used ({out[0].state}: {out[0].reason})"
+            yield warning(subject, message, "wait, or choose another --partition")
+        else:
+            yield ok(subject, message + (f"; {len(out)} cannot be used" if out else ""))
+
+
+def _preemption(site: SlurmAnswers) -> list[Finding]:
+    modes = slurm.preempt_modes()
+    ends = [name for name, mode in modes.items() if "CANCEL" in mode.upper()]
+    if not ends or not site.cluster.requeue:
+        how = ", ".join(f"{mode} in {name}" for name, mode in modes.items())
+        return [ok("preemption", f"a preempted run continues automatically (PreemptMode: {how})")]
+    message = f"in {', '.join(ends)} Slurm cancels a preempted job (PreemptMode=CANCEL)"
+    message += ", and such a run waits for cookbook resume"
+    remedy = f"set requeue: false in configs/clusters/{site.cluster.name}.yaml: a job then has a "
+    return [warning("preemption", message, f"{remedy}successor in the queue, which continues")]
+
+
+def _accounting(site: SlurmAnswers) -> list[Finding]:
+    subject, rights = "accounting", site.rights
+    if not slurm.keeps_accounting(site.configuration):
+        message = "this cluster keeps none; runs keep their own records, so nothing is missed"
+        return [ok(subject, message)]
+    if rights is None:
+        message = "this cluster keeps it, and sacctmgr does not answer here"
+        return [warning(subject, message, "tell the administrators; runs do not need it")]
+    if not rights.mine and "associations" in rights.enforced:
+        message = "you have no account, and jobs without one are refused"
+        return [failed(subject, message, "ask the administrators for an account")]
+    if not rights.mine:
+        return [ok(subject, "it answers, and lists no account of yours; jobs run without one")]
+    mine = sorted({f"{each.account}{' (default)' * each.default}" for each in rights.mine})
+    qos = sorted({name for each in rights.mine for name in each.qos})
+    message = f"it answers; your accounts: {', '.join(mine)}; QoS: {', '.join(qos) or 'none'}"
+    limited = "limits are enforced" if "limits" in rights.enforced else "no limits are enforced"
+    return [ok(subject, f"{message}; {limited}")]
+
+
+def _site_file(site: SlurmAnswers) -> list[Finding]:
+    """Whether the partition, account and QoS of the site file exist."""
+    resources, subject = site.cluster.resources, "site file"
+    origin = f"configs/clusters/{site.cluster.name}.yaml"
+    asked = {key: resources.get(key) for key in ("partition", "account", "qos")}
+    named = ", ".join(f"{key} {value}" for key, value in asked.items() if value)
+    if not named:
+        return [ok(subject, "it names no partition, account or QoS; Slurm's own defaults apply")]
+    fix, unknown = f"fix {origin}; there are {', '.join(site.partitions)}", "there is no partition"
+    findings = [
+        failed(subject, f"{unknown} {name!r}{nearest(name, site.partitions)}", fix)
+        for name in str(asked["partition"] or "").split(",")
+        if name and name not in site.partitions
+    ]
+    account, qos = (str(asked[key]) if asked[key] else None for key in ("account", "qos"))
+    for fault in account_faults(site.rights, account, qos):
+        findings.append(replace(fault, subject=subject, remedy=f"fix {origin}; {fault.remedy}"))
+    return findings or [ok(subject, f"{named} of {origin}")]
+
+
+def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
+    """Ask sbatch itself about a job on one whole node, with all that the site file asks for."""
+    gpus = max((sum(node.gpus.values()) for node in site.own_nodes), default=0)
+    keys = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "time")
+    asked = Resources.of(site.cluster.resources)
+    options = ["--nodes=1", "--ntasks-per-node=1"]
+    options += slurm_options(asked, site.cluster, keys, gpus) + ["--exclusive"] * asked.exclusive
+    script = "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "true\n"])
+    try:
+        return [ok("sbatch test", slurm.test_only(script).removeprefix("sbatch: "))]
+    except SlurmFault as fault:
+        remedy = f"fix resources: in configs/clusters/{site.cluster.name}.yaml"
+        message = f"{fault.faults[0]} to sbatch --test-only {' '.join(options)}"
+        return [failed("sbatch test", message, remedy)]
+
+
+CHECKS: dict[str, Callable[[SlurmAnswers], Iterable[Finding]]] = {
+    "partitions": _partitions,
+    "preemption": _preemption,
+    "accounting": _accounting,
+    "site file": _site_file,
+    "sbatch test": _sbatch_test,
+}

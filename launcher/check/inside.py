@@ -1,0 +1,241 @@
+"""Whether an environment of a record works: its Python is started once, before the queue."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher import paths, slurm, venv
+from launcher.check import Context, Finding, Skipped, failed, ok, skipped
+from launcher.recipe.environment import Environment
+from launcher.recipe.recipe import Recipe
+from launcher.run import built
+from launcher.site import slurm_options
+from launcher.slurm import render
+from plugins.engines.launcher import check as engine
+from plugins.serve.recipe_keys import ENGINES
+
+SUBJECT = "environment"
+# How long a node may take to be free, and an image to be unpacked.
+_WAIT_S, _LIMIT_S = 20, 600
+
+
+def inside(context: Context) -> Iterable[Finding]:
+    """Start the environment's Python as a job would, and let it look around (slurm/probe.py)."""
+    environment = context.recipe.environment
+    if environment is None:
+        return [_kits_own(context.config)]
+    if faults := [*_named_faults(environment, context)]:
+        return faults
+    if environment.dependencies and not built.is_built(environment, context.cluster.root):
+        count = len(built.solve(environment))
+        return [ok(SUBJECT, f"{count} packages are built at submission")]
+    code, lines = _started(environment, context)
+    answers = [line for line in lines if line.startswith("{")]
+    findings = _told(environment, code, [line for line in lines if line not in answers])
+    if not engine.is_asked_inside(context) or any(each.state == "failed" for each in findings):
+        return findings
+    try:
+        return [*findings, *engine.judged(context, dict(json.loads(answers[-1])))]
+    except (ValueError, IndexError):
+        message = next((line for line in reversed(lines) if line.strip()), "no message")
+        return [*findings, skipped(engine.SUBJECT, f"no answer in {environment.title}: {message}")]
+
+
+def _kits_own(config: Mapping[str, Any]) -> Finding:
+    engine = str(config.get("rollout_engine") or "transformers")
+    packages = venv.site_packages()
+    if engine == "transformers" or (packages and (packages / ENGINES[engine]).is_dir()):
+        return ok(SUBJECT, "the kit's virtual environment")
+    message = f"rollout_engine={engine}: the kit's virtual environment lacks {ENGINES[engine]}"
+    remedy = f"environment={engine}, which is built once (configs/environments/{engine}.yaml)"
+    return failed(SUBJECT, message, remedy)
+
+
+def _started(environment: Environment, context: Context) -> tuple[int, list[str]]:
+    """Start the environment's Python as a job would; return its exit status and its output."""
+    # A container's runtime refuses to bind a folder that is not there; the run will make it.
+    context.cluster.root.mkdir(parents=True, exist_ok=True)
+    script = _script(environment, context, bool(context.cluster.gpu))
+    if not context.executor.queued:
+        return _here(script)
+    resources = context.resources
+    options = ["--job-name=cookbook-probe", "--nodes=1"]
+    keys = ("partition", "account", "qos", "constraint", "reservation")
+    options += slurm_options(resources, context.cluster, keys, resources.gpus_per_node)
+    step = slurm.run_on_nodes(options, script, _WAIT_S, _LIMIT_S)
+    if not step.pending:
+        lines = [*(line for _, line in step.lines), *step.message.split(" | ")]
+        # Pyxis starts a step within this one, and both put the task's number before a line.
+        return step.exit_code, [re.sub(r"^(\d+:( |$))+", "", line) for line in lines]
+    if environment.is_container:
+        raise Skipped(f"no node was free within {_WAIT_S} s to look inside {environment.title}")
+    # A login node has no GPUs.
+    return _here(_script(environment, context, False))
+
+
+def _named_faults(environment: Environment, context: Context) -> Iterator[Finding]:
+    """Yield what is wrong without starting anything."""
+    if environment.kind == "pyxis" and not context.executor.queued:
+        yield failed(SUBJECT, "Pyxis is a plugin of Slurm's srun", "leave --local out")
+    image = environment.image or ""
+    file = Path(image)
+    if image.startswith(("/", "./")) and context.here(file) and not file.exists():
+        yield failed(
+            SUBJECT,
+            f"there is no image {image}",
+            f"correct environment.image in {environment.place}",
+        )
+    for bind in environment.binds:
+        source = Path(bind.partition(":")[0])
+        if context.here(source) and not source.exists():
+            yield failed(
+                SUBJECT,
+                f"environment.binds: there is no {source}",
+                f"correct it in {environment.place}; if only the nodes have it, name it under "
+                "node_paths: in the site's file",
+            )
+    for option in environment.options:
+        if option.startswith("--container-name"):
+            message = (
+                f"options: {option}: an existing container of that name is used as it is, stale"
+            )
+            yield failed(SUBJECT, message, "leave it out: the kit gives one for each job")
+
+
+def _needs(recipe: Recipe) -> list[str]:
+    """Return the packages that a recipe's program imports, as far as its entry says it."""
+    entry, config = recipe.entry, recipe.config
+    if recipe.starts_engine:
+        engine = config.get("engine") or config.get("rollout_engine") or "transformers"
+        return ["torch", ENGINES[str(engine)]]
+    if other := entry.engine:
+        return ["torch", other.schema]
+    known = entry.checked == "complete" or entry.purpose == "evaluate"
+    return ["trainer", "torch"] * known
+
+
+def _script(environment: Environment, context: Context, gpus: bool) -> str:
+    """Return the shell script that looks around, and asks an engine for its keys."""
+    root = context.cluster.root
+    values = {
+        "COOKBOOK": paths.REPO_ROOT,
+        "VENV": paths.venv_root(),
+        "RUN_DIR": root,
+        "COOKBOOK_ROOT": root,
+        "NODE_RANK": 0,
+        "FILES_WAIT_S": 0,
+        "JOB_PID": os.getpid(),
+        **context.cluster.environment,
+        **environment.variables,
+        **(context.config.get("env") or {}),
+        "PYTHONPATH": paths.REPO_ROOT,
+        "PYTHONNOUSERSITE": 1,
+    }
+    interpreter = environment.interpreter(root)
+    lines = [f"export {key}={shlex.quote(str(value))}" for key, value in values.items()]
+    lines += [
+        "export PATH=$VENV/bin:$PATH",
+        "NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}",
+        'source "$COOKBOOK/slurm/environment.sh"',
+    ]
+    for line in [*context.cluster.job_setup, *render.enter(environment, interpreter)]:
+        lines.append(f"{line} || {{ echo {shlex.quote(f'@ fault {line!r} failed')}; exit 1; }}")
+    if environment.is_container:
+        binds = "\n".join(environment.binds)
+        command = ["enter_container", environment.kind, str(environment.image), binds]
+        # Where the user stands need not be bound; a job starts in its run.
+        lines += ['cd "$RUN_DIR"', shlex.join([*command, *environment.options])]
+    python = render.python(environment, interpreter)
+    wanted = [",".join(_needs(context.recipe)), "yes" if gpus else "no"]
+    wanted += [str(paths.REPO_ROOT), *_paths(context.config)]
+    last = f"-m slurm.probe {shlex.join(wanted)}"
+    if engine.is_asked_inside(context):
+        lines.append(f"{python} {last} || exit")
+        last = shlex.join(["-P", str(engine.SCHEMA), *engine.question(context)])
+    lines.append(f"exec {python} {last}")
+    return "\n".join(lines)
+
+
+def _paths(value: object) -> list[str]:
+    """Return the files and folders that a recipe names and that are here."""
+    if isinstance(value, dict):
+        inner = [v for k, v in value.items() if k not in ("environment", "output_dir")]
+        return list(dict.fromkeys(path for each in inner for path in _paths(each)))
+    if isinstance(value, list):
+        return [path for each in value for path in _paths(each)]
+    is_path = isinstance(value, str) and value.startswith("/") and os.path.exists(value)
+    return [str(value)] if is_path else []
+
+
+def _here(script: str) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        ["bash", "-c", script],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=_LIMIT_S,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+# What Slurm adds to a reason.
+_NOISE = re.compile(
+    r"Exited with exit code|Terminating StepId|support for cpu binding|^Try |: spank|: write to un"
+)
+_MODULES = (
+    "module: command not found",
+    "name it in environment.modules, which finds the command first",
+)
+# What a program says that cannot be started, and what helps.
+_REMEDIES = (
+    ("unrecognized option '--container", "this Slurm has no Pyxis: use kind: apptainer"),
+    _MODULES,
+    ("failed to import", "correct environment.image, or import it first with enroot import"),
+    ("Exec format error", "the image or the interpreter is for another architecture: see uname -m"),
+    ("not found", "its runtime is not installed there: load it in environment.setup"),
+    ("cannot execute", "the image or the interpreter is for another architecture: see uname -m"),
+    ("o such file", "correct environment.python; in a container it is a path inside"),
+)
+
+
+def _told(environment: Environment, code: int, lines: list[str]) -> list[Finding]:
+    """Return the findings of the probe's output."""
+    marked = [line[2:].partition(" ") for line in lines if line.startswith("@ ")]
+    plain = [line.strip() for line in lines if line.strip() and not line.startswith("@ ")]
+    rest = [line for line in plain if not _NOISE.search(line)]
+    text = " ".join(rest)[-400:]
+    findings = []
+    for _, _, content in (each for each in marked if each[0] == "fault"):
+        what, _, remedy = content.partition(" | ")
+        own = [line[10:].rpartition(": ") for line in rest if line.startswith("cookbook: ")]
+        if own and not remedy:  # of slurm/environment.sh
+            others = " ".join(line for line in rest if not line.startswith("cookbook: "))[-400:]
+            what, remedy = own[0][0] + f" ({others})" * bool(others), own[0][2]
+        elif not remedy:  # a line of its set-up; the reason is what it printed
+            what += f": {text}" * bool(text)
+            is_own = any(repr(line) in what for line in environment.setup)
+            place = (
+                f"environment.setup in {environment.place}" if is_own else "the site's job_setup"
+            )
+            remedy = _MODULES[1] if _MODULES[0] in what else f"correct it in {place}"
+        findings.append(failed(SUBJECT, what, remedy))
+    if findings:
+        return findings
+    ended = next((content for kind, _, content in marked if kind == "found"), None)
+    if ended is not None:
+        return [ok(SUBJECT, f"{environment.title}: {ended}")]
+    text = text or " ".join(plain)[-400:]
+    signs = (r for sign, r in _REMEDIES if sign.lower() in text.lower())
+    remedy = next(signs, f"see {environment.place}")
+    return [
+        failed(
+            SUBJECT, f"the environment {environment.title} does not start ({code}): {text}", remedy
+        )
+    ]

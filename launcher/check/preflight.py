@@ -1,0 +1,53 @@
+"""All that can be known on the login node before a job is queued; no fault hides another."""
+
+from collections.abc import Iterator
+
+from launcher import check as checks
+from launcher.check import environment, files, inside, recipe, samples, scheduler, size
+from plugins.engines.launcher import check as engine
+
+# The subject of its findings, whether it is made even with --no-check, and the check.
+CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
+    ("layout", True, recipe.layout),
+    ("secrets", True, recipe.secrets),
+    ("script", True, recipe.script),
+    ("virtual environment", True, environment.python),
+    (inside.SUBJECT, False, inside.inside),
+    ("torch build", False, environment.torch_build),
+    ("model", False, files.weights),
+    ("tokenizer", False, files.tokenizer),
+    ("dataset", False, files.dataset),
+    ("GPU memory", False, size.memory),
+    ("disk space", False, size.disk),
+    # Before the components, which the same start of the trainer answers for.
+    (samples.SUBJECT, False, samples.counted),
+    ("components", False, recipe.components),
+    (engine.SUBJECT, False, engine.config),
+    ("Slurm limits", False, scheduler.limits),
+    ("sbatch test", False, scheduler.test_only),
+)
+# They start the trainer or another environment, which takes seconds: a dry run leaves them out.
+_START = (inside.inside, samples.counted, recipe.components, engine.config)
+
+
+def check(
+    context: checks.Context, skip: bool = False, quick: bool = False
+) -> Iterator[checks.Finding]:
+    """Yield what each check finds, in order.
+
+    skip leaves out those that may be left out, quick those that start something.
+    """
+    for subject, needed, look in CHECKS:
+        if quick and look in _START:
+            continue
+        if look is engine.config and context.recipe.entry.engine is None:
+            continue
+        if skip and not needed:
+            yield checks.skipped(subject, "--no-check")
+        else:
+            yield from checks.findings(subject, look, context)
+
+
+def faults(context: checks.Context, skip: bool = False, quick: bool = False) -> list[str]:
+    """Return all faults, one line each; [] if the run may be queued."""
+    return checks.faults_of(check(context, skip, quick))

@@ -1,0 +1,72 @@
+"""What Slurm would refuse, or accept and then let wait forever."""
+
+from collections.abc import Iterable
+
+from launcher import slurm
+from launcher.check import Context, Finding, Skipped, failed, ok
+from launcher.check.scheduler import accounting, partition
+from launcher.check.scheduler.partition import SUBJECT, Job
+from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout, nearest
+from launcher.run.directory import runs_root
+from launcher.slurm.render import job_script
+
+_EXPEDITE = "enable_expedited_requeue"
+_NO_SLURM = "--local: Slurm is not asked"
+
+
+def limits(context: Context) -> Iterable[Finding]:
+    """Check what is asked for against the limits of partition, account, QoS and nodes.
+
+    What other jobs use now, and nodes that are down now, do not count.
+    """
+    if not context.executor.queued:
+        raise Skipped(_NO_SLURM)
+    known, rules, resources = context.partitions, slurm.rules(), context.resources
+    wanted = resources.partition.split(",") if resources.partition else []
+    shown = ", ".join(name for name in known if partition.is_open(rules.get(name)))
+    choose = f"choose one of {shown} with --partition"
+    unknown = "there is no partition {!r} on this cluster{}"
+    findings = [
+        failed(SUBJECT, unknown.format(name, nearest(name, known)), choose)
+        for name in wanted
+        if name not in known
+    ]
+    chosen = [known[name] for name in wanted if name in known]
+    chosen = chosen or [each for each in known.values() if each.default]
+    if not chosen:
+        return findings or [failed(SUBJECT, "this cluster has no default partition", choose)]
+    findings += accounting.account_faults(context.rights, resources.account, resources.qos)
+    jobs = [Job(context, each, rules.get(each.name)) for each in chosen]
+    refused = [[*partition.faults(job), *accounting.limit_faults(job)] for job in jobs]
+    if all(refused):  # one that takes the job is enough
+        findings += dict.fromkeys(fault for faults in refused for fault in faults)
+    findings += partition.node_faults(context, chosen)
+    if context.cluster.expedited_requeue and not _expedites():
+        message = f"expedited_requeue needs Slurm 25.11 with SlurmctldParameters={_EXPEDITE}"
+        remedy = f"remove it from configs/clusters/{context.cluster.name}.yaml"
+        findings.append(failed("requeue", message, remedy))
+    names = (each.name if each.up else f"{each.name} (down now: jobs wait)" for each in chosen)
+    return findings or [ok(SUBJECT, f"partition {', '.join(names)} takes this job")]
+
+
+def _expedites() -> bool:
+    """Whether this Slurm starts a job that lost a node again at once."""
+    return _EXPEDITE in slurm.configuration().get("SlurmctldParameters", "").split(",")
+
+
+def test_only(context: Context) -> Iterable[Finding]:
+    """Ask sbatch --test-only about the script that would be submitted; nothing is queued."""
+    if not context.executor.queued:
+        raise Skipped(_NO_SLURM)
+    run = runs_root(context.cluster.root) / "check"
+    script = job_script(context.recipe, context.cluster, run, context.recipe.name)
+    subject = "sbatch test"
+    try:
+        return [ok(subject, slurm.test_only(script).removeprefix("sbatch: "))]
+    except SlurmMissing as missing:
+        raise Skipped("there is no Slurm on this machine") from missing
+    except SlurmTimeout:
+        raise
+    except SlurmFault as fault:
+        remedy = "change what is asked for; if nodes are only down now, submit with --no-check"
+        return [failed(subject, slurm.with_meaning(line), remedy) for line in fault.faults]

@@ -1,0 +1,187 @@
+"""cookbook doctor --rehearse: a recipe's parts on one node, in ten minutes, and what to change."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher import paths, slurm, venv, yamlfile
+from launcher import site as sites
+from launcher.check import Finding, failed, preflight
+from launcher.check.doctor import rehearsal
+from launcher.check.doctor.ask import NodeReport, Options, Question, ask
+from launcher.check.doctor.rehearsal import Part, Scene
+from launcher.check.doctor.report import node_findings
+from launcher.do.prepare import prepare
+from launcher.do.submit import context, plan, refuse
+from launcher.errors import RunFault, UsageFault
+from launcher.recipe import recipe as recipes
+from launcher.recipe.recipe import Recipe, Resources
+from launcher.run import directory
+from launcher.run.directory import runs_root
+from launcher.site import Site
+from launcher.slurm import executors
+from plugins.estimate.launcher import gpus
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.step_config import StepConfig
+from runspec import files
+
+LIMIT_S = 600
+# Of the checks before a part, the folders' creation and Slurm's own.
+_SPARE_S = 60
+# Number of blocks, or as many as needed to have one of each kind; number of samples.
+BLOCKS, SAMPLES = 4, 4000
+_OVERRIDES = (
+    # slurm/rehearse.sh ends each part.
+    *("max_steps=1000000", "epochs=1000000", "log_every_n_steps=1"),
+    *("save_every_n_steps=1000000", "keep_last_n_checkpoints=1"),
+)
+
+_LEFT_OUT = ("generate", "dataset_val", "run_val_every_n_steps")
+
+Say = Callable[[str], None]
+
+
+def rehearse(
+    site: Site, name: str, overrides: Sequence[str], wait_s: float, say: Say
+) -> tuple[Path, list[Finding]]:
+    """Rehearse a recipe on one node of the site; return the folder of its logs, and the findings.
+
+    Args:
+        wait_s: how long the job may wait to start.
+
+    Raises:
+        UsageFault: the recipe is none of the kit's own methods, or is wrong.
+        PreflightFault: a check found a fault that would stop each part.
+        RunFault: the job did not start.
+    """
+    executor = executors.choose(False)
+    kept = [each for each in overrides if not each.startswith("first_blocks=")]
+    whole = _recipe(name, kept, site, executor)
+    if whole.entry.method is None or not whole.entry.can_estimate:
+        raise UsageFault(f"{whole.name} starts {whole.entry_name}: only training can be rehearsed")
+    root, ranks = site.root, whole.resources.gpus_per_node
+    step = step_of(whole.resolved(root, "run"), 1, ranks)
+    cut = [*overrides, *_cut(whole, step, overrides)]
+    short = _recipe(name, cut, site, executor)
+    refuse(preflight.faults(context(plan(short, site, executor, "rehearsal"))))
+    prepare(short, site, say)
+    folder = root / "rehearsals" / directory.new_name(whole.name)
+    parts = _parts(name, cut, site, executor, folder)
+    say(
+        f"rehearsing {whole.name} with {parts[0].step.shape.layers} of {step.shape.layers} blocks "
+        f"and {ranks} rank{'s' * (ranks > 1)} on one node: {LIMIT_S // 60} minutes at most; logs "
+        f"in {folder}"
+    )
+    answered, report, findings = _asked(site, short, folder, wait_s)
+    scene = Scene(whole.name, step, _gpu(report), site.network_gbits)
+    findings += rehearsal.findings(scene, report, _ended(parts, report))
+    if not report.yes("rehearsed"):
+        message = (
+            f"the job ended before all parts had run ({answered.message or 'its time was over'})"
+        )
+        findings.append(
+            failed("rehearsal", message, "see the logs; again, with fewer first_blocks")
+        )
+    return folder, findings
+
+
+def _asked(
+    site: Site, short: Recipe, folder: Path, wait_s: float
+) -> tuple[slurm.Step, NodeReport, list[Finding]]:
+    """Check a node and run all parts there, as one job; return the node's findings, too."""
+    ranks = short.resources.gpus_per_node
+    # Also for the check of the node, whose collectives need the recipe's settings of NCCL.
+    own = {key: str(value) for key, value in (short.config.get("env") or {}).items()}
+    question = Question(
+        replace(site, environment=site.environment | own),
+        _srun(site, short.resources),
+        1,
+        ranks,
+        venv.torch_build(),
+        Options(every_node=True, nodes=1, wait_s=wait_s, limit_s=LIMIT_S + wait_s),
+    )
+    settings = {
+        "RANKS_PER_NODE": ranks,
+        "MEASURE": "full",
+        "REHEARSAL": folder,
+        "MODULE": short.entry.module,
+        "LIMIT_S": LIMIT_S - _SPARE_S,
+        "HF_HOME": site.root / "hf",
+        "COOKBOOK_ROOT": site.root,
+    }
+    script = (paths.REPO_ROOT / "slurm" / "rehearse.sh").read_text(encoding="utf-8")
+    answered, reports = ask(question, settings, script)
+    if answered.pending or not reports:
+        message = answered.message or "Slurm gave no reason"
+        raise RunFault(
+            f"the job of the rehearsal did not start within {wait_s:.0f} s ({message}) and was "
+            "cancelled: try again later, or wait longer with --wait SECONDS"
+        )
+    return answered, reports[0], node_findings(reports[0], question)
+
+
+def _recipe(
+    name: str, overrides: Sequence[str], site: Site, executor: executors.Executor
+) -> Recipe:
+    return sites.complete(recipes.load(name, overrides, {"nodes": 1}), site, executor)
+
+
+def _cut(whole: Recipe, step: StepConfig, given: Sequence[str]) -> list[str]:
+    """The overrides that make a recipe short."""
+    order = step.shape.order
+    kinds = 1 + max(order.index(kind) for kind in set(order))
+    overrides = [*_OVERRIDES, *(f"~{key}" for key in _LEFT_OUT if key in whole.config)]
+    if not any(each.startswith("first_blocks=") for each in given):
+        overrides.append(f"first_blocks={min(len(order), max(BLOCKS, kinds))}")
+    split = (whole.config.get("dataset") or {}).get("split")
+    if isinstance(split, str) and split.isidentifier():
+        overrides.append(f"dataset.split={split}[:{SAMPLES}]")
+    return overrides
+
+
+def _parts(
+    name: str, cut: list[str], site: Site, executor: executors.Executor, folder: Path
+) -> list[Part]:
+    """Write the folder of each part, with its train.yaml."""
+    parts = []
+    for part, place, compiled in (
+        ("uncompiled", "uncompiled", "false"),
+        ("compiled", "compiled", "true"),
+        ("resumed", "compiled", "true"),
+    ):
+        recipe = _recipe(name, [*cut, f"compile={compiled}"], site, executor)
+        path = folder / place
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config = recipe.train_config(site.root, str(path))
+        config["data_cache_dir"] = str(runs_root(site.root) / ".data_cache")
+        files.write_text(path / files.TRAIN, yamlfile.dump(config), mode=0o600)
+        step = step_of(recipe.resolved(site.root, str(path)), 1, recipe.resources.gpus_per_node)
+        parts.append(Part(part, step, path, folder / f"{part}.log"))
+    return parts
+
+
+def _srun(site: Site, resources: Resources) -> list[str]:
+    """Slurm's options for one node as the recipe asks for it."""
+    keys = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem")
+    options = sites.slurm_options(resources, site, keys, resources.gpus_per_node)
+    if resources.cpus_per_gpu:
+        options.append(f"--cpus-per-task={resources.cpus_per_gpu * resources.gpus_per_node}")
+    return options + ["--exclusive"] * resources.exclusive
+
+
+def _gpu(report: NodeReport) -> gpus.Gpu | None:
+    """The kind of GPU that the node shows; None without one that is known."""
+    return gpus.by_label(report.gpus[0][1]) if report.gpus else None
+
+
+def _ended(parts: list[Part], report: NodeReport) -> list[Part]:
+    """The parts with what the node said of them: name, folder, exit status, seconds."""
+    said = {line.split()[0]: line.split()[1:] for line in report.values.get("part", [])}
+    ended = []
+    for part in parts:
+        if part.name in said:
+            place, status, seconds = said[part.name]
+            folder = part.folder.parent / place
+            part = replace(part, folder=folder, status=int(status), seconds=int(seconds))
+        ended.append(part)
+    return ended

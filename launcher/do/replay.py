@@ -1,0 +1,117 @@
+"""Submitting a run again from its provenance: its recipe, and the code that made it."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import paths, slurm, yamlfile
+from launcher.errors import UsageFault
+from launcher.look import diff
+from launcher.recipe import entries
+from launcher.run import code, provenance
+from launcher.run.directory import Run
+from launcher.site import Site
+from launcher.venv import packages
+from runspec import files
+
+# The folder of replayed recipes, in the shared folder.
+_FOLDER = "replays"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A run that is ready to be submitted again, by the launcher of the code that made it."""
+
+    code: Path
+    recipe: Path
+    label: str
+    site: Site
+
+    def command(self, dry_run: bool, local: bool) -> list[str]:
+        """Return what submits it, to be run in the folder of the code."""
+        argv = [sys.executable, "-m", "launcher", "submit", str(self.recipe), "--name", self.label]
+        argv += ["--cluster", self.site.name] if self.site.name != "default" else []
+        return argv + ["--dry-run"] * dry_run + ["--local"] * local
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of that command."""
+        own = {"COOKBOOK_ROOT": str(self.site.root), "COOKBOOK_VENV": str(paths.venv_root())}
+        # A site's settings are no part of the code.
+        own |= {"COOKBOOK_CLUSTERS": str(paths.CLUSTERS), "PYTHONPATH": str(self.code)}
+        return {**os.environ, **own}
+
+
+def prepare(run: Run, site: Site, say: Callable[[str], None]) -> Replay:
+    """Make the code and the recipe of a run ready to be submitted, and say what is not the same.
+
+    Raises:
+        UsageFault: the run cannot be replayed.
+        RunFault: the present code, if it has to be used, cannot be copied.
+    """
+    record, submission = run.provenance, run.submission
+    recipe = run.path / files.RECIPE
+    if not record or not recipe.is_file():
+        message = f"{run.name} has no {files.PROVENANCE} and {files.RECIPE}"
+        raise UsageFault(f"{message}, so it cannot be replayed: submit your own recipe")
+    config = yamlfile.load(recipe)
+    if entries.of(config).own_code:
+        message = f"{run.name} ran its own script, which replay does not support"
+        raise UsageFault(f"{message}: its code is in {run.path / files.CODE}; submit it from there")
+    kit = _code(run, site, say)
+    name = str(submission.get("recipe") or "recipe")
+    copy = site.root / _FOLDER / run.name / f"{name}.yaml"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    # The new run has a directory of its own.
+    config.pop("output_dir", None)
+    files.write_text(copy, yamlfile.dump(config))
+    for line in _not_the_same(run, record, config, site):
+        say(f"not the same: {line}")
+    return Replay(kit, copy, run.name[16:-5], site)
+
+
+def _code(run: Run, site: Site, say: Callable[[str], None]) -> Path:
+    """Return the copy of the code that a run used; without one, of the present code."""
+    used = code.of_run(run.path)
+    if used is None:
+        say("not the same: the code, because there is no copy of it: the current code is used")
+        return code.present(site.root).folder
+    code.require(used, site.trusted_users)
+    if used.sha256 != code.present_sha256():
+        say(f"code: {used.title}, in {used.folder}")
+    return used.folder
+
+
+def _not_the_same(
+    run: Run, record: dict[str, Any], config: dict[str, Any], site: Site
+) -> Iterator[str]:
+    """Yield what the new run cannot have as the old one had it."""
+    before, now = diff.packages_of(record), packages()
+    # Other versions first, then what was added and removed.
+    changed = sorted(
+        diff.mapped("packages", before, now),
+        key=lambda each: (each.before is None or each.after is None, each.name),
+    )
+    if before and changed:
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        shown = (each.text.replace("  ", " ") for each in changed[:5])
+        yield f"packages: {', '.join(shown)}{more}"
+    system = {"python": sys.version.split()[0], "slurm": slurm.version()}
+    for name, version in system.items():
+        if record.get(name) != version:
+            yield f"{name} {record.get(name)} -> {version}"
+    recorded = {each["file"]: each for each in provenance.data_files(config)}
+    listed = record.get("data")
+    for each in listed if isinstance(listed, list) else []:
+        file = each.get("file") if isinstance(each, dict) else None
+        if file and recorded.get(file) != each:
+            yield f"the data in {file}, which has since been changed or removed"
+    if not isinstance(listed, list):
+        yield "possibly the data: the version of the run recorded no hash of it"
+    changes = [job["changes"] for job in run.all_jobs if job.get("changes")]
+    if changes:
+        text = "; ".join(" ".join(map(str, each)) for each in changes)
+        yield f"the first part of the run: its recipe was changed at resume ({text})"
+    yield "nodes, the order of sums between ranks on GPUs, and checkpoints: it begins at step 0"

@@ -1,0 +1,388 @@
+"""From a sweep to runs in a job array: plan every cell, check all, make the runs, start them."""
+
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.check import preflight
+from launcher.check.recipe import ask_ahead
+from launcher.do.cancel import cancel
+from launcher.do.prepare import prepare
+from launcher.do.resume import script_of_today
+from launcher.do.submit import (
+    PlannedRun,
+    context,
+    discard,
+    interrupted_later,
+    plan,
+    record,
+    refuse,
+    start,
+    submitted_now,
+)
+from launcher.errors import (
+    CookbookError,
+    RecipeFault,
+    RunFault,
+    SlurmFault,
+    SlurmTimeout,
+    UsageFault,
+)
+from launcher.recipe import recipe as recipes
+from launcher.recipe.override import key_of
+from launcher.recipe.sweep import Cell, Sweep
+from launcher.run import built, code, directory, sweeps
+from launcher.run.directory import Run
+from launcher.run.states import State, judged
+from launcher.run.sweeps import SweepDirectory
+from launcher.site import Site
+from launcher.slurm import executors, jobs, render
+from launcher.slurm.executors import Arrays, Executor
+from plugins.estimate.launcher.estimate import peak_gib
+from plugins.estimate.launcher.gpus import by_name
+from runspec import files
+from runspec.states import STOPPED_EARLY
+
+Say = Callable[[str], None]
+# A label of a run has this many characters at most; a cell's number is added to the sweep's name.
+_LABEL = 58
+# Runs that have ended and are not restarted.
+_DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY", STOPPED_EARLY})
+
+
+@dataclass(frozen=True)
+class PlannedSweep:
+    """A sweep that could be started: its future directory and each cell's run."""
+
+    sweep: Sweep
+    site: Site
+    executor: Executor
+    path: Path
+    parallel: int
+    runs: Mapping[int, PlannedRun]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells that are to run."""
+        return [cell for cell in self.sweep.cells if cell.number in self.runs]
+
+    @property
+    def arrays(self) -> list[list[int]]:
+        """The cells' numbers, those together that ask Slurm for the same: a job array each."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for number, planned in self.runs.items():
+            groups.setdefault(render.asks_slurm_for(planned.script), []).append(number)
+        return list(groups.values())
+
+    @property
+    def named_arrays(self) -> list[tuple[str, list[int]]]:
+        """The arrays, each with the name of its script."""
+        return [(files.ARRAY_SCRIPT.format(k), tasks) for k, tasks in enumerate(self.arrays)]
+
+    @property
+    def scripts(self) -> dict[str, str]:
+        """The script of each job array by its file's name."""
+        return {
+            name: render.array_script(
+                self.path / name,
+                self.runs[tasks[0]].script,
+                len(tasks),
+                jobs.task_list(tasks),
+                self.parallel,
+            )
+            for name, tasks in self.named_arrays
+        }
+
+
+def plan_sweep(
+    sweep: Sweep,
+    site: Site,
+    executor: Executor,
+    overrides: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    parallel: int | None = None,
+) -> PlannedSweep:
+    """Work out all runs of a sweep without writing anything; RecipeFault names every cell's faults.
+
+    Args:
+        overrides, options: of every cell, on top of its own.
+        parallel: the maximum number of concurrent runs; None: as in its file.
+    """
+    path = sweeps.root(site.root) / directory.new_name(sweep.name[:_LABEL])
+    planned: dict[int, PlannedRun] = {}
+    faults: dict[str, list[str]] = {}
+    for cell in sweep.cells:
+        label = f"{sweep.name[:_LABEL]}-{cell.number:02d}"
+        try:
+            recipe = recipes.load(sweep.recipe, (*cell.overrides, *overrides), options)
+            planned[cell.number] = plan(recipe, site, executor, label, sweep_dir=path)
+        except RecipeFault as error:
+            for fault in error.faults:
+                faults.setdefault(fault, []).append(cell.name)
+    if faults:
+        texts = _with_cells(faults, len(sweep.cells))
+        raise RecipeFault([f"{fault}; the sweep is {sweep.path}" for fault in texts])
+    return PlannedSweep(sweep, site, executor, path, parallel or sweep.parallel, planned)
+
+
+def only(planned: PlannedSweep, numbers: Iterable[int]) -> PlannedSweep:
+    """Return a sweep with these cells only."""
+    chosen = set(numbers)
+    return replace(planned, runs={n: run for n, run in planned.runs.items() if n in chosen})
+
+
+def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:
+    """Return faults that several cells may share, each once and with the cells that have it."""
+    lines = []
+    for fault, cells in faults.items():
+        which = "all cells" if len(cells) == count else f"cell {cells[0]!r}"
+        more = f" and {len(cells) - 1} more" if 1 < len(cells) < count else ""
+        lines.append(f"{which}{more}: {fault}" if count > 1 else fault)
+    return lines
+
+
+def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
+    """Return what stands in the way of the runs; that one does not fit is no fault."""
+    by_fault: dict[str, list[str]] = {}
+    told: dict[str, dict[str, Any]] = {}
+    contexts = {number: replace(context(run), told=told) for number, run in planned.runs.items()}
+    if not skip:
+        ask_ahead(contexts.values(), told)
+    for cell in planned.cells:
+        run = planned.runs[cell.number]
+        failed = [
+            finding
+            for finding in preflight.check(contexts[cell.number], skip)
+            if finding.state == "failed"
+        ]
+        for finding in failed:
+            # A run that does not fit comes to no checkpoint, which would need space.
+            of_memory = finding.subject == "GPU memory"
+            if not of_memory and not (finding.subject == "disk space" and not _fits(planned, run)):
+                by_fault.setdefault(_repeatable(finding.line, run, cell), []).append(cell.name)
+    return _with_cells(by_fault, len(planned.cells))
+
+
+def _fits(planned: PlannedSweep, run: PlannedRun) -> bool:
+    """Whether a run is predicted to fit, or nobody knows."""
+    try:
+        usable = by_name(planned.sweep.gpu or planned.site.gpu).usable_gib
+        return peak_gib(run.recipe, planned.site.root) <= usable
+    except CookbookError:
+        return True
+
+
+def _repeatable(fault: str, run: PlannedRun, cell: Cell) -> str:
+    """Return a fault whose command for the download names the cell's own model and dataset."""
+    command = f"cookbook download {run.recipe.given_name}"
+    wanted = ("hub", "checkpointer", "dataset")
+    own = (text for text in cell.overrides if key_of(text).partition(".")[0] in wanted)
+    return fault.replace(command, " ".join([command, *map(shlex.quote, own)]))
+
+
+def submit_sweep(
+    planned: PlannedSweep,
+    say: Say,
+    skip: bool = False,
+) -> SweepDirectory:
+    """Check, record and start a sweep: afterwards its runs are queued, or nothing of it is left.
+
+    Without job arrays the runs are recorded and not started; run_here() does that.
+    """
+    for each in planned.runs.values():
+        prepare(each.recipe, planned.site, say)
+    refuse(faults(planned, skip))
+    used = (each.recipe.environment for each in planned.runs.values())
+    for environment in {each.digest: each for each in used if each}.values():
+        built.ensure(environment, planned.site.root, say)
+    kit = code.present(planned.site.root)
+    made: list[Run] = []
+    token, arrays = executors.token(planned.path.name), planned.executor.arrays
+    with interrupted_later():
+        try:
+            for cell in planned.cells:
+                known: dict[str, Any] = {"sweep": planned.path.name, "cell": cell.name}
+                known |= {"array": token, "task": cell.number} if arrays else {}
+                # A run that says which sweep it is of must not be seen before the sweep is.
+                made.append(record(planned.runs[cell.number], kit, named=False, **known))
+            sweep = sweeps.create(planned.path, _record(planned, token), planned.scripts)
+        except BaseException:
+            for run in made:
+                discard(run)
+            raise
+        sweep.name_runs()
+        if arrays:
+            _start_arrays(arrays, sweep, planned.arrays, planned.parallel)
+    return sweep
+
+
+def _record(planned: PlannedSweep, token: str) -> dict[str, Any]:
+    sweep, runs = planned.sweep, planned.runs
+    cells = [
+        {
+            "number": cell.number,
+            "name": cell.name,
+            "overrides": list(cell.overrides),
+            "run": runs[cell.number].path.name,
+        }
+        for cell in planned.cells
+    ]
+    return {
+        "sweep": sweep.name,
+        "file": str(sweep.path),
+        "recipe": sweep.recipe,
+        "site": planned.site.name,
+        "parallel": planned.parallel,
+        "early_stop": sweep.early_stop,
+        "token": token,
+        "cells": cells,
+        "arrays": planned.arrays,
+        "jobs": [],
+    }
+
+
+def _start_arrays(
+    executor: Arrays, sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parallel: int
+) -> None:
+    """Start these tasks of a sweep's arrays; each array begins when the one before it has ended.
+
+    So the limit on parallel runs holds for all of them together.
+    """
+    record = sweep.record
+    cells = {cell["number"]: cell for cell in sweep.cells}
+    after = ""
+    with directory.locked(Run(sweep.path)) as lease:
+        for place, tasks in enumerate(arrays):
+            if not tasks:
+                continue
+            script, known = sweep.path / files.ARRAY_SCRIPT.format(place), {"tasks": list(tasks)}
+            try:
+                earlier = {str(job["job_id"]) for job in sweep.record["jobs"]}
+                job = executor.start_array(
+                    script, record["token"], lease, earlier, tasks, parallel, after
+                )
+            except SlurmTimeout:
+                raise
+            except SlurmFault as fault:
+                message = f"then start the remaining runs: cookbook sweep --resume {sweep.name}"
+                raise type(fault)([f"{each}; {message}" for each in fault.faults]) from fault
+            after = job["job_id"]
+            sweep.write({"jobs": [*sweep.record["jobs"], {**job, **known}]})
+            for task in tasks:
+                _record_job(sweep.run_of(cells[task]), {**job, "job_id": f"{after}_{task}"})
+
+
+def _record_job(run: Run, job: Mapping[str, Any]) -> None:
+    """Record the task of an array that runs a run."""
+    jobs = [*run.all_jobs, {**job, **submitted_now(run)}]
+    run.write(files.SUBMISSION, {**run.submission, "jobs": jobs})
+
+
+def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:
+    """Return the cells that have not come to their end, with their states."""
+    cells = {cell["run"]: cell for cell in sweep.cells}
+    known = [(cells[run.name], state) for run, state in judged(sweep.runs)]
+    known.sort(key=lambda pair: int(pair[0]["number"]))
+    return [(cell, state) for cell, state in known if not _is_done(sweep.run_of(cell), state)]
+
+
+def _is_done(run: Run, state: State) -> bool:
+    return state.word in _DONE or run.status.get("cause") == "stopped_early"
+
+
+def resume_sweep(
+    sweep: SweepDirectory, executor: Arrays, say: Say, parallel: int | None = None
+) -> list[dict[str, Any]]:
+    """Start again the cells that have ended and are not done, each from its checkpoint.
+
+    Their job scripts follow the site's file.
+
+    Returns:
+        Those cells; a cell that waits or runs is left alone.
+
+    Raises:
+        UsageFault: there is none.
+    """
+    record = sweep.record
+    sweep.name_runs()
+    alive = executor.living_tasks(record["token"])
+    again = [
+        cell for cell, state in unfinished(sweep) if state.ended and cell["number"] not in alive
+    ]
+    if not again:
+        raise UsageFault(_nothing_left(sweep))
+    chosen = {cell["number"] for cell in again}
+    for cell in again:
+        run = sweep.run_of(cell)
+        with directory.locked(run), script_of_today(run, executors.choose(False), say):
+            pass
+        if not run.submission.get("array"):
+            # It ran on a host without Slurm until now.
+            run.write(
+                files.SUBMISSION,
+                {**run.submission, "array": record["token"], "task": cell["number"]},
+            )
+    arrays = [[task for task in tasks if task in chosen] for tasks in record["arrays"]]
+    _start_arrays(executor, sweep, arrays, parallel or int(record["parallel"]))
+    return again
+
+
+def _nothing_left(sweep: SweepDirectory) -> str:
+    waiting = unfinished(sweep)
+    if not waiting:
+        return (
+            f"every cell of {sweep.name} is done: compare them with: cookbook results {sweep.name}"
+        )
+    return (
+        f"{len(waiting)} cells of {sweep.name} are pending or running, and the others are done: "
+        f"follow them with: cookbook watch {sweep.name}"
+    )
+
+
+def run_here(
+    sweep: SweepDirectory, executor: Executor, say: Say, parallel: int | None = None
+) -> None:
+    """Run the cells that are not done as jobs of their own, and return when all have ended.
+
+    Raises:
+        UsageFault: there is none.
+        RunFault: another command starts one of them.
+    """
+    sweep.name_runs()
+    left = [cell for cell, state in unfinished(sweep) if state.ended]
+    if not left:
+        raise UsageFault(_nothing_left(sweep))
+    count, limit = len(left), parallel or int(sweep.record["parallel"])
+    working: dict[str, dict[str, Any]] = {}
+    done = 0
+    while left or working:
+        while left and len(working) < limit:
+            cell = left.pop(0)
+            run = sweep.run_of(cell)
+            with (
+                directory.locked(run) as lease,
+                script_of_today(run, executor, say) as changes,
+            ):
+                start(run, executor, lease, changes)
+            working[run.name] = cell
+            say(f"started {run.name}: {cell['name']}")
+        time.sleep(0.5)
+        for run, state in judged([sweep.run_of(cell) for cell in working.values()]):
+            if not state.ended:
+                continue
+            done += 1
+            cell, detail = working.pop(run.name), f" ({state.detail})" if state.detail else ""
+            say(f"{done}/{count} {state.word}: {cell['name']}{detail}")
+
+
+def cancel_all(runs: Sequence[Run]) -> list[str]:
+    """End what waits or runs of these runs, and return a line for each such run."""
+    known = {run.name: state for run, state in judged(runs)}
+    living = [run for run in runs if not known[run.name].ended]
+    if not living:
+        raise RunFault("the sweep has no pending or running jobs")
+    # From the last one on: a run that ends lets the next one begin.
+    return [cancel(run) for run in reversed(living)]

@@ -1,0 +1,187 @@
+"""The live view of runs on a terminal: progress, loss curve, speed, attempts, newest lines."""
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from launcher.look import gpu_use
+from launcher.look.lines import Growing, tail_start
+from launcher.look.logs import Tail
+from launcher.look.status import left_s, part_of, used_s
+from launcher.look.text import duration, number, percent, plain
+from launcher.look.watch import States
+from launcher.run.directory import Run, Snapshot
+from launcher.run.states import State
+from plugins.rl.launcher import rollouts
+from runspec import files
+
+_BARS = "▁▂▃▄▅▆▇█"
+_COLOURS = {"COMPLETED": "green", "RUNNING": "cyan", "FAILED": "red"}
+# Number of logged steps that are shown, and of lines of a log that are kept.
+_STEPS, _LINES = 4000, 50
+_NOTHING = State("...", "nobody", "querying Slurm")
+# The trainer's line of a step (trainer/metrics.py), and what is left out of it first.
+_STEP = re.compile(r"step +\d+/\d+  ")
+_FIELDS = (
+    re.compile(r"  grad norm +\S+"),
+    re.compile(r"  mem +\S+ GiB"),
+    re.compile(r"  epoch +\S+"),
+    re.compile(r"  lr \S+"),
+    re.compile(r"  MFU +\S+ %"),
+    re.compile(r"  +\S+ tok/s/GPU"),
+)
+
+
+class View:
+    """What is shown of one run; it reads what is new in its files at every look."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        metrics = run.path / files.METRICS
+        self._metrics = Growing(metrics, tail_start(metrics, _STEPS))
+        self._losses: dict[int, float] = {}
+        self._rewards: dict[int, float] = {}
+        self._figures: list[str] = []
+        self._newest: dict[str, Any] = {}
+        self._tail = Tail(run)
+        self._lines: deque[str] = deque(maxlen=_LINES)
+
+    def _look(self) -> None:
+        while lines := self._metrics.new_lines():
+            for line in lines:
+                try:
+                    row = files.parse_json(line)
+                    step, loss = row["step"], row["loss"]
+                except (ValueError, KeyError, TypeError):
+                    continue
+                self._newest = row
+                if isinstance(loss, int | float) and math.isfinite(loss):
+                    # Steps that were done again replace those that were lost.
+                    self._losses[step] = loss
+                if isinstance(reward := row.get("reward"), int | float):
+                    self._rewards[step] = reward
+                self._figures = rollouts.figures(row) or self._figures
+        while lines := self._tail.new_lines():
+            for line in lines:
+                line = plain(line.rpartition("\r")[2])
+                # The newest step is enough: the curve shows the others.
+                if self._lines and _STEP.match(line) and _STEP.match(self._lines[-1]):
+                    self._lines.pop()
+                self._lines.append(line)
+
+    def panel(self, state: State, width: int, height: int) -> RenderableType:
+        """Return the view of the run, in this many lines."""
+        self._look()
+        run = Snapshot(self.run.path)
+        colour = _COLOURS.get(state.word, "yellow")
+        parts: list[RenderableType] = []
+        if state.detail:
+            parts.append(Text(plain(state.detail), style="dim", no_wrap=True, overflow="ellipsis"))
+        parts += [self._progress(run, state), *self._curve(width - 4), self._speed(run)]
+        attempts = [_attempt(each) for each in run.attempts[-3:]]
+        if not state.ended and (roles := rollouts.roles(run)):
+            parts.append(Text(plain(roles), no_wrap=True, overflow="ellipsis"))
+        parts += [] if state.ended else [Text(line, no_wrap=True) for line in gpu_use.lines(run)]
+        parts += [Text(each, no_wrap=True, overflow="ellipsis") for each in attempts]
+        room = max(1, height - len(parts) - 2)
+        newest = [
+            fitted(line, width - 4) if _STEP.match(line) else line
+            for line in list(self._lines)[-room:]
+        ]
+        parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in newest]
+        title = Text(f"{self.run.name}  ").append(state.word, style=f"bold {colour}")
+        return Panel(Group(*parts), title=title, title_align="left", border_style=colour)
+
+    def _progress(self, run: Run, state: State) -> RenderableType:
+        total = run.progress.get("total_steps")
+        step = self._newest.get("step", run.progress.get("step")) or 0
+        used, left = used_s(run, state), left_s(self._newest, total)
+        part = None if state.ended else part_of(run)
+        parts = [f"step {step}/{total or '?'}", *([part] if part else [])]
+        parts += [] if used is None else [f"used {duration(used)}"]
+        parts += [] if left is None or state.ended else [f"about {duration(left)} left"]
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        done = isinstance(total, int) and isinstance(step, int)
+        bar = ProgressBar(total or 1, step if done else 0, complete_style="cyan")
+        row.add_row(bar, Text(", ".join(parts)))
+        return row
+
+    def _curve(self, width: int) -> list[RenderableType]:
+        lines: list[RenderableType] = []
+        for name, values in (("loss", self._losses), ("reward", self._rewards)):
+            if points := list(values.values()):
+                text = f"{name} {points[0]:.4g} -> {points[-1]:.4g}  "
+                line = sparkline(points, max(8, width - len(text)))
+                lines.append(Text(text).append(line, style="cyan"))
+        own = (Text(each, no_wrap=True, overflow="ellipsis") for each in self._figures)
+        return [*lines, *own]
+
+    def _speed(self, run: Run) -> RenderableType:
+        newest = self._newest
+        gpu, host = newest.get("peak_memory_reserved_gb"), newest.get("memory_rss_gb")
+        parts = [
+            number(newest.get("tokens_per_second_per_gpu"), ",.0f", " tokens/s per GPU"),
+            f"MFU {percent(newest.get('mfu'))}",
+            f"GPU memory {number(gpu, '.1f', ' GiB')}",
+            f"CPU memory per rank {number(host, '.1f', ' GiB')}",
+            f"lr {number(newest.get('lr'), '.2e')}",
+        ]
+        known = [each for each in parts if not each.endswith("-")]
+        return Text(", ".join(known) or "no step is logged yet", no_wrap=True, overflow="ellipsis")
+
+
+def fitted(line: str, width: int) -> str:
+    """Return a step's line in at most `width` characters; the least important fields go first."""
+    for field in _FIELDS:
+        if len(line) <= width:
+            break
+        line = field.sub("", line, count=1)
+    return line if len(line) <= width else f"{line[: max(0, width - 1)]}…"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return a curve in this many characters: the mean of each part, the highest bar the most."""
+    count = min(width, len(values))
+    bounds = [len(values) * k // count for k in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _attempt(record: dict[str, Any]) -> str:
+    message = f": {record['message']}" if record.get("message") else ""
+    return plain(f"attempt {record.get('attempt')} {record.get('cause')}{message}")
+
+
+def watch_live(runs: Sequence[Run], console: Console | None = None) -> list[State]:
+    """Show runs until they have ended; return their last states."""
+    console = console or Console()
+    states, views = States(), [View(run) for run in runs]
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            known = {run.name: states.look(run) for run in runs}
+            height = max(8, (console.height - 1) // len(runs))
+            panels = [
+                view.panel(known[view.run.name] or _NOTHING, console.width, height)
+                for view in views
+            ]
+            live.update(Group(*panels), refresh=True)
+            left = [run for run in runs if not states.ended(run, known[run.name])]
+            if not left:
+                return [state for state in known.values() if state is not None]
+            states.ask(left)
+            time.sleep(1.0)

@@ -1,0 +1,160 @@
+"""What a run was set to, what came of it, and what it cost."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from launcher import paths, yamlfile
+from launcher.errors import CookbookError
+from launcher.look import gpu_use
+from launcher.look.status import row
+from launcher.look.text import is_number
+from launcher.run.directory import Run
+from launcher.run.states import State
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from runspec import files
+from runspec.usage import gpu_hours
+
+GIB = 2**30
+# Keys of a recipe that say nothing about what is trained, or differ in every run.
+_NOT_SETTINGS = ("output_dir", "description", "prepare", "share", "hub")
+
+
+def resolved(run: Run) -> dict[str, Any]:
+    """Return a run's resolved recipe, {} if it cannot be read."""
+    try:
+        return yamlfile.load(run.path / files.RECIPE)
+    except CookbookError:
+        return {}
+
+
+def configuration(run: Run) -> dict[str, Any]:
+    """Return the settings of a run by dotted keys, {} if its recipe cannot be read."""
+    return settings(resolved(run))
+
+
+def settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a resolved recipe says of the training, by dotted keys."""
+    known = leaves({key: each for key, each in recipe.items() if key not in _NOT_SETTINGS})
+    return {key: _own_names(value) for key, value in known}
+
+
+def _own_names(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_own_names(each) for each in value]
+    return paths.own_name(value) if isinstance(value, str) else value
+
+
+def leaves(block: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested blocks with its dotted key."""
+    for key, value in block.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what came of a run; None for what is not known.
+
+    GPU-hours count every attempt. lost_gpu_hours is the part of them whose steps were done again
+    or never saved.
+
+    Args:
+        recipe: its resolved recipe, if the caller has read it.
+    """
+    values, progress = row(run, state), run.progress
+    metrics = run.metrics
+    losses = [each["val_loss"] for each in metrics if is_number(each.get("val_loss"))]
+    measured = [each.get("peak_memory_reserved_gb") for each in metrics]
+    peaks = [value for value in measured if isinstance(value, int | float)]
+    gpus = (values["node_count"] or 0) * (values["gpus_per_node"] or 0)
+    # An attempt knows the GPUs of its own allocation, which spare nodes are part of.
+    attempts = [{"gpus": gpus, **line} for line in run.attempts]
+    running = {"gpus": gpus, **run.own_status, "ended": time.time()}
+    now = [running] if running.get("state") == "RUNNING" and not state.ended else []
+    # The recipe's questions are answered after the last attempt.
+    answers = [each for each in [run.status.get("answers")] if isinstance(each, dict)]
+    hours = gpu_hours([*attempts, *now, *answers]) if attempts or now else None
+    lost = gpu_hours(lost_times(attempts, metrics))
+    return {
+        "run": run.name,
+        "recipe": values["recipe"],
+        "cell": run.submission.get("cell"),
+        "state": state.word,
+        "step": values["step"],
+        "val_loss": losses[-1] if losses else None,
+        "loss_last_tenth": loss_of_last_tenth(metrics),
+        "best_val_loss": progress.get("best_val_loss"),
+        "tokens_per_second_per_gpu": values["tokens_per_second_per_gpu"],
+        "mfu": values["mfu"],
+        "gpu_use": gpu_use.mean(run),
+        "peak_predicted_gib": predicted_gib(
+            resolved(run) if recipe is None else recipe,
+            values["node_count"],
+            values["gpus_per_node"],
+        ),
+        "peak_measured_gib": max(peaks, default=progress.get("peak_memory_reserved_gb")),
+        "used_s": values["used_s"],
+        "gpu_hours": None if hours is None else round(hours, 4),
+        "lost_gpu_hours": None if hours is None else round(lost, 4),
+    }
+
+
+def loss_of_last_tenth(metrics: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the mean loss of the last 10 % of the steps; None if there is none.
+
+    The loss of a single step is that of its samples: it says little about the run. A logged step
+    has the mean since the one before as `loss_mean`, except in runs of earlier versions and of
+    other entries.
+    """
+    losses = {
+        each["step"]: each["loss_mean"] if is_number(each.get("loss_mean")) else each["loss"]
+        for each in metrics
+        if isinstance(each.get("step"), int) and is_number(each.get("loss"))
+    }
+    begin, before, total, count = 0.9 * max(losses, default=0), 0, 0.0, 0
+    for step in sorted(losses):
+        if step > begin:
+            total += losses[step] * (step - before)
+            count += step - before
+        before = step
+    return total / count if count else None
+
+
+def lost_times(
+    attempts: list[dict[str, Any]], metrics: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the part of each attempt after the last step that a checkpoint kept.
+
+    It is exact to one logged step: a kept step is one that metrics.jsonl still has.
+    """
+    lost = []
+    for attempt in attempts:
+        began, ended = attempt.get("started"), attempt.get("ended")
+        saved = attempt.get("checkpoint_step")
+        if attempt.get("cause") == "finished":
+            continue
+        if not isinstance(began, int | float) or not isinstance(ended, int | float):
+            continue
+        kept = [began]
+        for each in metrics:
+            step, when = each.get("step"), each.get("time")
+            if isinstance(step, int) and isinstance(saved, int) and isinstance(when, int | float):
+                kept += [when] if step <= saved and began <= when <= ended else []
+        lost.append({**attempt, "started": max(kept)})
+    return lost
+
+
+def predicted_gib(
+    recipe: Mapping[str, Any], nodes: int | None, gpus_per_node: int | None
+) -> float | None:
+    """Return the peak memory per GPU that `cookbook estimate` computes, None if it cannot."""
+    if not nodes or not gpus_per_node:
+        return None
+    try:
+        return round(StepMemory(step_of(dict(recipe), nodes, gpus_per_node)).peak / GIB, 3)
+    except (CookbookError, KeyError, TypeError, ValueError):
+        # The user's own script, a recipe of another version, or one that was edited by hand.
+        return None

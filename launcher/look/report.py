@@ -1,0 +1,233 @@
+"""Runs as one self-contained HTML file: curves, outcome, attempts, profile, what made them."""
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from launcher import paths
+from launcher.errors import CookbookError, RunFault
+from launcher.look import bars, curves, profile, results
+from launcher.look.curves import Curves
+from launcher.look.outcome import resolved
+from launcher.look.results import Result
+from launcher.look.text import plain
+from launcher.run.directory import Run
+from plugins.evaluate.launcher import evaluation
+from plugins.rl.launcher import rollouts
+from runspec import files
+
+TEMPLATE = "report.html.j2"
+# Metric -> title of its chart; the first ones are looked at first.
+_CHARTS = {
+    "loss": "Loss",
+    "val_loss": "Validation loss",
+    "tokens_per_second_per_gpu": "Tokens per second per GPU",
+    "mfu": "MFU",
+    curves.GPU_USE: "GPU utilisation, mean of all GPUs (%)",
+    "peak_memory_reserved_gb": "Peak memory per GPU (GiB)",
+    "step_time_s": "Step time (s)",
+    "grad_norm": "Gradient norm",
+    "lr": "Learning rate",
+}
+# The first step after a start compiles, and sets no scale of these.
+_COMPILED = frozenset({"step_time_s", "tokens_per_second_per_gpu", "mfu"})
+# Samples side by side of each evaluated task.
+_SAMPLES = 3
+# A chart's size in its own units, and its margins: left, right, top, bottom.
+_WIDTH, _HEIGHT = 720, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 36, 16, 28
+
+
+def write(
+    runs: Sequence[Run],
+    target: Path,
+    price: float | None = None,
+) -> list[str]:
+    """Write a report of runs, the whole file or nothing; return what was passed over.
+
+    Raises:
+        RunFault: the file cannot be written.
+    """
+    rows, keys = results.compare(runs, price)
+    known = {run.name: run for run in runs}
+    ordered = [known[row["run"]] for row in rows]
+    charts = dict(_CHARTS)
+    for run in ordered:
+        charts |= rollouts.charts(resolved(run).get("rewards"))
+    read = [curves.read(run, list(charts)) for run in ordered]
+    profiles, faults = [], []
+    for run in ordered:
+        if not (run.path / files.PROFILE).is_dir():
+            continue
+        try:
+            times, wrong = profile.ranks(run)
+            faults += wrong
+            profiles.append([*profile.lines(run, times, resolved(run), top=8)])
+        except CookbookError as error:
+            faults += error.faults
+    text = _template().render(
+        title=_title(ordered),
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        table=results.cells(rows, keys),
+        charts=[_chart(title, name, read) for name, title in charts.items() if _has(read, name)],
+        bars=[each for each in _bars(runs, rows) if each],
+        names=[_legend(run) for run in ordered],
+        attempts=[(run.name, _attempts(run)) for run in ordered],
+        profiles=profiles,
+        evaluations=[row for run in ordered for row in _evaluations(run)],
+        answers=[(run.name, lines) for run in ordered if (lines := [*rollouts.samples(run)])],
+        provenance=[(run.name, _provenance(run)) for run in ordered],
+    )
+    try:
+        files.write_text(target, text)
+    except OSError as error:
+        message = f"cannot write {target}: {error.strerror}"
+        raise RunFault(f"{message}: choose another file with --output") from error
+    return faults
+
+
+def _title(runs: Sequence[Run]) -> str:
+    sweeps = {run.sweep for run in runs}
+    if len(runs) > 1 and len(sweeps) == 1 and (sweep := sweeps.pop()):
+        return f"{sweep}, {len(runs)} runs"
+    more = f" and {len(runs) - 2} more" if len(runs) > 2 else ""
+    return " and ".join(run.name for run in runs[:2]) + more
+
+
+def _legend(run: Run) -> str:
+    cell = run.submission.get("cell")
+    return f"{cell} ({run.name})" if cell else run.name
+
+
+def _bars(runs: Sequence[Run], rows: Sequence[Result]) -> list[dict[str, Any] | None]:
+    """Return the bars of several runs, in the order in which they were asked for."""
+    if len(rows) < 2:
+        return []
+    place = {run.name: number for number, run in enumerate(runs)}
+    sorted_rows = sorted(rows, key=lambda row: place[row["run"]])
+    return [bars.memory(sorted_rows), bars.time(sorted_rows)]
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(paths.TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Messages, names and settings are other people's text.
+        autoescape=True,
+        finalize=lambda value: plain(value) if isinstance(value, str) else value,
+    )
+    return environment.get_template(TEMPLATE)
+
+
+def _evaluations(run: Run) -> list[list[str]]:
+    """Return each evaluation of a run's model, newest first, as lines with a few samples."""
+    results = evaluation.all_of(run)
+    return [[*evaluation.lines(each, _SAMPLES)] for each in results]
+
+
+def _has(read: Sequence[Curves], name: str) -> bool:
+    return any(each.points.get(name) for each in read)
+
+
+def _chart(title: str, name: str, read: Sequence[Curves]) -> dict[str, Any]:
+    """Return a chart's lines, marks and axes in its own units."""
+    values = [value for each in read for _, value in each.points.get(name, [])]
+    if name in _COMPILED:
+        values = [value for each in read for value in _warm(each, name)] or values
+    low, high = min(values), max(values)
+    if low == high:
+        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
+    last = max(each.last_step for each in read) or 1.0
+
+    def x(step: float) -> str:
+        return f"{_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last:.1f}"
+
+    def y(value: float) -> str:
+        # What compiles leaves the drawing: it ends at the edge.
+        share = min(1.0, max(0.0, (value - low) / (high - low)))
+        return f"{_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - share):.1f}"
+
+    return {
+        "title": title,
+        "width": _WIDTH,
+        "height": _HEIGHT,
+        "left": _LEFT,
+        "right": _WIDTH - _RIGHT,
+        "top": _TOP,
+        "bottom": _HEIGHT - _BOTTOM,
+        "lines": [
+            (
+                number,
+                each.run,
+                " ".join(f"{x(step)},{y(value)}" for step, value in each.points.get(name, [])),
+            )
+            for number, each in enumerate(read)
+        ],
+        "marks": [
+            (number, x(step), f"{label} of {each.run} begins after step {step - 1:,.0f}")
+            for number, each in enumerate(read)
+            for step, label in each.attempts
+        ],
+        "x_ticks": [
+            (x(step), f"{step:,.0f}") for step in curves.ticks(0, last, 7) if step == round(step)
+        ],
+        "y_ticks": [(y(value), f"{value:,.4g}") for value in curves.ticks(low, high)],
+    }
+
+
+def _warm(run: Curves, name: str) -> Iterator[float]:
+    """Yield the values of a curve but those of the first logged step of each attempt."""
+    points = run.points.get(name, [])
+    starts = [0.0, *(step for step, _ in run.attempts)]
+    first = {next((step for step, _ in points if step >= start), None) for start in starts}
+    yield from (value for step, value in points if step not in first)
+
+
+def _attempts(run: Run) -> list[list[str]]:
+    rows = []
+    for each in run.attempts:
+        nodes = each.get("nodes")
+        where = ", ".join(map(str, nodes)) if isinstance(nodes, list) else ""
+        values = [each.get(key) for key in ("attempt", "job_id", "cause", "message")]
+        number, job, cause, message = ("" if word is None else str(word) for word in values)
+        rows.append([number, job, where, cause, message])
+    return rows
+
+
+def _data(recorded: Any) -> Iterator[str]:
+    """Yield a line for each data file of a run: its path, size and hash."""
+    for each in recorded if isinstance(recorded, list) else []:
+        if isinstance(each, dict):
+            size, sha256 = each.get("bytes"), each.get("sha256")
+            parts = [str(each.get("file"))]
+            parts += [f"{size:,} bytes"] if isinstance(size, int) else []
+            parts += [f"sha256 {str(sha256)[:12]}"] if sha256 else []
+            yield ", ".join(parts)
+
+
+def _provenance(run: Run) -> list[tuple[str, str]]:
+    record = run.provenance
+    kit, model = record.get("kit"), record.get("model")
+    kit = kit if isinstance(kit, dict) else {}
+    changed = ", with uncommitted changes" if kit.get("diff") else ""
+    last = (run.all_jobs or [{}])[-1].get("code") or kit.get("sha256")
+    used = f"; the last job used the copy {str(last)[:12]}" if last else ""
+    command = record.get("command")
+    given = record.get("packages")
+    listed = [str(each) for each in given] if isinstance(given, list) else []
+    main = [each for each in listed if each.startswith(("torch==", "torchtune==", "torchao=="))]
+    rows = [
+        ("command", " ".join(map(str, command)) if isinstance(command, list) else ""),
+        ("code", f"commit {kit.get('commit') or 'unknown'}{changed}{used}"),
+        ("configuration", str(record.get("config_sha256") or "")),
+        ("model", str(model.get("folder") or "") if isinstance(model, dict) else ""),
+        *(("data", text) for text in _data(record.get("data"))),
+        ("packages", f"{', '.join(main)}, {len(listed)} in all" if listed else ""),
+        ("Slurm", str(record.get("slurm") or "")),
+    ]
+    return [row for row in rows if row[1]]

@@ -1,0 +1,51 @@
+"""What users of other tools ask for and this version does not have, and what to use instead."""
+
+import shlex
+from pathlib import Path
+
+# Entries by the names that other tools give to their methods.
+ENTRIES = {
+    "ppo": "PPO, which trains a critic: use entry: grpo, with loss: rloo for single rewards",
+    "rloo": "entry of its own for RLOO: use entry: grpo with loss: rloo",
+    "orpo": "entry of its own for ORPO: use entry: dpo with loss: orpo",
+    "simpo": "entry of its own for SimPO: use entry: dpo with loss: simpo",
+    "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",
+    "kd": "entry of that name: use entry: distill",
+    "gkd": "generation by the student while it is distilled: use entry: distill with beta",
+}
+_CONTAINERS = "use environment: with kind and image (docs/environments.md)"
+_PACKAGES = "use environment: with dependencies (docs/environments.md)"
+# Top-level keys of a recipe.
+KEYS = {
+    "container": _CONTAINERS,
+    "image": _CONTAINERS,
+    "docker": _CONTAINERS,
+    "apptainer": _CONTAINERS,
+    "dependencies": _PACKAGES,
+    "pip": _PACKAGES,
+    "conda": _PACKAGES,
+    "engine_python": "use environment: {python: PATH}, or --environment NAME "
+    "(docs/environments.md)",
+    "deepspeed": "the trainer uses FSDP, not DeepSpeed: leave it out, or start a script with "
+    "entry: deepspeed:SCRIPT (docs/engines.md)",
+    "context_parallel_dim": "sequences are not split over GPUs: use tensor_parallel_dim",
+    "pipeline_parallel_dim": "layers are not split over GPUs: use tensor_parallel_dim and FSDP",
+}
+
+
+def file(name: str) -> str:
+    """Return how a file is started that is no recipe, "" if its name does not say what it is."""
+    from launcher.recipe import batch_script, own_data  # hardly any name is such a file's
+
+    path = Path(name).expanduser()
+    if path.suffix in own_data.SUFFIXES:
+        return f"{name} is data: cookbook start {shlex.quote(name)} MODEL writes a recipe for it"
+    if path.suffix == ".py":
+        recipe = f"echo 'entry: script:{name}' > my_{path.stem}.yaml"
+        start = f"cookbook submit my_{path.stem}.yaml --nodes 1 --gpus-per-node 8"
+        return f"{name} is started by a recipe: {recipe}; {start} (docs/engines.md)"
+    if batch_script.is_one(path):
+        keys = batch_script.recipe(path)
+        page = "docs/coming_from.md#coming-from-your-own-sbatch-script"
+        return f"{name} is a batch script; a recipe in its place has the lines {keys} ({page})"
+    return ""

@@ -1,0 +1,141 @@
+"""What ranks run in: a record in configs/environments/NAME.yaml, or a block of a recipe."""
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from launcher import paths, venv, yamlfile
+from launcher.errors import RecipeFault, nearest
+from launcher.recipe.validate import environment_faults
+from runspec.keys.environment import CONTAINERS, ENVIRONMENT
+from runspec.keys.key import faults
+
+# In the shared folder: the environments that were built of dependencies, by their content.
+BUILT = "environments"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A checked record; the keys of runspec/keys/environment.py."""
+
+    name: str | None = None
+    description: str | None = None
+    kind: str = "venv"
+    image: str | None = None
+    conda: str | None = None
+    conda_root: str | None = None
+    modules: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
+    python: str | None = None
+    binds: tuple[str, ...] = ()
+    variables: dict[str, Any] = field(default_factory=dict)
+    dependencies: tuple[str, ...] = ()
+    pins: bool = True
+
+    @classmethod
+    def of(cls, block: Mapping[str, Any]) -> "Environment":
+        """Return what a checked block says."""
+        given: dict[str, Any] = {k: v for k, v in block.items() if v is not None}
+        lists: dict[str, Any] = {k: tuple(v) for k, v in given.items() if isinstance(v, list)}
+        return cls(**{**given, **lists})
+
+    @property
+    def is_container(self) -> bool:
+        return self.kind in CONTAINERS
+
+    @property
+    def title(self) -> str:
+        """Its name and kind, for messages."""
+        return f"{self.name or 'of the recipe'} ({self.kind})"
+
+    @property
+    def place(self) -> str:
+        """The file that its lines are in."""
+        return f"configs/environments/{self.name}.yaml" if self.name else "the recipe"
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a package that it lacks; {} in the text is the package."""
+        if self.is_container:
+            return f"use an image that has {{}}, in {self.place}"
+        if self.conda:
+            return f"conda activate {self.conda} && python -m pip install {{}}"
+        if self.python and not self.dependencies:
+            return f"{self.python} -m pip install {{}}"
+        return f"add {{}} to environment.dependencies in {self.place}"
+
+    @cached_property
+    def digest(self) -> str:
+        """What names the folder that its dependencies are built into: all that they depend on."""
+        # It shares the packages of the kit's virtual environment, which are at these versions.
+        kit = [str(venv.site_packages()), venv.pins().read_text(encoding="utf-8")]
+        content = {
+            "dependencies": sorted(set(self.dependencies)),
+            "python": list(sys.version_info[:3]),
+            "machine": platform.machine(),
+            "kit": kit if self.pins else None,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def interpreter(self, root: Path) -> str | None:
+        """Return the ranks' Python: a path, or a name in PATH; None for the kit's own.
+
+        root: the shared folder, in which dependencies are built.
+        """
+        if self.dependencies:
+            return str(root / BUILT / str(os.geteuid()) / self.digest / "bin" / "python")
+        if self.python:
+            return self.python
+        if self.is_container:
+            return "python3"
+        return "python" if self.kind == "conda" else None
+
+    @property
+    def lines(self) -> list[str]:
+        """The shell lines that a job runs first, on the host."""
+        lines = list(self.setup)
+        lines += [f"patiently load_module {shlex.quote(module)}" for module in self.modules]
+        if self.conda:
+            lines.append(
+                shlex.join(["patiently", "enter_conda", self.conda, self.conda_root or ""])
+            )
+        return lines
+
+
+def names() -> list[str]:
+    """Return the names of the records, sorted."""
+    return yamlfile.names(paths.ENVIRONMENTS)
+
+
+def record(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the block of an environment, given its name or itself; RecipeFault lists its faults.
+
+    A named record says its name, so that a run's recipe holds all of it.
+    """
+    if isinstance(given, Mapping):
+        return dict(given)
+    given = str(given)
+    path = paths.ENVIRONMENTS / f"{given}.yaml"
+    if not path.is_file():
+        known = names()
+        message = f"there are {', '.join(known)}" if known else "there are none"
+        raise RecipeFault(
+            f"there is no environment {given!r}{nearest(given, known)}: {message} in "
+            f"{paths.ENVIRONMENTS} (docs/environments.md)"
+        )
+    config = yamlfile.load(path)
+    if wrong := [*faults(config, ENVIRONMENT), *environment_faults(config)]:
+        lines = ((fault, yamlfile.line_of(path, fault.key)) for fault in wrong)
+        raise RecipeFault([f"{f.text}, in {path}{f', line {n}' * bool(n)}" for f, n in lines])
+    return {**config, "name": given}

@@ -1,0 +1,95 @@
+"""Finding runs by what a user types: a name, a unique part of it, a job id, or last."""
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from datetime import UTC
+from pathlib import Path
+
+from launcher.errors import UnknownRun, nearest
+from launcher.run.directory import Run
+from runspec import files
+from runspec.since import moment
+
+_RUN_NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]{0,63}-[0-9a-f]{4}\Z")
+# A command that makes a run needs so long at most, a copy of its code included.
+_MAKING_S = 600
+
+
+def every(root: Path) -> list[Run]:
+    """Return all runs, oldest first."""
+    try:
+        with os.scandir(root) as entries:
+            names = [entry.name for entry in entries if _is_run(entry)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [Run(root / name) for name in sorted(names)]
+
+
+def made_since(runs: Iterable[Run], since: str | None) -> list[Run]:
+    """Return the runs that were made since a time as people type it; all of them if it is None.
+
+    A run's name begins with the time at which it was made.
+    """
+    if since is None:
+        return list(runs)
+    oldest = f"{moment(since).astimezone(UTC):%Y%m%d-%H%M%S}"
+    return [run for run in runs if run.name[: len(oldest)] >= oldest]
+
+
+def foreign(root: Path) -> list[str]:
+    """Return the names in the runs folder that are no runs, half-made runs included.
+
+    Not hidden files, such as the trainer's cache, and no run that a command may be making now.
+    """
+    names, now = [], time.time()
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                half_made = entry.name.startswith(files.TEMPORARY)
+                if half_made and now - entry.stat().st_mtime < _MAKING_S:
+                    continue
+                if half_made or not (entry.name.startswith(".") or _is_run(entry)):
+                    names.append(entry.name)
+    except OSError:
+        return []
+    return sorted(names)
+
+
+def _is_run(entry: os.DirEntry[str]) -> bool:
+    return bool(_RUN_NAME.match(entry.name)) and entry.is_dir()
+
+
+def none_yet(root: Path) -> str:
+    """Return the message for a folder without runs."""
+    return f"there is no run in {root} yet: start one with: cookbook submit --recipe demo"
+
+
+def find(root: Path, wanted: str) -> Run:
+    """Return the run that wanted names: its name, a unique part of it, a job id, or 'last'."""
+    if _RUN_NAME.match(wanted) and (root / wanted).is_dir():
+        # Without a look at all others, of which there may be thousands.
+        return Run(root / wanted)
+    known = every(root)
+    if wanted == "last":
+        if not known:
+            raise UnknownRun(none_yet(root))
+        return known[-1]
+    by_job = [run for run in known if wanted.isdigit() and wanted in _job_ids(run)]
+    parts = [run for run in known if wanted and wanted in run.name]
+    for matching in (by_job, parts):
+        if len(matching) == 1:
+            return matching[0]
+        if matching:
+            raise UnknownRun(
+                f"{len(matching)} runs match {wanted!r}, such as {matching[-1].name} and "
+                f"{matching[-2].name}: give more of the name"
+            )
+    hint = nearest(wanted, [run.name for run in known])
+    raise UnknownRun(f"no run in {root} matches {wanted!r}{hint}: list them with: cookbook status")
+
+
+def _job_ids(run: Run) -> set[str]:
+    """Return the ids of all jobs that a run has had."""
+    return {str(record.get("job_id")) for record in (*run.jobs, run.status)}

@@ -1,0 +1,146 @@
+"""What Slurm says about the cluster: partitions, nodes, controllers, configuration."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.errors import SlurmFault
+from launcher.slurm.command import run
+
+# cookbook doctor reports a controller that takes longer than this as one that does not answer.
+_QUICK_S = 5
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes of a partition that are alike. memory_mb and cpus are per node."""
+
+    count: int
+    gpus: dict[str, int]
+    memory_mb: int
+    cpus: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition as sinfo reports it: all its nodes, up or not, and its time limit as text."""
+
+    name: str
+    time_limit: str
+    default: bool = False
+    up: bool = True
+    kinds: tuple[Nodes, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        return sum(kind.count for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node as sinfo reports it, in one of its partitions."""
+
+    name: str
+    partition: str
+    state: str
+    gres: str
+    reason: str
+
+    @property
+    def usable(self) -> bool:
+        """Whether a job can start on it now or once others have ended."""
+        return re.sub(r"[^a-z-]", "", self.state) in ("idle", "mixed", "allocated", "completing")
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """GPUs by type, "" if Slurm knows no type."""
+        return gpus_of(self.gres)
+
+
+def partitions(hidden: bool = False) -> dict[str, Partition]:
+    """Return the partitions that this user may see, by name; hidden: all others too."""
+    by_name: dict[str, Partition] = {}
+    argv = ["sinfo", "--noheader", "--format=%R|%P|%D|%l|%a|%G|%m|%c"]
+    for line in run([*argv, "--all"] if hidden else argv, timeout_s=20).splitlines():
+        fields = line.strip().split("|")
+        if len(fields) != 8:
+            continue
+        name, marked, count, limit, available, gres, memory, cpus = fields
+        kind = Nodes(_number(count), gpus_of(gres), _number(memory), _number(cpus))
+        # Nodes that differ come in several lines.
+        kinds = (*by_name[name].kinds, kind) if name in by_name else (kind,)
+        by_name[name] = Partition(name, limit, marked.endswith("*"), available == "up", kinds)
+    return by_name
+
+
+def preempt_modes() -> dict[str, str]:
+    """Return what becomes of a partition's jobs that are preempted: OFF, CANCEL, REQUEUE ..."""
+    lines = run(["sinfo", "--noheader", "--format=%R|%M"], timeout_s=_QUICK_S).splitlines()
+    return {name.strip(): mode.strip() for name, _, mode in (line.partition("|") for line in lines)}
+
+
+def _number(text: str) -> int:
+    digits = re.match(r"\d+", text)  # sinfo writes 256+ if alike nodes differ
+    return int(digits.group()) if digits else 0
+
+
+def gpus_of(gres: str) -> dict[str, int]:
+    """Return the GPUs of a node by type ("" if Slurm knows no type), from its Gres text."""
+    gpus: dict[str, int] = {}
+    for kind, count in re.findall(r"(?:^|,)gpu(?::([A-Za-z][\w.-]*))?:(\d+)", gres):
+        gpus[kind] = gpus.get(kind, 0) + int(count)
+    return gpus
+
+
+def nodes() -> list[Node]:
+    """Return every node that this user may see, once for each of its partitions."""
+    argv = ["sinfo", "--Node", "--noheader", "--format=%N|%R|%T|%G|%E"]
+    rows = (line.split("|", 4) for line in run(argv, timeout_s=_QUICK_S).splitlines())
+    return [Node(*(value.strip() for value in row)) for row in rows if len(row) == 5]
+
+
+def controllers() -> dict[str, bool]:
+    """Return the controllers' hosts and whether each answers, the primary first."""
+    text = run(["scontrol", "ping"], timeout_s=_QUICK_S)
+    return {host: up == "UP" for host, up in re.findall(r" at (\S+) is (UP|DOWN)", text)}
+
+
+def configuration() -> dict[str, str]:
+    """Return slurm.conf as the controller runs it."""
+    text = run(["scontrol", "show", "config"], timeout_s=_QUICK_S)
+    pairs = (line.partition("=") for line in text.splitlines())
+    configured = {key.strip(): value.strip() for key, equals, value in pairs if equals}
+    slurm_conf = os.environ.get("SLURM_CONF")
+    _identities[slurm_conf] = _identity(configured, slurm_conf)
+    return configured
+
+
+def identity() -> dict[str, str]:
+    """Return what tells this cluster from another one, as a job's record keeps it.
+
+    cluster: its name; controller: the first controller's host; slurm_conf: the variable SLURM_CONF,
+    if it is set.
+    """
+    slurm_conf = os.environ.get("SLURM_CONF")
+    if slurm_conf not in _identities:
+        configuration()
+    return _identities[slurm_conf]
+
+
+# By the variable SLURM_CONF: a cluster does not change its name while a command runs.
+_identities: dict[str | None, dict[str, str]] = {}
+
+
+def _identity(configured: Mapping[str, str], slurm_conf: str | None) -> dict[str, str]:
+    controller = configured.get("SlurmctldHost[0]", "").partition("(")[0]
+    identity = {"cluster": configured.get("ClusterName", ""), "controller": controller}
+    return identity | ({"slurm_conf": slurm_conf} if slurm_conf else {})
+
+
+def version() -> str | None:
+    """Return Slurm's version, such as 22.05.8; None if it is not installed."""
+    try:
+        return run(["sbatch", "--version"], timeout_s=10).split()[-1]
+    except (SlurmFault, IndexError):
+        return None

@@ -1,0 +1,91 @@
+"""cookbook estimate"""
+
+import json
+
+import click
+
+from launcher import site as sites
+from launcher.cli.common import cluster_option, own_options, recipe_arguments
+from launcher.cli.number import FloatRange, IntRange
+from launcher.recipe import recipe as recipe_file
+from plugins.estimate.launcher.estimate import Estimate
+from plugins.estimate.launcher.tuning import Tuning
+from plugins.registry.launcher import registered
+
+
+@click.command()
+@recipe_arguments
+@own_options
+@click.option(
+    "--gpu", metavar="KIND", help="GPU type: h100-80, a100-40, l40s ... See configs/gpus.yaml."
+)
+@click.option("--nodes", type=IntRange(min=1), help="Number of nodes.")
+@click.option("--gpus-per-node", type=IntRange(min=1), help="GPUs per node.")
+@click.option(
+    "--mfu",
+    type=FloatRange(min=0, max=1, min_open=True),
+    help="Model FLOPs utilisation that a run on one node has shown (mfu in its metrics); all times "
+    "are predicted from it. [default: computed from kernels' published speeds]",
+)
+@click.option(
+    "--tokens",
+    type=IntRange(min=1),
+    metavar="N",
+    help="Tokens to train, for time and cost. [default: an epoch of a local file, else a million]",
+)
+@click.option(
+    "--tune", is_flag=True, help="Show the fastest settings that fit, each with its change."
+)
+@click.option(
+    "--network",
+    type=FloatRange(min=0, min_open=True),
+    metavar="GBITS",
+    help="Gbit/s per GPU between nodes. [default: the cluster's, or the GPU's]",
+)
+@click.option(
+    "--trace", is_flag=True, help="Also run the step on fake tensors; takes up to a minute."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@cluster_option
+def estimate(
+    recipe_name: str,
+    data: str | None,
+    model: str | None,
+    gpu: str | None,
+    mfu: float | None,
+    tokens: int | None,
+    tune: bool,
+    network: float | None,
+    trace: bool,
+    as_json: bool,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    **resources: int | None,
+) -> None:
+    """Compute what a recipe needs per GPU, and what to change if it does not fit.
+
+    Nothing is measured, nothing is started and no GPU is needed.
+    """
+    site = sites.load(cluster)
+    recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
+    recipe = registered.in_recipe(recipe, site)
+    network = network or site.network_gbits
+    estimated = Estimate(
+        recipe,
+        site.root,
+        gpu,
+        mfu,
+        network,
+        tokens=tokens,
+        price=site.gpu_hour_price,
+        currency=site.currency or "",
+        traces=trace,
+    )
+    tuning = Tuning(estimated.predictor) if tune else None
+    if as_json:
+        shown = estimated.as_json() | ({"tuning": tuning.as_json()} if tuning else {})
+        click.echo(json.dumps(shown, indent=1))
+        return
+    click.echo("\n".join(estimated.lines()))
+    if tuning:
+        click.echo("\n" + "\n".join(tuning.lines()))

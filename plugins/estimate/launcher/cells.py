@@ -1,0 +1,94 @@
+"""What is predicted of each cell of a sweep, as a table: its memory, and the time of its epoch.
+
+Nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import CookbookError
+from launcher.recipe.recipe import Recipe
+from plugins.estimate.launcher.epoch import duration
+from plugins.estimate.launcher.estimate import Estimate
+from plugins.estimate.launcher.gpus import Gpu
+from plugins.estimate.launcher.memory import host_bytes
+from plugins.estimate.launcher.step_config import FP32, GIB
+
+_HEADS = ("CELL", "GPUS", "PEAK GiB", "VERDICT", "TOK/S/GPU", "EPOCH")
+
+
+@dataclass(frozen=True)
+class PredictedCell:
+    """A cell and its estimate; fault: why there is none."""
+
+    number: int
+    name: str
+    estimate: Estimate | None = None
+    fault: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, or nobody knows."""
+        return self.estimate is None or self.estimate.fits
+
+    @property
+    def hours(self) -> float | None:
+        """Of an epoch; None if unknown, and for fp32, whose peak no GPU's entry has."""
+        found = self.estimate
+        return None if found is None or found.step.element_bytes == FP32 else found.hours
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its estimate."""
+        known = self.estimate.as_json() if self.estimate else {"fault": self.fault}
+        return {"cell": self.number, "name": self.name, **known}
+
+    def row(self) -> tuple[str, ...]:
+        """Return its line of the table."""
+        found = self.estimate
+        if found is None:
+            return self.name, "-", "-", self.fault, "-", "-"
+        verdict, host = "fits" if found.fits else "DOES NOT FIT", host_bytes(found.step) / GIB
+        verdict += f", {host:.0f} GiB on the CPU" if host else ""
+        times = ("-", "-")
+        if self.hours is not None:
+            times = f"{found.prediction.rate:,.0f}", duration(3600 * self.hours)
+        peak = f"{found.peak_gib:,.2f}"
+        return self.name, str(found.step.gpus), peak, verdict, *times
+
+
+class PredictedSweep:
+    """The predictions of all cells on one kind of GPU, on nodes of as many as each cell takes."""
+
+    def __init__(self, cells: Sequence[tuple[int, str, Recipe]], root: Path, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.cells = [self._predicted(root, *cell) for cell in cells]
+
+    def _predicted(self, root: Path, number: int, name: str, recipe: Recipe) -> PredictedCell:
+        try:
+            return PredictedCell(number, name, Estimate(recipe, root, self.gpu.name))
+        except CookbookError as error:
+            return PredictedCell(number, name, fault=f"not computed: {error.faults[0]}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the estimate of each cell."""
+        return {"cells": [each.as_json() for each in self.cells]}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the table as a person reads it."""
+        rows = [_HEADS, *(each.row() for each in self.cells)]
+        # The verdict's column is as wide as verdicts are: a fault may be long.
+        widths = [max(len(row[n]) for row in rows if n != 3 or row[1] != "-") for n in range(6)]
+        for name, gpus, peak, verdict, *times in rows:
+            yield (
+                f"{name:<{widths[0]}}  {gpus:>{widths[1]}}  {peak:>{widths[2]}}  "
+                f"{verdict:<{widths[3]}}  {times[0]:>{widths[4]}}  {times[1]:>{widths[5]}}"
+            )
+        yield (
+            f"predicted for {self.gpu.name}: {self.gpu.usable_gib:.1f} of "
+            f"{self.gpu.memory_gib:.1f} GiB usable; nothing is measured. Times are of an epoch; "
+            "of fp32 none is predicted (docs/measurements.md)"
+        )

@@ -1,0 +1,235 @@
+"""The training step that a resolved recipe describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import RecipeFault
+from launcher.recipe import entries
+from launcher.recipe.recipe import method_of
+from launcher.recipe.shapes import shape_of
+from plugins.estimate.launcher.step_config import StepConfig
+from runspec import adapters, tokens
+from runspec.adapters import IA3, KINDS
+from runspec.description import family_of
+from runspec.keys.model import TRANSFORMERS
+from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts
+from runspec.layout import Layout, LayoutError
+from runspec.shape import Shape
+from runspec.step import offloads, reduces_each
+from runspec.weights import parameter_count
+
+# By the trainer's names of the tables, those here.
+_TABLES = {"embed_tokens": "tok_embeddings", "lm_head": "output"}
+
+
+def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepConfig:
+    """Return the step of a resolved recipe; RecipeFault names all that is wrong."""
+    model = _block(config, "model")
+    folder = _block(config, "checkpointer").get("checkpoint_dir")
+    shape = shape_of(model, Path(folder) if folder else None)
+    faults: list[str] = []
+    try:
+        layout = Layout.of(config, nodes * gpus_per_node, gpus_per_node)
+    except LayoutError as error:
+        faults += error.faults
+        # The rules that do not depend on it.
+        layout = Layout()
+    length = _block(config, "tokenizer").get("max_seq_len") or 0
+    if not length:
+        faults.append(
+            "tokenizer.max_seq_len is not set, and the longest sample decides the memory: set "
+            "tokenizer.max_seq_len=4096, or what your data need"
+        )
+    try:
+        added = len(tokens.new_tokens(_block(config, "tokenizer")))
+        # At most: a folder may have rows that belong to no token yet.
+        shape = replace(shape, vocab=tokens.grown(shape.vocab, shape.vocab + added))
+    except ValueError as error:
+        faults.append(str(error))
+    family = family_of(model, Path(folder) if folder else None)
+    layers, method = recomputed(config), entries.of(config).method or TrainConfig
+    reference = method.reference_of(config)
+    # In a packed row the documents of a sample share it; else each is a row.
+    rows = 1 if _block(config, "dataset").get("packed") else method.documents_per_sample
+    teacher = method.teacher_of(config)
+    if blocks := config.get("first_blocks"):
+        shape = shape.cut(int(blocks))
+    if method.has_score_head:
+        # As a tied output layer, it has no table of its own.
+        shape = replace(shape, tied=True)
+    step = StepConfig(
+        shape=shape,
+        method=method_of(model),
+        layout=layout,
+        gpus_per_node=gpus_per_node,
+        builder=str(model.get("_component_") or TRANSFORMERS),
+        batch=rows * int(config.get("batch_size") or 1),
+        length=int(length),
+        packed=bool(_block(config, "dataset").get("packed")),
+        accumulation=int(config.get("gradient_accumulation_steps") or 1),
+        element_bytes=4 if config.get("dtype") == "fp32" else 2,
+        reduce_bytes=2 if config.get("fsdp_reduce_dtype") == "bf16" else 4,
+        fp32_master=config.get("master_weights") == "fp32" and config.get("dtype") != "fp32",
+        checkpointing="full" if layers == 1 else str(layers or "none"),
+        sync_each=reduces_each(config),
+        cpu_offload=offloads(config),
+        activation_offload=bool(config.get("enable_activation_offloading")),
+        expert_imbalance=float(config.get("expert_imbalance") or StepConfig.expert_imbalance),
+        compiled=config.get("compile") is True and not uncompiled_experts(config),
+        reshard=config.get("fsdp_reshard_after_forward") is not False,
+        fp8=bool(config.get("enable_fp8_training")),
+        fp8_base=adapters.base_form(model) == "fp8",
+        updated_by=str(_block(config, "optimizer").get("_component_") or ""),
+        saved=tuple(_TABLES.get(name, name) for name in model.get("modules_to_save") or ()),
+        frozen=tuple(config.get("freeze") or ()),
+        **_adapter(model, shape, family, faults),
+        **optimizer_of(_block(config, "optimizer")),
+        **_loss(_block(config, "loss"), method),
+        has_reference=reference in ("adapter_off", "model"),
+        adapter_only=bool(config.get("save_adapter_weights_only")),
+        keeps_log_probs=reference == "log_probs",
+        keeps_reference=reference == "model",
+        teacher=shape_of({}, Path(teacher)) if teacher else None,
+        **_on_policy(config, method),
+        replicas=gpus_per_node * _rollout_nodes(config) if method.samples_answers else 0,
+        teacher_quantised=config.get("teacher_quantize_base") is True,
+        teacher_logits=method.reads_teacher_logits and bool(teacher),
+    )
+    if method.runs_teacher_only:
+        step = _of_teacher(
+            step, int(config.get("teacher_top_k") or method.keys()["teacher_top_k"].default)
+        )
+    if faults := faults + step.faults():
+        raise RecipeFault(faults)
+    return step
+
+
+def _of_teacher(step: StepConfig, top_k: int) -> StepConfig:
+    """The pass of a step's teacher alone, which keeps nothing for a backward pass."""
+    (teacher,) = replace(step, has_reference=False, keeps_reference=False).frozen_models
+    return replace(
+        teacher,
+        builder=TRANSFORMERS,
+        checkpointing="full",
+        optimizer="none",
+        on_policy_share=0.0,
+        own=None,
+        own_sizes=(),
+        dropout=False,
+        activation_offload=False,
+        top_k=top_k,
+    )
+
+
+def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+    if method.samples_answers:
+        most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
+        at_once = config.get("generation_batch_size")
+        updates = config.get("updates_per_rollout") or 1
+        of_all: dict[str, Any] = {"on_policy_share": 1 / int(updates), "new_tokens": int(most)}
+        of_all |= {"keeps_sampled": True, "max_staleness": int(config.get("max_staleness") or 0)}
+        rewards = _block(config, "rewards")
+        of_all |= {"vllm": config.get("rollout_engine") == "vllm"}
+        of_all |= {"rollout_gpus": int(config.get("rollout_gpus") or 1)}
+        of_all |= {"vllm_share": config.get("rollout_gpu_memory_utilization")}
+        of_all |= {"in_reward_models": _in_reward_models(rewards)}
+        return of_all | {"generation_batch": at_once and int(at_once)}
+    share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"
+    if not share:
+        return {}
+    default = method.keys()[name].default
+    return {"on_policy_share": share, "new_tokens": int(config.get(name) or default)}
+
+
+def _rollout_nodes(config: Mapping[str, Any]) -> int:
+    given = _block(config, "resources").get("rollout")
+    return 0 if given in (None, "same") else int(given)
+
+
+def _in_reward_models(rewards: Mapping[str, Any]) -> int:
+    folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
+    return sum(parameter_count(each) for each in folders if each.parts and each.is_dir())
+
+
+def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _adapter(
+    model: Mapping[str, Any], shape: Shape, family: str, faults: list[str]
+) -> dict[str, Any]:
+    name, own = adapters.name_of(model), None
+    if name is None:
+        return {}
+    if name not in KINDS:
+        try:
+            own = adapters.declared(name)
+        except ValueError as error:
+            faults.append(str(error))
+            return {}
+    kind, low_rank = own or KINDS[name], name in ("lora", "dora")
+    if adapters.own_adapters(model):
+        named = set(model.get("target_modules" if kind is IA3 else "lora_modules") or ())
+        if kind is IA3 and not named:
+            named = set(adapters.ia3_targets(family))
+        every = {n: m for block, _ in shape.blocks for n, m in block.matrices.items()}
+        targets = [
+            name
+            for name, matrix in every.items()
+            if matrix.part != "router" and kind.parts_of(*matrix.owners)
+            if matrix.is_split or kind is not IA3
+            if not named or ("experts" if matrix.part == "experts" else _last(name)) in named
+        ]
+    else:
+        named = set(model.get("lora_attn_modules") or ())
+        mlp = bool(model.get("apply_lora_to_mlp"))
+        targets = [n for n, part in shape.names.items() if _last(n) in named or part == "mlp" * mlp]
+    rank = int(model.get("lora_rank") or adapters.TORCHTUNE_RANK)
+    patterned = [*targets, *(["output"] if "lm_head" in named else [])]
+    names_of = {"output": "model.lm_head"}
+    return {
+        "own": own,
+        "own_sizes": () if low_rank else kind.numbers(model),
+        "lora_rank": rank if low_rank or own else 0,
+        "lora_ranks": tuple(
+            (name, rank)
+            for name in patterned
+            if (rank := adapters.by_pattern(model.get("rank_pattern"), names_of.get(name, name)))
+        ),
+        "lora_targets": tuple(targets),
+        "lora_output": bool(model.get("apply_lora_to_output")) or "lm_head" in named,
+        "dropout": bool(model.get("lora_dropout")),
+    }
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def optimizer_of(block: Mapping[str, Any]) -> dict[str, Any]:
+    name = str(block.get("_component_") or "").rpartition(".")[2].lower()
+    kind = "adamw" + next((bits for bits in ("8bit", "4bit") if bits in name), "")
+    if name == "sgd":
+        kind = "momentum" if block.get("momentum") else "none"
+    elif name == "muon":
+        # Each matrix alone, in bf16.
+        return {"optimizer": name, "update": "single"}
+    # As trainer.optimizers: torch's Adam and AdamW are fused unless a form is asked for.
+    fused = name in ("adam", "adamw") and "foreach" not in block
+    update = "single" if block.get("foreach") is False else "foreach"
+    if block.get("fused", fused) or "bit" in name:
+        update = "fused"
+    return {"optimizer": kind, "update": update}
+
+
+def _loss(block: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+    if method.has_score_head:
+        return {"loss": "score"}
+    # What torchtune's chunked loss has if its block does not say.
+    chunks = 8 if "Chunked" in str(block.get("_component_")) else 0
+    return {"loss": "linear", "chunks": int(block.get("num_output_chunks") or chunks)}

@@ -1,0 +1,143 @@
+"""An evaluation's result as a table: base against tuned, with intervals and p-values."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.look.text import is_number, plain
+from launcher.run.directory import Run
+from runspec import files
+
+_WIDEST = 100
+
+
+def of_run(run: Run) -> dict[str, Any] | None:
+    """Return the result that an evaluation's run has written, None if there is none."""
+    return next(iter(all_of(run)), None)
+
+
+def all_of(run: Run) -> list[dict[str, Any]]:
+    """Return the results in a run: an evaluation's own, or those of its model; newest first."""
+    return read(run.path / files.EVALS)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the results in a folder, newest first, each with its file."""
+    known = [{**files.peek(path), "file": str(path)} for path in folder.glob("*.json")]
+    results = [each for each in known if isinstance(each.get("tasks"), dict)]
+    return sorted(results, key=lambda each: float(each.get("created") or 0), reverse=True)
+
+
+def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:
+    """Yield a result for people to read.
+
+    Args:
+        samples: how many samples with different answers are shown side by side.
+    """
+    ours = result.get("candidate") or {}
+    theirs = result.get("against")
+    yield plain(f"{result.get('suite')}: {ours.get('name')}" + _versus(theirs))
+    settings = result.get("settings") or {}
+    share = 100 * float(settings.get("confidence") or 0)
+    yield (
+        f"seed {settings.get('seed')}, {settings.get('dtype')}, {_decoding(settings)}, template "
+        f"{settings.get('template')}; intervals at {share:g}%"
+    )
+    rows = [["TASK", "METRIC", "GROUP", "N", "THIS MODEL", *(_COMPARED if theirs else [])]]
+    for task, block in (result.get("tasks") or {}).items():
+        for metric, groups in (block.get("metrics") or {}).items():
+            for group, figures in groups.items():
+                count = figures.get("samples", block.get("samples", ""))
+                row = [task, metric, group, str(count), _value(figures.get("candidate"))]
+                if theirs:
+                    row += _compared(figures)
+                rows.append(row)
+    yield from _batches(result)
+    if len(rows) == 1:
+        return
+    yield ""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        yield plain("  ".join(cells).rstrip())
+    yield from _notes(result)
+    yield from _differing(result, samples)
+
+
+_COMPARED = ["OTHER MODEL", "DIFFERENCE", "P"]
+
+
+def _batches(result: Mapping[str, Any]) -> Iterator[str]:
+    for task, block in (result.get("tasks") or {}).items():
+        if block.get("kind") != "batch":
+            continue
+        speed = ((block.get("speed") or {}).get("candidate") or {}).get("tokens_per_second")
+        rate = f", {speed:.4g} tokens/s" if speed else ""
+        left = int((block.get("too_long") or {}).get("candidate") or 0)
+        note = f"; {left:,} are too long and are not answered" if left else ""
+        yield f"{task}: {block['samples']:,} prompts{rate}: {block['output']}{note}"
+
+
+def _versus(theirs: Mapping[str, Any] | None) -> str:
+    return f" against {theirs.get('name')}" if theirs else ""
+
+
+def _decoding(settings: Mapping[str, Any]) -> str:
+    heat = float(settings.get("temperature") or 0)
+    text = f"temperature {heat:g}, top_p {settings.get('top_p')}" if heat else "greedy"
+    return f"{text}, at most {settings.get('max_new_tokens')} new tokens"
+
+
+def _value(figures: Any) -> str:
+    if not isinstance(figures, dict) or not isinstance(figures.get("value"), int | float):
+        return "-"
+    text = f"{figures['value']:.4g}"
+    if figures.get("low") is not None:
+        text += f" [{figures['low']:.4g}, {figures['high']:.4g}]"
+    elif figures.get("stderr"):
+        text += f" +- {float(figures['stderr']):.2g}" if is_number(figures["stderr"]) else ""
+    return text
+
+
+def _compared(figures: Mapping[str, Any]) -> list[str]:
+    change = figures.get("difference")
+    p = (change or {}).get("p", figures.get("p"))
+    shown = "-" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+    return [_value(figures.get("against")), _value(change), shown]
+
+
+def _notes(result: Mapping[str, Any]) -> Iterator[str]:
+    for task, block in (result.get("tasks") or {}).items():
+        overlaps = block.get("contamination")
+        if overlaps and overlaps.get("not_searched"):
+            yield f"{task}: the training set was not searched: {overlaps['not_searched']}"
+        elif overlaps:
+            overlap = next((v for k, v in overlaps.items() if k.startswith("overlap")), 0)
+            yield (
+                f"{task}: of {overlaps['samples']:,} samples the training set contains "
+                f"{overlaps['exact']:,} exactly, and shares 13 consecutive words with {overlap:,}"
+            )
+        for side, count in (block.get("too_long") or {}).items():
+            if count:
+                yield f"{task}: {count:,} samples are too long ({side}): scored as wrong"
+        if block.get("kind") == "perplexity" and result.get("against"):
+            yield f"{task}: the difference is in nats per token"
+
+
+def _differing(result: Mapping[str, Any], samples: int) -> Iterator[str]:
+    for task, block in (result.get("tasks") or {}).items():
+        differing = block.get("differing")
+        if not differing or not samples:
+            continue
+        yield f"\n{task}: {differing['count']:,} answers differ"
+        for each in differing["first"][:samples]:
+            yield plain(f"  prompt     {_cut(each['prompt'])}")
+            yield plain(f"  reference  {_cut(each['reference'])}")
+            yield plain(f"  this       {_cut(each['candidate'])}")
+            yield plain(f"  other      {_cut(each['against'])}")
+            yield ""
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."

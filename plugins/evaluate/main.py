@@ -1,0 +1,149 @@
+"""Evaluate a finished model, alone or against another: -m plugins.evaluate.main <run>/train.yaml
+
+Each rank answers its own shards of the samples and saves each; the layers of a model that is larger
+than a GPU are spread over the ranks, which then answer together. A start after a kill goes on with
+the shards that are missing. Rank 0 computes the table once all are there. What a sample gets does
+not depend on the number of ranks.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from plugins.evaluate import shards, spread
+from plugins.evaluate.model import DTYPES
+from plugins.evaluate.pairs import opened
+from plugins.evaluate.recipe_keys import EVAL, TASK
+from plugins.evaluate.result import write as write_result
+from runspec import files
+from runspec.processes import end_with_torchrun
+from runspec.redact import redacted
+from trainer.errors import ConfigError, TrainerError, describe, write_error_record
+from trainer.parallel.device import described, own
+from trainer.progress import Progress
+from trainer.start import leave
+
+_POLL_S = 0.5
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the settings of train.yaml with the defaults of the keys."""
+    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = load_defaults() | {key: value for key, value in given.items() if value is not None}
+    defaults = {key: entry.default for key, entry in TASK.items()}
+    config["tasks"] = {
+        name: defaults | {key: value for key, value in task.items() if value is not None}
+        for name, task in config["tasks"].items()
+    }
+    return config
+
+
+def load_defaults() -> dict[str, Any]:
+    """Return the defaults of the keys of `entry: eval`."""
+    return {key: entry.default for key, entry in EVAL.items()}
+
+
+def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: int) -> bool:
+    """Evaluate; return whether it is finished, False if the ranks were asked to stop."""
+    plan = shards.Plan(config, run_dir)
+    device = own(config["device"])
+    ranks = _ranks(config, plan, device, world)
+    spread.start(device, ranks)
+    # The ranks of a spread model do the same shards, those that rank 0 sees.
+    missing = spread.agreed(plan.missing(), ranks)
+    mine = [shard for shard in missing if ranks > 1 or shard.number % world == rank]
+    progress = Progress(plan.samples, attempt, described(device))
+    if rank == 0:
+        _tell(progress, plan, run_dir)
+    over = f", one model over {ranks} ranks" if ranks > 1 else ""
+    print(f"rank {rank}: {len(mine)} of {len(plan.shards)} shards to do{over}", flush=True)
+    for side in plan.sides:
+        left = [shard for shard in mine if shard.side == side and shard.needs_model]
+        answerer = opened(plan.folder(side), config, device, ranks) if left else None
+        for shard in left:
+            if spread.agreed((run_dir / files.STOP).exists(), ranks):
+                return _stopped(progress, run_dir, rank)
+            plan.work(shard, answerer, writes=ranks == 1 or rank == 0)
+            if rank == 0:
+                _tell(progress, plan, run_dir)
+        del answerer
+    if ranks > 1 and rank > 0:
+        return True
+    # What compares both sides' answers waits for all of them.
+    for shard in [shard for shard in mine if not shard.needs_model]:
+        while not plan.ready(shard):
+            if (run_dir / files.STOP).exists():
+                return _stopped(progress, run_dir, rank)
+            time.sleep(_POLL_S)
+        plan.work(shard, None)
+    while rank == 0 and plan.missing():
+        if (run_dir / files.STOP).exists():
+            return _stopped(progress, run_dir, rank)
+        _tell(progress, plan, run_dir)
+        time.sleep(_POLL_S)
+    if rank == 0:
+        write_result(plan, config, run_dir)
+        progress.state, progress.step = "finished", plan.samples
+        progress.write(run_dir)
+        print(f"wrote {run_dir / files.EVALS}", flush=True)
+    return True
+
+
+def _ranks(config: dict[str, Any], plan: shards.Plan, device: torch.device, world: int) -> int:
+    """Over how many ranks a model is spread: 1, or all; raises ConfigError for anything else."""
+    if (asked := config["pipeline_parallel_dim"]) is None:
+        number_bytes = DTYPES[config["dtype"]].itemsize
+        return max(spread.needed(plan.folder(side), number_bytes, device) for side in plan.sides)
+    if asked not in (1, world):
+        raise ConfigError(
+            f"pipeline_parallel_dim: is 1 or the number of ranks, {world}, and not {asked}"
+        )
+    return int(asked)
+
+
+def _tell(progress: Progress, plan: shards.Plan, run_dir: Path) -> None:
+    progress.step = plan.done_samples()
+    progress.write(run_dir)
+
+
+def _stopped(progress: Progress, run_dir: Path, rank: int) -> bool:
+    if rank == 0:
+        progress.state = "stopped"
+        progress.write(run_dir)
+    print("asked to stop: what is answered is saved", flush=True)
+    return False
+
+
+def main(arguments: list[str]) -> int:
+    """Evaluate by the given train.yaml; exit status 0, 1, 2 for wrong usage."""
+    if len(arguments) != 1:
+        print("usage: python -m plugins.evaluate.main <run>/train.yaml", file=sys.stderr)
+        return 2
+    end_with_torchrun()
+    path = Path(arguments[0]).absolute()
+    run_dir = path.parent
+    rank, world = (int(os.environ.get(name, default)) for name, default in _RANKS)
+    text = os.environ.get("COOKBOOK_ATTEMPT", "0")
+    attempt = int(text) if text.isdigit() else 0
+    try:
+        run(load(path), run_dir, rank, world, attempt)
+    except Exception as error:
+        sys.stderr.write(redacted(f"[rank {rank}] error: {describe(error)}\n"))
+        if not isinstance(error, TrainerError):
+            import traceback
+
+            sys.stderr.write(redacted(traceback.format_exc()))
+        write_error_record(run_dir / files.LOGS / str(attempt), rank, error)
+        return 1
+    return 0
+
+
+_RANKS = (("RANK", "0"), ("WORLD_SIZE", "1"))
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""One model that answers: a folder as transformers reads it, or an adapter with its base."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from plugins.evaluate import opened, spread
+from plugins.evaluate.samples import Sample
+from runspec import weights
+from runspec.storage import patient_json
+from trainer.data.folder import read_tokenizer
+from trainer.errors import ConfigError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of names, sizes and times of a model's files, an adapter's base included."""
+    seen = [
+        f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        for path in weights.content_files(folder)
+    ]
+    return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
+
+
+class Answerer:
+    """A model on one device, or spread over `ranks`, its tokenizer, and how it answers.
+
+    All ranks of a spread model call its methods together, with the same arguments.
+
+    Raises:
+        ConfigError: the folder has no model that transformers can load.
+    """
+
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], device: torch.device, ranks: int = 1
+    ) -> None:
+        # A model folder is all that is asked for; nothing is looked up on the network.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+        disable_progress_bar()
+        set_verbosity_error()
+        self.settings, self.device, self.ranks = settings, device, ranks
+        adapter = patient_json(folder / "adapter_config.json")
+        base = Path(str(adapter["base_model_name_or_path"])) if adapter else folder
+        if adapter and ranks > 1:
+            raise ConfigError(
+                f"{folder}: is an adapter, and its base is larger than a GPU, so that it cannot be "
+                "loaded onto it; evaluate the merged export"
+            )
+        if not (base / "config.json").is_file():
+            raise ConfigError(f"{base}: has no model (config.json is missing)")
+        try:
+            # An adapter has a tokenizer of its own if the base has another one.
+            own = folder if (folder / "tokenizer.json").is_file() else base
+            self.tokenizer = read_tokenizer(own, padding_side="left")
+            dtype = DTYPES[settings["dtype"]]
+            model = opened.load(base, dtype, device, ranks)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{base}: transformers cannot load it: {error}") from None
+        self.ends, self._end = opened.ends(model, self.tokenizer, settings["template"] != "none")
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        if settings["temperature"] == 0:
+            opened.be_greedy(model, self.ends, self.tokenizer.pad_token_id)
+        # Virtual tokens of prompt and prefix tuning take positions, too.
+        virtual = (adapter or {}).get("num_virtual_tokens") or 0
+        self.limit = opened.positions(model) - virtual
+        if adapter:
+            model = adapted(model, folder).to(device).eval()
+        self.base, self.model = base, model
+
+    def prompt_text(self, sample: Sample, task: dict[str, Any]) -> str:
+        """Return what the model reads before it answers."""
+        if self.settings["template"] == "none":
+            return sample.prompt
+        if not self.tokenizer.chat_template:
+            raise ConfigError("the model has no chat template: set template: none")
+        turns = [{"role": "system", "content": task["system"]}] if task.get("system") else []
+        turns += sample.messages or [{"role": "user", "content": sample.prompt}]
+        return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+
+    @torch.inference_mode()
+    def answers(self, samples: list[Sample], task: dict[str, Any]) -> list[dict[str, Any]]:
+        """Answer a batch of samples.
+
+        Returns:
+            answer, new_tokens, seconds of the batch, and too_long if the prompt leaves no room.
+        """
+        # The batch's own seed, so that an answer depends on no other batch.
+        torch.manual_seed(self.settings["seed"] * 1_000_003 + samples[0].index)
+        texts = [self.prompt_text(each, task) for each in samples]
+        ids = [self._ids(text) for text in texts]
+        room = self.limit - self.settings["max_new_tokens"]
+        fits = [k for k, each in enumerate(ids) if len(each) <= room]
+        rows: list[dict[str, Any]] = [
+            {"answer": "", "new_tokens": 0, "seconds": 0.0, "too_long": True} for _ in ids
+        ]
+        if not fits:
+            return rows
+        batch = self.tokenizer.pad({"input_ids": [ids[k] for k in fits]}, return_tensors="pt")
+        began = time.perf_counter()
+        hot = {"do_sample": True, **{key: self.settings[key] for key in ("temperature", "top_p")}}
+        generated = self.model.generate(
+            **batch.to(self.device),
+            max_new_tokens=self.settings["max_new_tokens"],
+            eos_token_id=self.ends or None,
+            pad_token_id=self.tokenizer.pad_token_id,
+            **spread.options(self.model, self.ranks),
+            **(hot if self.settings["temperature"] > 0 else {}),
+        )
+        seconds = time.perf_counter() - began
+        width = batch["input_ids"].shape[1]
+        for k, row in zip(fits, generated[:, width:].tolist(), strict=True):
+            text = self.tokenizer.decode(row, skip_special_tokens=True).strip()
+            count = sum(token != self.tokenizer.pad_token_id for token in row)
+            rows[k] = {"answer": text, "new_tokens": count, "seconds": seconds}
+        return rows
+
+    @torch.inference_mode()
+    def likelihoods(self, samples: list[Sample], task: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return nll (nats, summed) and tokens of each sample's reference, given its prompt."""
+        rows = []
+        for sample in samples:
+            prompt = self._ids(self.prompt_text(sample, task))
+            answer = self.tokenizer(sample.reference, add_special_tokens=False)["input_ids"]
+            if self.settings["template"] == "chat" and self._end is not None:
+                answer = [*answer, self._end]
+            if not answer or len(prompt) + len(answer) > self.limit:
+                rows.append({"nll": 0.0, "tokens": 0, "too_long": bool(answer)})
+                continue
+            ids = torch.tensor([prompt + answer], device=self.device)
+            logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+            target = ids[0, len(prompt) :]
+            nll = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
+            rows.append({"nll": float(nll), "tokens": len(answer)})
+        return rows
+
+    def _ids(self, text: str) -> list[int]:
+        # A chat template writes the first token itself.
+        special = self.settings["template"] == "none"
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def adapted(model: Any, folder: Path) -> Any:
+    """A model with the adapter of a folder; raises ConfigError without the package for it."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        message = f"{folder} is an adapter, which needs the package peft"
+        raise ConfigError(f"{message}: pip install peft, or evaluate the merged export") from None
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        tables = [key for key in file.keys() if key.endswith(".embed_tokens.weight")]  # noqa: SIM118
+        rows = [file.get_slice(key).get_shape()[0] for key in tables]
+    if rows and rows[0] > model.get_input_embeddings().weight.shape[0]:
+        # Its new tokens' rows take the place of these.
+        model.resize_token_embeddings(rows[0], mean_resizing=False)
+    return PeftModel.from_pretrained(model, str(folder))

@@ -1,0 +1,261 @@
+"""The result of an evaluation: every metric of both models, by group, and the samples."""
+
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.evaluate import samples, scores
+from plugins.evaluate.model import fingerprint
+from plugins.evaluate.recipe_keys import COMPARED
+from plugins.evaluate.samples import Sample
+from plugins.evaluate.shards import Plan
+from plugins.evaluate.statistics import difference, interval, sign_test
+from runspec import files
+from runspec.storage import patient_json
+from runspec.weights import content_sha256
+from trainer.errors import ConfigError
+
+# Samples whose answers differ that the result itself shows; all are in the file of samples.
+_SHOWN = 20
+# Kinds of tasks that ask a model for no text.
+_WITHOUT_ANSWERS = ("perplexity", "pair_accuracy")
+
+
+def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Write evals/<suite>.json and evals/<suite>.samples.jsonl, and copy them to `results`.
+
+    Raises:
+        ConfigError: a model's files changed while it was evaluated.
+    """
+    suite = str((patient_json(run_dir / files.SUBMISSION) or {}).get("recipe") or "suite")
+    lines: list[dict[str, Any]] = []
+    tasks = {}
+    for name, task in config["tasks"].items():
+        if task["kind"] == "lm_eval":
+            tasks[name] = _of_harness(plan, name)
+        elif task["kind"] == "batch":
+            tasks[name] = _of_batch(plan, name, task)
+        else:
+            tasks[name], own_lines = _of_samples(plan, name, task, config)
+            lines += own_lines
+        tasks[name]["settings"] = plan.asked[name]
+    result = {
+        "suite": suite,
+        "run": run_dir.name,
+        "created": time.time(),
+        **{side: _model(plan, side) for side in plan.sides},
+        "settings": {key: config[key] for key in (*COMPARED, "batch_size")},
+        "tasks": tasks,
+    }
+    folder = run_dir / files.EVALS
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    files.write_text(folder / f"{suite}.samples.jsonl", text)
+    files.write_json(folder / f"{suite}.json", result)
+    if config.get("results"):
+        target = Path(config["results"])
+        target.mkdir(parents=True, exist_ok=True)
+        for kind in ("samples.jsonl", "json"):
+            # One evaluation replaces no other: each has its run in its name.
+            final = target / f"{suite}--{run_dir.name}.{kind}"
+            with files.replacing(final) as temporary:
+                shutil.copyfile(folder / f"{suite}.{kind}", temporary)
+    return result
+
+
+def _model(plan: Plan, side: str) -> dict[str, Any]:
+    folder = plan.folder(side)
+    name = plan.config.get(f"{side}_name") or folder.name
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    known = {"name": name, "folder": str(folder.resolve()), "bytes": size}
+    known["weights_sha256"] = content_sha256(folder)
+    if fingerprint(folder) != plan.models[side]:
+        raise ConfigError(
+            f"{side}: files in {folder} changed while it was evaluated: start the evaluation again"
+        )
+    template = folder / "chat_template.jinja"
+    text = template.read_text(encoding="utf-8") if template.is_file() else None
+    return {**known, "fingerprint": plan.models[side], "chat_template": text}
+
+
+def _of_samples(
+    plan: Plan, name: str, task: dict[str, Any], config: dict[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    rows = {side: plan.all_rows(name, side) for side in plan.sides}
+    data = plan.data[name]
+    result: dict[str, Any] = {"kind": task["kind"], "samples": len(data)}
+    result["data_sha256"] = samples.sha256(data)
+    result["too_long"] = {
+        side: sum(bool(row.get("too_long")) for row in rows[side]) for side in plan.sides
+    }
+    if config.get("training_data"):
+        result["contamination"] = samples.contamination(data, config["training_data"])
+    columns = _columns(task, data, rows)
+    if task["kind"] == "judge":
+        result["metrics"] = {"win_rate": _wins(plan.all_rows(name, "both"), data, config)}
+    else:
+        result["metrics"] = {
+            metric: _groups(metric, sides, data, config) for metric, sides in columns.items()
+        }
+    if task["kind"] not in _WITHOUT_ANSWERS:
+        result["speed"] = {side: _speed(rows[side]) for side in plan.sides}
+        if "classification" in task["metrics"]:
+            result["classification"] = {
+                side: _report(rows[side], data, task["labels"]) for side in plan.sides
+            }
+    lines = []
+    for k, sample in enumerate(data):
+        line: dict[str, Any] = {"task": name, "index": sample.index, "group": sample.group}
+        line |= {"prompt": sample.prompt, "reference": sample.reference}
+        for side in plan.sides:
+            line[side] = rows[side][k] | {
+                metric: float(values[side][0][k]) for metric, values in columns.items()
+            }
+        lines.append(line)
+    if len(plan.sides) == 2 and task["kind"] not in _WITHOUT_ANSWERS:
+        differ = [
+            line for line in lines if line["candidate"]["answer"] != line["against"]["answer"]
+        ]
+        result["differing"] = {"count": len(differ), "first": [_side(x) for x in differ[:_SHOWN]]}
+    return result, lines
+
+
+def _side(line: dict[str, Any]) -> dict[str, str]:
+    answers = {side: line[side]["answer"] for side in ("candidate", "against")}
+    return {"prompt": line["prompt"], "reference": line["reference"], **answers}
+
+
+Columns = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
+
+
+def _columns(
+    task: dict[str, Any], data: list[Sample], rows: dict[str, list[dict[str, Any]]]
+) -> Columns:
+    """Return by metric and model (samples,) sums and (samples,) weights."""
+    if task["kind"] == "perplexity":
+        return {
+            "perplexity": {
+                side: (
+                    np.array([row["nll"] for row in own], float),
+                    np.array([row["tokens"] for row in own], float),
+                )
+                for side, own in rows.items()
+            }
+        }
+    if task["kind"] == "pair_accuracy":
+        higher = {
+            side: np.array([row["chosen"] > row["rejected"] for row in own], float)
+            for side, own in rows.items()
+        }
+        return {"accuracy": {side: (own, np.ones(len(own))) for side, own in higher.items()}}
+    columns: Columns = {}
+    for metric in task["metrics"]:
+        columns[metric] = {}
+        for side, own in rows.items():
+            values = [
+                scores.of_answer(metric, row["answer"], sample.reference, task)
+                for row, sample in zip(own, data, strict=True)
+            ]
+            columns[metric][side] = np.array(values, float), np.ones(len(values))
+    return columns
+
+
+def _groups(
+    metric: str,
+    sides: dict[str, tuple[np.ndarray, np.ndarray]],
+    data: list[Sample],
+    config: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the figures of a metric over all samples, and over those of each group."""
+    groups = np.array([sample.group for sample in data])
+    chosen = {"all": np.ones(len(data), bool)}
+    chosen |= {name: groups == name for name in sorted(set(groups.tolist()) - {""})}
+    by_group = {}
+    for name, mask in chosen.items():
+        within = {side: (sums[mask], weights[mask]) for side, (sums, weights) in sides.items()}
+        by_group[name] = {"samples": int(mask.sum()), **_figures(metric, within, config)}
+    return by_group
+
+
+def _figures(
+    metric: str, sides: dict[str, tuple[np.ndarray, np.ndarray]], config: dict[str, Any]
+) -> dict[str, Any]:
+    settings = (config["seed"], config["resamples"], config["confidence"])
+    # A perplexity is the exponential of a mean, and so are the ends of its interval.
+    shown = math.exp if metric == "perplexity" else float
+    figures: dict[str, Any] = {}
+    for side, (sums, weights) in sides.items():
+        if not weights.sum():
+            figures[side] = {"value": None}
+            continue
+        low, high = interval(sums, weights, *settings)
+        value = shown(float(sums.sum() / weights.sum()))
+        figures[side] = {"value": value, "low": shown(low), "high": shown(high)}
+    if len(sides) == 2 and all(each["value"] is not None for each in figures.values()):
+        (ours, weights), (theirs, _) = sides["candidate"], sides["against"]
+        figures["difference"] = difference(ours, theirs, weights, *settings)
+        if metric == "perplexity":
+            figures["difference"]["of"] = "mean negative log likelihood per token, in nats"
+    return figures
+
+
+def _wins(rows: list[dict[str, Any]], data: list[Sample], config: dict[str, Any]) -> dict[str, Any]:
+    values = np.array([row["win"] for row in rows], float)
+    sides = {"candidate": (values, np.ones(len(values)))}
+    groups = _groups("win_rate", sides, data, config)
+    wins, losses = int((values == 1).sum()), int((values == 0).sum())
+    counted = {"wins": wins, "losses": losses, "ties": len(values) - wins - losses}
+    groups["all"] |= counted | {"p": sign_test(wins, losses), "test": "sign test"}
+    return groups
+
+
+def _speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return seconds per answer, p50 and p95 of the batches, and new tokens per second."""
+    seconds = [row["seconds"] for row in rows if row["new_tokens"]]
+    if not seconds:
+        return {}
+    batches = sorted(set(seconds))
+    tokens = sum(row["new_tokens"] for row in rows)
+    p50, p95 = (float(np.quantile(seconds, q)) for q in (0.5, 0.95))
+    return {
+        "latency_p50_s": p50,
+        "latency_p95_s": p95,
+        "tokens_per_second": tokens / sum(batches),
+    }
+
+
+def _report(rows: list[dict[str, Any]], data: list[Sample], labels: list[str]) -> dict[str, Any]:
+    predicted = [scores.label_of(row["answer"], labels) for row in rows]
+    return scores.classification(predicted, [each.reference for each in data], labels)
+
+
+def _of_batch(plan: Plan, name: str, task: dict[str, Any]) -> dict[str, Any]:
+    """Write the answers as the client of a server does, in the order of the questions."""
+    rows, target = plan.all_rows(name, "candidate"), Path(task["output"]).expanduser()
+    lines = []
+    for number, row in enumerate(rows, 1):
+        long = row.get("too_long")
+        error = {"error": "the prompt leaves no room for an answer"} if long else {}
+        lines.append({"line": number, "answer": None if long else row["answer"], **error})
+    target.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(target, "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in lines))
+    too_long = sum(bool(row.get("too_long")) for row in rows)
+    known = {"kind": "batch", "samples": len(rows), "output": str(target)}
+    return {**known, "too_long": {"candidate": too_long}, "speed": {"candidate": _speed(rows)}}
+
+
+def _of_harness(plan: Plan, name: str) -> dict[str, Any]:
+    rows = {side: plan.all_rows(name, side)[0] for side in plan.sides}
+    sides = {side: row["figures"] for side, row in rows.items()}
+    metrics = {}
+    for metric in sides["candidate"]:
+        known = {side: figures[metric] for side, figures in sides.items() if metric in figures}
+        count = sides["candidate"][metric].get("samples")
+        samples = {} if count is None else {"samples": count}
+        metrics[metric] = {"all": {**samples, **known}}
+    known = {key: rows["candidate"].get(key) for key in ("samples", "data_sha256")}
+    return {"kind": "lm_eval", **known, "metrics": metrics}

@@ -1,0 +1,233 @@
+"""The samples of a task, and how many of them the training set has.
+
+As a program it says what is wrong with the samples of a suite, before a job is queued:
+python -m plugins.evaluate.samples TRAIN.YAML prints {"samples": {TASK: COUNT}, "faults": [...]}.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plugins.evaluate.scores import normalised
+from runspec.files import parse_json
+from runspec.storage import patiently
+from trainer.data import origin
+from trainer.errors import ConfigError
+
+# Words in a row that a training text shares with a sample (Brown et al., 2020, appendix C).
+NGRAM = 13
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: its place in the file, its prompt, its reference answer and its group.
+
+    messages: the conversation that is continued, whose last message is the prompt; empty for a
+    prompt alone. Of kind pair_accuracy: the record alone.
+    """
+
+    index: int
+    prompt: str
+    reference: str
+    group: str
+    messages: tuple[dict[str, Any], ...] = ()
+
+
+def read(name: str, task: dict[str, Any]) -> list[Sample]:
+    """Return the samples of a task, in the file's order.
+
+    Raises:
+        ConfigError: the file is missing or empty, or a line lacks what the task asks for.
+    """
+    if task.get("dataset"):
+        return list(_of_block(f"tasks.{name}.dataset", task))
+    path = Path(os.path.expanduser(str(task["data"])))
+    faults: list[str] = []
+    samples: list[Sample] = []
+    columns = {key: str(task.get(key) or default) for key, default in _COLUMNS.items()}
+    try:
+        for number, line in enumerate(patiently(Path.read_bytes, path).splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+                if task.get("kind") == "batch":
+                    samples.append(_request(len(samples), row))
+                elif task.get("kind") == "pair_accuracy":
+                    samples.append(_pair(len(samples), row, task.get("group")))
+                else:
+                    samples.append(_sample(len(samples), row, columns, task.get("group")))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                faults.append(f"tasks.{name}.data {path}, line {number}: {_why(error)}")
+                if len(faults) == 5:
+                    break
+            if task.get("limit") and len(samples) >= task["limit"]:
+                break
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"tasks.{name}.data {path} cannot be read: {error}") from None
+    if faults:
+        raise ConfigError(*faults)
+    if not samples:
+        raise ConfigError(f"tasks.{name}.data {path} has no sample")
+    return samples
+
+
+def _of_block(key: str, task: dict[str, Any]) -> Iterator[Sample]:
+    """Yield the samples of a dataset block, as a recipe of training has it."""
+    from plugins.evaluate import datasets  # JSON lines are read without it
+
+    block, limit, group = task["dataset"], task.get("limit"), task.get("group")
+    if task.get("kind") == "pair_accuracy":
+        for index, pair, row in datasets.pairs(key, block, limit):
+            yield replace(_pair(index, pair, None), group=_group(key, row, group))
+        return
+    for index, turns, row in datasets.conversations(key, block, limit):
+        *asked, answer = turns
+        prompt, reference = str(asked[-1]["content"]), str(answer["content"])
+        yield Sample(index, prompt, reference, _group(key, row, group), tuple(asked))
+
+
+def _group(key: str, row: dict[str, Any], group: str | None) -> str:
+    if group and group not in row:
+        raise ConfigError(f"{key}: has no column {group!r}, which group names")
+    return str(row[group]) if group else ""
+
+
+def content(samples: Iterable[Sample]) -> list[Any]:
+    """Return what a model is asked and compared with, in order."""
+    return [[each.prompt, each.reference, each.messages] for each in samples]
+
+
+def sha256(samples: Iterable[Sample]) -> str:
+    """Return a hash of what a model is asked and compared with."""
+    return hashlib.sha256(json.dumps(content(samples)).encode()).hexdigest()
+
+
+_COLUMNS = {"prompt": "question", "reference": "answer"}
+
+
+def _sample(index: int, row: Any, columns: dict[str, str], group: str | None) -> Sample:
+    if not isinstance(row, dict):
+        raise TypeError("it is no JSON object")
+    messages = row.get("messages")
+    asked: list[dict[str, Any]] = []
+    if isinstance(messages, list) and messages and columns["prompt"] not in row:
+        *asked, answer = messages
+        if not asked or answer.get("role") != "assistant":
+            raise TypeError("its messages do not end with an answer")
+        row = {**row, columns["prompt"]: asked[-1]["content"]}
+        row[columns["reference"]] = answer["content"]
+    values = [row[columns["prompt"]], row[columns["reference"]]]
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
+    return Sample(index, texts[0], texts[1], str(row[group]) if group else "", tuple(asked))
+
+
+def _pair(index: int, row: Any, group: str | None) -> Sample:
+    """Return a record of trainer.data.preferences.PreferenceDataset; the reference is chosen."""
+    if not isinstance(row, dict):
+        raise TypeError("it is no JSON object")
+    if not row.get("completions"):
+        row["chosen"], row["rejected"]
+    texts = [row.get("prompt") or "", row.get("chosen") or ""]
+    prompt, chosen = (each if isinstance(each, str) else json.dumps(each) for each in texts)
+    return Sample(index, prompt, chosen, str(row[group]) if group else "", (row,))
+
+
+# What a line may set for itself when a server is asked; a job has one of each for all lines.
+_OF_ALL = ("max_tokens", "temperature", "top_p", "seed")
+
+
+def _request(index: int, row: Any) -> Sample:
+    """Return a line as a server is asked it: messages, prompt or question, or a text alone."""
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise TypeError("it is no JSON object")
+    if own := [key for key in _OF_ALL if key in row]:
+        raise TypeError(f"it sets {', '.join(own)}, which a job has for all lines: leave it out")
+    messages = row.get("messages")
+    if messages is None:
+        text = row.get("prompt", row.get("question"))
+        messages = [{"role": "user", "content": text}]
+    known = isinstance(messages, list) and messages
+    if not known or not all(isinstance(_content(each), str) for each in messages):
+        raise TypeError("it has no messages, prompt or question of text")
+    return Sample(index, str(messages[-1]["content"]), "", "", tuple(messages))
+
+
+def _content(message: Any) -> Any:
+    return message.get("content") if isinstance(message, dict) else None
+
+
+def _why(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def contamination(samples: list[Sample], block: dict[str, Any]) -> dict[str, Any]:
+    """Count the samples whose prompt or answer the training set has, as a whole or in part.
+
+    exact: a whole text of the training set is the prompt. overlap: the prompt or the reference
+    shares 13 words in a row with it. Texts are compared as SQuAD normalises them. not_searched: why
+    the training set could not be read.
+
+    Args:
+        block: the dataset block of the training set.
+    """
+    from plugins.evaluate import datasets  # hardly any command searches
+
+    texts = [(normalised(each.prompt), normalised(each.reference)) for each in samples]
+    wanted: dict[int, set[int]] = {}
+    for number, pair in enumerate(texts):
+        for text in pair:
+            for gram in _grams(text):
+                wanted.setdefault(gram, set()).add(number)
+    prompts: dict[str, set[int]] = {}
+    for number, (prompt, _) in enumerate(texts):
+        prompts.setdefault(prompt, set()).add(number)
+    exact: set[int] = set()
+    overlap: set[int] = set()
+    known = {"samples": len(samples), "files": [str(path) for path in origin.data_files(block)]}
+    try:
+        for text in map(normalised, datasets.texts("training_data", block)):
+            exact |= prompts.get(text, set())
+            for gram in _grams(text):
+                overlap |= wanted.get(gram, set())
+    except ConfigError as error:
+        return {**known, "not_searched": "; ".join(error.faults)}
+    return {**known, "exact": len(exact), f"overlap_{NGRAM}_words": len(overlap)}
+
+
+def _grams(text: str) -> Iterator[int]:
+    words = text.split()
+    for start in range(len(words) - NGRAM + 1):
+        gram = " ".join(words[start : start + NGRAM]).encode()
+        yield int.from_bytes(hashlib.blake2b(gram, digest_size=8).digest(), "big")
+
+
+def main(arguments: list[str]) -> int:
+    """Print what a suite's samples are; exit status 0, or 2 for wrong usage."""
+    if len(arguments) != 1:
+        print("usage: python -m plugins.evaluate.samples TRAIN.YAML", file=sys.stderr)
+        return 2
+    config = yaml.safe_load(Path(arguments[0]).read_text(encoding="utf-8"))
+    counts: dict[str, int] = {}
+    faults: list[str] = []
+    for name, task in (config.get("tasks") or {}).items():
+        if task.get("kind") != "lm_eval":
+            try:
+                counts[name] = len(read(name, task))
+            except ConfigError as error:
+                faults += error.faults
+    print(json.dumps({"samples": counts, "faults": faults}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,278 @@
+"""What each gate says of a version, from the evaluations that count for it."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import nearest
+from plugins.evaluate.recipe_keys import COMPARED, COMPARED_OF_TASK, EVAL, TASK
+from plugins.registry.launcher.facts import figures
+from plugins.registry.launcher.gates import Gates, Wanted, task_of
+from runspec.files import parse_json
+from runspec.weights import content_sha256
+
+_SHOWN_OF_HASH = 12
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One gate's answer: whether it is passed, the text with the figures, and the evaluation.
+
+    passed: None if the gate does not apply.
+    """
+
+    passed: bool | None
+    text: str
+    evaluation: str | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What gates judge: a version's folder and its evaluations, newest first.
+
+    compared: the folder of the version behind each alias, None if the alias names none.
+    promoted: the hash of its weights when it passed the gates, if that is known.
+    """
+
+    label: str
+    folder: Path
+    results: Sequence[Mapping[str, Any]]
+    compared: Mapping[str, Path | None]
+    promoted: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """The hash of the weights as they are now; they are read once, and only if a gate asks."""
+        return content_sha256(self.folder)
+
+
+def judge(gates: Gates, subject: Subject) -> Iterator[Verdict]:
+    """Yield what each gate says of a version."""
+    for gate in gates.gates:
+        if "size_gib_at_most" in gate:
+            yield _size(gate, subject)
+            continue
+        task = task_of(gate)
+        wanted = gates.evaluations[task]
+        counting = [
+            each for each in subject.results if not _differences(wanted, task, each, subject)
+        ]
+        if "forbidden" in gate:
+            verdict = _forbidden(gate, counting)
+        elif "latency_p95_s_at_most" in gate:
+            verdict = _latency(gate, counting)
+        else:
+            yield from _metric(gate, subject, wanted, counting)
+            continue
+        yield verdict or _missing(task, subject, wanted)
+
+
+def _block(result: Mapping[str, Any], task: str) -> Mapping[str, Any] | None:
+    """Return what a result says of suite.task, None if it is of another suite or lacks the task."""
+    suite, _, name = task.partition(".")
+    if result.get("suite") != suite:
+        return None
+    block: Mapping[str, Any] | None = (result.get("tasks") or {}).get(name)
+    return block
+
+
+def _differences(
+    wanted: Wanted, task: str, result: Mapping[str, Any], subject: Subject
+) -> list[str]:
+    """Return why an evaluation does not count for a gate; [] if it counts."""
+    block = _block(result, task)
+    if block is None:
+        return ["it is of another suite or task"]
+    reasons = []
+    data = block.get("data_sha256")
+    if data != wanted.data_sha256:
+        reasons.append(f"its samples are others (data_sha256 {_short(data)})")
+    count = answered(block)
+    if count < wanted.min_samples:
+        reasons.append(f"it has {count:,} samples, fewer than {wanted.min_samples:,}")
+    reasons += _other_settings(wanted, result, block)
+    weights = (result.get("candidate") or {}).get("weights_sha256")
+    if weights is None:
+        reasons.append("it does not say which weights it evaluated")
+    elif not reasons and weights != subject.weights_sha256:
+        reasons.append("the weights have changed since")
+    return reasons
+
+
+def _other_settings(
+    wanted: Wanted, result: Mapping[str, Any], block: Mapping[str, Any]
+) -> Iterator[str]:
+    for key, default, given in settings_of(result, block):
+        asked = wanted.settings.get(key, default)
+        if given != asked:
+            yield f"{key} is {given!r}, not {asked!r}"
+
+
+def settings_of(
+    result: Mapping[str, Any], block: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each compared setting: its key, its default, and its value in an evaluation."""
+    for keys, table, values in (
+        (COMPARED, EVAL, result.get("settings") or {}),
+        (COMPARED_OF_TASK, TASK, block.get("settings") or {}),
+    ):
+        for key in keys:
+            yield key, table[key].default, values.get(key)
+
+
+def as_gates(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a gates file that make an evaluation the one that counts."""
+    yield "evaluations:"
+    for task, block in (result.get("tasks") or {}).items():
+        if not block.get("data_sha256"):
+            continue
+        yield f"  {result.get('suite')}.{task}:"
+        yield f"    data_sha256: {block['data_sha256']}"
+        yield f"    min_samples: {answered(block)}"
+        own = {key: value for key, default, value in settings_of(result, block) if value != default}
+        if own:
+            yield f"    settings: {json.dumps(own)}"
+
+
+def answered(block: Mapping[str, Any]) -> int:
+    """Return how many samples of a task the model answered, those that were too long left out."""
+    return int(block.get("samples") or 0) - int((block.get("too_long") or {}).get("candidate") or 0)
+
+
+def _short(sha256: Any) -> str:
+    return str(sha256)[:_SHOWN_OF_HASH] if sha256 else "not recorded"
+
+
+def _missing(name: str, subject: Subject, wanted: Wanted) -> Verdict:
+    """Return the verdict on a gate without an evaluation, with what the newest one lacks."""
+    task = ".".join(name.split(".", 2)[:2])
+    hint = f"make it with: cookbook eval ... --suite {task.partition('.')[0]}"
+    for result in subject.results:
+        if _block(result, task) is not None:
+            why = "; ".join(_differences(wanted, task, result, subject))
+            text = f"{name}: the evaluation by {result.get('run')} does not count: {why}"
+            return Verdict(False, f"{text}: {hint}")
+    text = f"{subject.label} has no evaluation of {task}"
+    if not wanted.required:
+        return Verdict(None, f"{task}: {text}, so its gates do not apply; {hint}")
+    return Verdict(False, f"{name}: {text}: {hint}")
+
+
+def _size(gate: Mapping[str, Any], subject: Subject) -> Verdict:
+    size = sum(path.stat().st_size for path in subject.folder.glob("*.safetensors")) / 2**30
+    limit = gate["size_gib_at_most"]
+    return Verdict(size <= limit, f"size {size:.3g} GiB, at most {limit:g}")
+
+
+def _metric(
+    gate: Mapping[str, Any],
+    subject: Subject,
+    wanted: Wanted,
+    counting: Sequence[Mapping[str, Any]],
+) -> Iterator[Verdict]:
+    name = str(gate["metric"])
+    result = next((each for each in counting if name in figures(each)), None)
+    if result is None:
+        known = sorted({key for each in counting for key in figures(each)})
+        if known:
+            yield Verdict(False, f"{name}: the evaluation has no such figure{nearest(name, known)}")
+        else:
+            yield _missing(name, subject, wanted)
+        return
+    value, run = figures(result)[name], _name(result)
+    if "at_least" in gate:
+        limit = gate["at_least"]
+        yield Verdict(value >= limit, f"{name} is {value:.4g}, at least {limit:g}", run)
+    if "at_most" in gate:
+        limit = gate["at_most"]
+        yield Verdict(value <= limit, f"{name} is {value:.4g}, at most {limit:g}", run)
+    if "not_worse_than" in gate:
+        yield _not_worse(gate, name, subject, counting)
+
+
+def _name(result: Mapping[str, Any]) -> str:
+    return str(result.get("run") or result.get("file"))
+
+
+def _not_worse(
+    gate: Mapping[str, Any], name: str, subject: Subject, counting: Sequence[Mapping[str, Any]]
+) -> Verdict:
+    alias = str(gate["not_worse_than"])
+    other = subject.compared.get(alias)
+    if other is None:
+        return Verdict(True, f"{name}: there is no {alias} yet to compare with")
+    weights = content_sha256(other)
+    if subject.promoted.get(alias, weights) != weights:
+        return Verdict(
+            False,
+            f"{name}: {other}, the {alias}, has changed since it was promoted: restore it, or move "
+            f"the alias back with: cookbook promote NAME --rollback {alias}",
+        )
+    if other.resolve() == subject.folder.resolve():
+        return Verdict(True, f"{name}: it is the {alias} itself")
+    suite, task, metric = name.split(".", 2)
+    for result in counting:
+        if (result.get("against") or {}).get("weights_sha256") != weights:
+            continue
+        block = ((result.get("tasks") or {}).get(task) or {}).get("metrics", {}).get(metric, {})
+        change = (block.get("all") or {}).get("difference")
+        if change:
+            return _compared(gate, name, alias, change, _name(result))
+    return Verdict(
+        False,
+        f"{name}: not compared with the present {alias}: cookbook eval ... --suite {suite} "
+        f"--against models:/NAME@{alias}",
+    )
+
+
+def _compared(
+    gate: Mapping[str, Any], name: str, alias: str, change: Mapping[str, Any], run: str
+) -> Verdict:
+    alpha = float(gate.get("alpha") or 0.05)
+    up = gate.get("higher_is_better", not name.endswith(".perplexity"))
+    value, p = float(change["value"]), float(change["p"])
+    worse = value < 0 if up else value > 0
+    text = f"{name} differs from the {alias} by {value:+.4g} (p {p:.3g}, alpha {alpha:g})"
+    return Verdict(not (worse and p <= alpha), text, run)
+
+
+def _latency(gate: Mapping[str, Any], counting: Sequence[Mapping[str, Any]]) -> Verdict | None:
+    task, limit = str(gate["task"]), gate["latency_p95_s_at_most"]
+    for result in counting:
+        speed = ((_block(result, task) or {}).get("speed") or {}).get("candidate")
+        if speed:
+            value = float(speed["latency_p95_s"])
+            text = f"{task}: latency p95 is {value:.3g} s, at most {limit:g}"
+            return Verdict(value <= limit, text, _name(result))
+    return None
+
+
+def _forbidden(gate: Mapping[str, Any], counting: Sequence[Mapping[str, Any]]) -> Verdict | None:
+    if not counting:
+        return None
+    name, result = str(gate["task"]), counting[0]
+    path = Path(str(result.get("file", ""))).with_suffix("")
+    samples = path.with_name(f"{path.name}.samples.jsonl")
+    patterns, count, hits, first = [re.compile(p) for p in gate["forbidden"]], 0, 0, ""
+    try:
+        with open(samples, encoding="utf-8") as file:
+            for line in file:
+                row = parse_json(line)
+                if row.get("task") != name.partition(".")[2]:
+                    continue
+                count += 1
+                answer = str((row.get("candidate") or {}).get("answer", ""))
+                match = next((p.pattern for p in patterns if p.search(answer)), None)
+                if match is not None:
+                    hits += 1
+                    first = first or f", first in sample {row['index']}: {match!r}"
+    except (OSError, ValueError) as error:
+        return Verdict(False, f"{name}: {samples} cannot be read: {error}")
+    if not count:
+        return Verdict(False, f"{name}: {samples} has no answer")
+    text = f"{name}: {hits} of {count} answers match a forbidden pattern{first}"
+    return Verdict(hits == 0, text, _name(result))

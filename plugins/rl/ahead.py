@@ -1,0 +1,93 @@
+"""Answers of later rollouts, which replicas sample while one is trained: see max_staleness."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import NamedTuple
+
+import torch
+
+from plugins.rl.recipe_keys import GrpoConfig
+from plugins.rl.rewards.pool import Scores
+from plugins.rl.rollouts import Answer, PromptBatches, Sampler
+from trainer.errors import ConfigError
+from trainer.layers.batch import MicroBatch
+from trainer.methods.base import Models
+from trainer.parallel.world import World
+
+
+class Drawn(NamedTuple):
+    """A rank's groups of a rollout, with their scores and rewards: see rollout_log.Rollout."""
+
+    groups: list[list[Answer]]
+    scores: list[list[Scores]]
+    rewards: torch.Tensor
+    resampled: int
+    scored_s: float
+
+
+class Ahead:
+    """Draws the answers of each rollout; with max_staleness in a thread, some rollouts ahead.
+
+    A rollout is begun when the weights of the one max_staleness before it are there, and goes on
+    with newer ones as they come. A start that resumes draws all again, by the weights it has.
+
+    Args:
+        draw: the answers to a rank's prompts of the rollout of this number, on this rank alone.
+    """
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        world: World,
+        sampler: Sampler,
+        prompts: PromptBatches,
+        draw: Callable[[list[MicroBatch], int], Drawn],
+    ) -> None:
+        self._world, self._sampler, self._prompts, self._draw = world, sampler, prompts, draw
+        self._most = config.max_staleness
+        if self._most and (sampler.replicas is None or sampler.replicas.in_turns):
+            raise ConfigError("max_staleness: only rollout nodes work ahead; set resources.rollout")
+        self._later: Iterator[tuple[int, list[MicroBatch]]] = iter(())
+        self._pending: deque[Future[Drawn]] = deque()
+        self._tasks: queue.SimpleQueue[tuple[Future[Drawn], list[MicroBatch], int]]
+        self._tasks = queue.SimpleQueue()
+        if self._most:
+            # Whoever ends this rank does not wait for answers.
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def take(self, models: Models, given: list[MicroBatch], number: int) -> Drawn:
+        """The answers of the rollout of this number; all ranks call this together."""
+        if not self._most:
+            with self._sampler.holding(models, number):
+                return self._world.on_all(lambda: self._draw(given, number))
+        begins = not self._pending
+        drawn = None if begins else self._next()
+        self._sampler.hold(models, number)
+        self._sampler.release()
+        if begins:
+            self._later = enumerate(self._prompts.inner.from_step(number), number)
+        for _ in range(self._most + 1 if begins else 1):
+            if (following := next(self._later, None)) is not None:
+                future: Future[Drawn] = Future()
+                self._pending.append(future)
+                self._tasks.put((future, following[1], following[0]))
+        return drawn or self._next()
+
+    def rest(self) -> None:
+        """Wait until nothing is drawn; what was, is kept."""
+        wait(self._pending)
+
+    def _next(self) -> Drawn:
+        future = self._pending.popleft()
+        return self._world.on_all(future.result)
+
+    def _work(self) -> None:
+        while True:
+            future, given, number = self._tasks.get()
+            try:
+                future.set_result(self._draw(given, number))
+            except Exception as error:
+                future.set_exception(error)

@@ -1,0 +1,453 @@
+"""Reinforcement learning: GRPO, Dr. GRPO, DAPO, GSPO and RLOO, with rollouts on the same ranks.
+
+Each step the policy samples a group of answers to each of its prompts, functions score them in
+processes of their own, and the policy is updated; all ranks do the one, then the other.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from plugins.rl import policy_losses as losses
+from plugins.rl.ahead import Ahead, Drawn
+from plugins.rl.policy_losses import LogProbs, Rule
+from plugins.rl.recipe_keys import GrpoConfig
+from plugins.rl.rewards import pool
+from plugins.rl.rewards.pool import Pool, Scores
+from plugins.rl.rollout_log import Rollout, RolloutLog
+from plugins.rl.rollouts import (
+    Answer,
+    Asked,
+    PromptBatches,
+    RolloutBatch,
+    Sampler,
+    batches_of,
+    prompt_config,
+    prompts_of,
+    trace,
+)
+from plugins.rl.turns import Turns, following
+from runspec.keys.train import TrainConfig
+from trainer.config import instantiate
+from trainer.data import batches
+from trainer.data.batches import Batches, Data
+from trainer.data.source import Source, open_source, read_block
+from trainer.errors import ConfigError
+from trainer.layers.batch import MicroBatch
+from trainer.layers.log_probs import token_log_probs
+from trainer.methods import reward_model as judges
+from trainer.methods import whole
+from trainer.methods.base import LossSum, Models, Objective
+from trainer.models.builder import Builder
+from trainer.parallel import fsdp
+
+# What an environment made of a conversation: its score, and whether it failed.
+Played = tuple[float | None, bool]
+# What is scored when the rewards are tried before a run.
+TRIED_ROWS, TRIED_TEXT = 3, "The answer is 42."
+
+
+class PolicyOptimisation(Objective):
+    """Answers that score above the others to the same prompt are to be likelier.
+
+    Figures of the loss, means over answers (loss=dapo: over tokens): entropy, clip/low, clip/high,
+    kl, kl/sampler; see policy_losses. Of the answers since the last line: RolloutLog.figures. The
+    loss of dataset_val is minus the mean reward of greedy answers.
+    """
+
+    config_class: ClassVar[type[TrainConfig]] = GrpoConfig
+    _prompts: PromptBatches
+    _sampler: Sampler
+    _pool: Pool
+    _ahead: Ahead
+    _number = 0
+
+    @classmethod
+    def faults(cls, config: Any) -> list[str]:
+        """As `setting_faults`; and models that cannot generate, rewards that cannot be loaded."""
+        faults = cls.setting_faults(config)
+        if not faults:
+            end = "; set on_policy_share=0"
+            faults += [
+                fault.removeprefix("on_policy_share: ").removesuffix(end)
+                for fault in whole.faults(config, on_hub=config.rollout_engine == "vllm")
+            ]
+        if not pool.faults(config.rewards, config.reward_timeout):
+            try:
+                Pool(config.rewards, 1, config.reward_timeout).close()
+            except ConfigError as error:
+                faults += error.faults
+        return faults
+
+    @classmethod
+    def setting_faults(cls, config: Any) -> list[str]:
+        """What of the keys does not go together; nothing is started."""
+        faults = super().faults(config)
+        rows = config.batch_size * config.gradient_accumulation_steps
+        if rows % config.group_size:
+            faults.append(
+                f"group_size: the {rows} answers of a GPU and step (batch_size x "
+                f"gradient_accumulation_steps) are not whole groups of {config.group_size}; set "
+                f"gradient_accumulation_steps={config.group_size}"
+            )
+        if config.group_size < 2:
+            faults.append("group_size: an answer is compared with others; set at least 2")
+        if config.dataset.get("packed"):
+            faults.append("dataset.packed: answers are not packed; set dataset.packed=False")
+        if config.reference_kind == "adapter_off" and not config.has_new_adapter(vars(config)):
+            faults.append("reference: adapter_off needs a new adapter; set reference=model")
+        if config.overlong_tokens > config.max_new_tokens:
+            faults.append("overlong_tokens: must be at most max_new_tokens")
+        if config.max_staleness and config.importance_cap is None:
+            faults.append("max_staleness: older weights sample the answers; set importance_cap=2")
+        if config.max_staleness and judges.blocks(config.rewards):
+            faults.append(
+                "max_staleness: a reward model is on the trainer's GPUs and cannot score while "
+                "they train; set max_staleness=0"
+            )
+        faults += pool.faults(config.rewards, config.reward_timeout)
+        policy = Path(str(config.tokenizer.get("path") or config.model_folder))
+        return faults + (judges.faults(config.rewards, policy) if config.rewards else [])
+
+    @classmethod
+    def sample_faults(cls, config: Any) -> list[str]:
+        """What the rewards say of a text as the answer to the first prompts."""
+        if pool.faults(config.rewards, config.reward_timeout):
+            return []
+        try:
+            tokenizer = instantiate("tokenizer", config.tokenizer)
+            source = _source("dataset", config.dataset, tokenizer)
+            scorers = Pool(config.rewards, 1, config.reward_timeout)
+        except ConfigError:
+            return []  # reported by other checks
+        try:
+            rows = [source.row(index) or {} for index in range(min(TRIED_ROWS, len(source)))]
+            prompt, tokens = "", tokenizer.encode(TRIED_TEXT)
+            scorers.score([pool.Answer(prompt, TRIED_TEXT, tokens, row) for row in rows])
+            for name, most in pool.environments_of(config.rewards).items():
+                turns = Turns(lambda _: [], scorers, tokenizer, name, most, config.max_new_tokens)
+                turns.try_on(rows, TRIED_TEXT)
+            return [
+                f"rewards.{name}: {said} (tried on {source.origin(0)}, with the answer "
+                f"{TRIED_TEXT!r})"
+                for (name, _), said in scorers.messages.items()
+            ]
+        finally:
+            scorers.close()
+
+    @property
+    def rule(self) -> Rule:
+        """The loss, by the config."""
+        config = self.config
+        high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        rule = Rule(config.loss, config.epsilon, high, config.beta, config.importance_cap)
+        return replace(rule, longest=config.max_new_tokens)
+
+    def target_count(self, batch: MicroBatch) -> int:
+        """Tokens or answers that are trained; of dataset_val, prompts."""
+        is_trained = isinstance(batch, RolloutBatch) and self.rule.over_tokens
+        return batch.target_count if is_trained else len(batch.lengths)
+
+    def build_data(self) -> Data:
+        """As Objective.build_data, of prompts."""
+        config, world = self.config, self.world
+
+        def check() -> None:
+            if faults := self.setting_faults(config):
+                raise ConfigError(*faults)
+
+        world.on_main(check)
+        data = batches.build(prompt_config(config), world, self.form)
+        if not isinstance(data.training, Batches):
+            raise ConfigError("dataset: a stream cannot give prompts; use a dataset of files")
+        self._prompts = PromptBatches(data.training, config, world)
+        return replace(data, training=self._prompts)
+
+    def build_models(self, builder: Builder) -> Models:
+        """As Objective.build_models; ConfigError for a temperature that the head cannot have."""
+        models = super().build_models(builder)
+        if models.policy.module.output_softcap and self.config.sampling_temperature != 1:
+            raise ConfigError(
+                "sampling_temperature: the model caps its logits, so only 1 can be trained"
+            )
+        return models
+
+    def prepare(self, models: Models, data: Data) -> None:
+        """Start the processes that score, and open the rows that they get."""
+        config, world = self.config, self.world
+        self._sampler = Sampler(config, world)
+        self._vocabulary = min(module.vocab_size for module in models.modules)
+        self._weights = pool.weights_of(config.rewards)
+        workers = config.reward_workers if world.data_weight else 0
+        self._pool = world.on_all(lambda: Pool(config.rewards, workers, config.reward_timeout))
+        self._sources = world.on_all(lambda: self._opened(data))
+        self._judges = world.on_all(lambda: judges.loaded(config, world))
+        self._tail = following(self._sampler.tokenizer, []) if self._judges else []
+        self._log = RolloutLog(config, world, self._sampler.tokenizer)
+        self._ahead = Ahead(config, world, self._sampler, self._prompts, self._draw)
+        for name, block in config.rewards.items():
+            world.say(f"reward     {name}: {block['function']}, weight {self._weights[name]:g}")
+
+    def _opened(self, data: Data) -> dict[str, tuple[Source, Any]]:
+        """Of each dataset its rows, and its samples, which know the row of each."""
+        given = [("dataset", self._prompts.inner), ("dataset_val", data.validation)]
+        return {
+            key: (
+                _source(key, getattr(self.config, key), self._sampler.tokenizer),
+                of_key.rows.samples,
+            )
+            for key, of_key in given
+            if of_key is not None
+        }
+
+    def before_step(
+        self, models: Models, micro_batches: list[MicroBatch], step: int
+    ) -> list[MicroBatch]:
+        """The answers to the step's prompts, with advantages; new ones if it is their turn."""
+        if self._prompts.samples_new(step):
+            self._log.updated()
+            self._prompts.current = self._sampled(models, micro_batches, step)
+            self._log.updating()
+        return batches_of(self._prompts.current, self.config, self._sampler.ends.pad_id)
+
+    def loss(self, models: Models, batch: MicroBatch) -> LossSum:
+        if not isinstance(batch, RolloutBatch) and not models.policy.module.training:
+            return self._validation(models, batch)
+        batch, module = batch.to(self.world.device), models.policy.module
+        reference = None
+        if self.config.reference_kind:
+            with models.as_reference() as frozen:
+                reference = self._log_probs(frozen, batch)
+        policy = self._log_probs(module, batch)
+        old = sampled = None
+        advantage = batch.numbers
+        if isinstance(batch, RolloutBatch) and batch.advantages is not None:
+            advantage, old, sampled = batch.advantages, batch.old, batch.sampled
+        logps = LogProbs(policy, old, sampled, reference)
+        return LossSum(*losses.policy_loss(logps, advantage, batch, self.rule))
+
+    def _log_probs(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+        return token_log_probs(module, batch, self.config.sampling_temperature)
+
+    def step_figures(self) -> dict[str, float | None]:
+        """As Objective.step_figures; see RolloutLog.figures."""
+        return self._log.figures()
+
+    def identity(self, models: Models, data: Data) -> dict[str, Any]:
+        """As Objective.identity; a file of reward functions counts by its content."""
+        rewards = pool.identity(self.config.rewards)
+        for name, sha in judges.fingerprints(self.config.rewards).items():
+            rewards[name]["model"] = sha
+        return super().identity(models, data) | {"rewards": rewards}
+
+    # Rollouts -------------------------------------------------------------------------------------
+
+    def _draw(self, given: list[MicroBatch], number: int) -> Drawn:
+        """This rank's answers of the rollout of this number; nothing of it concerns other ranks."""
+        config, scored_s = self.config, 0.0
+        prompts = [each for batch in given for each in prompts_of(batch)]
+        step, size, rounds = number * config.updates_per_rollout, config.group_size, 1
+        if config.zero_variance == "resample":
+            rounds += config.max_resamples
+        groups: list[list[Answer]] = [[] for _ in prompts]
+        scores: list[list[Scores]] = [[] for _ in prompts]
+        rewards = torch.full((len(prompts), size), torch.nan, dtype=torch.float64)
+        resampled, wanted = 0, list(range(len(prompts)))
+        for turn in range(rounds if self.world.data_weight else 0):
+            resampled += len(wanted) if turn else 0
+            asked = [
+                Asked(*prompts[index], f"answer {step} {prompts[index][0]} {answer} {turn}")
+                for index in wanted
+                for answer in range(size)
+            ]
+            answers, played = self._answered("dataset", asked)
+            before = time.monotonic()
+            scored = self._scored("dataset", answers, played)
+            scored_s += time.monotonic() - before
+            for place, index in enumerate(wanted):
+                own = slice(place * size, (place + 1) * size)
+                groups[index], scores[index] = answers[own], scored[own]
+                rewards[index] = self._rewards(answers[own], scored[own])
+            equal = losses.without_variance(rewards).tolist()
+            wanted = [index for index in wanted if equal[index]]
+            if not wanted:
+                break
+        return Drawn(groups, scores, rewards, resampled, scored_s)
+
+    def _sampled(self, models: Models, given: list[MicroBatch], step: int) -> list[Answer]:
+        """This rank's answers of a step; all ranks call this together."""
+        config, world, size = self.config, self.world, self.config.group_size
+        began, self._number = time.monotonic(), step // config.updates_per_rollout
+        groups, scores, rewards, resampled, scored_s = self._ahead.take(models, given, self._number)
+        self._log.failures(self._pool.messages)
+        if config.beta and config.loss == "rloo":
+            rewards = self._less_kl(models, groups, rewards)
+        advantages = losses.advantages(rewards, config.loss, config.scales)
+        equal = losses.without_variance(rewards).tolist()
+        known = ~rewards.isnan()
+        trained = [
+            [
+                answer._replace(advantage=float(advantages[group, n]))
+                if known[group, n]
+                and not (equal[group] and config.zero_variance != "keep")
+                and not (config.mask_truncated and not answer.ended)
+                else answer
+                for n, answer in enumerate(own)
+            ]
+            for group, own in enumerate(groups)
+        ]
+        self._log.add(step, Rollout(trained, scores, rewards, equal, resampled, self._number))
+        transfer_s = self._sampler.transfer_s
+        waited_s = time.monotonic() - began - transfer_s
+        # Ahead, scores are made while the step before is trained.
+        waited_s -= 0.0 if config.max_staleness else scored_s
+        self._log.took(waited_s, scored_s, transfer_s)
+        flat = [answer for own in trained for answer in own]
+        flat += [Answer(0, [], [], [], False)] * (config.prompts_per_step * size - len(flat))
+        # Ranks of a tensor-parallel group train on the same tokens, whatever their GPUs round.
+        if world.tensor_parallel_dim > 1:
+            flat = world.gather(flat)[world.group_leader]
+        if config.updates_per_rollout > 1:
+            flat = self._with_old(models, flat)
+        return flat
+
+    def _answered(
+        self, key: str, asked: Sequence[Asked], greedy: bool = False
+    ) -> tuple[list[Answer], list[Played]]:
+        """An answer to each, of several turns with an environment; and what it says of them."""
+
+        def sample(asked: Sequence[Asked]) -> list[Answer]:
+            return self._sampler.answers(asked, self._vocabulary, greedy)
+
+        environments = pool.environments_of(self.config.rewards)
+        if not environments:
+            return sample(asked), []
+        ((name, most),) = environments.items()
+        room, tokenizer = self.config.max_new_tokens, self._sampler.tokenizer
+        turns = Turns(sample, self._pool, tokenizer, name, most, room)
+        return turns.play(asked, self._rows(key, {each.sample for each in asked}))
+
+    def _rows(self, key: str, samples: Iterable[int]) -> dict[int, Mapping[str, Any]]:
+        source, known = self._sources[key]
+        return {sample: source.row(int(known.sources[sample])) or {} for sample in samples}
+
+    def _scored(
+        self, key: str, answers: Sequence[Answer], played: Sequence[Played]
+    ) -> list[Scores]:
+        """The scores by all functions, reward models, and the environment in `played`."""
+        decode = self._sampler.tokenizer.decode
+        asked = {answer.sample: answer.prompt for answer in answers}
+        prompts = {sample: decode(prompt, False) for sample, prompt in asked.items()}
+        rows = self._rows(key, asked)
+        scores = self._pool.score(
+            [
+                pool.Answer(prompts[a.sample], decode(a.tokens), a.tokens, rows[a.sample])
+                for a in answers
+            ]
+        )
+        for name, judge in self._judges.items():
+            # What is behind the last answer's end, as the reward model was trained.
+            documents = [[*a.prompt, *a.tokens, *(self._tail if a.ended else ())] for a in answers]
+            for own, value in zip(scores, judge.scores(documents), strict=True):
+                own.scores[name] = value
+        for name in pool.environments_of(self.config.rewards):
+            for index, (score, failed) in enumerate(played):
+                scores[index].scores[name] = score
+                scores[index] = scores[index]._replace(failed=scores[index].failed or failed)
+        return scores
+
+    def _rewards(self, answers: Sequence[Answer], scores: Sequence[Scores]) -> torch.Tensor:
+        """fp64 [answers]; NaN for one without tokens or a score."""
+        config = self.config
+        totals = [
+            each.total(self._weights) if answer.tokens else None
+            for answer, each in zip(answers, scores, strict=True)
+        ]
+        rewards = torch.tensor([torch.nan if t is None else t for t in totals], dtype=torch.float64)
+        lengths = torch.tensor([len(answer.tokens) for answer in answers])
+        return rewards + losses.overlong(lengths, config.max_new_tokens, config.overlong_tokens)
+
+    def _no_grad(self, models: Models, answers: list[Answer], frozen: bool) -> list[list[float]]:
+        """Log-probabilities of every answer's tokens, by the policy or the reference."""
+        counted = [each._replace(advantage=0.0) for each in answers]
+        module, logps = models.policy.module, []
+        module.eval()
+        try:
+            with torch.no_grad():
+                for batch in batches_of(counted, self.config, self._sampler.ends.pad_id):
+                    on_device = batch.to(self.world.device)
+                    if frozen:
+                        with models.as_reference() as reference:
+                            own = self._log_probs(reference, on_device)
+                    else:
+                        own = self._log_probs(module, on_device)
+                    logps += own.tolist()
+        finally:
+            module.train()
+            fsdp.reshard(module)
+        values = iter(logps)
+        return [[next(values) for _ in each.log_probs] for each in answers]
+
+    def _with_old(self, models: Models, answers: list[Answer]) -> list[Answer]:
+        values = self._no_grad(models, answers, frozen=False)
+        return [a._replace(old=own) for a, own in zip(answers, values, strict=True)]
+
+    def _less_kl(
+        self, models: Models, groups: list[list[Answer]], rewards: torch.Tensor
+    ) -> torch.Tensor:
+        """RLOO's rewards, less beta times each answer's log-ratio to the reference."""
+        config, world = self.config, self.world
+        flat = [answer for own in groups for answer in own]
+        flat += [Answer(0, [], [], [], False)] * (
+            config.prompts_per_step * config.group_size - len(flat)
+        )
+        if world.tensor_parallel_dim > 1:
+            flat = world.gather(flat)[world.group_leader]
+        pairs = [self._no_grad(models, flat, frozen) for frozen in (False, True)]
+        apart = [sum(own) - sum(other) for own, other in zip(*pairs, strict=True)]
+        penalty = torch.tensor(apart[: rewards.numel()], dtype=torch.float64)
+        return rewards - config.beta * penalty.view_as(rewards) if rewards.numel() else rewards
+
+    def _validation(self, models: Models, batch: MicroBatch) -> LossSum:
+        """Minus the sum of the rewards of greedy answers; one without a score counts as 0."""
+        if not self._sampler.held:
+            self._ahead.rest()
+            self._sampler.hold(models, self._number)
+        asked = [Asked(sample, prompt, "") for sample, prompt in prompts_of(batch)]
+
+        def sample() -> tuple[list[float], dict[str, float]]:
+            answers, played = self._answered("dataset_val", asked, greedy=True)
+            scores = self._scored("dataset_val", answers, played)
+            totals = self._rewards(answers, scores).nan_to_num().tolist()
+            by_name = {n: sum(each.scores.get(n) or 0.0 for each in scores) for n in self._weights}
+            return totals, by_name
+
+        nothing: tuple[list[float], dict[str, float]] = [], dict.fromkeys(self._weights, 0.0)
+        totals, by_name = self.world.on_all(lambda: sample() if self.world.data_weight else nothing)
+        total = torch.tensor(sum(totals), device=self.world.device, dtype=torch.float32)
+        figures = {
+            "reward": total,
+            **{f"rewards/{n}": total.new_tensor(v) for n, v in by_name.items()},
+        }
+        return LossSum(-total, figures)
+
+    @property
+    def generates(self) -> bool:
+        """As Objective.generates; what vLLM generates is not traced."""
+        return bool(self.config.rollout_engine == "transformers")
+
+    def trace_answers(self, models: Models) -> None:
+        """As Objective.trace_answers."""
+        trace(models, self.config, self.world)
+
+    def validated(self) -> None:
+        """Free the sampler's memory."""
+        self._sampler.release()
+
+
+def _source(key: str, block: dict[str, Any], tokenizer: Any) -> Source:
+    return open_source(key, read_block(block), tokenizer)

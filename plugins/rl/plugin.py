@@ -1,0 +1,7 @@
+"""Reinforcement learning."""
+
+from launcher.plugins import Plugin
+
+PLUGIN = Plugin(
+    name="rl",
+)

@@ -1,0 +1,159 @@
+"""The config of `entry: grpo`: reinforcement learning on rewards of sampled answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from runspec.keys.key import REQUIRED, changeable, setting
+from runspec.keys.train import TrainConfig
+
+# Scores by a reward model on the rank's own device.
+REWARD_MODEL = "reward_model"
+# The reward functions that the kit has, and the keys that each takes beside `weight`.
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "exact_match": ("column", "pattern"),
+    "regex": ("pattern",),
+    "json_schema": ("schema", "column"),
+    "code": ("column", "seconds", "memory_mb", "network"),
+    REWARD_MODEL: ("model",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(TrainConfig):
+    """Reinforcement learning: answers that score above others to the same prompt get likelier."""
+
+    objective: ClassVar[str] = "plugins.rl.grpo.PolicyOptimisation"
+    has_reference: ClassVar[bool] = True
+    samples_answers: ClassVar[bool] = True
+
+    rewards: dict[str, Any] = setting(
+        "open block",
+        "What scores the answers, by names of your own: {correct: {function: exact_match, column: "
+        "answer}, mine: {function: /shared/reward.py:score, weight: 0.5}}; a class with reset and "
+        "step, and turns: the most answers; function: reward_model, and model: a folder. The sum "
+        "of the scores times their weights (default 1) is the reward.",
+        REQUIRED,
+    )
+    loss: str = setting(
+        "grpo | dr_grpo | dapo | gspo | rloo",
+        "grpo: mean over answers of means over their tokens. dr_grpo: sums divided by "
+        "max_new_tokens. dapo: mean over all tokens. gspo: one ratio for each answer, of means. "
+        "rloo: one for each, of sums, and the mean of the other answers as baseline.",
+        "dapo",
+    )
+    group_size: int = setting("positive", "Answers to each prompt.", 8)
+    max_new_tokens: int = setting("positive", "Tokens of an answer at most.", 256)
+    sampling_temperature: float = setting(
+        "number", "Temperature at which answers are sampled, and of their log-probabilities.", 1.0
+    )
+    generation_batch_size: int | None = changeable(
+        "positive",
+        "Answers that a GPU generates at once; default: batch_size.",
+    )
+    updates_per_rollout: int = setting("positive", "Steps that train on the same answers.", 1)
+    epsilon: float = setting("rate", "How far below 1 a ratio counts; the rest is clipped.", 0.2)
+    epsilon_high: float | None = setting(
+        "rate", "The same above 1; 0.28 in DAPO. Default: as epsilon."
+    )
+    beta: float = setting("rate", "Weight of the KL divergence from the reference.", 0.0)
+    reference: str = changeable(
+        "auto | none | adapter_off | model",
+        "The model before training: the policy with its adapter off, or a frozen second model. "
+        "auto: none if beta is 0, else as fits. With beta 0 another one is for the figure kl only.",
+        "auto",
+    )
+    scale_rewards: bool | None = setting(
+        "flag",
+        "Divide advantages by the standard deviation of their group. Default: true, but false for "
+        "dr_grpo and rloo.",
+    )
+    importance_cap: float | None = setting(
+        "number",
+        "Truncated importance sampling: each token's loss is multiplied by the ratio of the "
+        "trainer's probability to the sampler's, at most this, such as 2. Default: it is not.",
+    )
+    overlong_tokens: int = setting(
+        "count",
+        "DAPO's soft punishment: over this many tokens before max_new_tokens the reward falls by "
+        "up to 1.",
+        0,
+    )
+    max_staleness: int = setting(
+        "count",
+        "With resources.rollout: of how many rollouts before the present one the weights may be "
+        "that sample the answers. 0: they are the present ones, and training waits for answers. "
+        "More needs importance_cap; 1 is enough to sample while the step before is trained.",
+        0,
+    )
+    mask_truncated: bool = setting(
+        "flag", "Do not train on answers that max_new_tokens cut.", False
+    )
+    zero_variance: str = setting(
+        "keep | mask | resample",
+        "Groups whose answers all have the same reward: keep counts them in the mean (their "
+        "advantage is 0), mask leaves them out, resample samples them again and then masks them.",
+        "keep",
+    )
+    max_resamples: int = setting("positive", "How often such a group is sampled again.", 3)
+    rollout_timeout: float = changeable(
+        "number",
+        "With resources.rollout: seconds that a transfer of weights, or a batch of answers, may "
+        "take, including the restart of a replica.",
+        600.0,
+    )
+    rollout_engine: str = changeable(
+        "transformers | vllm",
+        "What generates the answers. vllm: a server on each GPU of the rollout nodes, or with "
+        "resources.rollout=same of the nodes that train, in turns with the ranks; in the recipe's "
+        "environment (environment: vllm), and the ranks in the kit's own.",
+        "transformers",
+    )
+    rollout_gpus: int = changeable(
+        "positive",
+        "GPUs of a node that share one vLLM server (tensor parallel), for a model that is too "
+        "large for one GPU.",
+        1,
+    )
+    rollout_gpu_memory_utilization: float | None = changeable(
+        "share",
+        "Share of a GPU's memory that vLLM takes while it generates. Default: vLLM's own; with "
+        "resources.rollout=same what the trainer's state leaves (cookbook estimate).",
+    )
+    rollout_engine_args: list[str] | None = changeable(
+        "texts", "Additional arguments of vLLM's server."
+    )
+    reward_workers: int = changeable("positive", "Processes per GPU that score answers.", 2)
+    reward_timeout: float = changeable(
+        "number",
+        "Seconds for one score of a function; an answer whose score takes longer is left out.",
+        30.0,
+    )
+    logged_rollouts: int = changeable(
+        "count", "Groups of each step that are written to rollouts.jsonl.", 1
+    )
+
+    @classmethod
+    def reference_of(cls, config: Mapping[str, Any]) -> str:
+        """As TrainConfig.reference_of, by the keys `reference` and `beta`."""
+        wanted = str(config.get("reference") or "auto")
+        if wanted == "none" or (wanted == "auto" and not config.get("beta")):
+            return ""
+        return super().reference_of(config) if wanted == "auto" else wanted
+
+    @classmethod
+    def has_new_adapter(cls, config: Mapping[str, Any]) -> bool:
+        """Whether the policy with its adapter off is the model before training."""
+        return super().reference_of(config) == "adapter_off"
+
+    @property
+    def scales(self) -> bool:
+        """Whether advantages are divided by their group's standard deviation."""
+        if self.scale_rewards is None:
+            return self.loss not in ("dr_grpo", "rloo")
+        return self.scale_rewards
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts of each rank (group of tensor-parallel ranks) in a step."""
+        return self.batch_size * self.gradient_accumulation_steps // self.group_size

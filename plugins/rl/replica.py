@@ -1,0 +1,187 @@
+"""A replica, which generates answers: python -m plugins.rl.replica <run>/train.yaml
+
+It has GPUs of a rollout node, or with ROLLOUT_IN_TURNS those of ranks, while they wait for it.
+
+plugins/rl/slurm/rollout.py starts it, with ROLLOUT_INDEX, ROLLOUT_LOCAL_RANK (its GPU) and ROLLOUT_ADDRESS
+set. It says in the run's folder where it listens, and answers ranks over HTTP, with the run's
+secret: plugins/rl/replicas.py. A replica whose health nobody asks for any more exits.
+"""
+
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plugins.rl.recipe_keys import GrpoConfig
+from plugins.rl.replica_engines import TransformersEngine, Versions, VllmEngine
+from plugins.rl.replicas import Request
+from runspec import files
+from trainer import config as configs
+from trainer.parallel.device import choose
+
+# plugins/rl/slurm/rollout.py asks every few seconds.
+LEASE_S = 20.0
+
+
+class Replica:
+    """An engine with the weights of one version.
+
+    Args:
+        folder: where versions are.
+    """
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        folder: Path,
+        device: torch.device,
+        in_turns: bool = False,
+    ) -> None:
+        engine: TransformersEngine | VllmEngine
+        if config.rollout_engine == "vllm":
+            engine = VllmEngine(config, folder, device, in_turns)
+        else:
+            engine = TransformersEngine(config, folder, device)
+        self._versions = Versions(engine)
+
+    def weights(self, version: str) -> dict[str, Any]:
+        """Have the weights of a version, which the trainer has written."""
+        self._versions.load(version)
+        return {"version": version}
+
+    def generate(self, version: str, **asked: Any) -> dict[str, Any]:
+        """Answer a request by the weights of a version."""
+        sampled = self._versions.generate(version, Request(**asked))
+        return {**sampled._asdict(), "version": version}
+
+    def sleep(self, version: str) -> dict[str, Any]:
+        """Give up the GPU until there are other weights than these."""
+        self._versions.sleep(version)
+        return {"version": version}
+
+    @property
+    def version(self) -> str:
+        """The version of its weights; "" before it has some."""
+        return self._versions.version
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its engine does not answer."""
+        return not self._versions.engine.is_well
+
+
+class Server(ThreadingHTTPServer):
+    """Answers health at any time, and requests to a model in order, at a port that is free.
+
+    Args:
+        address: by which other nodes reach this one.
+
+    host: it, as a number.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, address: str, replica: Replica, secret: str) -> None:
+        self.replica, self.secret, self.asked = replica, secret, time.monotonic()
+        family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        self.address_family, self.host = family, str(place[0])
+        super().__init__(("::" if family == socket.AF_INET6 else "0.0.0.0", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request with the run's secret: GET /health; POST /weights, /generate, /sleep."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        if self.path != "/health":
+            self.send(404, {"error": f"there is no {self.path}"})
+        elif self.is_allowed():
+            self.server.asked = time.monotonic()
+            replica = self.server.replica
+            self.send(503 if replica.hangs else 200, {"version": replica.version})
+
+    def do_POST(self) -> None:
+        if not self.is_allowed():
+            return
+        replica = self.server.replica
+        calls: dict[str, Callable[..., dict[str, Any]]]
+        calls = {
+            "/weights": replica.weights,
+            "/generate": replica.generate,
+            "/sleep": replica.sleep,
+        }
+        if (call := calls.get(self.path)) is None:
+            self.send(404, {"error": f"there is no {self.path}"})
+            return
+        try:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send(200, call(**body))
+        except Exception as error:
+            print(f"{self.path}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            self.send(500, {"error": f"{type(error).__name__}: {error}"})
+
+    def is_allowed(self) -> bool:
+        """Whether the request has the secret; else it is answered."""
+        given = str(self.headers.get("Authorization"))
+        if hmac.compare_digest(given.encode(), f"Bearer {self.server.secret}".encode()):
+            return True
+        self.send(401, {"error": "the run's secret is missing"})
+        return False
+
+    def send(self, status: int, value: Mapping[str, Any]) -> None:
+        """Answer with JSON."""
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Each request is no line of the log."""
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until the job ends it."""
+    config = configs.load(Path(arguments[0]), GrpoConfig)
+    index, local = int(os.environ["ROLLOUT_INDEX"]), int(os.environ["ROLLOUT_LOCAL_RANK"])
+    in_turns, device = bool(os.environ.get("ROLLOUT_IN_TURNS")), torch.device("cpu")
+    if choose(config.device) == "cuda":
+        device = torch.device("cuda", local)
+        if not in_turns:  # a context of CUDA takes memory
+            torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    folder = config.output_dir / files.ROLLOUT
+    secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
+    node = os.environ.get("NODE_NAME") or socket.gethostname()
+    replica = Replica(config, folder, device, in_turns)
+    server = Server(os.environ["ROLLOUT_ADDRESS"], replica, secret)
+    threading.Thread(target=_end_without_lease, args=[server], daemon=True).start()
+    port = server.server_port
+    known = {"host": server.host, "port": port, "node": node, "pid": os.getpid()}
+    files.write_json(folder / files.REPLICA.format(index), known)
+    print(f"rollout replica {index} on {node} listens at port {port}", flush=True)
+    server.serve_forever()
+    return 0
+
+
+def _end_without_lease(server: Server) -> None:
+    while time.monotonic() - server.asked < LEASE_S:
+        time.sleep(1)
+    print("nobody asks for this replica any more: it ends", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

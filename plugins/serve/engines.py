@@ -1,0 +1,95 @@
+"""The command and address of each engine.
+
+An engine listens on a Unix socket in a private folder if it can: on a port, every user of the node
+could use it without a key. SGLang has no option for a socket, and gets its own key.
+"""
+
+import json
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plugins.serve.engine_start import vllm_lora
+from runspec import files
+from runspec.storage import patient_json
+
+# Beside its socket, why an engine of the kit's does not start.
+REASON = "reason.txt"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What Python starts as an engine, its name of the model, and its address: a socket or a port.
+
+    argv: the arguments of python(). key: its API key, None for none.
+    """
+
+    argv: list[str]
+    model: str
+    socket: Path | None
+    port: int = 0
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """The folder of the weights, and that of an adapter with its rank."""
+
+    base: Path
+    adapter: Path | None = None
+    rank: int = 0
+
+    @staticmethod
+    def of(folder: Path) -> "Model":
+        """Return the model of a folder of weights, or of an adapter."""
+        adapter = patient_json(folder / "adapter_config.json")
+        if adapter is None:
+            return Model(folder)
+        ranks = (adapter.get("r") or 8, *(adapter.get("rank_pattern") or {}).values())
+        return Model(Path(str(adapter["base_model_name_or_path"])), folder, int(max(ranks)))
+
+
+def command(config: Mapping[str, Any], folder: Path, gpus: int) -> Engine:
+    """Return an engine's command.
+
+    Args:
+        folder: for the socket; private to this user.
+        gpus: number of GPUs for the engine.
+    """
+    model, name = Model.of(Path(str(config["model"]))), str(config["endpoint"])
+    place, size = folder / "engine.sock", str(max(1, gpus))
+    own = ["--dtype", str(config["dtype"]), *map(str, config.get("engine_args") or [])]
+    if config["engine"] == "transformers":
+        name = str(model.adapter or model.base)
+        argv = ["-m", "plugins.serve.transformers_engine", str(place), name]
+        return Engine([*argv, "--device", str(config["device"]), *own], name, place)
+    if config["engine"] == "vllm":
+        argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
+        argv += ["--uds", str(place), "--tensor-parallel-size", size]
+        # The base and the adapter need different names, or the base would answer for the adapter.
+        argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
+        if model.adapter:
+            argv += [*vllm_lora(model.rank), "--lora-modules", f"{name}={model.adapter}"]
+            if (model.adapter / "generation_config.json").is_file():
+                # The adapter may have learnt to end its answers by another token than the base.
+                argv += ["--generation-config", str(model.adapter)]
+        return Engine([*argv, *own], name, place)
+    key, port, settings = secrets.token_urlsafe(24), _free_port(), folder / "sglang.yaml"
+    # In a file, because every user of the node can read a process's arguments. JSON is YAML.
+    files.write_text(settings, json.dumps({"api-key": key}) + "\n", mode=0o600)
+    argv = ["-m", "sglang.launch_server", "--config", str(settings)]
+    argv += ["--model-path", str(model.base), "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--served-model-name", name, "--tp-size", size]
+    if model.adapter:
+        argv += ["--enable-lora", "--lora-paths", f"adapter={model.adapter}"]
+        # SGLang's name of an adapter in OpenAI's protocol is BASE:ADAPTER.
+        name = f"{name}:adapter"
+    return Engine([*argv, *own], name, None, port, key)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,186 @@
+"""One address for an endpoint whose replicas come and go: python -m plugins.serve.gateway FOLDER
+
+It reads the files of the replicas, spreads requests over those that are ready, by the shares of
+their versions, and asks another one if one does not answer. cookbook serve starts it on the login
+node; it listens on 127.0.0.1.
+"""
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from plugins.serve.backends import Backend, Pool
+from plugins.serve.endpoint import ENDPOINT, GATEWAY
+from plugins.serve.faults import Faults, stop_event
+from plugins.serve.keys import Keys
+from plugins.serve.outcome import Outcome
+from plugins.serve.proxy import CLIENT_ID, OWN_ID, OWN_USER, Asked, Proxy, runner
+from plugins.serve.recipe_keys import SERVE
+from plugins.serve.scale import Scaler
+from runspec import files
+from runspec.states import process_start
+from runspec.storage import patient_json
+
+# How often its file is renewed; plugins.serve.endpoint.STALE_S is several times as long.
+_RENEWED_S = 5.0
+# Retry-After of requests that are refused while the first replica starts, in seconds.
+_COLD_S = 30
+# Headers of an answer that are passed on to the client.
+_OF_ANSWERS = {"content-type", "retry-after", "x-request-id", "x-client-request-id"}
+
+
+class Gateway(Proxy):
+    """Passes requests on; if replicas follow the load, a request waits for the first of them."""
+
+    def __init__(self, settings: Mapping[str, Any], keys: Keys, folder: Path) -> None:
+        super().__init__(settings, keys)
+        self.pool = Pool(folder)
+        idle_s = 60 * float(settings["scale_idle_minutes"])
+        self.scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
+
+    def backends(self) -> Iterable[Backend]:
+        return list(self.pool.known.values())
+
+    def available(self) -> bool:
+        return bool(self.scaler.wanted or self.pool.choose(set()))
+
+    def retry_s(self) -> int:
+        return _COLD_S if self.scaler.wanted and not self.pool.choose(set()) else 1
+
+    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        outcome = Outcome()
+        return await self.counted(self._passed_on(request, asked, outcome), outcome, 1)
+
+    async def _next(self, tried: set[str]) -> Backend | None:
+        """Return where a request goes next, None if there is nothing left to try."""
+        backend = self.pool.choose(tried)
+        deadline = time.monotonic() + float(self.settings["cold_start_s"])
+        while backend is None and self.scaler.wanted and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+            backend = self.pool.choose(tried)
+        return backend
+
+    async def _passed_on(
+        self, request: web.Request, asked: Asked, outcome: Outcome
+    ) -> web.StreamResponse:
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers |= {"Authorization": f"Bearer {self.keys.key}", CLIENT_ID: asked.client_id}
+        headers |= {OWN_ID: asked.id, OWN_USER: asked.user}
+        tried: set[str] = set()
+        refusal = None
+        while (backend := await self._next(tried)) is not None:
+            tried.add(backend.name)
+            backend.in_flight += 1
+            sent: web.StreamResponse | None = None
+            try:
+                async with backend.session.post(
+                    f"{backend.url}{asked.path}",
+                    data=asked.body,
+                    headers=headers,
+                    timeout=self.timeout(),
+                    allow_redirects=False,
+                ) as answer:
+                    if answer.status in (502, 503) and len(tried) < 8:
+                        refusal = self.error(503, f"a replica answered {answer.status}")
+                        continue
+                    known = {k: v for k, v in answer.headers.items() if k.lower() in _OF_ANSWERS}
+                    if answer.content_type != "text/event-stream":
+                        # Not streamed: if it breaks off, another replica is asked.
+                        outcome.raw(body := await answer.read())
+                        return web.Response(body=body, status=answer.status, headers=known)
+                    sent = web.StreamResponse(status=answer.status, headers=known)
+                    await sent.prepare(request)
+                    async for chunk in answer.content.iter_any():
+                        outcome.raw(chunk)
+                        await sent.write(chunk)
+                    await sent.write_eof()
+                    return sent
+            except (aiohttp.ClientError, OSError) as error:
+                refusal = self.failed(request, sent, backend, error)
+                if refusal.status == 504:
+                    return refusal
+            finally:
+                backend.in_flight -= 1
+        return refusal or self.error(503, "no replica is ready: see cookbook serve --list")
+
+
+async def run(folder: Path, port: int, host: str) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    faults = Faults()
+    faults.allow_descriptors()
+    settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
+    settings |= (patient_json(folder / ENDPOINT) or {})["settings"]
+    # The fronts of the replicas see every request: they log.
+    keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
+    gateway = Gateway(settings, keys, folder)
+    gateway.pool.refresh()
+    ended, server = stop_event(), runner(gateway)
+    await server.setup()
+    try:
+        await web.TCPSite(server, host, port, backlog=1024).start()
+    except OSError as error:
+        reason = f"port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)})"
+        print(f"error: {reason}: leave --port out, or choose another", file=sys.stderr)
+        return 1
+    url = f"http://{host}:{server.addresses[0][1]}"
+    facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
+    facts["process_start"] = process_start(os.getpid())
+    files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
+    renewed = time.monotonic()
+
+    def renew() -> None:
+        """Renew the gateway's file, whose time is checked."""
+        nonlocal renewed
+        if time.monotonic() - renewed >= _RENEWED_S and _is_of(folder, facts):
+            renewed = time.monotonic()
+            files.renew_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
+
+    def look() -> None:
+        """Read what changes; what cannot be read now stays as it was."""
+        faults.trying("the gateway's file", renew)
+        faults.trying("the users' keys", keys.refresh)
+        faults.trying("the replicas' files", gateway.pool.refresh)
+
+    print(f"gateway of {folder.name}: {url}", flush=True)
+    while not ended.is_set():
+        # In a thread: a shared filesystem may be slow.
+        await asyncio.to_thread(look)
+        await gateway.pool.dismiss()
+        await gateway.scaler.look(gateway.metrics.in_flight, gateway.metrics.take_peak())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 0.5)
+    await gateway.drained()
+    await server.cleanup()
+    if _is_of(folder, facts):
+        with suppress(OSError):
+            (folder / GATEWAY).unlink()
+    return 0
+
+
+def _is_of(folder: Path, facts: dict[str, Any]) -> bool:
+    """Whether gateway.json is this gateway's, and not that of a newer one."""
+    content = files.peek(folder / GATEWAY)
+    return all(content.get(key) == facts[key] for key in ("host", "started"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m plugins.serve.gateway", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--host", default="127.0.0.1")
+    options = parser.parse_args()
+    return asyncio.run(run(options.folder, options.port, options.host))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

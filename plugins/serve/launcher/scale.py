@@ -1,0 +1,69 @@
+"""Replicas by load: what the gateway wants is submitted, and what it does not need is ended."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace as changed
+
+from launcher.errors import EndpointFault
+from launcher.run.directory import Run
+from launcher.site import Site
+from plugins.serve import endpoint as endpoints
+from plugins.serve.launcher import keep, serve
+from plugins.serve.launcher.endpoint import Endpoint, Served
+
+Say = Callable[[str], None]
+
+
+def adjust(site: Site, endpoint: Endpoint, say: Say) -> None:
+    """Make the number of each version's jobs what the gateway wants, without waiting for them.
+
+    A job near its time limit counts no more: another one is submitted, and it ends at the limit.
+
+    Raises:
+        EndpointFault: what is missing would fail as the one before it.
+    """
+    going: list[Run] = []
+    with endpoint.alone():
+        wanted = endpoints.wanted(endpoint.folder)
+        for served in endpoint.served:
+            if served.max_replicas is None:
+                continue
+            count = wanted.get(served.version, served.replicas)
+            living = endpoint.living(site.root, served)
+            near = keep.near(endpoint, living) if served.queued else {}
+            staying = [run for run in living if run.name not in near]
+            if count > len(staying):
+                _more(site, endpoint, served, living, count - len(staying), say)
+            else:
+                going += living if count == 0 else _superfluous(endpoint, staying, count)
+    if going:
+        say(f"{endpoint.name}: {', '.join(run.name for run in going)} is no longer needed")
+        serve.drain(endpoint, going, say)
+
+
+def _more(
+    site: Site, endpoint: Endpoint, served: Served, living: Sequence[Run], count: int, say: Say
+) -> None:
+    if fault := serve.failed_start(site, endpoint):
+        raise EndpointFault(
+            f"{fault}: fix it, then: cookbook serve {served.model} --name {endpoint.name} --replace"
+        )
+    new, runs, settings = serve.launch(site, endpoint, _pinned(served), count, say)
+    names = [*(run.name for run in living), *new.runs]
+    others = [changed(served, runs=names) if each == served else each for each in endpoint.served]
+    endpoint.write(others, settings)
+    say(f"{endpoint.name}: {', '.join(run.name for run in runs)} will serve {served.version}")
+
+
+def _pinned(served: Served) -> Served:
+    """Return the same by its version: an alias may name another one by now."""
+    if not served.model.startswith("models:/"):
+        return served
+    name, _, number = served.version.rpartition(" v")
+    return changed(served, model=f"models:/{name}/{number}")
+
+
+def _superfluous(endpoint: Endpoint, runs: Sequence[Run], count: int) -> list[Run]:
+    """Return which runs to end: first those that are not ready, then the newest."""
+    ready = {each.get("run") for each in endpoint.replicas if each["state"] == "ready"}
+    ordered = sorted(enumerate(runs), key=lambda pair: (pair[1].name not in ready, pair[0]))
+    return [run for _, run in ordered[count:]]

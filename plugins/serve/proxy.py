@@ -1,0 +1,302 @@
+"""The HTTP side of a gateway, and of a front: who may ask, and what is let through.
+
+It is aiohttp, as server and as client: one library for both, with a parser in C, and streams that
+are passed on chunk by chunk. Nothing but the listed paths passes, and of a request only its body.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+
+from plugins.serve.backends import Backend
+from plugins.serve.keys import OWNER, Keys
+from plugins.serve.metrics import Metrics
+from plugins.serve.outcome import Outcome
+from plugins.serve.request import CHAT, COMPLETIONS
+
+_MODELS = "/v1/models"
+ID, CLIENT_ID = "X-Request-Id", "X-Client-Request-Id"
+# Headers from a gateway to a front, which ignores them from other clients.
+OWN_ID, OWN_USER = "X-Cookbook-Request-Id", "X-Cookbook-User"
+# A lost node does not refuse a connection, it only does not answer.
+CONNECT_S = 3
+# For how long half a request holds its connection: without all headers, or without all of its body.
+# Connections of a client that waits for nothing are closed after the first, too.
+HEADERS_S, BODY_S = 30.0, 60.0
+_NO_KEY = "the API key is wrong or missing: send it as Authorization: Bearer KEY"
+# Of a response: whether it is counted with what it took.
+_COUNTED = "counted"
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_TYPES |= {429: "rate_limit_error"}
+_TYPES |= dict.fromkeys((400, 405, 408, 413, 415), "invalid_request_error")
+
+
+class BrokenOff(ConnectionResetError):
+    """A replica or an engine went away after a part of its answer was passed on."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that may be passed on; id: the log's own, client_id: the client's."""
+
+    path: str
+    body: bytes
+    id: str
+    client_id: str
+    user: str
+
+
+class Proxy:
+    """What a gateway and a front have in common.
+
+    Args:
+        settings: the values of the keys of `entry: serve`.
+        keys: a request needs one of them.
+    """
+
+    body_s = BODY_S
+    # Whether requests with the endpoint's own key may come from a gateway, with an id and a user.
+    behind_gateway = False
+    # What answers what is let through.
+    below = "replica"
+
+    def __init__(self, settings: Mapping[str, Any], keys: Keys) -> None:
+        self.settings, self.keys = settings, keys
+        self.name = str(settings["endpoint"])
+        self.metrics = Metrics()
+        self.started = int(time.time())
+        self._allowed = max(1.0, float(settings.get("rate_per_s") or 0))
+        self._refilled = time.monotonic()
+
+    def backends(self) -> Iterable[Backend]:
+        """Return where requests go."""
+        raise NotImplementedError
+
+    def available(self) -> bool:
+        """Whether a request would be answered."""
+        raise NotImplementedError
+
+    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        """Answer a request that may be passed on."""
+        raise NotImplementedError
+
+    @property
+    def unlogged(self) -> int:
+        """How many lines the log lacks."""
+        return 0
+
+    def retry_s(self) -> int:
+        """Return after how many seconds a request that was refused may be sent again."""
+        return 1
+
+    def app(self) -> web.Application:
+        """Return the application; its paths are those of OpenAI's protocol, /health, /metrics."""
+
+        @web.middleware
+        async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+            return await self._guarded(request, handler)
+
+        app = web.Application(
+            client_max_size=int(self.settings["max_request_bytes"]), middlewares=[guarded]
+        )
+        for path, handler in (
+            ("/health", self._health),
+            ("/metrics", self._metrics),
+            (_MODELS, self._models),
+            (f"{_MODELS}/{{name}}", self._models),
+        ):
+            app.router.add_get(path, handler)
+        for path in (CHAT, COMPLETIONS):
+            app.router.add_post(path, self._accepted)
+        app.on_cleanup.append(self._close)
+        return app
+
+    async def _close(self, app: web.Application) -> None:
+        for backend in self.backends():
+            await backend.close()
+
+    def error(
+        self, status: int, message: str, param: str | None = None, headers: Any = None
+    ) -> web.Response:
+        """Return an error in the form of OpenAI's protocol."""
+        known = {"Retry-After": str(self.retry_s())} if status in (429, 503) else {}
+        error = {"message": message, "type": _TYPES.get(status, "server_error"), "param": param}
+        body = {"error": {**error, "code": status}}
+        return web.json_response(body, status=status, headers={**known, **(headers or {})})
+
+    def user(self, request: web.Request) -> str | None:
+        """Return who asks, by the key; None without a valid one."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        return self.keys.who(key.strip() if scheme.lower() == "bearer" else "")
+
+    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Let a handler answer whoever may ask; tell in the protocol's form what is not there."""
+        path = request.path
+        answer: web.StreamResponse
+        try:
+            if path != "/health" and self.user(request) is None:
+                answer = self.error(401, _NO_KEY, headers={"WWW-Authenticate": "Bearer"})
+            else:
+                answer = await handler(request)
+        except web.HTTPNotFound:
+            known = ", ".join([CHAT, COMPLETIONS, _MODELS])
+            answer = self.error(404, f"there is no {path} here: there are {known}")
+        except web.HTTPMethodNotAllowed as error:
+            allowed = ", ".join(sorted(error.allowed_methods))
+            message = f"{path} takes {allowed}, not {request.method}"
+            answer = self.error(405, message, headers={"Allow": allowed})
+        if answer.status >= 400 and path != "/health" and _COUNTED not in answer:
+            self.metrics.requests[answer.status] += 1
+        return answer
+
+    async def _health(self, request: web.Request) -> web.Response:
+        ok = self.available()
+        return web.json_response({"status": "ok" if ok else "not ready"}, status=200 if ok else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if self.user(request) != OWNER:
+            return self.error(403, "/metrics is for the endpoint's own key")
+        return web.Response(text=self.metrics.text(self.name, self.unlogged))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": self.name, "object": "model", "created": self.started}
+        card["owned_by"] = "cookbook"
+        asked = request.match_info.get("name")
+        if asked is None:
+            return web.json_response({"object": "list", "data": [card]})
+        if asked != self.name:
+            message = f"there is no model {asked!r} here: there is {self.name}"
+            return self.error(404, message, "model")
+        return web.json_response(card)
+
+    def _over_rate(self) -> bool:
+        rate = self.settings.get("rate_per_s")
+        if not rate:
+            return False
+        now = time.monotonic()
+        # Bursts of one second's requests are allowed.
+        self._allowed = min(max(1.0, rate), self._allowed + (now - self._refilled) * rate)
+        self._refilled = now
+        if self._allowed < 1:
+            return True
+        self._allowed -= 1
+        return False
+
+    def take(self, count: int) -> None:
+        """Count an accepted request as this many more; later ones wait for them."""
+        self._allowed -= count
+
+    async def _accepted(self, request: web.Request) -> web.StreamResponse:
+        """Read a request whose path is listed, and answer it."""
+        given, path = request.headers, request.path
+        if self.metrics.in_flight >= int(self.settings["max_in_flight"]):
+            return self.error(503, "too many requests at a time: try again in a moment")
+        if self._over_rate():
+            rate = f"{self.settings['rate_per_s']:g} requests per second"
+            return self.error(429, f"more than {rate}: try again in a moment")
+        if request.query_string:
+            names = ", ".join(sorted(set(request.query)))
+            return self.error(400, f"{path} takes no query ({names}): put it into the body")
+        client_id = given.get(CLIENT_ID) or given.get(ID) or ""
+        if len(client_id) > 128 or not (client_id.isascii() and client_id.isprintable()):
+            return self.error(400, f"{ID} must be at most 128 printable ASCII characters")
+        request_id, user = uuid.uuid4().hex, self.user(request) or OWNER
+        if self.behind_gateway and user == OWNER and OWN_ID in given:
+            request_id, user = given[OWN_ID], given.get(OWN_USER, OWNER)
+        try:
+            async with asyncio.timeout(self.body_s):
+                body = await request.read()
+        except TimeoutError:
+            message = f"the body was not complete after {self.body_s:g} s"
+            return self.error(408, message, headers={"Connection": "close"})
+        except web.HTTPRequestEntityTooLarge:
+            limit = int(self.settings["max_request_bytes"])
+            return self.error(413, f"the request has more than {limit:,} bytes")
+        except (ValueError, web.RequestPayloadError, web.HTTPException):
+            return self.error(400, "the body cannot be read")
+        return await self.answer(request, Asked(path, body, request_id, client_id, user))
+
+    async def counted(
+        self, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int
+    ) -> web.StreamResponse:
+        """Count a request with this many answers while it is answered, and its outcome."""
+        self.metrics.began(count)
+        try:
+            response = await answering
+            outcome.status = outcome.status or response.status
+            response[_COUNTED] = True
+            return response
+        except asyncio.CancelledError:
+            outcome.status = 499  # the client hung up
+            raise
+        except ConnectionResetError as error:
+            # 502: the replica went away in the middle of a stream.
+            outcome.status = 502 if isinstance(error, BrokenOff) else 499
+            raise
+        finally:
+            self.metrics.in_flight -= count
+            self.metrics.ended(outcome.row())
+
+    def failed(
+        self, request: web.Request, sent: web.StreamResponse | None, backend: Backend, error: Any
+    ) -> web.Response:
+        """Return the answer to a request that a replica or an engine has not answered.
+
+        Raises:
+            ConnectionResetError: the client is gone, or has got a part of the answer already.
+        """
+        if (
+            request.transport is None
+            or request.transport.is_closing()
+            or isinstance(error, aiohttp.ClientConnectionResetError)
+        ):
+            raise ConnectionResetError("the client went away") from error
+        backend.failed_at = time.monotonic()
+        if sent is not None and sent.prepared:
+            # The client must see that the rest is missing.
+            with suppress(OSError):
+                request.transport.abort()
+            raise BrokenOff(f"the {self.below} went away") from error
+        if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
+            return self.error(504, f"no answer within {self.settings['request_timeout_s']} s")
+        return self.error(503, f"the {self.below} does not answer ({type(error).__name__})")
+
+    def timeout(self) -> aiohttp.ClientTimeout:
+        total = float(self.settings["request_timeout_s"])
+        return aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_S)
+
+    async def drained(self) -> None:
+        """Wait until no request is in flight, at most 20 s."""
+        deadline = time.monotonic() + 20
+        while self.metrics.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+
+
+def runner(proxy: Proxy, headers_s: float = HEADERS_S, **more: Any) -> web.AppRunner:
+    """Return aiohttp's server of a proxy, with its limits for strangers."""
+    log = logging.getLogger("serving.http")
+    log.addFilter(_is_ours)
+    return web.AppRunner(
+        proxy.app(),
+        access_log=None,
+        handler_cancellation=True,
+        # It begins with the connection, and no part of a request prolongs it.
+        keepalive_timeout=headers_s,
+        logger=log,
+        **more,
+    )
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a fault is none of a malformed request, which is answered with 400: its text has
+    parts of the headers, such as keys."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))

@@ -1,0 +1,205 @@
+"""The keys of users: quotas, revocation, and whose request the log has."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from launcher.errors import EndpointFault, UsageFault
+from plugins.serve import endpoint as endpoints
+from plugins.serve.backends import Backend
+from plugins.serve.client import Client, Refused
+from plugins.serve.faults import Faults
+from plugins.serve.front import Front
+from plugins.serve.gateway import Gateway
+from plugins.serve.journal import Journal, read
+from plugins.serve.keys import Keys, Quotas
+from plugins.serve.launcher import keys as access
+from plugins.serve.launcher.endpoint import Endpoint
+from plugins.serve.parameters import Takes
+from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Engine, opened
+
+
+@pytest.fixture
+def endpoint(tmp_path) -> Endpoint:
+    found = Endpoint(tmp_path / "e")
+    (found.folder / endpoints.BACKENDS).mkdir(parents=True)
+    return found
+
+
+def test_a_users_key_is_shown_once_and_kept_as_a_hash(endpoint):
+    key = access.add(endpoint, "ada", {"requests_per_day": 3, "tokens_per_day": None})
+    file = endpoint.folder / endpoints.USERS
+    assert key not in file.read_text() and file.stat().st_mode & 0o077 == 0
+    with pytest.raises(
+        UsageFault, match="ada already has a key: change its limits with --set-limits e"
+    ):
+        access.add(endpoint, "ada", {})
+    with pytest.raises(UsageFault, match="may contain only"):
+        access.add(endpoint, "a/b", {})
+    with pytest.raises(UsageFault, match=r"no key for user 'aba'.*there are ada"):
+        access.revoke(endpoint, "aba")
+    access.limit(endpoint, "ada", {"tokens_per_day": 50})
+    access.limit(endpoint, "ada", {"requests_per_day": None})
+    (row,) = access.rows(endpoint)
+    assert (row["requests_per_day"], row["tokens_per_day"]) == (None, 50)
+    with pytest.raises(UsageFault, match="no key for user 'eve'"):
+        access.limit(endpoint, "eve", {})
+    keys = Keys(KEY, endpoint.folder)
+    assert keys.who(key) == "ada", "the key stays"
+    access.revoke(endpoint, "ada")
+    assert access.add(endpoint, "ada", {}) != key, "a revoked one may be replaced"
+
+
+def test_commands_that_change_users_at_once_lose_none(endpoint, monkeypatch):
+    monkeypatch.setattr(access, "_WAIT_S", 0.1)
+    with access._changed(endpoint) as users:
+        with pytest.raises(EndpointFault, match="another command is changing the users of e"):
+            access.add(endpoint, "eve", {})
+        users["ada"] = {"sha256": "x"}
+    access.add(endpoint, "kim", {})
+    assert sorted(endpoints.users(endpoint.folder)) == ["ada", "kim"]
+
+
+def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoint):
+    """A stream and an answer that are given up count, and requests at a time do not pass together.
+
+    Its prompt has 10 tokens, its answer 50 at most; a stream that is given up has sent two.
+    """
+    ada = access.add(endpoint, "ada", {"tokens_per_day": 100, "requests_per_day": None})
+    eve = access.add(endpoint, "eve", {"tokens_per_day": None, "requests_per_day": 3})
+    prompt = {"messages": [{"role": "user", "content": "word " * 10}], "max_tokens": 50}
+
+    async def run() -> None:
+        engine, app = Engine(), web.Application()
+        engine.pause = asyncio.Event()
+        app.router.add_route("*", "/{path:.*}", engine.answer)
+        below, port = await opened(app)
+        keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, "a")
+        journal, takes = Journal(endpoint.folder / endpoints.REQUESTS), Takes("vllm", "m")
+        own = Backend("a", f"http://127.0.0.1:{port}", ready=True)
+        words = (lambda text: len(text.split()), 1000)
+        proxy = Front(SETTINGS, keys, own, takes, journal, quotas, *words)
+        runner, place = await opened(proxy.app())
+        url = f"http://127.0.0.1:{place}{CHAT}"
+
+        async def settled(tokens: int) -> None:
+            async with asyncio.timeout(20):
+                while quotas.own["ada"][1] != tokens or proxy.metrics.in_flight:
+                    await asyncio.sleep(0.01)
+
+        head = {"Authorization": f"Bearer {ada}"}
+        async with aiohttp.ClientSession(headers=head) as client:
+            stream = await client.post(url, json={**prompt, "stream": True})
+            await stream.content.readuntil(b"two")
+            assert quotas.own["ada"] == (1, 10), "the prompt is charged when it begins"
+            stream.close()
+            await settled(12)
+            given_up = asyncio.create_task(client.post(url, json=prompt))
+            async with asyncio.timeout(20):
+                while not proxy.metrics.in_flight:
+                    await asyncio.sleep(0.01)
+                # 12 and 10 are used, and 50 are held: a third one would fit, a fourth one not.
+                running = asyncio.create_task(client.post(url, json=prompt))
+                while proxy.metrics.in_flight < 2:
+                    await asyncio.sleep(0.01)
+            async with client.post(url, json=prompt) as answer:
+                assert answer.status == 429 and answer.headers["Retry-After"] == "1"
+                assert "32 of 100 tokens" in (text := await answer.text()) and "running" in text
+            given_up.cancel()
+            async with asyncio.timeout(20):
+                while quotas.own["ada"][1] != 82:
+                    await asyncio.sleep(0.01)
+            engine.pause.set()
+            assert (await running).status == 200
+            # What was assumed of its prompt is replaced by the engine's count: 3 and 2.
+            await settled(77)
+            client.headers["Authorization"] = f"Bearer {eve}"
+            statuses = [(await client.post(url, json={**prompt, "n": n})).status for n in (4, 3, 1)]
+            assert (statuses, quotas.own["eve"][0]) == ([429, 200, 429], 3)
+        for each in (runner, below):
+            await each.cleanup()
+
+    asyncio.run(run())
+
+
+def test_users_are_limited_over_all_replicas_and_revoked(endpoint):
+    ada = access.add(endpoint, "ada", {"requests_per_day": 4, "tokens_per_day": None})
+    bob = access.add(endpoint, "bob", {"requests_per_day": None, "tokens_per_day": 9})
+
+    async def run() -> None:
+        engine, app = Engine(), web.Application()
+        app.router.add_route("*", "/{path:.*}", engine.answer)
+        below, port = await opened(app)
+        runners, fronts, takes = [below], [], Takes("vllm", "m")
+        for name in ("a", "b"):
+            own = Backend("a", f"http://127.0.0.1:{port}", ready=True)
+            keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, name)
+            journal = Journal(endpoint.folder / endpoints.REQUESTS)
+            front = Front(SETTINGS, keys, own, takes, journal, quotas)
+            runner, place = await opened(front.app())
+            facts = {"state": "ready", "url": f"http://127.0.0.1:{place}", "version": name}
+            endpoints.tell(endpoint.folder, name, facts)
+            runners.append(runner)
+            fronts.append((keys, quotas))
+        keys = Keys(KEY, endpoint.folder)
+        proxy = Gateway(SETTINGS, keys, endpoint.folder)
+        proxy.pool.refresh()
+        gateway, place = await opened(proxy.app())
+
+        async with aiohttp.ClientSession() as client:
+
+            async def ask(key: str, **more: object) -> tuple[int, str]:
+                for _, quotas in fronts * 2:
+                    quotas.refresh()
+                head = {"Authorization": f"Bearer {key}", "X-Cookbook-User": "eve"}
+                head["X-Cookbook-Request-Id"] = "forged"
+                url, body = f"http://127.0.0.1:{place}{CHAT}", {"messages": SAID, **more}
+                async with client.post(url, headers=head, json=body) as answer:
+                    return answer.status, await answer.text()
+
+            assert [(await ask(ada))[0] for _ in range(5)] == [200, 200, 200, 200, 429]
+            assert "4 of 4 requests of today" in (await ask(ada))[1]
+            asking = Client(endpoint.folder, ada)
+            with pytest.raises(Refused, match="429: ada: 4 of 4 requests of today"):
+                await asking.ask({"messages": SAID})
+            await asking.session.close()
+            # Five tokens each, and a stream counts as much.
+            assert [(await ask(bob, stream=True))[0] for _ in range(3)] == [200, 200, 429]
+            assert [(await ask(key))[0] for key in (KEY, "nobody's", "")] == [200, 401, 401]
+            head = {"Authorization": f"Bearer {bob}"}
+            async with client.get(f"http://127.0.0.1:{place}/metrics", headers=head) as answer:
+                assert answer.status == 403
+            access.revoke(endpoint, "ada")
+            keys.refresh()
+            assert (await ask(ada))[0] == 401
+        for runner in (gateway, *runners):
+            await runner.cleanup()
+
+    asyncio.run(run())
+    rows = list(read(endpoint.folder / endpoints.REQUESTS))
+    users = sorted(row["user"] or "" for row in rows)
+    assert users == ["", "ada", "ada", "ada", "ada", "bob", "bob"]
+    assert "forged" not in {row["request_id"] for row in rows}
+    shown = {row["user"]: (row["requests"], row["tokens"]) for row in access.rows(endpoint)}
+    assert shown == {"ada": (4, 20), "bob": (2, 10)}
+    assert "sha256" not in json.dumps(access.rows(endpoint))
+
+
+def test_users_and_quotas_that_cannot_be_read_stay_and_are_told(endpoint, capsys):
+    key = access.add(endpoint, "ada", {})
+    keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, "a")
+    quotas.others = {"ada": (3, 4)}
+    (endpoint.folder / endpoints.USERS).write_text("{")
+    (endpoint.folder / endpoints.USAGE / "b.json").write_text("{")
+    faults = Faults()
+    faults.trying("the users' keys", keys.refresh)
+    faults.trying("the users' quotas", quotas.refresh)
+    assert keys.who(key) == "ada" and quotas.others == {"ada": (3, 4)}
+    told = capsys.readouterr().err
+    assert "ERROR: the users' keys: " in told and "ERROR: the users' quotas: " in told
+    # A replica starts with them, and without its own count of which a full disk has left a part.
+    assert Keys(KEY, endpoint.folder).who(key) is None
+    assert Quotas(endpoint.folder, "b").own == {}

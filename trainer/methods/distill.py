@@ -1,0 +1,216 @@
+"""Distillation: the student learns the teacher's distribution of each trained token."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from runspec import tokens
+from runspec.keys.distill import DistillConfig
+from runspec.keys.train import TrainConfig
+from runspec.storage import patient_json, patiently
+from trainer.data.batches import Data
+from trainer.errors import ConfigError
+from trainer.layers.batch import MicroBatch
+from trainer.layers.divergence import Divergence, Sums, distillation_loss, frozen_factors
+from trainer.layers.head import Factors, through_head
+from trainer.layers.top_k import top_k_loss
+from trainer.methods import kept_teacher
+from trainer.methods.base import LossSum, Models, Objective
+from trainer.models import build
+from trainer.models.builder import Builder
+
+if TYPE_CHECKING:
+    from plugins.rl.on_policy import Student
+
+
+class Distillation(Objective):
+    """A frozen teacher runs forward over the student's batches, laid out like the student.
+
+    With teacher_log_probs=kept no teacher runs: the batches contain its stored log-probabilities.
+
+    Figures, means over the trained tokens: kd_loss, the divergence times temperature^2;
+    cross_entropy, of the student with the data; top1_agreement, the share of tokens for which both
+    models think the same one likeliest.
+    """
+
+    config_class: ClassVar[type[TrainConfig]] = DistillConfig
+    _kept: kept_teacher.Kept | None = None
+    _student: "Student | None" = None
+
+    @classmethod
+    def faults(cls, config: Any) -> list[str]:
+        """As `setting_faults`, and what must be kept of the teacher and is not."""
+        texts = cls.setting_faults(config)
+        if config.on_policy_share and not texts:
+            from trainer.methods import whole
+
+            texts = whole.faults(config)
+        return texts or (kept_teacher.missing(config, cls.form) if config.kept_top_k else [])
+
+    @classmethod
+    def setting_faults(cls, config: Any) -> list[str]:
+        """What is outside of its range, and whether the teacher has other tokens."""
+        texts = super().faults(config)
+        texts += [
+            f"{name}: must be from 0 to 1, got {value}"
+            for name in ("beta", "cross_entropy_share", "on_policy_share")
+            if (value := getattr(config, name)) > 1
+        ]
+        if config.on_policy_share:
+            # Imported late here and below: few runs generate, and a rank is to start fast.
+            from plugins.rl import on_policy
+
+            texts += on_policy.faults(config)
+        texts += tokenizer_faults(config.model_folder, Path(config.teacher), _added(config))
+        if config.kept_top_k and config.beta:
+            texts.append(
+                f"beta: {config.beta} needs the teacher's whole distribution; teacher_log_probs="
+                "kept can only do beta=0, the forward KL"
+            )
+        return texts
+
+    def build_data(self) -> Data:
+        """As Objective.build_data; also raises ConfigError if what must be kept is not there."""
+        data = super().build_data()
+        if self.config.kept_top_k:
+            self._kept = kept_teacher.give(self.config, self.world, data)
+        return data
+
+    def build_models(self, builder: Builder) -> Models:
+        """As Objective.build_models; also raises ConfigError for a teacher with other tokens."""
+        self.world.on_main(lambda: self.refuse(self.setting_faults(self.config)))
+        return super().build_models(builder)
+
+    def prepare(self, models: Models, data: Data) -> None:
+        """As Objective.prepare; also raises ConfigError for a student that cannot generate."""
+        if self.config.on_policy_share:
+            from plugins.rl.on_policy import Student
+
+            self._student = Student(self.config, self.world)
+
+    def before_step(
+        self, models: Models, micro_batches: list[MicroBatch], step: int
+    ) -> list[MicroBatch]:
+        """As Objective.before_step: with answers of the student's in a share of the steps."""
+        if self._student is None:
+            return micro_batches
+        return self._student.replaced(models, micro_batches, step)
+
+    @property
+    def generates(self) -> bool:
+        """As Objective.generates."""
+        return bool(self.config.on_policy_share)
+
+    def trace_answers(self, models: Models) -> None:
+        """As Objective.trace_answers."""
+        from plugins.rl import on_policy
+
+        on_policy.trace(models, self.config, self.world)
+
+    def step_figures(self) -> dict[str, float | None]:
+        """As Objective.step_figures; see plugins.rl.on_policy."""
+        return {} if self._student is None else self._student.figures()
+
+    @staticmethod
+    def refuse(faults: list[str]) -> None:
+        """Raise ConfigError with the faults, if there are any."""
+        if faults:
+            raise ConfigError(*faults)
+
+    def loss(self, models: Models, batch: MicroBatch) -> LossSum:
+        config, batch = self.config, batch.to(self.world.device)
+        how = Divergence(config.beta, config.temperature, config.cross_entropy_share)
+        kept = batch.teacher
+        if kept is None:
+            with models.as_teacher() as teacher:
+                wanted = frozen_factors(teacher, batch)
+
+        module = models.policy.module
+
+        def of_logits(own: Factors) -> Sums:
+            if kept is not None:
+                vocabulary = self._kept.vocabulary if self._kept else module.vocab_size
+                return top_k_loss(own, kept, batch.targets, how, vocabulary)
+            return distillation_loss(own, wanted, batch.targets, how)
+
+        sums = through_head(module, batch, of_logits)
+        return LossSum(
+            sums.total,
+            {
+                "kd_loss": sums.divergence,
+                "cross_entropy": sums.cross_entropy,
+                "top1_agreement": sums.agreement,
+            },
+        )
+
+    def identity(self, models: Models, data: Data) -> dict[str, Any]:
+        """As Objective.identity; a teacher that does not run counts by its weights, too."""
+        identity = super().identity(models, data)
+        return identity | ({"teacher_weights": self._kept.weights} if self._kept else {})
+
+
+def tokenizer_faults(
+    student: Path, teacher: Path, added: Mapping[int, str] | None = None
+) -> list[str]:
+    """Why two model folders do not have the same tokens, at most one line; [] if either is absent.
+
+    The teacher may have more of them. It must have all of the student's: it has learnt nothing for
+    an id that no token of its own has.
+
+    Args:
+        added: tokens that the student gets beside its folder's.
+    """
+    if not (student.is_dir() and teacher.is_dir()):
+        return []
+    files = [folder / "tokenizer.json" for folder in (student, teacher)]
+    advice = "give a teacher with the student's tokenizer"
+    if missing := [str(file) for file in files if not file.is_file()]:
+        return [f"teacher: {missing[0]} is missing, so its tokens cannot be compared; {advice}"]
+    if not added and len({patiently(Path.read_bytes, file) for file in files}) == 1:
+        return []
+    own, other = (_tokens(patient_json(file) or {}) for file in files)
+    own |= added or {}
+    common = own.keys() & other.keys()
+    differ = sorted(number for number in common if own[number] != other[number])
+    if common and not differ:
+        lacks = sorted(own.keys() - other.keys())
+        if not lacks:
+            return []
+        more = f" and {len(lacks) - 1:,} more" if len(lacks) > 1 else ""
+        key, remedy = "teacher", advice
+        if lacks[0] in (added or {}):
+            key = tokens.KEY
+            remedy = "train the teacher with the same new_tokens first, or leave them out"
+        return [
+            f"{key}: {teacher} has no token {own[lacks[0]]!r}{more}, which the student has, and "
+            f"nothing to teach of it; {remedy}"
+        ]
+    reason = (
+        f"token {differ[0]} is {other[differ[0]]!r} there and {own[differ[0]]!r} in {student}, and "
+        f"{len(differ):,} of {len(common):,} differ"
+        if differ
+        else "no token has the same number"
+    )
+    return [f"teacher: {teacher} has another tokenizer: {reason}; {advice}"]
+
+
+def _added(config: Any) -> dict[int, str]:
+    """The tokens that a config adds to the student's, by number."""
+    if not (config.tokenizer.get("new_tokens") and config.model_folder.is_dir()):
+        return {}
+    try:
+        ids = build.new_ids(config)
+    except ConfigError:
+        return {}  # other checks say what is wrong with them
+    return dict(zip(ids, tokens.new_tokens(config.tokenizer), strict=True))
+
+
+def _tokens(tokenizer: dict[str, Any]) -> dict[int, str]:
+    """The text of each token by its number, from the content of tokenizer.json."""
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, by number
+        tokens = {number: str(token) for number, (token, _) in enumerate(vocabulary)}
+    else:
+        tokens = {number: token for token, number in vocabulary.items()}
+    added = tokenizer.get("added_tokens") or []
+    return tokens | {token["id"]: token["content"] for token in added}

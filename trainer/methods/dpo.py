@@ -1,0 +1,117 @@
+"""Preference tuning on pairs of answers: DPO, IPO, hinge, SimPO, ORPO."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from runspec.keys.preference import REFERENCE_FREE, DpoConfig
+from runspec.keys.train import TrainConfig
+from trainer.data.batches import Batches
+from trainer.data.form import SampleForm
+from trainer.layers.batch import MicroBatch
+from trainer.layers.log_probs import document_sums, token_log_probs
+from trainer.methods import preference_losses as losses
+from trainer.methods import reference
+from trainer.methods.base import LossSum, Models
+from trainer.methods.preference import PreferenceObjective
+from trainer.methods.preference_losses import Answers, difference
+
+PAIRS = SampleForm(
+    # The names that torchtune's datasets of preferences have.
+    documents=(
+        ("chosen_input_ids", "chosen_labels"),
+        ("rejected_input_ids", "rejected_labels"),
+    ),
+    preferences=DpoConfig.pairs,
+)
+
+
+class PreferenceTuning(PreferenceObjective):
+    """The chosen answer of a pair is to be likelier than the rejected one.
+
+    Figures, means over the pairs: rewards/chosen and rewards/rejected, beta times the log-ratio to
+    the reference (to 1 for losses without one; of means for losses of means); rewards/margins,
+    their difference; rewards/accuracies, the share of pairs where it is above 0, and 0 as long as
+    policy and reference are the same and differ by rounding only; logps/chosen and
+    logps/rejected, log-probabilities of whole answers, which may both fall while the margin grows;
+    nll/chosen, the mean negative log-likelihood of a token, if it is in the loss.
+    """
+
+    config_class: ClassVar[type[TrainConfig]] = DpoConfig
+    form: ClassVar[SampleForm] = PAIRS
+
+    @classmethod
+    def faults(cls, config: Any) -> list[str]:
+        """What of the loss's keys is not used, or outside of its range."""
+        texts = super().faults(config)
+        if config.label_smoothing >= 0.5:
+            texts.append(f"label_smoothing: must be below 0.5, got {config.label_smoothing}")
+        unused = {
+            "reference": config.reference != "auto" and config.loss in REFERENCE_FREE,
+            "label_smoothing": config.label_smoothing and config.loss not in ("dpo", "simpo"),
+            "robust": config.robust and not (config.loss == "dpo" and config.label_smoothing),
+            "length_normalized": config.length_normalized and config.loss not in ("dpo", "hinge"),
+            "sft_weight": config.sft_weight and config.loss == "orpo",
+        }
+        reasons = {
+            "robust": "needs loss=dpo and label_smoothing above 0",
+            "length_normalized": f"{config.loss} already takes means over the tokens",
+            "sft_weight": "orpo has the chosen answer's likelihood in its loss, with weight 1",
+        }
+        other = f"loss={config.loss} does not use it"
+        given = [name for name, is_so in unused.items() if is_so]
+        return texts + [f"{name}: {reasons.get(name, other)}; leave it out" for name in given]
+
+    def described(self, batches: Batches) -> list[str]:
+        """How much longer the chosen answers are: the policy may learn no more than that."""
+        lengths = batches.rows.samples.documents
+        by = float((lengths[:, 0] - lengths[:, 1]).mean())
+        share = float((lengths[:, 0] > lengths[:, 1]).mean())
+        word = "longer" if by >= 0 else "shorter"
+        return [
+            f"chosen answers are {abs(by):,.1f} tokens {word} than rejected ones on average, and "
+            f"longer in {100 * share:.0f} % of the pairs"
+        ]
+
+    def loss(self, models: Models, batch: MicroBatch) -> LossSum:
+        config = self.config
+        batch = batch.to(self.world.device)
+        before = reference.in_step(models, batch, config)
+        log_probs = token_log_probs(models.policy.module, batch)
+        counts = document_sums(torch.ones_like(log_probs), batch).clamp_min(1)
+        sums = document_sums(log_probs, batch)
+        answers = Answers(sums, torch.zeros_like(sums) if before is None else before, counts)
+        loss, rewards = self._loss(answers)
+        figures = {}
+        if config.sft_weight or config.loss == "orpo":
+            figures["nll/chosen"] = -answers.means[:, 0]
+            if config.loss != "orpo":
+                loss = loss + config.sft_weight * figures["nll/chosen"]
+        margins = difference(rewards)
+        figures |= {
+            "rewards/chosen": rewards[:, 0],
+            "rewards/rejected": rewards[:, 1],
+            "rewards/margins": margins,
+            "rewards/accuracies": (margins > 0) & (not self.at_reference(models)),
+            "logps/chosen": sums[:, 0],
+            "logps/rejected": sums[:, 1],
+        }
+        return LossSum(loss.sum(), {n: value.detach().sum() for n, value in figures.items()})
+
+    def _loss(self, answers: Answers) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of each pair, [pairs], and the answers' rewards, [pairs, 2]."""
+        config, beta = self.config, self.config.beta
+        if config.loss == "simpo":
+            loss = losses.simpo(answers, beta, config.simpo_gamma, config.label_smoothing)
+            return loss, beta * answers.means
+        if config.loss == "orpo":
+            return losses.orpo(answers, beta), beta * answers.means
+        if config.loss == "ipo":
+            return losses.ipo(answers, beta), beta * answers.ratios / answers.counts
+        ratios = answers.ratios
+        if config.length_normalized:
+            ratios = ratios / answers.counts
+        if config.loss == "hinge":
+            return losses.hinge(ratios, beta), beta * ratios
+        loss = losses.dpo(ratios, beta, config.label_smoothing, config.robust)
+        return loss, beta * ratios
