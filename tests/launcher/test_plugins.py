@@ -93,7 +93,7 @@ class Gentle(SupervisedFineTuning):
 
 
 def environment(folder: Path) -> Path:
-    """A virtual environment with the packages of the tests', but not the checkout that they test."""
+    """A virtual environment with the packages of the tests, but not the checkout under test."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     (own,) = Path(sys.prefix).glob("lib/python*/site-packages")
