@@ -12,7 +12,7 @@ from launcher import yamlfile
 from launcher.cli import completion
 from launcher.cli.common import cluster_option
 from launcher.recipe import entries
-from launcher.recipe import recipe as recipe_file
+from launcher.recipe import load as recipe_file
 from plugins.estimate.launcher import gpus
 from plugins.estimate.launcher.estimate import peak_gib
 

@@ -15,9 +15,9 @@ from typing import Any
 from launcher.check import Finding, samples
 from launcher.do.submit import context, plan
 from launcher.errors import CookbookError, UsageFault
+from launcher.recipe import load as recipes
 from launcher.recipe import own, own_data
-from launcher.recipe import recipe as recipes
-from launcher.recipe.recipe import NAME, NAME_RULE, Recipe
+from launcher.recipe.model import Recipe
 from launcher.site import Site
 from launcher.slurm import render
 from launcher.slurm.executors import Executor
@@ -25,6 +25,7 @@ from plugins.estimate.launcher.epoch import duration
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.step_config import GIB
 from runspec import prepared
+from runspec.keys.key import NAME, NAME_RULE
 from runspec.keys.preference import DpoConfig
 
 MODEL = "Qwen/Qwen3-0.6B"

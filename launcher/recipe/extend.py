@@ -78,6 +78,12 @@ def replace_older(config: dict[str, Any], key: str) -> None:
 # References --------------------------------------------------------------------------------------
 
 
+def folders(root: Path) -> dict[str, str]:
+    """Return the folders of a site, given its shared one, by the names that recipes may use."""
+    named = {f"{name}_root": str(root / name) for name in ("models", "datasets")}
+    return {"repo_root": str(paths.REPO_ROOT), **named}
+
+
 def resolve(
     config: Mapping[str, Any], variables: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[Fault]]:

@@ -15,7 +15,7 @@ import jinja2
 from launcher import paths, slurm
 from launcher.errors import RecipeFault, RunFault
 from launcher.recipe.environment import Environment
-from launcher.recipe.recipe import Recipe, Resources
+from launcher.recipe.model import Recipe, Resources
 from launcher.site import Site, with_site_defaults
 from launcher.slurm.executors import token
 from plugins.estimate.launcher.recipe_step import step_of

@@ -11,4 +11,5 @@ PLUGIN = Plugin(
             "Deliver",
         ),
     },
+    entries="plugins.evaluate.launcher.entries:ENTRIES",
 )

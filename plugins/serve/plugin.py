@@ -16,4 +16,5 @@ PLUGIN = Plugin(
             "Deliver",
         ),
     },
+    entries="plugins.serve.launcher.entries:ENTRIES",
 )

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.check.doctor.ask import NodeReport
 from launcher.check.doctor.rehearsal import Part, Scene, findings
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from plugins.estimate.launcher import gpus
 from plugins.estimate.launcher.recipe_step import step_of
 from tests.launcher.kit import Kit, report

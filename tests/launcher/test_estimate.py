@@ -11,7 +11,7 @@ from launcher import paths
 from launcher import site as sites
 from launcher.check import Context, Skipped, size
 from launcher.errors import RecipeFault
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.recipe import shapes
 from launcher.recipe.shapes import shape_of
 from launcher.slurm.executors import choose

@@ -13,7 +13,7 @@ from launcher.check.recipe import script
 from launcher.cli import cookbook
 from launcher.errors import UsageFault
 from launcher.recipe import entries, stock
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.site import Site
 from launcher.slurm import executors
 from plugins.engines.launcher import check as engine

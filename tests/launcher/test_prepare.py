@@ -15,7 +15,7 @@ import pytest
 
 from launcher import yamlfile
 from launcher.check import files
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from plugins.serve import source
 from plugins.serve.launcher import requests
 from tests.launcher.kit import until

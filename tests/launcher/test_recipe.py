@@ -11,8 +11,9 @@ from launcher import check as checks
 from launcher import paths
 from launcher.check import preflight
 from launcher.errors import PreflightFault, RecipeFault
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.recipe import stock
+from launcher.recipe.model import time_limit_s
 from launcher.site import Site, complete
 from launcher.slurm import render
 from launcher.slurm.executors import choose
@@ -383,7 +384,7 @@ def test_a_recipe_of_ones_own_may_not_carry_a_hostile_file_name(tmp_path):
     ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(text, seconds):
-    assert recipes.time_limit_s(text) == seconds
+    assert time_limit_s(text) == seconds
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from benchmarks import speeds
 from launcher import paths
 from launcher import site as cluster
 from launcher.errors import RecipeFault
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.recipe.shapes import shape_of
 from plugins.estimate.launcher import gpus
 from plugins.estimate.launcher.compute import DENSE, OTHER, Compute, Reached, grouped_by

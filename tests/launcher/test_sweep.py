@@ -10,7 +10,8 @@ import pytest
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError
-from launcher.recipe import recipe, sweep
+from launcher.recipe import load as recipes
+from launcher.recipe import sweep
 from launcher.run import sweeps
 from launcher.run.directory import Run
 from plugins.estimate.launcher.cells import PredictedSweep
@@ -48,7 +49,7 @@ def written(folder: Path, **content: object) -> str:
 def predicted(name: str) -> PredictedSweep:
     found = sweep.load(name)
     cells = [
-        (cell.number, cell.name, recipe.load(found.recipe, cell.overrides)) for cell in found.cells
+        (cell.number, cell.name, recipes.load(found.recipe, cell.overrides)) for cell in found.cells
     ]
     return PredictedSweep(cells, paths.REPO_ROOT, by_name(found.gpu))
 

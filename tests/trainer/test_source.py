@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.recipe import stock, sweep
 from tests.trainer.runs import write_config
 from trainer.config import load, parse, read_yaml

@@ -11,7 +11,6 @@ from launcher import paths, venv, yamlfile
 from launcher.do.submit import asked_of, start_first, submission
 from launcher.errors import PreflightFault, UsageFault
 from launcher.recipe.data import DataRecipe
-from launcher.recipe.recipe import NAME, NAME_RULE
 from launcher.run import code, directory, provenance
 from launcher.run.directory import Run
 from launcher.site import Site, with_site_defaults
@@ -19,6 +18,7 @@ from launcher.slurm import render
 from launcher.slurm.executors import Executor
 from plugins.data.datarecipe import step_name, step_options
 from runspec import files
+from runspec.keys.key import NAME, NAME_RULE
 
 # What every preparation imports.
 _PACKAGES = ("ibis-framework", "duckdb", "phonenumberslite", "python-stdnum")

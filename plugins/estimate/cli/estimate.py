@@ -7,7 +7,7 @@ import click
 from launcher import site as sites
 from launcher.cli.common import cluster_option, own_options, recipe_arguments
 from launcher.cli.number import FloatRange, IntRange
-from launcher.recipe import recipe as recipe_file
+from launcher.recipe import load as recipe_file
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.tuning import Tuning
 from plugins.registry.launcher import registered

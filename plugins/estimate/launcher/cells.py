@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import CookbookError
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from plugins.estimate.launcher.epoch import duration
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.gpus import Gpu

@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher import venv
 from launcher.errors import PreflightFault, UsageFault
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from plugins.estimate.launcher import gpus, replicas, step_time
 from plugins.estimate.launcher.epoch import duration, epoch_of
 from plugins.estimate.launcher.memory import (

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from launcher.errors import UsageFault
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from launcher.site import Site
 
 

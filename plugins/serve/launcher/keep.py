@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launcher.errors import CookbookError, EndpointFault
-from launcher.recipe.recipe import time_limit_s
+from launcher.recipe.model import time_limit_s
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.registry.launcher import models
