@@ -1,9 +1,9 @@
-"""The kinds of GPU that configs/gpus.yaml knows: memory, peak, and what their links take."""
+"""The kinds of GPU that configs/gpus.yaml knows: memory, speed, and what is reached of it."""
 
 import re
 from dataclasses import dataclass
 from functools import cache
-from math import gcd
+from typing import NamedTuple
 
 from launcher import paths, yamlfile
 from launcher.errors import UsageFault, nearest
@@ -75,57 +75,46 @@ def smallest(gib: float) -> str | None:
     return f"{min(_LABELS_GB, key=lambda label: abs(label - min(fitting)))} GB"
 
 
-# Links -------------------------------------------------------------------------------------------
+# What is reached of a data sheet ------------------------------------------------------------------
 
 # Of a link's data sheet, what NCCL reaches with large messages. Its developers name 370 of NVLink's
 # 450 GB/s on H100 (NVIDIA/nccl-tests issue 212) and 46 to 48 of the 50 of a 400 Gbit/s port (290);
 # 32 nodes of eight such ports gave 340 of 400 (NVIDIA/nccl issue 1218). For others an assumption.
 REACHED = 0.8
-# Seconds of a collective, of its step within a node and of one between nodes: those of NCCL's
-# protocol Simple over NVLink (NCCL, src/graph/tuning.cc, ncclTopoTuneModel).
-BASE_S, WITHIN_S, BETWEEN_S = 8.4e-6, 3.4e-6, 9.6e-6
 
 
-@dataclass(frozen=True)
-class Links:
-    """How the GPUs are connected: 10^9 bytes per second of each, in one direction.
+class Reached(NamedTuple):
+    """What kernels reach of a GPU's data sheet, as shares; times in seconds.
 
-    within_gbs: to the others of its node. between_gbs: to other nodes.
+    products: large bf16 products. attention, attention_backward: FlashAttention on long rows.
+    grouped: of `products`, the experts' products; see `grouped_by`.
+    fp8: speed of fp8 products, over bf16's. memory: of the bandwidth, by elementwise kernels.
+    launch_s: of a kernel by the host.
     """
 
-    gpus_per_node: int
-    within_gbs: float
-    between_gbs: float
+    products: float
+    attention: float
+    attention_backward: float
+    grouped: float
+    fp8: float = 1.7
+    memory: float = 0.85
+    launch_s: float = 8e-6
 
     @classmethod
-    def of(cls, gpu: Gpu, gpus_per_node: int, network_gbits: float | None = None) -> "Links":
-        """Return the usual links of a kind of GPU, or with the network that is given."""
-        between = gpu.network_gbits if network_gbits is None else network_gbits
-        return cls(gpus_per_node, gpu.link_gbs, between / 8)
+    def of(cls, gpu: Gpu) -> "Reached":
+        """Return what is usual on a kind of GPU.
 
-    def ring_s(self, sent: float, ranks: int, stride: int = 1, passes: int = 1) -> float:
-        """Seconds in which each of the ranks, `stride` apart, sends `sent` bytes over a ring.
-
-        An all-gather or reduce-scatter of a whole of n bytes sends n (ranks - 1) / ranks in one
-        pass, an all-reduce twice that in two (Patarasuk and Yuan 2009).
+        Cards with more than 400 TFLOP/s are held back by their power, and FlashAttention 2 does
+        not use what is new in them, so it is as fast on all: on H100 it reaches 350 to 370 TFLOP/s
+        forward and about 290 backward (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6), on
+        A100 200 and 180 (Dao 2023, arXiv 2307.08691, figures 4 to 6).
         """
-        if ranks == 1 or not sent:
-            return 0.0
-        local = max(1, gcd(ranks * stride, self.gpus_per_node) // stride)
-        across = ranks // local - 1
-        # Rings leave a node by every GPU of the group.
-        gbs = self.between_gbs * local if across else self.within_gbs
-        gbs = min(gbs, self.within_gbs) if local > 1 else gbs
-        latency = BASE_S + passes * ((ranks - 1 - across) * WITHIN_S + across * BETWEEN_S)
-        return latency + sent / (REACHED * gbs * 1e9)
+        if gpu.bf16_tflops <= 400:
+            return AMPERE
+        more = max(1.0, gpu.bf16_tflops / 989.4)
+        forward, backward = HOPPER.attention / more, HOPPER.attention_backward / more
+        return HOPPER._replace(attention=forward, attention_backward=backward)
 
-    def all_to_all_s(self, size: float, ranks: int) -> float:
-        """Seconds in which neighbours send each other their parts of these bytes.
 
-        What stays in the node and what leaves it go at the same time, over links of their own:
-        NCCL makes it of sends and receives (its user guide, "Point-to-point communication").
-        """
-        local = gcd(ranks, self.gpus_per_node)
-        within = (local - 1) / self.within_gbs
-        between = (ranks - local) / self.between_gbs
-        return BASE_S + max(within, between) * size / ranks / (REACHED * 1e9)
+HOPPER = Reached(products=0.66, attention=0.37, attention_backward=0.29, grouped=0.6)
+AMPERE = Reached(products=0.80, attention=0.65, attention_backward=0.58, grouped=0.6)

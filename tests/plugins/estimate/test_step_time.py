@@ -6,16 +6,18 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import speeds
-from launcher import paths
+from launcher import gpus, paths
 from launcher import site as cluster
+from launcher.cli import cookbook
 from launcher.errors import RecipeFault
+from launcher.gpus import REACHED, Reached
 from launcher.recipe import recipe as recipes
 from launcher.recipe.shapes import shape_of
-from plugins.estimate.launcher import gpus
-from plugins.estimate.launcher.compute import DENSE, OTHER, Compute, Reached, grouped_by
-from plugins.estimate.launcher.gpus import REACHED, Links
+from plugins.estimate.launcher.compute import DENSE, OTHER, Compute, grouped_by
+from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.step_config import StepConfig
 from plugins.estimate.launcher.step_time import computing, step_time
@@ -133,6 +135,17 @@ def test_the_sites_network_is_taken_unless_one_is_typed(user: Kit, tmp_path, mon
     (tmp_path / "none.yaml").write_text("network_gbits: 0\n")
     with pytest.raises(RecipeFault, match="network_gbits must be a number above 0, got 0"):
         cluster.load("none")
+
+
+def test_time_and_cost_of_so_many_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "CLUSTERS", tmp_path)
+    (tmp_path / "site.yaml").write_text("gpu_hour_price: 2.5\ncurrency: EUR\n")
+    asked = ["estimate", "llama8b_lora", "--cluster=site", "--tokens=36000000000"]
+    found = json.loads(CliRunner().invoke(cookbook, [*asked, "--json"]).output)
+    assert found["cost"] == pytest.approx(found["hours"] * 8 * 2.5)
+    shown = CliRunner().invoke(cookbook, asked).output
+    assert f"GPU-hours, {found['cost']:,.2f} EUR" in shown
+    assert "36,000,000,000 tokens, as given" in shown
 
 
 def test_a_replica_per_node_follows_the_number_of_nodes():

@@ -9,13 +9,11 @@ import pytest
 
 from launcher import paths
 from launcher import site as sites
-from launcher.check import Context, Skipped, size
+from launcher.check import Context, Skipped
 from launcher.errors import RecipeFault
 from launcher.recipe import recipe as recipes
-from launcher.recipe import shapes
-from launcher.recipe.shapes import shape_of
 from launcher.slurm.executors import choose
-from plugins.estimate.launcher import recipe_step
+from plugins.estimate.launcher import checks, recipe_step, text
 from plugins.estimate.launcher.epoch import epoch_of
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.recipe_step import step_of
@@ -177,36 +175,6 @@ def test_the_samples_of_every_local_file_are_counted(tmp_path, suffix):
         epoch_of(config, step_of(config, 1, 1))
 
 
-def test_the_trainer_is_asked_once_for_a_model_that_is_not_shipped(tmp_path, monkeypatch):
-    """Of a class that no description has; its MLP has two matrices."""
-    folder, cache = tmp_path / "mine", tmp_path / "cache"
-    folder.mkdir()
-    sizes = {key: MIXTRAL[key] for key in MIXTRAL if key.startswith(("num_hidden", "vocab", "max"))}
-    config = {"model_type": "arcee", "hidden_size": 128, "intermediate_size": 512, **sizes}
-    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4}))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    shape = shape_of({}, folder)
-    assert shape.parameters == 32 * (4 * 128**2 + 2 * 128 * 512 + 256) + 2 * 32000 * 128 + 128
-    assert shape.names.keys() >= {"self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"}
-    (kept,) = (cache / "slurm-cookbook" / "models").iterdir()
-    assert kept.name.startswith("mine-") and json.loads(kept.read_text())["packages"]
-    monkeypatch.setattr(shapes, "_told", {})
-    monkeypatch.setenv("COOKBOOK_VENV", str(tmp_path / "none"))
-    assert shape_of({"lora_rank": 4}, folder) == shape
-    # What another version of the kit has kept is not read.
-    kept.write_text(kept.read_text().replace('"vectors"', '"of_old": 1, "vectors"', 1))
-    monkeypatch.setattr(shapes, "_told", {})
-    with pytest.raises(RecipeFault, match="no description of mine is"):
-        shape_of({}, folder)
-    # Without a virtual environment there is nobody to ask, but for what is shipped.
-    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8}))
-    with pytest.raises(RecipeFault, match=r"no description of mine is .*: bash setup.sh"):
-        shape_of({}, folder)
-    assert shape_of({}, tmp_path / "Qwen3-8B").parameters == 8_190_735_360
-    with pytest.raises(RecipeFault, match=r"none has no config.json.*: cookbook download"):
-        shape_of({}, tmp_path / "none")
-
-
 @pytest.fixture
 def mixtral(tmp_path) -> str:
     """A recipe whose model has experts, as its config.json says."""
@@ -263,7 +231,7 @@ def test_a_model_that_the_trainer_refuses_is_refused(user: Kit, mixtral, tmp_pat
     assert line in done.stderr and done.stderr.count("error: ") == 1, done.stderr
     # The checks of memory and of the disk say the same.
     context = Context(recipes.load(mixtral), sites.load(None), executor=choose(True))
-    for check in (size.memory, size.disk):
+    for check in (checks.memory, checks.disk):
         with pytest.raises(Skipped, match=f"it cannot be computed: .*{re.escape(line)}"):
             check(context)
 
@@ -304,6 +272,6 @@ def test_a_fault_is_one_line(user: Kit, recipe, arguments, line):
     ],
 )
 def test_the_export_is_what_the_run_will_write(recipe, overrides, gib, words):
-    found = Estimate(recipes.load(recipe, overrides), paths.REPO_ROOT, "h100-80")
+    found = Estimate.of(recipes.load(recipe, overrides), paths.REPO_ROOT, "h100-80")
     assert found.as_json()["export_gib"] == pytest.approx(gib, abs=0.005)
-    assert [*found.lines()][-1].splitlines()[-1].endswith(words)
+    assert [*text.lines(found)][-1].splitlines()[-1].endswith(words)

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from launcher.check import Context, Finding, Skipped, existing_parent, failed, ok, warning
-from launcher.errors import RecipeFault, SlurmFault
+from launcher.check.environment import kind_of_gpu
+from launcher.errors import RecipeFault
 from launcher.run.directory import runs_root
 from launcher.slurm.render import generates_in_turns
-from plugins.estimate.launcher import gpus
 from plugins.estimate.launcher.memory import checkpoint_bytes, export_bytes, transfer_bytes
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.replicas import generates, vllm_share
@@ -90,26 +90,6 @@ def _step(context: Context) -> StepConfig:
         return step_of(context.config, resources.nodes, resources.gpus_per_node)
     except RecipeFault as fault:
         raise Skipped(f"it cannot be computed: {fault.faults[0]}") from fault
-
-
-def kind_of_gpu(context: Context) -> tuple[gpus.Gpu, str]:
-    """Return the kind of GPU, and who named it; Skipped if nobody did."""
-    if context.cluster.gpu:
-        return gpus.by_name(context.cluster.gpu), "the site's file"
-    named, source = context.resources.gpu_type, "resources.gpu_type"
-    if not named and context.executor.queued:
-        try:
-            known = context.partitions
-        except SlurmFault as fault:
-            raise Skipped(f"it is not known which GPUs there are: {fault.faults[0]}") from fault
-        wanted = (context.resources.partition or "").replace(",", " ").split()
-        chosen = [p for name, p in known.items() if name in wanted or (p.default and not wanted)]
-        types = {kind for part in chosen for nodes in part.kinds for kind in nodes.gpus if kind}
-        named, source = (types.pop() if len(types) == 1 else None), "sinfo"
-    if named and (gpu := gpus.by_label(named)):
-        return gpu, f"{source}: {named}"
-    write = "write gpu: with a name of configs/gpus.yaml into the site's file"
-    raise Skipped(f"it is not known which GPUs there are: {write}")
 
 
 def disk(context: Context) -> Iterable[Finding]:
