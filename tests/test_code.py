@@ -15,7 +15,7 @@ BIN = Path(sys.prefix) / "bin"
 FLOORS = [
     ["runspec"],
     ["launcher.errors", "launcher.paths", "launcher.yamlfile", "launcher.plugins"],
-    ["launcher.venv"],
+    ["launcher.venv", "launcher.gpus"],
     ["launcher.recipe", "launcher.slurm"],
     ["launcher.site"],
     ["launcher.run", "launcher.slurm.render"],

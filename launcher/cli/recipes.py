@@ -57,7 +57,7 @@ def _explanation(about: dict[str, Any]) -> Iterator[str]:
 def _row(recipe: recipe_file.Recipe, root: Path) -> dict[str, Any]:
     """What the table says of a recipe; memory is None if nothing computes it."""
     resources, found = recipe.resources, None
-    if recipe.entry.can_estimate:
+    if recipe.entry.method:
         config = recipe.resolved(root, "run")
         found = needs(config, resources.nodes, resources.gpus_per_node)
     peak = found and found.peak_gib
@@ -83,7 +83,8 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
             f"{row['name']:<{width}}  {row['method']:<7} {layout:<13} {memory:>14}  "
             f"{row['smallest_gpu'] or '-':<8} {row['description']}"
         )
-    yield (
-        "Memory is computed, not measured; cookbook estimate NAME shows the terms. ON is the "
-        "smallest GPU type with enough memory."
-    )
+    if any(row["peak_gib"] for row in rows):
+        yield (
+            "Memory is computed, not measured; cookbook estimate NAME shows the terms. ON is the "
+            "smallest GPU type with enough memory."
+        )

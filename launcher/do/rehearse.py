@@ -57,7 +57,7 @@ def rehearse(
     executor = executors.choose(False)
     kept = [each for each in overrides if not each.startswith("first_blocks=")]
     whole = _recipe(name, kept, site, executor)
-    if whole.entry.method is None or not whole.entry.can_estimate:
+    if whole.entry.method is None:
         raise UsageFault(f"{whole.name} starts {whole.entry_name}: only training can be rehearsed")
     root, ranks = site.root, whole.resources.gpus_per_node
     config = whole.resolved(root, "run")

@@ -43,7 +43,7 @@ class Entry:
     its recipes may hold keys that are not in keys. checked: what trainer.check looks at: "complete"
     (the whole config of the kit's trainer, with its layout and weights), "components" (only that
     they exist and take their arguments) or "". method: the config of a training method of the kit's
-    trainer. can_estimate: its memory and time can be computed. resumes: it continues from its last
+    trainer. resumes: it continues from its last
     checkpoint after a restart. purpose: train, evaluate or serve. faults: what its table
     of keys does not see of a recipe. notes: what the user should know of keys that are accepted.
     """
@@ -61,7 +61,6 @@ class Entry:
     other_keys: bool = False
     checked: str = ""
     method: type[TrainConfig] | None = None
-    can_estimate: bool = False
     can_profile: bool = False
     resumes: bool = False
     purpose: str = "train"
@@ -91,7 +90,6 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
         module=module,
         checked="complete",
         method=config,
-        can_estimate=True,
         can_profile=True,
         resumes=True,
         notes=notes,

@@ -83,7 +83,7 @@ def _weights(context: Context) -> Iterator[Finding]:
 
 
 def _step(context: Context) -> StepConfig:
-    if not context.recipe.entry.can_estimate:
+    if context.recipe.entry.method is None:
         raise Skipped("only the kit's own training methods can be computed")
     resources = context.resources
     try:

@@ -53,13 +53,13 @@ class Estimate:
         mfu: see `plugins.estimate.launcher.search.Predictor`. UsageFault for an entry or a GPU that
         nothing is known of, RecipeFault for what is wrong in the recipe.
         """
-        entry = entries.of(config)
-        if entry.method is None or not entry.can_estimate:
+        method = entries.of(config).method
+        if method is None:
             raise UsageFault(
                 f"entry: {config.get('entry')} cannot be estimated: only the kit's own training "
                 "methods can be computed"
             )
-        self.config, self.method, self.given_tokens = config, entry.method, tokens
+        self.config, self.method, self.given_tokens = config, method, tokens
         self.step, self.gpu = step_of(config, nodes, gpus_per_node), gpus.by_name(gpu)
         self.predictor = Predictor(self.step, self.gpu, mfu, network_gbits)
 

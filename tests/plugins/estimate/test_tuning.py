@@ -13,6 +13,7 @@ from launcher.recipe import recipe as recipes
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.search import Prediction, settings
+from plugins.estimate.launcher.text import lines
 from plugins.estimate.launcher.tuning import SHOWN, Tuning
 from tests.launcher.kit import Kit
 
@@ -188,17 +189,17 @@ def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
     assert 0 < state < turns.memory.peak and "generating answers" not in turns.memory.phases
     usable = turns.gpu.usable_gib * 2**30
     assert turns.vllm_share * turns.gpu.memory_gib * 2**30 + state <= usable
-    text = "\n".join(turns.lines())
+    text = "\n".join(lines(turns))
     assert f"vLLM gets {turns.vllm_share:.2f} of each GPU" in text
     assert "Memory per GPU while vLLM generates" in text
     assert "on the CPU of each node that generates: 122 GiB of weights" in text
-    assert "that generates" not in "\n".join(of("model.lora_rank=null").lines())
+    assert "that generates" not in "\n".join(lines(of("model.lora_rank=null")))
     # A share of one's own: the sum is of the whole of it; one that holds no answer does not fit.
     half = of("rollout_gpu_memory_utilization=0.5")
     whole = 0.5 * half.gpu.memory_gib * 2**30
     assert sum(half.replica.values()) == pytest.approx(whole + state) and half.fits
     small = of("rollout_gpu_memory_utilization=0.18")
-    assert not small.fits and "room for 0 of its 32 answers" in "\n".join(small.lines())
+    assert not small.fits and "room for 0 of its 32 answers" in "\n".join(lines(small))
     assert small.remedies[-1].fits
     assert small.remedies[-1].overrides == "rollout_gpu_memory_utilization=null"
     large = of("rollout_gpu_memory_utilization=0.9")
