@@ -60,7 +60,7 @@ def _row(recipe: recipe_file.Recipe, root: Path) -> dict[str, Any]:
     if recipe.entry.method:
         config = recipe.resolved(root, "run")
         found = needs(config, resources.nodes, resources.gpus_per_node)
-    peak = found and found.peak_gib
+    peak = None if found is None else found.peak_gib
     return {
         "name": recipe.name,
         "method": recipe.method,
