@@ -11,7 +11,7 @@ from plugins.data.pipeline import Prepared
 from plugins.data.recognisers import hidden
 from runspec.prepared import DATA
 
-TEMPLATE = Path(__file__).resolve().parents[2] / "templates" / "data_report.html.j2"
+TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 # Columns added by steps whose values are counted.
 _COUNTED = ("source", "language")
 _MOST_VALUES = 12

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from launcher import paths, venv, yamlfile
 from launcher.do.submit import asked_of, start_first, submission
 from launcher.errors import PreflightFault, UsageFault
-from launcher.recipe.data import DataRecipe
 from launcher.recipe.recipe import NAME, NAME_RULE
 from launcher.run import code, directory, provenance
 from launcher.run.directory import Run
@@ -18,8 +17,11 @@ from launcher.site import Site, with_site_defaults
 from launcher.slurm import render
 from launcher.slurm.executors import Executor
 from plugins.data.datarecipe import step_name, step_options
+from plugins.data.launcher.recipe import DataRecipe
 from runspec import files
 
+_TEMPLATES = Path(__file__).parents[1] / "templates"
+_SETTINGS = "data.yaml"  # of a job
 # What every preparation imports.
 _PACKAGES = ("ibis-framework", "duckdb", "phonenumberslite", "python-stdnum")
 
@@ -86,7 +88,7 @@ def here(planned: Plan, preview: int | None, as_json: bool) -> NoReturn:
     What is typed again after an interruption goes on where it was.
     """
     # A file without a name: whatever ends the process, nothing of it is left.
-    settings = os.memfd_create(files.DATA_SETTINGS, 0)
+    settings = os.memfd_create(_SETTINGS, 0)
     os.write(settings, yamlfile.dump(planned.settings).encode())
     argv = [str(venv.python()), "-m", "plugins.data.run", f"/proc/self/fd/{settings}"]
     argv += ["--preview", str(preview)] if preview else []
@@ -107,17 +109,14 @@ def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
     path = directory.runs_root(planned.site.root) / directory.new_name(planned.name)
     contents = {
         files.RECIPE: yamlfile.dump({"entry": "prepare", **planned.settings["recipe"]}),
-        files.DATA_SETTINGS: yamlfile.dump(
-            {**planned.settings, "event_log": str(path / "spark_events")}
-        ),
+        _SETTINGS: yamlfile.dump({**planned.settings, "event_log": str(path / "spark_events")}),
     }
-    contents[files.JOB_SCRIPT] = render.prepare_script(
-        planned.site,
-        planned.recipe.resources,
-        path,
-        planned.name,
-        planned.engine,
-        planned.nodes or 1,
+    resources = with_site_defaults(planned.recipe.resources, planned.site)
+    template = render.template("job.sbatch.j2", _TEMPLATES, paths.TEMPLATES)
+    contents[files.JOB_SCRIPT] = template.render(
+        **render.common(planned.site, resources, path, planned.name),
+        nodes=planned.nodes or 1,
+        engine=planned.engine,
     )
     return path, contents
 
@@ -128,8 +127,9 @@ def submit(planned: Plan, path: Path, contents: Mapping[str, str], executor: Exe
     resources = replace(planned.recipe.resources, nodes=planned.nodes or 1, gpus_per_node=1)
     asked = asked_of(site, with_site_defaults(resources, site))
     made_of = submission(path, planned.name, planned.recipe.path, site, asked)
+    made_of["command"] = "cookbook prepare"
     made_by = provenance.of_now(kit)
-    made_by["config_sha256"] = provenance.text_sha256(contents[files.DATA_SETTINGS])
+    made_by["config_sha256"] = provenance.text_sha256(contents[_SETTINGS])
     records = {
         files.PROVENANCE: files.json_text(made_by),
         files.SUBMISSION: files.json_text(made_of),
