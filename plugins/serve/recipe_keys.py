@@ -1,9 +1,18 @@
 """The keys of `entry: serve`: what is served, by which engine, and what its front lets through."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from runspec.keys.key import REQUIRED, Key, table
 
-# The package that each engine needs in its environment.
-ENGINES = {"transformers": "uvicorn", "vllm": "vllm", "sglang": "sglang"}
+# The package that each backend needs in its environment.
+BACKENDS = {"transformers": "uvicorn", "vllm": "vllm", "sglang": "sglang"}
+
+
+def package_of(config: Mapping[str, Any]) -> str:
+    """Return the package of a recipe's backend."""
+    return BACKENDS[str(config.get("engine") or "transformers")]
+
 
 SERVE = table(
     Key("endpoint", "name", "Name of the endpoint; cookbook serve sets it.", REQUIRED),

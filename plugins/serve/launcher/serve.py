@@ -30,11 +30,12 @@ from launcher.slurm import executors
 from plugins.registry.launcher import models
 from plugins.serve import endpoint as endpoints
 from plugins.serve.launcher.endpoint import Endpoint, Served, said
-from plugins.serve.recipe_keys import ENGINES
+from plugins.serve.recipe_keys import package_of
 from runspec import adapters, files
 from runspec.weights import gives_scores
 
 Say = Callable[[str], None]
+CONFIGS = paths.REPO_ROOT / "configs" / "serve"
 _POLL_S = 1.0
 # A gateway reads the replicas' files twice a second.
 _SEEN_S = 3.0
@@ -90,7 +91,7 @@ def launch(
     Each replica is a job: the loss of a node ends one of them, and Slurm starts that one again.
     """
     model = models.resolve(site, asked.model)
-    file = yamlfile.find("serving configuration", asked.config, paths.SERVE)
+    file = yamlfile.find("serving configuration", asked.config, CONFIGS)
     given = {
         "endpoint": endpoint.name,
         "endpoint_dir": endpoint.folder,
@@ -154,12 +155,12 @@ def _check(recipe: Recipe, asked: Served) -> None:
         faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
     faults += adapter_faults(str(recipe.config["engine"]), folder)
     if recipe.environment is None:
-        engine = str(recipe.config["engine"])
-        look = f"from importlib.util import find_spec; exit(not find_spec({ENGINES[engine]!r}))"
+        engine, package = str(recipe.config["engine"]), package_of(recipe.config)
+        look = f"from importlib.util import find_spec; exit(not find_spec({package!r}))"
         if subprocess.run([str(venv.python()), "-c", look], env=venv.environment()).returncode:
             kit = engine == "transformers"
             remedy = "bash setup.sh --with serve" if kit else f"--environment {engine}"
-            missing = f"needs the package {ENGINES[engine]}, which is not there: {remedy}"
+            missing = f"needs the package {package}, which is not there: {remedy}"
             faults.append(f"the engine {engine} {missing}")
     if faults:
         raise UsageFault(faults)
