@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from plugins.data.datarecipe import step_name
-from plugins.data.engines.base import Engine, finished, shards
 from plugins.data.errors import DataError
 from plugins.data.expressions import length_of, text_of
 from plugins.data.formats import turns_of
 from plugins.data.pipeline import FORMAT, Prepared, versions
+from plugins.data.query_engines.base import QueryEngine, finished, shards
 from plugins.data.rows import Rows
 from plugins.data.sources import unchanged
 from plugins.data.steps.splits import SIDES
@@ -58,7 +58,7 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def write(
-    config: Mapping[str, Any], made: Prepared, engine: Engine, folder: Path, work: Path
+    config: Mapping[str, Any], made: Prepared, engine: QueryEngine, folder: Path, work: Path
 ) -> tuple[Path, dict[str, Any]]:
     """Write the version and make it the current one; return its folder and its card.
 
@@ -170,7 +170,7 @@ def _keep_ledgers(made: Prepared, target: Path) -> None:
 
 
 def _write_rows(
-    engine: Engine, rows: Rows, form: str, pairs: bool, target: Path, work: Path
+    engine: QueryEngine, rows: Rows, form: str, pairs: bool, target: Path, work: Path
 ) -> None:
     hidden = {"_id", "prompt", "answer", "messages", "rejected", "split"}
     extra = [name for name in rows.table.columns if name not in hidden]
@@ -207,7 +207,7 @@ def _are_pairs(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _unlike_pairs(engine: Engine, table: Any) -> dict[str, Any]:
+def _unlike_pairs(engine: QueryEngine, table: Any) -> dict[str, Any]:
     """Return the number of rows with messages (n), and of rows without a prompt (p)."""
     return engine.one(table.agg(n=table.messages.notnull().sum(), p=table.prompt.isnull().sum()))
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from plugins.data import sources, steps
 from plugins.data.datarecipe import step_name, step_options
-from plugins.data.engines.base import Engine, finished, mark, shards
 from plugins.data.errors import DataError
 from plugins.data.ingest import BAD_SUFFIX
 from plugins.data.inputs import Input
+from plugins.data.query_engines.base import QueryEngine, finished, mark, shards
 from plugins.data.recognisers import hidden
 from plugins.data.rows import Rows, Work
 from plugins.data.steps import columns
@@ -56,7 +56,7 @@ class Prepared:
 
 def run(
     config: Mapping[str, Any],
-    engine: Engine,
+    engine: QueryEngine,
     work: Path,
     base: Path,
     root: Path,
@@ -153,7 +153,7 @@ def _all_keep(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _ingest(
     config: Mapping[str, Any],
-    engine: Engine,
+    engine: QueryEngine,
     folder: Path,
     inputs: list[Input],
     all_keep: Mapping[str, str],
@@ -233,7 +233,7 @@ def _fingerprint(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]:
+def _samples(engine: QueryEngine, folder: Path, before: Rows) -> list[dict[str, Any]]:
     """Return the first rows that a step removed, as they were before it."""
     if not finished(folder / "removed"):
         return []
@@ -259,7 +259,7 @@ def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]
     ]
 
 
-def _changed(engine: Engine, before: Rows, after: Rows, name: str) -> list[dict[str, Any]]:
+def _changed(engine: QueryEngine, before: Rows, after: Rows, name: str) -> list[dict[str, Any]]:
     """Return the first rows whose text a step has changed, before and after it."""
     if name not in ("template", "personal_data"):
         return []
@@ -296,7 +296,7 @@ def _shown(samples: list[dict[str, Any]]) -> str:
     return repr(samples[0]["text"][:80]) if samples else "none"
 
 
-def versions(engine: Engine) -> dict[str, str]:
+def versions(engine: QueryEngine) -> dict[str, str]:
     """Return the versions of the engine and of the packages that made the rows."""
     packages = engine.versions()
     for name in _PACKAGES:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plugins.data.engines.base import Engine, finished, mark
+from plugins.data.query_engines.base import QueryEngine, finished, mark
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Work:
     where: the step's name in messages. notes: figures for its record.
     """
 
-    engine: Engine
+    engine: QueryEngine
     folder: Path
     options: Mapping[str, Any]
     where: str

@@ -18,9 +18,9 @@ from typing import Any
 
 from plugins.data import job
 from plugins.data.datarecipe import memory_bytes
-from plugins.data.engines import spill
-from plugins.data.engines.base import Engine
 from plugins.data.errors import DataError
+from plugins.data.query_engines import spill
+from plugins.data.query_engines.base import QueryEngine
 from runspec import files, lock, prepared
 
 # With less free space than this, an engine that spills fails within seconds.
@@ -147,7 +147,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> Engine:
+def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> QueryEngine:
     config = settings["recipe"]
     folder = spill.parent_of(config.get("temp_dir"))
     facts = os.statvfs(folder)
@@ -158,12 +158,12 @@ def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> En
         )
     memory = memory_bytes(config.get("memory") or "0") or job.memory_bytes() // 2
     if settings.get("engine") == "spark":
-        from plugins.data.engines.spark import SparkEngine
+        from plugins.data.query_engines.spark import Spark
 
-        return SparkEngine(memory, folder, threads, master, settings.get("event_log"))
-    from plugins.data.engines.duck import DuckEngine
+        return Spark(memory, folder, threads, master, settings.get("event_log"))
+    from plugins.data.query_engines.duck import DuckDB
 
-    return DuckEngine(memory, folder, threads)
+    return DuckDB(memory, folder, threads)
 
 
 def _lines(made: Mapping[str, Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.do import clean
 from launcher.run import code
-from plugins.data.engines import base as datakit_engines
+from plugins.data.query_engines import base as datakit_engines
 from plugins.serve import endpoint
 from plugins.serve.launcher.endpoint import Endpoint
 from runspec import files, weights

@@ -7,7 +7,7 @@ from typing import Any
 from plugins.data.datarecipe import step_name, step_options
 from plugins.data.errors import DataError
 from plugins.data.expressions import column, condition
-from plugins.data.scan import TYPES
+from plugins.data.query_engines.scan import TYPES
 from plugins.data.steps.personal import region_faults
 from plugins.data.steps.templates import template_faults
 

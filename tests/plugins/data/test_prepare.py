@@ -232,7 +232,10 @@ def test_a_failed_job_goes_on_once_its_fault_is_gone(slurm_user, recipe, tmp_pat
     assert len(attempts) == 1, "a retry cannot help"
     changed = slurm_user.cookbook("resume", "last", "memory=2G")
     assert changed.returncode == 2
-    assert "was made by cookbook prepare and can only resume unchanged: leave memory=2G out" in changed.stderr
+    assert (
+        "was made by cookbook prepare and can only resume unchanged: leave memory=2G out"
+        in changed.stderr
+    )
     (tmp_path / "away.jsonl").rename(raw)
     again = slurm_user.cookbook("resume", "last", "--watch")
     assert again.returncode == 0, again.stdout + again.stderr
