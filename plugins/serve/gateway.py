@@ -19,7 +19,6 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from plugins.serve.backends import Backend, Pool
 from plugins.serve.endpoint import ENDPOINT, GATEWAY
 from plugins.serve.faults import Faults, stop_event
 from plugins.serve.keys import Keys
@@ -27,6 +26,7 @@ from plugins.serve.outcome import Outcome
 from plugins.serve.proxy import CLIENT_ID, OWN_ID, OWN_USER, Asked, Proxy, runner
 from plugins.serve.recipe_keys import SERVE
 from plugins.serve.scale import Scaler
+from plugins.serve.upstream import Pool, Upstream
 from runspec import files
 from runspec.states import process_start
 from runspec.storage import patient_json
@@ -48,7 +48,7 @@ class Gateway(Proxy):
         idle_s = 60 * float(settings["scale_idle_minutes"])
         self.scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
 
-    def backends(self) -> Iterable[Backend]:
+    def upstreams(self) -> Iterable[Upstream]:
         return list(self.pool.known.values())
 
     def available(self) -> bool:
@@ -61,14 +61,14 @@ class Gateway(Proxy):
         outcome = Outcome()
         return await self.counted(self._passed_on(request, asked, outcome), outcome, 1)
 
-    async def _next(self, tried: set[str]) -> Backend | None:
+    async def _next(self, tried: set[str]) -> Upstream | None:
         """Return where a request goes next, None if there is nothing left to try."""
-        backend = self.pool.choose(tried)
+        upstream = self.pool.choose(tried)
         deadline = time.monotonic() + float(self.settings["cold_start_s"])
-        while backend is None and self.scaler.wanted and time.monotonic() < deadline:
+        while upstream is None and self.scaler.wanted and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-            backend = self.pool.choose(tried)
-        return backend
+            upstream = self.pool.choose(tried)
+        return upstream
 
     async def _passed_on(
         self, request: web.Request, asked: Asked, outcome: Outcome
@@ -78,13 +78,13 @@ class Gateway(Proxy):
         headers |= {OWN_ID: asked.id, OWN_USER: asked.user}
         tried: set[str] = set()
         refusal = None
-        while (backend := await self._next(tried)) is not None:
-            tried.add(backend.name)
-            backend.in_flight += 1
+        while (upstream := await self._next(tried)) is not None:
+            tried.add(upstream.name)
+            upstream.in_flight += 1
             sent: web.StreamResponse | None = None
             try:
-                async with backend.session.post(
-                    f"{backend.url}{asked.path}",
+                async with upstream.session.post(
+                    f"{upstream.url}{asked.path}",
                     data=asked.body,
                     headers=headers,
                     timeout=self.timeout(),
@@ -106,11 +106,11 @@ class Gateway(Proxy):
                     await sent.write_eof()
                     return sent
             except (aiohttp.ClientError, OSError) as error:
-                refusal = self.failed(request, sent, backend, error)
+                refusal = self.failed(request, sent, upstream, error)
                 if refusal.status == 504:
                     return refusal
             finally:
-                backend.in_flight -= 1
+                upstream.in_flight -= 1
         return refusal or self.error(503, "no replica is ready: see cookbook serve --list")
 
 

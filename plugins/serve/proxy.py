@@ -17,11 +17,11 @@ import aiohttp
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from plugins.serve.backends import Backend
 from plugins.serve.keys import OWNER, Keys
 from plugins.serve.metrics import Metrics
 from plugins.serve.outcome import Outcome
 from plugins.serve.request import CHAT, COMPLETIONS
+from plugins.serve.upstream import Upstream
 
 _MODELS = "/v1/models"
 ID, CLIENT_ID = "X-Request-Id", "X-Client-Request-Id"
@@ -41,7 +41,7 @@ _TYPES |= dict.fromkeys((400, 405, 408, 413, 415), "invalid_request_error")
 
 
 class BrokenOff(ConnectionResetError):
-    """A replica or an engine went away after a part of its answer was passed on."""
+    """A replica or a backend went away after a part of its answer was passed on."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Proxy:
         self._allowed = max(1.0, float(settings.get("rate_per_s") or 0))
         self._refilled = time.monotonic()
 
-    def backends(self) -> Iterable[Backend]:
+    def upstreams(self) -> Iterable[Upstream]:
         """Return where requests go."""
         raise NotImplementedError
 
@@ -121,8 +121,8 @@ class Proxy:
         return app
 
     async def _close(self, app: web.Application) -> None:
-        for backend in self.backends():
-            await backend.close()
+        for upstream in self.upstreams():
+            await upstream.close()
 
     def error(
         self, status: int, message: str, param: str | None = None, headers: Any = None
@@ -247,9 +247,9 @@ class Proxy:
             self.metrics.ended(outcome.row())
 
     def failed(
-        self, request: web.Request, sent: web.StreamResponse | None, backend: Backend, error: Any
+        self, request: web.Request, sent: web.StreamResponse | None, upstream: Upstream, error: Any
     ) -> web.Response:
-        """Return the answer to a request that a replica or an engine has not answered.
+        """Return the answer to a request that a replica or a backend has not answered.
 
         Raises:
             ConnectionResetError: the client is gone, or has got a part of the answer already.
@@ -260,7 +260,7 @@ class Proxy:
             or isinstance(error, aiohttp.ClientConnectionResetError)
         ):
             raise ConnectionResetError("the client went away") from error
-        backend.failed_at = time.monotonic()
+        upstream.failed_at = time.monotonic()
         if sent is not None and sent.prepared:
             # The client must see that the rest is missing.
             with suppress(OSError):

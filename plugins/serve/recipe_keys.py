@@ -1,4 +1,4 @@
-"""The keys of `entry: serve`: what is served, by which engine, and what its front lets through."""
+"""The keys of `entry: serve`: what is served, by which backend, and what its front lets through."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +19,15 @@ SERVE = table(
     Key("endpoint_dir", "text", "Folder of the endpoint's files.", REQUIRED),
     Key("model", "text", "Folder of the model; cookbook serve sets it.", REQUIRED),
     Key("version", "text", "Name of the served version, such as support-intent v2."),
-    Key("engine", "transformers | vllm | sglang", "Engine that serves the model.", "transformers"),
-    Key("engine_args", "texts", "Additional arguments of the engine.", []),
+    Key("engine", "transformers | vllm | sglang", "Backend that serves the model.", "transformers"),
+    Key("engine_args", "texts", "Additional arguments of the backend.", []),
     Key("replicas_per_node", "positive", "Copies of the model that share a node's GPUs.", 1),
-    Key("device", "text", "For the engine transformers: auto, cpu, cuda:0.", "auto"),
-    Key("dtype", "text", "Data type of the weights, in the engine's spelling.", "auto"),
+    Key("device", "text", "For the backend transformers: auto, cpu, cuda:0.", "auto"),
+    Key("dtype", "text", "Data type of the weights, in the backend's spelling.", "auto"),
     Key("bind", "loopback | node", "Who can reach the port: its node, or the cluster.", "loopback"),
     Key("port", "count", "Port of the front; 0: a free one.", 0),
     Key("key_file", "text", "File of the API key, which only you may read.", REQUIRED),
-    Key("start_timeout_s", "positive", "Maximum time until the engine is healthy.", 1800),
+    Key("start_timeout_s", "positive", "Maximum time until the backend is healthy.", 1800),
     Key("request_timeout_s", "positive", "Maximum time of one request.", 600),
     Key("max_request_bytes", "positive", "Maximum size of a request.", 1048576),
     Key("max_in_flight", "positive", "Maximum concurrent requests; others get status 503.", 512),

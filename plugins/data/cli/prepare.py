@@ -27,7 +27,7 @@ class _Prepare(click.Command):
         **more: Any,
     ) -> click.Context:
         if args[:1] == ["from-requests"]:
-            from plugins.serve.cli.requests import from_requests
+            from plugins.serve.cli.from_requests import from_requests
 
             name = f"{info_name} {args[0]}"
             return from_requests.make_context(name, args[1:], parent, **more)

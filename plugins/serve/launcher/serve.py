@@ -134,7 +134,7 @@ def launch(
 
 
 def _check(recipe: Recipe, asked: Served) -> None:
-    """Raise UsageFault if the replicas of a node cannot share it, or the engine is not there."""
+    """Raise UsageFault if the replicas of a node cannot share it, or the backend is not there."""
     copies = int(recipe.config.get("replicas_per_node") or 1)
     gpus, port = recipe.resources.gpus_per_node, recipe.config.get("port")
     faults = []
@@ -155,13 +155,13 @@ def _check(recipe: Recipe, asked: Served) -> None:
         faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
     faults += adapter_faults(str(recipe.config["engine"]), folder)
     if recipe.environment is None:
-        engine, package = str(recipe.config["engine"]), package_of(recipe.config)
+        backend, package = str(recipe.config["engine"]), package_of(recipe.config)
         look = f"from importlib.util import find_spec; exit(not find_spec({package!r}))"
         if subprocess.run([str(venv.python()), "-c", look], env=venv.environment()).returncode:
-            kit = engine == "transformers"
-            remedy = "bash setup.sh --with serve" if kit else f"--environment {engine}"
+            kit = backend == "transformers"
+            remedy = "bash setup.sh --with serve" if kit else f"--environment {backend}"
             missing = f"needs the package {package}, which is not there: {remedy}"
-            faults.append(f"the engine {engine} {missing}")
+            faults.append(f"the backend {backend} {missing}")
     if faults:
         raise UsageFault(faults)
 
@@ -170,8 +170,8 @@ def _check(recipe: Recipe, asked: Served) -> None:
 WITHOUT_PREFIX = ("gemma2", "gemma3_text")
 
 
-def adapter_faults(engine: str, folder: Path) -> list[str]:
-    """Return why an engine would answer with another model than this adapter over its base.
+def adapter_faults(backend: str, folder: Path) -> list[str]:
+    """Return why a backend would answer with another model than this adapter over its base.
 
     vLLM (lora/peft_helper.py) scales all layers alike, and SGLang (srt/lora/lora.py) by
     lora_alpha / r whatever else the adapter's settings say.
@@ -179,7 +179,7 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
     if (adapter := files.read_object(folder / "adapter_config.json")) is None:
         return []
     kind = adapter.get("peft_type") or adapters.LORA.peft_type
-    if engine == "transformers":
+    if backend == "transformers":
         base = Path(str(adapter.get("base_model_name_or_path")))
         family = (files.read_object(base / "config.json") or {}).get("model_type")
         if kind == adapters.PREFIX.peft_type and family in WITHOUT_PREFIX:
@@ -191,7 +191,7 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
     if kind != adapters.LORA.peft_type:
         merged = ", or serve the merged model (of a run: its export folder)"
         return [
-            f"{folder}: engine={engine} serves no {kind} adapters; set engine=transformers"
+            f"{folder}: engine={backend} serves no {kind} adapters; set engine=transformers"
             f"{merged if kind == adapters.IA3.peft_type else ''}"
         ]
     ranks, alphas = (adapter.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
@@ -204,10 +204,10 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
     fields = []
     if any(not isclose(factor, alpha / rank**power) for factor in factors):
         fields = ["alpha_pattern" if alphas else "rank_pattern"]
-    if engine == "sglang" and adapter.get("use_rslora"):
+    if backend == "sglang" and adapter.get("use_rslora"):
         fields.append("use_rslora")
     return [
-        f"{folder}: engine={engine} ignores the adapter's {field}, so its answers would be wrong: "
+        f"{folder}: engine={backend} ignores the adapter's {field}, so its answers would be wrong: "
         "set engine=transformers, or serve the merged model (of a run: its export folder)"
         for field in fields
     ]
@@ -224,7 +224,7 @@ def _make(endpoint: Endpoint) -> None:
 def await_ready(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
     """Wait until each run has a ready replica; EndpointFault if one ends before.
 
-    A job may wait in the queue for days; an engine that does not start ends its own job
+    A job may wait in the queue for days; a backend that does not start ends its own job
     (start_timeout_s).
     """
     asked, last_text = 0.0, ""

@@ -91,9 +91,9 @@ def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
         ({"rank_pattern": {"qkv_proj": 24}, "alpha_pattern": {"qkv_proj": 48}}, "sglang", None),
     ],
 )
-def test_an_adapter_whose_scale_is_ignored(tmp_path, settings, engine, field):
+def test_an_adapter_whose_scale_is_ignored(tmp_path, settings, backend, field):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16} | settings))
-    faults = serve.adapter_faults(engine, tmp_path)
+    faults = serve.adapter_faults(backend, tmp_path)
     assert [f"ignores the adapter's {field}, so" in fault for fault in faults] == [True] * (
         field is not None
     )

@@ -14,7 +14,7 @@ from plugins.serve.gateway import Gateway
 from plugins.serve.keys import Keys
 from plugins.serve.launcher.endpoint import Endpoint, Served
 from plugins.serve.scale import Scaler
-from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Engine, opened
+from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Backend, opened
 
 
 def served(folder, least: int, most: int | None, *more: str) -> None:
@@ -74,8 +74,8 @@ def test_a_request_waits_for_the_first_replica_but_not_for_ever(tmp_path):
     served(tmp_path, 0, 1)
 
     async def run() -> None:
-        engine, app = Engine(), web.Application()
-        app.router.add_route("*", "/{path:.*}", engine.answer)
+        backend, app = Backend(), web.Application()
+        app.router.add_route("*", "/{path:.*}", backend.answer)
         below, port = await opened(app)
         made, gateways = [], {}
         for limit_s in (60, 0.2):
