@@ -191,7 +191,7 @@ ENTRIES = {
     "serve": Entry(
         keys={**COMMON, **SERVE},
         command=lambda recipe, config: (
-            '"$VENV/bin/python" -m plugins.serve.replica "$RUN_DIR/train.yaml"'
+            '"$VENV/bin/python" -m plugins.serve.server "$RUN_DIR/train.yaml"'
         ),
         on_host=True,
         backend=package_of,

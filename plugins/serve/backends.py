@@ -103,7 +103,7 @@ def _free_port() -> int:
 def python(variables: Mapping[str, str]) -> list[str]:
     """Return the words of the command that starts the backend's Python, with these variables."""
     lines = os.environ.get(STARTS_PYTHON, "").splitlines() or [sys.executable]
-    # Of the replica's own variables, a container gets those that the node's script had.
+    # Of the server's own variables, a container gets those that the node's script had.
     return [*lines[:-1], "env", *(f"{k}={v}" for k, v in variables.items()), lines[-1]]
 
 

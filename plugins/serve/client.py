@@ -96,7 +96,7 @@ async def _streamed(answer: aiohttp.ClientResponse) -> str:
         if not texts:
             raise  # nothing is printed yet: it is asked again
         print(flush=True)
-        raise BrokenOff("the answer broke off: the replica went away; ask again") from error
+        raise BrokenOff("the answer broke off: the server went away; ask again") from error
     print(flush=True)
     return "".join(texts)
 

@@ -157,7 +157,7 @@ class Front(Proxy):
     ) -> web.StreamResponse:
         """Ask the backend for each body of the plan, and compose one answer."""
         if not self.backend.ready:
-            return self.error(503, "no replica is ready: try again in a moment")
+            return self.error(503, "no server is ready: try again in a moment")
         composed = Answers(asked.path, plan, asked.id, self.name, outcome)
         sent = web.StreamResponse(headers={**_ids(asked), "Content-Type": "text/event-stream"})
         sent.headers["Cache-Control"] = "no-cache"

@@ -1,6 +1,6 @@
-"""One address for an endpoint whose replicas come and go: python -m plugins.serve.gateway FOLDER
+"""One address for an endpoint whose servers come and go: python -m plugins.serve.gateway FOLDER
 
-It reads the files of the replicas, spreads requests over those that are ready, by the shares of
+It reads the files of the servers, spreads requests over those that are ready, by the shares of
 their versions, and asks another one if one does not answer. cookbook serve starts it on the login
 node; it listens on 127.0.0.1.
 """
@@ -33,14 +33,14 @@ from runspec.storage import patient_json
 
 # How often its file is renewed; plugins.serve.endpoint.STALE_S is several times as long.
 _RENEWED_S = 5.0
-# Retry-After of requests that are refused while the first replica starts, in seconds.
+# Retry-After of requests that are refused while the first server starts, in seconds.
 _COLD_S = 30
 # Headers of an answer that are passed on to the client.
 _OF_ANSWERS = {"content-type", "retry-after", "x-request-id", "x-client-request-id"}
 
 
 class Gateway(Proxy):
-    """Passes requests on; if replicas follow the load, a request waits for the first of them."""
+    """Passes requests on; if servers follow the load, a request waits for the first of them."""
 
     def __init__(self, settings: Mapping[str, Any], keys: Keys, folder: Path) -> None:
         super().__init__(settings, keys)
@@ -91,11 +91,11 @@ class Gateway(Proxy):
                     allow_redirects=False,
                 ) as answer:
                     if answer.status in (502, 503) and len(tried) < 8:
-                        refusal = self.error(503, f"a replica answered {answer.status}")
+                        refusal = self.error(503, f"a server answered {answer.status}")
                         continue
                     known = {k: v for k, v in answer.headers.items() if k.lower() in _OF_ANSWERS}
                     if answer.content_type != "text/event-stream":
-                        # Not streamed: if it breaks off, another replica is asked.
+                        # Not streamed: if it breaks off, another server is asked.
                         outcome.raw(body := await answer.read())
                         return web.Response(body=body, status=answer.status, headers=known)
                     sent = web.StreamResponse(status=answer.status, headers=known)
@@ -111,7 +111,7 @@ class Gateway(Proxy):
                     return refusal
             finally:
                 upstream.in_flight -= 1
-        return refusal or self.error(503, "no replica is ready: see cookbook serve --list")
+        return refusal or self.error(503, "no server is ready: see cookbook serve --list")
 
 
 async def run(folder: Path, port: int, host: str) -> int:
@@ -120,7 +120,7 @@ async def run(folder: Path, port: int, host: str) -> int:
     faults.allow_descriptors()
     settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
     settings |= (patient_json(folder / ENDPOINT) or {})["settings"]
-    # The fronts of the replicas see every request: they log.
+    # The fronts of the servers see every request: they log.
     keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
     gateway = Gateway(settings, keys, folder)
     gateway.pool.refresh()
@@ -149,7 +149,7 @@ async def run(folder: Path, port: int, host: str) -> int:
         """Read what changes; what cannot be read now stays as it was."""
         faults.trying("the gateway's file", renew)
         faults.trying("the users' keys", keys.refresh)
-        faults.trying("the replicas' files", gateway.pool.refresh)
+        faults.trying("the servers' files", gateway.pool.refresh)
 
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():

@@ -65,9 +65,9 @@ class Charge:
 
 
 class Quotas:
-    """The requests and tokens of each user today (UTC), of all replicas.
+    """The requests and tokens of each user today (UTC), of all servers.
 
-    Each replica has its own file; refresh writes it and reads the others. Their later counts are
+    Each server has its own file; refresh writes it and reads the others. Their later counts are
     not included, nor what is held for the answers that they are generating.
     """
 
@@ -126,7 +126,7 @@ class Quotas:
         return "", 0
 
     def refresh(self) -> None:
-        """Write this replica's counts, read those of the others, and remove old files.
+        """Write this server's counts, read those of the others, and remove old files.
 
         Raises:
             OSError, DamagedFile: a file fails; what was read last still counts.

@@ -41,7 +41,7 @@ _TYPES |= dict.fromkeys((400, 405, 408, 413, 415), "invalid_request_error")
 
 
 class BrokenOff(ConnectionResetError):
-    """A replica or a backend went away after a part of its answer was passed on."""
+    """A server or a backend went away after a part of its answer was passed on."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Proxy:
     # Whether requests with the endpoint's own key may come from a gateway, with an id and a user.
     behind_gateway = False
     # What answers what is let through.
-    below = "replica"
+    below = "server"
 
     def __init__(self, settings: Mapping[str, Any], keys: Keys) -> None:
         self.settings, self.keys = settings, keys
@@ -239,7 +239,7 @@ class Proxy:
             outcome.status = 499  # the client hung up
             raise
         except ConnectionResetError as error:
-            # 502: the replica went away in the middle of a stream.
+            # 502: the server went away in the middle of a stream.
             outcome.status = 502 if isinstance(error, BrokenOff) else 499
             raise
         finally:
@@ -249,7 +249,7 @@ class Proxy:
     def failed(
         self, request: web.Request, sent: web.StreamResponse | None, upstream: Upstream, error: Any
     ) -> web.Response:
-        """Return the answer to a request that a replica or a backend has not answered.
+        """Return the answer to a request that a server or a backend has not answered.
 
         Raises:
             ConnectionResetError: the client is gone, or has got a part of the answer already.

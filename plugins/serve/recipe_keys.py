@@ -45,26 +45,26 @@ SERVE = table(
     Key(
         "scale_in_flight",
         "positive",
-        "With --replicas MIN-MAX: concurrent requests per replica.",
+        "With --replicas MIN-MAX: concurrent requests per server.",
         4,
     ),
     Key(
         "scale_idle_minutes",
         "number",
-        "With --replicas MIN-MAX: a replica that is not needed for this time ends.",
+        "With --replicas MIN-MAX: a server that is not needed for this time ends.",
         10,
     ),
     Key(
         "cold_start_s",
         "positive",
-        "Maximum time that a request waits for the first replica; then it gets status 503.",
+        "Maximum time that a request waits for the first server; then it gets status 503.",
         300,
     ),
     Key("log_share", "rate", "Share of the requests to log, 0 to 1.", 1.0),
     Key(
         "log_required",
         "flag",
-        "Whether a replica ends if it cannot log a request, as on a full disk; else it goes on "
+        "Whether a server ends if it cannot log a request, as on a full disk; else it goes on "
         "and says so.",
         False,
     ),

@@ -1,4 +1,4 @@
-"""The replicas behind an endpoint, and the choice of one for a request."""
+"""The servers behind an endpoint, and the choice of one for a request."""
 
 import random
 import time
@@ -11,13 +11,13 @@ import aiohttp
 
 from plugins.serve import endpoint
 
-# For how long a replica that has failed is asked last.
+# For how long a server that has failed is asked last.
 BEAT_S = 3.0
 
 
 @dataclass
 class Upstream:
-    """One replica, or a backend: its address, what it serves, and how busy this process keeps it.
+    """One server, or a backend: its address, what it serves, and how busy this process keeps it.
 
     key: its own API key, None for the key of the endpoint. ready: whether it takes new requests.
     """
@@ -60,7 +60,7 @@ class Upstream:
 
 
 class Pool:
-    """The replicas of an endpoint as a gateway knows them."""
+    """The servers of an endpoint as a gateway knows them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,13 +70,13 @@ class Pool:
         self.gone: list[Upstream] = []
 
     def refresh(self) -> None:
-        """Read the replicas' files: new ones are used, draining ones get no more requests.
+        """Read the servers' files: new ones are used, draining ones get no more requests.
 
         Raises:
             OSError: a file cannot be read; what is known stays.
         """
         shares, present = endpoint.shares(self.folder), {}
-        for facts in endpoint.replicas(self.folder):
+        for facts in endpoint.servers(self.folder):
             if facts.get("state") in ("ready", "draining") and endpoint.reachable(facts):
                 name, url = facts["name"], str(facts["url"])
                 present[name] = upstream = self.known.get(name) or Upstream(name, url)
@@ -86,21 +86,21 @@ class Pool:
         self.known, self.shares = present, shares
 
     async def dismiss(self) -> None:
-        """Close the connections to replicas that are gone, so that their requests go elsewhere.
+        """Close the connections to servers that are gone, so that their requests go elsewhere.
 
-        A lost node closes no connection: its requests would wait until their timeout. A replica
+        A lost node closes no connection: its requests would wait until their timeout. A server
         whose file is not renewed because a filesystem hangs may still answer.
         """
         gone, self.gone = self.gone, []
         for upstream in gone:
-            there = endpoint.replica_file(self.folder, upstream.name).exists()
+            there = endpoint.server_file(self.folder, upstream.name).exists()
             if there and await upstream.get("/health") is not None:
                 self.known.setdefault(upstream.name, upstream)
             else:
                 await upstream.close()
 
     def choose(self, tried: set[str]) -> Upstream | None:
-        """Return the least busy replica of a version drawn by its share, None if there is none."""
+        """Return the least busy server of a version drawn by its share, None if there is none."""
         usable = [b for b in self.known.values() if b.ready and b.name not in tried]
         if not usable:
             return None

@@ -51,7 +51,7 @@ def words_of(user: Kit) -> str:
 
 
 def front_of(user: Kit, run: str) -> int:
-    return ranks_of(user.root / "runs" / run, "plugins.serve.replica")[0]
+    return ranks_of(user.root / "runs" / run, "plugins.serve.server")[0]
 
 
 def backend_of(user: Kit, run: str) -> int:
@@ -95,7 +95,7 @@ def test_a_successor_and_killed_processes_fail_no_request_and_lose_none(
 
 
 @pytest.mark.long
-def test_without_requests_a_replica_ends_and_the_next_request_starts_one(
+def test_without_requests_a_server_ends_and_the_next_request_starts_one(
     user: Kit, tmp_path: Path, model: Path
 ):
     argv = ["serve", str(model), "--name", "asleep", "--replicas", "0-1"]
@@ -118,7 +118,7 @@ def test_without_requests_a_replica_ends_and_the_next_request_starts_one(
 
 # Two backends on two nodes of a busy machine take minutes.
 @pytest.mark.named
-def test_a_lost_node_fails_no_request_and_its_replica_comes_back(new_cluster, tmp_path, model):
+def test_a_lost_node_fails_no_request_and_its_server_comes_back(new_cluster, tmp_path, model):
     shape = ["--requeue-delay", "5", "--set", "SlurmdTimeout=6"]
     with new_cluster("served", *shape) as cluster:
         user = user_of(cluster, tmp_path)
@@ -231,7 +231,7 @@ def test_a_job_is_replaced_before_its_time_limit_without_a_failed_request(
         assert f"the time limit of {before} is" in words
         ended = json.loads((user.root / "runs" / before / "status.json").read_text())
         assert ended["state"] == "CANCELLED", "it was ended before its limit, by the keeper"
-        assert watcher.longest_s < 3, "another replica was ready all the time"
+        assert watcher.longest_s < 3, "another server was ready all the time"
 
 
 # As many questions as take long enough to be killed between the first answers and the last.

@@ -84,7 +84,7 @@ def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
     asked = recipe.load(str(paths.REPO_ROOT / "configs/serve/default.yaml"), [*given, block])
     text = render.job_script(asked, Site(), RUN, "serve")
     assert 'exec "$VENV/bin/python" -P -m torch.distributed.run' in text
-    assert '"$VENV/bin/python" -m plugins.serve.replica' in text
+    assert '"$VENV/bin/python" -m plugins.serve.server' in text
     assert 'printf \'%s\\n\' "${INSIDE[@]}" "$ENV_PYTHON")' in text
     with pytest.raises(RecipeFault, match="engine_python=/p': use environment: "):
         recipe.load(

@@ -187,7 +187,7 @@ def _revoke_key(endpoint: Endpoint, user: str) -> None:
 
 
 def _range(text: str) -> tuple[int, int | None]:
-    """Return the least and the most replicas of N or MIN-MAX."""
+    """Return the least and the most servers of N or MIN-MAX."""
     match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
     if match is None or (match[2] is None and int(match[1]) < 1):
         raise UsageFault(f"--replicas {text}: give a number of 1 or more, or a range such as 0-4")
@@ -268,11 +268,11 @@ def _wait(
         note(f"{', '.join(run.name for run in runs)} continues; {later}")
         raise
     scaled = any(each.max_replicas is not None for each in endpoint.served)
-    if scaled or any(map(reachable, endpoint.replicas)):
+    if scaled or any(map(reachable, endpoint.servers)):
         workflow.start_gateway(site, endpoint, port)
         _print_url(site, endpoint, as_json)
         return
-    facts = endpoint.replicas[0]
+    facts = endpoint.servers[0]
     _print_url(site, endpoint, as_json, str(facts["url"]), str(facts["host"]))
 
 
@@ -304,15 +304,15 @@ def _list(site: Site, as_json: bool) -> None:
             url = each.url
         except EndpointFault:
             url = None
-        replicas = each.replicas
+        servers = each.servers
         rows.append(
             {
                 "endpoint": each.name,
                 "model": ", ".join(served.model for served in each.served),
-                "versions": sorted({str(r["version"]) for r in replicas if r.get("version")}),
-                "unlogged": sum(int(r.get("unlogged") or 0) for r in replicas),
-                "ready": sum(r["state"] == "ready" for r in replicas),
-                "replicas": max(len(replicas), sum(served.replicas for served in each.served)),
+                "versions": sorted({str(r["version"]) for r in servers if r.get("version")}),
+                "unlogged": sum(int(r.get("unlogged") or 0) for r in servers),
+                "ready": sum(r["state"] == "ready" for r in servers),
+                "replicas": max(len(servers), sum(served.replicas for served in each.served)),
                 "max_replicas": sum(s.max_replicas or s.replicas for s in each.served),
                 "url": url,
                 "runs": [name for served in each.served for name in served.runs],

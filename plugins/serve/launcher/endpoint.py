@@ -1,4 +1,4 @@
-"""An endpoint by its folder: the versions that it serves, its runs, its replicas, its address."""
+"""An endpoint by its folder: the versions that it serves, its runs, its servers, its address."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,8 +95,8 @@ class Endpoint:
         return self.folder / endpoints.KEY
 
     @property
-    def replicas(self) -> list[dict[str, Any]]:
-        return endpoints.replicas(self.folder)
+    def servers(self) -> list[dict[str, Any]]:
+        return endpoints.servers(self.folder)
 
     def living(self, root: Path, of: Served | None = None) -> list[Run]:
         """Return its runs whose job waits or runs, oldest first; those of one version if given."""
@@ -113,7 +113,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The address that clients on this host use: the gateway's, else a ready replica's.
+        """The address that clients on this host use: the gateway's, else a ready server's.
 
         Raises:
             EndpointFault: nothing serves it now, or this host cannot reach it.
@@ -121,7 +121,7 @@ class Endpoint:
         address = endpoints.address(self.folder)
         if address is not None:
             return address
-        ready = [each["machine"] for each in self.replicas if each.get("state") == "ready"]
+        ready = [each["machine"] for each in self.servers if each.get("state") == "ready"]
         if there := [str(self.gateway["host"])] if self.gateway else ready:
             raise EndpointFault(
                 f"{self.name} listens on the loopback address of {there[0]}, which this host "

@@ -12,7 +12,7 @@ from plugins.serve.launcher import serve
 from plugins.serve.launcher.endpoint import Endpoint, Served
 
 Say = Callable[[str], None]
-# A successor is asked for as long before Slurm's warning, which ends a replica, as the last start
+# A successor is asked for as long before Slurm's warning, which ends a server, as the last start
 # took, and so much earlier: as long again and 20 minutes, but at most a quarter of the time that
 # the limit leaves, and more than the pauses of keep and of a gateway and Slurm's own: it looks for
 # limits every half a minute, and warns so much too early.
@@ -86,7 +86,7 @@ def due(
 
 def near(endpoint: Endpoint, runs: Sequence[Run]) -> dict[str, float]:
     """Return the runs that Slurm warns soon of their time limit, and how soon."""
-    starts = {str(each.get("run")): float(each.get("start_s") or 0) for each in endpoint.replicas}
+    starts = {str(each.get("run")): float(each.get("start_s") or 0) for each in endpoint.servers}
     seconds_left = {}
     for run in runs:
         asked, began = run.asked, run.job_began

@@ -64,6 +64,6 @@ def _pinned(served: Served) -> Served:
 
 def _superfluous(endpoint: Endpoint, runs: Sequence[Run], count: int) -> list[Run]:
     """Return which runs to end: first those that are not ready, then the newest."""
-    ready = {each.get("run") for each in endpoint.replicas if each["state"] == "ready"}
+    ready = {each.get("run") for each in endpoint.servers if each["state"] == "ready"}
     ordered = sorted(enumerate(runs), key=lambda pair: (pair[1].name not in ready, pair[0]))
     return [run for _, run in ordered[count:]]

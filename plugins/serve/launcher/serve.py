@@ -37,7 +37,7 @@ from runspec.weights import gives_scores
 Say = Callable[[str], None]
 CONFIGS = paths.REPO_ROOT / "configs" / "serve"
 _POLL_S = 1.0
-# A gateway reads the replicas' files twice a second.
+# A gateway reads the servers' files twice a second.
 _SEEN_S = 3.0
 # A gateway that says nothing for so long hangs.
 _SILENT_S = 10.0
@@ -88,7 +88,7 @@ def launch(
 ) -> tuple[Served, list[Run], dict[str, Any]]:
     """Submit this many jobs, each with a copy of a model; return them, and the fronts' settings.
 
-    Each replica is a job: the loss of a node ends one of them, and Slurm starts that one again.
+    Each server is a job: the loss of a node ends one of them, and Slurm starts that one again.
     """
     model = models.resolve(site, asked.model)
     file = yamlfile.find("serving configuration", asked.config, CONFIGS)
@@ -134,20 +134,20 @@ def launch(
 
 
 def _check(recipe: Recipe, asked: Served) -> None:
-    """Raise UsageFault if the replicas of a node cannot share it, or the backend is not there."""
+    """Raise UsageFault if the servers of a node cannot share it, or the backend is not there."""
     copies = int(recipe.config.get("replicas_per_node") or 1)
     gpus, port = recipe.resources.gpus_per_node, recipe.config.get("port")
     faults = []
     if gpus % copies:
         faults.append(
-            f"replicas_per_node={copies} does not divide {gpus} GPUs per node: each replica needs "
+            f"replicas_per_node={copies} does not divide {gpus} GPUs per node: each server needs "
             "the same number; change it or --gpus-per-node"
         )
     if copies > 1 and port:
-        faults.append(f"port={port}: {copies} replicas of one node cannot share it: leave it out")
+        faults.append(f"port={port}: {copies} servers of one node cannot share it: leave it out")
     if asked.max_replicas is not None and asked.queued and recipe.config.get("bind") != "node":
         faults.append(
-            f"--replicas {asked.replicas}-{asked.max_replicas}: the gateway must reach replicas "
+            f"--replicas {asked.replicas}-{asked.max_replicas}: the gateway must reach servers "
             "on any node: add bind=node"
         )
     folder = Path(str(recipe.config["model"]))
@@ -222,14 +222,14 @@ def _make(endpoint: Endpoint) -> None:
 
 
 def await_ready(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
-    """Wait until each run has a ready replica; EndpointFault if one ends before.
+    """Wait until each run has a ready server; EndpointFault if one ends before.
 
     A job may wait in the queue for days; a backend that does not start ends its own job
     (start_timeout_s).
     """
     asked, last_text = 0.0, ""
     while True:
-        ready = {each.get("run") for each in endpoint.replicas if each["state"] == "ready"}
+        ready = {each.get("run") for each in endpoint.servers if each["state"] == "ready"}
         left = [run for run in runs if run.name not in ready]
         if not left:
             return
@@ -399,15 +399,15 @@ def _tell_place(runs: Sequence[Run], going: Sequence[Run], say: Say) -> None:
 
 
 def drain(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
-    """Let runs end what they answer now, and end them; other replicas get what comes."""
+    """Let runs end what they answer now, and end them; other servers get what comes."""
     names = {run.name for run in runs}
-    for each in endpoint.replicas:
+    for each in endpoint.servers:
         if each.get("run") in names:
             endpoints.drain_mark(endpoint.folder, each["name"]).touch()
     timeout = float(endpoint.settings.get("request_timeout_s") or 600)
     began = time.monotonic()
     while names and time.monotonic() - began < timeout + _SEEN_S:
-        left = [each for each in endpoint.replicas if each.get("run") in names]
+        left = [each for each in endpoint.servers if each.get("run") in names]
         quiet = all(e["state"] == "draining" and not e.get("in_flight") for e in left)
         if quiet and time.monotonic() - began > _SEEN_S:
             break

@@ -8,7 +8,7 @@ import pytest
 
 from plugins.serve import backends, parameters
 from plugins.serve.recipe_keys import SERVE
-from plugins.serve.replica import Replica
+from plugins.serve.server import Server
 from runspec import files
 from runspec.devices import visible
 
@@ -60,7 +60,7 @@ def test_sglangs_key_stands_in_a_private_file(tmp_path):
     assert (found.model, found.socket) == ("intent:adapter", None)
 
 
-def test_each_replica_sees_its_own_gpus():
+def test_each_server_sees_its_own_gpus():
     """Also where the site's Slurm sets no CUDA_VISIBLE_DEVICES: else all would use the first."""
     assert visible([2, 3], "GPU-a,GPU-b,5,7") == "5,7"
     assert visible([2, 3], None) == "2,3"
@@ -82,9 +82,9 @@ def test_a_backend_starts_in_the_recipes_environment(monkeypatch):
 
 
 def test_minutes_that_cannot_be_read_keep_nobody_waiting(tmp_path, capsys):
-    """The replica's file would not be renewed, and a request to end it not seen."""
+    """The server's file would not be renewed, and a request to end it not seen."""
     (tmp_path / files.SERVED).symlink_to(files.SERVED)
-    one = Replica.__new__(Replica)
+    one = Server.__new__(Server)
     one.state, one.ready_since, one.minutes, one.number, one.run_dir = "ready", 0.0, -1, 0, tmp_path
     with pytest.raises(OSError):
         one._count_minutes()

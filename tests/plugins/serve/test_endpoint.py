@@ -31,7 +31,7 @@ def test_a_loopback_address_of_another_host_is_not_used(endpoint):
     facts = {"state": "ready", "url": "http://127.0.0.1:4000", "bind": "loopback"}
     endpoints.tell(endpoint.folder, "a", facts)
     assert endpoint.url == "http://127.0.0.1:4000"
-    file = endpoints.replica_file(endpoint.folder, "a")
+    file = endpoints.server_file(endpoint.folder, "a")
     file.write_text(json.dumps({**json.loads(file.read_text()), "machine": "n17"}))
     gateway = {"url": "http://127.0.0.1:4001", "host": "login2", "pid": 1, "process_start": "x"}
     gateway["time"] = time.time() - endpoints.STALE_S

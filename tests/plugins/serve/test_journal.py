@@ -72,7 +72,7 @@ def test_a_living_journal_is_read_and_left_alone(tmp_path):
     assert file.stat().st_mode & 0o077 == 0
 
 
-def test_a_request_that_another_replica_answered_counts_as_answered(tmp_path):
+def test_a_request_that_another_server_answered_counts_as_answered(tmp_path):
     lost, other = Journal(tmp_path), Journal(tmp_path)
     for journal in (lost, other):
         journal.accepted(row(1))

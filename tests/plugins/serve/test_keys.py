@@ -125,7 +125,7 @@ def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoi
     asyncio.run(run())
 
 
-def test_users_are_limited_over_all_replicas_and_revoked(endpoint):
+def test_users_are_limited_over_all_servers_and_revoked(endpoint):
     ada = access.add(endpoint, "ada", {"requests_per_day": 4, "tokens_per_day": None})
     bob = access.add(endpoint, "bob", {"requests_per_day": None, "tokens_per_day": 9})
 
@@ -200,6 +200,6 @@ def test_users_and_quotas_that_cannot_be_read_stay_and_are_told(endpoint, capsys
     assert keys.who(key) == "ada" and quotas.others == {"ada": (3, 4)}
     told = capsys.readouterr().err
     assert "ERROR: the users' keys: " in told and "ERROR: the users' quotas: " in told
-    # A replica starts with them, and without its own count of which a full disk has left a part.
+    # A server starts with them, and without its own count of which a full disk has left a part.
     assert Keys(KEY, endpoint.folder).who(key) is None
     assert Quotas(endpoint.folder, "b").own == {}

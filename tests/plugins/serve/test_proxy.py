@@ -220,9 +220,9 @@ def test_a_full_disk_costs_lines_of_the_log_and_no_answer(small_disk, required):
             if k == 1:
                 endpoints.tell(small_disk, "a", {"state": "starting"})
                 filler = fill(small_disk)
-                # The gateway must not lose sight of a replica.
+                # The gateway must not lose sight of a server.
                 endpoints.tell(small_disk, "a", {"state": "ready"})
-                assert endpoints.replicas(small_disk)[0]["state"] == "ready"
+                assert endpoints.servers(small_disk)[0]["state"] == "ready"
             if k == 3:
                 filler.unlink()
             body = ask("abcd"[k] * 5000)
@@ -243,7 +243,7 @@ def test_a_stream_that_breaks_off_is_no_answer_and_is_told(tmp_path, capsys):
         server.breaks_off = True
         endpoints.tell(tmp_path, "a", {"state": "ready", "url": url.removesuffix(CHAT)})
         asking = Client(tmp_path, KEY)
-        with pytest.raises(BrokenOff, match="the answer broke off: the replica went away"):
+        with pytest.raises(BrokenOff, match="the answer broke off: the server went away"):
             await asking.ask({"messages": ask()["messages"]}, stream=True)
         await asking.session.close()
         assert len(server.heard) == 1, "what is printed cannot be taken back by another try"
@@ -254,11 +254,11 @@ def test_a_stream_that_breaks_off_is_no_answer_and_is_told(tmp_path, capsys):
     assert capsys.readouterr().out == "one \n"
 
 
-def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lost(tmp_path):
+def test_a_gateway_uses_no_server_that_it_cannot_reach_and_drops_one_that_is_lost(tmp_path):
     async def run() -> None:
         server, runner, url = await answering("a")
         server.pause_s = 60.0
-        place = endpoints.replica_file(tmp_path, "a")
+        place = endpoints.server_file(tmp_path, "a")
 
         def tell(**more) -> None:
             endpoints.tell(tmp_path, "a", {"state": "ready", "url": url, "version": "v"})
@@ -353,7 +353,7 @@ def test_a_gateway_survives_more_connections_than_it_may_have(tmp_path):
         process.kill()
 
 
-def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path, monkeypatch):
+def test_an_answer_that_breaks_off_is_asked_of_another_server(tmp_path, monkeypatch):
     async def torn(request: web.Request) -> web.StreamResponse:
         part = web.StreamResponse(headers={"Content-Length": "1000"})
         part.content_type = "application/json"

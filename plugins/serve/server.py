@@ -1,8 +1,8 @@
-"""One replica of an endpoint, its backend and its front: -m plugins.serve.replica <run>/train.yaml
+"""One server of an endpoint, its backend and its front: -m plugins.serve.server <run>/train.yaml
 
-torchrun starts it as each rank. The first rank of a replica starts the backend on a Unix socket,
-waits until it answers, opens the front on a port and writes the replica's file; the other ranks of
-a replica of several GPUs only hold their GPU. A backend that dies is restarted.
+torchrun starts it as each rank. The first rank of a server starts the backend on a Unix socket,
+waits until it answers, opens the front on a port and writes the server's file; the other ranks of
+a server of several GPUs only hold their GPU. A backend that dies is restarted.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _DEATHS, _SHORT_S = 5, 60.0
 
 
 class ServeError(Exception):
-    """Why a replica ends, in one line."""
+    """Why a server ends, in one line."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def load(path: Path) -> dict[str, Any]:
     return config | {key: value for key, value in given.items() if value is not None}
 
 
-class Replica:
-    """A replica's backend, front and file."""
+class Server:
+    """A server's backend, front and file."""
 
     def __init__(self, config: dict[str, Any], run_dir: Path, number: int, gpus: list[int]) -> None:
         self.config, self.run_dir, self.number, self.gpus = config, run_dir, number, gpus
@@ -106,14 +106,14 @@ class Replica:
                 await self._look_at(self.proxy.journal)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), 1.0)
-            # The requests in flight are answered; new ones go to another replica.
+            # The requests in flight are answered; new ones go to another server.
             self.state = "draining"
             self._tell()
             await self.proxy.drained()
             return "stopped"
         finally:
             # The files that others read come first: Slurm may leave only seconds.
-            for path in (endpoints.replica_file, endpoints.drain_mark):
+            for path in (endpoints.server_file, endpoints.drain_mark):
                 with suppress(OSError):
                     path(self.endpoint, self.name).unlink()
             await server.cleanup()
@@ -151,11 +151,11 @@ class Replica:
         self.url = f"http://{host}:{server.addresses[0][1]}"
 
     def _tell(self) -> bool:
-        """Write the replica's file, and return whether the stop file exists.
+        """Write the server's file, and return whether the stop file exists.
 
         A filesystem that fails meanwhile does not end the service.
         """
-        self.faults.trying("the replica's file", self._renew)
+        self.faults.trying("the server's file", self._renew)
         self.faults.trying("the users' keys", self.proxy.keys.refresh)
         self.faults.trying("the users' quotas", self.proxy.quotas.refresh)
         self.faults.trying("the minutes of service", self._count_minutes)
@@ -187,7 +187,7 @@ class Replica:
         if self.state != "ready" or passed == self.minutes or self.number:
             return
         path = self.run_dir / files.SERVED
-        # Not patiently: meanwhile others would miss the replica's file, and nobody would end it.
+        # Not patiently: meanwhile others would miss the server's file, and nobody would end it.
         before = files.read_object(path) or {}
         gained = passed - max(0, self.minutes)
         files.write_json(path, {"minutes": int(before.get("minutes", 0)) + gained})
@@ -296,15 +296,15 @@ def main(arguments: list[str]) -> int:
         if rest:
             raise ServeError(
                 f"replicas_per_node={config['replicas_per_node']} does not divide {per_node} GPUs "
-                "per node: each replica needs the same number"
+                "per node: each server needs the same number"
             )
         if local % size:
-            # The replica's first rank serves; this one holds its GPU until that ends.
+            # The server's first rank serves; this one holds its GPU until that ends.
             while not os.path.exists(run_dir / files.STOP):
                 time.sleep(1)
             return 0
-        replica = Replica(config, run_dir, rank // size, list(range(local, local + size)))
-        state = asyncio.run(replica.run())
+        server = Server(config, run_dir, rank // size, list(range(local, local + size)))
+        state = asyncio.run(server.run())
     except (ServeError, OSError, ValueError) as error:
         print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
         record = failure(rank, error)
@@ -320,7 +320,7 @@ def main(arguments: list[str]) -> int:
 
 
 def failure(rank: int, error: Exception) -> dict[str, Any]:
-    """Return the record of why a replica ended, from which slurm/retry.py takes the cause."""
+    """Return the record of why a server ended, from which slurm/retry.py takes the cause."""
     full = OF_A_DISK.get(error.errno or 0) if isinstance(error, OSError) else None
     text = f"{error}: free some space, then: cookbook resume" if full else str(error)
     return {
