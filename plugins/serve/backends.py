@@ -27,15 +27,15 @@ REASON = "reason.txt"
 
 @dataclass(frozen=True)
 class Backend:
-    """What Python starts as a backend, its name of the model, and its address: a socket or a port.
+    """How a backend is started and addressed: by a socket or a port."""
 
-    argv: the arguments of python(). key: its API key, None for none.
-    """
-
+    # The arguments of what python() starts.
     argv: list[str]
+    # Its name of the model.
     model: str
     socket: Path | None
     port: int = 0
+    # Its API key, None for none.
     key: str | None = None
 
 

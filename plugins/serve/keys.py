@@ -52,15 +52,14 @@ class Keys:
 
 @dataclass(frozen=True)
 class Charge:
-    """What a user is charged for a request when it begins.
-
-    requests: its answers. prompt: the tokens of its prompts. answer: the most tokens of its
-    answers, which are held until it ends.
-    """
+    """What a user is charged for a request when it begins."""
 
     user: str
+    # Its answers.
     requests: int
+    # The tokens of its prompts.
     prompt: int
+    # The most tokens of its answers, which are held until it ends.
     answer: int
 
 

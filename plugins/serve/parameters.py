@@ -59,36 +59,38 @@ _NEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """The requests to a backend for one request of a client.
+    """The requests to a backend for one request of a client."""
 
-    bodies: one for each request to the backend; their choices are combined in this order. counted:
-    the bodies whose prompt tokens count. stops: strings at which the front cuts the text.
-    """
-
+    # One for each request to the backend; their choices are combined in this order.
     bodies: list[dict[str, Any]]
     stream: bool
+    # Whether a stream ends with the usage.
     usage: bool
+    # Strings at which the front cuts the text.
     stops: list[str] = field(default_factory=list)
+    # The bodies whose prompt tokens count.
     counted: frozenset[int] = frozenset({0})
 
 
 @dataclass(frozen=True)
 class Takes:
-    """The parameters of a backend.
+    """The parameters of a backend."""
 
-    names: of each path, None if the backend does not say. facts, defaults: the model's config.json
-    and generation_config.json. template: its chat template, None if nobody knows. batching:
-    transformers' continuous batching, which has the same sampling for all requests. seconds: of one
-    answer at most, None for no limit.
-    """
-
+    # transformers, vllm or sglang.
     backend: str
+    # Its name of the model.
     model: str
+    # Of each path, None if the backend does not say.
     names: Mapping[str, frozenset[str]] | None = None
+    # The model's config.json.
     facts: Mapping[str, Any] = field(default_factory=dict)
+    # The model's generation_config.json.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Its chat template, None if nobody knows.
     template: str | None = None
+    # transformers' continuous batching, which has the same sampling for all requests.
     batching: bool = False
+    # Of one answer at most, None for no limit.
     seconds: float | None = None
 
     @property

@@ -46,11 +46,13 @@ class BrokenOff(ConnectionResetError):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that may be passed on; id: the log's own, client_id: the client's."""
+    """A request that may be passed on."""
 
     path: str
     body: bytes
+    # The log's own.
     id: str
+    # The client's.
     client_id: str
     user: str
 

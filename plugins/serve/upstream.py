@@ -17,17 +17,18 @@ BEAT_S = 3.0
 
 @dataclass
 class Upstream:
-    """One server, or a backend: its address, what it serves, and how busy this process keeps it.
-
-    key: its own API key, None for the key of the endpoint. ready: whether it takes new requests.
-    """
+    """Where a proxy sends requests: one server to a gateway, the backend to a front."""
 
     name: str
     url: str
+    # Of the model that it serves.
     version: str = ""
     socket: str | None = None
+    # Its own API key, None for the key of the endpoint.
     key: str | None = None
+    # Whether it takes new requests.
     ready: bool = False
+    # The requests that this process has sent to it.
     in_flight: int = 0
     failed_at: float = 0.0
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)

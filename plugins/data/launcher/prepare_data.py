@@ -28,16 +28,16 @@ _PACKAGES = ("ibis-framework", "duckdb", "phonenumberslite", "python-stdnum")
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be done: the settings that datakit reads, and where.
-
-    nodes: of a job, None for here. engine: duckdb or spark.
-    """
+    """What would be done, and where."""
 
     recipe: DataRecipe
     site: Site
     name: str
+    # duckdb or spark.
     engine: str
+    # Of a job, None for here.
     nodes: int | None
+    # What plugins.data.run reads.
     settings: dict[str, Any]
 
     @property

@@ -19,22 +19,23 @@ from runspec import files, lock
 
 @dataclass(frozen=True)
 class Served:
-    """One version that an endpoint serves: what was asked for, and the runs that do it.
+    """One version that an endpoint serves: what was asked for, and the runs that do it."""
 
-    model: the run, the folder or models:/NAME@ALIAS. version: which one that was, such as
-    support-intent v2. executor: the name of what runs its jobs. replicas: how many runs are wanted;
-    those that have ended stay among the runs until the version is replaced. max_replicas: the
-    gateway wants between `replicas` and this number, by the load; None: always the same.
-    """
-
+    # The run, the folder or models:/NAME@ALIAS.
     model: str
+    # Which one that was, such as support-intent v2.
     version: str
+    # In configs/serve, or a path.
     config: str = "default"
     overrides: Sequence[str] = ()
     resources: dict[str, Any] = field(default_factory=dict)
+    # The name of what runs its jobs.
     executor: str = "slurm"
+    # How many runs are wanted.
     replicas: int = 1
+    # Those that have ended stay here until the version is replaced.
     runs: Sequence[str] = ()
+    # The gateway wants between `replicas` and this number, by the load; None: always the same.
     max_replicas: int | None = None
 
     @property
