@@ -81,7 +81,7 @@ def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "engine", "field"),
+    ("settings", "backend", "field"),
     [
         ({"use_rslora": True}, "sglang", "use_rslora"),
         ({"use_rslora": True}, "vllm", None),
