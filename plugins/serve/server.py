@@ -28,7 +28,7 @@ from plugins.serve.keys import Keys, Quotas
 from plugins.serve.proxy import runner
 from plugins.serve.recipe_keys import SERVE
 from plugins.serve.upstream import BEAT_S, Upstream
-from runspec import files, progress
+from runspec import failure, files, progress
 from runspec.devices import VISIBLE, visible
 from runspec.processes import end_with_parent, end_with_torchrun
 from runspec.storage import OF_A_DISK, patient_json
@@ -307,10 +307,7 @@ def main(arguments: list[str]) -> int:
         state = asyncio.run(server.run())
     except (ServeError, OSError, ValueError) as error:
         print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
-        record = failure(rank, error)
-        folder = run_dir / files.LOGS / attempt
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write_json(folder / f"error_rank_{rank}.json", record)
+        leave_fault(error, run_dir / files.LOGS / attempt, rank)
         return 1
     if rank == 0:
         number = int(attempt) if attempt.isdigit() else 0
@@ -319,18 +316,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def failure(rank: int, error: Exception) -> dict[str, Any]:
-    """Return the record of why a server ended, from which slurm/retry.py takes the cause."""
+def leave_fault(error: Exception, logs: Path, rank: int) -> None:
+    """Write the record of why a server ended."""
     full = OF_A_DISK.get(error.errno or 0) if isinstance(error, OSError) else None
     text = f"{error}: free some space, then: cookbook resume" if full else str(error)
-    return {
-        "rank": rank,
-        "host": os.environ.get("NODE_NAME") or socket.gethostname(),
-        "time": time.time(),
-        "type": full or "ServeError",
-        "message": text,
-        "permanent": full is not None or isinstance(error, ServeError),
-    }
+    permanent = full is not None or isinstance(error, ServeError)
+    failure.write(logs, rank, full or "ServeError", text, permanent=permanent)
 
 
 if __name__ == "__main__":

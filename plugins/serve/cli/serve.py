@@ -84,7 +84,7 @@ def serve(
         raise UsageFault("--since requires --stats: leave it out")
     if options["once"] and options["keep"] is None:
         raise UsageFault("--once requires --keep: leave it out")
-    if not given and any(options[name] for name in _OF_A_MODEL):
+    if not given and any(options[name] for name in (*_OF_A_MODEL, *_RESOURCES)):
         raise UsageFault(f"{_NAMED} accept no options for serving a MODEL: leave them out")
     if given:
         _serve_model(site, given[0], given[1:], options, as_json)
@@ -113,8 +113,7 @@ _ACTIONS: dict[str, Callable[[Site, Endpoint, Mapping[str, Any]], None]] = {
 }
 _NAMED = "--list, --url, --stop, --stats, --keep, --keys, --add-key, --set-limits, --revoke-key"
 _RESOURCES = ("nodes", "gpus_per_node", "time", "partition", "account", "qos", "environment")
-_OF_A_MODEL = (*_RESOURCES, "name", "config", "replicas", "port", "local", "no_wait")
-_OF_A_MODEL = (*_OF_A_MODEL, "replace", "share")
+_OF_A_MODEL = ("name", "config", "replicas", "port", "local", "no_wait", "replace", "share")
 
 
 def _check_user(asked: Collection[str], user: str | None, limits: Mapping[str, int | None]) -> None:
