@@ -285,7 +285,7 @@ class Proxy:
 
 def runner(proxy: Proxy, headers_s: float = HEADERS_S, **more: Any) -> web.AppRunner:
     """Return aiohttp's server of a proxy, with its limits for strangers."""
-    log = logging.getLogger("serving.http")
+    log = logging.getLogger("serve.http")
     log.addFilter(_is_ours)
     return web.AppRunner(
         proxy.app(),
