@@ -64,7 +64,7 @@ def serve(kind: str, folder: str, below: str, told: Any) -> None:
             app.router.add_post("/v1/chat/completions", answer)
         elif kind == "front":
             journal = Journal(Path(folder) / "requests")
-            takes = parameters.Takes("vllm", "m")
+            takes = parameters.Parameters("vllm", "m")
             backend, quotas = Upstream("a", below, ready=True), Quotas(Path(folder), "a")
             app = Front(SETTINGS, Keys(KEY), backend, takes, journal, quotas).app()
         else:

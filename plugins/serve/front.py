@@ -15,8 +15,8 @@ from plugins.serve.answers import END, Answers, message_of, sse
 from plugins.serve.journal import Journal
 from plugins.serve.keys import OWNER, Charge, Keys, Quotas
 from plugins.serve.outcome import Outcome
-from plugins.serve.parameters import Plan, Takes
-from plugins.serve.proxy import CLIENT_ID, ID, Asked, Proxy
+from plugins.serve.parameters import Parameters, Plan
+from plugins.serve.proxy import CLIENT_ID, ID, ClientRequest, Proxy
 from plugins.serve.request import BadRequest, answers, parsed, prompts
 from plugins.serve.upstream import Upstream
 from runspec.files import parse_json
@@ -37,7 +37,7 @@ class Front(Proxy):
     """Answers requests by a backend.
 
     Args:
-        takes: the parameters of the backend; replaced when it runs and lists its own.
+        parameters: of the backend; replaced when it runs and lists its own.
         journal: the log of requests.
         quotas: the use of each user today.
         count: counts the tokens of a text; by default about, where no tokenizer is known.
@@ -51,14 +51,15 @@ class Front(Proxy):
         settings: Mapping[str, Any],
         keys: Keys,
         backend: Upstream,
-        takes: Takes,
+        parameters: Parameters,
         journal: Journal,
         quotas: Quotas,
         count: Callable[[str], int] = lambda text: -(-len(text.encode()) // 4),
         limit: float = math.inf,
     ) -> None:
         super().__init__(settings, keys)
-        self.backend, self.takes, self.journal, self.quotas = backend, takes, journal, quotas
+        self.backend, self.parameters = backend, parameters
+        self.journal, self.quotas = journal, quotas
         self.count, self.limit = count, limit
 
     def upstreams(self) -> Iterable[Upstream]:
@@ -71,7 +72,7 @@ class Front(Proxy):
     def unlogged(self) -> int:
         return self.journal.unlogged
 
-    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def answer(self, request: web.Request, asked: ClientRequest) -> web.StreamResponse:
         """Validate a request, charge it, log it, and answer it."""
         # Before it is parsed and counted, which takes time.
         if (over := self._over_quota(asked.user)) is not None:
@@ -79,7 +80,7 @@ class Front(Proxy):
         most = int(self.settings["max_answers"])
         try:
             body = parsed(asked.path, asked.body)
-            plan = self.takes.plan(asked.path, body)
+            plan = self.parameters.plan(asked.path, body)
             if (count := answers(body)) > most:
                 raise BadRequest(
                     f"the request asks for {count:,} answers (prompts times n), and max_answers "
@@ -135,7 +136,7 @@ class Front(Proxy):
                 place = "prompt" if "prompt" in asked else "messages"
                 raise BadRequest(f"{message}: shorten it", place)
             prompt += tokens
-        length = asked.get("max_completion_tokens", asked.get("max_tokens", self.takes.length))
+        length = asked.get("max_completion_tokens", asked.get("max_tokens", self.parameters.length))
         answer = min(length, max(1, self.limit - prompt // len(texts)))
         return Charge(user, answers, prompt, answers * int(answer))
 
@@ -153,7 +154,7 @@ class Front(Proxy):
         return 0, 0
 
     async def _composed(
-        self, request: web.Request, asked: Asked, plan: Plan, outcome: Outcome
+        self, request: web.Request, asked: ClientRequest, plan: Plan, outcome: Outcome
     ) -> web.StreamResponse:
         """Ask the backend for each body of the plan, and compose one answer."""
         if not self.backend.ready:
@@ -209,7 +210,7 @@ class Front(Proxy):
         await sent.write_eof()
 
     async def _told(
-        self, asked: Asked, plan: Plan
+        self, asked: ClientRequest, plan: Plan
     ) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
         """Yield what the backend answers to the bodies of a plan as it comes, each with its number.
 
@@ -243,7 +244,7 @@ class Front(Proxy):
                 task.cancel()
 
     async def _asked(
-        self, asked: Asked, number: int, body: Mapping[str, Any], stream: bool
+        self, asked: ClientRequest, number: int, body: Mapping[str, Any], stream: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the backend's answer to one body, or the events of its stream.
 
@@ -301,7 +302,7 @@ def _refused(status: int, text: bytes) -> BackendError:
     return BackendError(500 if status >= 500 else 502, f"the backend {answer}")
 
 
-def _ids(asked: Asked) -> dict[str, str]:
+def _ids(asked: ClientRequest) -> dict[str, str]:
     return {ID: asked.id} | ({CLIENT_ID: asked.client_id} if asked.client_id else {})
 
 
@@ -319,7 +320,9 @@ def _plain(asked: Mapping[str, Any]) -> list[str]:
     return ["\n".join(texts)]
 
 
-def _row(asked: Asked, body: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _row(
+    asked: ClientRequest, body: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
     messages = body.get("messages") or [{"role": "user", "content": "\n".join(_plain(body))}]
     known = {k: v for k, v in body.items() if k not in ("messages", "prompt", "model")}
     return {

@@ -23,7 +23,7 @@ from plugins.serve.endpoint import ENDPOINT, GATEWAY
 from plugins.serve.faults import Faults, stop_event
 from plugins.serve.keys import Keys
 from plugins.serve.outcome import Outcome
-from plugins.serve.proxy import CLIENT_ID, OWN_ID, OWN_USER, Asked, Proxy, runner
+from plugins.serve.proxy import CLIENT_ID, OWN_ID, OWN_USER, ClientRequest, Proxy, runner
 from plugins.serve.recipe_keys import SERVE
 from plugins.serve.scale import Scaler
 from plugins.serve.upstream import Pool, Upstream
@@ -57,7 +57,7 @@ class Gateway(Proxy):
     def retry_s(self) -> int:
         return _COLD_S if self.scaler.wanted and not self.pool.choose(set()) else 1
 
-    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def answer(self, request: web.Request, asked: ClientRequest) -> web.StreamResponse:
         outcome = Outcome()
         return await self.counted(self._passed_on(request, asked, outcome), outcome, 1)
 
@@ -71,7 +71,7 @@ class Gateway(Proxy):
         return upstream
 
     async def _passed_on(
-        self, request: web.Request, asked: Asked, outcome: Outcome
+        self, request: web.Request, asked: ClientRequest, outcome: Outcome
     ) -> web.StreamResponse:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         headers |= {"Authorization": f"Bearer {self.keys.key}", CLIENT_ID: asked.client_id}

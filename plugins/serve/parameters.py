@@ -73,7 +73,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Takes:
+class Parameters:
     """The parameters of a backend."""
 
     # transformers, vllm or sglang.
@@ -239,7 +239,7 @@ def _without_effect(name: str, value: Any) -> bool:
     )
 
 
-def takes(config: Mapping[str, Any], name: str, schema: bytes | None = None) -> Takes:
+def parameters_of(config: Mapping[str, Any], name: str, schema: bytes | None = None) -> Parameters:
     """Return the parameters of an endpoint's backend.
 
     Args:
@@ -248,7 +248,7 @@ def takes(config: Mapping[str, Any], name: str, schema: bytes | None = None) -> 
     """
     model, backend = Path(str(config["model"])), str(config["engine"])
     base = Model.of(model).base
-    return Takes(
+    return Parameters(
         backend,
         name,
         None if backend == "transformers" else names_of(schema),

@@ -45,7 +45,7 @@ class BrokenOff(ConnectionResetError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """A request that may be passed on."""
 
     path: str
@@ -87,7 +87,7 @@ class Proxy:
         """Whether a request would be answered."""
         raise NotImplementedError
 
-    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def answer(self, request: web.Request, asked: ClientRequest) -> web.StreamResponse:
         """Answer a request that may be passed on."""
         raise NotImplementedError
 
@@ -225,7 +225,7 @@ class Proxy:
             return self.error(413, f"the request has more than {limit:,} bytes")
         except (ValueError, web.RequestPayloadError, web.HTTPException):
             return self.error(400, "the body cannot be read")
-        return await self.answer(request, Asked(path, body, request_id, client_id, user))
+        return await self.answer(request, ClientRequest(path, body, request_id, client_id, user))
 
     async def counted(
         self, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int

@@ -71,7 +71,7 @@ class Server:
             config,
             keys,
             Upstream(self.name, url, socket=where, key=self.backend.key),
-            parameters.takes(config, self.backend.model),
+            parameters.parameters_of(config, self.backend.model),
             journal,
             Quotas(self.endpoint, self.name),
             *_tokenizer(Path(config["model"])),
@@ -218,8 +218,8 @@ class Server:
                 raise ServeError(why.read_text() if why.exists() else f"{ended_so}: see above")
             if await self.proxy.backend.get("/health") is not None:
                 schema = await self.proxy.backend.get("/openapi.json", 20)
-                self.proxy.takes = await asyncio.to_thread(
-                    parameters.takes, self.config, self.backend.model, schema
+                self.proxy.parameters = await asyncio.to_thread(
+                    parameters.parameters_of, self.config, self.backend.model, schema
                 )
                 self.proxy.backend.ready = True
                 return

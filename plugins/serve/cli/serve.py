@@ -21,11 +21,11 @@ from launcher.slurm.executors import choose, title
 from plugins.registry.launcher import models
 from plugins.serve.endpoint import reachable
 from plugins.serve.launcher import endpoint as endpoints
-from plugins.serve.launcher import keep as keeping
 from plugins.serve.launcher import keys as access
+from plugins.serve.launcher import maintain as maintenance
 from plugins.serve.launcher import scale as scaling
 from plugins.serve.launcher import serve as workflow
-from plugins.serve.launcher.endpoint import Endpoint, Served
+from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 
 @click.command()
@@ -100,7 +100,7 @@ _ACTIONS: dict[str, Callable[[Site, Endpoint, Mapping[str, Any]], None]] = {
     "url": lambda site, one, given: _print_url(site, one, given["as_json"]),
     "stop": lambda site, one, given: workflow.stop(site, one, note),
     "stats": lambda site, one, given: _stats(site, one, given["since"], given["as_json"]),
-    "keep": lambda site, one, given: keeping.keep(site, one, note, given["once"]),
+    "keep": lambda site, one, given: maintenance.maintain(site, one, note, given["once"]),
     "keys": lambda site, one, given: _list_keys(one, given["as_json"]),
     "add_key": lambda site, one, given: _add_key(
         one, given["user"], given["limits"], given["as_json"]
@@ -141,7 +141,7 @@ def _serve_model(
     if replace and (share is not None or no_wait):
         raise UsageFault("--replace waits for the new deployment: leave --share and --no-wait out")
     least, most = _range(replicas or "1")
-    asked = Served(
+    asked = Deployment(
         model,
         "",
         config or "default",
@@ -189,17 +189,17 @@ def _range(text: str) -> tuple[int, int | None]:
     return least, most
 
 
-def _name(site: Site, asked: Served, name: str | None) -> str:
+def _name(site: Site, asked: Deployment, name: str | None) -> str:
     return workflow.name_of(models.resolve(site, asked.model), name)
 
 
 def _as_before(
-    endpoint: Endpoint, asked: Served, config: str | None, replicas: str | None
-) -> Served:
+    endpoint: Endpoint, asked: Deployment, config: str | None, replicas: str | None
+) -> Deployment:
     """Return what was asked for, with what it does not say as it is served now."""
-    if not endpoint.served:
+    if not endpoint.deployments:
         return asked
-    now = endpoint.served[-1]
+    now = endpoint.deployments[-1]
     return changed(
         now,
         model=asked.model,
@@ -215,7 +215,7 @@ def _as_before(
 
 def _start(
     site: Site,
-    asked: Served,
+    asked: Deployment,
     name: str | None,
     port: int | None,
     replace: bool,
@@ -231,7 +231,7 @@ def _start(
         return workflow.start(site, asked, name, note)
     endpoint = endpoints.find(site, chosen.name)
     version = models.resolve(site, asked.model).name
-    before = list(dict.fromkeys(each.version for each in endpoint.served))
+    before = list(dict.fromkeys(each.version for each in endpoint.deployments))
     if version in before or not before:
         raise UsageFault(f"--share needs a version other than {', '.join(before) or 'none'}")
     made = workflow.start(site, asked, name, note, add=True)
@@ -259,7 +259,7 @@ def _wait(
     except KeyboardInterrupt:
         note(f"{', '.join(run.name for run in runs)} continues; {later}")
         raise
-    scaled = any(each.max_replicas is not None for each in endpoint.served)
+    scaled = any(each.max_replicas is not None for each in endpoint.deployments)
     if scaled or any(map(reachable, endpoint.servers)):
         workflow.start_gateway(site, endpoint, port)
         _print_url(site, endpoint, as_json)
@@ -300,14 +300,16 @@ def _list(site: Site, as_json: bool) -> None:
         rows.append(
             {
                 "endpoint": each.name,
-                "model": ", ".join(served.model for served in each.served),
+                "model": ", ".join(deployment.model for deployment in each.deployments),
                 "versions": sorted({str(r["version"]) for r in servers if r.get("version")}),
                 "unlogged": sum(int(r.get("unlogged") or 0) for r in servers),
                 "ready": sum(r["state"] == "ready" for r in servers),
-                "replicas": max(len(servers), sum(served.replicas for served in each.served)),
-                "max_replicas": sum(s.max_replicas or s.replicas for s in each.served),
+                "replicas": max(
+                    len(servers), sum(deployment.replicas for deployment in each.deployments)
+                ),
+                "max_replicas": sum(s.max_replicas or s.replicas for s in each.deployments),
                 "url": url,
-                "runs": [name for served in each.served for name in served.runs],
+                "runs": [name for deployment in each.deployments for name in deployment.runs],
             }
         )
     if as_json:

@@ -18,7 +18,7 @@ from runspec import files, lock
 
 
 @dataclass(frozen=True)
-class Served:
+class Deployment:
     """One version that an endpoint serves: what was asked for, and the runs that do it."""
 
     # The run, the folder or models:/NAME@ALIAS.
@@ -64,18 +64,20 @@ class Endpoint:
         return dict(self.facts.get("settings") or {})
 
     @property
-    def served(self) -> list[Served]:
+    def deployments(self) -> list[Deployment]:
         """The versions, oldest first."""
-        known = {each.name for each in fields(Served)}
+        known = {each.name for each in fields(Deployment)}
         listed = self.facts.get("served")
         return [
-            Served(**{key: value for key, value in each.items() if key in known})
+            Deployment(**{key: value for key, value in each.items() if key in known})
             for each in (listed if isinstance(listed, list) else [])
         ]
 
-    def write(self, served: Sequence[Served], settings: dict[str, Any] | None = None) -> None:
+    def write(
+        self, deployments: Sequence[Deployment], settings: dict[str, Any] | None = None
+    ) -> None:
         """Write which versions are served now."""
-        content = {**self.facts, "served": [asdict(each) for each in served]}
+        content = {**self.facts, "served": [asdict(each) for each in deployments]}
         content |= {} if settings is None else {"settings": settings}
         files.write_json(self.folder / endpoints.ENDPOINT, content, mode=0o600)
 
@@ -99,9 +101,9 @@ class Endpoint:
     def servers(self) -> list[dict[str, Any]]:
         return endpoints.servers(self.folder)
 
-    def living(self, root: Path, of: Served | None = None) -> list[Run]:
+    def living(self, root: Path, of: Deployment | None = None) -> list[Run]:
         """Return its runs whose job waits or runs, oldest first; those of one version if given."""
-        chosen = self.served if of is None else [of]
+        chosen = self.deployments if of is None else [of]
         names = [name for each in chosen for name in each.runs]
         runs = [Run(directory.runs_root(root) / name) for name in names]
         known = states(run for run in runs if run.path.is_dir())
@@ -128,7 +130,7 @@ class Endpoint:
                 f"{self.name} listens on the loopback address of {there[0]}, which this host "
                 "cannot reach: run the command there, or serve it with bind=node"
             )
-        model = self.served[-1].model if self.served else "MODEL"
+        model = self.deployments[-1].model if self.deployments else "MODEL"
         raise EndpointFault(
             f"{self.name} is not served now: see cookbook serve --list, and start it with: "
             f"cookbook serve {model} --name {self.name}"
@@ -152,7 +154,7 @@ def find(site: Site, name: str) -> Endpoint:
     return Endpoint(site.root / "endpoints" / name)
 
 
-def said(module: str, *given: str) -> str:
+def output_of(module: str, *given: str) -> str:
     """Return what a module of serving prints in the environment that has its packages.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher import yamlfile
 from launcher.site import Site
-from plugins.serve.launcher.endpoint import Endpoint, said
+from plugins.serve.launcher.endpoint import Endpoint, output_of
 from runspec import files
 
 
@@ -40,7 +40,7 @@ def export(
     argv = ["--since", since] if since else []
     argv += ["--feedback", str(feedback.absolute())] if feedback else []
     argv += ["--delta"] if delta else []
-    told = said("plugins.serve.from_requests", str(endpoint.folder), str(folder), *argv)
+    told = output_of("plugins.serve.from_requests", str(endpoint.folder), str(folder), *argv)
     answer = json.loads(told.splitlines()[-1])
     recipe = folder / f"requests-{endpoint.name}.yaml"
     content = data_recipe(endpoint.name, Path(answer["file"]))

@@ -29,7 +29,7 @@ from launcher.site import Site
 from launcher.slurm import executors
 from plugins.registry.launcher import models
 from plugins.serve import endpoint as endpoints
-from plugins.serve.launcher.endpoint import Endpoint, Served, said
+from plugins.serve.launcher.endpoint import Deployment, Endpoint, output_of
 from plugins.serve.recipe_keys import package_of
 from runspec import adapters, files
 from runspec.weights import gives_scores
@@ -56,7 +56,7 @@ def name_of(model: models.Model, wanted: str | None) -> str:
 
 
 def start(
-    site: Site, asked: Served, name: str | None, say: Say, add: bool = False
+    site: Site, asked: Deployment, name: str | None, say: Say, add: bool = False
 ) -> tuple[Endpoint, list[Run]]:
     """Submit the jobs that serve a model; return the endpoint and the runs.
 
@@ -75,7 +75,7 @@ def start(
             "interruption with --replace, add a version beside it with --share 0.1, or stop it "
             f"with: cookbook serve --stop {endpoint.name}"
         )
-    before = endpoint.served if add else []
+    before = endpoint.deployments if add else []
     if not add:
         (endpoint.folder / endpoints.SCALE).unlink(missing_ok=True)
     new, runs, settings = launch(site, endpoint, asked, asked.replicas, say)
@@ -84,8 +84,8 @@ def start(
 
 
 def launch(
-    site: Site, endpoint: Endpoint, asked: Served, count: int, say: Say
-) -> tuple[Served, list[Run], dict[str, Any]]:
+    site: Site, endpoint: Endpoint, asked: Deployment, count: int, say: Say
+) -> tuple[Deployment, list[Run], dict[str, Any]]:
     """Submit this many jobs, each with a copy of a model; return them, and the fronts' settings.
 
     Each server is a job: the loss of a node ends one of them, and Slurm starts that one again.
@@ -133,7 +133,7 @@ def launch(
     return changed(asked, model=meant, version=model.name, runs=names), runs, settings
 
 
-def _check(recipe: Recipe, asked: Served) -> None:
+def _check(recipe: Recipe, asked: Deployment) -> None:
     """Raise UsageFault if the servers of a node cannot share it, or the backend is not there."""
     copies = int(recipe.config.get("replicas_per_node") or 1)
     gpus, port = recipe.resources.gpus_per_node, recipe.config.get("port")
@@ -345,9 +345,9 @@ def _answers(url: str) -> bool:
     return False
 
 
-def replace(site: Site, endpoint: Endpoint, asked: Served, say: Say) -> list[Run]:
+def replace(site: Site, endpoint: Endpoint, asked: Deployment, say: Say) -> list[Run]:
     """Let one version take the place of all that an endpoint serves, without a gap."""
-    before, going = endpoint.served, endpoint.living(site.root)
+    before, going = endpoint.deployments, endpoint.living(site.root)
     new, runs, settings = launch(site, endpoint, asked, successors(asked, going), say)
     endpoint.write([*before, new], settings)
     _tell_place(runs, going, say)
@@ -358,7 +358,7 @@ def replace(site: Site, endpoint: Endpoint, asked: Served, say: Say) -> list[Run
     return runs
 
 
-def successors(asked: Served, going: Sequence[Run]) -> int:
+def successors(asked: Deployment, going: Sequence[Run]) -> int:
     """Return how many jobs take the place of those that go."""
     if asked.max_replicas is None:
         return asked.replicas
@@ -366,14 +366,14 @@ def successors(asked: Served, going: Sequence[Run]) -> int:
 
 
 def renew(
-    site: Site, endpoint: Endpoint, old: Served, going: Sequence[Run], count: int, say: Say
+    site: Site, endpoint: Endpoint, old: Deployment, going: Sequence[Run], count: int, say: Say
 ) -> None:
     """Let this many new jobs with the settings of a version replace some of its runs.
 
     If its alias names another version by now, that one gets its share of the traffic.
     """
     new, runs, settings = launch(site, endpoint, changed(old, runs=()), count, say)
-    others = [each for each in endpoint.served if each != old]
+    others = [each for each in endpoint.deployments if each != old]
     same = new.version == old.version
     kept = [name for name in old.runs if name not in {run.name for run in going}]
     both = changed(old, runs=[*old.runs, *new.runs]) if same else old
@@ -443,7 +443,7 @@ def stop(site: Site, endpoint: Endpoint, say: Say) -> None:
 
 def failed_start(site: Site, endpoint: Endpoint) -> str:
     """Say which of an endpoint's newest runs ended before it was ready, "" if none did."""
-    for each in endpoint.served:
+    for each in endpoint.deployments:
         if not each.runs:
             continue
         run = Run(directory.runs_root(site.root) / each.runs[-1])
@@ -460,13 +460,15 @@ def figures(
     argv = ["--since", since] if since else []
     for file in _trained_on(site, endpoint, say):
         argv += ["--training-data", file]
-    return said("plugins.serve.stats", str(endpoint.folder), *argv, *["--json"] * as_json)
+    return output_of("plugins.serve.stats", str(endpoint.folder), *argv, *["--json"] * as_json)
 
 
 def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:
     """Return the files that the newest served model was trained on."""
     try:
-        model = models.resolve(site, endpoint.served[-1].model) if endpoint.served else None
+        model = (
+            models.resolve(site, endpoint.deployments[-1].model) if endpoint.deployments else None
+        )
     except CookbookError as error:
         say(f"warning: no drift is computed: {error.faults[0]}")
         return []

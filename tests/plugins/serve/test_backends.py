@@ -41,7 +41,7 @@ def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_pa
         *found.argv[:-4],
         *("--generation-config", str(tmp_path / "a"), "--dtype", "auto", "--max-model-len", "4096"),
     ]
-    assert parameters.takes(config, "intent").defaults == {"eos_token_id": 7}
+    assert parameters.parameters_of(config, "intent").defaults == {"eos_token_id": 7}
 
 
 def test_sglangs_key_stands_in_a_private_file(tmp_path):

@@ -90,7 +90,7 @@ def served(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, Path]]:
         while await upstream.get("/health") is None:
             assert process.poll() is None, (folder / "backend.log").read_text()
             await asyncio.sleep(0.2)
-        takes = parameters.takes(config, backend.model)
+        takes = parameters.parameters_of(config, backend.model)
         journal = Journal(folder / "requests")
         proxy = Front(config, Keys("key"), upstream, takes, journal, Quotas(folder, "a"))
         runner = web.AppRunner(proxy.app(), handler_cancellation=True)

@@ -17,7 +17,7 @@ from plugins.serve.journal import Journal, read
 from plugins.serve.keys import Keys, Quotas
 from plugins.serve.launcher import keys as access
 from plugins.serve.launcher.endpoint import Endpoint
-from plugins.serve.parameters import Takes
+from plugins.serve.parameters import Parameters
 from plugins.serve.upstream import Upstream
 from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Backend, opened
 
@@ -78,7 +78,7 @@ def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoi
         app.router.add_route("*", "/{path:.*}", backend.answer)
         below, port = await opened(app)
         keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, "a")
-        journal, takes = Journal(endpoint.folder / endpoints.REQUESTS), Takes("vllm", "m")
+        journal, takes = Journal(endpoint.folder / endpoints.REQUESTS), Parameters("vllm", "m")
         own = Upstream("a", f"http://127.0.0.1:{port}", ready=True)
         words = (lambda text: len(text.split()), 1000)
         proxy = Front(SETTINGS, keys, own, takes, journal, quotas, *words)
@@ -133,7 +133,7 @@ def test_users_are_limited_over_all_servers_and_revoked(endpoint):
         backend, app = Backend(), web.Application()
         app.router.add_route("*", "/{path:.*}", backend.answer)
         below, port = await opened(app)
-        runners, fronts, takes = [below], [], Takes("vllm", "m")
+        runners, fronts, takes = [below], [], Parameters("vllm", "m")
         for name in ("a", "b"):
             own = Upstream("a", f"http://127.0.0.1:{port}", ready=True)
             keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, name)

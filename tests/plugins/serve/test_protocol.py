@@ -111,8 +111,8 @@ def front(tmp_path, check, kind: str = "vllm", **facts: Any) -> None:
         server, port = await opened(app)
         below = Upstream("a", f"http://127.0.0.1:{port}", key="the backend's own", ready=True)
         names = parameters.names_of(await below.get("/openapi.json"))
-        takes = parameters.Takes(kind, "/models/m", None if kind == "transformers" else names)
-        takes = parameters.Takes(**{**vars(takes), **facts})
+        takes = parameters.Parameters(kind, "/models/m", None if kind == "transformers" else names)
+        takes = parameters.Parameters(**{**vars(takes), **facts})
         log, quotas = Journal(tmp_path / "requests"), Quotas(tmp_path, "a")
         words = (lambda text: len(text.split()), 100)
         proxy = Front(SETTINGS, Keys(KEY), below, takes, log, quotas, *words)
@@ -320,14 +320,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_transformers_does_not_do_is_refused(name):
-    takes = parameters.Takes("transformers", "m")
+    takes = parameters.Parameters("transformers", "m")
     with pytest.raises(BadRequest, match=name) as refused:
         takes.plan(CHAT, {"messages": SAID, name: REFUSED[name]})
     assert refused.value.param == name
 
 
 def test_transformers_is_asked_by_its_own_names():
-    takes = parameters.Takes("transformers", "m", None, {"vocab_size": 9}, {"top_k": 20})
+    takes = parameters.Parameters("transformers", "m", None, {"vocab_size": 9}, {"top_k": 20})
 
     def made(**more: Any) -> list[dict[str, Any]]:
         plan = takes.plan(CHAT, {"messages": SAID, **more})
@@ -351,10 +351,10 @@ def test_transformers_is_asked_by_its_own_names():
     assert "tools" not in body
     image = {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}
     for facts, words in (({}, "takes no image_url"), ({"vision_config": {}}, "data:image/")):
-        seeing = parameters.Takes("transformers", "m", None, facts)
+        seeing = parameters.Parameters("transformers", "m", None, facts)
         with pytest.raises(BadRequest, match=words):
             seeing.plan(CHAT, {"messages": [{"role": "user", "content": [image]}]})
-    plain = parameters.Takes("transformers", "m", template="{{ messages }} {{ thinking }}")
+    plain = parameters.Parameters("transformers", "m", template="{{ messages }} {{ thinking }}")
     assert plain.plan(CHAT, {"messages": SAID, "chat_template_kwargs": {"thinking": True}}).bodies
     for more, param in (
         ({"tools": function}, "tools"),
@@ -365,7 +365,7 @@ def test_transformers_is_asked_by_its_own_names():
         with pytest.raises(BadRequest) as refused:
             plain.plan(CHAT, {"messages": SAID, **more})
         assert refused.value.param == param
-    batching = parameters.Takes("transformers", "m", batching=True)
+    batching = parameters.Parameters("transformers", "m", batching=True)
     with pytest.raises(BadRequest, match="continuous batching has the same sampling for all"):
         batching.plan(CHAT, {"messages": SAID, "temperature": 0.5})
 

@@ -23,7 +23,7 @@ from plugins.serve.front import Front
 from plugins.serve.gateway import Gateway
 from plugins.serve.journal import Journal, read
 from plugins.serve.keys import Keys, Quotas
-from plugins.serve.parameters import Takes
+from plugins.serve.parameters import Parameters
 from plugins.serve.proxy import runner as runner_of
 from plugins.serve.upstream import Pool, Upstream
 from tests.launcher.kit import until
@@ -86,7 +86,7 @@ def front(tmp_path, check, **settings) -> None:
             {**SETTINGS, **settings},
             Keys(KEY),
             Upstream("a", address, key="the backend's own", ready=True),
-            Takes("vllm", "/models/m"),
+            Parameters("vllm", "/models/m"),
             Journal(tmp_path / "requests"),
             Quotas(tmp_path, "a"),
             *((count, 100) if count else ()),

@@ -12,13 +12,13 @@ from plugins.serve import endpoint as endpoints
 from plugins.serve.cli.serve import _range
 from plugins.serve.gateway import Gateway
 from plugins.serve.keys import Keys
-from plugins.serve.launcher.endpoint import Endpoint, Served
+from plugins.serve.launcher.endpoint import Deployment, Endpoint
 from plugins.serve.scale import Scaler
 from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Backend, opened
 
 
 def served(folder, least: int, most: int | None, *more: str) -> None:
-    versions = [Served("m", name, replicas=least, max_replicas=most) for name in ("v1", *more)]
+    versions = [Deployment("m", name, replicas=least, max_replicas=most) for name in ("v1", *more)]
     Endpoint(folder).write(versions, {})
 
 
