@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from plugins.data import sources, steps
-from plugins.data.datarecipe import step_name, step_options
+from plugins.data import sources
+from plugins.data.datarecipe import STEPS, step_name, step_options
 from plugins.data.errors import DataError
 from plugins.data.ingest import BAD_SUFFIX
 from plugins.data.inputs import Input
@@ -111,7 +112,8 @@ def _step(key: str, name: str, before: Rows, here: Work) -> tuple[Rows, dict[str
     engine, began = here.engine, time.monotonic()
     known = patient_json(here.folder / _RECORD)
     engine.progress.begin(key, before.count)
-    rows = steps.find(name)(before, here)
+    module, _, function = STEPS[name].function.partition(":")
+    rows = getattr(import_module(f"plugins.data.steps.{module}"), function)(before, here)
     if known is None:
         known = {
             "step": key,
@@ -264,7 +266,7 @@ def _samples(engine: QueryEngine, folder: Path, before: Rows) -> list[dict[str, 
 
 def _changed(engine: QueryEngine, before: Rows, after: Rows, name: str) -> list[dict[str, Any]]:
     """Return the first rows whose text a step has changed, before and after it."""
-    if name not in ("template", "personal_data"):
+    if not STEPS[name].changes_texts:
         return []
     old = before.table.select("_id", _prompt="prompt", _answer="answer")
     both = after.table.inner_join(old, "_id")

@@ -20,7 +20,7 @@ from plugins.evaluate.recipe_keys import COMPARED, EVAL
 from plugins.registry.launcher import gates, importer, judging, models, registry
 from plugins.registry.launcher import promote as workflow
 from plugins.registry.launcher import store as stores
-from plugins.serve.launcher.endpoint import Endpoint, Deployment
+from plugins.serve.launcher.endpoint import Deployment, Endpoint
 from runspec.states import process_start
 from runspec.weights import content_sha256
 from tests.launcher.kit import finished_run, model_folder

@@ -27,7 +27,7 @@ _PACKAGES = ("ibis-framework", "duckdb", "phonenumberslite", "python-stdnum")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Preparation:
     """What would be done, and where."""
 
     recipe: DataRecipe
@@ -46,7 +46,7 @@ class Plan:
         return Path(self.settings["root"]) / "prepared" / self.name
 
 
-def plan(recipe: DataRecipe, site: Site, name: str | None, nodes: int | None) -> Plan:
+def plan(recipe: DataRecipe, site: Site, name: str | None, nodes: int | None) -> Preparation:
     """Work out what to do without doing it. Spark is used only in a job, or if it is asked for."""
     name = name or recipe.name
     if not NAME.match(name):
@@ -68,7 +68,7 @@ def plan(recipe: DataRecipe, site: Site, name: str | None, nodes: int | None) ->
     }
     if faults := _missing(engine):
         raise PreflightFault(faults)
-    return Plan(recipe, site, name, engine, nodes, settings)
+    return Preparation(recipe, site, name, engine, nodes, settings)
 
 
 def _missing(engine: str) -> list[str]:
@@ -82,7 +82,7 @@ def _missing(engine: str) -> list[str]:
     return faults
 
 
-def here(planned: Plan, preview: int | None, as_json: bool) -> NoReturn:
+def here(planned: Preparation, preview: int | None, as_json: bool) -> NoReturn:
     """Become the process that prepares on this machine, so that a signal reaches it.
 
     What is typed again after an interruption goes on where it was.
@@ -104,7 +104,7 @@ def here(planned: Plan, preview: int | None, as_json: bool) -> NoReturn:
         ) from error
 
 
-def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
+def job_plan(planned: Preparation) -> tuple[Path, dict[str, str]]:
     """Return the directory that a job would have, and the text of each file in it."""
     path = directory.runs_root(planned.site.root) / directory.new_name(planned.name)
     contents = {
@@ -121,7 +121,9 @@ def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
     return path, contents
 
 
-def submit(planned: Plan, path: Path, contents: Mapping[str, str], executor: Executor) -> Run:
+def submit(
+    planned: Preparation, path: Path, contents: Mapping[str, str], executor: Executor
+) -> Run:
     """Make the job's directory and start it: afterwards it is queued, or nothing of it is left."""
     kit, site = code.present(planned.site.root), planned.site
     resources = replace(planned.recipe.resources, nodes=planned.nodes or 1, gpus_per_node=1)
@@ -140,7 +142,7 @@ def submit(planned: Plan, path: Path, contents: Mapping[str, str], executor: Exe
     return run
 
 
-def described(planned: Plan) -> list[str]:
+def described(planned: Preparation) -> list[str]:
     """Say what a preparation here would do."""
     recipe = planned.settings["recipe"]
     steps: Sequence[Any] = recipe.get("steps") or []

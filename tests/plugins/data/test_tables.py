@@ -80,7 +80,7 @@ def test_a_dataset_of_the_hub(tmp_path, duck, monkeypatch):
     made = run(tmp_path, [], duck, sources=[source], max_bad_share=0.5)
     check(made, duck, "helpdesk@main train")
     # The copy is removed at the end, so that a row leads to the dataset itself.
-    one = prepared.Prepared("desk", tmp_path, {}, {"inputs": [made.inputs[0].record()]})
+    one = prepared.PreparedSet("desk", tmp_path, {}, {"inputs": [made.inputs[0].record()]})
     assert prepared.origin(one, 2) == f"row 2 of {made.inputs[0].origin}"
     test = run(tmp_path, [], duck, work="test", sources=[{**source, "split": "test"}])
     assert test.rows.count == 1
