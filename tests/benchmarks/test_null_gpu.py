@@ -158,7 +158,7 @@ def test_a_served_model_answers_on_gpus(
     monkeypatch.setenv("NULL_GPU_COUNT", count)
     socket, name = tmp_path / "engine.sock", str(demo_model)
     line = [sys.executable, "-m", "benchmarks.null_gpu", sys.executable]
-    line += ["-m", "plugins.serve.transformers_engine", str(socket), name]
+    line += ["-m", "plugins.serve.transformers_backend", str(socket), name]
     line += ["--device", "auto", "--dtype", "bfloat16"]
     engine = subprocess.Popen(line, cwd=ROOT, start_new_session=True)
     try:

@@ -1,4 +1,4 @@
-"""A Spark cluster in a job: python -m plugins.data.engines.cluster SETTINGS.yaml, once on each node.
+"""A Spark cluster in a job: python -m plugins.data.query_engines.cluster SETTINGS, on each node.
 
 The first node runs the master, the driver and a worker; every other node runs a worker. They end
 with the driver, and each ends its processes. It needs HEAD_ADDR, NODE_RANK and LOGS.
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from plugins.data import job
-from plugins.data.engines import java, spill
 from plugins.data.errors import DataError
+from plugins.data.query_engines import java, spill
 from runspec import files
 
 _MASTER = "spark_master.json"

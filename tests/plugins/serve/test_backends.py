@@ -1,4 +1,4 @@
-"""The commands of the engines, by their documentation: vLLM 0.30 and SGLang's server arguments."""
+"""The commands of the backends, by their documentation: vLLM 0.30 and SGLang's server arguments."""
 
 import json
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from plugins.serve import engine_start, engines, parameters
+from plugins.serve import backends, parameters
 from plugins.serve.recipe_keys import SERVE
-from plugins.serve.replica import Replica
+from plugins.serve.server import Server
 from runspec import files
 from runspec.devices import visible
 
@@ -25,28 +25,28 @@ def adapter(folder: Path) -> Path:
 def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_path):
     config = {**SETTINGS, "engine": "vllm", "model": str(adapter(tmp_path / "a"))}
     config |= {"engine_args": ["--max-model-len", 4096]}
-    found = engines.command(config, tmp_path, 2)
+    found = backends.command(config, tmp_path, 2)
     assert found.argv == [
         *("-m", "vllm.entrypoints.cli.main", "serve", "/models/base"),
-        *("--uds", str(tmp_path / "engine.sock"), "--tensor-parallel-size", "2"),
+        *("--uds", str(tmp_path / "backend.sock"), "--tensor-parallel-size", "2"),
         *("--served-model-name", "intent-base", "--enable-lora", "--max-lora-rank", "32"),
         *("--lora-modules", f"intent={tmp_path / 'a'}", "--dtype", "auto"),
         *("--max-model-len", "4096"),
     ]
-    assert (found.model, found.socket) == ("intent", tmp_path / "engine.sock")
+    assert (found.model, found.socket) == ("intent", tmp_path / "backend.sock")
     # The token that ends an answer may be another one than the base's.
     (tmp_path / "a/generation_config.json").write_text('{"eos_token_id": 7}')
-    argv = engines.command(config, tmp_path, 2).argv
+    argv = backends.command(config, tmp_path, 2).argv
     assert argv == [
         *found.argv[:-4],
         *("--generation-config", str(tmp_path / "a"), "--dtype", "auto", "--max-model-len", "4096"),
     ]
-    assert parameters.takes(config, "intent").defaults == {"eos_token_id": 7}
+    assert parameters.parameters_of(config, "intent").defaults == {"eos_token_id": 7}
 
 
 def test_sglangs_key_stands_in_a_private_file(tmp_path):
     config = {**SETTINGS, "engine": "sglang", "model": str(adapter(tmp_path / "a"))}
-    found = engines.command(config, tmp_path, 1)
+    found = backends.command(config, tmp_path, 1)
     assert found.key and found.key not in " ".join(found.argv)
     settings = tmp_path / "sglang.yaml"
     assert json.loads(settings.read_text()) == {"api-key": found.key}
@@ -60,31 +60,31 @@ def test_sglangs_key_stands_in_a_private_file(tmp_path):
     assert (found.model, found.socket) == ("intent:adapter", None)
 
 
-def test_each_replica_sees_its_own_gpus():
+def test_each_server_sees_its_own_gpus():
     """Also where the site's Slurm sets no CUDA_VISIBLE_DEVICES: else all would use the first."""
     assert visible([2, 3], "GPU-a,GPU-b,5,7") == "5,7"
     assert visible([2, 3], None) == "2,3"
     assert visible([0], "") == ""
 
 
-def test_an_engine_starts_in_the_recipes_environment(monkeypatch):
+def test_a_backend_starts_in_the_recipes_environment(monkeypatch):
     words = "srun\n--overlap\n/env/bin/python"
-    monkeypatch.setenv("COOKBOOK_ENGINE", words)
-    assert engine_start.python({"A": "1 2"}) == [
+    monkeypatch.setenv("COOKBOOK_BACKEND", words)
+    assert backends.python({"A": "1 2"}) == [
         "srun",
         "--overlap",
         "env",
         "A=1 2",
         "/env/bin/python",
     ]
-    monkeypatch.delenv("COOKBOOK_ENGINE")
-    assert engine_start.python({}) == ["env", sys.executable]
+    monkeypatch.delenv("COOKBOOK_BACKEND")
+    assert backends.python({}) == ["env", sys.executable]
 
 
 def test_minutes_that_cannot_be_read_keep_nobody_waiting(tmp_path, capsys):
-    """The replica's file would not be renewed, and a request to end it not seen."""
+    """The server's file would not be renewed, and a request to end it not seen."""
     (tmp_path / files.SERVED).symlink_to(files.SERVED)
-    one = Replica.__new__(Replica)
+    one = Server.__new__(Server)
     one.state, one.ready_since, one.minutes, one.number, one.run_dir = "ready", 0.0, -1, 0, tmp_path
     with pytest.raises(OSError):
         one._count_minutes()

@@ -1,4 +1,4 @@
-"""The interface of an engine: tables as folders of Parquet shards, and tasks."""
+"""The interface of a query engine: tables as folders of Parquet shards, and tasks."""
 
 import json
 import os
@@ -8,16 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from plugins.data.engines.tasks import Task
 from plugins.data.errors import DataError
 from plugins.data.progress import Progress
+from plugins.data.query_engines.tasks import Task
 from runspec import files, publish
 from runspec.storage import patient_json
 
 DONE = "_done.json"
 
 
-class Engine:
+class QueryEngine:
     """Reads and writes tables as folders of Parquet shards, and runs tasks.
 
     threads: number of threads on this host. A folder is finished when it has its DONE file, with
@@ -92,7 +92,7 @@ class Engine:
         """
         tasks = [
             Task(
-                "plugins.data.engines.tasks:map_shard",
+                "plugins.data.query_engines.tasks:map_shard",
                 str(target / path.relative_to(source)),
                 {"source": str(path), "function": function, "options": options},
                 rows,

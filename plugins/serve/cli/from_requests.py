@@ -9,7 +9,7 @@ from launcher import site as sites
 from launcher.cli.common import cluster_option, flag, json_option, note, since_option
 from launcher.look.text import plain
 from plugins.serve.launcher import endpoint as endpoints
-from plugins.serve.launcher import requests as workflow
+from plugins.serve.launcher import from_requests as workflow
 
 _UNREADABLE = "are no JSON object with request_id or client_id, and with a text as label if any"
 _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)

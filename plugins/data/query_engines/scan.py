@@ -13,6 +13,7 @@ from plugins.data.datarecipe import source_name
 from plugins.data.expressions import length_bucket
 from plugins.data.formats import text_columns
 from plugins.data.inputs import Input
+from plugins.data.query_engines.base import QueryEngine
 from runspec.prepared import ROW_BITS
 
 TYPES = {"number": "float64", "whole": "int64", "flag": "boolean", "text": "string"}
@@ -22,25 +23,26 @@ _MOST_FILES = 200
 
 
 def scanned(
-    con: Any, config: Mapping[str, Any], inputs: Sequence[Input], all_keep: Mapping[str, str]
+    engine: QueryEngine,
+    config: Mapping[str, Any],
+    inputs: Sequence[Input],
+    all_keep: Mapping[str, str],
 ) -> tuple[Any, dict[int, int]] | None:
     """Return the rows as a table over the files themselves, None if they need a reader.
 
-    con: DuckDB's connection.
+    engine: DuckDB.
 
     Returns:
         The table, and its texts' lengths, which the same query computes.
     """
     import duckdb
 
-    from plugins.data.engines.duck import arrow
-
     sources = {source_name(each, n): each for n, each in enumerate(config["sources"])}
     texts = {tuple(text_columns(source)) for source in sources.values()}
     if len(texts) > 1 or len(inputs) > _MOST_FILES:
         return None
     try:
-        tables = [_table(con, each, sources[each.source], all_keep) for each in inputs]
+        tables = [_table(engine.con, each, sources[each.source], all_keep) for each in inputs]
         if any(table is None for table in tables):
             return None
         whole = reduce(lambda one, other: one.union(other), tables)
@@ -50,7 +52,7 @@ def scanned(
         seen = whole.select(bucket=length_bucket(whole), bad=bad, **kept)
         most = {name: seen[name].max() for name in kept}
         figures = {"n": seen.count(), "bad": seen.bad.sum(), **most}
-        buckets = arrow(con, seen.group_by("bucket").agg(**figures)).to_pylist()
+        buckets = engine.rows(seen.group_by("bucket").agg(**figures))
     except duckdb.Error:
         # A damaged file: the reader's message names it.
         return None

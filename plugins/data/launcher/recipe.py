@@ -36,7 +36,7 @@ class DataRecipe:
         return self.path.parent
 
     def resolved(self, root: Path) -> dict[str, Any]:
-        """Return what datakit reads: references replaced, without the launcher's keys."""
+        """Return what plugins.data.run reads: references replaced, without the launcher's keys."""
         folders = {"repo_root": str(paths.REPO_ROOT)}
         folders |= {f"{name}_root": str(root / name) for name in ("models", "datasets")}
         config, faults = extend.resolve(self.config, folders)

@@ -1,4 +1,4 @@
-"""The first records of a Parquet file as JSON lines: python -m plugins.data.head FILE COUNT"""
+"""The first records of a Parquet file as JSON lines: python -m trainer.data.head FILE COUNT"""
 
 import json
 import sys

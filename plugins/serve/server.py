@@ -1,8 +1,8 @@
-"""One replica of an endpoint, its engine and its front: -m plugins.serve.replica <run>/train.yaml
+"""One server of an endpoint, its backend and its front: -m plugins.serve.server <run>/train.yaml
 
-torchrun starts it as each rank. The first rank of a replica starts the engine on a Unix socket,
-waits until it answers, opens the front on a port and writes the replica's file; the other ranks of
-a replica of several GPUs only hold their GPU. An engine that dies is restarted.
+torchrun starts it as each rank. The first rank of a server starts the backend on a Unix socket,
+waits until it answers, opens the front on a port and writes the server's file; the other ranks of
+a server of several GPUs only hold their GPU. A backend that dies is restarted.
 """
 
 import asyncio
@@ -19,27 +19,27 @@ from typing import Any
 import yaml
 from aiohttp import web
 
+from plugins.serve import backends, parameters
 from plugins.serve import endpoint as endpoints
-from plugins.serve import engine_start, engines, parameters
-from plugins.serve.backends import BEAT_S, Backend
 from plugins.serve.faults import Faults, stop_event
 from plugins.serve.front import Front
 from plugins.serve.journal import Journal, recover
 from plugins.serve.keys import Keys, Quotas
 from plugins.serve.proxy import runner
 from plugins.serve.recipe_keys import SERVE
-from runspec import files, progress
+from plugins.serve.upstream import BEAT_S, Upstream
+from runspec import failure, files, progress
 from runspec.devices import VISIBLE, visible
 from runspec.processes import end_with_parent, end_with_torchrun
 from runspec.storage import OF_A_DISK, patient_json
 from runspec.variables import without_torchrun
 
-# An engine that dies more often than this, within a minute each time, is not restarted.
+# A backend that dies more often than this, within a minute each time, is not restarted.
 _DEATHS, _SHORT_S = 5, 60.0
 
 
 class ServeError(Exception):
-    """Why a replica ends, in one line."""
+    """Why a server ends, in one line."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def load(path: Path) -> dict[str, Any]:
     return config | {key: value for key, value in given.items() if value is not None}
 
 
-class Replica:
-    """A replica's engine, front and file."""
+class Server:
+    """A server's backend, front and file."""
 
     def __init__(self, config: dict[str, Any], run_dir: Path, number: int, gpus: list[int]) -> None:
         self.config, self.run_dir, self.number, self.gpus = config, run_dir, number, gpus
@@ -61,8 +61,8 @@ class Replica:
             raise ServeError(f"others may read {key_file}: chmod 600 {key_file}")
         keys = Keys(key_file.read_text(encoding="utf-8").strip(), self.endpoint)
         self.place = Path(tempfile.mkdtemp(prefix="serve-", dir=os.environ.get("RANK_SOCKETS")))
-        self.engine = made = engines.command(config, self.place, len(gpus))
-        url = "http://engine" if made.socket else f"http://127.0.0.1:{made.port}"
+        self.backend = made = backends.command(config, self.place, len(gpus))
+        url = "http://backend" if made.socket else f"http://127.0.0.1:{made.port}"
         where = str(made.socket) if made.socket else None
         journal = Journal(
             self.endpoint / endpoints.REQUESTS, float(config["log_share"]), config["redact"] or ()
@@ -70,8 +70,8 @@ class Replica:
         self.proxy = Front(
             config,
             keys,
-            Backend(self.name, url, socket=where, key=self.engine.key),
-            parameters.takes(config, self.engine.model),
+            Upstream(self.name, url, socket=where, key=self.backend.key),
+            parameters.parameters_of(config, self.backend.model),
             journal,
             Quotas(self.endpoint, self.name),
             *_tokenizer(Path(config["model"])),
@@ -89,9 +89,9 @@ class Replica:
         await server.setup()
         try:
             if self.config["port"]:
-                # Before the engine, which takes minutes to start.
+                # Before the backend, which takes minutes to start.
                 await self._open(server)
-            await self._start_engine(ended)
+            await self._start_backend(ended)
             if not ended.is_set():
                 if not self.url:
                     await self._open(server)
@@ -106,19 +106,19 @@ class Replica:
                 await self._look_at(self.proxy.journal)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), 1.0)
-            # The requests in flight are answered; new ones go to another replica.
+            # The requests in flight are answered; new ones go to another server.
             self.state = "draining"
             self._tell()
             await self.proxy.drained()
             return "stopped"
         finally:
             # The files that others read come first: Slurm may leave only seconds.
-            for path in (endpoints.replica_file, endpoints.drain_mark):
+            for path in (endpoints.server_file, endpoints.drain_mark):
                 with suppress(OSError):
                     path(self.endpoint, self.name).unlink()
             await server.cleanup()
             self.proxy.journal.close()
-            await self._end_engine()
+            await self._end_backend()
             shutil.rmtree(self.place, ignore_errors=True)
 
     async def _look_at(self, journal: Journal) -> None:
@@ -151,11 +151,11 @@ class Replica:
         self.url = f"http://{host}:{server.addresses[0][1]}"
 
     def _tell(self) -> bool:
-        """Write the replica's file, and return whether the stop file exists.
+        """Write the server's file, and return whether the stop file exists.
 
         A filesystem that fails meanwhile does not end the service.
         """
-        self.faults.trying("the replica's file", self._renew)
+        self.faults.trying("the server's file", self._renew)
         self.faults.trying("the users' keys", self.proxy.keys.refresh)
         self.faults.trying("the users' quotas", self.proxy.quotas.refresh)
         self.faults.trying("the minutes of service", self._count_minutes)
@@ -165,7 +165,9 @@ class Replica:
         if os.path.exists(endpoints.drain_mark(self.endpoint, self.name)):
             self.state = "draining"
         facts = {
-            "state": self.state if self.proxy.engine.ready or self.state != "ready" else "starting",
+            "state": self.state
+            if self.proxy.backend.ready or self.state != "ready"
+            else "starting",
             "url": self.url,
             "run": self.run_dir.name,
             "job_id": os.environ.get("SLURM_JOB_ID"),
@@ -185,43 +187,46 @@ class Replica:
         if self.state != "ready" or passed == self.minutes or self.number:
             return
         path = self.run_dir / files.SERVED
-        # Not patiently: meanwhile others would miss the replica's file, and nobody would end it.
+        # Not patiently: meanwhile others would miss the server's file, and nobody would end it.
         before = files.read_object(path) or {}
         gained = passed - max(0, self.minutes)
         files.write_json(path, {"minutes": int(before.get("minutes", 0)) + gained})
         self.minutes = passed
 
-    async def _start_engine(self, ended: asyncio.Event) -> None:
-        """Start the engine and wait until it answers."""
+    async def _start_backend(self, ended: asyncio.Event) -> None:
+        """Start the backend and wait until it answers."""
         own = {"HF_HUB_OFFLINE": "1"}
         own[VISIBLE] = visible(self.gpus, os.environ.get(VISIBLE))
-        if self.engine.socket is not None:
-            self.engine.socket.unlink(missing_ok=True)
+        if self.backend.socket is not None:
+            self.backend.socket.unlink(missing_ok=True)
         self.process = await asyncio.create_subprocess_exec(
-            *engine_start.python(own),
-            *self.engine.argv,
+            *backends.python(own),
+            *self.backend.argv,
             env=without_torchrun(os.environ),
             stdin=asyncio.subprocess.DEVNULL,
-            # If the front is killed, the engine must not keep the GPU.
+            # If the front is killed, the backend must not keep the GPU.
             preexec_fn=end_with_parent,
         )
         deadline = time.monotonic() + float(self.config["start_timeout_s"])
         written = 0.0
         while not ended.is_set() and not os.path.exists(self.run_dir / files.STOP):
             if (code := self.process.returncode) is not None:
-                why, ended_so = self.place / engines.REASON, f"the engine ended with status {code}"
-                raise ServeError(why.read_text() if why.exists() else f"{ended_so}: see above")
-            if await self.proxy.engine.get("/health") is not None:
-                schema = await self.proxy.engine.get("/openapi.json", 20)
-                self.proxy.takes = await asyncio.to_thread(
-                    parameters.takes, self.config, self.engine.model, schema
+                why, ended_so = (
+                    self.place / backends.REASON,
+                    f"the backend ended with status {code}",
                 )
-                self.proxy.engine.ready = True
+                raise ServeError(why.read_text() if why.exists() else f"{ended_so}: see above")
+            if await self.proxy.backend.get("/health") is not None:
+                schema = await self.proxy.backend.get("/openapi.json", 20)
+                self.proxy.parameters = await asyncio.to_thread(
+                    parameters.parameters_of, self.config, self.backend.model, schema
+                )
+                self.proxy.backend.ready = True
                 return
             if time.monotonic() > deadline:
                 limit = self.config["start_timeout_s"]
                 raise ServeError(
-                    f"the engine was not healthy within {limit} s: raise start_timeout_s"
+                    f"the backend was not healthy within {limit} s: raise start_timeout_s"
                 )
             if time.monotonic() - written > BEAT_S:
                 written = time.monotonic()
@@ -229,20 +234,20 @@ class Replica:
             await asyncio.sleep(0.3)
 
     async def _look_after(self, ended: asyncio.Event) -> None:
-        """Restart an engine that has died."""
+        """Restart a backend that has died."""
         if self.process is None or self.process.returncode is None:
             return
-        self.proxy.engine.ready = False
+        self.proxy.backend.ready = False
         now = time.monotonic()
         self.deaths = [each for each in self.deaths if now - each < _SHORT_S * _DEATHS] + [now]
         code = self.process.returncode
         if len(self.deaths) > _DEATHS:
-            raise ServeError(f"the engine died {len(self.deaths)} times, last with status {code}")
-        print(f"the engine died with exit status {code}: it is restarted", flush=True)
-        await self._start_engine(ended)
-        print("the engine answers again", flush=True)
+            raise ServeError(f"the backend died {len(self.deaths)} times, last with status {code}")
+        print(f"the backend died with exit status {code}: it is restarted", flush=True)
+        await self._start_backend(ended)
+        print("the backend answers again", flush=True)
 
-    async def _end_engine(self) -> None:
+    async def _end_backend(self) -> None:
         if self.process is None or self.process.returncode is not None:
             return
         self.process.terminate()
@@ -264,7 +269,7 @@ def _asked_at(run_dir: Path) -> float:
 
 def _tokenizer(model: Path) -> tuple[Any, ...]:
     """Return a function that counts tokens, and the model's context length; () if unknown."""
-    base = engines.Model.of(model).base
+    base = backends.Model.of(model).base
     settings = patient_json(base / "config.json") or {}
     # A larger model's text part has settings of its own.
     limit = (settings.get("text_config") or settings).get("max_position_embeddings")
@@ -291,21 +296,18 @@ def main(arguments: list[str]) -> int:
         if rest:
             raise ServeError(
                 f"replicas_per_node={config['replicas_per_node']} does not divide {per_node} GPUs "
-                "per node: each replica needs the same number"
+                "per node: each server needs the same number"
             )
         if local % size:
-            # The replica's first rank serves; this one holds its GPU until that ends.
+            # The server's first rank serves; this one holds its GPU until that ends.
             while not os.path.exists(run_dir / files.STOP):
                 time.sleep(1)
             return 0
-        replica = Replica(config, run_dir, rank // size, list(range(local, local + size)))
-        state = asyncio.run(replica.run())
+        server = Server(config, run_dir, rank // size, list(range(local, local + size)))
+        state = asyncio.run(server.run())
     except (ServeError, OSError, ValueError) as error:
         print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
-        record = failure(rank, error)
-        folder = run_dir / files.LOGS / attempt
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write_json(folder / f"error_rank_{rank}.json", record)
+        leave_fault(error, run_dir / files.LOGS / attempt, rank)
         return 1
     if rank == 0:
         number = int(attempt) if attempt.isdigit() else 0
@@ -314,18 +316,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def failure(rank: int, error: Exception) -> dict[str, Any]:
-    """Return the record of why a replica ended, from which slurm/retry.py takes the cause."""
+def leave_fault(error: Exception, logs: Path, rank: int) -> None:
+    """Write the record of why a server ended."""
     full = OF_A_DISK.get(error.errno or 0) if isinstance(error, OSError) else None
     text = f"{error}: free some space, then: cookbook resume" if full else str(error)
-    return {
-        "rank": rank,
-        "host": os.environ.get("NODE_NAME") or socket.gethostname(),
-        "time": time.time(),
-        "type": full or "ServeError",
-        "message": text,
-        "permanent": full is not None or isinstance(error, ServeError),
-    }
+    permanent = full is not None or isinstance(error, ServeError)
+    failure.write(logs, rank, full or "ServeError", text, permanent=permanent)
 
 
 if __name__ == "__main__":

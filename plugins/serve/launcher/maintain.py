@@ -9,17 +9,17 @@ from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.registry.launcher import models
 from plugins.serve.launcher import serve
-from plugins.serve.launcher.endpoint import Endpoint, Served
+from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 Say = Callable[[str], None]
-# A successor is asked for as long before Slurm's warning, which ends a replica, as the last start
+# A successor is asked for as long before Slurm's warning, which ends a server, as the last start
 # took, and so much earlier: as long again and 20 minutes, but at most a quarter of the time that
-# the limit leaves, and more than the pauses of keep and of a gateway and Slurm's own: it looks for
-# limits every half a minute, and warns so much too early.
+# the limit leaves, and more than the pauses of this file and of a gateway and Slurm's own: it looks
+# for limits every half a minute, and warns so much too early.
 _MARGIN_S, _LEAST_S = 1200, 45
 
 
-def keep(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: float = 15) -> None:
+def maintain(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: float = 15) -> None:
     """Look after an endpoint once, or until it is interrupted.
 
     Raises:
@@ -47,46 +47,48 @@ def look(site: Site, endpoint: Endpoint, say: Say) -> None:
         say(f"{endpoint.name}: the gateway did not answer: it was killed, and is restarted")
     if endpoint.gateway is None:
         say(f"{endpoint.name}: gateway {serve.start_gateway(site, endpoint)}")
-    for served in endpoint.served:
-        living = endpoint.living(site.root, served)
-        going, count, reason = due(site, endpoint, served, living)
+    for deployment in endpoint.deployments:
+        living = endpoint.living(site.root, deployment)
+        going, count, reason = due(site, endpoint, deployment, living)
         if not reason:
             continue
         if fault := serve.failed_start(site, endpoint):
             raise EndpointFault(
-                f"{reason}, and {fault}: fix it, then: cookbook serve {served.model} "
+                f"{reason}, and {fault}: fix it, then: cookbook serve {deployment.model} "
                 f"--name {endpoint.name} --replace"
             )
         say(f"{endpoint.name}: {reason}")
         with endpoint.alone(60):
-            serve.renew(site, endpoint, served, going, count, say)
+            serve.renew(site, endpoint, deployment, going, count, say)
 
 
 def due(
-    site: Site, endpoint: Endpoint, served: Served, living: Sequence[Run]
+    site: Site, endpoint: Endpoint, deployment: Deployment, living: Sequence[Run]
 ) -> tuple[Sequence[Run], int, str]:
     """Return which runs have to be replaced, by how many, and why; "" if nothing has to be done."""
-    if served.model.startswith("models:/"):
-        version = models.registered(site, served.model)
-        if served.version != f"{version.name} v{version.number}":
-            reason = f"{served.model} is v{version.number} now, and {served.version} is served"
-            return living, serve.successors(served, living), reason
-    if served.max_replicas is not None:
+    if deployment.model.startswith("models:/"):
+        version = models.registered(site, deployment.model)
+        if deployment.version != f"{version.name} v{version.number}":
+            reason = (
+                f"{deployment.model} is v{version.number} now, and {deployment.version} is served"
+            )
+            return living, serve.successors(deployment, living), reason
+    if deployment.max_replicas is not None:
         return (), 0, ""  # the gateway looks after the jobs
-    if served.queued and (soon := near(endpoint, living)):
+    if deployment.queued and (soon := near_limit(endpoint, living)):
         left = f"{min(soon.values()):.0f} s"
         reason = f"the time limit of {', '.join(soon)} is near: Slurm warns of it in {left}"
         return [run for run in living if run.name in soon], len(soon), reason
-    missing = served.replicas - len(living)
+    missing = deployment.replicas - len(living)
     if missing > 0:
-        reason = f"{len(living)} of {served.replicas} jobs serve {served.version}"
+        reason = f"{len(living)} of {deployment.replicas} jobs serve {deployment.version}"
         return (), missing, reason
     return (), 0, ""
 
 
-def near(endpoint: Endpoint, runs: Sequence[Run]) -> dict[str, float]:
+def near_limit(endpoint: Endpoint, runs: Sequence[Run]) -> dict[str, float]:
     """Return the runs that Slurm warns soon of their time limit, and how soon."""
-    starts = {str(each.get("run")): float(each.get("start_s") or 0) for each in endpoint.replicas}
+    starts = {str(each.get("run")): float(each.get("start_s") or 0) for each in endpoint.servers}
     seconds_left = {}
     for run in runs:
         asked, began = run.asked, run.job_began

@@ -16,8 +16,8 @@ import pytest
 from launcher import yamlfile
 from launcher.check import files
 from launcher.recipe import recipe as recipes
-from plugins.serve import source
-from plugins.serve.launcher import requests
+from plugins.serve import from_requests
+from plugins.serve.launcher.from_requests import data_recipe
 from tests.launcher.kit import until
 from tests.plugins.data.kit import lines, qa
 from trainer.data.prepared import by_files
@@ -166,14 +166,14 @@ def test_the_log_of_an_endpoint_becomes_a_training_set(user, tmp_path, delta):
         log.append({**asked, "request_id": f"r{n}", "time": n, "answer": "", "messages": turns})
     if delta:
         deltalake = pytest.importorskip("deltalake")
-        source.write(log[:50], tmp_path, delta)
+        from_requests.write(log[:50], tmp_path, delta)
         log[0]["label"] = "corrected"
         # Rejected since: its row goes. A rejected one that the table has not does not come.
         log += [{**log[1], "request_id": each, "messages": None} for each in ("r1", "r99")]
         del log[1]
-    place = source.write(log, tmp_path, delta)
+    place = from_requests.write(log, tmp_path, delta)
     path = tmp_path / "requests-helper.yaml"
-    path.write_text(yamlfile.dump(requests.data_recipe("helper", place)))
+    path.write_text(yamlfile.dump(data_recipe("helper", place)))
     done = user.cookbook("prepare", str(path), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"] == 40
@@ -232,7 +232,10 @@ def test_a_failed_job_goes_on_once_its_fault_is_gone(slurm_user, recipe, tmp_pat
     assert len(attempts) == 1, "a retry cannot help"
     changed = slurm_user.cookbook("resume", "last", "memory=2G")
     assert changed.returncode == 2
-    assert "prepares data and can only resume unchanged: leave memory=2G out" in changed.stderr
+    assert (
+        "was made by cookbook prepare and can only resume unchanged: leave memory=2G out"
+        in changed.stderr
+    )
     (tmp_path / "away.jsonl").rename(raw)
     again = slurm_user.cookbook("resume", "last", "--watch")
     assert again.returncode == 0, again.stdout + again.stderr

@@ -1,4 +1,4 @@
-"""Converts the log of requests to a data source: python -m plugins.serve.source FOLDER TARGET [options]
+"""Makes a data source of the log: python -m plugins.serve.from_requests FOLDER TARGET
 
 Writes Parquet with one row per answered request: request_id, time, model, messages (JSON, with the
 answer), answer, feedback and label. Feedback is joined by the request's id from feedback.jsonl of
@@ -151,7 +151,9 @@ def _merge(kept: Any, rows: Any, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m plugins.serve.source", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m plugins.serve.from_requests", description=__doc__
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--since", type=since.seconds, default=0.0)

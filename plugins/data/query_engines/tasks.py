@@ -25,14 +25,13 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class Task:
-    """One output file: function is 'module:name', called with the file to write and the options.
+    """One output file."""
 
-    rows: the number that it reads, if it is known.
-    """
-
+    # 'module:name', called with the file to write and the options.
     function: str
     output: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    # The number that it reads, if it is known.
     rows: int | None = None
 
 

@@ -7,26 +7,25 @@ from typing import Any
 
 from launcher import yamlfile
 from launcher.site import Site
-from plugins.serve.launcher.endpoint import Endpoint, said
+from plugins.serve.launcher.endpoint import Endpoint, output_of
 from runspec import files
 
 
 @dataclass(frozen=True)
-class Source:
-    """A data source made of a log: its folder, its data recipe, and what plugins.serve.source counted.
-
-    counts: rows, with_feedback, rejected answers by word, and the numbers of the lines of the file
-    `feedback` that were not used: unmatched_lines, unreadable_lines.
-    """
+class MadeOfRequests:
+    """A data source made of a log of requests."""
 
     folder: Path
+    # The data recipe that reads it.
     recipe: Path
+    # Of plugins.serve.from_requests: rows, with_feedback, rejected answers by word, and the numbers
+    # of the lines of the file `feedback` that were not used: unmatched_lines, unreadable_lines.
     counts: dict[str, Any]
 
 
 def export(
     site: Site, endpoint: Endpoint, since: str | None, feedback: Path | None, delta: bool = False
-) -> Source:
+) -> MadeOfRequests:
     """Write the answered requests of an endpoint as Parquet, and a data recipe that reads them.
 
     Args:
@@ -41,12 +40,14 @@ def export(
     argv = ["--since", since] if since else []
     argv += ["--feedback", str(feedback.absolute())] if feedback else []
     argv += ["--delta"] if delta else []
-    told = said("plugins.serve.source", str(endpoint.folder), str(folder), *argv)
+    told = output_of("plugins.serve.from_requests", str(endpoint.folder), str(folder), *argv)
     answer = json.loads(told.splitlines()[-1])
     recipe = folder / f"requests-{endpoint.name}.yaml"
     content = data_recipe(endpoint.name, Path(answer["file"]))
     files.write_text(recipe, yamlfile.dump(content))
-    return Source(folder, recipe, {key: each for key, each in answer.items() if key != "file"})
+    return MadeOfRequests(
+        folder, recipe, {key: each for key, each in answer.items() if key != "file"}
+    )
 
 
 def data_recipe(name: str, place: Path) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plugins.data.engines import spill, tasks
-from plugins.data.engines.base import Engine
-from plugins.data.engines.tasks import Task
 from plugins.data.errors import DataError, first_line
+from plugins.data.query_engines import spill, tasks
+from plugins.data.query_engines.base import QueryEngine
+from plugins.data.query_engines.scan import scanned
+from plugins.data.query_engines.tasks import Task
 
 # About 0.4 million rows of chats: small enough to be one task of an Arrow function.
 _SHARD_BYTES = 64 * 2**20
@@ -19,7 +20,7 @@ _BUFFERED_ROWS = 30_000
 _PYTHON_BYTES = 384 * 2**20
 
 
-class DuckEngine(Engine):
+class DuckDB(QueryEngine):
     """DuckDB through ibis.
 
     Args:
@@ -75,12 +76,12 @@ class DuckEngine(Engine):
             ) from None
 
     def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
-        from plugins.data.scan import scanned
-
-        return scanned(self.con, config, inputs, all_keep)
+        return scanned(self, config, inputs, all_keep)
 
     def rows(self, expression: Any) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = arrow(self.con, expression).to_pylist()
+        # From DuckDB itself: ibis would import pandas, which is slow.
+        table = self.con.con.sql(self.con.compile(expression)).to_arrow_table()
+        rows: list[dict[str, Any]] = table.cast(expression.schema().to_pyarrow()).to_pylist()
         return rows
 
     def key(self, text: Any) -> Any:
@@ -97,12 +98,6 @@ class DuckEngine(Engine):
     def close(self) -> None:
         self.con.disconnect()
         spill.remove(self._spill)
-
-
-def arrow(con: Any, expression: Any) -> Any:
-    """Return a table as Arrow from DuckDB itself: ibis would import pandas, which is slow."""
-    table = con.con.sql(con.compile(expression)).to_arrow_table()
-    return table.cast(expression.schema().to_pyarrow())
 
 
 def _md5_number() -> Any:

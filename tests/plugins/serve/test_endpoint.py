@@ -14,8 +14,8 @@ from launcher.recipe.recipe import time_limit_s
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.serve import endpoint as endpoints
-from plugins.serve.launcher import keep, serve
-from plugins.serve.launcher.endpoint import Endpoint, Served
+from plugins.serve.launcher import maintain, serve
+from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_loopback_address_of_another_host_is_not_used(endpoint):
     facts = {"state": "ready", "url": "http://127.0.0.1:4000", "bind": "loopback"}
     endpoints.tell(endpoint.folder, "a", facts)
     assert endpoint.url == "http://127.0.0.1:4000"
-    file = endpoints.replica_file(endpoint.folder, "a")
+    file = endpoints.server_file(endpoint.folder, "a")
     file.write_text(json.dumps({**json.loads(file.read_text()), "machine": "n17"}))
     gateway = {"url": "http://127.0.0.1:4001", "host": "login2", "pid": 1, "process_start": "x"}
     gateway["time"] = time.time() - endpoints.STALE_S
@@ -69,7 +69,7 @@ def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
         os.kill(facts["pid"], signal.SIGSTOP)
         monkeypatch.setattr(serve, "_SILENT_S", 0.5)
         file.write_text(json.dumps({**facts, "time": time.time() - 60}))
-        keep.look(Site(), endpoint, told.append)
+        maintain.look(Site(), endpoint, told.append)
         facts = json.loads(file.read_text())
         assert [line.partition(": ")[2] for line in told] == [
             "the gateway did not answer: it was killed, and is restarted",
@@ -81,7 +81,7 @@ def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "engine", "field"),
+    ("settings", "backend", "field"),
     [
         ({"use_rslora": True}, "sglang", "use_rslora"),
         ({"use_rslora": True}, "vllm", None),
@@ -91,9 +91,9 @@ def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
         ({"rank_pattern": {"qkv_proj": 24}, "alpha_pattern": {"qkv_proj": 48}}, "sglang", None),
     ],
 )
-def test_an_adapter_whose_scale_is_ignored(tmp_path, settings, engine, field):
+def test_an_adapter_whose_scale_is_ignored(tmp_path, settings, backend, field):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16} | settings))
-    faults = serve.adapter_faults(engine, tmp_path)
+    faults = serve.adapter_faults(backend, tmp_path)
     assert [f"ignores the adapter's {field}, so" in fault for fault in faults] == [True] * (
         field is not None
     )
@@ -133,18 +133,18 @@ def served_run(endpoint: Endpoint, limit: str, began_s_ago: float) -> Run:
 )  # fmt: skip
 def test_a_successor_is_due_before_the_time_limit(endpoint, limit, began_s_ago, near):
     """A start of 55 s, and Slurm's warning 300 s or a quarter of the limit before it."""
-    run, served = served_run(endpoint, limit, began_s_ago), Served("m", "m", runs=["x"])
+    run, deployment = served_run(endpoint, limit, began_s_ago), Deployment("m", "m", runs=["x"])
     facts = {"state": "ready", "run": run.name, "start_s": 55}
     endpoints.tell(endpoint.folder, "a", facts)
-    going, count, reason = keep.due(Site(), endpoint, served, [run])
+    going, count, reason = maintain.due(Site(), endpoint, deployment, [run])
     assert (list(going) == [run], count == 1, "time limit" in reason) == (near, near, near)
 
 
 def test_a_slow_start_makes_it_due_earlier_and_a_missing_job_is_made_up_for(endpoint):
-    run, served = served_run(endpoint, "04:00:00", 3 * 3600), Served("m", "m", replicas=2)
-    assert keep.due(Site(), endpoint, served, [run])[1:] == (1, "1 of 2 jobs serve m")
+    run, deployment = served_run(endpoint, "04:00:00", 3 * 3600), Deployment("m", "m", replicas=2)
+    assert maintain.due(Site(), endpoint, deployment, [run])[1:] == (1, "1 of 2 jobs serve m")
     endpoints.tell(endpoint.folder, "a", {"state": "ready", "run": run.name, "start_s": 1500})
-    going, count, reason = keep.due(Site(), endpoint, served, [run])
+    going, count, reason = maintain.due(Site(), endpoint, deployment, [run])
     assert (list(going), count) == ([run], 1) and f"the time limit of {run.name} is" in reason
 
 
@@ -171,6 +171,6 @@ def test_an_endpoint_keeps_the_run_that_was_meant(endpoint, tmp_path, monkeypatc
         (export / name).write_text("{}")
     (export / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     for wanted, kept in (("last", run.name), ("a-0001", run.name), (str(export), str(export))):
-        asked = Served(wanted, "", executor="local")
+        asked = Deployment(wanted, "", executor="local")
         new, _, _ = serve.launch(Site(shared_root=str(tmp_path)), endpoint, asked, 0, print)
         assert (new.model, new.version) == (kept, run.name)

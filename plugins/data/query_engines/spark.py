@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plugins.data.engines import java, spill, tasks
-from plugins.data.engines.base import Engine
-from plugins.data.engines.tasks import Task
 from plugins.data.errors import DataError, first_line
+from plugins.data.query_engines import java, spill, tasks
+from plugins.data.query_engines.base import QueryEngine
+from plugins.data.query_engines.tasks import Task
 
 
-class SparkEngine(Engine):
+class Spark(QueryEngine):
     """Spark through ibis.
 
     Args:

@@ -1,4 +1,4 @@
-"""transformers serve on a Unix socket: python -m plugins.serve.transformers_engine SOCKET MODEL [options]
+"""transformers serve on a Unix socket: -m plugins.serve.transformers_backend SOCKET MODEL
 
 transformers serve itself listens on a port, without a key. It seeds the one generator of all
 requests when a request comes in, while another one may draw from it, ends a text at a stop string
@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving import model_manager, utils
 
-from plugins.serve import engines
+from plugins.serve import backends
 from runspec import adapters, devices, weights
 from runspec.storage import patient_json
 
@@ -178,7 +178,7 @@ def main() -> None:
     """Start it with uvicorn's option for Unix sockets."""
     socket, *arguments = sys.argv[1:]
     if why := unusable(arguments) or too_large(arguments):
-        Path(socket).with_name(engines.REASON).write_text(why, encoding="utf-8")
+        Path(socket).with_name(backends.REASON).write_text(why, encoding="utf-8")
         sys.exit(f"error: {why}")
     # As in training: on H100 and B200 cuDNN's attention makes a new graph for each length, and a
     # token that is generated is a new length (pytorch#155958).
