@@ -49,7 +49,6 @@ EXIT_STATUS = ".exit_status"
 GPU_USE = "gpus_node_{}.jsonl"
 # What the trainer writes.
 PROGRESS = "progress.json"
-DATA_SETTINGS = "data.yaml"  # of a job that prepares data
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 # Of rollout replicas: where they listen, and what became of them (plugins/rl/slurm/rollout.py).

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from launcher import check as checks
-from launcher.check import environment, files, inside, recipe, samples, scheduler, size
+from launcher.check import environment, files, inside, recipe, samples, scheduler
 from launcher.plugins import load, plugins
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
@@ -17,8 +17,6 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     ("model", False, files.weights),
     ("tokenizer", False, files.tokenizer),
     ("dataset", False, files.dataset),
-    ("GPU memory", False, size.memory),
-    ("disk space", False, size.disk),
     # Before the components, which the same start of the trainer answers for.
     (samples.SUBJECT, False, samples.counted),
     ("components", False, recipe.components),

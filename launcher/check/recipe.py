@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher import paths, venv
 from launcher.check import Context, Finding, Skipped, failed, ok, unreadable
-from launcher.recipe import batch_script, stock
+from launcher.recipe import batch_script, torchtune
 from launcher.recipe.environment import Environment
 from launcher.run import snapshot
 from launcher.run.directory import runs_root
@@ -145,7 +145,7 @@ def _imports(context: Context, script: Path, code_root: Path | None) -> list[Fin
         remedy += f"; if it is your own, put it into {code_root}"
     missing = [
         failed("script", f"{script.name} imports {name}, {lacks}", remedy.replace("{}", name))
-        for name in stock.missing_imports(script, folders, code_root)
+        for name in torchtune.missing_imports(script, folders, code_root)
     ]
     return missing or [ok("script", str(script))]
 

@@ -32,6 +32,7 @@ from launcher.errors import (
     UsageFault,
 )
 from launcher.recipe import load as recipes
+from launcher.recipe.needs import needs
 from launcher.recipe.override import key_of
 from launcher.recipe.sweep import Cell, Sweep
 from launcher.run import built, code, directory, sweeps
@@ -41,8 +42,6 @@ from launcher.run.sweeps import SweepDirectory
 from launcher.site import Site
 from launcher.slurm import executors, jobs, render
 from launcher.slurm.executors import Arrays, Executor
-from plugins.estimate.launcher.estimate import peak_gib
-from plugins.estimate.launcher.gpus import by_name
 from runspec import files
 from runspec.states import STOPPED_EARLY
 
@@ -168,9 +167,12 @@ def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
 
 def _fits(planned: PlannedSweep, run: PlannedRun) -> bool:
     """Whether a run is predicted to fit, or nobody knows."""
+    recipe, site = run.recipe, planned.site
+    config, resources = recipe.resolved(site.root, "run"), recipe.resources
+    gpu = planned.sweep.gpu or site.gpu
     try:
-        usable = by_name(planned.sweep.gpu or planned.site.gpu).usable_gib
-        return peak_gib(run.recipe, planned.site.root) <= usable
+        found = needs(config, resources.nodes, resources.gpus_per_node, gpu)
+        return found is None or found.fits
     except CookbookError:
         return True
 

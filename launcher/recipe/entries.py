@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher import paths, plugins
 from launcher.errors import RecipeFault, UsageFault, nearest, nearest_key
-from launcher.recipe import stock
+from launcher.recipe import torchtune
 from launcher.recipe.model import Content, Entry, Recipe
 from runspec.engines import Records
 from runspec.keys.common import COMMAND, COMMON, SCRIPT
@@ -32,9 +32,9 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
         module=module,
         checked="complete",
         method=config,
-        can_estimate=True,
         can_profile=True,
         resumes=True,
+        backend=config.backend_of,
         notes=notes,
     )
 
@@ -78,7 +78,7 @@ def _command_faults(config: Content) -> Iterable[Fault]:
 
 
 def _torchtune_command(recipe: Recipe, config: Content) -> str:
-    name, known = recipe.target, stock.recipes()
+    name, known = recipe.target, torchtune.recipes()
     if name not in known:
         raise RecipeFault(
             f"torchtune has no recipe {name!r}{nearest(name, known)}; it has "
@@ -94,7 +94,7 @@ def _torchtune_command(recipe: Recipe, config: Content) -> str:
 
 def _torchtune_notes(config: Content) -> Iterable[str]:
     name = str(config.get("entry")).partition(":")[2]
-    if own := stock.own_method(name):
+    if own := torchtune.own_method(name):
         yield (
             f"torchtune's own {name} runs it, and saves at the end of an epoch; the kit's own "
             f"method is entry: {own} (cookbook recipes --key entry)"
@@ -145,7 +145,7 @@ def rows() -> dict[str, Entry]:
         keys={**COMMON, **_TORCHTUNE},
         title="torchtune",
         command=_torchtune_command,
-        program=lambda recipe: getattr(stock.recipes().get(recipe.target), "path", None),
+        program=lambda recipe: getattr(torchtune.recipes().get(recipe.target), "path", None),
         records=lambda config: _TORCHTUNE_RECORDS,
         other_keys=True,
         checked="components",
@@ -195,11 +195,6 @@ def recognised(content: Content) -> str | None:
     """Return the entry whose config a file is, by its keys; None for a file of nobody."""
     known = ((name, row.recognises) for name, row in rows().items() if row.recognises)
     return next((name for name, fits in known if fits(content)), None)
-
-
-def replaced_by(key: str) -> tuple[str, ...]:
-    """Return the older names of what a key says."""
-    return next((row.keys[key].replaces for row in rows().values() if key in row.keys), ())
 
 
 def all_keys() -> dict[str, Key]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
-from launcher.recipe import entries
+from launcher.recipe.torchtune import replace_older
 from runspec.keys.key import Fault
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
@@ -67,12 +67,6 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
             value = value if other else _laid_over(old, value)
         merged[key] = value
     return merged
-
-
-def replace_older(config: dict[str, Any], key: str) -> None:
-    """Remove other names of what a key says, which is about to be set."""
-    for other in entries.replaced_by(key):
-        config.pop(other, None)
 
 
 # References --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipe import entries, extend, override, own, stock, validate
+from launcher.recipe import entries, extend, override, own, torchtune, validate
 from launcher.recipe.model import Content, Entry, Inputs, Recipe, Resources, method_of
 from runspec import prepared
 from runspec.keys.common import COMMON
@@ -24,7 +24,7 @@ def find(name: str) -> Path:
     """Return the file of a recipe, given its name, torchtune's of a config, or a file's path."""
     is_kits = NAME.match(name) and (paths.RECIPES / f"{name}.yaml").is_file()
     if not is_kits and not name.endswith((".yaml", ".yml")):
-        of_torchtune = stock.configs()
+        of_torchtune = torchtune.configs()
         if name in of_torchtune:
             return of_torchtune[name]
         from launcher.recipe import absent  # most recipes are found
@@ -115,8 +115,8 @@ def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) ->
     if row := _row(config):
         _add_dependencies(config, row)
     if not config.get("entry"):
-        config["entry"] = stock.entry_of(path, config) or COMMON["entry"].default
-    if stock.config_name(path):
+        config["entry"] = torchtune.entry_of(path, config) or COMMON["entry"].default
+    if torchtune.config_name(path):
         # It means what torchtune says, wherever the kit's own default is another.
         for key in ("dataset", "dataset_val"):
             if key in config:
@@ -136,7 +136,7 @@ def _own_inputs(
     model: str | None,
 ) -> tuple[Inputs, list[str]]:
     """Put the user's data and model into config; return what was found, and the faults."""
-    entry = config.get("entry") or stock.entry_of(path, config) or COMMON["entry"].default
+    entry = config.get("entry") or torchtune.entry_of(path, config) or COMMON["entry"].default
     if not _is_trained({"entry": entry}):
         named = [option for option, name in (("--data", data), ("--model", model)) if name]
         message = f"{path.name} starts {entry}, which has keys of its own: leave it out"

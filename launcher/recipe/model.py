@@ -45,6 +45,8 @@ class Entry:
     program: Callable[[Recipe], Path | None] = lambda recipe: None
     # It runs on the host with the kit's interpreter, and starts its backend in the environment.
     on_host: bool = False
+    # The package that the environment needs, as what runs on the host starts it there, or "".
+    backend: Callable[[Content], str] = lambda config: ""
     # The user's own program: its folder is copied, and it gets parameters, not a train.yaml.
     own_code: bool = False
     # It is started once per node, without torchrun.
@@ -56,8 +58,6 @@ class Entry:
     checked: str = ""
     # The config of a training method of the kit's trainer.
     method: type[TrainConfig] | None = None
-    # Its memory and time can be computed.
-    can_estimate: bool = False
     # It has the kit's profiler.
     can_profile: bool = False
     # It continues from its last checkpoint after a restart.
@@ -266,10 +266,9 @@ class Recipe:
         return Environment.of(record(given)) if given else None
 
     @property
-    def starts_engine(self) -> bool:
-        """Whether its program runs on the host, and starts its engine in the environment."""
-        engine = self.config.get("rollout_engine") or "transformers"
-        return self.entry.on_host or engine != "transformers"
+    def starts_backend(self) -> bool:
+        """Whether its program runs on the host, and starts a backend in the environment."""
+        return bool(self.entry.backend(self.config))
 
     @property
     def umask(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from launcher import yamlfile
 from launcher.errors import UsageFault, nearest_key
 from launcher.recipe.entries import all_keys, inner_keys
-from launcher.recipe.extend import replace_older
+from launcher.recipe.torchtune import replace_older
 from runspec import prepared
 from runspec.keys.key import children
 

@@ -146,6 +146,12 @@ class GrpoConfig(TrainConfig):
         """Whether the policy with its adapter off is the model before training."""
         return super().reference_of(config) == "adapter_off"
 
+    @classmethod
+    def backend_of(cls, config: Mapping[str, Any]) -> str:
+        """As TrainConfig.backend_of; transformers generates in the ranks themselves."""
+        backend = str(config.get("rollout_engine") or "transformers")
+        return "" if backend == "transformers" else backend
+
     @property
     def scales(self) -> bool:
         """Whether advantages are divided by their group's standard deviation."""

@@ -166,6 +166,11 @@ class TrainConfig(
         """The folder of the model that runs beside the policy, by a recipe's content; or ""."""
         return str(config.get(cls.teacher_key) or "") if cls.teacher_key else ""
 
+    @classmethod
+    def backend_of(cls, config: Mapping[str, Any]) -> str:
+        """The package of what generates beside the ranks, in the recipe's environment; or ""."""
+        return ""
+
     @property
     def reference_kind(self) -> str:
         """As `reference_of` this config."""

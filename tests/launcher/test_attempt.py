@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from plugins.serve import replica
-from runspec.files import DamagedFile, read_json_lines, write_json
+from plugins.serve import server
+from runspec.files import DamagedFile, read_json_lines
 from slurm import faults, records, retry
 from slurm.identity import own_job_id
 from slurm.retry import AttemptEnd, decide
@@ -213,11 +213,10 @@ def test_a_ranks_fault_has_its_cause(run_dir, error, cause):
     assert read_json_lines(run_dir / "attempts.jsonl")[-1]["cause"] == cause
 
 
-def test_a_full_disk_ends_a_replica_with_its_cause(run_dir):
+def test_a_full_disk_ends_a_server_with_its_cause(run_dir):
     records.begin(run_dir, ["n1"])
     error = OSError(errno.ENOSPC, "No space left on device", "requests/journal.jsonl")
-    logs = run_dir / "logs" / "0"
-    write_json(logs / "error_rank_0.json", replica.failure(0, error))
+    server.leave_fault(error, run_dir / "logs" / "0", 0)
     records.end(run_dir, 0, 1)
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert line["cause"] == "no_space"

@@ -10,13 +10,9 @@ import pytest
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError
-from launcher.recipe import load as recipes
 from launcher.recipe import sweep
 from launcher.run import sweeps
 from launcher.run.directory import Run
-from plugins.estimate.launcher.cells import PredictedSweep
-from plugins.estimate.launcher.epoch import duration
-from plugins.estimate.launcher.gpus import by_name
 from runspec.earlystop import verdict
 from runspec.files import read_json_lines
 from tests.launcher.kit import Kit, report, until
@@ -46,14 +42,6 @@ def written(folder: Path, **content: object) -> str:
     return str(path)
 
 
-def predicted(name: str) -> PredictedSweep:
-    found = sweep.load(name)
-    cells = [
-        (cell.number, cell.name, recipes.load(found.recipe, cell.overrides)) for cell in found.cells
-    ]
-    return PredictedSweep(cells, paths.REPO_ROOT, by_name(found.gpu))
-
-
 def test_a_grid_is_every_combination_and_names_say_what_differs(tmp_path):
     methods = {"full": None, "lora": {"model.lora_rank": 8, "~custom": None}}
     grid = {"method": methods, "optimizer.lr": [1e-3, "1e-4"]}
@@ -81,37 +69,6 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
         sweep.load(written(tmp_path, recipe="demo", list=[{"name": "a"}, {"name": "a"}]))
     with pytest.raises(CookbookError, match="did you mean one_gpu"):
         sweep.load("one_gpus")
-
-
-def test_what_the_course_saw_fit_one_gpu_is_predicted_to_fit():
-    found = {cell.name: cell for cell in predicted("one_gpu").cells}
-    # Batch 32 of 1.1B in fp32, which the course saw fail, fits: logits are made in chunks.
-    too_large = {"13B, bf16, batch 1, AdamW"}
-    # 8-bit AdamW for 13B is not of the course, and its prediction is at the limit.
-    assert {name for name, cell in found.items() if not cell.fits} - {
-        "13B, bf16, batch 1, 8-bit AdamW"
-    } == too_large
-    assert not any(cell.fault for cell in found.values())
-    assert found["1.1B, fp32, batch 8"].hours is None
-    peaks = {name: cell.estimate.peak_gib for name, cell in found.items()}
-    assert peaks["7B, QLoRA, batch 4 x 4"] < peaks["7B, LoRA, batch 4 x 4"]
-
-
-def test_the_comparison_with_published_figures_is_the_one_in_the_docs():
-    from benchmarks.published import lines, memory_rows
-
-    page = (paths.REPO_ROOT / "benchmarks/results/published.md").read_text()
-    assert "\n".join(lines()) in page
-    close = [abs(moment / theirs - 1) < 0.05 for _, _, moment, theirs, _ in memory_rows()]
-    assert close == [True, True, True, False]
-
-
-def test_times_are_those_of_the_node_that_a_cell_asks_for():
-    found = {cell.name: cell for cell in predicted("four_gpus").cells}
-    one, four = found["7B, one GPU, batch 4"], found["7B, four replicas, batch 4"]
-    assert 3.5 < one.hours / four.hours < 4
-    times = [duration(value) for value in (0.1, 3.21, 212, 7300)]
-    assert times == ["1 s", "3 s", "3 min 32 s", "2 h 01 min"]
 
 
 def rows(loss: float, steps: int = 60) -> list[dict]:

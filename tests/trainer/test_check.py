@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from launcher.errors import RecipeFault
 from launcher.recipe import load as recipes
-from launcher.recipe import stock
+from launcher.venv import site_packages
 from plugins.estimate.launcher.recipe_step import step_of
 from runspec.keys.sft import SftConfig
 from runspec.layout import NEED_WHOLE_PARAMETERS
@@ -165,7 +165,7 @@ def test_the_command_answers_in_json(content: dict, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_components_of_every_stock_config_exist() -> None:
     """Or lack a package that is not torchtune's own, and say which."""
-    folder = stock.site_packages() / "recipes" / "configs"
+    folder = site_packages() / "recipes" / "configs"
     lacking = []
     for path in folder.rglob("*.yaml"):
         lacking += check.component_faults(read_yaml(path), complete=False)

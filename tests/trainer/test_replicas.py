@@ -125,7 +125,7 @@ def test_a_folder_that_is_deleted_in_a_run_is_made_again(tmp_path: Path) -> None
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in of vLLM, as what the recipe's environment would start."""
-    monkeypatch.setenv("COOKBOOK_ENGINE", str(vllm_python(tmp_path)))
+    monkeypatch.setenv("COOKBOOK_BACKEND", str(vllm_python(tmp_path)))
 
 
 @pytest.mark.parametrize(

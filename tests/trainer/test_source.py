@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from launcher.recipe import load as recipes
-from launcher.recipe import stock, sweep
+from launcher.recipe import sweep, torchtune
 from tests.trainer.runs import write_config
 from trainer.config import load, parse, read_yaml
 from trainer.data import batches
@@ -23,12 +22,6 @@ from trainer.parallel import world as distributed
 
 ALPACA = {"instruction": "Name a state.", "input": "Slurm", "output": "PENDING"}
 ROW = 64
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
-    yield distributed.start("cpu")
-    distributed.stop()
 
 
 @pytest.fixture
@@ -68,13 +61,6 @@ def texts(model_folder: Path) -> Any:
 # Prompts
 
 
-def test_alpaca_trains_the_answers_unless_it_is_told_to(build: Any, texts: Any) -> None:
-    block = {"_component_": "torchtune.datasets.alpaca_dataset"}
-    assert texts(build([ALPACA], block).rows.samples) == ["PENDING<|end|>"]
-    (whole,) = texts(build([ALPACA], block | {"train_on_input": True}).rows.samples)
-    assert "Name a state." in whole and whole.endswith("PENDING<|end|>")
-
-
 @pytest.mark.parametrize("name", ["one_gpu", "four_gpus"])
 def test_the_shipped_sweeps_train_the_answers_only(name: str, build: Any, texts: Any) -> None:
     shipped = sweep.load(name)
@@ -97,7 +83,7 @@ def test_a_stock_config_keeps_torchtunes_meaning_and_says_so(tmp_path: Path) -> 
     assert said not in recipes.load(name, ["dataset.train_on_input=False"]).notes
     # A copy is a recipe of one's own.
     copy = tmp_path / "mine.yaml"
-    copy.write_bytes(stock.configs()[name].read_bytes())
+    copy.write_bytes(torchtune.configs()[name].read_bytes())
     recipe = recipes.load(str(copy))
     config = parse(recipe.train_config(tmp_path, str(tmp_path / "run")))
     assert config.dataset["train_on_input"] is False
