@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.look.report import Section
 from launcher.look.text import is_number, plain
 from launcher.run.directory import Run
 from runspec import files
 
-_WIDEST = 100
+# Width of a sample, and samples of each task in a report.
+_WIDEST, _REPORTED = 100, 3
 
 
 def of_run(run: Run) -> dict[str, Any] | None:
@@ -19,6 +21,12 @@ def of_run(run: Run) -> dict[str, Any] | None:
 def all_of(run: Run) -> list[dict[str, Any]]:
     """Return the results in a run: an evaluation's own, or those of its model; newest first."""
     return read(run.path / files.EVALS)
+
+
+def report_section(run: Run) -> Section:
+    """Return the evaluations of a run's model, newest first, for a report."""
+    texts = ("\n".join(lines(each, _REPORTED)) for each in all_of(run))
+    return Section("Evaluations", "\n\n".join(texts).splitlines())
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
