@@ -26,4 +26,8 @@ PLUGIN = Plugin(
             "Look",
         ),
     },
+    hooks={
+        "registered_model": "plugins.registry.launcher.registered:model",
+        "registered_uris": "plugins.registry.launcher.registered:uris",
+    },
 )

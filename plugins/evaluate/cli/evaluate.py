@@ -12,6 +12,7 @@ from launcher.cli.common import note, tell_submitted
 from launcher.cli.number import IntRange
 from launcher.cli.runs import launched
 from launcher.cli.status import watch_to_the_end
+from launcher.do import models
 from launcher.do import submit as submission
 from launcher.errors import RunFault, UsageFault
 from launcher.look.watch import watch_all
@@ -20,7 +21,7 @@ from launcher.slurm import executors
 from launcher.slurm.executors import title
 from plugins.evaluate.launcher import evaluate as workflow
 from plugins.evaluate.launcher import evaluation as shown
-from plugins.registry.launcher import judging, models
+from plugins.registry.launcher import judging
 
 
 @click.command(name="eval")

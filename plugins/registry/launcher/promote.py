@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
+from launcher.do.models import Model, of_folder
 from launcher.errors import GateFault, UsageFault
 from launcher.look.outcome import outcome
 from launcher.run.states import state_of
@@ -15,7 +16,6 @@ from launcher.site import Site
 from plugins.evaluate.launcher import evaluate
 from plugins.registry.launcher import facts, gates, importer, judging, registry
 from plugins.registry.launcher import store as stores
-from plugins.registry.launcher.models import Model, of_folder
 from plugins.registry.launcher.registry import Version
 from plugins.serve.launcher import endpoint as endpoints
 
