@@ -21,7 +21,6 @@ from launcher.slurm import executors
 from launcher.slurm.executors import title
 from plugins.evaluate.launcher import evaluate as workflow
 from plugins.evaluate.launcher import evaluation as shown
-from plugins.registry.launcher import judging
 
 
 @click.command(name="eval")
@@ -95,7 +94,7 @@ def evaluate(
         if not results:
             raise UsageFault(f"{model} has no result yet: make one with: cookbook eval {model}")
         if as_gates:
-            click.echo("\n".join(judging.as_gates(results[0])))
+            click.echo("\n".join(shown.as_gates(results[0])))
         else:
             _show(results[0], as_json, samples)
         return

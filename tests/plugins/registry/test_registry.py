@@ -16,7 +16,7 @@ from launcher.errors import CookbookError, GateFault, RecipeFault, StoreFault, U
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.evaluate import samples
-from plugins.evaluate.launcher import evaluate
+from plugins.evaluate.launcher import evaluate, evaluation
 from plugins.evaluate.recipe_keys import COMPARED, EVAL
 from plugins.registry.launcher import gates, importer, judging, registry
 from plugins.registry.launcher import promote as workflow
@@ -272,7 +272,7 @@ def test_an_evaluation_is_printed_as_gates(tmp_path):
     result = json.loads(next((run.path / "evals").glob("suite--0.json")).read_text())
     path = tmp_path / "gates.yaml"
     gate = "gates: [{metric: suite.answers.f1, at_least: 0.5}]"
-    path.write_text("\n".join([*judging.as_gates(result), gate]))
+    path.write_text("\n".join([*evaluation.as_gates(result), gate]))
     loaded = gates.load(path)
     assert loaded.evaluations == {"suite.answers": gates.Wanted("d1", 20, {"max_new_tokens": 8})}
     subject = judging.Subject("v1", run.path / "export", [result], {})
