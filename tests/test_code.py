@@ -30,6 +30,7 @@ FLOORS = [
         "trainer.checkpoint",
         "trainer.optimizers",
         "trainer.groups",
+        "trainer.inference",
     ],
     ["trainer.figures", "trainer.metrics", "trainer.progress", "trainer.profiling"],
     ["trainer.methods"],

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 
 from launcher import paths, venv, yamlfile
 from launcher import site as sites
+from launcher.do import models
 from launcher.do import submit as submission
 from launcher.do.cancel import cancel
 from launcher.errors import CookbookError, EndpointFault, UsageFault
@@ -27,7 +28,6 @@ from launcher.run.directory import Run
 from launcher.run.states import state_of
 from launcher.site import Site
 from launcher.slurm import executors
-from plugins.registry.launcher import models
 from plugins.serve import endpoint as endpoints
 from plugins.serve.launcher.endpoint import Deployment, Endpoint, output_of
 from plugins.serve.recipe_keys import package_of
@@ -47,7 +47,7 @@ _ENDS_S = 30.0
 def name_of(model: models.Model, wanted: str | None) -> str:
     """Return an endpoint's name: the one wanted, else the registered one, else the run's."""
     if wanted is None:
-        wanted = model.version.name if model.version else model.name
+        wanted = model.registered_as or model.name
     if not NAME.match(wanted):
         raise UsageFault(
             f"the endpoint name {wanted!r} may contain only {NAME_RULE}: give --name NAME"
@@ -129,7 +129,7 @@ def launch(
     # A later launch must not mean another model: `last`, or a part of a name. An alias may move.
     folder = model.run is None or "/" in asked.model or Path(asked.model).is_dir()
     own = str(model.folder) if folder else model.name
-    meant = asked.model if model.version else own
+    meant = asked.model if model.registered_as else own
     return changed(asked, model=meant, version=model.name, runs=names), runs, settings
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from launcher import yamlfile
+from launcher.do import models
 from launcher.errors import CookbookError, GateFault, RecipeFault, StoreFault, UsageFault
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.evaluate import samples
-from plugins.evaluate.launcher import evaluate
+from plugins.evaluate.launcher import evaluate, evaluation
 from plugins.evaluate.recipe_keys import COMPARED, EVAL
-from plugins.registry.launcher import gates, importer, judging, models, registry
+from plugins.registry.launcher import gates, importer, judging, registry
 from plugins.registry.launcher import promote as workflow
 from plugins.registry.launcher import store as stores
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
@@ -271,7 +272,7 @@ def test_an_evaluation_is_printed_as_gates(tmp_path):
     result = json.loads(next((run.path / "evals").glob("suite--0.json")).read_text())
     path = tmp_path / "gates.yaml"
     gate = "gates: [{metric: suite.answers.f1, at_least: 0.5}]"
-    path.write_text("\n".join([*judging.as_gates(result), gate]))
+    path.write_text("\n".join([*evaluation.as_gates(result), gate]))
     loaded = gates.load(path)
     assert loaded.evaluations == {"suite.answers": gates.Wanted("d1", 20, {"max_new_tokens": 8})}
     subject = judging.Subject("v1", run.path / "export", [result], {})
@@ -289,7 +290,7 @@ def test_the_gates_that_are_shipped_fit_their_suites():
 
 
 def test_models_are_found_by_alias_and_version_and_an_unknown_one_is_told(site):
-    assert models.resolve(site, "models:/intent@champion").version.number == 1
+    assert models.resolve(site, "models:/intent@champion").name == "intent v1"
     assert models.resolve(site, "models:/intent/2").name == "intent v2"
     for uri, words in (
         ("models:/intent@champon", "did you mean champion?"),
