@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from plugins.engines.slurm import engine
 from runspec import files, publish
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
@@ -71,12 +70,14 @@ def begin(
     max_retries: int = 0,
     rollout_hosts: Sequence[str] = (),
     exists: Callable[[str], bool] = allocation.job_exists,
+    prepare: Callable[[], object] = lambda: None,
 ) -> int:
     """Record the start of an attempt; return its number.
 
     Args:
         rollout_hosts: nodes that generate answers.
         exists: whether a job that had the run may still run.
+        prepare: Companion.prepare.
 
     Raises:
         Follows: nothing is left to train, another job has the run, too many attempts ended without
@@ -84,7 +85,7 @@ def begin(
             is full.
     """
     try:
-        return _begin(run_dir, hosts, max_retries, rollout_hosts, exists)
+        return _begin(run_dir, hosts, max_retries, rollout_hosts, exists, prepare)
     except OSError as error:
         if error.errno not in OF_A_DISK:
             raise
@@ -102,6 +103,7 @@ def _begin(
     max_retries: int,
     rollout_hosts: Sequence[str],
     exists: Callable[[str], bool],
+    prepare: Callable[[], object],
 ) -> int:
     status = read_object(run_dir / files.STATUS)
     repeated = status.get("state") == "RUNNING" and is_of_this_start(status)
@@ -122,7 +124,7 @@ def _begin(
         say(f"{what}, from {since}; {_NEW_RUN}")
     if not repeated:
         try:
-            engine.set_aside(run_dir)
+            prepare()
         except files.DamagedFile as error:
             raise _refused(run_dir, status, "user_error", str(error)) from error
     _make_files(run_dir, number)
@@ -208,6 +210,7 @@ def end(
     stop_asked: bool = False,
     ended: float | None = None,
     has_questions: bool = False,
+    settle: Callable[[int, int, bool], object] = lambda *ended: None,
 ) -> str:
     """Record the end of an attempt; return what the job script does next (Verdict.next).
 
@@ -222,6 +225,7 @@ def end(
         stop_asked: the ranks were asked to stop; they remove the stop file.
         ended: the time of the end, if it is not now.
         has_questions: a finished run's questions are answered by the same job.
+        settle: Companion.settle.
     """
     full = reserve.fault(run_dir)
     status = read_object(run_dir / files.STATUS)
@@ -249,7 +253,7 @@ def end(
     if message or full:
         errors.append(fault(message) if message else full or {})
     try:
-        engine.settle(run_dir, attempt, exit_code, stop_asked)
+        settle(attempt, exit_code, stop_asked)
     except files.DamagedFile as error:
         errors.append(fault(str(error)))
     logs, earlier = run_dir / files.LOGS / str(attempt), attempts_of(run_dir)
