@@ -192,7 +192,6 @@ def _end_of_earlier(
 def _make_files(run_dir: Path, number: int) -> None:
     """Make the log folder of an attempt, and what its end may find no space for."""
     (run_dir / files.STOP).unlink(missing_ok=True)
-    (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
     (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
     publish.link(run_dir / files.LATEST_LOGS, str(number))
     (run_dir / files.ATTEMPTS).touch()
@@ -274,7 +273,6 @@ def end(
         cause_before=str(earlier[-1].get("cause")) if earlier else None,
         used_up=used_up(run_dir, {**status, "ended": now}),
         memory_is_result="SWEEP_DIR" in os.environ,
-        worse=str(read_object(run_dir / files.EARLY_STOP).get("message") or ""),
     )
     verdict = decide(attempt_end)
     answering = {"answering": {"started": now}} if has_questions else {}

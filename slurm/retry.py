@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
-from runspec.states import STOPPED_EARLY
 from slurm.faults import NODE_FAILURE, SIGKILL, describe, first_error
 
 _MISSING = "missing_package"
@@ -152,8 +151,7 @@ class AttemptEnd:
     message if it did not reach the controller, so that no rank was started. cause_before: the cause
     of the attempt before this one, in the same job. used_up: a message if the run has used its
     GPU-hours. succeeds: a successor of this job is in the queue. memory_is_result: the run belongs
-    to a sweep, which asks whether it fits. worse: a message if its sweep stopped it, because others
-    do better.
+    to a sweep, which asks whether it fits.
     """
 
     exit_code: int
@@ -171,7 +169,6 @@ class AttemptEnd:
     used_up: str = ""
     succeeds: bool = False
     memory_is_result: bool = False
-    worse: str = ""
 
     @property
     def finished(self) -> bool:
@@ -272,7 +269,6 @@ RULES = (
     Rule("FAILED", "failed", lambda e: e.timed_out_s is not None,
          "ended by the recipe's timeout of {end.timed_out_s:.0f} s", "timeout"),
     Rule("FAILED", "failed", lambda e: e.used_up and e.stopped, "{end.used_up}", "budget"),
-    Rule(STOPPED_EARLY, "failed", lambda e: e.worse and e.stopped, "{end.worse}", "stopped_early"),
     # What a retry cannot fix, or has not fixed often enough.
     Rule("FAILED", "failed", lambda e: e.lacks_package, "{end.reason.message}; {end.how_to_add}"),
     Rule("FAILED", "failed", lambda e: e.error.get("permanent")),

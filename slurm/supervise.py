@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from runspec import files
 from runspec.processes import end_with_parent, terminate_with_parent
-from slurm import allocation, earlystop, records
+from slurm import allocation, records
 from slurm.child import Child
 from slurm.companion import Companion, load
 from slurm.history import attempts_of, read_object
@@ -262,12 +262,10 @@ class Supervisor:
     def _watch(self, child: Child) -> int:
         """Look at the attempt until its command has ended; return the exit status."""
         number = int(os.environ["ATTEMPT"])
-        looking: list[Watchdog | Companion | earlystop.EarlyStop] = [self._companion]
+        looking: list[Watchdog | Companion] = [self._companion]
         # An entry that does not report its steps has none.
         if "HANG_TIMEOUT_S" in os.environ:
             looking.append(Watchdog(self.run_dir, number, child))
-        if "SWEEP_DIR" in os.environ:
-            looking.append(earlystop.EarlyStop(self.run_dir, Path(os.environ["SWEEP_DIR"])))
         started = files.peek(self.run_dir / files.STATUS).get("started", time.time())
         look_at = 0.0
         while (status := child.poll()) is None:
@@ -349,7 +347,6 @@ class Supervisor:
         if not self._has_questions or "LOGS" not in os.environ:
             return
         warning, limit_s = "", seconds("ANSWER_LIMIT_S", 1800)
-        self._nodes.release_others()
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ["NODES"])
         child = self._start_answers()
         try:
@@ -371,12 +368,11 @@ class Supervisor:
     def _start_answers(self) -> Child:
         """Start the ranks that answer.
 
-        Nothing of the attempt is left that these could wait for or overlap with, and its first node
-        may have been released.
+        Nothing of the attempt is left that these could wait for or overlap with.
         """
         # The nodes may have been asked to end ranks that stayed: these are others.
         (self._logs / files.END_RANKS).unlink(missing_ok=True)
-        self._nodes.hosts, self._nodes.placed = self._nodes.hosts[:1], ["--nodes=1"]
+        self._nodes.hosts = self._nodes.hosts[:1]
         os.environ |= {"NODES": "1", "HOSTS": self._nodes.hosts[0], "ONE_HOST": "yes"}
         os.environ |= {"HEAD_ADDR": "127.0.0.1", "NODE_CHECK": "no", "ATTEMPT": "answers"}
         argv = self._argv(["bash", "-c", self._answer_script])

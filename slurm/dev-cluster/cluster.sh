@@ -76,9 +76,6 @@ Additional options of up:
   --nodes N                number of nodes, n1 to nN (default 2)
   --gpus G                 fake GPUs per node (default 8; 0 for none)
   --gpu-type TYPE          their type, as in --gres=gpu:TYPE:G (default h100)
-  --switches S             leaf switches that the nodes are below in turn: with 2, n1 and n3 below s1, n2
-                           and n4 below s2 (default 0: no topology). Blocks instead of switches with
-                           --set TopologyPlugin=topology/block
   --requeue-delay SECONDS  how long a requeued job waits, and the lifetime of a job credential
                            (default 10)
   --accounting             keep accounts, QoS and ended jobs in a database, for sacctmgr and sacct;
@@ -111,7 +108,7 @@ wrong_usage() {
 
 parse_options() {
     local option
-    name=default nodes=2 gpus=8 gpu_type=h100 switches=0 requeue_delay=10 accounting=0 release='' release_bin=''
+    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay=10 accounting=0 release='' release_bin=''
     root=${COOKBOOK_DEV_CLUSTER_ROOT:-/tmp/slurm-cookbook-$UID}
     while (($#)); do
         case $1 in
@@ -120,12 +117,12 @@ parse_options() {
             exit 0
             ;;
         --name | --state) ;;
-        --nodes | --gpus | --gpu-type | --switches | --requeue-delay | --set | --accounting | --release)
+        --nodes | --gpus | --gpu-type | --requeue-delay | --set | --accounting | --release)
             [[ $COMMAND == up ]] || wrong_usage "$1 is an option of 'up', not of '$COMMAND'"
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
         esac
-        # A switch is read as an option with the value 1.
+        # This one is read as an option with the value 1.
         [[ $1 != --accounting ]] || set -- "$1" 1 "${@:2}"
         (($# > 1)) || wrong_usage "$1 needs a value"
         case $1 in
@@ -157,7 +154,6 @@ set_option() {
 check_options() {
     check_number --nodes "$nodes" 1 64
     check_number --gpus "$gpus" 0 64
-    check_number --switches "$switches" 0 "$nodes"
     check_number --requeue-delay "$requeue_delay" 1 3600
     [[ ! $release || -v DEBIAN_OF[$release] ]] ||
         wrong_usage "--release must be one of $(releases), got '$release'"

@@ -6,7 +6,6 @@ shape() {
     local key
     printf 'nodes=%s gpus=%s gpu-type=%s requeue-delay=%s' \
         "$nodes" "$gpus" "$gpu_type" "$requeue_delay"
-    ((!switches)) || printf ' switches=%s' "$switches"
     ((!accounting)) || printf ' accounting=1'
     [[ ! $release ]] || printf ' release=%s' "$release"
     for key in $(sorted "${!CHANGED[@]}"); do printf ' %s=%s' "$key" "${CHANGED[$key]}"; done
@@ -73,23 +72,6 @@ EOT
     chmod 0600 "$state/slurmdbd.conf"
 }
 
-# Neighbouring nodes are below different switches, as their names may be on a real cluster.
-write_topology() {
-    local switch kind=Switch
-    SETTINGS[TopologyPlugin]=${SETTINGS[TopologyPlugin]:-topology/tree}
-    [[ ${SETTINGS[TopologyPlugin]} != topology/block ]] || kind=Block
-    {
-        for ((switch = 1; switch <= switches; switch++)); do
-            echo "${kind}Name=s$switch Nodes=$(printf 'n%s\n' $(seq "$switch" "$switches" "$nodes") | paste -sd,)"
-        done
-        if [[ $kind == Switch ]]; then
-            echo "SwitchName=top Switches=s[1-$switches]"
-        else
-            echo "BlockSizes=1"
-        fi
-    } >"$state/topology.conf"
-}
-
 write_configuration() {
     local key user host node_gres=''
     user=$(id -un) host=$(uname -n)
@@ -113,7 +95,6 @@ ${release_bin:+PluginDir=${release_bin%/*}/plugins}
 FirstJobId=$(((RANDOM << 15 | RANDOM) % 60000000 + 1))
 
 EOT
-        ((!switches)) || write_topology
         for key in $(sorted "${!SETTINGS[@]}"); do echo "$key=${SETTINGS[$key]}"; done
         echo
         if ((accounting)); then
