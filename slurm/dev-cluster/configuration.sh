@@ -7,7 +7,6 @@ shape() {
     printf 'nodes=%s gpus=%s gpu-type=%s requeue-delay=%s' \
         "$nodes" "$gpus" "$gpu_type" "$requeue_delay"
     ((!accounting)) || printf ' accounting=1'
-    [[ ! $release ]] || printf ' release=%s' "$release"
     for key in $(sorted "${!CHANGED[@]}"); do printf ' %s=%s' "$key" "${CHANGED[$key]}"; done
 }
 
@@ -31,7 +30,6 @@ write_state() {
     local i port
     mkdir -m 0711 -- "$state" "$state"/{dev,spool}
     shape >"$state/shape"
-    [[ ! $release_bin ]] || echo "$release_bin" >"$state/programs"
     mkdir -m 0700 -- "$state"/{controller,log}
     for ((i = 1; i <= nodes; i++)); do mkdir -m 0755 -- "$state/spool/n$i"; done
     # slurmd needs character devices, and anybody can make links to /dev/null.
@@ -67,7 +65,7 @@ StorageType=accounting_storage/mysql
 StorageHost=localhost
 StorageUser=$(id -un)
 StorageLoc=slurm
-${release_bin:+PluginDir=${release_bin%/*}/plugins}
+${SETTINGS[PluginDir]:+PluginDir=${SETTINGS[PluginDir]}}
 EOT
     chmod 0600 "$state/slurmdbd.conf"
 }
@@ -89,7 +87,6 @@ SlurmctldPidFile=$state/slurmctld.pid
 SlurmdPidFile=$state/slurmd-%n.pid
 SlurmctldLogFile=$state/log/slurmctld.log
 SlurmdLogFile=$state/log/slurmd-%n.log
-${release_bin:+PluginDir=${release_bin%/*}/plugins}
 
 # Two clusters, also of the same second, give no job the same id: the ranks' port follows from it.
 FirstJobId=$(((RANDOM << 15 | RANDOM) % 60000000 + 1))
