@@ -37,10 +37,7 @@ END_S, NODE_END_S, _ENDS_S = 5.0, 20.0, 90.0
 
 @dataclass
 class Replica:
-    """One replica: its place, its process, and how it went so far.
-
-    child: srun, or the replica itself. failures: starts in a row that did not get ready.
-    """
+    """One replica: its place, its process, and how it went so far."""
 
     index: int
     node: str
@@ -49,9 +46,9 @@ class Replica:
     run_dir: Path
     launch: list[str]
     script: str
-    child: Child | None = None
+    child: Child | None = None  # srun, or the replica itself
     state: str = "starting"
-    failures: int = 0
+    failures: int = 0  # starts in a row that did not get ready
     restarts: int = -1
     since: float = 0.0
     next_start: float = 0.0
