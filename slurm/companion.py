@@ -43,7 +43,12 @@ class Companion:
         """
 
     def look(self) -> None:
-        """About once a second while the ranks run; OSError: it is tried again."""
+        """About once a second while the ranks run.
+
+        Raises:
+            OSError: it is tried again.
+            Exception: it is not looked at any more in this attempt, which goes on.
+        """
 
     def end(self, job_ends: bool) -> None:
         """The ranks have ended; job_ends: and no attempt of this job follows."""

@@ -275,10 +275,15 @@ class Supervisor:
                 child.end(_TIMEOUT_END_S, END_S)
                 return _TIMED_OUT
             if time.monotonic() >= look_at:
-                for each in looking:
-                    # The storage may be away for a moment.
-                    with suppress(OSError):
+                for each in tuple(looking):
+                    try:
                         each.look()
+                    except OSError:
+                        pass  # the storage may be away for a moment
+                    except Exception:
+                        # Its own fault does not end the ranks.
+                        traceback.print_exc()
+                        looking.remove(each)
                 look_at = time.monotonic() + _LOOK_S
             time.sleep(_POLL_S)
         return status

@@ -19,13 +19,15 @@ class Toy(Companion):
 
     def prepare(self): self.note("prepare")
     def begin(self, attempt, nodes, step): self.note("begin", attempt, *nodes.hosts, *step)
-    def look(self): self.note("look")
+    def look(self):
+        self.note("look")
+        raise ValueError("a fault of its own")
     def end(self, job_ends): self.note("end", job_ends)
     def settle(self, *ended): self.note("settle", *ended)
 """
 
 
-def test_the_supervisor_calls_it_in_order(tmp_path: Path) -> None:
+def test_the_supervisor_calls_it_in_order_and_its_fault_ends_no_attempt(tmp_path: Path) -> None:
     run, kit = tmp_path / "run", tmp_path / "kit"
     kit.mkdir()
     for name in ("slurm", "runspec"):
@@ -35,19 +37,22 @@ def test_the_supervisor_calls_it_in_order(tmp_path: Path) -> None:
     env = {**os.environ, "RUN_DIR": str(run), "COOKBOOK": str(kit), "PYTHONPATH": str(kit)}
     env |= {"NODES": "1", "RANKS_PER_NODE": "1", "MAX_RETRIES": "1", "JOB_PID": str(os.getpid())}
     argv = [sys.executable, "-P", "-m", "slurm.supervise", "--companion", "toy:Toy"]
-    argv += ["--", "srun", "--wait=1", "bash", "-c", 'exit "$((ATTEMPT == 0))"']
+    rank = 'until [ "$(grep -c look "$RUN_DIR/moments")" -gt "$ATTEMPT" ]; do sleep 0.05; done; '
+    argv += ["--", "srun", "--wait=1", "bash", "-c", f'{rank} exit "$((ATTEMPT == 0))"']
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     host = os.uname().nodename.partition(".")[0]
     moments = (run / "moments").read_text().splitlines()
-    assert "look" in moments
-    assert [moment for moment in moments if moment != "look"] == [
+    assert done.stderr.count("ValueError: a fault of its own") == 2
+    assert moments == [
         "prepare",
         f"begin 0 {host}",
+        "look",
         "end False",
         "settle 0 1 False",
         "prepare",
         f"begin 1 {host}",
+        "look",
         "end False",
         "settle 1 0 False",
         "end True",
