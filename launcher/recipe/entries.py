@@ -44,8 +44,9 @@ class Entry:
     its recipes may hold keys that are not in keys. checked: what trainer.check looks at: "complete"
     (the whole config of the kit's trainer, with its layout and weights), "components" (only that
     they exist and take their arguments) or "". method: the config of a training method of the kit's
-    trainer. resumes: it continues from its last
-    checkpoint after a restart. purpose: train, evaluate or serve. faults: what its table
+    trainer. companion: what the supervisor calls beside its ranks (slurm/companion.py), as
+    MODULE:CLASS. resumes: it continues from its last checkpoint after a restart.
+    purpose: train, evaluate or serve. faults: what its table
     of keys does not see of a recipe. notes: what the user should know of keys that are accepted.
     """
 
@@ -63,6 +64,7 @@ class Entry:
     other_keys: bool = False
     checked: str = ""
     method: type[TrainConfig] | None = None
+    companion: str = ""
     can_profile: bool = False
     resumes: bool = False
     purpose: str = "train"
@@ -92,6 +94,7 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
         module=module,
         checked="complete",
         method=config,
+        companion=config.companion,
         can_profile=True,
         resumes=True,
         backend=config.backend_of,
@@ -108,6 +111,7 @@ def other(launch: Engine, keys: Keys, **known: Any) -> Entry:
         keys={**COMMON, **keys},
         command=lambda recipe, config: launch.start(launch, recipe, config),
         launch=launch,
+        companion="" if launch.keeps_ours else "plugins.engines.slurm.engine:Follower",
         own_code=launch.overrides == "parameters",
         per_node=launch.start is of_shell_lines,
         **known,

@@ -81,7 +81,6 @@ class Notify:
     events: tuple[str, ...] = ("start", "end", "failure")
     mail: str | None = None
     webhook: Path | None = None
-    form: str = "json"
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> Notify:

@@ -26,6 +26,7 @@ class GrpoConfig(TrainConfig):
     objective: ClassVar[str] = "plugins.rl.grpo.PolicyOptimisation"
     has_reference: ClassVar[bool] = True
     samples_answers: ClassVar[bool] = True
+    companion: ClassVar[str] = "plugins.rl.slurm.rollout:Replicas"
 
     rewards: dict[str, Any] = setting(
         "open block",
