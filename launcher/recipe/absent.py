@@ -11,7 +11,7 @@ ENTRIES = {
     "simpo": "entry of its own for SimPO: use entry: dpo with loss: simpo",
     "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",
     "kd": "entry of that name: use entry: distill",
-    "gkd": "generation by the student while it is distilled: use entry: distill with beta",
+    "gkd": "entry of that name: use entry: distill_on_policy",
 }
 _CONTAINERS = "use environment: with kind and image (docs/environments.md)"
 _PACKAGES = "use environment: with dependencies (docs/environments.md)"

@@ -13,6 +13,8 @@ from runspec.variables import owned_variables
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # A job script is a file that others may read and Slurm keeps: no secret goes into it.
 _SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+# A key of more entries than these is of none of them alone.
+_FEW = 2
 
 
 def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
@@ -21,15 +23,14 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     A recipe of torchtune's may hold keys of its own; torchtune checks them.
     """
     known = entry.keys
-    missing = _absent(config.keys() - known)
-    yield from (Fault(key, f"{key}: {why}") for key, why in missing.items())
+    missing = _absent(config.keys() - known, entry)
+    yield from (Fault(key, text) for key, text in missing.items())
     given = {key: value for key, value in config.items() if key not in missing}
     yield from key_faults(
         {key: value for key, value in given.items() if key in known or not entry.other_keys}, known
     )
     yield from entry.faults(config)
     yield from _rollout_faults(config.get("resources"), entry)
-    yield from _only_with_replicas(config)
     yield from variable_faults(config.get("env"), "env")
     yield from environment_faults(config.get("environment"), "environment.")
     yield from _secrets_faults(config.get("secrets"))
@@ -77,48 +78,25 @@ def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
     if given.get("rollout") in (None, "same"):
         return
     if entry.method is None or not entry.method.samples_answers:
-        yield Fault(key, f"{key}: only entry: grpo generates answers; leave it out")
+        yield Fault(key, f"{key}: this entry generates no answers; leave it out")
     if given.get("spare_nodes"):
         yield Fault(
             key, f"{key}: not with spare_nodes: a lost node requeues the job; leave one out"
         )
 
 
-def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
-    resources = config.get("resources")
-    rollout = resources.get("rollout") if isinstance(resources, dict) else None
-    engine = config.get("rollout_engine") or "transformers"
-    only: dict[str, Any] = {"rollout_engine_args": [], "rollout_gpus": 1}
-    for key, default in {**only, "rollout_gpu_memory_utilization": 0}.items():
-        if engine == "transformers" and (config.get(key) or default) != default:
-            yield Fault(key, f"{key}: only for vLLM; set rollout_engine=vllm, or leave it out")
-    tokenizer = config.get("tokenizer")
-    if engine == "vllm" and isinstance(tokenizer, dict) and tokenizer.get("new_tokens"):
-        key = "tokenizer.new_tokens"
-        message = "vLLM starts with the model's folder, which has no weights for new tokens"
-        yield Fault(key, f"{key}: {message}; set rollout_engine=transformers, or leave it out")
-    if rollout not in (None, "same"):
-        return
-    given = config.get("rollout_engine_args")
-    own = given if isinstance(given, list) else []
-    if any(str(each).startswith("--gpu-memory-utilization") for each in own):
-        key, other = "rollout_engine_args", "rollout_gpu_memory_utilization"
-        yield Fault(key, f"{key}: set {other} instead, which the estimate counts")
-    if config.get("max_staleness"):
-        yield Fault(
-            "max_staleness",
-            "max_staleness: only rollout nodes sample ahead of the trainer; set "
-            "resources.rollout=1 or more, or leave it out",
-        )
-
-
-def _absent(unknown: Set[str]) -> dict[str, str]:
-    """Return why this version has not what keys ask for, by the key."""
+def _absent(unknown: Set[str], entry: Entry) -> dict[str, str]:
+    """Return why there are not the keys that are asked for, by the key, as far as it is known."""
     if not unknown:
         return {}
-    from launcher.recipe import absent  # most recipes have no unknown key
+    from launcher.recipe import absent, entries  # most recipes have no unknown key
 
-    return {key: absent.KEYS[key] for key in sorted(unknown) if key in absent.KEYS}
+    texts = {key: f"{key}: {absent.KEYS[key]}" for key in sorted(unknown) if key in absent.KEYS}
+    for key in sorted(unknown - texts.keys()) if not entry.other_keys else ():
+        names = [name for name, each in entries.ENTRIES.items() if key in each.keys]
+        if 0 < len(names) <= _FEW:
+            texts[key] = f"unknown key {key!r}: entry: {' and entry: '.join(names)} has it"
+    return texts
 
 
 def variable_faults(variables: Any, key: str) -> Iterator[Fault]:

@@ -1,4 +1,4 @@
-"""Answers that the student gives between two steps, in place of the data's.
+"""On-policy distillation: in a share of the steps the student gives the answers.
 
 For such a step the trained model is gathered, its adapter merged, into transformers' own class, and
 each data-parallel rank lets that `generate` the answers to its prompts with a cache of keys and
@@ -8,20 +8,22 @@ Source: GKD, Agarwal et al. 2023 (arXiv 2306.13649), whose lambda is `on_policy_
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
-from runspec.keys.distill import DistillConfig
+from plugins.rl import gathered
+from plugins.rl.recipe_keys import OnPolicyConfig
+from runspec.keys.train import TrainConfig
 from trainer.checkpoint import weights
 from trainer.config import instantiate
 from trainer.data import packing
-from trainer.data.batches import NONE, Collator, Row
+from trainer.data.batches import NONE, Collator, Data, Row
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
-from trainer.methods import whole
 from trainer.methods.base import Models
+from trainer.methods.distill import Distillation
 from trainer.parallel.world import World
 
 Answers = list[list[int]]
@@ -43,16 +45,6 @@ class Document(NamedTuple):
         return self.tokens[: int(begin)].tolist()
 
 
-def faults(config: DistillConfig) -> list[str]:
-    """What cannot be done together with answers of the student's; files are not read."""
-    if config.teacher_log_probs != "kept":
-        return []
-    return [
-        "on_policy_share: the teacher's stored pass covers the data's answers only; set "
-        "teacher_log_probs=online or on_policy_share=0"
-    ]
-
-
 class Student:
     """Gives answers by the trained model; all ranks call its methods together.
 
@@ -60,17 +52,17 @@ class Student:
         ConfigError: transformers' class cannot take the weights.
     """
 
-    def __init__(self, config: DistillConfig, world: World) -> None:
+    def __init__(self, config: OnPolicyConfig, world: World) -> None:
         self._config, self._world = config, world
 
         def check() -> None:
-            if wrong := whole.faults(config):
+            if wrong := gathered.faults(config):
                 raise ConfigError(*wrong)
 
         world.on_main(check)
         tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
-        self._ends = whole.Ends.of(tokenizer)
-        self._whole = whole.Copy(config.model_folder, world)
+        self._ends = gathered.Ends.of(tokenizer)
+        self._whole = gathered.Copy(config.model_folder, world)
         self._clear()
 
     def _clear(self) -> None:
@@ -199,9 +191,57 @@ def _with(document: Document, answer: list[int]) -> Document:
     return Document(tokens, np.arange(len(tokens)) >= len(document.prompt), document.sample)
 
 
-def trace(models: Models, config: DistillConfig, world: World) -> None:
+class OnPolicyDistillation(Distillation):
+    """As Distillation; see Student.figures for its own figures."""
+
+    config_class: ClassVar[type[TrainConfig]] = OnPolicyConfig
+    _student: Student
+
+    @classmethod
+    def faults(cls, config: Any) -> list[str]:
+        """As Distillation.faults, and why the student cannot generate."""
+        return super().faults(config) or gathered.faults(config)
+
+    @classmethod
+    def setting_faults(cls, config: Any) -> list[str]:
+        """As Distillation.setting_faults, of its own keys, too."""
+        texts = super().setting_faults(config)
+        if config.on_policy_share > 1:
+            texts.append(f"on_policy_share: must be from 0 to 1, got {config.on_policy_share}")
+        if config.teacher_log_probs == "kept":
+            texts.append(
+                "teacher_log_probs: kept covers the data's answers only; set "
+                "teacher_log_probs=online, or entry=distill"
+            )
+        return texts
+
+    def prepare(self, models: Models, data: Data) -> None:
+        """As Objective.prepare; also raises ConfigError for a student that cannot generate."""
+        self._student = Student(self.config, self.world)
+
+    def before_step(
+        self, models: Models, micro_batches: list[MicroBatch], step: int
+    ) -> list[MicroBatch]:
+        """As Objective.before_step: with the student's answers in a share of the steps."""
+        return self._student.replaced(models, micro_batches, step)
+
+    @property
+    def generates(self) -> bool:
+        """As Objective.generates."""
+        return bool(self.config.on_policy_share)
+
+    def step_figures(self) -> dict[str, float | None]:
+        """As Objective.step_figures."""
+        return self._student.figures()
+
+    def trace_answers(self, models: Models) -> None:
+        """As Objective.trace_answers."""
+        trace(models, self.config, self.world)
+
+
+def trace(models: Models, config: OnPolicyConfig, world: World) -> None:
     """What answers take, for `plugins.estimate.trace`, whose tensors have no values."""
-    copy = whole.Copy(config.model_folder, world, len(models.policy.module.blocks))
+    copy = gathered.Copy(config.model_folder, world, len(models.policy.module.blocks))
     copy.gather(models.policy)
     positions = config.batch_size * int(config.tokenizer["max_seq_len"])
     rows = max(1, positions // config.on_policy_max_new_tokens)

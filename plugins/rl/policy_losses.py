@@ -2,7 +2,7 @@
 
 Sources: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), GSPO (2507.18071), RLOO
 (2402.14740), truncated importance sampling (fengyao.notion.site/off-policy-rl). The values are
-those of TRL 1.16: tests/trainer/trl_rl.json.
+those of TRL 1.16: tests/plugins/rl/trl_rl.json.
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,9 @@
 
 It has GPUs of a rollout node, or with ROLLOUT_IN_TURNS those of ranks, while they wait for it.
 
-plugins/rl/slurm/rollout.py starts it, with ROLLOUT_INDEX, ROLLOUT_LOCAL_RANK (its GPU) and ROLLOUT_ADDRESS
-set. It says in the run's folder where it listens, and answers ranks over HTTP, with the run's
-secret: plugins/rl/replicas.py. A replica whose health nobody asks for any more exits.
+plugins/rl/slurm/rollout.py starts it, with ROLLOUT_INDEX, ROLLOUT_LOCAL_RANK (its GPU) and
+ROLLOUT_ADDRESS set. It says in the run's folder where it listens, and answers ranks over HTTP, with
+the run's secret: plugins/rl/replicas.py. A replica whose health nobody asks for any more exits.
 """
 
 import hmac

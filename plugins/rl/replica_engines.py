@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from plugins.rl import transfer
+from plugins.rl import gathered, transfer
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.replicas import Request, Sampled
 from plugins.rl.rollouts import sample
@@ -32,7 +32,6 @@ from runspec.storage import patient_json
 from trainer.checkpoint import adapter
 from trainer.config import instantiate
 from trainer.errors import ConfigError, RolloutError
-from trainer.methods import whole
 from trainer.models.build import DTYPES, build
 from trainer.parallel import world as distributed
 
@@ -53,8 +52,8 @@ class TransformersEngine:
     def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
         self._config, self._folder = config, folder
         self._adapted: Adapted | None = None
-        self._engine = whole.Engine(device)
-        self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
+        self._engine = gathered.Generator(device)
+        self._ends = gathered.Ends.of(instantiate("tokenizer", config.tokenizer))
 
     def load(self, version: str) -> None:
         """Take the weights of a version."""
@@ -72,7 +71,7 @@ class TransformersEngine:
             for name, tensor in tensors:
                 if engine.model is None:
                     with engine.device:
-                        engine.model = whole.transformers_model(
+                        engine.model = gathered.transformers_model(
                             self._config.model_folder, tensor.dtype
                         ).eval()
                 own = own or dict(engine.model.named_parameters())
@@ -117,7 +116,7 @@ class Adapted:
         """The whole weights, by their names in transformers' class."""
         for name, parameter in self._trained.items():
             parameter.data = file.get_tensor(name).to(parameter.device)
-        return whole.tensors(self._model, True, device)
+        return gathered.tensors(self._model, True, device)
 
 
 class VllmEngine:
@@ -148,7 +147,7 @@ class VllmEngine:
         in_turns: bool = False,
     ) -> None:
         self._config, self._folder = config, folder
-        self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
+        self._ends = gathered.Ends.of(instantiate("tokenizer", config.tokenizer))
         place = tempfile.mkdtemp(prefix="vllm-", dir=os.environ.get("RANK_SOCKETS"))
         self._socket, self._model = Path(place) / "engine.sock", "base"
         self._adapters: list[str] = []

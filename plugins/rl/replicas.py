@@ -1,8 +1,9 @@
 """The trainer's side of replicas: weights to them, and answers from them.
 
-Replicas are found by files in the run's folder (plugins/rl/slurm/rollout.py starts them, plugins/rl/replica.py is
-one). A request holds all that its answer depends on, the version of the weights included, so that
-any replica answers it alike: one that dies or hangs costs the time of its requests.
+Replicas are found by files in the run's folder: plugins/rl/slurm/rollout.py starts them, and
+plugins/rl/replica.py is one. A request holds all that its answer depends on, the version of the
+weights included, so that any replica answers it alike: one that dies or hangs costs the time of its
+requests.
 """
 
 import json
@@ -163,7 +164,7 @@ class Replicas:
         )
 
     def _state(self, index: int) -> str:
-        """What plugins/rl/slurm/rollout.py says of a replica: ready, until its processes have ended."""
+        """What its starter says of a replica: ready, until its processes have ended."""
         known = files.peek(self._folder.parent / files.ROLLOUT_STATE)
         all_of_them = known.get("replicas", [])
         return next((str(each["state"]) for each in all_of_them if each["replica"] == index), "")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from plugins.rl import gathered
 from plugins.rl.on_policy import documents_of
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.replicas import Replicas, Request, Sampled
@@ -23,7 +24,6 @@ from trainer.config import instantiate
 from trainer.data.batches import NONE, Batches, Collator, Row
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
-from trainer.methods import whole
 from trainer.methods.base import Models
 from trainer.parallel.world import World
 
@@ -177,7 +177,7 @@ def _row(answer: Answer) -> Row:
 
 
 class Sampler:
-    """The policy as transformers' class, which generates; see trainer.methods.whole.
+    """The policy as transformers' class, which generates; see plugins.rl.gathered.
 
     It is on this rank, or on replicas, which get the weights of each rollout.
 
@@ -190,8 +190,8 @@ class Sampler:
     def __init__(self, config: GrpoConfig, world: World) -> None:
         self._config, self._world = config, world
         self.tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
-        self.ends = whole.Ends.of(self.tokenizer)
-        self._whole = whole.Copy(config.model_folder, world)
+        self.ends = gathered.Ends.of(self.tokenizer)
+        self._whole = gathered.Copy(config.model_folder, world)
         self.replicas = Replicas.of(config, world)
         self.held = False
         self.transfer_s = 0.0
@@ -276,7 +276,7 @@ class Sampler:
 
 
 @torch.no_grad()
-def sample(engine: whole.Engine, asked: Request, ends: whole.Ends) -> Sampled:
+def sample(engine: gathered.Generator, asked: Request, ends: gathered.Ends) -> Sampled:
     """Generate what a request asks for."""
     draw = _Draw(asked.temperature, asked.seeds, asked.vocabulary, engine.device)
     new = engine.generate(asked.prompts, asked.room, draw, ends)
@@ -285,7 +285,7 @@ def sample(engine: whole.Engine, asked: Request, ends: whole.Ends) -> Sampled:
 
 def trace(models: Models, config: GrpoConfig, world: World) -> None:
     """What answers take, for `plugins.estimate.trace`, whose tensors have no values."""
-    copy = whole.Copy(config.model_folder, world, len(models.policy.module.blocks))
+    copy = gathered.Copy(config.model_folder, world, len(models.policy.module.blocks))
     copy.gather(models.policy)
     at_once = config.generation_batch_size or config.batch_size
     rows = min(at_once, config.prompts_per_step * config.group_size)

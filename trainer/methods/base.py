@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -104,6 +104,7 @@ class Objective(ABC):
             their values, over all targets, and no sum.
         counted: by name, figures among LossSum.metrics that are means over some of the targets
             only: the name of the sum there that counts these.
+        task: what a start does instead of training, from a config and an attempt's number.
     """
 
     config_class: ClassVar[type[TrainConfig]]
@@ -111,6 +112,7 @@ class Objective(ABC):
     normaliser: ClassVar[Literal["tokens", "documents", "samples"]] = "tokens"
     extremes: ClassVar[Mapping[str, Literal["min", "max"]]] = {}
     counted: ClassVar[Mapping[str, str]] = {}
+    task: ClassVar[Callable[[Any, int], None] | None] = None
 
     def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world
@@ -165,7 +167,7 @@ class Objective(ABC):
         return False
 
     def trace_answers(self, models: Models) -> None:  # noqa: B027, most methods generate nothing
-        """Take the memory that answers take, for `plugins.estimate.trace`, whose tensors have no values."""
+        """Allocate what answers take, for a trace, whose tensors have no values."""
 
     def validated(self) -> None:  # noqa: B027, most methods hold nothing for it
         """A pass over dataset_val has ended."""

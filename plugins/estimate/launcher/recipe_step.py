@@ -138,11 +138,11 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         of_all |= {"vllm_share": config.get("rollout_gpu_memory_utilization")}
         of_all |= {"in_reward_models": _in_reward_models(rewards)}
         return of_all | {"generation_batch": at_once and int(at_once)}
-    share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"
-    if not share:
+    keys, own = method.keys(), ("on_policy_share", "on_policy_max_new_tokens")
+    if own[0] not in keys:
         return {}
-    default = method.keys()[name].default
-    return {"on_policy_share": share, "new_tokens": int(config.get(name) or default)}
+    share, most = (keys[n].default if config.get(n) is None else config[n] for n in own)
+    return {"on_policy_share": float(share), "new_tokens": int(most)}
 
 
 def _rollout_nodes(config: Mapping[str, Any]) -> int:

@@ -11,9 +11,9 @@ import pytest
 from plugins.rl.replica_engines import Versions, memory_share
 from plugins.rl.replicas import Replicas, Request, Sampled
 from runspec import files
+from tests.plugins.rl.test_grpo import MODULE, config
+from tests.plugins.rl.test_replicas import CASES, WORLD, Answer, limited, replicas, servers
 from tests.trainer.runs import finish, metrics, start
-from tests.trainer.test_grpo import MODULE, config
-from tests.trainer.test_replicas import CASES, WORLD, Answer, limited, replicas, servers
 from tests.vllm_stand_in import vllm_python
 from trainer import demo_sums
 from trainer.errors import ConfigError, RolloutError
