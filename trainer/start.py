@@ -43,10 +43,8 @@ def main(arguments: list[str], objective: type[Objective]) -> int:
         config = configs.load(path, objective.config_class)
         run_dir = config.output_dir
         with _answering_for_collectives():
-            if objective.task is None:
+            if not objective.instead(config, attempt):
                 run(config, attempt, objective)
-            else:
-                objective.task(config, attempt)
     except Exception as error:
         _report(error, run_dir, rank, attempt)
         return error.exit_status if isinstance(error, TrainerError) else 1

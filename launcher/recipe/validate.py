@@ -13,8 +13,6 @@ from runspec.variables import owned_variables
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # A job script is a file that others may read and Slurm keeps: no secret goes into it.
 _SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
-# A key of more entries than these is of none of them alone.
-_FEW = 2
 
 
 def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
@@ -23,8 +21,8 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     A recipe of torchtune's may hold keys of its own; torchtune checks them.
     """
     known = entry.keys
-    missing = _absent(config.keys() - known, entry)
-    yield from (Fault(key, text) for key, text in missing.items())
+    missing = _absent(config.keys() - known)
+    yield from (Fault(key, f"{key}: {why}") for key, why in missing.items())
     given = {key: value for key, value in config.items() if key not in missing}
     yield from key_faults(
         {key: value for key, value in given.items() if key in known or not entry.other_keys}, known
@@ -85,18 +83,13 @@ def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
         )
 
 
-def _absent(unknown: Set[str], entry: Entry) -> dict[str, str]:
-    """Return why there are not the keys that are asked for, by the key, as far as it is known."""
+def _absent(unknown: Set[str]) -> dict[str, str]:
+    """Return why this version has not what keys ask for, by the key."""
     if not unknown:
         return {}
-    from launcher.recipe import absent, entries  # most recipes have no unknown key
+    from launcher.recipe import absent  # most recipes have no unknown key
 
-    texts = {key: f"{key}: {absent.KEYS[key]}" for key in sorted(unknown) if key in absent.KEYS}
-    for key in sorted(unknown - texts.keys()) if not entry.other_keys else ():
-        names = [name for name, each in entries.ENTRIES.items() if key in each.keys]
-        if 0 < len(names) <= _FEW:
-            texts[key] = f"unknown key {key!r}: entry: {' and entry: '.join(names)} has it"
-    return texts
+    return {key: absent.KEYS[key] for key in sorted(unknown) if key in absent.KEYS}
 
 
 def variable_faults(variables: Any, key: str) -> Iterator[Fault]:

@@ -438,7 +438,8 @@ class PolicyOptimisation(Objective):
 
     def trace_answers(self, models: Models) -> None:
         """As Objective.trace_answers."""
-        trace(models, self.config, self.world)
+        answers = self.config.prompts_per_step * self.config.group_size
+        trace(models, self.config, self.world, answers)
 
     def validated(self) -> None:
         """Free the sampler's memory."""

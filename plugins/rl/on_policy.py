@@ -7,42 +7,25 @@ Source: GKD, Agarwal et al. 2023 (arXiv 2306.13649), whose lambda is `on_policy_
 """
 
 import time
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from plugins.rl import gathered
 from plugins.rl.recipe_keys import OnPolicyConfig
+from plugins.rl.rollouts import Asked, Document, Sampler, at_once, documents_of, trace
 from runspec.keys.train import TrainConfig
 from trainer.checkpoint import weights
-from trainer.config import instantiate
 from trainer.data import packing
 from trainer.data.batches import NONE, Collator, Data, Row
 from trainer.errors import ConfigError
-from trainer.layers.batch import IGNORE_INDEX, MicroBatch
+from trainer.layers.batch import MicroBatch
 from trainer.methods.base import Models
 from trainer.methods.distill import Distillation
 from trainer.parallel.world import World
 
 Answers = list[list[int]]
-
-
-class Document(NamedTuple):
-    """A sample that counts: its tokens, which of them are trained, and its index in the dataset."""
-
-    tokens: np.ndarray
-    trained: np.ndarray
-    sample: int
-
-    @property
-    def prompt(self) -> list[int]:
-        """The tokens before the last answer; [] without one."""
-        trained = np.flatnonzero(self.trained)
-        breaks = np.flatnonzero(np.diff(trained) > 1)
-        begin = 0 if not len(trained) else trained[breaks[-1] + 1 if len(breaks) else 0]
-        return self.tokens[: int(begin)].tolist()
 
 
 class Student:
@@ -60,9 +43,7 @@ class Student:
                 raise ConfigError(*wrong)
 
         world.on_main(check)
-        tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
-        self._ends = gathered.Ends.of(tokenizer)
-        self._whole = gathered.Copy(config.model_folder, world)
+        self._sampler = Sampler(config, world)
         self._clear()
 
     def _clear(self) -> None:
@@ -83,11 +64,10 @@ class Student:
         world, began = self._world, time.monotonic()
         vocabulary = min(module.vocab_size for module in models.modules)
         documents = [document for batch in batches for document in documents_of(batch)]
-        self._whole.gather(models.policy)
         answered: Answers = []
-        if world.data_weight:
-            answered = self._answered(documents, step, vocabulary)
-        self._whole.free()
+        with self._sampler.holding(models, step):
+            if world.data_weight:
+                answered = self._answered(documents, step, vocabulary)
         took = time.monotonic() - began
         # Ranks of a tensor-parallel group train on the same tokens, whatever their GPUs round.
         every = world.gather((answered, took))
@@ -95,7 +75,7 @@ class Student:
         self._seconds += max(seconds for _, seconds in every)
         for own in (each for rank, _ in every for each in rank if each):
             self._answers, self._tokens = self._answers + 1, self._tokens + len(own)
-            self._ended += own[-1] in self._ends.tokens
+            self._ended += own[-1] in self._sampler.ends.tokens
         answers = every[world.group_leader][0]
         pairs = zip(documents, answers, strict=True)
         return self._batches([_with(*pair) for pair in pairs], batches[0])
@@ -116,31 +96,16 @@ class Student:
 
     def _answered(self, documents: list[Document], step: int, vocabulary: int) -> Answers:
         """A new answer to the prompt of each document; [] where there is no room for one."""
-        config, prompts = self._config, [document.prompt for document in documents]
-        longest = int(config.tokenizer.get("max_seq_len") or 2**31)
-        rooms = [min(config.on_policy_max_new_tokens, longest - len(each)) for each in prompts]
-        asked = [index for index, room in enumerate(rooms) if room > 0 and prompts[index]]
-        asked.sort(key=lambda index: -len(prompts[index]))
-        room = max((rooms[index] for index in asked), default=0)
-        # In groups whose keys and values have at most the positions of a micro-batch.
-        positions = config.batch_size * min(longest, max(map(len, prompts), default=0) + room)
-        answers: Answers = [[] for _ in prompts]
-        while asked:
-            count = max(1, positions // (len(prompts[asked[0]]) + room))
-            now, asked = asked[:count], asked[count:]
-            generators = [self._generator(step, documents[index].sample) for index in now]
-            draw = _Draw(config.on_policy_temperature, generators, vocabulary)
-            new = self._whole.generate([prompts[index] for index in now], room, draw, self._ends)
-            for index, row in zip(now, new, strict=True):
-                end = next(
-                    (n + 1 for n, token in enumerate(row) if token in self._ends.tokens), len(row)
-                )
-                answers[index] = row[: min(end, rooms[index])]
+        asked = [
+            Asked(each.sample, each.prompt, f"answer {step} {each.sample}") for each in documents
+        ]
+        # Prompts of about the same length are answered together.
+        order = sorted(range(len(asked)), key=lambda index: -len(asked[index].prompt))
+        answers: Answers = [[] for _ in asked]
+        found = self._sampler.answers([asked[index] for index in order], vocabulary)
+        for index, answer in zip(order, found, strict=True):
+            answers[index] = answer.tokens
         return answers
-
-    def _generator(self, step: int, sample: int) -> torch.Generator:
-        seed = weights.seed_of(self._config.seed, f"answer {step} {sample}")
-        return torch.Generator(self._world.device).manual_seed(seed)
 
     def _batches(self, documents: list[Document], given: MicroBatch) -> list[MicroBatch]:
         """The documents in micro-batches, packed if the data are: as many on every rank.
@@ -166,21 +131,8 @@ class Student:
         # What fills the batches up counts for nothing.
         filler = given.tokens[0, :2].numpy(), np.zeros(2, bool)
         rows += [Row([filler], False, NONE)] * (max(1, int(count)) * size - len(rows))
-        collator = Collator(self._ends.pad_id, config.row_multiple, row_length)
+        collator = Collator(self._sampler.ends.pad_id, config.row_multiple, row_length)
         return [collator.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
-
-
-def documents_of(batch: MicroBatch) -> list[Document]:
-    """The documents of a batch that count, of samples with one document each."""
-    tokens, labels = batch.tokens.flatten().numpy(), batch.labels.flatten().numpy()
-    documents, ends = [], batch.ends if batch.ends is not None else ()
-    for last, length, sample in zip(ends, batch.lengths, batch.samples, strict=True):
-        end = int(last) + 1
-        trained = np.zeros(length, bool)
-        # Label i is token i + 1.
-        trained[1:] = labels[end - length : end - 1] != IGNORE_INDEX
-        documents.append(Document(tokens[end - length : end], trained, int(sample)))
-    return documents
 
 
 def _with(document: Document, answer: list[int]) -> Document:
@@ -236,38 +188,8 @@ class OnPolicyDistillation(Distillation):
 
     def trace_answers(self, models: Models) -> None:
         """As Objective.trace_answers."""
-        trace(models, self.config, self.world)
-
-
-def trace(models: Models, config: OnPolicyConfig, world: World) -> None:
-    """What answers take, for `plugins.estimate.trace`, whose tensors have no values."""
-    copy = gathered.Copy(config.model_folder, world, len(models.policy.module.blocks))
-    copy.gather(models.policy)
-    positions = config.batch_size * int(config.tokenizer["max_seq_len"])
-    rows = max(1, positions // config.on_policy_max_new_tokens)
-    if not config.dataset.get("packed"):
-        rows = min(rows, config.batch_size * config.gradient_accumulation_steps)
-    draw = _Draw(1.0, [None] * rows, models.policy.module.vocab_size)
-    scores = copy.one_token(rows, positions // rows - 1)
-    draw(scores, scores)
-    copy.free()
-
-
-class _Draw:
-    """Samples a row's next token by a generator of its own, so that no other row matters.
-
-    The largest of logits / temperature + Gumbel noise is a draw from their softmax.
-    """
-
-    def __init__(
-        self, temperature: float, generators: Sequence[torch.Generator | None], vocabulary: int
-    ) -> None:
-        self._temperature, self._generators = temperature, generators
-        self._vocabulary = vocabulary
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.float() / self._temperature
-        for row, generator in zip(scores, self._generators, strict=True):
-            row -= torch.empty_like(row).exponential_(generator=generator).log_()
-        scores[:, self._vocabulary :] = -torch.inf
-        return scores
+        config = self.config
+        answers = config.batch_size * config.gradient_accumulation_steps
+        if config.dataset.get("packed"):
+            answers = at_once(config, config.max_new_tokens)
+        trace(models, config, self.world, answers)

@@ -21,7 +21,24 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoConfig(TrainConfig):
+class AnswerKeys:
+    """The answers that the policy gives to prompts."""
+
+    max_new_tokens: int = setting(
+        "positive", "Tokens of an answer at most; tokenizer.max_seq_len also ends it.", 256
+    )
+    sampling_temperature: float = setting(
+        "number", "Temperature at which answers are sampled, and of their log-probabilities.", 1.0
+    )
+    generation_batch_size: int | None = changeable(
+        "positive",
+        "Answers that a GPU generates at once. Default: batch_size; of packed data as many as fill "
+        "their rows.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(AnswerKeys, TrainConfig):
     """Reinforcement learning: answers that score above others to the same prompt get likelier."""
 
     objective: ClassVar[str] = "plugins.rl.grpo.PolicyOptimisation"
@@ -44,14 +61,6 @@ class GrpoConfig(TrainConfig):
         "dapo",
     )
     group_size: int = setting("positive", "Answers to each prompt.", 8)
-    max_new_tokens: int = setting("positive", "Tokens of an answer at most.", 256)
-    sampling_temperature: float = setting(
-        "number", "Temperature at which answers are sampled, and of their log-probabilities.", 1.0
-    )
-    generation_batch_size: int | None = changeable(
-        "positive",
-        "Answers that a GPU generates at once; default: batch_size.",
-    )
     updates_per_rollout: int = setting("positive", "Steps that train on the same answers.", 1)
     epsilon: float = setting("rate", "How far below 1 a ratio counts; the rest is clipped.", 0.2)
     epsilon_high: float | None = setting(
@@ -207,7 +216,7 @@ def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnPolicyConfig(DistillConfig):
+class OnPolicyConfig(AnswerKeys, DistillConfig):
     """Distillation in which the student gives the answers in a share of the steps."""
 
     objective: ClassVar[str] = "plugins.rl.on_policy.OnPolicyDistillation"
@@ -217,10 +226,4 @@ class OnPolicyConfig(DistillConfig):
         "Share of the steps whose answers the student generates, in place of the data's (lmbda of "
         "TRL's GKDConfig); which steps is drawn from the seed.",
         0.5,
-    )
-    on_policy_max_new_tokens: int = setting(
-        "positive", "Tokens of such an answer at most; tokenizer.max_seq_len also ends it.", 128
-    )
-    on_policy_temperature: float = setting(
-        "number", "Temperature at which these answers are sampled.", 1.0
     )

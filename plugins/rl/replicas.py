@@ -66,12 +66,14 @@ class Replicas:
             replica included.
 
     count: how many there are. in_turns: whether they have the GPUs of the ranks, and sleep while
-        these compute.
+        these compute. schedules: whether they schedule answers themselves.
     """
 
     def __init__(self, folder: Path, count: int, world: World, config: GrpoConfig) -> None:
         self._folder, self.count, self._world, self._config = folder, count, world, config
         self.in_turns = bool(os.environ.get("ROLLOUT_IN_TURNS"))
+        # vLLM does; the other gets a batch at a time.
+        self.schedules = config.rollout_engine == "vllm"
         self._limit_s = config.rollout_timeout
         self._number, self.version = 0, ""
         self._secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()

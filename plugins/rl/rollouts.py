@@ -16,16 +16,33 @@ import numpy as np
 import torch
 
 from plugins.rl import gathered
-from plugins.rl.on_policy import documents_of
-from plugins.rl.recipe_keys import GrpoConfig
+from plugins.rl.recipe_keys import GrpoConfig, OnPolicyConfig
 from plugins.rl.replicas import Replicas, Request, Sampled
 from trainer.checkpoint import weights
 from trainer.config import instantiate
 from trainer.data.batches import NONE, Batches, Collator, Row
 from trainer.errors import ConfigError
-from trainer.layers.batch import MicroBatch
+from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.methods.base import Models
 from trainer.parallel.world import World
+
+Config = GrpoConfig | OnPolicyConfig
+
+
+class Document(NamedTuple):
+    """A sample that counts: its tokens, which of them are trained, and its index in the dataset."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    sample: int
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the last answer; [] without one."""
+        trained = np.flatnonzero(self.trained)
+        breaks = np.flatnonzero(np.diff(trained) > 1)
+        begin = 0 if not len(trained) else trained[breaks[-1] + 1 if len(breaks) else 0]
+        return self.tokens[: int(begin)].tolist()
 
 
 class Asked(NamedTuple):
@@ -71,6 +88,19 @@ class RolloutBatch(MicroBatch):
     advantages: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
     old: torch.Tensor | None = None
+
+
+def documents_of(batch: MicroBatch) -> list[Document]:
+    """The documents of a batch that count, of samples with one document each."""
+    tokens, labels = batch.tokens.flatten().numpy(), batch.labels.flatten().numpy()
+    documents, ends = [], batch.ends if batch.ends is not None else ()
+    for last, length, sample in zip(ends, batch.lengths, batch.samples, strict=True):
+        end = int(last) + 1
+        trained = np.zeros(length, bool)
+        # Label i is token i + 1.
+        trained[1:] = labels[end - length : end - 1] != IGNORE_INDEX
+        documents.append(Document(tokens[end - length : end], trained, int(sample)))
+    return documents
 
 
 def prompts_of(batch: MicroBatch) -> list[tuple[int, list[int]]]:
@@ -187,12 +217,12 @@ class Sampler:
         ConfigError: that class cannot take the weights.
     """
 
-    def __init__(self, config: GrpoConfig, world: World) -> None:
+    def __init__(self, config: Config, world: World) -> None:
         self._config, self._world = config, world
         self.tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
         self.ends = gathered.Ends.of(self.tokenizer)
         self._whole = gathered.Copy(config.model_folder, world)
-        self.replicas = Replicas.of(config, world)
+        self.replicas = Replicas.of(config, world) if isinstance(config, GrpoConfig) else None
         self.held = False
         self.transfer_s = 0.0
 
@@ -242,8 +272,9 @@ class Sampler:
         rooms = [min(most - each.used, limit - len(each.prompt)) for each in asked]
         answers = [Answer(each.sample, each.prompt, [], [], False) for each in asked]
         fits = [index for index, room in enumerate(rooms) if room > 0 and asked[index].prompt]
-        size = config.generation_batch_size or config.batch_size
-        if self.replicas is not None and config.rollout_engine == "vllm":
+        longest = max((len(asked[index].prompt) + rooms[index] for index in fits), default=0)
+        size = at_once(config, longest)
+        if self.replicas is not None and self.replicas.schedules:
             # It schedules answers itself, so that each replica gets its share at once.
             size = config.generation_batch_size or -(-len(fits) // self.replicas.count) or 1
         parts = [fits[begin : begin + size] for begin in range(0, len(fits), size)]
@@ -283,13 +314,25 @@ def sample(engine: gathered.Generator, asked: Request, ends: gathered.Ends) -> S
     return Sampled(new, torch.stack(draw.log_probs, 1).tolist())
 
 
-def trace(models: Models, config: GrpoConfig, world: World) -> None:
-    """What answers take, for `plugins.estimate.trace`, whose tensors have no values."""
+def at_once(config: Config, longest: int) -> int:
+    """How many answers are generated together, the longest of so many tokens with its prompt.
+
+    In place of packed rows: as many as have the positions of a micro-batch.
+    """
+    if config.generation_batch_size or not config.dataset.get("packed"):
+        return config.generation_batch_size or config.batch_size
+    return max(1, config.batch_size * int(config.tokenizer["max_seq_len"]) // max(longest, 1))
+
+
+def trace(models: Models, config: Config, world: World, answers: int) -> None:
+    """What a step's answers take, for `plugins.estimate.trace`, whose tensors have no values."""
     copy = gathered.Copy(config.model_folder, world, len(models.policy.module.blocks))
     copy.gather(models.policy)
-    at_once = config.generation_batch_size or config.batch_size
-    rows = min(at_once, config.prompts_per_step * config.group_size)
-    scores = copy.one_token(rows, int(config.tokenizer["max_seq_len"]) - 1)
+    rows, length = at_once(config, config.max_new_tokens), int(config.tokenizer["max_seq_len"])
+    if config.dataset.get("packed"):
+        length = config.batch_size * length // rows
+    rows = min(rows, answers)
+    scores = copy.one_token(rows, length - 1)
     draw = _Draw(config.sampling_temperature, None, models.policy.module.vocab_size, scores.device)
     # The noise, which generators cannot draw without values.
     noise = torch.empty_like(scores, dtype=torch.float32)

@@ -11,6 +11,7 @@ from runspec.keys.key import REQUIRED, Key, keys_of, may_change
 from runspec.keys.methods import METHODS
 from runspec.keys.train import TrainConfig
 
+_METHODS: dict[str, type[TrainConfig]]
 _METHODS = {**METHODS, "grpo": GrpoConfig, "distill_on_policy": OnPolicyConfig}
 _KNOWN = {**COMMON, **SCRIPT, **COMMAND, **ENGINE, **EVAL, **TASK, **SERVE}
 for _method in _METHODS.values():
@@ -55,7 +56,7 @@ def markdown() -> str:
 def _of_method(name: str, method: type[TrainConfig]) -> str:
     """The keys that a method adds to those that it takes from another one."""
     for other, base in _METHODS.items():
-        if method.__base__ is base:
+        if method is not base and issubclass(method, base):
             own = [key for n, key in method.own_keys().items() if n not in base.own_keys()]
             also = "also" if own else "all"
             return _section(f"`entry: {name}`: {also} those of `entry: {other}`", own)

@@ -40,7 +40,9 @@ from trainer.data.source import PREPARED
 from trainer.layers.batch import IGNORE_INDEX
 from trainer.parallel import world as distributed
 
-MODULE, TEACHER = "tests.trainer.toy_objective", "tests.trainer.toy_teacher"
+TOY = "tests.trainer.toy_objective"
+MODULE = f"trainer.train {TOY}:ToyConfig"
+TEACHER = "trainer.train tests.trainer.toy_teacher:ImitationConfig"
 LORA = lora_model(lora_dropout=0.0)
 PACKED_LENGTH = 96
 LONG = pytest.mark.long
@@ -60,7 +62,7 @@ RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
 @pytest.fixture(scope="module", autouse=True)
 def allowed() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COOKBOOK_COMPONENTS", MODULE)
+        patch.setenv("COOKBOOK_COMPONENTS", TOY)
         yield
 
 
@@ -71,7 +73,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path, model_folder: Path, pairs: Path, **changes: Any) -> Path:
-    return pairs_config(folder, model_folder, pairs, f"{MODULE}.Pairs", **changes)
+    return pairs_config(folder, model_folder, pairs, f"{TOY}.Pairs", **changes)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -104,7 +104,6 @@ class Objective(ABC):
             their values, over all targets, and no sum.
         counted: by name, figures among LossSum.metrics that are means over some of the targets
             only: the name of the sum there that counts these.
-        task: what a start does instead of training, from a config and an attempt's number.
     """
 
     config_class: ClassVar[type[TrainConfig]]
@@ -112,10 +111,14 @@ class Objective(ABC):
     normaliser: ClassVar[Literal["tokens", "documents", "samples"]] = "tokens"
     extremes: ClassVar[Mapping[str, Literal["min", "max"]]] = {}
     counted: ClassVar[Mapping[str, str]] = {}
-    task: ClassVar[Callable[[Any, int], None] | None] = None
 
     def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world
+
+    @classmethod
+    def instead(cls, config: Any, attempt: int) -> bool:
+        """Do what a start does instead of training; return False if it trains."""
+        return False
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:

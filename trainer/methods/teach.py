@@ -49,8 +49,8 @@ class Teaching(Distillation):
 
     config_class: ClassVar[type[TrainConfig]] = TeachConfig
 
-    @staticmethod
-    def task(config: TeachConfig, attempt: int) -> None:
+    @classmethod
+    def instead(cls, config: Any, attempt: int) -> bool:
         """Do the parts that are not there yet; a stop keeps those that are written."""
         config = replace(config, teacher_log_probs="online")
         world = distributed.start(config.device, vars(config))
@@ -59,12 +59,12 @@ class Teaching(Distillation):
             world.say(line)
 
         def check() -> Kept:
-            if faults := Teaching.faults(config):
+            if faults := cls.faults(config):
                 raise ConfigError(*faults)
             return kept(config)
 
         kept_set = world.from_main(check)
-        method = Teaching(config, world)
+        method = cls(config, world)
         data = method.build_data()
         passes = [
             TeacherPass(key, block, samples, config, world, kept_set)
@@ -98,12 +98,13 @@ class Teaching(Distillation):
                         world.say("asked to stop: the parts that are written are kept")
                         tell("stopped", before + done.parts)
                         stop.clear()
-                        return
+                        return True
                 before += len(each.parts)
                 for line in world.from_main(each.described):
                     world.say(line)
         heartbeat.enter("finished")
         tell("finished", progress.total_steps)
+        return True
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:

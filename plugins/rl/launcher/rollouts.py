@@ -84,7 +84,7 @@ def figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def live_lines(run: Run, state: State, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the figures of the newest answers, and how ranks and replicas are, for the live view."""
+    """Yield the figures of the newest answers, and how ranks and replicas are."""
     yield from next((lines for row in reversed(rows) if (lines := figures(row))), [])
     if not state.ended and (line := roles(run)):
         yield line

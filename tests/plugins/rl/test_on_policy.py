@@ -35,7 +35,7 @@ def test_packed_answers_have_the_loss_of_padded_ones(
     tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
 ) -> None:
     """All samples in one step, at a learning rate that changes nothing."""
-    own = {"on_policy_share": 1.0, "on_policy_max_new_tokens": 48}
+    own = {"on_policy_share": 1.0, "max_new_tokens": 48}
     for name, more in {"padded": {}, "packed": {"row_length": 96}}.items():
         more |= {"batch_size": 44, "max_steps": 1, "teacher": str(teacher), **own}
         finish(start(write_config(tmp_path / name, model_folder, dataset, **more), module=MODULE))
@@ -47,7 +47,7 @@ def test_the_students_own_answers_are_the_same_in_each_layout_and_resumed(
     tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
 ) -> None:
     """In packed rows, of which longer answers need more: the batches of a step are not as many."""
-    own = {"teacher": str(teacher), "on_policy_share": 0.5, "on_policy_max_new_tokens": 48}
+    own = {"teacher": str(teacher), "on_policy_share": 0.5, "max_new_tokens": 48}
     own |= STEP | {"beta": 1.0, "cross_entropy_share": 0.0, "max_steps": 8, "shuffle": False}
     own |= {"save_every_n_steps": 2, "row_length": 96, "batch_size": 4}
     runs: dict[str, tuple[int, dict[str, Any]]] = {
@@ -99,7 +99,7 @@ def test_the_estimate_counts_answers_that_are_generated(
         "entry": "distill_on_policy",
         "on_policy_share": 0.0,
     }
-    own = {"on_policy_share": 0.5, "on_policy_max_new_tokens": 64}
+    own = {"on_policy_share": 0.5, "max_new_tokens": 64}
     step = step_of(content | own, 1, 2)
     phase = StepMemory(step).phases["generating answers"]
     # At least the whole student in bf16.
