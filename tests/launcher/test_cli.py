@@ -296,7 +296,7 @@ def test_the_command_imports_little(user: Kit, arguments, allowed):
     )
     imported = set(json.loads(done.stderr.splitlines()[-1].replace("'", '"')))
     compiled = {name for name in imported if "cython" in name or name == "_yaml"}  # of PyYAML
-    assert imported - compiled <= {*allowed, "launcher", "runspec"}
+    assert imported - compiled <= {*allowed, "launcher", "runspec", "plugins"}
 
 
 def test_the_options_of_submit_are_these():

@@ -107,7 +107,8 @@ def test_the_first_trace_of_a_process_is_as_the_next(tmp_path) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump(recipe("llama3_2.llama3_2_1b", **by_operation, ac_option="op")))
     code = (
-        "import sys; from pathlib import Path; from trainer import config, trace;"
+        "import sys; from pathlib import Path; "
+        "from plugins.estimate import trace; from trainer import config;"
         "c = config.load(Path(sys.argv[1]));"
         "assert trace.trace(c, 8, 2) == trace.trace(c, 8, 2)"
     )

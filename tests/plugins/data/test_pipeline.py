@@ -103,7 +103,7 @@ def test_a_term_that_python_drops_ends_the_process_later():
     """What a destructor raises goes nowhere, as what a library's callback raises."""
     script = """
 import signal, time
-from datakit import job
+from plugins.data import job
 
 class Slow:
     def __del__(self):
@@ -142,7 +142,7 @@ def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
     before = -1
     for number, status in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
         ended = (
-            "import os, sys; from datakit import output, run; "
+            "import os, sys; from plugins.data import output, run; "
             f"output._splits = lambda *given: os.kill(os.getpid(), {number:d}); run.main()"
         )
         argv = [sys.executable, "-c", ended, str(file)]
