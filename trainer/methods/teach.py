@@ -25,7 +25,7 @@ from trainer.data import teacher as disk
 from trainer.data.batches import Rows, packed_rows
 from trainer.data.teacher import KeptTeacher, Part
 from trainer.data.tokenised import SHARED_FOLDER_LIMIT_S, TokenisedDataset
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, cache_written
 from trainer.layers.batch import MicroBatch, TopK
 from trainer.layers.head import Factors, through_head
 from trainer.layers.top_k import sampled_errors, top_k
@@ -267,13 +267,8 @@ class TeacherPass:
 
     def _begin(self) -> None:
         """Make the folder, and remove what starts left behind that were killed."""
-        try:
+        with cache_written(self._folder.parent):
             self._folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"data_cache_dir: {self._folder.parent} cannot be written to: {error.strerror}; "
-                "set data_cache_dir to a folder of your own"
-            ) from None
         publish.remove_left(self._folder)
 
     def _publish(self) -> None:
