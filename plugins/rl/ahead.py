@@ -17,12 +17,16 @@ from trainer.parallel.world import World
 
 
 class Drawn(NamedTuple):
-    """A rank's groups of a rollout, with their scores and rewards: see rollout_log.Rollout."""
+    """A rank's answers of a rollout."""
 
+    # The answers to each prompt, and their scores.
     groups: list[list[Answer]]
     scores: list[list[Scores]]
+    # fp64 [groups, group_size], NaN for none.
     rewards: torch.Tensor
+    # How many groups were sampled again.
     resampled: int
+    # Seconds that scoring took.
     scored_s: float
 
 

@@ -18,16 +18,15 @@ STD_EPSILON = 1e-4
 
 
 class LogProbs(NamedTuple):
-    """Log-probabilities of the trained tokens of a batch, fp32 [target_count] each.
+    """Log-probabilities of the trained tokens of a batch, fp32 [target_count] each."""
 
-    policy: with a graph behind it. old: of the policy before the first update on these answers;
-    None if this is that one. sampled: as the sampler had them. reference: of the model before
-    training, None without one.
-    """
-
+    # With a graph behind it.
     policy: torch.Tensor
+    # Of the policy before the first update on these answers; None if this is that one.
     old: torch.Tensor | None = None
+    # As the sampler had them.
     sampled: torch.Tensor | None = None
+    # Of the model before training, None without one.
     reference: torch.Tensor | None = None
 
 

@@ -33,23 +33,24 @@ SLEEP_S = 30.0
 
 
 class Sampled(NamedTuple):
-    """New tokens of each prompt, their log-probabilities, and the weights: see Answer.version."""
+    """What was generated for a request."""
 
+    # New tokens of each prompt, and their log-probabilities.
     tokens: list[list[int]]
     log_probs: list[list[float]]
+    # Of the weights: see Answer.version.
     version: int = -1
 
 
 class Request(NamedTuple):
-    """A batch to generate.
-
-    seeds: of each answer; None for the likeliest tokens. room: tokens at most. vocabulary: tokens
-    from this one on are never drawn.
-    """
+    """A batch to generate."""
 
     prompts: list[list[int]]
+    # Of each answer; None for the likeliest tokens.
     seeds: list[int] | None
+    # Tokens of an answer at most.
     room: int
+    # Tokens from this one on are never drawn.
     vocabulary: int
     temperature: float
 

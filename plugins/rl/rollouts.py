@@ -30,10 +30,12 @@ Config = GrpoConfig | OnPolicyConfig
 
 
 class Document(NamedTuple):
-    """A sample that counts: its tokens, which of them are trained, and its index in the dataset."""
+    """A sample that counts."""
 
     tokens: np.ndarray
+    # Which of them are trained.
     trained: np.ndarray
+    # Its index in the dataset.
     sample: int
 
     @property
@@ -46,47 +48,47 @@ class Document(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A prompt, its index in the dataset, and what its answer's random numbers are drawn from.
+    """A prompt that is to be answered."""
 
-    used: how many of max_new_tokens earlier turns have taken.
-    """
-
+    # Its index in the dataset.
     sample: int
     prompt: list[int]
+    # What the answer's random numbers are drawn from.
     draw: str
+    # How many of max_new_tokens earlier turns have taken.
     used: int = 0
 
 
 class Answer(NamedTuple):
-    """Sampled answers, and the batch that is made of them.
-
-    tokens: [] if there was no room for any; of several turns, with those of the environment.
-    log_probs: the sampler's, of each token that it drew. ended: by
-    itself, and not because max_new_tokens was reached. advantage: None for one that is not trained.
-    old: the log-probabilities of the trainer's policy at that time; [] if it is the current one.
-    sampled: which tokens were drawn, and are trained; [] if all of them. version: of which rollout
-    the weights were that drew it; -1 if not from rollout nodes.
-    """
+    """An answer that was sampled."""
 
     sample: int
     prompt: list[int]
+    # [] if there was no room for any; of several turns, with those of the environment.
     tokens: list[int]
+    # The sampler's, of each token that it drew.
     log_probs: list[float]
+    # By itself, and not because max_new_tokens was reached.
     ended: bool
+    # None for one that is not trained.
     advantage: float | None = None
+    # The log-probabilities of the trainer's policy at that time; [] if it is the current one.
     old: list[float] = []  # noqa: RUF012, never changed
+    # Which tokens were drawn, and are trained; [] if all of them.
     sampled: list[bool] = []  # noqa: RUF012, never changed
+    # Of which rollout the weights were that drew it; -1 if not from rollout nodes.
     version: int = -1
 
 
 @dataclass
 class RolloutBatch(MicroBatch):
-    """Answers; beside the rest, in fp32: advantages [documents], and of the trained tokens the
-    log-probabilities of the sampler and, if it is not the current one, of the policy at that time.
-    """
+    """A batch of answers."""
 
+    # fp32 [documents]
     advantages: torch.Tensor | None = None
+    # Log-probabilities of the trained tokens by the sampler, fp32 [target_count].
     sampled: torch.Tensor | None = None
+    # By the policy at that time, if it is not the current one.
     old: torch.Tensor | None = None
 
 

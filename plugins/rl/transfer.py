@@ -112,10 +112,12 @@ def _vllm_takes(folder: Path) -> bool:
 
 
 class Sent(NamedTuple):
-    """Shapes and dtypes by name, and in their order the tensors."""
+    """Tensors that samplers get."""
 
+    # By name.
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
+    # In the order of the names.
     tensors: Iterator[torch.Tensor]
 
 

@@ -161,8 +161,9 @@ class SampleRange:
 
 
 class Done(NamedTuple):
-    """How far a pass over a dataset is: parts that are written, of all."""
+    """How far a pass over a dataset is."""
 
+    # Parts that are written, and all of them.
     parts: int
     of: int
 

@@ -32,40 +32,48 @@ ROOT = Path(__file__).parents[3]
 
 
 class Answer(NamedTuple):
-    """What a reward function sees of an answer; row: the columns of its prompt's sample."""
+    """What a reward function sees of an answer."""
 
     prompt: str
     completion: str
     tokens: list[int]
+    # The columns of its prompt's sample.
     row: Mapping[str, Any]
 
 
 class Turn(NamedTuple):
-    """What an environment is asked: the row, and the answers so far, the last of them new."""
+    """What an environment is asked."""
 
+    # The columns of the prompt's sample.
     row: Mapping[str, Any]
+    # So far, the last of them new.
     answers: list[str]
     episode: str
 
 
 class Task(NamedTuple):
-    """A score that is asked for: of which answer or turn, by which reward."""
+    """A score that is asked for."""
 
+    # Of which answer or turn.
     number: int
+    # By which reward.
     name: str
 
 
 class Reply(NamedTuple):
-    """What an environment says: the turns that follow, None if it has ended; and a score."""
+    """What an environment says."""
 
+    # What follows, None if the episode has ended.
     turns: list[dict[str, Any]] | None
     score: float | None
 
 
 class Scores(NamedTuple):
-    """Of one answer: by function its score, None if it skips it; failed: whether one has none."""
+    """Those of one answer."""
 
+    # By function, None if it skips the answer.
     scores: dict[str, float | None]
+    # Whether a function gave none.
     failed: bool
 
     def total(self, weights: Mapping[str, float]) -> float | None:
