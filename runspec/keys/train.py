@@ -173,6 +173,7 @@ class TrainConfig(
         """The package of what generates beside the ranks, in the recipe's environment; or ""."""
         return ""
 
+    @classmethod
     def recipe_faults(cls, config: Mapping[str, Any]) -> Iterator[Fault]:
         """What is wrong between keys of a resolved recipe, before anything of it is started."""
         yield from ()
