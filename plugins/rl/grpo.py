@@ -43,7 +43,7 @@ from trainer.methods import reward_model as judges
 from trainer.methods import whole
 from trainer.methods.base import LossSum, Models, Objective
 from trainer.models.builder import Builder
-from trainer.parallel import fsdp
+from trainer.sharded import reshard
 
 # What an environment made of a conversation: its score, and whether it failed.
 Played = tuple[float | None, bool]
@@ -388,7 +388,7 @@ class PolicyOptimisation(Objective):
                     logps += own.tolist()
         finally:
             module.train()
-            fsdp.reshard(module)
+            reshard(module)
         values = iter(logps)
         return [[next(values) for _ in each.log_probs] for each in answers]
 

@@ -172,7 +172,7 @@ class Student:
         size = config.batch_size
         (count,) = self._world.max([-(-len(rows) // size)])
         # What fills the batches up counts for nothing.
-        filler = given.tokens[0, :2].numpy(), np.zeros(2, bool)
+        filler = given.inputs.tokens[0, :2].numpy(), np.zeros(2, bool)
         rows += [Row([filler], False, NONE)] * (max(1, int(count)) * size - len(rows))
         collator = Collator(self._ends.pad_id, config.row_multiple, row_length)
         return [collator.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
@@ -180,7 +180,7 @@ class Student:
 
 def documents_of(batch: MicroBatch) -> list[Document]:
     """The documents of a batch that count, of samples with one document each."""
-    tokens, labels = batch.tokens.flatten().numpy(), batch.labels.flatten().numpy()
+    tokens, labels = batch.inputs.tokens.flatten().numpy(), batch.labels.flatten().numpy()
     documents, ends = [], batch.ends if batch.ends is not None else ()
     for last, length, sample in zip(ends, batch.lengths, batch.samples, strict=True):
         end = int(last) + 1

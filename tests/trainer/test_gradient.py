@@ -13,7 +13,7 @@ from trainer.methods.sft import SupervisedFineTuning
 from trainer.optimizers import NonFiniteGuard
 from trainer.parallel import gradients
 from trainer.parallel import world as distributed
-from trainer.parallel.sharded import full_tensor
+from trainer.sharded import full_tensor
 
 
 def test_it_is_of_the_mean_over_all_targets_of_the_step_and_clipped_as_torch_clips(
@@ -30,7 +30,7 @@ def test_it_is_of_the_mean_over_all_targets_of_the_step_and_clipped_as_torch_cli
         assert len({batch.target_count for batch in micro_batches}) > 1
         total = sum(
             F.cross_entropy(
-                trainer.model.module(batch.tokens).flatten(0, 1),
+                trainer.model.module(batch.inputs).flatten(0, 1),
                 batch.labels.flatten(),
                 ignore_index=IGNORE_INDEX,
                 reduction="sum",
