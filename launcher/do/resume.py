@@ -105,10 +105,10 @@ def resume(
                 built.restore(run, say)
                 start(run, executor, lease, submission)
             return True
-        if (run.path / files.DATA_SETTINGS).exists():
+        if command := run.submission.get("command"):
             raise UsageFault(
-                f"{run.name} prepares data and can only resume unchanged: leave {changes.words[0]} "
-                "out, or type it with cookbook prepare, which does not repeat unchanged steps"
+                f"{run.name} was made by {command} and can only resume unchanged: leave "
+                f"{changes.words[0]} out, or type it with {command}"
             )
         used = code.of_run(run.path)
         kit = code.present(changes.site.root) if changes.code or used is None else used
@@ -133,8 +133,8 @@ def script_of_today(
     """
     name = run.submission.get("site")
     planned = None
-    # A preparation of data is rendered from another recipe; cookbook prepare continues it.
-    if name and not (run.path / files.DATA_SETTINGS).exists():
+    # The job of a plug-in's command is rendered from a recipe of its own.
+    if name and not run.submission.get("command"):
         try:
             planned = _rendered(run, str(name), executor)
         except (CookbookError, jinja2.TemplateError, OSError) as error:

@@ -146,6 +146,8 @@ def submission(
 ) -> dict[str, Any]:
     """Return the submission.json of a run in path that has no job yet.
 
+    A plug-in's command that renders a job script of its own adds `command`, its name.
+
     Args:
         recipe, file: the recipe's name and file.
         asked: as asked_of returns it.

@@ -27,7 +27,6 @@ _CHARTS = {
     "val_loss": "Validation loss",
     "tokens_per_second_per_gpu": "Tokens per second per GPU",
     "mfu": "MFU",
-    curves.GPU_USE: "GPU utilisation, mean of all GPUs (%)",
     "peak_memory_reserved_gb": "Peak memory per GPU (GiB)",
     "step_time_s": "Step time (s)",
     "grad_norm": "Gradient norm",

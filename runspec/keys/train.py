@@ -59,6 +59,7 @@ class TrainConfig(
         teacher_key: the key that names the folder of a frozen model that is only run forward.
         reads_teacher_logits: the loss compares all logits of both, by trainer.layers.divergence.
         runs_teacher_only: nothing is trained; the teacher runs forward over the data.
+        companion: what the supervisor calls beside the ranks, MODULE:CLASS; "" for nothing.
     """
 
     objective: ClassVar[str] = ""
@@ -71,6 +72,7 @@ class TrainConfig(
     runs_teacher_only: ClassVar[bool] = False
     streams: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
+    companion: ClassVar[str] = ""
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (
         Key(
@@ -165,6 +167,11 @@ class TrainConfig(
     def teacher_of(cls, config: Mapping[str, Any]) -> str:
         """The folder of the model that runs beside the policy, by a recipe's content; or ""."""
         return str(config.get(cls.teacher_key) or "") if cls.teacher_key else ""
+
+    @classmethod
+    def backend_of(cls, config: Mapping[str, Any]) -> str:
+        """The package of what generates beside the ranks, in the recipe's environment; or ""."""
+        return ""
 
     @property
     def reference_kind(self) -> str:

@@ -181,13 +181,16 @@ def _rules(
 def still_served(site: Site, name: str, alias: str, number: int | None) -> Iterator[str]:
     """Yield for each endpoint that serves the version that an alias named before how to swap it."""
     for endpoint in endpoints.every(site):
-        for served in endpoint.served:
-            if served.version != f"{name} v{number}" or not endpoint.living(site.root, served):
+        for deployment in endpoint.deployments:
+            if deployment.version != f"{name} v{number}" or not endpoint.living(
+                site.root, deployment
+            ):
                 continue
             swap = f"cookbook serve models:/{name}@{alias} --name {endpoint.name} --replace"
-            if served.model == f"models:/{name}@{alias}":
+            if deployment.model == f"models:/{name}@{alias}":
                 swap = f"cookbook serve --keep {endpoint.name} --once"
-            yield f"endpoint {endpoint.name} still serves {served.version}; swap it with: {swap}"
+            still = f"endpoint {endpoint.name} still serves {deployment.version}"
+            yield f"{still}; swap it with: {swap}"
 
 
 def _evaluated(version: Version) -> Path:

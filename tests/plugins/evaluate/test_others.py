@@ -83,7 +83,7 @@ def judge(tmp_path, model_folder):
     config = {"endpoint": "judge", "endpoint_dir": str(folder), "model": str(model_folder)}
     config |= {"key_file": str(folder / "key"), "device": "cpu", "dtype": "float32"}
     (run / "train.yaml").write_text(json.dumps(config))
-    argv = [sys.executable, "-m", "plugins.serve.replica", str(run / "train.yaml")]
+    argv = [sys.executable, "-m", "plugins.serve.server", str(run / "train.yaml")]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     try:

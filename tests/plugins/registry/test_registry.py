@@ -21,7 +21,7 @@ from plugins.evaluate.recipe_keys import COMPARED, EVAL
 from plugins.registry.launcher import gates, importer, judging, registry
 from plugins.registry.launcher import promote as workflow
 from plugins.registry.launcher import store as stores
-from plugins.serve.launcher.endpoint import Endpoint, Served
+from plugins.serve.launcher.endpoint import Deployment, Endpoint
 from runspec.states import process_start
 from runspec.weights import content_sha256
 from tests.launcher.kit import finished_run, model_folder
@@ -188,13 +188,13 @@ def test_the_gates_of_a_name_judge_its_next_version(site):
     entry = {"job_id": job, "process_start": process_start(os.getpid())}
     serving.write("submission.json", {"jobs": [entry]})
     serving.write("status.json", {"state": "RUNNING", "job_id": job})
-    endpoint.write([Served("models:/own@champion", "own v1", runs=[serving.name])])
+    endpoint.write([Deployment("models:/own@champion", "own v1", runs=[serving.name])])
     assert promote(without=True) == 2 and "no gate is asked this once" in told[0]
     swap = "endpoint garden still serves own v1; swap it with: cookbook serve --keep garden --once"
     assert told[-1] == swap
     last = registry.history(stores.at(site.root), "own")[-1]
     assert (last["change"], last["gates"]) == ("champion", "none")
-    endpoint.write([Served(str(bad.path / "export"), "own v2", runs=[serving.name])])
+    endpoint.write([Deployment(str(bad.path / "export"), "own v2", runs=[serving.name])])
     before, _ = workflow.rollback(site, "own", "champion", None)
     (line,) = workflow.still_served(site, "own", "champion", before)
     assert line.endswith("serve models:/own@champion --name garden --replace")
