@@ -16,4 +16,5 @@ PLUGIN = Plugin(
             "Deliver",
         ),
     },
+    hooks={"from_requests": "plugins.serve.cli.from_requests:from_requests"},
 )
