@@ -15,11 +15,10 @@ import jinja2
 from launcher import paths, slurm
 from launcher.errors import RecipeFault, RunFault
 from launcher.recipe.environment import Environment
+from launcher.recipe.needs import needs
 from launcher.recipe.recipe import Recipe, Resources
 from launcher.site import Site, with_site_defaults
 from launcher.slurm.executors import token
-from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.launcher.replicas import beside_vllm
 from runspec import files
 
 # The trainer may need the cluster's signal_lead_s to finish a step and write a checkpoint; a short
@@ -132,10 +131,10 @@ def generates_in_turns(recipe: Recipe) -> bool:
 def _beside_gib(config: Mapping[str, Any], resources: Resources) -> str | None:
     """Return how much of a GPU vLLM must leave for the ranks; None if it cannot be computed."""
     try:
-        step = step_of(config, resources.nodes, resources.gpus_per_node)
+        found = needs(config, resources.nodes, resources.gpus_per_node)
     except RecipeFault:
         return None
-    return f"{beside_vllm(step) / 2**30:.2f}"
+    return None if found is None else f"{found.beside_gib:.2f}"
 
 
 def python(inside: Environment | None, interpreter: str | None) -> str:

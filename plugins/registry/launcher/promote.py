@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
+from launcher.do.models import Model, of_folder
 from launcher.errors import GateFault, UsageFault
 from launcher.look.outcome import outcome
 from launcher.run.states import state_of
 from launcher.site import Site
-from plugins.evaluate.launcher import evaluate
+from plugins.evaluate.launcher import evaluate, evaluation
 from plugins.registry.launcher import facts, gates, importer, judging, registry
 from plugins.registry.launcher import store as stores
-from plugins.registry.launcher.models import Model, of_folder
 from plugins.registry.launcher.registry import Version
 from plugins.serve.launcher import endpoint as endpoints
 
@@ -60,7 +60,7 @@ def _tags(site: Site, model: Model) -> dict[str, Any]:
 
 def _figures(results: list[dict[str, Any]]) -> dict[str, str]:
     """Return the newest evaluation's figures as tags."""
-    newest = facts.figures(results[0]) if results else {}
+    newest = evaluation.figures(results[0]) if results else {}
     return {f"eval.{key}": f"{value:.6g}" for key, value in newest.items()}
 
 

@@ -13,12 +13,12 @@ from launcher import site as sites
 from launcher.cli import common, completion
 from launcher.cli.common import note
 from launcher.cli.number import FloatRange, IntRange
+from launcher.do import models
 from launcher.errors import EndpointFault, UsageFault
 from launcher.look.servers import listening, tunnel
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm.executors import choose, title
-from plugins.registry.launcher import models
 from plugins.serve.endpoint import reachable
 from plugins.serve.launcher import endpoint as endpoints
 from plugins.serve.launcher import gateway

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 
+from launcher.do import models
 from launcher.errors import CookbookError, EndpointFault
 from launcher.recipe.recipe import time_limit_s
 from launcher.run.directory import Run
 from launcher.site import Site
-from plugins.registry.launcher import models
 from plugins.serve.launcher import gateway, serve
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
@@ -67,11 +67,10 @@ def due(
 ) -> tuple[Sequence[Run], int, str]:
     """Return which runs have to be replaced, by how many, and why; "" if nothing has to be done."""
     if deployment.model.startswith("models:/"):
-        version = models.registered(site, deployment.model)
-        if deployment.version != f"{version.name} v{version.number}":
-            reason = (
-                f"{deployment.model} is v{version.number} now, and {deployment.version} is served"
-            )
+        version = models.registered(site, deployment.model).name
+        if deployment.version != version:
+            now = version.rpartition(" ")[2]
+            reason = f"{deployment.model} is {now} now, and {deployment.version} is served"
             return living, serve.successors(deployment, living), reason
     if deployment.max_replicas is not None:
         return (), 0, ""  # the gateway looks after the jobs

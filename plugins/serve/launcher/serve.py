@@ -15,6 +15,7 @@ from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher import site as sites
+from launcher.do import models
 from launcher.do import submit as submission
 from launcher.do.cancel import cancel
 from launcher.errors import CookbookError, EndpointFault, UsageFault
@@ -25,7 +26,6 @@ from launcher.run.directory import Run
 from launcher.run.states import state_of
 from launcher.site import Site
 from launcher.slurm import executors
-from plugins.registry.launcher import models
 from plugins.serve import endpoint as endpoints
 from plugins.serve.launcher.endpoint import Deployment, Endpoint, output_of
 from plugins.serve.recipe_keys import package_of
@@ -42,7 +42,7 @@ _SEEN_S = 3.0
 def name_of(model: models.Model, wanted: str | None) -> str:
     """Return an endpoint's name: the one wanted, else the registered one, else the run's."""
     if wanted is None:
-        wanted = model.version.name if model.version else model.name
+        wanted = model.registered_as or model.name
     if not NAME.match(wanted):
         raise UsageFault(
             f"the endpoint name {wanted!r} may contain only {NAME_RULE}: give --name NAME"
@@ -124,7 +124,7 @@ def launch(
     # A later launch must not mean another model: `last`, or a part of a name. An alias may move.
     folder = model.run is None or "/" in asked.model or Path(asked.model).is_dir()
     own = str(model.folder) if folder else model.name
-    meant = asked.model if model.version else own
+    meant = asked.model if model.registered_as else own
     return changed(asked, model=meant, version=model.name, runs=names), runs, settings
 
 
