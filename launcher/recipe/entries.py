@@ -32,7 +32,8 @@ class Entry:
     """A thing that a recipe can start, and its properties.
 
     backend: the package that the recipe's environment must have, because what runs on the host
-    starts it there, by the recipe's content; "" for none. keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
+    starts it there, by the recipe's content; "" for none.
+    keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
     what torchrun starts as each rank, as shell text, from the recipe and its resolved content: by
     default the module, with train.yaml. launch: the row of plugins/engines/launcher/engines.py that says it
     and the rest of what is not the kit's trainer: how it is started, resumed, stopped and followed.
