@@ -12,16 +12,14 @@ TrainerError             a fault that the trainer understands
 """
 
 import errno
-import os
-import socket
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from runspec import files
+from runspec import failure, files
 from runspec.redact import redacted
 from runspec.storage import OF_A_DISK, is_of_storage
 
@@ -189,24 +187,15 @@ def kind(error: BaseException) -> str:
 
 def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
     """Write `error_rank_<rank>.json` for whoever decides on a retry."""
-    record = {
-        "rank": rank,
-        # Slurm's name of the node; the host may call itself something else.
-        "host": os.environ.get("NODE_NAME") or socket.gethostname(),
-        "time": time.time(),
-        "type": kind(error),
-        "message": redacted(describe(error)),
-        "permanent": is_permanent(error),
-        "traceback": redacted("".join(traceback.format_exception(error))),
-    }
+    more: dict[str, Any] = {"traceback": redacted("".join(traceback.format_exception(error)))}
     if isinstance(error, RolloutError):
         # The fault of another node than the rank's, or of none.
-        record["of_node"] = error.node
+        more["of_node"] = error.node
     if isinstance(error, PeerError):
         # A rank whose disk is full may leave no record of its own.
-        record["peers"] = [
+        more["peers"] = [
             {"rank": peer, **asdict(fault), "message": redacted(fault.message)}
             for peer, fault in error.faults.items()
         ]
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write_json(folder / f"error_rank_{rank}.json", record)
+    message, permanent = redacted(describe(error)), is_permanent(error)
+    failure.write(folder, rank, kind(error), message, permanent=permanent, **more)

@@ -15,7 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.look import gpu_use
 from launcher.look.lines import Growing, tail_start
 from launcher.look.logs import Tail
 from launcher.look.status import left_s, part_of, used_s
@@ -93,7 +92,6 @@ class View:
         parts += [Text(plain(line), no_wrap=True, overflow="ellipsis") for line in own]
         parts.append(self._speed(run))
         attempts = [_attempt(each) for each in run.attempts[-3:]]
-        parts += [] if state.ended else [Text(line, no_wrap=True) for line in gpu_use.lines(run)]
         parts += [Text(each, no_wrap=True, overflow="ellipsis") for each in attempts]
         room = max(1, height - len(parts) - 2)
         newest = [

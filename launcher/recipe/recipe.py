@@ -81,7 +81,6 @@ class Notify:
     events: tuple[str, ...] = ("start", "end", "failure")
     mail: str | None = None
     webhook: Path | None = None
-    form: str = "json"
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> Notify:
@@ -201,10 +200,9 @@ class Recipe:
         return Environment.of(record(given))
 
     @property
-    def starts_engine(self) -> bool:
-        """Whether its program runs on the host, and starts its engine in the environment."""
-        engine = self.config.get("rollout_engine") or "transformers"
-        return self.entry.on_host or engine != "transformers"
+    def starts_backend(self) -> bool:
+        """Whether its program runs on the host, and starts a backend in the environment."""
+        return bool(self.entry.backend(self.config))
 
     @property
     def umask(self) -> str:

@@ -44,6 +44,7 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     objective: ClassVar[str] = "plugins.rl.grpo.PolicyOptimisation"
     has_reference: ClassVar[bool] = True
     samples_answers: ClassVar[bool] = True
+    companion: ClassVar[str] = "plugins.rl.slurm.rollout:Replicas"
 
     rewards: dict[str, Any] = setting(
         "open block",
@@ -196,6 +197,12 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     def has_new_adapter(cls, config: Mapping[str, Any]) -> bool:
         """Whether the policy with its adapter off is the model before training."""
         return super().reference_of(config) == "adapter_off"
+
+    @classmethod
+    def backend_of(cls, config: Mapping[str, Any]) -> str:
+        """As TrainConfig.backend_of; transformers generates in the ranks themselves."""
+        backend = str(config.get("rollout_engine") or "transformers")
+        return "" if backend == "transformers" else backend
 
     @property
     def scales(self) -> bool:

@@ -23,7 +23,7 @@ from plugins.rl import gathered, transfer
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.replicas import Request, Sampled
 from plugins.rl.rollouts import sample
-from plugins.serve import engine_start
+from plugins.serve import backends
 from runspec import client
 from runspec.adapters import name_of
 from runspec.devices import VISIBLE, share_beside, visible
@@ -193,7 +193,7 @@ class VllmEngine:
             self._start()
 
     def _start(self) -> None:
-        argv = [*engine_start.python(self._own), *_arguments(self._config, self._socket)]
+        argv = [*backends.python(self._own), *_arguments(self._config, self._socket)]
 
         def start() -> subprocess.Popen[bytes]:
             return subprocess.Popen(
@@ -360,7 +360,7 @@ def _arguments(config: GrpoConfig, socket: Path) -> list[str]:
     if length := config.tokenizer.get("max_seq_len"):
         argv += ["--max-model-len", str(length)]
     if rank := transfer.lora_rank(config):
-        argv += engine_start.vllm_lora(rank)
+        argv += backends.vllm_lora(rank)
     return argv
 
 

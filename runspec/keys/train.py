@@ -59,6 +59,7 @@ class TrainConfig(
         teacher_key: the key that names the folder of a frozen model that is only run forward.
         reads_teacher_logits: the loss compares all logits of both, by trainer.layers.divergence.
         runs_teacher_only: nothing is trained; the teacher runs forward over the data.
+        companion: what the supervisor calls beside the ranks, MODULE:CLASS; "" for nothing.
     """
 
     objective: ClassVar[str] = ""
@@ -71,6 +72,7 @@ class TrainConfig(
     runs_teacher_only: ClassVar[bool] = False
     streams: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
+    companion: ClassVar[str] = ""
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (
         Key(
@@ -207,6 +209,11 @@ class TrainConfig(
                 "compile: blocks with experts are not compiled with expert_parallel_dim above 1 "
                 "and activation_checkpointing=op; with full, a number or none they are"
             )
+
+    @classmethod
+    def backend_of(cls, config: Mapping[str, Any]) -> str:
+        """The package of what generates beside the ranks, in the recipe's environment; or ""."""
+        return ""
 
     @property
     def reference_kind(self) -> str:

@@ -8,8 +8,8 @@ f MLP width, V vocabulary, e bytes per element.
 
 Sources: FSDP2's buffers as in torch's fully_shard (torch/distributed/fsdp/_fully_shard); NF4's
 4.25 bits in Dettmers et al. 2023 (arXiv 2305.14314) without double quantisation; optimizer states
-in torch.optim and torchao.optim. The truth is `python -m plugins.estimate.trace`, the same step on fake
-tensors: over the catalogue the peaks are within 10 % of its, as a test checks.
+in torch.optim and torchao.optim. The truth is `python -m plugins.estimate.trace`, the same step on
+fake tensors: over the catalogue the peaks are within 10 % of its, as a test checks.
 """
 
 from collections.abc import Iterator

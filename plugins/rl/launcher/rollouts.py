@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from launcher.look.outcome import resolved
+from launcher.look.report import Section
 from launcher.look.text import is_number
 from launcher.run.directory import Run
 from launcher.run.states import State
@@ -57,6 +59,17 @@ _FIGURES = (
         ("staleness/most", "at most", "{:.0f}"),
     ),
 )
+
+
+def report_section(run: Run) -> Section:
+    """Return the charts and the sampled answers of a run, for a report."""
+    return Section(
+        "Sampled answers",
+        list(samples(run)),
+        "Of the newest steps, the best and the worst answers of a group; the run's rollouts.jsonl "
+        "has the others.",
+        charts(resolved(run).get("rewards")),
+    )
 
 
 def charts(rewards: Any) -> dict[str, str]:

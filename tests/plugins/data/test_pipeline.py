@@ -16,9 +16,9 @@ import pytest
 
 from plugins.data import output
 from plugins.data import run as preparation
-from plugins.data.engines import tasks
-from plugins.data.engines.duck import DuckEngine
 from plugins.data.errors import DataError
+from plugins.data.query_engines import tasks
+from plugins.data.query_engines.duck import DuckDB
 from runspec import prepared
 from slurm import history
 from tests.plugins.data.kit import lines, qa, written
@@ -209,7 +209,7 @@ def test_a_killed_worker_costs_its_task(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_memory_is_capped_and_the_rest_spills(tmp_path, duck):
     """Two million rows are sorted within 100 MB: what does not fit goes to the disk."""
-    small = DuckEngine(200 * 2**20, tmp_path, 1)
+    small = DuckDB(200 * 2**20, tmp_path, 1)
     try:
         numbers = ibis.range(2_000_000).unnest().name("n").as_table()
         table = numbers.mutate(key=numbers.n.cast("string").hexdigest("md5"))

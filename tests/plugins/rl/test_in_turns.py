@@ -140,7 +140,7 @@ def test_vllm_takes_what_the_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_vllm_in_turns_gives_the_losses_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    monkeypatch.setenv("COOKBOOK_ENGINE", str(vllm_python(tmp_path)))
+    monkeypatch.setenv("COOKBOOK_BACKEND", str(vllm_python(tmp_path)))
     model, (ranks, changes) = tmp_path / "model", CASES[case]
     demo_sums.make(model, steps=10)
     own = {"max_steps": 6, "updates_per_rollout": 1} | changes

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from plugins.estimate.launcher import gpus
+from launcher import gpus
+from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.step_time import step_time
@@ -115,7 +116,7 @@ def test_the_estimate_counts_answers_that_are_generated(
         assert sum(found.phases[name].values()) == pytest.approx(traced.phases[name], rel=0.1)
         assert found.peak == pytest.approx(traced.peak, rel=0.1)
     gpu = gpus.by_name("h100-80")
-    links = gpus.Links.of(gpu, 2)
+    links = Links.of(gpu, 2)
     seconds = [
         step_time(step_of(content | each, 1, 2), gpu, links).seconds
         for each in ({}, own, own | {"on_policy_share": 1.0})

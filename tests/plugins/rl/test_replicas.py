@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from safetensors import safe_open
@@ -18,6 +18,7 @@ from plugins.rl.replicas import Replicas, Request
 from plugins.rl.slurm import rollout
 from runspec import files
 from slurm import faults
+from slurm.nodes import Nodes
 from tests.launcher.kit import until
 from tests.plugins.rl.test_grpo import MODULE, TP, config
 from tests.trainer.forks import environment
@@ -125,7 +126,7 @@ def test_a_folder_that_is_deleted_in_a_run_is_made_again(tmp_path: Path) -> None
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in of vLLM, as what the recipe's environment would start."""
-    monkeypatch.setenv("COOKBOOK_ENGINE", str(vllm_python(tmp_path)))
+    monkeypatch.setenv("COOKBOOK_BACKEND", str(vllm_python(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -183,17 +184,18 @@ def replicas(run: Path, count: int, script: str = "") -> Iterator[None]:
     monkeypatch = pytest.MonkeyPatch()
     for name, value in environment(RUN_DIR=str(run), RANKS_PER_NODE="1").items():
         monkeypatch.setenv(name, value)
-    started = rollout.Replicas(run, script, [], ["here"] * count, ["127.0.0.1"])
-    started.start()
+    monkeypatch.setenv("ROLLOUT_SCRIPT", script)
+    started = rollout.Replicas(run)
+    started.begin(0, cast(Nodes, SimpleNamespace(rollout_hosts=["here"] * count)), [])
     try:
         yield
     finally:
-        started.end()
+        started.end(job_ends=True)
         monkeypatch.undo()
 
 
 def test_a_folder_that_cannot_be_looked_at_ends_no_replica(tmp_path: Path) -> None:
-    replicas = rollout.Replicas.__new__(rollout.Replicas)
+    replicas = rollout.Replicas(tmp_path)
     replicas._folder, replicas._secret = tmp_path / ("x" * 300), "secret"
     with pytest.raises(OSError):
         replicas._folder.exists()
