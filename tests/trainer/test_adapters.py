@@ -51,6 +51,7 @@ def config(folder: Path, model_folder: Path, dataset: Path, **changes: Any) -> P
     return write_config(folder, model_folder, dataset, **TOY | changes)
 
 
+@pytest.mark.long
 def test_it_trains_the_same_on_every_layout(
     tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
