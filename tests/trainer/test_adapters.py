@@ -172,7 +172,6 @@ def main(arguments: list[str]) -> int:
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
-<<<<<<< HEAD
     return full_tensor(model(Inputs(TOKENS))).clone()
 
 
@@ -186,6 +185,3 @@ def test_no_file_of_the_kit_knows_it() -> None:
     # The pages name its file.
     code = {path for path in found.stdout.split() if not path.endswith(".md")}
     assert code <= {"tests/trainer/toy_adapter.py", "tests/trainer/test_adapters.py"}
-=======
-    return full_tensor(model(TOKENS)).clone()
->>>>>>> 179e7c16da754a39a651165633eeab9946e4cae1
