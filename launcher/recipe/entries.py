@@ -18,11 +18,10 @@ from launcher.recipe import torchtune
 from launcher.recipe.model import Content, Entry, Recipe
 from runspec.engines import Records
 from runspec.keys.common import COMMAND, COMMON, SCRIPT
-from runspec.keys.distill import TeachConfig, teach_notes
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
 from runspec.keys.methods import METHODS
 from runspec.keys.sft import SftConfig
-from runspec.keys.train import TrainConfig, notes
+from runspec.keys.train import TrainConfig
 
 
 def method(module: str, config: type[TrainConfig]) -> Entry:
@@ -32,10 +31,12 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
         module=module,
         checked="complete",
         method=config,
-        can_profile=True,
+        companion=config.companion,
+        can_profile=not config.runs_teacher_only,
         resumes=True,
         backend=config.backend_of,
-        notes=notes,
+        faults=config.recipe_faults,
+        notes=config.key_notes,
     )
 
 
@@ -139,14 +140,13 @@ def rows() -> dict[str, Entry]:
     A name that ends with a colon is followed by what is started: script:train.py
     """
     table = {name: method(f"trainer.train {name}", config) for name, config in METHODS.items()}
-    teach = method("trainer.teach", TeachConfig)
-    table["teach"] = replace(teach, can_profile=False, notes=teach_notes)
     table["torchtune:"] = Entry(
         keys={**COMMON, **_TORCHTUNE},
         title="torchtune",
         command=_torchtune_command,
         program=lambda recipe: getattr(torchtune.recipes().get(recipe.target), "path", None),
         records=lambda config: _TORCHTUNE_RECORDS,
+        companion="plugins.engines.slurm.engine:Follower",
         other_keys=True,
         checked="components",
         can_profile=True,

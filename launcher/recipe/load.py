@@ -6,13 +6,13 @@ from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipe import entries, extend, override, own, torchtune, validate
+from launcher.recipe import entries, extend, functions, override, own, torchtune, validate
 from launcher.recipe.model import Content, Entry, Inputs, Recipe, Resources, method_of
 from runspec import prepared
 from runspec.keys.common import COMMON
 from runspec.keys.key import NAME, Fault
 from runspec.keys.model import TRANSFORMERS
-from runspec.keys.train import with_train_on_input
+from runspec.keys.train import TrainConfig, with_train_on_input
 
 
 def names() -> list[str]:
@@ -102,10 +102,6 @@ def load(
 
 def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) -> None:
     """Put into config what options ask for, and what follows from its entry and its place."""
-    if config.get("rewards"):
-        from plugins.rl.launcher import rewards  # few recipes have some
-
-        rewards.use_whole_paths(config, path.parent)
     asked = config.get("resources")
     if asked is None or isinstance(asked, dict):
         given = {key: value for key, value in options.items() if key != "environment"}
@@ -116,6 +112,7 @@ def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) ->
         _add_dependencies(config, row)
     if not config.get("entry"):
         config["entry"] = torchtune.entry_of(path, config) or COMMON["entry"].default
+    functions.use_whole_paths(config, _method(config), path.parent)
     if torchtune.config_name(path):
         # It means what torchtune says, wherever the kit's own default is another.
         for key in ("dataset", "dataset_val"):
@@ -123,7 +120,7 @@ def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) ->
                 config[key] = with_train_on_input(config[key], True)
     model = config.get("model")
     builder = model.get("_component_") if isinstance(model, dict) else None
-    if _is_trained(config) and builder in (None, "", TRANSFORMERS):
+    if _method(config) and builder in (None, "", TRANSFORMERS):
         # A model folder has its tokenizer.
         config.setdefault("tokenizer", dict(own.FOLDERS_TOKENIZER))
 
@@ -137,19 +134,19 @@ def _own_inputs(
 ) -> tuple[Inputs, list[str]]:
     """Put the user's data and model into config; return what was found, and the faults."""
     entry = config.get("entry") or torchtune.entry_of(path, config) or COMMON["entry"].default
-    if not _is_trained({"entry": entry}):
+    if not _method({"entry": entry}):
         named = [option for option, name in (("--data", data), ("--model", model)) if name]
         message = f"{path.name} starts {entry}, which has keys of its own: leave it out"
         return Inputs(), [f"{each}: {message}" for each in named]
     return own.use(config, overrides, data, model, method_of(config.get("model") or {}))
 
 
-def _is_trained(config: Mapping[str, Any]) -> bool:
-    """Whether a method of the kit's trainer reads it; `validate` reports a wrong entry."""
+def _method(config: Content) -> type[TrainConfig] | None:
+    """Return the method of the kit's trainer that reads it; `validate` reports a wrong entry."""
     try:
-        return entries.of(config).method is not None
+        return entries.of(config).method
     except RecipeFault:
-        return False
+        return None
 
 
 def _row(config: Content) -> Entry | None:

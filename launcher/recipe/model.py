@@ -58,6 +58,8 @@ class Entry:
     checked: str = ""
     # The config of a training method of the kit's trainer.
     method: type[TrainConfig] | None = None
+    # What the supervisor calls beside its ranks (slurm/companion.py), as MODULE:CLASS; "" for none.
+    companion: str = ""
     # It has the kit's profiler.
     can_profile: bool = False
     # It continues from its last checkpoint after a restart.
@@ -146,7 +148,6 @@ class Notify:
     events: tuple[str, ...] = ("start", "end", "failure")
     mail: str | None = None
     webhook: Path | None = None
-    form: str = "json"
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> Notify:

@@ -12,4 +12,5 @@ PLUGIN = Plugin(
         ),
     },
     entries="plugins.evaluate.launcher.entries:ENTRIES",
+    hooks={"report_section": "plugins.evaluate.launcher.evaluation:report_section"},
 )

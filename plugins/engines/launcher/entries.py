@@ -28,6 +28,7 @@ def _entry(engine: Engine) -> Entry:
         resumes=True,
         notes=_notes,
         records=engine.recorded,
+        companion="plugins.engines.slurm.engine:Follower",
         engine=engine.schema,
         config=engine.config,
         read=read,
