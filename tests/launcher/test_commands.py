@@ -88,9 +88,9 @@ def test_what_a_workload_cannot_mean_here_is_refused_by_name(tmp_path):
     told = "\n".join(raised.value.faults)
     for words in (
         "usage_policy_id: this key",
-        "max_retry: unknown key (did you mean max_retries?)",
-        "max_retries must be a number of 0 or more, got 'lots'",
-        "timeout_minutes must be a number of 1 or more, got 'two hours'",
+        "unknown key 'max_retry' (did you mean max_retries?)",
+        "max_retries must be a whole number, 0 or more, got 'lots'",
+        "timeout_minutes must be a whole number, 1 or more, got 'two hours'",
         "code_source.snapshot.root_path: nowhere is no folder",
         "multiple of 8",
         "compute.pool_id",
@@ -109,7 +109,7 @@ def test_a_workload_that_lacks_a_key_is_named_as_such(tmp_path, key):
     with pytest.raises(RecipeFault) as caught:
         planned(tmp_path, lacking)
     (fault,) = caught.value.faults
-    assert fault.startswith(f"{key} is missing: it needs ")
+    assert fault.startswith(f"{key} is missing")
 
 
 def test_what_a_script_imports_is_looked_for_in_its_environment(tmp_path):
