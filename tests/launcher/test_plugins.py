@@ -87,7 +87,7 @@ class Gentle(SupervisedFineTuning):
 
     def loss(self, models, batch):
         whole = super().loss(models, batch)
-        return LossSum(whole.loss * self.config.gentleness, {})
+        return LossSum(whole.total * self.config.gentleness, {})
 ''',
 }
 
@@ -168,7 +168,7 @@ def test_the_kit_works_without_its_own_plug_ins(tmp_path):
     here = (environment(tmp_path / "venv"), checkout, tmp_path / "root")
 
     told = cookbook(*here, "--help").stdout
-    assert "submit" in told and "estimate" not in told and "serve" not in told
+    assert "  submit " in told and "  estimate " not in told and "  serve " not in told
     missing = cookbook(*here, "serve", "last")
     assert missing.returncode == 2 and "No such command 'serve'" in missing.stderr
     for words in (["recipes"], ["check", "demo"], ["submit", "demo", "--dry-run", "--local"]):
