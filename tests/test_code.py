@@ -179,6 +179,18 @@ def test_imports_go_down_only(graph):
     assert not wrong, "\n".join(sorted(set(wrong)))
 
 
+def test_no_modules_import_each_other(graph):
+    """Not in functions, not for type checking, and not through others."""
+    reached = {m: {inside(name, graph) for name in names} - {None, m} for m, names in graph.items()}
+    while leaves := [module for module, names in reached.items() if not names]:
+        for module in leaves:
+            del reached[module]
+        for names in reached.values():
+            names.difference_update(leaves)
+    # What is left is in a circle, or imports one.
+    assert not reached, "\n".join(f"{m}: {', '.join(sorted(n))}" for m, n in reached.items())
+
+
 def test_what_a_user_types_imports_nothing_heavy(graph):
     seen = {module for module in graph if part(module) in TYPED}
     left, wrong = list(seen), []

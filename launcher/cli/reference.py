@@ -81,28 +81,39 @@ def keys() -> str:
         sections.append((title, keys_of(group), shared))
     for name, row in rows.items():
         if row.method:
-            sections.append((f"`entry: {name}`", row.method.own_keys(), row.keys))
+            sections.append((*_of_method(name, row.method), row.keys))
     ignored = table(*TrainConfig.ignored)
     sections.append(("Every training method of the kit. Other keys of torchtune", ignored, shared))
     for name, row in rows.items():
         shown = [key for _, section, _ in sections for key in section.values()]
         own = {each: key for each, key in row.keys.items() if key not in shown}
         same = [other for other, each in rows.items() if own.keys() <= each.keys.keys()]
-        if not row.other_keys:
+        if own and not row.other_keys:
             sections.append((", ".join(f"`entry: {other}`" for other in same), own, row.keys))
         for block, keys in row.inner.items():
             sections.append((f"`entry: {name}`. Under `{block}.NAME`", keys, keys))
     parts, before = [_KEYS], list[Key]()
     for title, section, known in sections:
-        if any(key not in before for key in section.values()):
+        if not section or any(key not in before for key in section.values()):
             parts.append(_key_section(known, title, section.values()))
         before += section.values()
     return "\n".join(parts)
 
 
+def _of_method(name: str, method: type[TrainConfig]) -> tuple[str, Keys]:
+    """Return the title of a method, and the keys that it adds to those of its base."""
+    for other, row in entries.rows().items():
+        if row.method and method is not row.method and issubclass(method, row.method):
+            below = row.method.own_keys()
+            own = {each: key for each, key in method.own_keys().items() if each not in below}
+            return f"`entry: {name}`: {'also' if own else 'all'} those of `entry: {other}`", own
+    return f"`entry: {name}`", method.own_keys()
+
+
 def _key_section(known: Keys, title: str, keys: Iterable[Key]) -> str:
     head = "| key | type | default | at resume | what it does |\n|---|---|---|---|---|\n"
-    return f"## {title}\n\n{head}{''.join(_key_row(known, key) for key in keys)}"
+    rows = "".join(_key_row(known, key) for key in keys)
+    return f"## {title}\n\n{head}{rows}" if rows else f"## {title}\n"
 
 
 def _key_row(known: Keys, key: Key) -> str:

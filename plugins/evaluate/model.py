@@ -9,7 +9,7 @@ import torch
 
 from plugins.evaluate.samples import Sample
 from runspec import weights
-from runspec.storage import patient_json
+from runspec.files import patient_json
 from trainer.data.folder import read_tokenizer
 from trainer.errors import ConfigError
 from trainer.inference import loading, pipeline

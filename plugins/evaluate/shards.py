@@ -17,7 +17,8 @@ from plugins.evaluate.recipe_keys import COMPARED_OF_TASK
 from plugins.evaluate.samples import Sample
 from plugins.evaluate.scores import normalised
 from runspec import files
-from runspec.storage import patient_json, patiently
+from runspec.files import patient_json
+from runspec.storage import patiently
 from runspec.weights import gives_scores
 from trainer.errors import ConfigError
 
