@@ -30,6 +30,7 @@ FLOORS = [
         "trainer.checkpoint",
         "trainer.optimizers",
         "trainer.groups",
+        "trainer.inference",
     ],
     ["trainer.figures", "trainer.metrics", "trainer.progress", "trainer.profiling"],
     ["trainer.methods"],
@@ -193,7 +194,7 @@ def test_what_a_user_types_imports_nothing_heavy(graph):
 def test_what_runs_on_the_cluster_needs_only_the_standard_library():
     """The job's records and the rendezvous start fast, and work if the environment is broken."""
     allowed = {*sys.stdlib_module_names, "runspec", "slurm"}
-    for path in tracked("slurm/*.py"):
+    for path in tracked("slurm/*.py", "plugins/*/slurm/*.py"):
         if path.name != "all_reduce.py":
             assert {name.partition(".")[0] for name in imports(path)} <= allowed, path
     for path in tracked("launcher/*.py"):

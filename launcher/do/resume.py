@@ -13,6 +13,7 @@ import jinja2
 from launcher import paths
 from launcher import site as sites
 from launcher.check import preflight
+from launcher.do import models
 from launcher.do.submit import PlannedRun, context, plan, refuse, start
 from launcher.errors import (
     CookbookError,
@@ -30,7 +31,6 @@ from launcher.run.directory import Run, locked
 from launcher.run.states import State, living, state_of
 from launcher.site import Site
 from launcher.slurm import executors
-from plugins.registry.launcher import registered
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
@@ -289,7 +289,7 @@ def _recipe(run: Run, changes: Changes, executor: executors.Executor) -> Recipe:
     foreign = recipe.entry.own_code or recipe.entry.engine
     place = Path(str(origin)) if foreign and origin else file
     recipe = sites.complete(replace(recipe, name=name, path=place), changes.site, executor)
-    return registered.in_recipe(recipe, changes.site)
+    return models.in_recipe(recipe, changes.site)
 
 
 def _samples_per_step(recipe: Recipe, changes: Changes) -> int:

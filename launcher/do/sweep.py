@@ -43,13 +43,12 @@ from launcher.site import Site
 from launcher.slurm import executors, jobs, render
 from launcher.slurm.executors import Arrays, Executor
 from runspec import files
-from runspec.states import STOPPED_EARLY
 
 Say = Callable[[str], None]
 # A label of a run has this many characters at most; a cell's number is added to the sweep's name.
 _LABEL = 58
 # Runs that have ended and are not restarted.
-_DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY", STOPPED_EARLY})
+_DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY"})
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,6 @@ def _record(planned: PlannedSweep, token: str) -> dict[str, Any]:
         "recipe": sweep.recipe,
         "site": planned.site.name,
         "parallel": planned.parallel,
-        "early_stop": sweep.early_stop,
         "token": token,
         "cells": cells,
         "arrays": planned.arrays,
@@ -288,11 +286,7 @@ def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:
     cells = {cell["run"]: cell for cell in sweep.cells}
     known = [(cells[run.name], state) for run, state in judged(sweep.runs)]
     known.sort(key=lambda pair: int(pair[0]["number"]))
-    return [(cell, state) for cell, state in known if not _is_done(sweep.run_of(cell), state)]
-
-
-def _is_done(run: Run, state: State) -> bool:
-    return state.word in _DONE or run.status.get("cause") == "stopped_early"
+    return [(cell, state) for cell, state in known if state.word not in _DONE]
 
 
 def resume_sweep(

@@ -6,7 +6,6 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError
-from launcher.look import gpu_use
 from launcher.look.status import row
 from launcher.look.text import is_number
 from launcher.recipe.needs import needs
@@ -87,7 +86,6 @@ def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> 
         "best_val_loss": progress.get("best_val_loss"),
         "tokens_per_second_per_gpu": values["tokens_per_second_per_gpu"],
         "mfu": values["mfu"],
-        "gpu_use": gpu_use.mean(run),
         "peak_predicted_gib": predicted_gib(
             resolved(run) if recipe is None else recipe,
             values["node_count"],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher import plugins
 from launcher.errors import RecipeFault, UsageFault, nearest, nearest_key
 from launcher.recipe import stock
 from launcher.recipe.launch import Engine, of_script, of_shell_lines
@@ -17,11 +18,10 @@ from plugins.engines.launcher.engines import ENGINES
 from plugins.evaluate.recipe_keys import EVAL, task_faults
 from plugins.serve.recipe_keys import SERVE, package_of
 from runspec.keys.common import COMMAND, COMMON, ENGINE, SCRIPT
-from runspec.keys.distill import TeachConfig, teach_notes
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
 from runspec.keys.methods import METHODS
 from runspec.keys.sft import SftConfig
-from runspec.keys.train import TrainConfig, notes
+from runspec.keys.train import TrainConfig
 
 if TYPE_CHECKING:
     from launcher.recipe.recipe import Recipe
@@ -32,7 +32,8 @@ class Entry:
     """A thing that a recipe can start, and its properties.
 
     backend: the package that the recipe's environment must have, because what runs on the host
-    starts it there, by the recipe's content; "" for none. keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
+    starts it there, by the recipe's content; "" for none.
+    keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
     what torchrun starts as each rank, as shell text, from the recipe and its resolved content: by
     default the module, with train.yaml. launch: the row of plugins/engines/launcher/engines.py that says it
     and the rest of what is not the kit's trainer: how it is started, resumed, stopped and followed.
@@ -44,8 +45,9 @@ class Entry:
     its recipes may hold keys that are not in keys. checked: what trainer.check looks at: "complete"
     (the whole config of the kit's trainer, with its layout and weights), "components" (only that
     they exist and take their arguments) or "". method: the config of a training method of the kit's
-    trainer. resumes: it continues from its last
-    checkpoint after a restart. purpose: train, evaluate or serve. faults: what its table
+    trainer. companion: what the supervisor calls beside its ranks (slurm/companion.py), as
+    MODULE:CLASS. resumes: it continues from its last checkpoint after a restart.
+    purpose: train, evaluate or serve. faults: what its table
     of keys does not see of a recipe. notes: what the user should know of keys that are accepted.
     """
 
@@ -63,6 +65,7 @@ class Entry:
     other_keys: bool = False
     checked: str = ""
     method: type[TrainConfig] | None = None
+    companion: str = ""
     can_profile: bool = False
     resumes: bool = False
     purpose: str = "train"
@@ -92,10 +95,12 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
         module=module,
         checked="complete",
         method=config,
-        can_profile=True,
+        companion=config.companion,
+        can_profile=not config.runs_teacher_only,
         resumes=True,
         backend=config.backend_of,
-        notes=notes,
+        faults=config.recipe_faults,
+        notes=config.key_notes,
     )
 
 
@@ -108,6 +113,7 @@ def other(launch: Engine, keys: Keys, **known: Any) -> Entry:
         keys={**COMMON, **keys},
         command=lambda recipe, config: launch.start(launch, recipe, config),
         launch=launch,
+        companion="" if launch.keeps_ours else "plugins.engines.slurm.engine:Follower",
         own_code=launch.overrides == "parameters",
         per_node=launch.start is of_shell_lines,
         **known,
@@ -178,7 +184,11 @@ _KNOWN: dict[str, dict[str, Any]] = {
 # By name; a name that ends with a colon is followed by what is started: script:train.py
 ENTRIES = {
     **{name: method(f"trainer.train {name}", config) for name, config in METHODS.items()},
-    "teach": replace(method("trainer.teach", TeachConfig), can_profile=False, notes=teach_notes),
+    **{
+        name: method(f"trainer.train {config}", plugins.load(config))
+        for plugin in plugins.plugins()
+        for name, config in plugin.methods.items()
+    },
     "eval": Entry(
         keys={**COMMON, **EVAL},
         module="plugins.evaluate.main",

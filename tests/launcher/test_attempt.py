@@ -69,14 +69,10 @@ def judged(**changes):
             {"exit_code": 0, "progress": {"state": "finished"}},
             ("COMPLETED", "finished", "finished"),
         ),
-        # A run of a sweep that has no memory has its result, and one that is worse is stopped.
+        # A run of a sweep that has no memory has its result.
         (
             {"errors": [NO_MEMORY], "memory_is_result": True},
             ("FAILED", "failed", "out_of_memory"),
-        ),
-        (
-            {"exit_code": 0, "progress": {"state": "stopped"}, "worse": "loss 9"},
-            ("STOPPED_EARLY", "failed", "stopped_early"),
         ),
         (
             {"errors": [{**CRASH, "message": "CUDA error: out of memory"}]},

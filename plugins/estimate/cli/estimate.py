@@ -7,11 +7,11 @@ import click
 from launcher import site as sites
 from launcher.cli.common import cluster_option, own_options, recipe_arguments
 from launcher.cli.number import FloatRange, IntRange
+from launcher.do import models
 from launcher.recipe import recipe as recipe_file
 from plugins.estimate.launcher import estimate as estimates
 from plugins.estimate.launcher import text
 from plugins.estimate.launcher.tuning import Tuning
-from plugins.registry.launcher import registered
 
 
 @click.command()
@@ -69,7 +69,7 @@ def estimate(
     """
     site = sites.load(cluster)
     recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
-    recipe = registered.in_recipe(recipe, site)
+    recipe = models.in_recipe(recipe, site)
     estimated = estimates.Estimate.of(
         recipe, site.root, gpu, tokens=tokens, network_gbits=network or site.network_gbits, mfu=mfu
     )

@@ -168,29 +168,28 @@ def _on_policy(
     config: Mapping[str, Any], method: type[TrainConfig], gpus_per_node: int
 ) -> dict[str, Any]:
     """How answers are sampled, if they are."""
+    at_once = config.get("generation_batch_size")
+    batch = {"generation_batch": at_once and int(at_once)}
     if method.samples_answers:
-        rewards, at_once = _block(config, "rewards"), config.get("generation_batch_size")
+        rewards, apart = _block(config, "rewards"), _block(config, "resources").get("rollout")
         folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
         most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
-        apart = _block(config, "resources").get("rollout")
-        nodes = 0 if apart in (None, "same") else int(apart)
-        return {
+        return batch | {
             "on_policy_share": 1 / int(config.get("updates_per_rollout") or 1),
             "new_tokens": int(most),
             "keeps_sampled": True,
             "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
             "max_staleness": int(config.get("max_staleness") or 0),
-            "replicas": gpus_per_node * nodes,
+            "replicas": 0 if apart in (None, "same") else gpus_per_node * int(apart),
             "vllm": config.get("rollout_engine") == "vllm",
             "vllm_share": config.get("rollout_gpu_memory_utilization"),
             "rollout_gpus": int(config.get("rollout_gpus") or 1),
-            "generation_batch": at_once and int(at_once),
         }
-    share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"
-    if not share:
+    keys, own = method.keys(), ("on_policy_share", "max_new_tokens")
+    if own[0] not in keys:
         return {}
-    default = method.keys()[name].default
-    return {"on_policy_share": share, "new_tokens": int(config.get(name) or default)}
+    share, most = (keys[n].default if config.get(n) is None else config[n] for n in own)
+    return batch | {"on_policy_share": float(share), "new_tokens": int(most)}
 
 
 def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

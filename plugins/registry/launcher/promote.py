@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
+from launcher.do.models import Model, of_folder
 from launcher.errors import GateFault, UsageFault
 from launcher.look.outcome import outcome
 from launcher.run.states import state_of
 from launcher.site import Site
-from plugins.evaluate.launcher import evaluate
+from plugins.evaluate.launcher import evaluate, evaluation
 from plugins.registry.launcher import facts, gates, importer, judging, registry
 from plugins.registry.launcher import store as stores
-from plugins.registry.launcher.models import Model, of_folder
 from plugins.registry.launcher.registry import Version
 from plugins.serve.launcher import endpoint as endpoints
 
@@ -27,7 +27,7 @@ def register(site: Site, model: Model, name: str, copy: bool) -> Version:
     place = registry.write(store, name, model.folder, copy)
     with ExitStack() as unregistered:
         unregistered.callback(shutil.rmtree, place, ignore_errors=True)
-        with stores.opened(store) as client:
+        with stores.client(store) as client:
             if model.run is not None:
                 for _ in importer.import_runs(client, store, [model.run]):
                     pass
@@ -60,7 +60,7 @@ def _tags(site: Site, model: Model) -> dict[str, Any]:
 
 def _figures(results: list[dict[str, Any]]) -> dict[str, str]:
     """Return the newest evaluation's figures as tags."""
-    newest = facts.figures(results[0]) if results else {}
+    newest = evaluation.figures(results[0]) if results else {}
     return {f"eval.{key}": f"{value:.6g}" for key, value in newest.items()}
 
 
@@ -86,7 +86,7 @@ def promote(
     """
     given = gates.load(gates_file) if gates_file else None
     store = stores.at(site.root, site.tracking)
-    with stores.opened(store) as client:
+    with stores.client(store) as client:
         chosen = registry.version(client, name, str(number) if number else "candidate")
         present = registry.aliases_of(client, name)
         if present.get(alias) == chosen.number:
@@ -210,7 +210,7 @@ def _results(site: Site, version: Version) -> list[dict[str, Any]]:
 def rollback(site: Site, name: str, alias: str, why: str | None) -> tuple[int, Version]:
     """Let an alias name the version that it named before; return what it named, and the version."""
     store = stores.at(site.root, site.tracking)
-    with stores.opened(store) as client:
+    with stores.client(store) as client:
         now = registry.version(client, name, alias).number
         before = registry.previous(store, name, alias, now)
         if before is None:

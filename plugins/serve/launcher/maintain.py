@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 
+from launcher.do import models
 from launcher.errors import CookbookError, EndpointFault
 from launcher.recipe.recipe import time_limit_s
 from launcher.run.directory import Run
 from launcher.site import Site
-from plugins.registry.launcher import models
-from plugins.serve.launcher import serve
+from plugins.serve.launcher import gateway, serve
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 Say = Callable[[str], None]
@@ -43,10 +43,10 @@ def maintain(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: floa
 
 def look(site: Site, endpoint: Endpoint, say: Say) -> None:
     """Start what is missing, and replace what has to be replaced."""
-    if serve.end_hung_gateway(endpoint):
+    if gateway.end_hung(endpoint):
         say(f"{endpoint.name}: the gateway did not answer: it was killed, and is restarted")
     if endpoint.gateway is None:
-        say(f"{endpoint.name}: gateway {serve.start_gateway(site, endpoint)}")
+        say(f"{endpoint.name}: gateway {gateway.start(site, endpoint)}")
     for deployment in endpoint.deployments:
         living = endpoint.living(site.root, deployment)
         going, count, reason = due(site, endpoint, deployment, living)
@@ -67,11 +67,10 @@ def due(
 ) -> tuple[Sequence[Run], int, str]:
     """Return which runs have to be replaced, by how many, and why; "" if nothing has to be done."""
     if deployment.model.startswith("models:/"):
-        version = models.registered(site, deployment.model)
-        if deployment.version != f"{version.name} v{version.number}":
-            reason = (
-                f"{deployment.model} is v{version.number} now, and {deployment.version} is served"
-            )
+        version = models.registered(site, deployment.model).name
+        if deployment.version != version:
+            now = version.rpartition(" ")[2]
+            reason = f"{deployment.model} is {now} now, and {deployment.version} is served"
             return living, serve.successors(deployment, living), reason
     if deployment.max_replicas is not None:
         return (), 0, ""  # the gateway looks after the jobs

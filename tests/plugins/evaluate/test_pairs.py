@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from runspec.weights import gives_scores
-from tests.trainer.evaluation.test_evaluate import SUITE, start
+from tests.plugins.evaluate.test_evaluate import SUITE, start
 from trainer.errors import ConfigError
 
 ROWS = [

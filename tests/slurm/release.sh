@@ -1,81 +1,29 @@
-# shellcheck shell=bash
-# shellcheck disable=SC2034,SC2154  # cluster.sh sets and reads the variables
-# Functions of cluster.sh: another release of Slurm than the installed one, from Debian's packages.
+#!/usr/bin/env bash
+# Another release of Slurm than the installed one, for tests: release.sh RELEASE
 #
-# A release is a folder with bin/, lib/ and plugins/. Its programs are patched to use the dynamic
-# linker and the libraries of that folder. So they need no chroot, no root and no LD_LIBRARY_PATH,
-# which the host's programs in job steps would inherit.
+# Prints the folder of its programs, made of Debian's packages on first use, or nothing if it is the
+# installed one. A release is a folder with bin/, lib/ and plugins/ in ~/.cache/slurm-cookbook. Its
+# programs are patched to use the dynamic linker and the libraries of that folder. So they need no
+# chroot, no root and no LD_LIBRARY_PATH, which the host's programs in job steps would inherit.
+set -euo pipefail
 
 declare -rA DEBIAN_OF=([22.05]=bookworm [24.11]=trixie [26.05]=sid)
 readonly RELEASE_PACKAGES=(slurm-wlm slurmdbd slurm-wlm-mysql-plugin munge)
 readonly DEFAULT_MIRROR=http://deb.debian.org/debian/
 readonly KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 
-releases() { sorted "${!DEBIAN_OF[@]}" | paste -sd ' '; }
+say() { printf '%s\n' "$*" >&2; }
 
-# PATH less the programs of a release that `env` put there for another cluster.
-installed_path() {
-    local folder folders path=
-    IFS=: read -ra folders <<<"$PATH"
-    for folder in "${folders[@]}"; do
-        [[ $folder == */slurm-cookbook/slurm-*/bin ]] || path+=:$folder
-    done
-    echo "${path#:}"
-}
-
-installed_release() { slurmctld -V 2>/dev/null | grep -oE '[0-9]+\.[0-9]+' | head -n 1; }
-
-# Puts the programs of the chosen release first in PATH.
-use_release() {
-    if [[ $release == "$(installed_release)" ]]; then
-        release=
-        return
-    fi
-    local cache=${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/slurm-cookbook
-    [[ $cache =~ ^/[A-Za-z0-9/._@+-]+$ ]] ||
-        fail "cannot keep Slurm $release in $cache: set XDG_CACHE_HOME to a path of letters," \
-            "digits and '/._@+-'"
-    release_bin=$cache/slurm-$release/bin
-    [[ -d $release_bin ]] || make_release "$cache"
-    [[ $("$release_bin/slurmctld" -V 2>&1) == "slurm"*" $release."* ]] ||
-        fail "Slurm $release in ${release_bin%/*} does not run: remove that folder, and 'up'" \
-            "makes it again"
-    PATH=$release_bin:$PATH
-}
-
-# The release of the cluster that is up, for down, status and env.
-use_release_of_state() {
-    [[ ! -f $state/programs ]] || release_bin=$(<"$state/programs")
-    [[ ! $release_bin ]] || PATH=$release_bin:$PATH
-}
-
-make_release() { # cache
-    local part=$1/slurm-$release.part log=$1/slurm-$release.log started=$EPOCHSECONDS
-    mkdir -p -- "$1" 2>/dev/null || fail "cannot create the folder $1: set XDG_CACHE_HOME"
-    exec 8>"$1/.lock"
-    flock -w 300 8 || fail "another $PROGRAM has been using $1 for 5 minutes: try again later"
-    if [[ ! -d $release_bin ]]; then
-        # What an interrupted one left.
-        rm -rf -- "$part"
-        trap 'rm -rf -- "$part"; fail "interrupted; nothing is kept of Slurm $release"' INT TERM
-        mkdir -- "$part"
-        download_packages "$part" "$log"
-        unpack_packages "$part" "$log"
-        rm -rf -- "$part/apt" "$part/slurm" "$part/others" "$log"
-        mv -T -- "$part" "${release_bin%/*}"
-        trap - INT TERM
-        say "Slurm $release is in ${release_bin%/*} ($(du -sm -- "${release_bin%/*}" | cut -f1) MB," \
-            "made in $((EPOCHSECONDS - started)) s): later ones need no download"
-    fi
-    exec 8>&-
+fail() {
+    say "release.sh: $*"
+    exit 1
 }
 
 no_release() { # part log what
     local cause
     cause=$(grep -E '^(E|W|dpkg-deb|patchelf)' "$2" | head -n 1) || true
     rm -rf -- "$1"
-    fail "cannot make Slurm $release: $3${cause:+: $cause}; see $2, then run 'up' again, or leave" \
-        "out --release to use the installed Slurm"
+    fail "cannot make Slurm $release: $3${cause:+: $cause}; see $2"
 }
 
 # apt-get with folders of its own: it neither needs root nor changes the host's packages, and the
@@ -84,8 +32,7 @@ download_packages() { # part log
     local mirror suite=${DEBIAN_OF[$release]} apt=$1/apt sizes
     local wanted=("${RELEASE_PACKAGES[@]}" patchelf)
     [[ $(type -P apt-get) && $(type -P dpkg-deb) ]] ||
-        fail "Slurm $release is unpacked from Debian's packages, and this host has no apt-get:" \
-            "install it as your system does, and leave out --release"
+        fail "Slurm $release is unpacked from Debian's packages, and this host has no apt-get"
     [[ -r $KEYRING ]] || fail "no $KEYRING to check the packages of Slurm $release with;" \
         "as root: apt-get install debian-archive-keyring"
     # shellcheck disable=SC2016 # these are apt-get's variables
@@ -146,3 +93,22 @@ unpack_packages() { # part log
             no_release "$1" "$2" "${file##*/} cannot be patched"
     done
 }
+
+release=$1
+[[ -v DEBIAN_OF[$release] ]] || fail "no release $release: ${!DEBIAN_OF[*]}"
+[[ $(PATH=$PATH:/usr/sbin:/sbin slurmctld -V 2>/dev/null) != *" $release."* ]] || exit 0
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/slurm-cookbook
+release_bin=$cache/slurm-$release/bin part=$cache/slurm-$release.part log=$cache/slurm-$release.log
+mkdir -p -- "$cache"
+exec 8>"$cache/.lock"
+flock 8
+if [[ ! -d $release_bin ]]; then
+    # What an interrupted one left.
+    rm -rf -- "$part"
+    mkdir -- "$part"
+    download_packages "$part" "$log"
+    unpack_packages "$part" "$log"
+    rm -rf -- "$part/apt" "$part/slurm" "$part/others" "$log"
+    mv -T -- "$part" "${release_bin%/*}"
+fi
+echo "$release_bin"

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from launcher import yamlfile
+from launcher.do import models
 from launcher.errors import CookbookError, GateFault, RecipeFault, StoreFault, UsageFault
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.evaluate import samples
-from plugins.evaluate.launcher import evaluate
+from plugins.evaluate.launcher import evaluate, evaluation
 from plugins.evaluate.recipe_keys import COMPARED, EVAL
-from plugins.registry.launcher import gates, importer, judging, models, registry
+from plugins.registry.launcher import gates, importer, judging, registry
 from plugins.registry.launcher import promote as workflow
 from plugins.registry.launcher import store as stores
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
@@ -95,7 +96,7 @@ def promote(site: Site, alias: str = "champion", **more) -> registry.Version:
 
 def test_a_run_is_imported_once_with_what_it_is_made_of(site):
     run, store = finished_run(site.root, 1), stores.at(site.root)
-    with stores.opened(store) as client:
+    with stores.client(store) as client:
         ((_, words),) = importer.import_runs(client, store, [run])
         assert words.startswith("imported")
         assert list(importer.import_runs(client, store, [run])) == [(run.name, "is up to date")]
@@ -113,7 +114,7 @@ def test_a_run_that_is_half_written_hinders_no_other(site):
     store = stores.at(site.root)
     torn = site.root / "runs" / "20261122-100000-torn-0000"
     torn.mkdir()
-    with stores.opened(store) as client:
+    with stores.client(store) as client:
         runs = [Run(torn), finished_run(site.root, 2)]
         done = dict(importer.import_runs(client, store, runs))
     assert "skipped: " in done[torn.name] and done[runs[1].name].startswith("imported")
@@ -271,7 +272,7 @@ def test_an_evaluation_is_printed_as_gates(tmp_path):
     result = json.loads(next((run.path / "evals").glob("suite--0.json")).read_text())
     path = tmp_path / "gates.yaml"
     gate = "gates: [{metric: suite.answers.f1, at_least: 0.5}]"
-    path.write_text("\n".join([*judging.as_gates(result), gate]))
+    path.write_text("\n".join([*evaluation.as_gates(result), gate]))
     loaded = gates.load(path)
     assert loaded.evaluations == {"suite.answers": gates.Wanted("d1", 20, {"max_new_tokens": 8})}
     subject = judging.Subject("v1", run.path / "export", [result], {})
@@ -289,7 +290,7 @@ def test_the_gates_that_are_shipped_fit_their_suites():
 
 
 def test_models_are_found_by_alias_and_version_and_an_unknown_one_is_told(site):
-    assert models.resolve(site, "models:/intent@champion").version.number == 1
+    assert models.resolve(site, "models:/intent@champion").name == "intent v1"
     assert models.resolve(site, "models:/intent/2").name == "intent v2"
     for uri, words in (
         ("models:/intent@champon", "did you mean champion?"),
@@ -329,13 +330,13 @@ def test_a_store_that_is_locked_or_of_another_version_is_named(site, monkeypatch
         old.backup(new)
         new.execute("update alembic_version set version_num = 'ffff'")
     words = "a newer version of MLflow made it"
-    with pytest.raises(StoreFault, match=words), stores.opened(other) as client:
+    with pytest.raises(StoreFault, match=words), stores.client(other) as client:
         registry.names(client)
     with sqlite3.connect(other.folder / "mlflow.db") as new:
         # The first schema of all.
         new.execute("update alembic_version set version_num = '451aebb31d03'")
     words = "an older version of MLflow made it: keep a copy, and run: .*mlflow db upgrade sqlite:"
-    with pytest.raises(StoreFault, match=words), stores.opened(other) as client:
+    with pytest.raises(StoreFault, match=words), stores.client(other) as client:
         registry.names(client)
 
 
@@ -345,7 +346,7 @@ def test_commands_that_register_at_once_wait_for_each_other(tmp_path, user, monk
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
     store, model = stores.at(Site().root), models.resolve(Site(), str(tmp_path / "model"))
     argv = [sys.executable, "-m", "launcher", "register", str(tmp_path / "model"), "--as", "many"]
-    with stores.written_by_one(store.folder):
+    with stores.locked(store.folder):
         started = [
             subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
             for _ in range(2)
@@ -361,7 +362,7 @@ def test_commands_that_register_at_once_wait_for_each_other(tmp_path, user, monk
             workflow.register(Site(), model, "many", copy=False)
         assert len(list((store.models / "many").iterdir())) == 2
     assert [each.wait(timeout=120) for each in started] == [0, 0]
-    with stores.opened(store, write=False) as client:
+    with stores.client(store, write=False) as client:
         assert [each.number for each in registry.versions(client, "many")] == [2, 1]
 
 

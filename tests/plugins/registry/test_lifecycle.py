@@ -9,7 +9,7 @@ import pytest
 
 from tests.launcher.kit import Kit, checkpoints, report, until
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "lifecycle" / "run.sh"
+SCRIPT = Path(__file__).parents[3] / "examples" / "lifecycle" / "run.sh"
 
 
 # It takes minutes; the parts have tests of their own.

@@ -18,7 +18,7 @@ from trainer.errors import ConfigError
 from trainer.parallel.world import TIMEOUT
 
 
-def needed(folder: Path, number_bytes: int, device: torch.device) -> int:
+def ranks_needed(folder: Path, number_bytes: int, device: torch.device) -> int:
     """Over how many ranks a model has to be spread: 1, or all of this node.
 
     Raises:
@@ -63,7 +63,7 @@ def load(
             f"{folder}: transformers cannot spread the {layers} layers of {config.model_type} over "
             f"{ranks} ranks; use larger GPUs, or cookbook serve with vLLM"
         )
-    start(device, ranks)
+    init_process_group(device, ranks)
     spread = DistributedConfig(pp_size=ranks)
     return _loaded(kind, folder, dtype=dtype, distributed_config=spread, **more).eval()
 
@@ -72,7 +72,7 @@ def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
     return patiently(lambda path: kind.from_pretrained(str(path), **options), folder)
 
 
-def options(model: Any, ranks: int) -> dict[str, Any]:
+def generate_options(model: Any, ranks: int) -> dict[str, Any]:
     """What `generate` of a spread model is given in addition, anew for each call."""
     if ranks == 1:
         return {}
@@ -80,12 +80,12 @@ def options(model: Any, ranks: int) -> dict[str, Any]:
     if any("linear" in str(kind) for kind in getattr(config, "layer_types", None) or ()):
         # Its states are asked of layers that other ranks have: each token computes the text again.
         return {"use_cache": False}
-    from plugins.evaluate.stage_cache import StageCache
+    from trainer.inference.stage_cache import StageCache
 
     return {"past_key_values": StageCache(config=config)}
 
 
-def agreed(value: Any, ranks: int) -> Any:
+def from_first_rank(value: Any, ranks: int) -> Any:
     """Rank 0's value on every rank of a spread model; all of them call this together."""
     if ranks == 1:
         return value
@@ -94,7 +94,7 @@ def agreed(value: Any, ranks: int) -> Any:
     return values[0]
 
 
-def start(device: torch.device, ranks: int) -> None:
+def init_process_group(device: torch.device, ranks: int) -> None:
     """Join the process group that torchrun describes, if a model is spread."""
     if ranks > 1 and not dist.is_initialized():
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from safetensors import safe_open
@@ -18,10 +18,11 @@ from plugins.rl.replicas import Replicas, Request
 from plugins.rl.slurm import rollout
 from runspec import files
 from slurm import faults
+from slurm.nodes import Nodes
 from tests.launcher.kit import until
+from tests.plugins.rl.test_grpo import MODULE, TP, config
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start
-from tests.trainer.test_grpo import MODULE, TP, config
 from tests.vllm_stand_in import vllm_python
 from trainer import demo_sums
 from trainer.errors import RolloutError, write_error_record
@@ -183,17 +184,18 @@ def replicas(run: Path, count: int, script: str = "") -> Iterator[None]:
     monkeypatch = pytest.MonkeyPatch()
     for name, value in environment(RUN_DIR=str(run), RANKS_PER_NODE="1").items():
         monkeypatch.setenv(name, value)
-    started = rollout.Replicas(run, script, [], ["here"] * count, ["127.0.0.1"])
-    started.start()
+    monkeypatch.setenv("ROLLOUT_SCRIPT", script)
+    started = rollout.Replicas(run)
+    started.begin(0, cast(Nodes, SimpleNamespace(rollout_hosts=["here"] * count)), [])
     try:
         yield
     finally:
-        started.end()
+        started.end(job_ends=True)
         monkeypatch.undo()
 
 
 def test_a_folder_that_cannot_be_looked_at_ends_no_replica(tmp_path: Path) -> None:
-    replicas = rollout.Replicas.__new__(rollout.Replicas)
+    replicas = rollout.Replicas(tmp_path)
     replicas._folder, replicas._secret = tmp_path / ("x" * 300), "secret"
     with pytest.raises(OSError):
         replicas._folder.exists()

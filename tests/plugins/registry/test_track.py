@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.do import models
 from launcher.site import Site
-from plugins.registry.launcher import models
 from plugins.registry.launcher import promote as workflow
 from tests.launcher.kit import Kit, finished_run
 

@@ -16,13 +16,13 @@ def resident_mib() -> int:
 def main(arguments: list[str]) -> int:
     from transformers import AutoModelForCausalLM
 
-    from plugins.evaluate import spread
+    from trainer.inference import pipeline
 
     ranks, device = int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")
-    spread.start(device, ranks)
+    pipeline.init_process_group(device, ranks)
     before = resident_mib()
     folder = Path(arguments[0])
-    model = spread.load(AutoModelForCausalLM, folder, torch.float32, device, ranks)
+    model = pipeline.load(AutoModelForCausalLM, folder, torch.float32, device, ranks)
     with torch.inference_mode():
         model(input_ids=torch.arange(8)[None])
     print(f"grown by {resident_mib() - before} MiB", flush=True)

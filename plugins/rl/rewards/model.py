@@ -1,6 +1,5 @@
 """A reward model of `entry: reward` as a reward: frozen, whole on each GPU that trains."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from runspec.storage import patient_json
 from runspec.weights import base_of, gives_scores
 from trainer.checkpoint.weights import SafetensorsSource
 from trainer.errors import ConfigError
+from trainer.inference import loading
 from trainer.parallel.world import World
 
 
@@ -77,10 +77,7 @@ class RewardModel:
     """
 
     def __init__(self, folder: Path, rows: int, dtype: str, device: torch.device) -> None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from plugins.evaluate import pairs
-
-        model = pairs.Scorer(folder, {"dtype": dtype}, device).model
+        model = loading.reward_model(folder, dtype, device)
         if hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()
         if not hasattr(model, "score"):

@@ -120,7 +120,7 @@ def test_a_rank_of_a_spread_model_holds_its_layers_only(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model_mib = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) / 2**20
     for ranks in (1, 2, 4):
-        started = Ranks("tests.trainer.evaluation.resident", [str(tmp_path)], ranks)
+        started = Ranks("tests.plugins.evaluate.resident", [str(tmp_path)], ranks)
         said, _ = started.communicate(timeout=100)
         grown = [float(line) for line in re.findall(r"grown by (\d+) MiB", said)]
         assert started.returncode == 0 and len(grown) == ranks, said

@@ -1,34 +1,40 @@
-"""What a user may name where a model is wanted: a run, a folder, or models:/NAME@ALIAS."""
+"""What a user may name where a model is wanted: a run, a folder, or models:/NAME@ALIAS.
 
-import re
+A plug-in with a registry gives two hooks. "registered_model" takes the site and models:/NAME@ALIAS,
+and returns a Model, whose folder nobody has looked into; UsageFault if there is none.
+"registered_uris" takes the site and returns a URI of each registered name, for hints.
+"""
+
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from launcher.check.files import whole
-from launcher.errors import CookbookError, UnknownRun, UsageFault
+from launcher.errors import UnknownRun, UsageFault
+from launcher.plugins import hook
+from launcher.recipe.recipe import Recipe
 from launcher.run import directory
 from launcher.run.directory import Run
 from launcher.run.find import every, find
 from launcher.site import Site
-from plugins.registry.launcher import registry
-from plugins.registry.launcher import store as stores
 from runspec import files
 from runspec.weights import NoWeights, weight_files
 
-_REGISTERED = re.compile(r"models:/([^@/]+)(?:@([^@/]+)|/(\d+))\Z")
+_URI = "models:/"
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model folder, how people call it, and the run or registered version that it belongs to."""
+    """A model folder and what it belongs to."""
 
     folder: Path
+    # How people call it: of a run, of a folder, or NAME vVERSION in a registry.
     name: str
+    # The run that exported it.
     run: Run | None = None
-    version: registry.Version | None = None
+    # Its name in a registry, without a version; "" without one.
+    registered_as: str = ""
 
     @property
     def is_adapter(self) -> bool:
@@ -45,16 +51,9 @@ def resolve(site: Site, wanted: str, also: Sequence[str] = ()) -> Model:
         UsageFault: there is no such model, or the folder is not complete.
         StoreFault: the registry cannot be read.
     """
-    if wanted.startswith("models:/"):
-        version = registered(site, wanted)
-        return _complete(
-            Model(
-                version.folder,
-                f"{version.name} v{version.number}",
-                _run_of(version.folder),
-                version,
-            )
-        )
+    if wanted.startswith(_URI):
+        model = registered(site, wanted)
+        return _complete(replace(model, run=_run_of(model.folder)))
     if not wanted:
         raise UsageFault("the model's name is empty: is a variable of your shell not set?")
     path = Path(wanted).expanduser()
@@ -80,20 +79,13 @@ def _run(site: Site, wanted: str, also: Sequence[str]) -> Run:
         if wanted == "last" or any(wanted in run.name for run in every(root)):
             raise
         known = {name: name for name in (*also, *(run.name for run in every(root)))}
-        with suppress(CookbookError), stores.opened(_store(site), write=False) as client:
-            for name in registry.names(client):
-                uris = [f"models:/{name}@{alias}" for alias in registry.aliases_of(client, name)]
-                known |= {name: uris[0]} if uris else {}
+        known |= uris_of(site) if (uris_of := hook("registered_uris")) else {}
         nearest_name = next(iter(get_close_matches(wanted, known, n=1)), None)
         hint = f" (did you mean {known[nearest_name]}?)" if nearest_name else ""
         raise UsageFault(
             f"there is no run or model {wanted!r}{hint}: give {', '.join((*also, 'a run'))}, a "
             "folder (with a /), or models:/NAME@ALIAS; see cookbook status and cookbook registry"
         ) from error
-
-
-def _store(site: Site) -> stores.Store:
-    return stores.at(site.root, site.tracking)
 
 
 def of_folder(folder: Path) -> Model:
@@ -106,14 +98,34 @@ def of_folder(folder: Path) -> Model:
     return _complete(Model(folder, run.name if run else folder.name, run))
 
 
-def registered(site: Site, uri: str) -> registry.Version:
-    """Return the version that models:/NAME@ALIAS or models:/NAME/VERSION names."""
-    match = _REGISTERED.match(uri)
-    if match is None:
-        raise UsageFault(f"{uri!r} is not models:/NAME@ALIAS or models:/NAME/VERSION")
-    name, alias, number = match.groups()
-    with stores.opened(_store(site), write=False) as client:
-        return registry.version(client, name, alias or number)
+def registered(site: Site, uri: str) -> Model:
+    """Return what models:/NAME@ALIAS or models:/NAME/VERSION names; its folder may be damaged.
+
+    Raises:
+        UsageFault: there is no such model, or no plug-in has a registry.
+        StoreFault: the registry cannot be read.
+    """
+    find_registered = hook("registered_model")
+    if find_registered is None:
+        raise UsageFault(f"{uri}: no plug-in with a registry of models is installed")
+    model: Model = find_registered(site, uri)
+    return model
+
+
+def in_recipe(recipe: Recipe, site: Site) -> Recipe:
+    """Return a recipe whose checkpoint_dir is a folder if it is models:/NAME@ALIAS; UsageFault."""
+    block = recipe.config.get("checkpointer")
+    given = block.get("checkpoint_dir") if isinstance(block, dict) else None
+    if not (isinstance(block, dict) and isinstance(given, str) and given.startswith(_URI)):
+        return recipe
+    model = resolve(site, given)
+    if model.is_adapter:
+        raise UsageFault(
+            f"checkpointer.checkpoint_dir: {given} is an adapter ({model.folder}), but a run "
+            "starts from full weights: give a version whose run exported merged weights"
+        )
+    config = {**recipe.config, "checkpointer": {**block, "checkpoint_dir": str(model.folder)}}
+    return replace(recipe, config=config)
 
 
 def _run_of(folder: Path) -> Run | None:
