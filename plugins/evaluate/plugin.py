@@ -12,4 +12,5 @@ PLUGIN = Plugin(
         ),
     },
     hooks={"report_section": "plugins.evaluate.launcher.evaluation:report_section"},
+    entries="plugins.evaluate.launcher.entries:ENTRIES",
 )

@@ -16,7 +16,7 @@ from launcher.check import Finding, environment, files, preflight
 from launcher.check import recipe as recipe_checks
 from launcher.check.scheduler import partition
 from launcher.plugins import Check, Plugin
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.slurm.executors import choose
 from tests.launcher.kit import Kit, until
 from trainer import demo
@@ -26,7 +26,7 @@ LOOKS = {name: look for name, _, _, look in preflight.every()}
 
 def found(check: str, name: str, overrides: list[str], site=None, **options) -> list[Finding]:
     """What one check finds in a recipe."""
-    loaded = recipe.load(name, overrides, options.pop("resources", {}))
+    loaded = recipes.load(name, overrides, options.pop("resources", {}))
     context = checks.Context(loaded, site or cluster.Site(), executor=choose(True), **options)
     findings = checks.findings(check, LOOKS[check], context)
     assert {each.subject for each in findings} == {check}
@@ -280,7 +280,7 @@ def test_cells_of_a_sweep_are_one_question(demo_model: Path):
     told: dict = {}
     cells = [
         checks.Context(
-            recipe.load(
+            recipes.load(
                 "demo", [f"checkpointer.checkpoint_dir={demo_model}", f"optimizer.lr={lr}"]
             ),
             cluster.Site(),
@@ -390,7 +390,7 @@ def test_checks_of_plug_ins_come_last_and_are_left_out_as_the_cores(monkeypatch)
     )
     monkeypatch.setattr(preflight, "plugins", lambda: (Plugin("polite", checks=rows),))
     monkeypatch.setattr(preflight, "CHECKS", preflight.CHECKS[:1])
-    context = checks.Context(recipe.load("demo"), cluster.Site(), executor=choose(True))
+    context = checks.Context(recipes.load("demo"), cluster.Site(), executor=choose(True))
 
     def made(**options: bool) -> list[tuple[str, str]]:
         return [(each.subject, each.state) for each in preflight.check(context, **options)]
