@@ -192,9 +192,10 @@ class _Drafts:
 
     def needs(self, settings: _Settings, tokens: int | None = None) -> Needs | None:
         """What a draft needs for this many tokens; None if its model is not known here."""
-        recipe, root = self.load(settings), self.site.root
-        config, resources, gpu = recipe.resolved(root, "run"), recipe.resources, self.site.gpu
+        recipe, gpu = self.load(settings), self.site.gpu
+        resources = recipe.resources
         try:
+            config = recipe.resolved(self.site.root, "run")
             return needs(config, resources.nodes, resources.gpus_per_node, gpu, tokens=tokens)
         except CookbookError:
             return None
