@@ -17,13 +17,13 @@ from launcher.check import Context, preflight
 from launcher.do import models
 from launcher.do.prepare import missing, prepare
 from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
+from launcher.recipe import functions
 from launcher.recipe.recipe import NAME, NAME_RULE, Recipe, Resources
 from launcher.run import built, code, directory, provenance
 from launcher.run.directory import Run
 from launcher.site import Site, complete, with_site_defaults
 from launcher.slurm import executors, render
 from plugins.engines.launcher import check as engine
-from plugins.rl.launcher import rewards
 from runspec import files, publish
 
 
@@ -83,7 +83,7 @@ def plan(
     else:
         given = {files.TRAIN: recipe.train_config(cluster.root, str(path))}
     given[files.RECIPE] = recipe.resolved(cluster.root, str(path))
-    copies = rewards.copied(list(given.values()), path)
+    copies = functions.copied(list(given.values()), recipe.entry.method, path)
     contents = {name: yamlfile.dump(content) for name, content in given.items()} | copies
     if recipe.entry.own_code and recipe.entry.engine:
         # DeepSpeed reads JSON, and JSON is YAML.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher import plugins
 from launcher.errors import RecipeFault, UsageFault, nearest, nearest_key
 from launcher.recipe import stock
 from launcher.recipe.launch import Engine, of_script, of_shell_lines
@@ -17,11 +18,10 @@ from plugins.engines.launcher.engines import ENGINES
 from plugins.evaluate.recipe_keys import EVAL, task_faults
 from plugins.serve.recipe_keys import SERVE, package_of
 from runspec.keys.common import COMMAND, COMMON, ENGINE, SCRIPT
-from runspec.keys.distill import TeachConfig, teach_notes
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
 from runspec.keys.methods import METHODS
 from runspec.keys.sft import SftConfig
-from runspec.keys.train import TrainConfig, notes
+from runspec.keys.train import TrainConfig
 
 if TYPE_CHECKING:
     from launcher.recipe.recipe import Recipe
@@ -32,7 +32,8 @@ class Entry:
     """A thing that a recipe can start, and its properties.
 
     backend: the package that the recipe's environment must have, because what runs on the host
-    starts it there, by the recipe's content; "" for none. keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
+    starts it there, by the recipe's content; "" for none.
+    keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
     what torchrun starts as each rank, as shell text, from the recipe and its resolved content: by
     default the module, with train.yaml. launch: the row of plugins/engines/launcher/engines.py that says it
     and the rest of what is not the kit's trainer: how it is started, resumed, stopped and followed.
@@ -95,10 +96,11 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
         checked="complete",
         method=config,
         companion=config.companion,
-        can_profile=True,
+        can_profile=not config.runs_teacher_only,
         resumes=True,
         backend=config.backend_of,
-        notes=notes,
+        faults=config.recipe_faults,
+        notes=config.key_notes,
     )
 
 
@@ -182,7 +184,11 @@ _KNOWN: dict[str, dict[str, Any]] = {
 # By name; a name that ends with a colon is followed by what is started: script:train.py
 ENTRIES = {
     **{name: method(f"trainer.train {name}", config) for name, config in METHODS.items()},
-    "teach": replace(method("trainer.teach", TeachConfig), can_profile=False, notes=teach_notes),
+    **{
+        name: method(f"trainer.train {config}", plugins.load(config))
+        for plugin in plugins.plugins()
+        for name, config in plugin.methods.items()
+    },
     "eval": Entry(
         keys={**COMMON, **EVAL},
         module="plugins.evaluate.main",

@@ -69,8 +69,6 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
         sweep.load("one_gpus")
 
 
-
-
 def test_words_name_a_sweep_or_a_run(tmp_path):
     made = []
     for number in (0, 1):

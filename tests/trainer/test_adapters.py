@@ -32,9 +32,10 @@ from trainer import check
 from trainer.config import load
 from trainer.layers.adapters.base import disabled
 from trainer.methods.sft import SupervisedFineTuning
+from trainer.model import Inputs
 from trainer.models import build as models
 from trainer.parallel import world as distributed
-from trainer.parallel.sharded import full_tensor
+from trainer.sharded import full_tensor
 
 MODULE = "tests.trainer.toy_adapter"
 KIND = f"{MODULE}.BlockGain"
@@ -189,7 +190,7 @@ def main(arguments: list[str]) -> int:
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    return full_tensor(model(TOKENS)).clone()
+    return full_tensor(model(Inputs(TOKENS))).clone()
 
 
 def test_no_file_of_the_kit_knows_it() -> None:

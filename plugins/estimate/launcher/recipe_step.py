@@ -166,9 +166,9 @@ def _of_teacher(step: StepConfig, top_k: int) -> StepConfig:
 
 
 def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+    at_once = config.get("generation_batch_size")
     if method.samples_answers:
         most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
-        at_once = config.get("generation_batch_size")
         updates = config.get("updates_per_rollout") or 1
         of_all: dict[str, Any] = {"on_policy_share": 1 / int(updates), "new_tokens": int(most)}
         of_all |= {"keeps_sampled": True, "max_staleness": int(config.get("max_staleness") or 0)}
@@ -178,11 +178,12 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         of_all |= {"vllm_share": config.get("rollout_gpu_memory_utilization")}
         of_all |= {"in_reward_models": _in_reward_models(rewards)}
         return of_all | {"generation_batch": at_once and int(at_once)}
-    share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"
-    if not share:
+    keys, own = method.keys(), ("on_policy_share", "max_new_tokens")
+    if own[0] not in keys:
         return {}
-    default = method.keys()[name].default
-    return {"on_policy_share": share, "new_tokens": int(config.get(name) or default)}
+    share, most = (keys[n].default if config.get(n) is None else config[n] for n in own)
+    own_batch = {"generation_batch": at_once and int(at_once)}
+    return {"on_policy_share": float(share), "new_tokens": int(most), **own_batch}
 
 
 def _rollout_nodes(config: Mapping[str, Any]) -> int:

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from plugins.rl.replica_engines import Versions, memory_share
+from plugins.rl.replica import Replica
+from plugins.rl.replica_engines import memory_share
 from plugins.rl.replicas import Replicas, Request, Sampled
 from runspec import files
+from tests.plugins.rl.test_grpo import MODULE, config
+from tests.plugins.rl.test_replicas import CASES, WORLD, Answer, limited, replicas, servers
 from tests.trainer.runs import finish, metrics, start
-from tests.trainer.test_grpo import MODULE, config
-from tests.trainer.test_replicas import CASES, WORLD, Answer, limited, replicas, servers
 from tests.vllm_stand_in import vllm_python
 from trainer import demo_sums
 from trainer.errors import ConfigError, RolloutError
 
-ASKED = Request([[1]], None, 1, 8, 1.0)
+ASKED = Request([[1]], None, 1, 8, 1.0)._asdict()
 
 
 class Engine:
@@ -50,11 +51,11 @@ class Engine:
 
 def test_a_replica_drops_its_answers_and_sleeps_until_there_are_other_weights() -> None:
     engine: Any = Engine()
-    versions, faults = Versions(engine), []
+    replica, faults = Replica(engine), []
 
     def late() -> None:
         try:
-            versions.generate("0.1.0", ASKED)
+            replica.generate("0.1.0", **ASKED)
         except RolloutError as error:
             faults.append(str(error))
 
@@ -62,20 +63,20 @@ def test_a_replica_drops_its_answers_and_sleeps_until_there_are_other_weights() 
     asked.start()
     while "generate" not in engine.said:
         time.sleep(0.01)
-    versions.sleep("0.1.0")
+    replica.sleep("0.1.0")
     asked.join()
     assert faults == ["dropped"] and engine.said == ["load 0.1.0", "generate", "sleep"]
     # A request that is late must not wake it up.
     with pytest.raises(RolloutError, match=r"nobody waits for answers of the weights 0\.1\.0"):
-        versions.generate("0.1.0", ASKED)
+        replica.generate("0.1.0", **ASKED)
     with pytest.raises(RolloutError, match="nobody waits"):
-        versions.load("0.1.0")
+        replica.weights("0.1.0")
     engine.dropped = False
-    assert versions.generate("0.2.1", ASKED).tokens == [[1]]
+    assert replica.generate("0.2.1", **ASKED)["tokens"] == [[1]]
     # Nor may one for the rollout before put it to sleep.
-    versions.sleep("0.1.0")
+    replica.sleep("0.1.0")
     assert engine.said[3:] == ["load 0.2.1", "generate"]
-    versions.sleep("0.2.1")
+    replica.sleep("0.2.1")
     assert engine.said[5:] == ["sleep"]
 
 

@@ -20,9 +20,9 @@ from runspec import files
 from slurm import faults
 from slurm.nodes import Nodes
 from tests.launcher.kit import until
+from tests.plugins.rl.test_grpo import MODULE, TP, config
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start
-from tests.trainer.test_grpo import MODULE, TP, config
 from tests.vllm_stand_in import vllm_python
 from trainer import demo_sums
 from trainer.errors import RolloutError, write_error_record

@@ -16,8 +16,8 @@ from trainer import check, demo_sums
 from trainer.config import read_yaml
 from trainer.data.tokenizers import hugging_face_tokenizer
 
-MODULE = "trainer.train grpo"
-RECIPE = Path(__file__).parents[2] / "configs/recipes/demo_grpo.yaml"
+MODULE = "trainer.train plugins.rl.recipe_keys:GrpoConfig"
+RECIPE = Path(__file__).parents[3] / "configs/recipes/demo_grpo.yaml"
 TP = {"tensor_parallel_dim": 2, "batch_size": 32}
 
 

@@ -16,12 +16,12 @@ from trainer.errors import ConfigError
 from trainer.model import Decoder
 from trainer.models import build
 from trainer.models.build import Model
-from trainer.parallel import fsdp
 from trainer.parallel.world import World
+from trainer.sharded import reshard
 
 
 def faults(config: TrainConfig, on_hub: bool = False) -> list[str]:
-    """Why transformers' class cannot take the student's weights, as its folder shows.
+    """Why transformers' class cannot take the trained weights, as the model's folder shows.
 
     Args:
         on_hub: they are sent as on the Hub, whatever that class calls them.
@@ -34,7 +34,7 @@ def faults(config: TrainConfig, on_hub: bool = False) -> list[str]:
         return []  # other checks say what is wrong with the folder
     if module.adapter is not None and not module.adapter.declared.merges:
         title = module.adapter.declared.title
-        return [f"on_policy_share: answers cannot be generated over {title}; set on_policy_share=0"]
+        return [f"model.adapter: answers cannot be generated over {title}; choose another adapter"]
     if on_hub:
         return []
     own = {module.peft_name(key) for key in weights.hub_tensors(module) if key is not None}
@@ -45,8 +45,9 @@ def faults(config: TrainConfig, on_hub: bool = False) -> list[str]:
     if own == names:
         return []
     return [
-        f"on_policy_share: transformers' {type(other).__name__} holds other tensors than the "
-        "student's, such as parts for images or biases of routers; set on_policy_share=0"
+        f"checkpointer.checkpoint_dir: transformers' {type(other).__name__} cannot generate "
+        "answers: it holds other tensors than the trainer's model, such as parts for images or "
+        "biases of routers; choose another model"
     ]
 
 
@@ -62,7 +63,7 @@ def transformers_model(folder: Path, dtype: torch.dtype, layers: int | None = No
 
     if (file := config_file(folder)) is None:
         raise ConfigError(
-            f"on_policy_share: {folder}/config.json is missing, which names the class to answer; "
+            f"{folder}/config.json is missing, which names the class that generates answers; "
             "run cookbook download"
         )
     config = patiently(AutoConfig.from_pretrained, file)
@@ -122,7 +123,7 @@ def tensors(model: Model, wanted: bool, device: torch.device) -> Iterator[tuple[
 
     All ranks go through it together; only those that want them get some.
     """
-    fsdp.reshard(model.module)
+    reshard(model.module)
     layers = export.layers_of(model)
     for name, parts in _parts(model).items():
         rows = (
@@ -136,7 +137,7 @@ def tensors(model: Model, wanted: bool, device: torch.device) -> Iterator[tuple[
             deque(rows, 0)
 
 
-class Engine:
+class Generator:
     """transformers' own class on one device; model: None before it has weights."""
 
     def __init__(self, device: torch.device) -> None:
@@ -177,7 +178,7 @@ class Engine:
         return answers
 
 
-class Copy(Engine):
+class Copy(Generator):
     """The copy of one rank, with weights from `gather` to `free`; all ranks call both together.
 
     Args:
