@@ -8,14 +8,13 @@ import pytest
 
 from launcher import site as sites
 from launcher import yamlfile
-from launcher.check import samples
 from launcher.do import submit as submission
 from launcher.errors import UsageFault
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm import executors
 from plugins.evaluate import samples as read_samples
-from plugins.evaluate.launcher import evaluate
+from plugins.evaluate.launcher import check, evaluate
 from tests.launcher.kit import finished_run
 
 pytestmark = pytest.mark.usefixtures("fast_trainer")
@@ -57,7 +56,7 @@ def run(site: Site, tmp_path: Path) -> Run:
 def findings(site: Site, planned: evaluate.Evaluation) -> list:
     executor = executors.choose(local=True)
     run_plan = submission.plan(planned.recipe, site, executor)
-    return list(samples.counted(submission.context(run_plan)))
+    return list(check.samples(submission.context(run_plan)))
 
 
 def test_a_run_is_asked_its_own_validation_data(site: Site, run: Run):
