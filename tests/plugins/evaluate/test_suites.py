@@ -168,6 +168,8 @@ def test_a_file_that_no_task_reads_is_told_before_the_queue(site: Site, run: Run
     assert planned.notes == ("--data is not read by these tasks: harness (lm_eval)",)
     only = {"harness": TASKS["harness"]}
     suite.write_text(yamlfile.dump({"entry": "eval", "candidate": None, "tasks": only}))
-    assert evaluate.plan(site, run.name, str(suite), None).candidate.run == run
+    assert (
+        evaluate.plan(site, run.name, str(suite), None).recipe.config["candidate_name"] == run.name
+    )
     with pytest.raises(UsageFault, match=r"--data .*: no task of .* reads samples: harness \(lm_e"):
         evaluate.plan(site, run.name, str(suite), None, data=data)
