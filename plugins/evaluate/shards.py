@@ -28,11 +28,14 @@ _DEPENDS = ("seed", "dtype", "batch_size", "max_new_tokens", "temperature", "top
 
 @dataclass(frozen=True)
 class Shard:
-    """number: among all. side: candidate, against, or both for a judge. first, last: samples."""
+    """Some samples of a task, and the model that they are for."""
 
+    # Among all shards.
     number: int
     task: str
+    # candidate, against, or both for a judge.
     side: str
+    # Of the samples; last is not among them.
     first: int
     last: int
 

@@ -27,12 +27,14 @@ _EXPERIMENT = "registered models"
 
 @dataclass(frozen=True)
 class Version:
-    """A registered version: its number, the folder of its weights, its aliases and tags."""
+    """A registered version of a model."""
 
     name: str
     number: int
+    # Of its weights.
     folder: Path
     aliases: tuple[str, ...] = ()
+    # Seconds since 1970.
     created: float = 0.0
     tags: Mapping[str, str] = field(default_factory=dict)
 
@@ -135,10 +137,11 @@ def version(client: Any, name: str, wanted: str) -> Version:
 
 
 def _absent(client: Any, name: str, wanted: str) -> str:
-    names = sorted(each.name for each in client.search_registered_models())
-    if name not in names:
-        known = f"there are {', '.join(names)}" if names else "register one with: cookbook register"
-        return f"no model is registered as {name!r}{nearest(name, names)}: {known}"
+    registered = names(client)
+    if name not in registered:
+        listed = f"there are {', '.join(registered)}"
+        known = listed if registered else "register one with: cookbook register"
+        return f"no model is registered as {name!r}{nearest(name, registered)}: {known}"
     aliases = aliases_of(client, name)
     what = (
         f"version {wanted}" if wanted.isdigit() else f"alias {wanted!r}{nearest(wanted, aliases)}"
@@ -161,7 +164,8 @@ def versions(client: Any, name: str) -> list[Version]:
 
 def names(client: Any) -> list[str]:
     """Return the names of all registered models."""
-    return sorted(each.name for each in client.search_registered_models())
+    # As many as MLflow returns at once.
+    return sorted(each.name for each in client.search_registered_models(max_results=1000))
 
 
 def tag(client: Any, name: str, number: int, tags: Mapping[str, str]) -> None:
