@@ -13,4 +13,5 @@ PLUGIN = Plugin(
     },
     checks=(Check("suite", "plugins.evaluate.launcher.check:samples", starts=True),),
     hooks={"report_section": "plugins.evaluate.launcher.evaluation:report_section"},
+    entries="plugins.evaluate.launcher.entries:ENTRIES",
 )

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_wsd_schedule
 
 from launcher.check import files
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from plugins.estimate.launcher.estimate import Estimate
 from runspec.keys.fields import STREAM
 from runspec.keys.pretrain import PretrainConfig

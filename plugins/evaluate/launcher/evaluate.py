@@ -11,8 +11,8 @@ from launcher.do import models
 from launcher.do.models import Model
 from launcher.errors import CookbookError, UsageFault
 from launcher.recipe import extend, override
-from launcher.recipe import recipe as recipe_file
-from launcher.recipe.recipe import Recipe
+from launcher.recipe import load as recipe_file
+from launcher.recipe.model import Recipe
 from launcher.site import Site
 from plugins.evaluate.launcher import evaluation, suite_data
 from runspec import files

@@ -9,7 +9,7 @@ from launcher import yamlfile
 from launcher.check import files as data_blocks
 from launcher.errors import UsageFault
 from launcher.recipe import entries, extend, override, own_data
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from launcher.run.directory import Run
 from launcher.site import Site
 from runspec import files
