@@ -172,7 +172,7 @@ class Plan:
             ]
             rows = [{"win": win} for win in judge.verdicts(task, asked)]
         elif isinstance(answerer, pairs.Scorer) or task["kind"] == "pair_accuracy":
-            rows = pairs.preferences(answerer, chosen)
+            rows = pairs.values(answerer, chosen)
         elif task["kind"] == "lm_eval":
             rows = [harness.evaluate(answerer, task, self.config)]
         elif task["kind"] == "perplexity":
