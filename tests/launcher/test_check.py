@@ -411,8 +411,8 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     assert done.stdout.splitlines()[-1].endswith("faults: submit would refuse this run")
     assert not slurm_user.runs()
     rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
-    # The demo's entry is no other trainer's.
-    made = [name for name, *_ in preflight.every() if name != "engine config"]
+    # The demo's entry is no other trainer's, and no suite.
+    made = [name for name, *_ in preflight.every() if name not in ("engine config", "suite")]
     assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 
