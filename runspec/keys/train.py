@@ -169,11 +169,6 @@ class TrainConfig(
         return str(config.get(cls.teacher_key) or "") if cls.teacher_key else ""
 
     @classmethod
-    def backend_of(cls, config: Mapping[str, Any]) -> str:
-        """The package of what generates beside the ranks, in the recipe's environment; or ""."""
-        return ""
-
-    @classmethod
     def recipe_faults(cls, config: Mapping[str, Any]) -> Iterator[Fault]:
         """What is wrong between keys of a resolved recipe, before anything of it is started."""
         yield from ()
@@ -214,6 +209,11 @@ class TrainConfig(
                 "compile: blocks with experts are not compiled with expert_parallel_dim above 1 "
                 "and activation_checkpointing=op; with full, a number or none they are"
             )
+
+    @classmethod
+    def backend_of(cls, config: Mapping[str, Any]) -> str:
+        """The package of what generates beside the ranks, in the recipe's environment; or ""."""
+        return ""
 
     @property
     def reference_kind(self) -> str:

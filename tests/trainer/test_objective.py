@@ -124,11 +124,11 @@ def test_a_packed_row_holds_whole_pairs(model_folder: Path, pairs: Path, tmp_pat
     rows = data.training.rows
     assert len(rows) < len(rows.samples) and rows.samples.documents.max() <= PACKED_LENGTH // 2
     assert batch.documents_per_sample == 2 and len(batch.lengths) == 2 * batch.sample_count
-    tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
+    tokens, labels = batch.inputs.tokens.flatten(), batch.labels.flatten()
     # Padding is a document of the mask, too.
     own = [
         (begin, end)
-        for begin, end in pairwise(batch.documents.cu_seqlens.tolist())
+        for begin, end in pairwise(batch.inputs.documents.cu_seqlens.tolist())
         if (labels[begin:end] != IGNORE_INDEX).any()
     ]
     assert [end - begin for begin, end in own] == list(batch.lengths)

@@ -172,12 +172,12 @@ def test_long_documents_go_on_and_no_token_is_lost(
 ) -> None:
     path = config(tmp_path / "run", empty_folder, sources[:1], shuffle=False)
     _, data = built(path)
-    tokenizer = data.recipe.tokenizer
+    tokenizer = data.mixture.tokenizer
     wanted = Counter(tuple(logical.encoded(tokenizer, text)) for text in CORPUS["web"])
     assert max(map(len, wanted)) > 2 * LENGTH
     read = Counter[tuple[int, ...]]()
     for number in data.own:
-        rows = data.recipe.rows(number, data.recipe.start(number))
+        rows = data.mixture.rows(number, data.mixture.start(number))
         made = [rows.row() for _ in range(60)]
         assert all(sum(len(p) for p, _ in row.documents) >= LENGTH - 1 for row in made)
         documents = documents_of(made, tokenizer.bos_id, tokenizer.eos_id)
@@ -190,7 +190,7 @@ def test_tokens_come_by_weight(empty_folder: Path, sources: Any, tmp_path: Path)
     _, data = built(config(tmp_path / "run", empty_folder, sources))
     total = torch.zeros(3)
     for number in data.own:
-        rows = data.recipe.rows(number, data.recipe.start(number))
+        rows = data.mixture.rows(number, data.mixture.start(number))
         for _ in range(200):
             rows.row()
         total += torch.tensor(rows.state["taken"])
@@ -200,11 +200,11 @@ def test_tokens_come_by_weight(empty_folder: Path, sources: Any, tmp_path: Path)
 
 def test_a_stream_goes_on_from_its_state(empty_folder: Path, sources: Any, tmp_path: Path) -> None:
     _, data = built(config(tmp_path / "run", empty_folder, sources))
-    rows = data.recipe.rows(1, data.recipe.start(1))
+    rows = data.mixture.rows(1, data.mixture.start(1))
     for _ in range(9):
         rows.row()
     state = json.loads(json.dumps(rows.state))
-    again = data.recipe.rows(1, state)
+    again = data.mixture.rows(1, state)
     for _ in range(40):
         own, other = rows.row(), again.row()
         assert [p.tolist() for p, _ in own.documents] == [p.tolist() for p, _ in other.documents]
@@ -296,8 +296,12 @@ def test_its_losses_equal_a_plain_loops(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     schedule = get_wsd_schedule(optimizer, 2, 2, num_training_steps=6)
     for line, (batch,) in zip(metrics(one), data.from_step(0), strict=True):
-        total, z_term, ends = torch.zeros(()), torch.zeros(()), batch.documents.cu_seqlens.tolist()
-        tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
+        total, z_term, ends = (
+            torch.zeros(()),
+            torch.zeros(()),
+            batch.inputs.documents.cu_seqlens.tolist(),
+        )
+        tokens, labels = batch.inputs.tokens.flatten(), batch.labels.flatten()
         for begin, end in pairwise(ends):
             targets = labels[begin:end]
             if (targets >= 0).any():
