@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from launcher import check as checks
-from launcher.check import environment, files, inside, recipe, samples, scheduler, size
-from plugins.engines.launcher import check as engine
+from launcher.check import environment, files, inside, recipe, samples, scheduler
+from launcher.plugins import load, plugins
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
 CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
@@ -17,17 +17,25 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     ("model", False, files.weights),
     ("tokenizer", False, files.tokenizer),
     ("dataset", False, files.dataset),
-    ("GPU memory", False, size.memory),
-    ("disk space", False, size.disk),
     # Before the components, which the same start of the trainer answers for.
     (samples.SUBJECT, False, samples.counted),
     ("components", False, recipe.components),
-    (engine.SUBJECT, False, engine.config),
     ("Slurm limits", False, scheduler.limits),
     ("sbatch test", False, scheduler.test_only),
 )
 # They start the trainer or another environment, which takes seconds: a dry run leaves them out.
-_START = (inside.inside, samples.counted, recipe.components, engine.config)
+_START = (inside.inside, samples.counted, recipe.components)
+
+
+def every() -> Iterator[tuple[str, bool, bool, checks.Check]]:
+    """Yield subject, needed, whether it starts something, and the check: the core's own, then those
+    of plug-ins.
+    """
+    for subject, needed, look in CHECKS:
+        yield subject, needed, look in _START, look
+    for plugin in plugins():
+        for each in plugin.checks:
+            yield each.subject, each.needed, each.starts, load(each.target)
 
 
 def check(
@@ -37,10 +45,8 @@ def check(
 
     skip leaves out those that may be left out, quick those that start something.
     """
-    for subject, needed, look in CHECKS:
-        if quick and look in _START:
-            continue
-        if look is engine.config and context.recipe.entry.engine is None:
+    for subject, needed, starts, look in every():
+        if quick and starts:
             continue
         if skip and not needed:
             yield checks.skipped(subject, "--no-check")
@@ -51,3 +57,10 @@ def check(
 def faults(context: checks.Context, skip: bool = False, quick: bool = False) -> list[str]:
     """Return all faults, one line each; [] if the run may be queued."""
     return checks.faults_of(check(context, skip, quick))
+
+
+def faults_after_build(context: checks.Context) -> list[str]:
+    """Return the faults of the checks that ask an environment which was just built."""
+    again = [each for plugin in plugins() for each in plugin.checks if each.after_build]
+    found = [checks.findings(each.subject, load(each.target), context) for each in again]
+    return checks.faults_of(finding for each in found for finding in each)

@@ -11,4 +11,6 @@ PLUGIN = Plugin(
             "Deliver",
         ),
     },
+    hooks={"report_section": "plugins.evaluate.launcher.evaluation:report_section"},
+    entries="plugins.evaluate.launcher.entries:ENTRIES",
 )

@@ -64,7 +64,6 @@ _KEYS = (
         "File with the webhook's address, readable only by you: its path, or its name in "
         "~/.config/slurm-cookbook/secrets.",
     ),
-    Key("notify.form", "json | slack | teams", "Message format of the webhook.", "json"),
     Key(
         "tracking",
         "tracker",
@@ -184,27 +183,5 @@ COMMAND = table(
         "TERM | INT | USR1 | USR2",
         "Signal that asks the command to save and stop before the time limit. Default: none; the "
         "file $COOKBOOK_STOP_FILE appears.",
-    ),
-)
-
-ENGINE = table(
-    Key(
-        "config",
-        "text",
-        "The engine's own config file, relative to the recipe's, if the entry names one of its "
-        "programs (trl:dpo); the recipe's parameters are put over it.",
-    ),
-    Key(
-        "work_dir",
-        "text",
-        "Folder in which the engine starts, relative to the recipe's file, or on the command line "
-        "to the current one. Default: the nearest folder, from the config's upwards, else the "
-        "current one, that contains the files named in the config.",
-        may_change=True,
-    ),
-    Key(
-        "config_read_from",
-        "text",
-        "Where the run's parameters came from; the kit writes it and reads the file only once.",
     ),
 )

@@ -15,17 +15,17 @@ from launcher import site as cluster
 from launcher.check import Finding, environment, files, preflight
 from launcher.check import recipe as recipe_checks
 from launcher.check.scheduler import partition
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.slurm.executors import choose
 from tests.launcher.kit import Kit, until
 from trainer import demo
 
-LOOKS = {name: look for name, _, look in preflight.CHECKS}
+LOOKS = {name: look for name, _, _, look in preflight.every()}
 
 
 def found(check: str, name: str, overrides: list[str], site=None, **options) -> list[Finding]:
     """What one check finds in a recipe."""
-    loaded = recipe.load(name, overrides, options.pop("resources", {}))
+    loaded = recipes.load(name, overrides, options.pop("resources", {}))
     context = checks.Context(loaded, site or cluster.Site(), executor=choose(True), **options)
     findings = checks.findings(check, LOOKS[check], context)
     assert {each.subject for each in findings} == {check}
@@ -279,7 +279,7 @@ def test_cells_of_a_sweep_are_one_question(demo_model: Path):
     told: dict = {}
     cells = [
         checks.Context(
-            recipe.load(
+            recipes.load(
                 "demo", [f"checkpointer.checkpoint_dir={demo_model}", f"optimizer.lr={lr}"]
             ),
             cluster.Site(),
@@ -386,7 +386,7 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     assert not slurm_user.runs()
     rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
     # The demo's entry is no other trainer's.
-    made = [name for name, _, _ in preflight.CHECKS if name != "engine config"]
+    made = [name for name, *_ in preflight.every() if name != "engine config"]
     assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 

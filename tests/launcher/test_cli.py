@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.site import Site
 from launcher.slurm import render
 from tests.launcher.kit import Kit
@@ -34,7 +34,11 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["estimate", "demo", "--recipe", "demo"], 2, "The recipe is named twice"),
         (["submit", "demo", "output_dir=/tmp"], 2, "each run has its own directory in"),
         (["submit", "demo", "checkpointer.recipe_checkpoint=x"], 2, "cannot read the state of"),
-        (["submit", "demo", "resources.rollout=2"], 2, "only entry: grpo generates answers"),
+        (
+            ["submit", "demo", "resources.rollout=2"],
+            2,
+            "this entry generates no answers; leave it out",
+        ),
         (
             ["submit", "demo_grpo", "rollout_engine=vllm", "max_staleness=1", "importance_cap=2"],
             2,
@@ -243,9 +247,9 @@ def test_data_that_are_no_json_or_lack_a_column_are_named(user: Kit, tmp_path):
     refused(user, *submit, status=1, told="is empty")
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", recipes.names())
 def test_the_scheduler_accepts_every_recipes_script(slurm, tmp_path, name):
-    loaded = recipe.load(name, resources={"nodes": 2})
+    loaded = recipes.load(name, resources={"nodes": 2})
     script = tmp_path / "job.sbatch"
     script.write_text(render.job_script(loaded, Site(), tmp_path / "runs" / "r", name))
     answer = slurm.run(["sbatch", "--test-only", str(script)])
@@ -292,7 +296,7 @@ def test_the_command_imports_little(user: Kit, arguments, allowed):
     )
     imported = set(json.loads(done.stderr.splitlines()[-1].replace("'", '"')))
     compiled = {name for name in imported if "cython" in name or name == "_yaml"}  # of PyYAML
-    assert imported - compiled <= {*allowed, "launcher", "runspec"}
+    assert imported - compiled <= {*allowed, "launcher", "runspec", "plugins"}
 
 
 def test_the_options_of_submit_are_these():

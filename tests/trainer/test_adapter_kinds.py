@@ -28,6 +28,7 @@ from trainer.checkpoint import adapter, weights
 from trainer.config import load
 from trainer.data import batches
 from trainer.methods.sft import SupervisedFineTuning
+from trainer.model import Inputs
 from trainer.models import build as models
 from trainer.parallel import world as distributed
 
@@ -86,7 +87,7 @@ def test_twenty_steps_equal_pefts_module_in_a_plain_loop(
     optimizer = torch.optim.AdamW(trained.values(), lr=3e-3)
     losses = []
     for [batch] in batches.build(own, world).training.from_step(0):
-        logits = other(input_ids=batch.tokens).logits[:, -batch.tokens.shape[1] :]
+        logits = other(input_ids=batch.inputs.tokens).logits[:, -batch.inputs.tokens.shape[1] :]
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
         loss.backward()
         optimizer.step()
@@ -155,7 +156,7 @@ def test_peft_loads_the_export(kind: str, alone: Path, world: distributed.World)
     own.checkpointer["adapter_checkpoint"] = str(folder)
     model = models.build(own, world)
     adapter.load(model, own)
-    torch.testing.assert_close(model.module.eval()(TOKENS), found, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.module.eval()(Inputs(TOKENS)), found, rtol=0, atol=1e-5)
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """A kind of adapter in one file goes through everything that the kit has, and no file knows it."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 
+from launcher import paths
 from launcher.cli import cookbook
 from runspec import adapters
 from tests.model_sizes import DEMO as MODEL_SIZES
@@ -27,9 +29,10 @@ from trainer import check
 from trainer.config import load
 from trainer.layers.adapters.base import disabled
 from trainer.methods.sft import SupervisedFineTuning
+from trainer.model import Inputs
 from trainer.models import build as models
 from trainer.parallel import world as distributed
-from trainer.parallel.sharded import full_tensor
+from trainer.sharded import full_tensor
 
 MODULE = "tests.trainer.toy_adapter"
 KIND = f"{MODULE}.BlockGain"
@@ -171,4 +174,16 @@ def main(arguments: list[str]) -> int:
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    return full_tensor(model(TOKENS)).clone()
+    return full_tensor(model(Inputs(TOKENS))).clone()
+
+
+def test_no_file_of_the_kit_knows_it() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-l", "-i", "-e", "block_gain", "-e", "BlockGain", "-e", "toy_adapter"],
+        cwd=paths.REPO_ROOT,
+        capture_output=True,
+        text=True,
+    )
+    # The pages name its file.
+    code = {path for path in found.stdout.split() if not path.endswith(".md")}
+    assert code <= {"tests/trainer/toy_adapter.py", "tests/trainer/test_adapters.py"}

@@ -36,8 +36,8 @@ def loop(path: Path, teacher: Path) -> list[tuple[float, float]]:
         for (batch,), _ in zip(data.from_step(0), range(STEPS), strict=False):
             targets = batch.labels.flatten()[batch.trained]
             with torch.no_grad():
-                wanted = other(batch.tokens).logits.flatten(0, 1)[batch.trained, :common]
-            own = student(batch.tokens).logits.flatten(0, 1)[batch.trained, :common]
+                wanted = other(batch.inputs.tokens).logits.flatten(0, 1)[batch.trained, :common]
+            own = student(batch.inputs.tokens).logits.flatten(0, 1)[batch.trained, :common]
             loss = plain(own, wanted, targets, how) / len(targets)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(student.parameters(), config.clip_grad_norm)
@@ -82,7 +82,8 @@ def test_its_curve_is_that_of_trls_gkd(name: str, tmp_path: Path) -> None:
     data = preference.write_chats(tmp_path / "chats.jsonl")
     own = name == "gkd_own"
     path = preference.our_distillation(tmp_path / "run", student, teacher, data, own)
-    finish(start(path, module="trainer.train distill"))
+    method = "plugins.rl.recipe_keys:OnPolicyConfig" if own else "distill"
+    finish(start(path, module=f"trainer.train {method}"))
     losses = [line["loss"] for line in metrics(path.parent)]
     wanted = json.loads(preference.CURVES.read_text())["losses"][name]
     assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-5)

@@ -20,7 +20,6 @@ from transformers import (
     GenerationConfig,
 )
 
-from plugins.evaluate import opened
 from plugins.evaluate.model import Answerer
 from plugins.evaluate.samples import Sample
 from runspec.weights import content_sha256
@@ -55,9 +54,11 @@ from trainer.config import instantiate, parse
 from trainer.data import tokenised
 from trainer.data.folder import read_tokenizer
 from trainer.generate import answers
+from trainer.inference import loading
 from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.methods.sft import SupervisedFineTuning
+from trainer.model import Inputs
 from trainer.models import build as models
 from trainer.parallel.world import World
 
@@ -116,7 +117,7 @@ def test_a_folder_means_what_transformers_makes_of_it(
         row = torch.tensor([tokens])
         with torch.inference_mode():
             logits = reference(row).logits
-            torch.testing.assert_close(model(row), logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(model(Inputs(row)), logits, rtol=0, atol=1e-5)
         labels = torch.tensor([[-100 if m else t for t, m in zip(tokens, mask, strict=True)]])
         wanted = F.cross_entropy(logits[0, :-1], labels[0, 1:])
         assert loss_of(loss, model, row, labels) == pytest.approx(wanted.item(), abs=1e-5)
@@ -128,7 +129,7 @@ def loss_of(loss: Callable[..., torch.Tensor], model: Any, row: Any, labels: Any
     trained = (shifted.flatten() != -100).nonzero().flatten()
     counts = row.numel(), len(trained)
     owners, one = torch.zeros_like(trained), torch.arange(1)
-    batch = MicroBatch(row, shifted, trained, *counts, (1,), owners, one, torch.zeros(1))
+    batch = MicroBatch(Inputs(row), shifted, trained, *counts, (1,), owners, one, torch.zeros(1))
     with torch.no_grad():
         return loss(model, batch, torch.device("cpu")).item() / len(trained)
 
@@ -282,11 +283,11 @@ def test_an_answer_ends_by_one_token_wherever_it_is_named(
     if not says.get("texts"):
         named = reference.config.eos_token_id
         assert 258 in (named if isinstance(named, list) else [named])
-    assert opened.ends(reference, theirs)[1] == 258
+    assert loading.end_tokens(reference, theirs)[1] == 258
     # Before the training, too: a base model is compared with what was made of it.
     before = AutoModelForCausalLM.from_pretrained(folder)
     if not says.keys() & {"chat_template", "chat_template_kwargs", "path"}:
-        assert 258 in opened.ends(before, AutoTokenizer.from_pretrained(folder))[0]
+        assert 258 in loading.end_tokens(before, AutoTokenizer.from_pretrained(folder))[0]
 
 
 def tokenizer_end(folder: Path) -> str:
@@ -375,7 +376,9 @@ def test_an_adapter_that_peft_wrote_is_gone_on_with(
     adapter.load(model, config)
     row = torch.arange(40).view(1, -1) * 7 % ROWS
     with torch.inference_mode():
-        torch.testing.assert_close(model.module(row), theirs.eval()(row).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            model.module(Inputs(row)), theirs.eval()(row).logits, rtol=0, atol=1e-5
+        )
 
 
 IMAGES = {

@@ -25,6 +25,7 @@ from trainer.checkpoint import adapter, weights
 from trainer.config import load
 from trainer.data import batches
 from trainer.errors import ConfigError
+from trainer.model import Inputs
 from trainer.models import build as models
 from trainer.parallel import world as distributed
 
@@ -86,7 +87,7 @@ def test_twenty_steps_equal_pefts(
     schedule = optimizers.schedule(changes["lr_scheduler"], optimizer, 20)
     losses = []
     for [batch] in batches.build(own, world).training.from_step(0):
-        logits = other(input_ids=batch.tokens).logits
+        logits = other(input_ids=batch.inputs.tokens).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
         loss.backward()
         optimizer.step()
@@ -108,7 +109,7 @@ def test_twenty_steps_equal_pefts(
     again = models.build(own, world)
     adapter.load(again, own)
     with torch.inference_mode():
-        found = again.module.eval()(TOKENS)
+        found = again.module.eval()(Inputs(TOKENS))
     torch.testing.assert_close(found, read, rtol=0, atol=1e-5)
     written = json.loads((folder / "adapter_config.json").read_text())
     assert written["use_rslora"] is bool(settings.get("use_rslora"))

@@ -1,8 +1,11 @@
 """A method of one file trains through everything that the kit has, and no file of it knows it."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,9 @@ from trainer.data.source import PREPARED
 from trainer.layers.batch import IGNORE_INDEX
 from trainer.parallel import world as distributed
 
-MODULE, TEACHER = "tests.trainer.toy_objective", "tests.trainer.toy_teacher"
+TOY = "tests.trainer.toy_objective"
+MODULE = f"trainer.train {TOY}:ToyConfig"
+TEACHER = "trainer.train tests.trainer.toy_teacher:ImitationConfig"
 LORA = lora_model(lora_dropout=0.0)
 PACKED_LENGTH = 96
 LONG = pytest.mark.long
@@ -60,7 +65,7 @@ RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
 @pytest.fixture(scope="module", autouse=True)
 def allowed() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COOKBOOK_COMPONENTS", MODULE)
+        patch.setenv("COOKBOOK_COMPONENTS", TOY)
         yield
 
 
@@ -71,7 +76,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path, model_folder: Path, pairs: Path, **changes: Any) -> Path:
-    return pairs_config(folder, model_folder, pairs, f"{MODULE}.Pairs", **changes)
+    return pairs_config(folder, model_folder, pairs, f"{TOY}.Pairs", **changes)
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +124,11 @@ def test_a_packed_row_holds_whole_pairs(model_folder: Path, pairs: Path, tmp_pat
     rows = data.training.rows
     assert len(rows) < len(rows.samples) and rows.samples.documents.max() <= PACKED_LENGTH // 2
     assert batch.documents_per_sample == 2 and len(batch.lengths) == 2 * batch.sample_count
-    tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
+    tokens, labels = batch.inputs.tokens.flatten(), batch.labels.flatten()
     # Padding is a document of the mask, too.
     own = [
         (begin, end)
-        for begin, end in pairwise(batch.documents.cu_seqlens.tolist())
+        for begin, end in pairwise(batch.inputs.documents.cu_seqlens.tolist())
         if (labels[begin:end] != IGNORE_INDEX).any()
     ]
     assert [end - begin for begin, end in own] == list(batch.lengths)
@@ -211,7 +216,7 @@ def test_the_closed_form_knows_its_frozen_models(
     pairs: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(entries.ENTRIES, "toy_objective", entries.method(MODULE, ToyConfig))
+    monkeypatch.setitem(entries.rows(), "toy_objective", entries.method(MODULE, ToyConfig))
     wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
     changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, **more}
     path = config(tmp_path, model_folder, pairs, **changes)
@@ -242,7 +247,7 @@ def test_a_teacher_comes_from_another_folder(
         assert_same_curve(tmp_path / name, tmp_path / "one", 2e-4)
     lines = metrics(tmp_path / "one")
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
-    monkeypatch.setitem(entries.ENTRIES, "toy", entries.method(TEACHER, ImitationConfig))
+    monkeypatch.setitem(entries.rows(), "toy", entries.method(TEACHER, ImitationConfig))
     content = read_yaml(tmp_path / "one/train.yaml")
     content["tokenizer"]["max_seq_len"] = 64
     traced = trace(parse(content, ImitationConfig), 1)
@@ -263,7 +268,7 @@ def test_it_is_submitted_by_one_row_of_the_table(
     tmp_path: Path, model_folder: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By cookbook submit --local: the real job script, torchrun and two ranks."""
-    monkeypatch.setitem(entries.ENTRIES, "toy_objective", entries.method(MODULE, ToyConfig))
+    monkeypatch.setitem(entries.rows(), "toy_objective", entries.method(MODULE, ToyConfig))
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
     content = yaml.safe_load(config(tmp_path / "own", model_folder, pairs, model=LORA).read_text())
     del content["output_dir"]
@@ -313,3 +318,34 @@ def test_no_file_of_the_kit_knows_it() -> None:
         ["grep", "-rlw", *patterns, *folders], cwd=ROOT, capture_output=True, text=True
     )
     assert found.stdout == ""
+
+
+# What the worked examples of CONTRIBUTING.md have added.
+ADDED = """
+from types import SimpleNamespace
+import torch
+from runspec.keys.methods import config_class
+from trainer.methods.base import named
+from trainer.methods.preference_losses import LOSSES, Answers
+
+method = named(config_class("unlikelihood").objective)
+assert method.config_class.own_keys().keys() == {"alpha"}
+dpo = config_class("dpo")
+assert LOSSES.keys() == set(dpo.keys()["loss"].choices)
+assert dpo.reference_of({"loss": "cpo"}) == ""
+answers = Answers(torch.tensor([[-1.0, -3.0]]), torch.zeros(1, 2), torch.ones(1, 2))
+config = SimpleNamespace(beta=0.5)
+(loss,), rewards = LOSSES["cpo"].of(answers, config)
+assert rewards.tolist() == [[-0.5, -1.5]] and abs(loss - 0.3133) < 1e-4
+"""
+
+
+def test_the_worked_examples_of_contributing_can_be_applied(tmp_path: Path) -> None:
+    for folder in ("runspec", "trainer"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for found in re.findall(r"  ```diff\n(  diff .*?)  ```\n", text, re.DOTALL):
+        given = re.sub("^  ", "", found, flags=re.MULTILINE)
+        subprocess.run(["git", "apply"], cwd=tmp_path, input=given, text=True, check=True)
+    own = os.environ | {"PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-P", "-c", ADDED], env=own, check=True)

@@ -58,7 +58,7 @@ def plain_curve(
         own, losses = optimizers_of(model), []
         schedules = [get_cosine_schedule_with_warmup(each, 3, steps) for each in own]
         for (batch,) in data.from_step(0):
-            logits = model(batch.tokens).logits
+            logits = model(batch.inputs.tokens).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
             losses.append(loss.item())
             loss.backward()

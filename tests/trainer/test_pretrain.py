@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_wsd_schedule
 
 from launcher.check import files
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from plugins.estimate.launcher.estimate import Estimate
 from runspec.keys.fields import STREAM
 from runspec.keys.pretrain import PretrainConfig
@@ -169,12 +169,12 @@ def test_long_documents_go_on_and_no_token_is_lost(
 ) -> None:
     path = config(tmp_path / "run", empty_folder, sources[:1], shuffle=False)
     _, data = built(path)
-    tokenizer = data.recipe.tokenizer
+    tokenizer = data.mixture.tokenizer
     wanted = Counter(tuple(logical.encoded(tokenizer, text)) for text in CORPUS["web"])
     assert max(map(len, wanted)) > 2 * LENGTH
     read = Counter[tuple[int, ...]]()
     for number in data.own:
-        rows = data.recipe.rows(number, data.recipe.start(number))
+        rows = data.mixture.rows(number, data.mixture.start(number))
         made = [rows.row() for _ in range(60)]
         assert all(sum(len(p) for p, _ in row.documents) >= LENGTH - 1 for row in made)
         documents = documents_of(made, tokenizer.bos_id, tokenizer.eos_id)
@@ -187,7 +187,7 @@ def test_tokens_come_by_weight(empty_folder: Path, sources: Any, tmp_path: Path)
     _, data = built(config(tmp_path / "run", empty_folder, sources))
     total = torch.zeros(3)
     for number in data.own:
-        rows = data.recipe.rows(number, data.recipe.start(number))
+        rows = data.mixture.rows(number, data.mixture.start(number))
         for _ in range(200):
             rows.row()
         total += torch.tensor(rows.state["taken"])
@@ -280,8 +280,12 @@ def test_its_losses_equal_a_plain_loops(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     schedule = get_wsd_schedule(optimizer, 2, 2, num_training_steps=6)
     for line, (batch,) in zip(metrics(one), data.from_step(0), strict=True):
-        total, z_term, ends = torch.zeros(()), torch.zeros(()), batch.documents.cu_seqlens.tolist()
-        tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
+        total, z_term, ends = (
+            torch.zeros(()),
+            torch.zeros(()),
+            batch.inputs.documents.cu_seqlens.tolist(),
+        )
+        tokens, labels = batch.inputs.tokens.flatten(), batch.labels.flatten()
         for begin, end in pairwise(ends):
             targets = labels[begin:end]
             if (targets >= 0).any():
@@ -356,5 +360,5 @@ def test_a_check_shows_the_first_documents(
 def test_the_estimate_is_of_all_steps() -> None:
     for name, tokens in (("llama100m_pretrain", 8000 * 2**18), ("llama8b_pretrain", 2000 * 2**19)):
         recipe = recipes.load(name)
-        found = Estimate(recipe, Path("/root"), "h100-80")
-        assert found.fits and found.tokens == tokens
+        found = Estimate.of(recipe, Path("/root"), "h100-80")
+        assert found.fits and found.epoch[0] == tokens

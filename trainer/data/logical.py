@@ -13,7 +13,7 @@ from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Texts of one kind.
 
     weight: its share of the tokens, relative to the others'.
@@ -49,7 +49,7 @@ class Cursor:
 
     def __init__(
         self,
-        source: Source,
+        source: TextSource,
         parts: list[shards.Part],
         stream: int,
         streams: int,
@@ -201,14 +201,14 @@ class RowStream:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Mixture:
     """All that the streams are made of.
 
     parts: of each source. seed: of the order, None keeps the files' own. streams: rows of a step.
     vocab_size: how many tokens the model knows.
     """
 
-    sources: list[Source]
+    sources: list[TextSource]
     parts: list[list[shards.Part]]
     tokenizer: Any
     length: int

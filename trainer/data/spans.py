@@ -24,7 +24,7 @@ EMPTY_ANSWER = "an answer is empty and not trained"
 THINKING = {"enable_thinking": True}
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Positions of an answer's first and last mark, and the number of the last."""
 
     first: int
@@ -144,10 +144,10 @@ class Spans:
             )
         return left_out
 
-    def _runs(self, index: int) -> list[Run]:
+    def _runs(self, index: int) -> list[TokenRun]:
         """Where an answer stands; in several places if other messages come in between."""
         own, apart = self._own(index), True
-        runs: list[Run] = []
+        runs: list[TokenRun] = []
         seen: set[int] = set()
         for number, at in self._whole.marks:
             if number not in own:
@@ -155,7 +155,7 @@ class Spans:
             elif number not in seen:
                 # A call's name may be seen again, in the header of its result.
                 seen.add(number)
-                runs.append(Run(at if apart else runs.pop().first, at, number))
+                runs.append(TokenRun(at if apart else runs.pop().first, at, number))
                 apart = False
         return runs
 
@@ -201,7 +201,7 @@ class Spans:
                 break
         return gap[self._shared(asked, gap) :]
 
-    def _end(self, index: int, run: Run) -> int:
+    def _end(self, index: int, run: TokenRun) -> int:
         """Where an answer has ended, with its end token."""
         tail = self.text[run.last : self._whole.next(run.last)]
         closing = self._shared(self._closing(index, run), tail)
@@ -215,7 +215,7 @@ class Spans:
         # White space after the end token is the template's, the model never writes it.
         return run.last + len(tail[:closing].rstrip())
 
-    def _with_end_token(self, run: Run, end: int) -> int:
+    def _with_end_token(self, run: TokenRun, end: int) -> int:
         """The end of the last answer, with an end token that only a further turn would add."""
         before = self._encode(self.text[run.last : end]).ids
         if (before and before[-1] in self._ends) or self.text[end:].strip():
@@ -233,7 +233,7 @@ class Spans:
                 return end + stop
         return end
 
-    def _closing(self, index: int, run: Run) -> str:
+    def _closing(self, index: int, run: TokenRun) -> str:
         """What follows an answer's last mark if no message comes after it."""
         alone = self._whole
         if index + 1 < len(self._turns):

@@ -18,7 +18,7 @@ from runspec.keys.fields import STREAM
 from trainer.config import TrainConfig, instantiate
 from trainer.data import batches, prepared, shards, tokenizers
 from trainer.data.batches import Collator, Data, Row
-from trainer.data.logical import Recipe, Source, encoded
+from trainer.data.logical import Mixture, TextSource, encoded
 from trainer.data.tokenised import tokenizer_files
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
@@ -37,7 +37,7 @@ class Stream:
 
     is_text = True
 
-    def __init__(self, tokenizer: Any, sources: list[Source]) -> None:
+    def __init__(self, tokenizer: Any, sources: list[TextSource]) -> None:
         self.sources, self._tokenizer = sources, tokenizer
         self._first: list[str] | None = None
 
@@ -72,7 +72,7 @@ def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: boo
     Raises:
         ConfigError: a file is missing or of no known kind, or a source is described wrongly.
     """
-    opened: list[Source] = []
+    opened: list[TextSource] = []
     faults: list[str] = []
     for number, block in enumerate(sources if isinstance(sources, list) else []):
         try:
@@ -91,7 +91,7 @@ def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: boo
     return Stream(tokenizer, opened)
 
 
-def _source(key: str, block: Any) -> Source:
+def _source(key: str, block: Any) -> TextSource:
     if not isinstance(block, dict) or not (block.get("data_files") or block.get("data_dir")):
         raise ConfigError(f"{key}: needs data_files, or data_dir of a prepared split")
     if unknown := sorted(block.keys() - SOURCE_KEYS):
@@ -107,7 +107,7 @@ def _source(key: str, block: Any) -> Source:
         given, column = read["data_files"], read["column"]
     paths = shards.files_of(f"{key}.data_files", given)
     name = block.get("name") or block.get("data_dir") or block.get("data_files")
-    return Source(str(name), paths, column, float(weight))
+    return TextSource(str(name), paths, column, float(weight))
 
 
 class _Own(IterableDataset):
@@ -116,14 +116,14 @@ class _Own(IterableDataset):
     A fault is an item too: raised in a worker it would lose its kind.
     """
 
-    def __init__(self, recipe: Recipe, states: dict[int, dict[str, Any]]) -> None:
-        self._recipe, self._states = recipe, states
+    def __init__(self, mixture: Mixture, states: dict[int, dict[str, Any]]) -> None:
+        self._mixture, self._states = mixture, states
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         numbers = list(self._states)[worker::workers]
-        streams = {n: self._recipe.rows(n, self._states[n]) for n in numbers}
+        streams = {n: self._mixture.rows(n, self._states[n]) for n in numbers}
         while True:
             try:
                 yield [(n, stream.row(), stream.state) for n, stream in streams.items()]
@@ -141,7 +141,7 @@ class StreamBatches:
 
     def __init__(
         self,
-        recipe: Recipe,
+        mixture: Mixture,
         world: World,
         batch_size: int,
         *,
@@ -151,9 +151,9 @@ class StreamBatches:
         collator: Collator,
         workers: int = 0,
     ) -> None:
-        self.recipe, self._world, self._collator = recipe, world, collator
+        self.mixture, self._world, self._collator = mixture, world, collator
         self._batch_size, self._sha256 = batch_size, sha256
-        self.samples_per_step = recipe.streams
+        self.samples_per_step = mixture.streams
         self.total_steps = self.steps_per_epoch = total_steps
         self.own = [
             (micro * world.data_size + world.data_rank) * batch_size + index
@@ -162,7 +162,7 @@ class StreamBatches:
         ]
         self._workers = min(workers, len(self.own))
         # This rank's streams, by the number of steps that they have given rows for.
-        self._states = {0: {stream: recipe.start(stream) for stream in self.own}}
+        self._states = {0: {stream: mixture.start(stream) for stream in self.own}}
 
     def epoch_of(self, step: int) -> int:
         """A stream has one epoch."""
@@ -185,7 +185,7 @@ class StreamBatches:
     def from_step(self, step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches, one list per step, from step index `step` to the last."""
         loader = DataLoader(
-            _Own(self.recipe, self._states[step]),
+            _Own(self.mixture, self._states[step]),
             batch_size=None,
             collate_fn=_unchanged,
             num_workers=self._workers,
@@ -225,7 +225,7 @@ class StreamBatches:
     @property
     def described(self) -> str:
         """What it is, in words."""
-        sources = self.recipe.sources
+        sources = self.mixture.sources
         total = sum(source.weight for source in sources)
         size = sum(path.stat().st_size for source in sources for path in source.files)
         shares = ", ".join(f"{100 * s.weight / total:.0f} % {s.name}" for s in sources)
@@ -277,7 +277,7 @@ def build(config: TrainConfig, world: World) -> Data:
     streams = config.batch_size * config.gradient_accumulation_steps * world.data_size
 
     # Rank 0 alone looks at all files.
-    def find() -> tuple[list[Source], list[list[shards.Part]], str]:
+    def find() -> tuple[list[TextSource], list[list[shards.Part]], str]:
         sources = instantiate("dataset", config.dataset, tokenizer).sources
         parts = [shards.parts_of(source.files, streams) for source in sources]
         for source, own in zip(sources, parts, strict=True):
@@ -292,9 +292,9 @@ def build(config: TrainConfig, world: World) -> Data:
     seed = config.seed if config.shuffle else None
     length = int(config.tokenizer["max_seq_len"])
     known = tokenizers.token_rows(tokenizer, config.model_folder)
-    recipe = Recipe(sources, parts, tokenizer, length, seed, streams, known)
+    mixture = Mixture(sources, parts, tokenizer, length, seed, streams, known)
     training = StreamBatches(
-        recipe,
+        mixture,
         world,
         config.batch_size,
         micro_steps=config.gradient_accumulation_steps,

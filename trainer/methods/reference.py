@@ -23,13 +23,13 @@ from trainer.checkpoint.weights import SafetensorsSource
 from trainer.config import TrainConfig
 from trainer.data.batches import Rows
 from trainer.data.tokenised import TokenisedDataset
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, cache_written
 from trainer.layers.adapters.base import disabled
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
 from trainer.methods.base import Models
-from trainer.parallel import fsdp
 from trainer.parallel.world import World
+from trainer.sharded import reshard
 
 # Of the file of kept values.
 FORMAT, DIGEST_BYTES = 2, hashlib.sha256().digest_size
@@ -132,7 +132,7 @@ class KeptLogProbs:
             self._take(own, values)
         finally:
             module.train()
-            fsdp.reshard(module)
+            reshard(module)
         world.on_main(lambda: _publish(values, path, part))
 
     def _batches(self, rows: Rows[TokenisedDataset], left: list[int]) -> Iterator[MicroBatch]:
@@ -154,13 +154,8 @@ class KeptLogProbs:
 
 
 def _publish(values: np.ndarray, path: Path, part: Path) -> None:
-    try:
+    with cache_written(path.parent):
         write(path, values)
-    except OSError as error:
-        raise ConfigError(
-            f"data_cache_dir: {path.parent} cannot be written to: {error.strerror}; set "
-            "data_cache_dir to a folder of your own"
-        ) from None
     part.unlink(missing_ok=True)
 
 

@@ -10,6 +10,7 @@ from launcher import site as sites
 from launcher.cli.common import cluster_option, flag, json_option, note, tell_submitted
 from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
+from launcher.plugins import hook
 from launcher.slurm import executors
 from runspec import files
 
@@ -26,11 +27,12 @@ class _Prepare(click.Command):
         parent: click.Context | None = None,
         **more: Any,
     ) -> click.Context:
-        if args[:1] == ["from-requests"]:
-            from plugins.serve.cli.requests import from_requests
-
+        # The hook of a plug-in that logs requests: the command that makes a recipe of them.
+        from_requests: Any = hook("from_requests") if args[:1] == ["from-requests"] else None
+        if from_requests:
             name = f"{info_name} {args[0]}"
-            return from_requests.make_context(name, args[1:], parent, **more)
+            made: click.Context = from_requests.make_context(name, args[1:], parent, **more)
+            return made
         return super().make_context(info_name, args, parent, **more)
 
 
@@ -82,8 +84,8 @@ def prepare(
     cookbook prepare from-requests NAME makes a RECIPE from the requests to the endpoint NAME.
     """
     # Imported late: only this command needs them.
-    from launcher.recipe import data
     from plugins.data.launcher import prepare_data as workflow
+    from plugins.data.launcher import recipe as data_recipe
 
     site = sites.load(cluster)
     asked = {key: resources[key] for key in _RESOURCES if resources[key] is not None}
@@ -98,7 +100,7 @@ def prepare(
         raise UsageFault("--rows requires --preview: add --preview, or leave it out")
     if preview and nodes is not None:
         raise UsageFault("--preview runs on this host: leave --nodes out")
-    loaded = data.load(recipe, overrides, asked)
+    loaded = data_recipe.load(recipe, overrides, asked)
     planned = workflow.plan(loaded, site, name, nodes)
     if nodes is None:
         if dry_run:

@@ -10,9 +10,9 @@ from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, json_option, note
 from launcher.cli.number import IntRange
+from launcher.do import models
 from launcher.errors import UsageFault
 from launcher.look.text import plain
-from plugins.registry.launcher import models
 from plugins.registry.launcher import promote as workflow
 from plugins.registry.launcher import registry as registered
 from plugins.registry.launcher import store as stores
@@ -94,7 +94,7 @@ def registry(name: str | None, as_json: bool, cluster: str | None) -> None:
     """List the registered models, or the versions and the history of NAME."""
     site = sites.load(cluster)
     store = stores.at(site.root, site.tracking)
-    with stores.opened(store, write=False) as client:
+    with stores.client(store, write=False) as client:
         if name is None:
             known = {each: registered.aliases_of(client, each) for each in registered.names(client)}
             if as_json:

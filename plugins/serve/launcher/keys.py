@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from launcher.errors import EndpointFault, UsageFault, nearest
-from launcher.recipe.recipe import NAME, NAME_RULE
 from plugins.serve import endpoint as endpoints
 from plugins.serve.launcher.endpoint import Endpoint
 from runspec import files, lock
+from runspec.keys.key import NAME, NAME_RULE
 
 _WAIT_S = 30.0
 
@@ -85,7 +85,7 @@ def rows(endpoint: Endpoint) -> list[dict[str, Any]]:
 def _changed(endpoint: Endpoint) -> Iterator[dict[str, dict[str, Any]]]:
     """Yield the users, and write what the block has made of them; one command at a time.
 
-    Not by the endpoint's own lock, which a command holds while replicas start.
+    Not by the endpoint's own lock, which a command holds while servers start.
     """
     try:
         held = lock.take(endpoint.folder / f".{endpoints.USERS}.lock", _WAIT_S)

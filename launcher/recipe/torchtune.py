@@ -1,0 +1,180 @@
+"""torchtune's spellings, recipes and configs, which are read: importing it would import torch."""
+
+import ast
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher.errors import RecipeFault
+from launcher.venv import packages, site_packages
+
+# What the method sft does in the place of these recipes, for the models that it builds.
+_OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)")
+_TEXT_MODELS = re.compile(r"(code_)?llama2|llama3(_[123])?|gemma2|mistral|phi[34]|qwen2(_5)?")
+# Keys that only some of its scripts read, and what these have in their names.
+_OTHERS = {
+    "ref_checkpointer": "full_dpo",
+    "kd_loss": "knowledge_distillation",
+    "quantizer": "qat",
+    "policy_model": "ppo",
+    "tasks": "eval",
+}
+# The kit's methods of the same purpose.
+_METHODS = {"dpo": "dpo", "knowledge_distillation": "distill", "grpo": "grpo"}
+
+
+# The kit's key, and torchtune's for the same: whichever is given last counts.
+_SPELLINGS = {"activation_checkpointing": ("enable_activation_checkpointing", "ac_mode")}
+
+
+def replace_older(config: dict[str, Any], key: str) -> None:
+    """Remove other spellings of what a key says, which is about to be set."""
+    for ours, theirs in _SPELLINGS.items():
+        for other in theirs if key == ours else [ours] if key in theirs else []:
+            config.pop(other, None)
+
+
+class Stock(NamedTuple):
+    """A training script of torchtune's, and the configs that are written for it."""
+
+    path: Path
+    distributed: bool
+    configs: tuple[str, ...]
+
+
+@cache
+def recipes() -> dict[str, Stock]:
+    """Return torchtune's recipes by the names that `tune ls` prints; {} without torchtune."""
+    packages = site_packages()
+    registry = packages / "torchtune" / "_recipe_registry.py" if packages else None
+    if packages is None or registry is None or not registry.is_file():
+        return {}
+    by_name = {}
+    for call in ast.walk(ast.parse(registry.read_text(encoding="utf-8"))):
+        if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Recipe"):
+            continue
+        given = {word.arg: word.value for word in call.keywords}
+        configs = [
+            ast.literal_eval(word.value)
+            for config in getattr(given["configs"], "elts", [])
+            for word in config.keywords
+            if word.arg == "file_path"
+        ]
+        name, file = (ast.literal_eval(given[key]) for key in ("name", "file_path"))
+        distributed = ast.literal_eval(given["supports_distributed"])
+        by_name[name] = Stock(packages / "recipes" / file, distributed, tuple(configs))
+    return by_name
+
+
+def configs() -> dict[str, Path]:
+    """Return torchtune's own config files by the names that `tune ls` prints."""
+    folder = _config_folder()
+    files = sorted(folder.rglob("*.yaml")) if folder else []
+    return {str(path.relative_to(folder).with_suffix("")): path for path in files if folder}
+
+
+def config_name(path: Path) -> str | None:
+    """Return torchtune's name of one of its own config files, None for any other file.
+
+    The file may be given by a link or by a path with `..`.
+    """
+    folder = _config_folder()
+    for root in (folder, folder.resolve()) if folder else ():
+        # A package's files may be links themselves, into the cache of an installer.
+        for file in (path.resolve(), Path(os.path.normpath(path))):
+            if file.is_relative_to(root):
+                return str(file.relative_to(root).with_suffix(""))
+    return None
+
+
+def _config_folder() -> Path | None:
+    packages = site_packages()
+    return packages / "recipes" / "configs" if packages else None
+
+
+def entry_of(path: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the entry of one of torchtune's configs or of a copy, None for any other file.
+
+    What sft does too is its; preference tuning, distillation, quantisation, images and the
+    like are torchtune's own script's: the one that lists the file, or that the file's header runs,
+    as in a copy that `tune cp` made.
+
+    Raises:
+        RecipeFault: the installed torchtune has no such script, or a copy does not name it.
+    """
+    relative = f"{config_name(path)}.yaml"
+    listed = [name for name, each in recipes().items() if relative in each.configs]
+    # A header may show before how a teacher is trained.
+    shown = re.findall(r"tune run .*?([a-z0-9_/]+) --config", path.read_text(encoding="utf-8"))
+    name = next(iter([*listed, *reversed(shown)]), "")
+    if name not in recipes():
+        marks = [mark for key, mark in _OTHERS.items() if config.get(key) is not None]
+        marks += ["lora_dpo"] if "DPO" in _component(config, "loss") else []
+        if name or marks:
+            raise RecipeFault(_lost(path, name, marks))
+        return None
+    family = _component(config, "model").removeprefix("torchtune.models.").partition(".")[0]
+    # --model puts one of transformers' models in its place.
+    known = family == "transformers" or _TEXT_MODELS.fullmatch(family) or not _has_models(family)
+    is_ours = _OURS.fullmatch(name) and known
+    return "sft" if is_ours else f"torchtune:{name}"
+
+
+def _component(config: Mapping[str, Any], key: str) -> str:
+    block = config.get(key)
+    return str(block.get("_component_") or "") if isinstance(block, Mapping) else ""
+
+
+def _has_models(family: str) -> bool:
+    """Whether torchtune has models of a family; those of later versions need --model here."""
+    folder = site_packages()
+    return folder is None or (folder / "torchtune" / "models" / family).is_dir()
+
+
+def _lost(path: Path, name: str, marks: Sequence[str]) -> str:
+    """Say how a config is started whose script is missing or not named."""
+    mark = next((each for each in _OTHERS.values() if each in name), name) or marks[0]
+    fitting = [f"entry=torchtune:{each}" for each in recipes() if mark in each]
+    here = f"torchtune {packages().get('torchtune', '')}".strip()
+    what = f"is of {name}, which {here} does not have" if name else f"has the keys of {mark}"
+    ways = [f"add {' or '.join(fitting)} to start torchtune's own script"] if fitting else []
+    ways += [f"the kit's own method is entry: {own}"] if (own := own_method(mark)) else []
+    return f"{path} {what}: {'; '.join(ways) or 'tune ls shows what it has'}"
+
+
+def own_method(name: str) -> str:
+    """Return the kit's method for the purpose of a script of torchtune's, "" if it has none."""
+    return next((own for part, own in _METHODS.items() if part in name), "")
+
+
+def missing_imports(
+    script: Path, packages: Sequence[Path], code_root: Path | None = None
+) -> list[str]:
+    """Return the packages that a script imports at its top and the environment does not have.
+
+    packages are the folders of the environment's packages, none if they are not known; code_root is
+    the folder of the user's own modules.
+    """
+    if not packages:
+        return []
+    try:
+        body = ast.parse(script.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    wanted = []
+    for node in body:
+        if isinstance(node, ast.Import):
+            wanted += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            wanted.append(node.module)
+    folders = [*packages, script.parent, *([code_root] if code_root else [])]
+    names = {name.partition(".")[0] for name in wanted} - sys.stdlib_module_names
+    return sorted(name for name in names if not any(_holds(folder, name) for folder in folders))
+
+
+def _holds(folder: Path, name: str) -> bool:
+    return (folder / name).is_dir() or any(folder.glob(f"{name}.*"))
