@@ -1,6 +1,6 @@
 """What the front and the gateway of a served model add: python benchmarks/gateway.py
 
-A server that answers at once stands for the engine, in a process of its own; so do the front (key,
+A server that answers at once stands for the backend, in a process of its own; so do the front (key,
 log, metrics) and the gateway. Requests go to each in turn, so that the busy machine is the same for
 all. Then so many streams are held at the same time through both.
 """
@@ -24,12 +24,12 @@ sys.path.insert(0, str(ROOT))
 
 from plugins.serve import endpoint as endpoints  # noqa: E402
 from plugins.serve import parameters  # noqa: E402
-from plugins.serve.backends import Backend  # noqa: E402
 from plugins.serve.front import Front  # noqa: E402
 from plugins.serve.gateway import Gateway  # noqa: E402
 from plugins.serve.journal import Journal, read  # noqa: E402
 from plugins.serve.keys import Keys, Quotas  # noqa: E402
 from plugins.serve.recipe_keys import SERVE  # noqa: E402
+from plugins.serve.upstream import Upstream  # noqa: E402
 
 KEY = "key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -59,14 +59,14 @@ def serve(kind: str, folder: str, below: str, told: Any) -> None:
     """Run one of the three servers until the process is ended."""
 
     async def run() -> None:
-        if kind == "engine":
+        if kind == "backend":
             app = web.Application()
             app.router.add_post("/v1/chat/completions", answer)
         elif kind == "front":
             journal = Journal(Path(folder) / "requests")
-            takes = parameters.Takes("vllm", "m")
-            engine, quotas = Backend("a", below, ready=True), Quotas(Path(folder), "a")
-            app = Front(SETTINGS, Keys(KEY), engine, takes, journal, quotas).app()
+            takes = parameters.Parameters("vllm", "m")
+            backend, quotas = Upstream("a", below, ready=True), Quotas(Path(folder), "a")
+            app = Front(SETTINGS, Keys(KEY), backend, takes, journal, quotas).app()
         else:
             proxy = Gateway(SETTINGS, Keys(KEY), Path(folder))
             proxy.pool.refresh()
@@ -121,15 +121,15 @@ async def measure(
             return_exceptions=True,
         )
         took = time.perf_counter() - began
-    base = seconds["engine"]
+    base = seconds["backend"]
     found: dict[str, Any] = {"requests": requests}
     for name in ("front", "gateway"):
         found[name] = {
             f"p{int(100 * q)}_added_ms": round(1000 * (at(seconds[name], q) - at(base, q)), 3)
             for q in (0.5, 0.99)
         }
-    # Each round asks the engine three times, the front twice and the gateway once.
-    shares = {"engine": 3, "front": 2, "gateway": 1}
+    # Each round asks the backend three times, the front twice and the gateway once.
+    shares = {"backend": 3, "front": 2, "gateway": 1}
     found["cpu_ms_per_request"] = {
         name: round(1000 * used[name] / requests / count, 3) for name, count in shares.items()
     }
@@ -150,7 +150,7 @@ def main() -> None:
     processes, urls, below = [], {}, ""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for kind in ("engine", "front", "gateway"):
+            for kind in ("backend", "front", "gateway"):
                 if kind == "gateway":
                     facts = {"state": "ready", "url": urls["front"], "version": "v"}
                     endpoints.tell(Path(folder), "a", facts)

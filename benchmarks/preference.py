@@ -189,8 +189,8 @@ def our_distillation(folder: Path, student: Path, teacher: Path, data: Path, own
     """
     changes: dict[str, Any] = {"teacher": str(teacher), "beta": 0.5, "cross_entropy_share": 0.0}
     if own:
-        changes |= {"on_policy_share": 1.0, "on_policy_temperature": 1e-6}
-        changes |= {"on_policy_max_new_tokens": 12}
+        changes |= {"on_policy_share": 1.0, "sampling_temperature": 1e-6}
+        changes |= {"max_new_tokens": 12}
     path = our_config(folder, student, data, "kto", **changes)
     config = yaml.safe_load(path.read_text())
     config["dataset"] |= {

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from launcher import paths
+from launcher.gpus import by_name
 from launcher.recipe import recipe, sweep
 from launcher.recipe.sweep import Cell
-from plugins.estimate.launcher.gpus import by_name
 from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.search import Predictor

@@ -22,6 +22,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "configs/recipes/demo_grpo.yaml"
+METHOD = "plugins.rl.recipe_keys:GrpoConfig"
 # The 100 prompts are four updates each epoch; neither trainer updates on a rest.
 UPDATES, ANSWERS, GROUP, NEW_TOKENS, RATE, WARMUP = 100, 200, 8, 4, 1e-3, 5
 WINDOWS = 10
@@ -48,7 +49,7 @@ def ours(model: Path, folder: Path, seed: int) -> Run:
     path = folder / "train.yaml"
     path.write_text(yaml.safe_dump(recipe))
     own = os.environ | {"OMP_NUM_THREADS": "1"}
-    _quietly([sys.executable, "-m", "trainer.train", "grpo", str(path)], folder, own)
+    _quietly([sys.executable, "-m", "trainer.train", METHOD, str(path)], folder, own)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "rewards": [line["reward"] for line in lines],

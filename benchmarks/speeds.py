@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any
 
 from launcher import paths
+from launcher.gpus import Gpu, Reached, by_name
 from launcher.recipe import recipe
 from launcher.recipe.shapes import shape_of
-from plugins.estimate.launcher.compute import Reached
-from plugins.estimate.launcher.gpus import Gpu, Links, by_name
+from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.step_config import StepConfig
 from plugins.estimate.launcher.step_time import step_time

@@ -18,7 +18,6 @@ CLUSTERS = Path(os.environ.get("COOKBOOK_CLUSTERS") or OWN_CLUSTERS)
 ENVIRONMENTS = REPO_ROOT / "configs" / "environments"
 EVALS = REPO_ROOT / "configs" / "evals"
 GATES = REPO_ROOT / "configs" / "gates"
-SERVE = REPO_ROOT / "configs" / "serve"
 GPUS = REPO_ROOT / "configs" / "gpus.yaml"
 TEMPLATES = REPO_ROOT / "templates"
 # What cookbook download writes into a model's folder.

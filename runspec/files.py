@@ -45,11 +45,8 @@ END_RANKS = ".end_ranks"
 # Inside logs/<attempt>: the process above its command, and the command's exit status.
 CHILD = ".child.json"
 EXIT_STATUS = ".exit_status"
-# Inside logs/<attempt>: how busy each node's GPUs were.
-GPU_USE = "gpus_node_{}.jsonl"
 # What the trainer writes.
 PROGRESS = "progress.json"
-DATA_SETTINGS = "data.yaml"  # of a job that prepares data
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 # Of rollout replicas: where they listen, and what became of them (plugins/rl/slurm/rollout.py).
@@ -76,8 +73,6 @@ SWEEPS = "sweeps"  # the folder of all sweeps
 SWEEP = "sweep.json"
 TASKS = "tasks"
 ARRAY_SCRIPT = "array_{}.sbatch"
-# In a run of a sweep: why it was stopped early.
-EARLY_STOP = "early_stop.json"
 # Inside checkpoints/step_<n>: the folder counts only with the marker.
 CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"

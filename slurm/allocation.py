@@ -6,13 +6,11 @@ Standard library only.
 import os
 import re
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from slurm import job_log
-from slurm.topology import by_switch
 
 # Variables of a job array that sbatch would pass on to a job that is none of its tasks.
 _OF_ARRAYS = re.compile(r"SLURM_ARRAY_(JOB|TASK)_.*")
@@ -65,12 +63,6 @@ def job_exists(job_id: str) -> bool:
     """Whether Slurm knows a job, or does not answer."""
     status, output = said(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"], 60)
     return bool(output.strip()) if status == 0 else "Invalid job id" not in output
-
-
-def by_topology(hosts: list[str]) -> list[list[str]]:
-    """Return the nodes of each leaf switch, in the order of ranks; [] if Slurm knows none."""
-    printed = ask(["scontrol", "--oneliner", "show", "topology"], 20)
-    return by_switch(hosts, printed or "")
 
 
 def addresses(hosts: Sequence[str]) -> list[str]:
@@ -137,24 +129,3 @@ def exclude(job_id: str, hosts: Sequence[str]) -> bool:
             return True
         time.sleep(pause_s)
     return False
-
-
-def release_other_nodes(node: str) -> str | None:
-    """Give all nodes back but this one; return None, or Slurm's message if it keeps them."""
-    job = os.environ["SLURM_JOB_ID"]
-    before = Path.cwd()
-    # scontrol writes a script here, with the variables of the smaller job.
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            status, output = said(["scontrol", "update", f"JobId={job}", f"NodeList={node}"], 60)
-            script = Path(folder, f"slurm_job_{job}_resize.sh")
-            if status == 0:
-                text = script.read_text(encoding="utf-8") if script.exists() else ""
-                for name in re.findall(r"^unset (SLURM_\w+)", text, re.MULTILINE):
-                    os.environ.pop(name, None)
-                given = re.findall(r'^export (SLURM_\w+)="?(.*?)"?$', text, re.MULTILINE)
-                os.environ.update(given or {"SLURM_JOB_NUM_NODES": "1"})
-        finally:
-            os.chdir(before)
-    return output.strip() if status else None

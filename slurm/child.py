@@ -23,15 +23,12 @@ _POLL_S, _KEEPER_S = 0.1, 5.0
 
 @dataclass
 class Child:
-    """The bash above the command, and the folder in which it leaves what is known of it.
-
-    process: None if another process has started it.
-    """
+    """The bash above the command, and the folder in which it leaves what is known of it."""
 
     folder: Path
     pid: int
     started: str | None
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | None = None  # None if another process has started it
 
     @classmethod
     def start(

@@ -115,11 +115,6 @@ else
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 fi
 
-# Samples the utilization of the GPUs. A node without GPUs has no nvidia-smi.
-if command -v nvidia-smi >/dev/null; then
-  "$VENV/bin/python" -P -m slurm.gpu_use $$ >/dev/null 2>&1 </dev/null &
-fi
-
 # Handles requests of the supervisor (slurm/watchdog.py): makes this node's ranks write their stacks, and kills
 # them if srun cannot. What starts the ranks replaces this shell, so the loop ends when this process id is gone.
 signal_ranks() {

@@ -25,8 +25,7 @@ class Nodes:
     """The nodes of an attempt.
 
     hosts: those that train, in the order of their ranks. rollout_hosts: those that generate
-    answers. placed: options of srun with which tasks are in that order. left_out: nodes that the
-    job gives up when it is requeued.
+    answers. left_out: nodes that the job gives up when it is requeued.
     """
 
     def __init__(self, record: Recorder) -> None:
@@ -34,17 +33,16 @@ class Nodes:
         self._rollout_count = int(os.environ.get("ROLLOUT_NODES") or 0)
         self.hosts: list[str] = []
         self.rollout_hosts: list[str] = []
-        self.placed = [f"--nodes={self._count}"]
         self.left_out: list[str] = []
         self._silent: list[str] = []
         self._old_steps: set[str] = set()
-        self._said_places = self._passed_over = False
+        self._passed_over = False
 
     @property
     def on_hosts(self) -> list[str]:
         """Options of an srun with one task on each node that trains."""
-        count, nodes = len(self.hosts), ",".join(self.hosts)
-        return [*self.placed, f"--nodelist={nodes}", f"--ntasks={count}", "--ntasks-per-node=1"]
+        count, nodes = len(self.hosts), f"--nodelist={','.join(self.hosts)}"
+        return [f"--nodes={count}", nodes, f"--ntasks={count}", "--ntasks-per-node=1"]
 
     @property
     def beside(self) -> list[str]:
@@ -65,7 +63,7 @@ class Nodes:
             self.hosts, self.rollout_hosts = [host], [host] * self._rollout_count
             return
         self._await_controller()
-        hosts = self._in_order(job_log.hosts(os.environ["SLURM_JOB_NODELIST"]))
+        hosts = job_log.hosts(os.environ["SLURM_JOB_NODELIST"])
         count = self._count + self._rollout_count
         names, bad = self._record(records.choose, hosts, count, self._silent)
         if not names:
@@ -93,23 +91,6 @@ class Nodes:
             address = known[0] if known else self.hosts[0]
             one_host = self._count == 1 or len(set(known)) == 1
         return {"HEAD_ADDR": address, "ONE_HOST": "yes" if one_host else "no"}
-
-    def _in_order(self, hosts: list[str]) -> list[str]:
-        """Return the nodes so that ranks below one switch are neighbours, if Slurm knows them.
-
-        srun starts tasks in the order of its own list, or with an option in that of ours.
-        """
-        groups = allocation.by_topology(hosts)
-        if not groups:
-            return hosts
-        # srun takes no number of nodes then.
-        self.placed = ["--distribution=arbitrary"]
-        if not self._said_places:
-            order = " | ".join(",".join(group) for group in groups)
-            what = "ranks in the order of Slurm's topology, a switch or block after the other"
-            say(f"{what}: {order}")
-        self._said_places = True
-        return [host for group in groups for host in group]
 
     def _pass_over_a_step(self) -> None:
         """Let the first attempt be step 1 instead of step 0 after every other requeue.
@@ -194,14 +175,3 @@ class Nodes:
                 with suppress(OSError):
                     (logs / files.END_RANKS).touch()
             time.sleep(1)
-
-    def release_others(self) -> None:
-        """Give all nodes back but the one that this process runs on."""
-        own = os.environ.get("SLURMD_NODENAME", "")
-        if not in_slurm() or own not in self.hosts or os.environ["SLURM_JOB_NUM_NODES"] == "1":
-            return
-        message = allocation.release_other_nodes(own)
-        if message is None:
-            self.hosts = [own]
-        else:
-            say(f"the job keeps its other nodes while it answers questions: {message}")

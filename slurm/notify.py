@@ -1,8 +1,7 @@
 """Notifies a webhook that a run has started, ended or failed.
 
-The job script sets NOTIFY_WEBHOOK, the file that holds the address, NOTIFY_FORM and NOTIFY_EVENTS.
-A failed notification is reported in the job's log and does not affect the run. Standard library
-only.
+The job script sets NOTIFY_WEBHOOK, the file that holds the address, and NOTIFY_EVENTS. A failed
+notification is reported in the job's log and does not affect the run. Standard library only.
 """
 
 import os
@@ -19,7 +18,6 @@ TIMEOUT_S, TRIES = 8, 2
 _EVENTS = {
     "COMPLETED": "end",
     "CANCELLED": "end",
-    "STOPPED_EARLY": "end",
     "FAILED": "failure",
     "INTERRUPTED": "failure",
 }
@@ -59,18 +57,6 @@ def sentence(content: dict[str, Any]) -> str:
     return f"{text}: {content['message']}" if content.get("message") else text
 
 
-def body(form: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON body: the content, or a message in the form of Slack or Teams."""
-    if form == "slack":
-        return {"text": sentence(content)}
-    if form == "teams":
-        text = {"type": "TextBlock", "text": sentence(content), "wrap": True}
-        card = {"type": "AdaptiveCard", "version": "1.4", "body": [text]}
-        kind = "application/vnd.microsoft.card.adaptive"
-        return {"type": "message", "attachments": [{"contentType": kind, "content": card}]}
-    return {**content, "text": sentence(content)}
-
-
 def post(address: str, content: dict[str, Any]) -> str:
     """Send a message; return the reason if it was not delivered, else ""."""
     if not address.startswith(("https://", "http://")):
@@ -107,6 +93,6 @@ def notify(run_dir: Path, event: str) -> None:
     except OSError as error:
         fault = f"{webhook}: {error.strerror}"
     else:
-        fault = post(address, body(os.environ["NOTIFY_FORM"], content))
+        fault = post(address, {**content, "text": sentence(content)})
     if fault:
         say(f"the webhook was not notified of the run's {content['event']}: {fault}")

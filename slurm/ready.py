@@ -29,9 +29,6 @@ _IN_USE, _IS_IN_USE = 0.1, "is in use: "
 _FREED_S = 30.0
 _QUERY = "index,uuid,memory.used,memory.total,ecc.errors.uncorrected.volatile.total"
 _DISK_BYTES = 2**30
-# How long srun may take to start a node's script.
-_START_S = 120
-_SKEW_S = 5
 
 
 def faults() -> list[str]:
@@ -102,19 +99,6 @@ def _disk() -> Iterator[str]:
         yield f"{folder} has no free inodes"
 
 
-def _clock() -> str:
-    """Return a note if this node's clock differs from the first node's, which wrote the status."""
-    started = files.peek(Path(os.environ["RUN_DIR"]) / files.STATUS).get("started")
-    if not isinstance(started, int | float):
-        return ""
-    skew_s = time.time() - started
-    if -_SKEW_S <= skew_s <= _START_S:
-        return ""
-    ahead = f"at least {skew_s - _START_S:.0f} s ahead of"
-    where = f"{-skew_s:.0f} s behind" if skew_s < 0 else ahead
-    return f"note: this node's clock is {where} the first node's; times in its logs differ"
-
-
 def _output(command: list[str]) -> tuple[int, str]:
     try:
         done = subprocess.run(
@@ -127,8 +111,6 @@ def _output(command: list[str]) -> tuple[int, str]:
 
 def main() -> int:
     node, logs = os.environ["NODE_NAME"], Path(os.environ["LOGS"])
-    if note := _clock():
-        print(f"cookbook: {note}")
     reasons, deadline = faults(), time.monotonic() + _FREED_S
     while reasons and all(_IS_IN_USE in line for line in reasons) and time.monotonic() < deadline:
         time.sleep(1)

@@ -6,12 +6,11 @@ raises OSError is (slurm/recorder.py). Standard library only.
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from plugins.engines.slurm import engine
 from runspec import files, publish
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
@@ -71,20 +70,48 @@ def begin(
     max_retries: int = 0,
     rollout_hosts: Sequence[str] = (),
     exists: Callable[[str], bool] = allocation.job_exists,
+    prepare: Callable[[], object] = lambda: None,
 ) -> int:
     """Record the start of an attempt; return its number.
 
     Args:
         rollout_hosts: nodes that generate answers.
         exists: whether a job that had the run may still run.
+        prepare: Companion.prepare.
 
     Raises:
         Follows: nothing is left to train, another job has the run, too many attempts ended without
             a record and saved nothing, the run has used its GPU-hours, was cancelled, or the disk
             is full.
     """
+    with _full_disk_fails(run_dir):
+        status = read_object(run_dir / files.STATUS)
+        repeated = status.get("state") == "RUNNING" and is_of_this_start(status)
+        _refuse_what_is_done(run_dir, status)
+        if status.get("state") == "RUNNING" and not repeated:
+            _end_of_earlier(run_dir, status, max_retries, exists)
+        if message := used_up(run_dir):
+            raise _refused(run_dir, status, "budget", message)
+        number = next_attempt(run_dir, status)
+        if repeated:
+            # An end would have been recorded before another attempt of this start of the job.
+            number = int(status.get("attempt", number))
+        else:
+            _say_whose_run_it_is(run_dir, status)
+            try:
+                prepare()
+            except files.DamagedFile as error:
+                raise _refused(run_dir, status, "user_error", str(error)) from error
+        _make_files(run_dir, number)
+        _write_start(run_dir, number, hosts, rollout_hosts, status)
+        return number
+
+
+@contextmanager
+def _full_disk_fails(run_dir: Path) -> Iterator[None]:
+    """Record the end of the run if its disk is full."""
     try:
-        return _begin(run_dir, hosts, max_retries, rollout_hosts, exists)
+        yield
     except OSError as error:
         if error.errno not in OF_A_DISK:
             raise
@@ -96,51 +123,39 @@ def begin(
         raise Follows("failed", full["message"]) from error
 
 
-def _begin(
-    run_dir: Path,
-    hosts: list[str],
-    max_retries: int,
-    rollout_hosts: Sequence[str],
-    exists: Callable[[str], bool],
-) -> int:
-    status = read_object(run_dir / files.STATUS)
-    repeated = status.get("state") == "RUNNING" and is_of_this_start(status)
-    _refuse_what_is_done(run_dir, status)
-    if status.get("state") == "RUNNING" and not repeated:
-        _end_of_earlier(run_dir, status, max_retries, exists)
+def _say_whose_run_it_is(run_dir: Path, status: dict[str, Any]) -> None:
     job_id, before = own_job_id(), status.get("job_id")
-    if message := used_up(run_dir):
-        raise _refused(run_dir, status, "budget", message)
-    number = next_attempt(run_dir, status)
-    if repeated:
-        # An end would have been recorded before another attempt of this start of the job.
-        number = int(status.get("attempt", number))
     if before not in (None, job_id):
         step = latest_checkpoint(run_dir)
         since = f"the checkpoint of step {step}" if step >= 0 else "the first step"
         what = f"job {job_id} continues the run of job {before} in {run_dir}"
         say(f"{what}, from {since}; {_NEW_RUN}")
-    if not repeated:
-        try:
-            engine.set_aside(run_dir)
-        except files.DamagedFile as error:
-            raise _refused(run_dir, status, "user_error", str(error)) from error
-    _make_files(run_dir, number)
+
+
+def _write_start(
+    run_dir: Path,
+    number: int,
+    hosts: list[str],
+    rollout_hosts: Sequence[str],
+    before: dict[str, Any],
+) -> None:
+    job_id = own_job_id()
     started = {
         "state": "RUNNING",
         "attempt": number,
         "series": series_of(run_dir),
-        **{key: status[key] for key in ("successor",) if key in status and before == job_id},
         "nodes": hosts,
-        **({"rollout_nodes": list(rollout_hosts)} if rollout_hosts else {}),
         "gpus": gpus(),
         "started": time.time(),
         "updated": time.time(),
         "saved_at_start": saved_work(run_dir),
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
+    if "successor" in before and before.get("job_id") == job_id:
+        started["successor"] = before["successor"]
+    if rollout_hosts:
+        started["rollout_nodes"] = list(rollout_hosts)
     files.write_json(run_dir / files.STATUS, {**started, **this_job(), **process_of(job_id)})
-    return number
 
 
 def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:
@@ -190,7 +205,6 @@ def _end_of_earlier(
 def _make_files(run_dir: Path, number: int) -> None:
     """Make the log folder of an attempt, and what its end may find no space for."""
     (run_dir / files.STOP).unlink(missing_ok=True)
-    (run_dir / files.EARLY_STOP).unlink(missing_ok=True)
     (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
     publish.link(run_dir / files.LATEST_LOGS, str(number))
     (run_dir / files.ATTEMPTS).touch()
@@ -208,6 +222,7 @@ def end(
     stop_asked: bool = False,
     ended: float | None = None,
     has_questions: bool = False,
+    settle: Callable[[int, int, bool], object] = lambda *ended: None,
 ) -> str:
     """Record the end of an attempt; return what the job script does next (Verdict.next).
 
@@ -222,70 +237,70 @@ def end(
         stop_asked: the ranks were asked to stop; they remove the stop file.
         ended: the time of the end, if it is not now.
         has_questions: a finished run's questions are answered by the same job.
+        settle: Companion.settle.
     """
     full = reserve.fault(run_dir)
     status = read_object(run_dir / files.STATUS)
-    if attempt is None:
-        if not owned(status):
-            return SUPERSEDED
-        if status.get("state") == "RETRYING":
-            return _end_between(run_dir, status, str(job_state))
-        if status.get("state") != "RUNNING" or "attempt" not in status:
-            return "failed"
-        attempt = int(status["attempt"])
-    if not owned(status, attempt):
-        say(f"attempt {attempt} of job {own_job_id()} writes nothing: {_owner(status)} has the run")
-        return SUPERSEDED
-    status = {**this_job(), "attempt": attempt, **status}
-    if status.get("state") != "RUNNING" and _has_line(run_dir, status):
-        if job_state is None:
-            return str(status.get("next", "failed"))
-        if status.get("state") == "RETRYING":
-            return _end_between(run_dir, status, job_state)
-        return "failed"
+    if (follows := _recorded(run_dir, status, attempt, job_state)) is not None:
+        return follows
+    attempt = int(status["attempt"]) if attempt is None else attempt
+    status = {**this_job(), "attempt": attempt, **status, "exit_code": exit_code}
     now, stop_asked = ended or time.time(), stop_asked or (run_dir / files.STOP).exists()
     log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
     errors = _errors(run_dir, status, log)
     if message or full:
         errors.append(fault(message) if message else full or {})
     try:
-        engine.settle(run_dir, attempt, exit_code, stop_asked)
+        settle(attempt, exit_code, stop_asked)
     except files.DamagedFile as error:
         errors.append(fault(str(error)))
     logs, earlier = run_dir / files.LOGS / str(attempt), attempts_of(run_dir)
     timed_out = exit_code != 0 and 0 < timeout_s <= now - float(status.get("started", now))
-    attempt_end = AttemptEnd(
-        exit_code=exit_code,
-        progress=_progress(run_dir, attempt),
-        errors=errors,
-        stop_asked=stop_asked,
-        cancelled=_cancelled(run_dir, str(status["job_id"])),
-        job_state=_why_ended(run_dir, status, job_state),
-        can_requeue=in_slurm(),
-        succeeds="successor" in status,
-        fruitless=0 if gained_by(run_dir, status) else count_fruitless(run_dir) + 1,
-        max_retries=max_retries,
-        timed_out_s=timeout_s if timed_out else None,
-        not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
-        cause_before=str(earlier[-1].get("cause")) if earlier else None,
-        used_up=used_up(run_dir, {**status, "ended": now}),
-        memory_is_result="SWEEP_DIR" in os.environ,
-        worse=str(read_object(run_dir / files.EARLY_STOP).get("message") or ""),
+    verdict = decide(
+        AttemptEnd(
+            exit_code=exit_code,
+            progress=_progress(run_dir, attempt),
+            errors=errors,
+            stop_asked=stop_asked,
+            cancelled=_cancelled(run_dir, str(status["job_id"])),
+            job_state=_why_ended(run_dir, status, job_state),
+            can_requeue=in_slurm(),
+            succeeds="successor" in status,
+            fruitless=0 if gained_by(run_dir, status) else count_fruitless(run_dir) + 1,
+            max_retries=max_retries,
+            timed_out_s=timeout_s if timed_out else None,
+            not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
+            cause_before=str(earlier[-1].get("cause")) if earlier else None,
+            used_up=used_up(run_dir, {**status, "ended": now}),
+            memory_is_result="SWEEP_DIR" in os.environ,
+        )
     )
-    verdict = decide(attempt_end)
-    answering = {"answering": {"started": now}} if has_questions else {}
-    status |= {
-        "state": verdict.state,
-        "updated": time.time(),
-        "ended": now,
-        "exit_code": exit_code,
-        "cause": verdict.cause,
-        "message": verdict.message,
-        "next": verdict.next,
-        **(answering if verdict.state == "COMPLETED" else {}),
-    }
-    _write_end(run_dir, status, verdict, unfit(errors))
+    if has_questions and verdict.state == "COMPLETED":
+        status["answering"] = {"started": now}
+    _write_end(run_dir, {**status, "ended": now}, verdict, unfit(errors))
     return verdict.next
+
+
+def _recorded(
+    run_dir: Path, status: dict[str, Any], attempt: int | None, job_state: str | None
+) -> str | None:
+    """Return what follows an end that is recorded already, or is another's; None for another."""
+    state = status.get("state")
+    if attempt is None:
+        if not owned(status):
+            return SUPERSEDED
+        if state == "RETRYING":
+            return _end_between(run_dir, status, str(job_state))
+        return None if state == "RUNNING" and "attempt" in status else "failed"
+    if not owned(status, attempt):
+        say(f"attempt {attempt} of job {own_job_id()} writes nothing: {_owner(status)} has the run")
+        return SUPERSEDED
+    known = {**this_job(), "attempt": attempt, **status}
+    if state == "RUNNING" or not _has_line(run_dir, known):
+        return None
+    if job_state is None:
+        return str(status.get("next", "failed"))
+    return _end_between(run_dir, known, job_state) if state == "RETRYING" else "failed"
 
 
 def _errors(run_dir: Path, status: dict[str, Any], log: str) -> list[dict[str, Any]]:
@@ -312,6 +327,13 @@ def _progress(run_dir: Path, attempt: int) -> dict[str, Any]:
 def _write_end(
     run_dir: Path, status: dict[str, Any], verdict: Verdict, bad_nodes: list[str]
 ) -> None:
+    status |= {
+        "state": verdict.state,
+        "updated": time.time(),
+        "cause": verdict.cause,
+        "message": verdict.message,
+        "next": verdict.next,
+    }
     # The state first: on a full disk the line may fail.
     reserve.write_status(run_dir, status)
     try:

@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
-from runspec.states import STOPPED_EARLY
 from slurm.faults import NODE_FAILURE, SIGKILL, describe, first_error
 
 _MISSING = "missing_package"
@@ -77,22 +76,19 @@ def pause_s(attempts: list[dict[str, Any]]) -> float:
 
 
 class Reason(NamedTuple):
-    """Why an attempt ended; node: that of the rank that failed first, None if it is unknown."""
+    """Why an attempt ended."""
 
     cause: str
     message: str
-    node: str | None = None
+    node: str | None = None  # of the rank that failed first, if it is known
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an attempt ended, and what the job script does next.
+    """How an attempt ended, and what the job does next."""
 
-    state: one of runspec.states. next: finished, failed, run (again, on these nodes) or requeue.
-    """
-
-    state: str
-    next: str
+    state: str  # one of runspec.states
+    next: str  # finished, failed, run (again, on these nodes) or requeue
     cause: str
     message: str = ""
     node: str | None = None
@@ -142,36 +138,23 @@ def bad_nodes(attempts: list[dict[str, Any]]) -> set[str]:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """What is known about an attempt that has ended, or about a job that ended between two.
-
-    progress: the trainer's progress.json, {} if the entry writes none. errors: recorded by ranks
-    and nodes. stop_asked: the time limit is near, so the ranks were asked to save and stop.
-    cancelled: `cookbook cancel` ended the job. job_state: Slurm's state of the job if Slurm is
-    ending it, else None. fruitless: attempts in a row, this one included, without a newer
-    checkpoint. timed_out_s: the recipe's timeout if the attempt reached it. not_started: srun's
-    message if it did not reach the controller, so that no rank was started. cause_before: the cause
-    of the attempt before this one, in the same job. used_up: a message if the run has used its
-    GPU-hours. succeeds: a successor of this job is in the queue. memory_is_result: the run belongs
-    to a sweep, which asks whether it fits. worse: a message if its sweep stopped it, because others
-    do better.
-    """
+    """What is known about an attempt that has ended, or about a job that ended between two."""
 
     exit_code: int
-    progress: dict[str, Any]
-    errors: list[dict[str, Any]]
-    stop_asked: bool = False
-    cancelled: bool = False
-    job_state: str | None = None
+    progress: dict[str, Any]  # the trainer's progress.json, {} if the entry writes none
+    errors: list[dict[str, Any]]  # recorded by ranks and nodes
+    stop_asked: bool = False  # the ranks were asked to save and stop, before the time limit
+    cancelled: bool = False  # by cookbook cancel
+    job_state: str | None = None  # Slurm's, if Slurm is ending the job
     can_requeue: bool = False
-    fruitless: int = 0
+    fruitless: int = 0  # attempts in a row, with this one, without a newer checkpoint
     max_retries: int = 0
-    timed_out_s: float | None = None
-    not_started: str = ""
-    cause_before: str | None = None
-    used_up: str = ""
-    succeeds: bool = False
-    memory_is_result: bool = False
-    worse: str = ""
+    timed_out_s: float | None = None  # the recipe's timeout, if the attempt reached it
+    not_started: str = ""  # srun's message, if it did not reach the controller: no rank began
+    cause_before: str | None = None  # of the attempt before this one, in the same job
+    used_up: str = ""  # a message, if the run has used its GPU-hours
+    succeeds: bool = False  # a successor of this job is in the queue
+    memory_is_result: bool = False  # the run belongs to a sweep, which asks whether it fits
 
     @property
     def finished(self) -> bool:
@@ -245,17 +228,13 @@ class AttemptEnd:
 
 
 class Rule(NamedTuple):
-    """A row of the table: the state and the next step of an attempt for which `when` holds.
-
-    message: a format string, in which end is the AttemptEnd. cause: without one, cause and node are
-    those of AttemptEnd.reason.
-    """
+    """A row of the table: the state and the next step of an attempt for which `when` holds."""
 
     state: str
     next: str
     when: Callable[[AttemptEnd], object]
-    message: str = "{end.reason.message}"
-    cause: str | None = None
+    message: str = "{end.reason.message}"  # a format string; end is the AttemptEnd
+    cause: str | None = None  # without one, cause and node are those of AttemptEnd.reason
 
 
 # The first rule whose condition holds counts.
@@ -272,7 +251,6 @@ RULES = (
     Rule("FAILED", "failed", lambda e: e.timed_out_s is not None,
          "ended by the recipe's timeout of {end.timed_out_s:.0f} s", "timeout"),
     Rule("FAILED", "failed", lambda e: e.used_up and e.stopped, "{end.used_up}", "budget"),
-    Rule(STOPPED_EARLY, "failed", lambda e: e.worse and e.stopped, "{end.worse}", "stopped_early"),
     # What a retry cannot fix, or has not fixed often enough.
     Rule("FAILED", "failed", lambda e: e.lacks_package, "{end.reason.message}; {end.how_to_add}"),
     Rule("FAILED", "failed", lambda e: e.error.get("permanent")),

@@ -4,15 +4,16 @@ The job script starts it on the first node of the allocation, or on this host wi
 the command after the -- as an attempt, watches it, records its end, and does what the rules of
 slurm/retry.py say: another attempt from the last checkpoint, the job back into the queue, or the
 end. To the options of srun, which are written --key=value, it adds what differs between attempts;
-without Slurm the program runs NODES times on this host.
+without Slurm the program runs NODES times on this host. What an entry needs beside its ranks is
+named before the --, as --companion MODULE:CLASS (slurm/companion.py).
 
 If it is killed, the job script starts it again: it reads the records and goes on, with the same
 processes if an attempt runs. Exit status: 0 finished or requeued, 1 failed, 75 another job
 continues, 76 ended by TERM; after any other one it is restarted. Standard library only.
 """
 
+import argparse
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -25,12 +26,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from plugins.engines.slurm import engine
-from plugins.rl.slurm.rollout import Replicas
 from runspec import files
 from runspec.processes import end_with_parent, terminate_with_parent
-from slurm import allocation, earlystop, records
+from slurm import allocation, records
 from slurm.child import Child
+from slurm.companion import Companion, load
 from slurm.history import attempts_of, read_object
 from slurm.identity import in_slurm, is_of_this_start, own_job_id
 from slurm.job_log import say
@@ -51,7 +51,7 @@ _POLL_S, _LOOK_S = 0.2, 1.0
 # command makes of it.
 _TIMEOUT_END_S, _TIMED_OUT = 60.0, 124
 _NOTIFY_S = 20.0
-# Options of the srun of an attempt that a rollout replica's has not.
+# Options of the srun of an attempt that no step beside it has.
 _OF_ATTEMPTS = ("--ntasks", "--kill-on-bad-exit", "--wait")
 
 
@@ -62,13 +62,14 @@ class Terminated(BaseException):
 class Supervisor:
     """A job: its command, and how its attempts go.
 
-    command: srun, its options, and the program that it starts on each node. next: what follows: run
-    (an attempt), requeue, finished, failed, or superseded, if another start has the run, possibly
-    that of this job's successor.
+    command: srun, its options, and the program that it starts on each node. companion: what the
+    entry needs beside it, as MODULE:CLASS. next: what follows: run (an attempt), requeue, finished,
+    failed, or superseded, if another start has the run, possibly that of this job's successor.
     """
 
-    def __init__(self, run_dir: Path, command: Sequence[str]) -> None:
+    def __init__(self, run_dir: Path, command: Sequence[str], companion: str = "") -> None:
         self.run_dir, self.record, self.next = run_dir, Recorder(run_dir), "run"
+        self._companion = load(companion, run_dir)
         self._options = list(takewhile(lambda word: word.startswith("--"), command[1:]))
         self._program = list(command[1 + len(self._options) :])
         self._max_retries = int(os.environ["MAX_RETRIES"])
@@ -77,7 +78,6 @@ class Supervisor:
         self._answer_script = os.environ.pop("ANSWER_SCRIPT", "")
         # In a sweep the next run would wait for the answers.
         self._has_questions = bool(self._answer_script) and "SWEEP_DIR" not in os.environ
-        self._rollout_script = os.environ.pop("ROLLOUT_SCRIPT", "")
         # Set by --no-kill, which spare nodes need. srun would let ranks continue after others die.
         os.environ.pop("SLURM_NO_KILL", None)
         # All: each node and rank has its log. Failing: those of the first node, and of nodes that
@@ -88,7 +88,6 @@ class Supervisor:
         self._nodes, self._succession = Nodes(self.record), Succession(self.record)
         self._attempt: int | None = None
         self._child: Child | None = None
-        self._replicas: Replicas | None = None
         self._warned, self._stop_asked = os.environ.pop("COOKBOOK_WARNED", "") != "", False
 
     def run(self, again: bool = False, setup: tuple[int, str] | None = None) -> int:
@@ -130,13 +129,15 @@ class Supervisor:
             state = "CANCELLED"
             if self._child is not None:
                 self._child.end(END_S, END_S)
-            self._end_replicas()
+            self._companion.end(job_ends=True)
         say("terminated")
         # A recorded end is not changed: the job may be ending between two attempts.
-        self.next = self.record(records.end, self._attempt, 143, job_state=state)
+        self.next = self.record(
+            records.end, self._attempt, 143, job_state=state, settle=self._companion.settle
+        )
         if self.next not in ("requeue", "superseded"):
             self._succession.drop()
-            shutil.rmtree(self.run_dir / files.ROLLOUT, ignore_errors=True)  # whole weights
+            self._companion.clean()
             self._notify("ended")
         return FINISHED if self.next == "finished" else TERMINATED
 
@@ -164,7 +165,7 @@ class Supervisor:
             if child is not None:
                 self._child = child
                 say(f"attempt {self._attempt} goes on")
-                self._start_replicas()
+                self._accompany()
             return
         self._attempt = None
         if state == "RETRYING":
@@ -177,7 +178,7 @@ class Supervisor:
 
     def _finish(self) -> int:
         """Do what follows the last attempt of this job; return the exit status."""
-        self._end_replicas()
+        self._companion.end(job_ends=True)
         if self.next == "superseded":
             return FAILED
         if self.next == "requeue" and in_slurm():
@@ -217,7 +218,10 @@ class Supervisor:
         self._nodes.choose()
         os.environ |= self._nodes.head()
         hosts, rollout_hosts = self._nodes.hosts, self._nodes.rollout_hosts
-        number = self.record(records.begin, hosts, self._max_retries, rollout_hosts)
+        prepare = self._companion.prepare
+        number = self.record(
+            records.begin, hosts, self._max_retries, rollout_hosts, prepare=prepare
+        )
         self._stop_asked = False
         self._enter(number)
         # Before any fault can occur: a first node that is lost cannot submit a job.
@@ -228,7 +232,7 @@ class Supervisor:
         head = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
         say(f"attempt {number} on {', '.join(hosts)}; first node {head}; logs in {self._logs}")
         if starts:
-            self._start_replicas()
+            self._accompany()
         if number == 0:
             # Training does not wait for it.
             threading.Thread(target=notify, args=[self.run_dir, "start"], daemon=True).start()
@@ -258,14 +262,10 @@ class Supervisor:
     def _watch(self, child: Child) -> int:
         """Look at the attempt until its command has ended; return the exit status."""
         number = int(os.environ["ATTEMPT"])
-        looking: list[Watchdog | engine.Follower | earlystop.EarlyStop] = []
+        looking: list[Watchdog | Companion] = [self._companion]
         # An entry that does not report its steps has none.
         if "HANG_TIMEOUT_S" in os.environ:
             looking.append(Watchdog(self.run_dir, number, child))
-        if "ENGINE" in os.environ:
-            looking.append(engine.Follower(self.run_dir, number))
-        if "SWEEP_DIR" in os.environ:
-            looking.append(earlystop.EarlyStop(self.run_dir, Path(os.environ["SWEEP_DIR"])))
         started = files.peek(self.run_dir / files.STATUS).get("started", time.time())
         look_at = 0.0
         while (status := child.poll()) is None:
@@ -275,10 +275,15 @@ class Supervisor:
                 child.end(_TIMEOUT_END_S, END_S)
                 return _TIMED_OUT
             if time.monotonic() >= look_at:
-                for each in looking:
-                    # The storage may be away for a moment.
-                    with suppress(OSError):
+                for each in tuple(looking):
+                    try:
                         each.look()
+                    except OSError:
+                        pass  # the storage may be away for a moment
+                    except Exception:
+                        # Its own fault does not end the ranks.
+                        traceback.print_exc()
+                        looking.remove(each)
                 look_at = time.monotonic() + _LOOK_S
             time.sleep(_POLL_S)
         return status
@@ -300,8 +305,7 @@ class Supervisor:
             Follows: no attempt follows.
         """
         ended = time.time()
-        if "ROLLOUT_IN_TURNS" in os.environ:
-            self._end_replicas()
+        self._companion.end(job_ends=False)
         if status and os.environ["KEEP_LOGS"] != "all":
             # Those of the nodes that failed, from their disks.
             script = ["bash", f"{os.environ['COOKBOOK']}/slurm/logs.sh"]
@@ -316,6 +320,7 @@ class Supervisor:
             stop_asked=self._stop_asked,
             ended=ended,
             has_questions=self._has_questions,
+            settle=self._companion.settle,
         )
         self._child = self._attempt = None
         if self.next == "run":
@@ -325,29 +330,12 @@ class Supervisor:
 
     # Beside the attempts ---------------------------------------------------------------------
 
-    def _start_replicas(self) -> None:
-        """Start the replicas that generate answers, unless they run.
-
-        On rollout nodes they outlive attempts; in turns with the ranks they are on this attempt's
-        nodes, and end with it: no rank finds their memory taken.
-        """
-        if not self._rollout_script or (self._replicas and self._replicas.alive):
-            return
-        apart, addresses, step = self._nodes.rollout_hosts, ["127.0.0.1"], []
-        nodes = apart or self._nodes.hosts
-        if in_slurm():
-            own = [option for option in self._options if not option.startswith(_OF_ATTEMPTS)]
-            step = ["srun", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1", *own]
-            addresses = allocation.addresses(nodes)
-        elif not apart:
-            nodes = nodes * int(os.environ["NODES"])
-        self._replicas = Replicas(self.run_dir, self._rollout_script, step, nodes, addresses)
-        self._replicas.start()
-
-    def _end_replicas(self) -> None:
-        if self._replicas is not None:
-            self._replicas.end()
-            self._replicas = None
+    def _accompany(self) -> None:
+        """Have the companion begin with the attempt."""
+        own = [option for option in self._options if not option.startswith(_OF_ATTEMPTS)]
+        step = ["srun", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1", *own]
+        number = int(os.environ["ATTEMPT"])
+        self._companion.begin(number, self._nodes, step if in_slurm() else [])
 
     def _notify(self, event: str) -> None:
         """Notify the webhook; a failed notification does not affect the run."""
@@ -364,7 +352,6 @@ class Supervisor:
         if not self._has_questions or "LOGS" not in os.environ:
             return
         warning, limit_s = "", seconds("ANSWER_LIMIT_S", 1800)
-        self._nodes.release_others()
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ["NODES"])
         child = self._start_answers()
         try:
@@ -386,12 +373,11 @@ class Supervisor:
     def _start_answers(self) -> Child:
         """Start the ranks that answer.
 
-        Nothing of the attempt is left that these could wait for or overlap with, and its first node
-        may have been released.
+        Nothing of the attempt is left that these could wait for or overlap with.
         """
         # The nodes may have been asked to end ranks that stayed: these are others.
         (self._logs / files.END_RANKS).unlink(missing_ok=True)
-        self._nodes.hosts, self._nodes.placed = self._nodes.hosts[:1], ["--nodes=1"]
+        self._nodes.hosts = self._nodes.hosts[:1]
         os.environ |= {"NODES": "1", "HOSTS": self._nodes.hosts[0], "ONE_HOST": "yes"}
         os.environ |= {"HEAD_ADDR": "127.0.0.1", "NODE_CHECK": "no", "ATTEMPT": "answers"}
         argv = self._argv(["bash", "-c", self._answer_script])
@@ -411,21 +397,28 @@ def _take_term(taken: bool) -> None:
     signal.signal(signal.SIGTERM, _raise_terminated if taken else lambda number, frame: None)
 
 
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("slurm.supervise", allow_abbrev=False)
+    parser.add_argument("--companion", default="", metavar="MODULE:CLASS")
+    # Of the job script.
+    parser.add_argument("--setup-failed", nargs=2, metavar=("STATUS", "MESSAGE"))
+    return parser.parse_args(argv)
+
+
 def main(argv: Sequence[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
-    supervisor = Supervisor(Path(os.environ["RUN_DIR"]), argv[place + 1 :])
-    signal.signal(signal.SIGUSR1, supervisor.warn)
-    _take_term(True)
-    # Slurm itself ends what it has started; the next start records that the script was killed.
-    (end_with_parent if in_slurm() else terminate_with_parent)()
-    again = os.environ.pop("COOKBOOK_AGAIN", "")
+    options, run_dir = _options(argv[:place]), Path(os.environ["RUN_DIR"])
+    again, setup = os.environ.pop("COOKBOOK_AGAIN", ""), options.setup_failed
     try:
+        supervisor = Supervisor(run_dir, argv[place + 1 :], options.companion)
+        signal.signal(signal.SIGUSR1, supervisor.warn)
+        _take_term(True)
+        # Slurm itself ends what it has started; the next start records that the script was killed.
+        (end_with_parent if in_slurm() else terminate_with_parent)()
         try:
             if again == "terminated":
                 raise Terminated
-            # --setup-failed STATUS MESSAGE, of the job script
-            setup = (int(argv[1]), argv[2]) if place else None
-            return supervisor.run(again=bool(again), setup=setup)
+            return supervisor.run(bool(again), (int(setup[0]), setup[1]) if setup else None)
         except Terminated:
             return supervisor.terminated()
     except NotRecorded as reason:

@@ -18,7 +18,7 @@ from slurm.faults import fault
 from slurm.field_types import well_typed
 from slurm.flight import waiting
 from slurm.history import used_up
-from slurm.job_log import say
+from slurm.job_log import say, since
 
 # A hang is at least this many median steps, or longest saves.
 SLOW_STEPS = 5
@@ -30,7 +30,7 @@ ANSWER_S, END_S = 15.0, 45.0
 # From srun when a task has ended and the others have not within its --wait seconds: it asks Slurm
 # to end them. A controller that died just after the step began does not know the step, and does
 # nothing.
-LEFT_BEHIND, LEFT_S = b"First task exited", 15.0
+LEFT_BEHIND, LEFT_S = "First task exited", 15.0
 # What remains of the warning's lead for ending the ranks and for the queue.
 RESERVE_S = 60.0
 # How long srun and what started the ranks may take to end once everything is written, and then to
@@ -40,14 +40,10 @@ FINISH_WAIT_S, FINISH_END_S = 60.0, 5.0
 
 @dataclass
 class Watch:
-    """Finds a hang from the trainer's heartbeat and the stop file, which it is given repeatedly.
+    """Finds a hang from the trainer's heartbeat and the stop file, which it is given repeatedly."""
 
-    timeout_s: the recipe's hang_timeout_s, 0 for none. stop_s: how long after the warning the ranks
-    may take to stop.
-    """
-
-    timeout_s: float
-    stop_s: float
+    timeout_s: float  # the recipe's hang_timeout_s, 0 for none
+    stop_s: float  # how long after the warning the ranks may take to stop
     _beat: Any = None
     _changed: float = 0.0
     _asked: float | None = None
@@ -94,36 +90,16 @@ class Watch:
 
 @dataclass
 class LeftBehind:
-    """Finds the line in the job's log with which srun says that it waits for tasks to end.
-
-    start: the byte at which the attempt began.
-    """
+    """Finds the line in the job's log with which srun says that it waits for tasks to end."""
 
     log: Path
-    start: int
+    start: int  # the byte at which the attempt began
     _since: float | None = None
-
-    def __post_init__(self) -> None:
-        self._read = self._size = self.start
 
     def look(self, now: float) -> bool:
         """Return whether that line is LEFT_S old; now: a monotonic clock, in seconds."""
-        if self._since is None:
-            try:
-                # Hours may pass without a line.
-                size = self.log.stat().st_size
-                if size == self._size:
-                    return False
-                with self.log.open("rb") as file:
-                    file.seek(self._read)
-                    text = file.read()
-            except OSError:
-                return False
-            self._size = size
-            # A line that is being written is read again.
-            whole = text.rpartition(b"\n")[0]
-            self._read += len(whole)
-            self._since = now if LEFT_BEHIND in whole else None
+        if self._since is None and LEFT_BEHIND in since(self.log, self.start):
+            self._since = now
         return self._since is not None and now - self._since >= LEFT_S
 
 

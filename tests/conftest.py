@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 CLUSTER_SH = Path(__file__).parents[1] / "slurm" / "dev-cluster" / "cluster.sh"
+RELEASE_SH = Path(__file__).parent / "slurm" / "release.sh"
 SLURM_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
 
 
@@ -150,6 +151,7 @@ def _state_root() -> Iterator[Path]:
 def _cluster(root: Path, name: str, *options: str) -> Iterator[SlurmCluster]:
     """A cluster for as long as the block lasts, and no longer even if this process is killed."""
     place = ["--name", name, "--state", str(root)]
+    env, options = _of_release(options)
     # The keeper takes the cluster down when its input ends, which it does however we end.
     keeper = subprocess.Popen(
         ["bash", "-c", 'cat >/dev/null; exec "$@"', "keeper", CLUSTER_SH, "down", *place],
@@ -158,29 +160,42 @@ def _cluster(root: Path, name: str, *options: str) -> Iterator[SlurmCluster]:
         stderr=subprocess.PIPE,
         start_new_session=True,
         text=True,
+        env=env,
     )
     try:
-        yield _start(root, name, place, options)
+        yield _start(root, name, place, options, env)
     finally:
         _, message = keeper.communicate()
         assert keeper.returncode == 0, message
 
 
-def _start(root: Path, name: str, place: list[str], options: Sequence[str]) -> SlurmCluster:
-    env = _plain_env()
-    release = os.environ.get("COOKBOOK_TEST_SLURM")
-    if release and "--release" not in options:
-        options = [*options, "--release", release]
+def _of_release(options: tuple[str, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The environment and options of up for --release R, a Slurm that is not the installed one."""
+    env, release = _plain_env(), os.environ.get("COOKBOOK_TEST_SLURM")
+    if "--release" in options:
+        place = options.index("--release")
+        release, options = options[place + 1], (*options[:place], *options[place + 2 :])
+    if release:
+        made = subprocess.run([RELEASE_SH, release], env=env, capture_output=True, text=True)
+        if made.returncode:
+            pytest.fail(made.stderr, False)
+        if programs := made.stdout.strip():
+            env["PATH"] = f"{programs}:{env['PATH']}"
+            options = (*options, "--set", f"PluginDir={Path(programs).parent / 'plugins'}")
+    return env, options
+
+
+def _start(
+    root: Path, name: str, place: list[str], options: tuple[str, ...], env: dict[str, str]
+) -> SlurmCluster:
     up = subprocess.run(
         [CLUSTER_SH, "up", *place, *options], env=env, capture_output=True, text=True, timeout=180
     )
     if up.returncode:
         pytest.fail(f"no Slurm cluster: {up.stderr}`bash setup.sh --test` installs Slurm", False)
-    use = 'eval "$("$@")" && printf "%s\\n" "$SLURM_CONF" "$PATH"'
-    argv = ["bash", "-c", use, "use", CLUSTER_SH, "env", *place]
-    used = subprocess.check_output(argv, env=env, text=True)
-    env["SLURM_CONF"], env["PATH"] = used.splitlines()
-    return SlurmCluster(name=name, root=root, env=env, options=tuple(options))
+    used = subprocess.check_output([CLUSTER_SH, "env", *place], env=env, text=True)
+    env = env | {"SLURM_CONF": used.strip().removeprefix("export SLURM_CONF=")}
+    return SlurmCluster(name=name, root=root, env=env, options=options)
 
 
 @pytest.fixture

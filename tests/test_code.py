@@ -15,21 +15,24 @@ BIN = Path(sys.prefix) / "bin"
 FLOORS = [
     ["runspec"],
     ["launcher.errors", "launcher.paths", "launcher.yamlfile", "launcher.plugins"],
-    ["launcher.venv"],
+    ["launcher.venv", "launcher.gpus"],
     ["launcher.recipe", "launcher.slurm"],
     ["launcher.site"],
     ["launcher.run", "launcher.slurm.render"],
     ["launcher.check", "launcher.look", "launcher.hub"],
     ["launcher.do"],
     ["launcher.cli", "launcher.remote", "launcher.__main__", "launcher"],
-    ["trainer.errors", "trainer.config"],
-    ["trainer.layers", "trainer.parallel", "trainer.model"],
+    ["trainer.errors", "trainer.config", "trainer.sharded"],
+    ["trainer.model"],
+    ["trainer.layers"],
+    ["trainer.parallel"],
     [
         "trainer.models",
         "trainer.data",
         "trainer.checkpoint",
         "trainer.optimizers",
         "trainer.groups",
+        "trainer.inference",
     ],
     ["trainer.figures", "trainer.metrics", "trainer.progress", "trainer.profiling"],
     ["trainer.methods"],
@@ -37,12 +40,21 @@ FLOORS = [
     ["trainer.loop"],
     ["trainer"],
 ]
-# The first words of dotted names that a package may import beside those that are not in FLOORS.
-MAY_IMPORT = {
+# The packages of the project that each part may import. A part is the longest name that matches;
+# plugins.* stands for any plug-in.
+PARTS = {
     "runspec": {"runspec"},
-    "launcher": {"launcher", "runspec", "plugins"},
-    "trainer": {"trainer", "runspec", "plugins"},
+    "slurm": {"slurm", "runspec"},
+    "launcher": {"launcher", "runspec"},
+    "trainer": {"trainer", "runspec"},
+    "plugins.*.plugin": {"launcher"},
+    "plugins.*.cli": {"launcher", "runspec", "plugins"},
+    "plugins.*.launcher": {"launcher", "runspec", "plugins"},
+    "plugins.*.slurm": {"slurm", "runspec", "plugins"},
+    "plugins.*": {"trainer", "runspec", "plugins"},
 }
+# What a user types imports none of these, in no function and through no module.
+TYPED = ("launcher", "plugins.*.cli", "plugins.*.launcher", "plugins.*.plugin")
 # Names of torchtune for which Hugging Face has others; only trainer/models/torchtune may use them.
 TORCHTUNES = {
     "DoRALinear",
@@ -130,26 +142,77 @@ def floor(module: str) -> int | None:
     return max(found, key=lambda each: len(each[0]))[1] if found else None
 
 
-def test_imports_go_down_only():
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def part(module: str) -> str:
+    """The part of PARTS that a module belongs to."""
+    words = module.split(".")
+    if words[0] == "plugins" and len(words) > 2:
+        name = f"plugins.*.{words[2]}"
+        return name if name in PARTS else "plugins.*"
+    return "plugins.*" if words[0] == "plugins" else words[0]
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """What each module of the product imports, in functions too."""
+    found = tracked(
+        *(f"{name}/*.py" for name in ("runspec", "slurm", "launcher", "trainer", "plugins"))
+    )
+    return {module_of(path): imports(path) for path in found}
+
+
+def inside(name: str, graph: dict[str, set[str]]) -> str | None:
+    """The module of the product that an imported name is, or is a member of; None if outside."""
+    return next((each for each in (name, name.rpartition(".")[0]) if each in graph), None)
+
+
+def test_imports_go_down_only(graph):
     wrong = []
-    for path in tracked("launcher/*.py", "runspec/*.py", "trainer/*.py"):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for name in imports(path):
-            package, imported = module.partition(".")[0], name.partition(".")[0]
-            if imported in HEAVY and package != "trainer":
-                wrong.append(f"{module} imports {name}")
-            if imported in MAY_IMPORT and imported not in MAY_IMPORT[package]:
-                wrong.append(f"{module} imports {name}")
+    for module, names in graph.items():
+        for name in names:
             above = floor(name)
-            if above is not None and above > floor(module):
+            if above is not None and floor(module) is not None and above > floor(module):
                 wrong.append(f"{module} imports {name}, which is in a later row of FLOORS")
+            if inside(name, graph) and name.partition(".")[0] not in PARTS[part(module)]:
+                wrong.append(f"{module} imports {name}, which its part may not")
     assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_modules_import_each_other_in_no_circle(graph):
+    """Imports in functions and for types count too; trainer alone is its root, which is empty."""
+    needs = {
+        module: {inside(name, graph) for name in names} - {None, module, "trainer"}
+        for module, names in graph.items()
+        if module.startswith("trainer.")
+    }
+    while free := {module for module, others in needs.items() if not others & needs.keys()}:
+        needs = {module: others for module, others in needs.items() if module not in free}
+    while idle := needs.keys() - set().union(*needs.values()):
+        needs = {module: others for module, others in needs.items() if module not in idle}
+    assert not needs, "\n".join(
+        f"{m}: {', '.join(sorted(o & needs.keys()))}" for m, o in needs.items()
+    )
+
+
+def test_what_a_user_types_imports_nothing_heavy(graph):
+    seen = {module for module in graph if part(module) in TYPED}
+    left, wrong = list(seen), []
+    while left:
+        module = left.pop()
+        wrong += [f"{module}: {name}" for name in graph[module] if name.split(".")[0] in HEAVY]
+        reached = {inside(name, graph) for name in graph[module]} - {None} - seen
+        seen |= reached
+        left += reached
+    assert not wrong, "\n".join(sorted(wrong))
 
 
 def test_what_runs_on_the_cluster_needs_only_the_standard_library():
     """The job's records and the rendezvous start fast, and work if the environment is broken."""
     allowed = {*sys.stdlib_module_names, "runspec", "slurm"}
-    for path in tracked("slurm/*.py"):
+    for path in tracked("slurm/*.py", "plugins/*/slurm/*.py"):
         if path.name != "all_reduce.py":
             assert {name.partition(".")[0] for name in imports(path)} <= allowed, path
     for path in tracked("launcher/*.py"):

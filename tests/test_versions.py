@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # What the pair runs: families with experts and linear attention, full, LoRA and QLoRA, packed rows,
 # preferences, GRPO, kill and resume, export, generate, serve.
 CASES = [
-    *("test_transformers", "test_experts", "test_adapters", "test_packed_layouts"),
+    *("test_transformers", "test_experts", "test_adapters", "test_layouts"),
     *("test_preference", "test_grpo", "test_resume", "test_checkpoint", "test_demo"),
 ]
 # These follow from the other packages' versions.

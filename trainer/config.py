@@ -21,7 +21,7 @@ from runspec.keys.key import REQUIRED, Key, children, faults, unused
 from runspec.keys.model import TRANSFORMERS
 from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig as TrainConfig
-from runspec.keys.train import notes, recomputed, with_train_on_input
+from runspec.keys.train import recomputed, with_train_on_input
 from runspec.layout import StepFacts
 from runspec.step import offloads, reduces_each
 from runspec.storage import patiently
@@ -127,11 +127,6 @@ def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> Tra
     wrong = {fault.key.partition(".")[0] for fault in wrong_keys}
     given = {name: None if name in wrong else content.get(name) for name in used}
     values = _complete(_with_defaults(given, used))
-    if isinstance(values.get("rewards"), dict):
-        # One of a file that the recipe extends is left out by null.
-        values["rewards"] = {
-            n: block for n, block in values["rewards"].items() if block is not None
-        }
     texts = [fault.text for fault in wrong_keys] + list(_faults_between_keys(values, used))
     if values["generate"] and method.has_score_head:
         texts.append("generate: a reward model gives scores and no text; leave it out")
@@ -139,7 +134,7 @@ def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> Tra
         raise ConfigError(*texts)
     values["output_dir"] = Path(values["output_dir"]).absolute()
     values["activation_checkpointing"] = recomputed(values)
-    return method(**values, notes=tuple(_notes(content, keys)))
+    return method(**values, notes=tuple(_notes(content, method)))
 
 
 def _with_defaults(given: dict[str, Any], used: Mapping[str, Key]) -> dict[str, Any]:
@@ -223,11 +218,11 @@ def _stream_faults(values: dict[str, Any], method: type[TrainConfig]) -> Iterato
         )
 
 
-def _notes(content: dict[str, Any], keys: Mapping[str, Key]) -> Iterator[str]:
+def _notes(content: dict[str, Any], method: type[TrainConfig]) -> Iterator[str]:
     """One line for each key that is not used, or that does less than it seems to."""
-    for key in unused(content, keys):
+    for key in unused(content, method.keys() | {OUTPUT_DIR.name: OUTPUT_DIR}):
         yield f"{key.name} is not used: {key.unused}"
-    yield from notes(content)
+    yield from method.key_notes(content)
 
 
 def refused_path(place: str, dotted: str) -> str | None:

@@ -12,14 +12,14 @@ TrainerError             a fault that the trainer understands
 """
 
 import errno
-import os
-import socket
-import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from runspec import files
+from runspec import failure, files
 from runspec.redact import redacted
 from runspec.storage import OF_A_DISK, is_of_storage
 
@@ -42,6 +42,18 @@ class ConfigError(TrainerError):
     def __init__(self, *faults: str) -> None:
         self.faults = faults
         super().__init__("\n".join(faults))
+
+
+@contextmanager
+def cache_written(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for an OSError inside, where a folder of the data's cache is written to."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"data_cache_dir: {folder} cannot be written to: {error.strerror}; set "
+            "data_cache_dir to a folder of your own that all nodes share"
+        ) from None
 
 
 class NonFiniteLossError(TrainerError):
@@ -175,24 +187,15 @@ def kind(error: BaseException) -> str:
 
 def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
     """Write `error_rank_<rank>.json` for whoever decides on a retry."""
-    record = {
-        "rank": rank,
-        # Slurm's name of the node; the host may call itself something else.
-        "host": os.environ.get("NODE_NAME") or socket.gethostname(),
-        "time": time.time(),
-        "type": kind(error),
-        "message": redacted(describe(error)),
-        "permanent": is_permanent(error),
-        "traceback": redacted("".join(traceback.format_exception(error))),
-    }
+    more: dict[str, Any] = {"traceback": redacted("".join(traceback.format_exception(error)))}
     if isinstance(error, RolloutError):
         # The fault of another node than the rank's, or of none.
-        record["of_node"] = error.node
+        more["of_node"] = error.node
     if isinstance(error, PeerError):
         # A rank whose disk is full may leave no record of its own.
-        record["peers"] = [
+        more["peers"] = [
             {"rank": peer, **asdict(fault), "message": redacted(fault.message)}
             for peer, fault in error.faults.items()
         ]
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write_json(folder / f"error_rank_{rank}.json", record)
+    message, permanent = redacted(describe(error)), is_permanent(error)
+    failure.write(folder, rank, kind(error), message, permanent=permanent, **more)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from plugins.evaluate import opened, spread
 from runspec import files
 from runspec.processes import end_with_torchrun
 from trainer.config import read_yaml
 from trainer.data.folder import read_tokenizer
 from trainer.errors import ConfigError
+from trainer.inference import loading, pipeline
 from trainer.parallel.device import own
 
 
@@ -29,16 +29,12 @@ def answers(
     Raises:
         ConfigError: the folder has no model or no tokenizer with a chat template.
     """
-    # A model folder is all that is asked for; nothing is looked up on the network.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
+    loading.stay_offline_and_quiet()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no model (config.json is missing)")
-    model = opened.load(folder, "auto", device, ranks)
+    model = loading.language_model(folder, "auto", device, ranks)
     tokenizer = read_tokenizer(folder)
-    opened.be_greedy(model, opened.ends(model, tokenizer)[0], tokenizer.pad_token_id)
+    loading.decode_greedily(model, loading.end_tokens(model, tokenizer)[0], tokenizer.pad_token_id)
     for prompt in prompts:
         turns = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
@@ -48,7 +44,7 @@ def answers(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,
-                **spread.options(model, ranks),
+                **pipeline.generate_options(model, ranks),
             )
         yield prompt, tokenizer.decode(both[ids.shape[1] :], skip_special_tokens=True).strip()
 
@@ -67,7 +63,7 @@ def write_samples(config: Path) -> None:
         return
     device = own(str(content.get("device", "auto")))
     bytes_of = {"bf16": 2}.get(str(content.get("dtype")), 4)
-    ranks = spread.needed(folder, bytes_of, device)
+    ranks = pipeline.ranks_needed(folder, bytes_of, device)
     if rank >= ranks:
         return
     lines = []

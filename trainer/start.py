@@ -7,10 +7,9 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from runspec import files
 from runspec.processes import end_with_torchrun
@@ -24,16 +23,13 @@ from trainer.methods.base import Objective
 from trainer.parallel import fitness
 from trainer.parallel import world as distributed
 
-Task = Callable[[Any, int, type[Objective]], None]
 
-
-def main(arguments: list[str], objective: type[Objective], task: Task | None = None) -> int:
+def main(arguments: list[str], objective: type[Objective]) -> int:
     """Train by the given train.yaml; a fault becomes a record, a message and an exit status.
 
     Args:
         arguments: the path of train.yaml.
         objective: the training method.
-        task: what is done instead of `run`.
     """
     if len(arguments) != 1:
         print(f"usage: python -m {_module()} <run>/train.yaml", file=sys.stderr)
@@ -47,7 +43,8 @@ def main(arguments: list[str], objective: type[Objective], task: Task | None = N
         config = configs.load(path, objective.config_class)
         run_dir = config.output_dir
         with _answering_for_collectives():
-            (task or run)(config, attempt, objective)
+            if not objective.instead(config, attempt):
+                run(config, attempt, objective)
     except Exception as error:
         _report(error, run_dir, rank, attempt)
         return error.exit_status if isinstance(error, TrainerError) else 1

@@ -1,8 +1,12 @@
-"""Training by one of the kit's methods: torchrun ... -m trainer.train sft <run>/train.yaml"""
+"""Training by a method: torchrun ... -m trainer.train METHOD <run>/train.yaml
+
+METHOD is the name of one of the trainer's (runspec/keys/methods.py), such as sft, or MODULE:CLASS
+of a config class, such as a plug-in's plugins.rl.recipe_keys:GrpoConfig.
+"""
 
 import sys
 
-from runspec.keys.methods import METHODS
+from runspec.keys.methods import config_class
 from trainer import start
 from trainer.methods.base import named
 
@@ -11,13 +15,17 @@ def main(arguments: list[str]) -> int:
     """Train; exit status 0, 1, 2 for wrong usage, 65 for no finite loss.
 
     Args:
-        arguments: the name of a method, and the path of train.yaml.
+        arguments: a method, and the path of train.yaml.
     """
-    if len(arguments) != 2 or arguments[0] not in METHODS:
-        names = "|".join(METHODS)
-        print(f"usage: python -m trainer.train {names} <run>/train.yaml", file=sys.stderr)
+    if len(arguments) != 2:
+        print("usage: python -m trainer.train METHOD <run>/train.yaml", file=sys.stderr)
         return 2
-    return start.main(arguments[1:], named(METHODS[arguments[0]].objective))
+    try:
+        method = config_class(arguments[0])
+    except LookupError as error:
+        print(error.args[0], file=sys.stderr)
+        return 2
+    return start.main(arguments[1:], named(method.objective))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-VALUES = Path(__file__).parents[2] / "tests/trainer/trl_rl.json"
+VALUES = Path(__file__).parents[2] / "tests/plugins/rl/trl_rl.json"
 LENGTHS = [3, 7, 1, 5, 7, 2]
 LONGEST = 7
 LOW, HIGH, BETA, CAP = 0.2, 0.28, 0.05, 1.1

@@ -14,7 +14,7 @@ QUESTIONS = 200
 
 
 def main() -> None:
-    """Write both files, in an order that does not depend on the engine that prepared the set."""
+    """Write both files, in an order that does not depend on the backend that prepared the set."""
     version, folder = Path(sys.argv[1]), Path(sys.argv[2])
     table = ds.dataset(version / "data" / "test", format="parquet").to_table()
     rows = sorted(table.to_pylist(), key=lambda row: row["md5"])

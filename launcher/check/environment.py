@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from launcher import paths, venv
-from launcher.check import Context, Finding, Skipped, failed, ok, size, warning
+from launcher import gpus, paths, venv
+from launcher.check import Context, Finding, Skipped, failed, ok, warning
+from launcher.errors import SlurmFault
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -43,7 +44,7 @@ def torch_build(context: Context) -> Iterable[Finding]:
         raise Skipped("only the nodes have it")
     if context.config.get("device") == "cpu" or context.cluster.gpu_request == "none":
         raise Skipped("the job asks for no GPU")
-    kind, _ = size.kind_of_gpu(context)
+    kind, _ = kind_of_gpu(context)
     shown = f"torch {build.version} is built for {build.platform}"
     wanted, option = (build.hip, "rocm") if kind.is_amd else (build.cuda, "cu130")
     if not wanted and context.executor.queued and _gpus_are_simulated():
@@ -63,6 +64,26 @@ def torch_build(context: Context) -> Iterable[Finding]:
     if context.executor.queued:
         return [warning(subject, message, "compare with the nodes: cookbook doctor --node")]
     return [failed(subject, message, "bash setup.sh --torch cu126")]
+
+
+def kind_of_gpu(context: Context) -> tuple[gpus.Gpu, str]:
+    """Return the kind of GPU, and who named it; Skipped if nobody did."""
+    if context.cluster.gpu:
+        return gpus.by_name(context.cluster.gpu), "the site's file"
+    named, source = context.resources.gpu_type, "resources.gpu_type"
+    if not named and context.executor.queued:
+        try:
+            known = context.partitions
+        except SlurmFault as fault:
+            raise Skipped(f"it is not known which GPUs there are: {fault.faults[0]}") from fault
+        wanted = (context.resources.partition or "").replace(",", " ").split()
+        chosen = [p for name, p in known.items() if name in wanted or (p.default and not wanted)]
+        types = {kind for part in chosen for nodes in part.kinds for kind in nodes.gpus if kind}
+        named, source = (types.pop() if len(types) == 1 else None), "sinfo"
+    if named and (gpu := gpus.by_label(named)):
+        return gpu, f"{source}: {named}"
+    write = "write gpu: with a name of configs/gpus.yaml into the site's file"
+    raise Skipped(f"it is not known which GPUs there are: {write}")
 
 
 def _gpus_are_simulated() -> bool:

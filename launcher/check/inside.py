@@ -5,9 +5,8 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from launcher import paths, slurm, venv
 from launcher.check import Context, Finding, Skipped, failed, ok, skipped
@@ -17,7 +16,6 @@ from launcher.run import built
 from launcher.site import slurm_options
 from launcher.slurm import render
 from plugins.engines.launcher import check as engine
-from plugins.serve.recipe_keys import ENGINES
 
 SUBJECT = "environment"
 # How long a node may take to be free, and an image to be unpacked.
@@ -28,7 +26,7 @@ def inside(context: Context) -> Iterable[Finding]:
     """Start the environment's Python as a job would, and let it look around (slurm/probe.py)."""
     environment = context.recipe.environment
     if environment is None:
-        return [_kits_own(context.config)]
+        return [_kits_own(context.recipe)]
     if faults := [*_named_faults(environment, context)]:
         return faults
     if environment.dependencies and not built.is_built(environment, context.cluster.root):
@@ -46,13 +44,14 @@ def inside(context: Context) -> Iterable[Finding]:
         return [*findings, skipped(engine.SUBJECT, f"no answer in {environment.title}: {message}")]
 
 
-def _kits_own(config: Mapping[str, Any]) -> Finding:
-    engine = str(config.get("rollout_engine") or "transformers")
-    packages = venv.site_packages()
-    if engine == "transformers" or (packages and (packages / ENGINES[engine]).is_dir()):
+def _kits_own(recipe: Recipe) -> Finding:
+    package, packages = recipe.entry.backend(recipe.config), venv.site_packages()
+    # cookbook serve looks before it submits.
+    found = recipe.entry.on_host or (packages and (packages / package).is_dir())
+    if not package or found:
         return ok(SUBJECT, "the kit's virtual environment")
-    message = f"rollout_engine={engine}: the kit's virtual environment lacks {ENGINES[engine]}"
-    remedy = f"environment={engine}, which is built once (configs/environments/{engine}.yaml)"
+    message = f"the kit's virtual environment lacks {package}, which this recipe starts"
+    remedy = f"environment={package}, which is built once (configs/environments/{package}.yaml)"
     return failed(SUBJECT, message, remedy)
 
 
@@ -109,10 +108,9 @@ def _named_faults(environment: Environment, context: Context) -> Iterator[Findin
 
 def _needs(recipe: Recipe) -> list[str]:
     """Return the packages that a recipe's program imports, as far as its entry says it."""
-    entry, config = recipe.entry, recipe.config
-    if recipe.starts_engine:
-        engine = config.get("engine") or config.get("rollout_engine") or "transformers"
-        return ["torch", ENGINES[str(engine)]]
+    entry = recipe.entry
+    if package := entry.backend(recipe.config):
+        return ["torch", package]
     if other := entry.engine:
         return ["torch", other.schema]
     known = entry.checked == "complete" or entry.purpose == "evaluate"

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from launcher import check as checks
-from launcher.check import environment, files, inside, recipe, samples, scheduler, size
+from launcher.check import environment, files, inside, recipe, samples, scheduler
+from launcher.plugins import load, plugins
 from plugins.engines.launcher import check as engine
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
@@ -17,8 +18,6 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     ("model", False, files.weights),
     ("tokenizer", False, files.tokenizer),
     ("dataset", False, files.dataset),
-    ("GPU memory", False, size.memory),
-    ("disk space", False, size.disk),
     # Before the components, which the same start of the trainer answers for.
     (samples.SUBJECT, False, samples.counted),
     ("components", False, recipe.components),
@@ -30,6 +29,17 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
 _START = (inside.inside, samples.counted, recipe.components, engine.config)
 
 
+def every() -> Iterator[tuple[str, bool, bool, checks.Check]]:
+    """Yield subject, needed, whether it starts something, and the check: the core's own, then those
+    of plug-ins.
+    """
+    for subject, needed, look in CHECKS:
+        yield subject, needed, look in _START, look
+    for plugin in plugins():
+        for each in plugin.checks:
+            yield each.subject, each.needed, each.starts, load(each.target)
+
+
 def check(
     context: checks.Context, skip: bool = False, quick: bool = False
 ) -> Iterator[checks.Finding]:
@@ -37,8 +47,8 @@ def check(
 
     skip leaves out those that may be left out, quick those that start something.
     """
-    for subject, needed, look in CHECKS:
-        if quick and look in _START:
+    for subject, needed, starts, look in every():
+        if quick and starts:
             continue
         if look is engine.config and context.recipe.entry.engine is None:
             continue

@@ -7,14 +7,13 @@ from typing import Any
 
 import click
 
+from launcher import gpus, yamlfile
 from launcher import site as sites
-from launcher import yamlfile
 from launcher.cli import completion
 from launcher.cli.common import cluster_option
 from launcher.recipe import entries
 from launcher.recipe import recipe as recipe_file
-from plugins.estimate.launcher import gpus
-from plugins.estimate.launcher.estimate import peak_gib
+from launcher.recipe.needs import needs
 
 
 @click.command()
@@ -56,13 +55,17 @@ def _explanation(about: dict[str, Any]) -> Iterator[str]:
 
 
 def _row(recipe: recipe_file.Recipe, root: Path) -> dict[str, Any]:
-    """What the table says of a recipe; memory is None if the kit cannot compute it."""
-    peak = peak_gib(recipe, root) if recipe.entry.can_estimate else None
+    """What the table says of a recipe; memory is None if nothing computes it."""
+    resources, found = recipe.resources, None
+    if recipe.entry.method:
+        config = recipe.resolved(root, "run")
+        found = needs(config, resources.nodes, resources.gpus_per_node)
+    peak = None if found is None else found.peak_gib
     return {
         "name": recipe.name,
         "method": recipe.method,
-        "nodes": recipe.resources.nodes,
-        "gpus_per_node": recipe.resources.gpus_per_node,
+        "nodes": resources.nodes,
+        "gpus_per_node": resources.gpus_per_node,
         "peak_gib": None if peak is None else round(peak, 2),
         "smallest_gpu": None if peak is None else gpus.smallest(peak),
         "model": (recipe.config.get("hub") or {}).get("model"),
@@ -80,7 +83,8 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
             f"{row['name']:<{width}}  {row['method']:<7} {layout:<13} {memory:>14}  "
             f"{row['smallest_gpu'] or '-':<8} {row['description']}"
         )
-    yield (
-        "Memory is computed, not measured; cookbook estimate NAME shows the terms. ON is the "
-        "smallest GPU type with enough memory."
-    )
+    if any(row["peak_gib"] for row in rows):
+        yield (
+            "Memory is computed, not measured; cookbook estimate NAME shows the terms. ON is the "
+            "smallest GPU type with enough memory."
+        )

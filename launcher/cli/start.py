@@ -58,14 +58,14 @@ def start(
     file = (output or workflow.default_file(data)).absolute()
     made = workflow.draft(data, model, file, site, executors.choose(True), samples)
     file.write_text(made.text, encoding="utf-8")
-    needs = workflow.needs(made)
+    needs = workflow.needed(made, site)
     if as_json:
         answer = {"recipe": str(file), "form": made.form, "needs": needs, "samples": made.datasets}
         faults = [each.line for each in made.findings]
         click.echo(json.dumps({**answer, "notes": faults, "next": [*workflow.next_commands(made)]}))
         return
     click.echo(made.form)
-    for line in workflow.needs_lines(needs):
+    for line in workflow.needed_lines(needs):
         click.echo(line)
     for line in ["", *sample_lines(made.datasets, common.colours()), ""] if made.datasets else []:
         click.echo(line)

@@ -23,6 +23,7 @@ from launcher.look.status import Row, chosen, row, table
 from launcher.look.summary import story, summary
 from launcher.look.text import plain as harmless
 from launcher.look.watch import watch_all
+from launcher.plugins import hooks
 from launcher.run.directory import Run
 from launcher.run.find import every, foreign, made_since, none_yet
 from launcher.run.states import judged
@@ -124,8 +125,7 @@ def watch_to_the_end(*runs: Run, live: bool = False) -> int:
     for run, state in zip(runs, states, strict=True):
         for line in summary(run, state):
             click.echo(line)
-    # Imported late: status needs none of it.
-    from plugins.registry.cli.track import track_at_the_end
-
-    track_at_the_end(runs)
+    # A plug-in's "runs_ended" takes the runs, and a function that says a line on stderr.
+    for runs_ended in hooks("runs_ended"):
+        runs_ended(runs, note)
     return 0 if all(state.word == "COMPLETED" for state in states) else 1

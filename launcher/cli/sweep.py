@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from typing import Any
 
 import click
 
@@ -13,13 +14,12 @@ from launcher.cli import common, completion
 from launcher.cli.common import note
 from launcher.cli.number import IntRange
 from launcher.do import sweep as workflow
+from launcher.plugins import hook
 from launcher.recipe import sweep as sweeps_of_the_kit
 from launcher.run.sweeps import SweepDirectory, every, find
 from launcher.run.sweeps import root as sweeps_root
 from launcher.slurm import executors
 from launcher.slurm.executors import Executor
-from plugins.estimate.launcher.cells import PredictedSweep
-from plugins.estimate.launcher.gpus import by_name
 
 
 @click.command()
@@ -74,22 +74,10 @@ def sweep(
     definition = sweeps_of_the_kit.load(name)
     planned = workflow.plan_sweep(definition, site, executor, overrides, given, parallel)
     predicted = _predicted(planned) if fitting or dry_run else None
-    if fitting and predicted is not None:
-        left_out = [each for each in predicted.cells if not each.fits]
-        planned = workflow.only(planned, (each.number for each in predicted.cells if each.fits))
-        for each in left_out:
-            note(f"left out, because it is predicted not to fit: {each.name}")
-        if not planned.runs:
-            raise click.UsageError("--fitting: no cell is predicted to fit")
-    if dry_run and predicted is not None:
-        if as_json:
-            click.echo(json.dumps(predicted.as_json(), indent=1))
-            return
-        click.echo("\n".join(predicted.lines()))
-        for script in planned.scripts.values() if executor.arrays else ():
-            click.echo(f"\n{script}", nl=False)
-        for fault in workflow.faults(planned, no_check):
-            note(f"warning: sweep would refuse this: {fault}")
+    if fitting:
+        planned = _fitting(planned, predicted)
+    if dry_run:
+        _show(planned, predicted, executor, no_check, as_json)
         return
     made = workflow.submit_sweep(planned, note, no_check)
     if executor.arrays:
@@ -98,10 +86,48 @@ def sweep(
     _run_here(made, executor, parallel, as_json)
 
 
-def _predicted(planned: workflow.PlannedSweep) -> PredictedSweep:
+def _predicted(planned: workflow.PlannedSweep) -> Any:
+    """What the hook "predicted_sweep" makes of number, name and recipe of each cell, the root of
+    runs and the name of a GPU: `cells`, each with its number, name and fits; `as_json`; `lines`.
+    None without a plug-in that predicts.
+    """
+    predict = hook("predicted_sweep")
     cells = [(cell.number, cell.name, planned.runs[cell.number].recipe) for cell in planned.cells]
-    gpu = by_name(planned.sweep.gpu or planned.site.gpu)
-    return PredictedSweep(cells, planned.site.root, gpu)
+    gpu = planned.sweep.gpu or planned.site.gpu
+    return None if predict is None else predict(cells, planned.site.root, gpu)
+
+
+def _fitting(planned: workflow.PlannedSweep, predicted: Any) -> workflow.PlannedSweep:
+    """The cells that are predicted to fit; the others are named."""
+    if predicted is None:
+        raise click.UsageError("--fitting: no plug-in that predicts memory is installed")
+    for each in predicted.cells:
+        if not each.fits:
+            note(f"left out, because it is predicted not to fit: {each.name}")
+    fitting = workflow.only(planned, (each.number for each in predicted.cells if each.fits))
+    if not fitting.runs:
+        raise click.UsageError("--fitting: no cell is predicted to fit")
+    return fitting
+
+
+def _show(
+    planned: workflow.PlannedSweep,
+    predicted: Any,
+    executor: Executor,
+    no_check: bool,
+    as_json: bool,
+) -> None:
+    """Print what would be submitted, and what would refuse it."""
+    if as_json:
+        names = [{"cell": each.number, "name": each.name} for each in planned.cells]
+        answer = predicted.as_json() if predicted else {"cells": names}
+        click.echo(json.dumps(answer, indent=1))
+        return
+    click.echo("\n".join(predicted.lines() if predicted else (c.name for c in planned.cells)))
+    for script in planned.scripts.values() if executor.arrays else ():
+        click.echo(f"\n{script}", nl=False)
+    for fault in workflow.faults(planned, no_check):
+        note(f"warning: sweep would refuse this: {fault}")
 
 
 def _tell(made: SweepDirectory, as_json: bool) -> None:

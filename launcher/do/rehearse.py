@@ -1,10 +1,11 @@
 """cookbook doctor --rehearse: a recipe's parts on one node, in ten minutes, and what to change."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from launcher import paths, slurm, venv, yamlfile
+from launcher import gpus, paths, slurm, venv, yamlfile
 from launcher import site as sites
 from launcher.check import Finding, failed, preflight
 from launcher.check.doctor import rehearsal
@@ -16,14 +17,13 @@ from launcher.do.submit import context, plan, refuse
 from launcher.errors import RunFault, UsageFault
 from launcher.recipe import recipe as recipes
 from launcher.recipe.recipe import Recipe, Resources
+from launcher.recipe.shapes import shape_of
 from launcher.run import directory
 from launcher.run.directory import runs_root
 from launcher.site import Site
 from launcher.slurm import executors
-from plugins.estimate.launcher import gpus
-from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.launcher.step_config import StepConfig
 from runspec import files
+from runspec.shape import Shape
 
 LIMIT_S = 600
 # Of the checks before a part, the folders' creation and Slurm's own.
@@ -57,23 +57,24 @@ def rehearse(
     executor = executors.choose(False)
     kept = [each for each in overrides if not each.startswith("first_blocks=")]
     whole = _recipe(name, kept, site, executor)
-    if whole.entry.method is None or not whole.entry.can_estimate:
+    if whole.entry.method is None:
         raise UsageFault(f"{whole.name} starts {whole.entry_name}: only training can be rehearsed")
     root, ranks = site.root, whole.resources.gpus_per_node
-    step = step_of(whole.resolved(root, "run"), 1, ranks)
-    cut = [*overrides, *_cut(whole, step, overrides)]
+    config = whole.resolved(root, "run")
+    shape = _shape(config)
+    cut = [*overrides, *_cut(whole, shape, overrides)]
     short = _recipe(name, cut, site, executor)
     refuse(preflight.faults(context(plan(short, site, executor, "rehearsal"))))
     prepare(short, site, say)
     folder = root / "rehearsals" / directory.new_name(whole.name)
     parts = _parts(name, cut, site, executor, folder)
     say(
-        f"rehearsing {whole.name} with {parts[0].step.shape.layers} of {step.shape.layers} blocks "
+        f"rehearsing {whole.name} with {parts[0].blocks} of {shape.layers} blocks "
         f"and {ranks} rank{'s' * (ranks > 1)} on one node: {LIMIT_S // 60} minutes at most; logs "
         f"in {folder}"
     )
     answered, report, findings = _asked(site, short, folder, wait_s)
-    scene = Scene(whole.name, step, _gpu(report), site.network_gbits)
+    scene = Scene(whole.name, config, ranks, shape.layers, _gpu(report), site.network_gbits)
     findings += rehearsal.findings(scene, report, _ended(parts, report))
     if not report.yes("rehearsed"):
         message = (
@@ -126,9 +127,17 @@ def _recipe(
     return sites.complete(recipes.load(name, overrides, {"nodes": 1}), site, executor)
 
 
-def _cut(whole: Recipe, step: StepConfig, given: Sequence[str]) -> list[str]:
+def _shape(config: Mapping[str, Any]) -> Shape:
+    """The shape of a resolved recipe's model, of as many blocks as it trains."""
+    folder = (config.get("checkpointer") or {}).get("checkpoint_dir")
+    shape = shape_of(config.get("model") or {}, Path(folder) if folder else None)
+    blocks = config.get("first_blocks")
+    return shape.cut(int(blocks)) if blocks else shape
+
+
+def _cut(whole: Recipe, shape: Shape, given: Sequence[str]) -> list[str]:
     """The overrides that make a recipe short."""
-    order = step.shape.order
+    order = shape.order
     kinds = 1 + max(order.index(kind) for kind in set(order))
     overrides = [*_OVERRIDES, *(f"~{key}" for key in _LEFT_OUT if key in whole.config)]
     if not any(each.startswith("first_blocks=") for each in given):
@@ -155,8 +164,9 @@ def _parts(
         config = recipe.train_config(site.root, str(path))
         config["data_cache_dir"] = str(runs_root(site.root) / ".data_cache")
         files.write_text(path / files.TRAIN, yamlfile.dump(config), mode=0o600)
-        step = step_of(recipe.resolved(site.root, str(path)), 1, recipe.resources.gpus_per_node)
-        parts.append(Part(part, step, path, folder / f"{part}.log"))
+        resolved = recipe.resolved(site.root, str(path))
+        blocks = _shape(resolved).layers
+        parts.append(Part(part, resolved, blocks, path, folder / f"{part}.log"))
     return parts
 
 

@@ -13,6 +13,7 @@ import jinja2
 from launcher import paths
 from launcher import site as sites
 from launcher.check import preflight
+from launcher.do import models
 from launcher.do.submit import PlannedRun, context, plan, refuse, start
 from launcher.errors import (
     CookbookError,
@@ -30,7 +31,6 @@ from launcher.run.directory import Run, locked
 from launcher.run.states import State, living, state_of
 from launcher.site import Site
 from launcher.slurm import executors
-from plugins.registry.launcher import registered
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
@@ -105,10 +105,10 @@ def resume(
                 built.restore(run, say)
                 start(run, executor, lease, submission)
             return True
-        if (run.path / files.DATA_SETTINGS).exists():
+        if command := run.submission.get("command"):
             raise UsageFault(
-                f"{run.name} prepares data and can only resume unchanged: leave {changes.words[0]} "
-                "out, or type it with cookbook prepare, which does not repeat unchanged steps"
+                f"{run.name} was made by {command} and can only resume unchanged: leave "
+                f"{changes.words[0]} out, or type it with {command}"
             )
         used = code.of_run(run.path)
         kit = code.present(changes.site.root) if changes.code or used is None else used
@@ -133,8 +133,8 @@ def script_of_today(
     """
     name = run.submission.get("site")
     planned = None
-    # A preparation of data is rendered from another recipe; cookbook prepare continues it.
-    if name and not (run.path / files.DATA_SETTINGS).exists():
+    # The job of a plug-in's command is rendered from a recipe of its own.
+    if name and not run.submission.get("command"):
         try:
             planned = _rendered(run, str(name), executor)
         except (CookbookError, jinja2.TemplateError, OSError) as error:
@@ -289,7 +289,7 @@ def _recipe(run: Run, changes: Changes, executor: executors.Executor) -> Recipe:
     foreign = recipe.entry.own_code or recipe.entry.engine
     place = Path(str(origin)) if foreign and origin else file
     recipe = sites.complete(replace(recipe, name=name, path=place), changes.site, executor)
-    return registered.in_recipe(recipe, changes.site)
+    return models.in_recipe(recipe, changes.site)
 
 
 def _samples_per_step(recipe: Recipe, changes: Changes) -> int:

@@ -15,15 +15,15 @@ from typing import Any
 from launcher.check import Finding, samples
 from launcher.do.submit import context, plan
 from launcher.errors import CookbookError, UsageFault
+from launcher.look.text import duration
+from launcher.plugins import hook
 from launcher.recipe import own, own_data
 from launcher.recipe import recipe as recipes
+from launcher.recipe.needs import Needs, needs
 from launcher.recipe.recipe import NAME, NAME_RULE, Recipe
 from launcher.site import Site
 from launcher.slurm import render
 from launcher.slurm.executors import Executor
-from plugins.estimate.launcher.epoch import duration
-from plugins.estimate.launcher.estimate import Estimate
-from plugins.estimate.launcher.step_config import GIB
 from runspec import prepared
 from runspec.keys.preference import DpoConfig
 
@@ -42,21 +42,25 @@ _BASES = ("hub_lora", "hub_qlora")
 
 @dataclass(frozen=True)
 class Draft:
-    """A recipe that is not written yet, and facts about it.
-
-    reward: the file of the reward function that has to be written; None without one. estimate: None
-    if nothing is known of the model before it is downloaded. datasets: as the
-    trainer shows their first samples. findings: why they could not be read.
-    """
+    """A recipe that is not written yet, and facts about it."""
 
     file: Path
     text: str
+    # Of the data, in words.
     form: str
+    # The model is not here yet.
     downloads: bool
+    # The file of the reward function that has to be written; None without one.
     reward: Path | None
-    estimate: Estimate | None
+    # None if nothing is known of the model before it is downloaded, or no plug-in computes it.
+    needs: Needs | None
+    # Its ranks.
+    gpus: int
+    # To train; None if they could not be counted.
     tokens: int | None
+    # As the trainer shows their first samples.
     datasets: list[dict[str, Any]]
+    # Why those could not be read.
     findings: list[Finding]
 
 
@@ -134,10 +138,12 @@ def draft(
         if datasets and not samples_answers:
             settings = _by_steps(settings, datasets[0])
             tokens = settings.epochs * _tokens(datasets[0])
-        estimate = drafts.estimate(settings, tokens)
+        found = drafts.needs(settings, tokens)
         text = drafts.text(settings)
     reward = file.parent / "reward.py" if method == "grpo" else None
-    return Draft(file, text, form, downloads, reward, estimate, tokens, datasets, findings)
+    return Draft(
+        file, text, form, downloads, reward, found, settings.gpus, tokens, datasets, findings
+    )
 
 
 def _data(data: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
@@ -180,18 +186,12 @@ class _Drafts:
         self.path.write_text(self.text(settings), encoding="utf-8")
         return recipes.load(str(self.path), overrides)
 
-    def estimate(self, settings: _Settings, tokens: int | None = None) -> Estimate | None:
+    def needs(self, settings: _Settings, tokens: int | None = None) -> Needs | None:
         """What a draft needs for this many tokens; None if its model is not known here."""
-        recipe, site = self.load(settings), self.site
+        recipe, root = self.load(settings), self.site.root
+        config, resources, gpu = recipe.resolved(root, "run"), recipe.resources, self.site.gpu
         try:
-            return Estimate(
-                recipe,
-                site.root,
-                site.gpu,
-                tokens=tokens,
-                price=site.gpu_hour_price,
-                currency=site.currency or "",
-            )
+            return needs(config, resources.nodes, resources.gpus_per_node, gpu, tokens=tokens)
         except CookbookError:
             return None
 
@@ -200,10 +200,10 @@ class _Drafts:
         for base in _BASES:
             for gpus in _GPUS:
                 tried = replace(settings, base=base, gpus=gpus)
-                estimated = self.estimate(tried)
-                if estimated is None:
+                found = self.needs(tried)
+                if found is None:
                     return settings
-                if estimated.fits:
+                if found.fits:
                     return tried
         return replace(settings, base=_BASES[-1], gpus=_GPUS[-1])
 
@@ -269,30 +269,34 @@ def next_commands(made: Draft) -> Iterator[str]:
     yield f"cookbook submit {name} --watch"
 
 
-def needs(made: Draft) -> dict[str, Any]:
-    """Return what the training needs, computed; empty if the model is not known here."""
-    estimate = made.estimate
-    if estimate is None:
+def needed(made: Draft, site: Site) -> dict[str, Any]:
+    """Return what the training needs, computed; empty if nothing could compute it."""
+    found = made.needs
+    if found is None:
         return {}
     values: dict[str, Any] = {
-        "gpu": estimate.gpu.name,
-        "gpus": estimate.step.layout.ranks,
-        "peak_gib": round(estimate.memory.peak / GIB, 2),
-        "usable_gib": round(estimate.gpu.usable_gib, 2),
-        "fits": estimate.fits,
+        "gpu": found.gpu.name,
+        "gpus": made.gpus,
+        "peak_gib": round(found.peak_gib, 2),
+        "usable_gib": round(found.gpu.usable_gib, 2),
+        "fits": found.fits,
     }
     if made.tokens:
-        hours = estimate.hours
-        values |= {"tokens": made.tokens, "hours": hours, "gpu_hours": hours * values["gpus"]}
-        if estimate.cost is not None:
-            values |= {"cost": round(estimate.cost, 2), "currency": estimate.currency}
+        gpu_hours = found.hours * made.gpus
+        values |= {"tokens": made.tokens, "hours": found.hours, "gpu_hours": gpu_hours}
+        if site.gpu_hour_price is not None:
+            cost = round(gpu_hours * site.gpu_hour_price, 2)
+            values |= {"cost": cost, "currency": site.currency or ""}
     return values
 
 
-def needs_lines(values: dict[str, Any]) -> Iterator[str]:
+def needed_lines(values: dict[str, Any]) -> Iterator[str]:
     """Yield the same as a person reads it."""
     if not values:
-        yield "memory and time: not known before the model is downloaded"
+        why = "not known before the model is downloaded"
+        if hook("needs") is None:
+            why = "not estimated, as no plug-in for it is installed"
+        yield f"memory and time: {why}"
         return
     fits = "fits" if values["fits"] else "does not fit"
     yield (
@@ -300,9 +304,10 @@ def needs_lines(values: dict[str, Any]) -> Iterator[str]:
         f"{values['gpu']}: {fits}; computed, not measured"
     )
     if "tokens" in values:
+        took = duration(max(round(3600 * values["hours"]), 1))
         cost = f", {values['cost']:.2f} {values['currency']}".rstrip() if "cost" in values else ""
         yield (
-            f"time    {duration(3600 * values['hours'])} for {values['tokens']:,} tokens, "
+            f"time    {took} for {values['tokens']:,} tokens, "
             f"{_gpu_hours(values['gpu_hours'])}{cost}; computed, without start-up"
         )
 

@@ -14,16 +14,16 @@ from typing import Any
 from launcher import check as checks
 from launcher import paths, venv, yamlfile
 from launcher.check import Context, preflight
+from launcher.do import models
 from launcher.do.prepare import missing, prepare
 from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
+from launcher.recipe import functions
 from launcher.recipe.recipe import NAME, NAME_RULE, Recipe, Resources
 from launcher.run import built, code, directory, provenance
 from launcher.run.directory import Run
 from launcher.site import Site, complete, with_site_defaults
 from launcher.slurm import executors, render
 from plugins.engines.launcher import check as engine
-from plugins.registry.launcher import registered
-from plugins.rl.launcher import rewards
 from runspec import files, publish
 
 
@@ -68,12 +68,12 @@ def plan(
 ) -> PlannedRun:
     """Work out a run without writing anything: what submit sends and --dry-run prints.
 
-    What the recipe leaves open, the site's file and its registry say.
+    What the recipe leaves open, the site's file says, and its registry.
 
     path: the directory of a run that is there already; None for a new one. sweep_dir: the directory
     of the sweep that it is part of. templates: of the code that the run uses.
     """
-    recipe = registered.in_recipe(complete(recipe, cluster, executor), cluster)
+    recipe = models.in_recipe(complete(recipe, cluster, executor), cluster)
     label = label or recipe.name
     if not NAME.match(label):
         raise UsageFault(f"the name {label!r} may contain only {NAME_RULE}: choose another --name")
@@ -83,7 +83,7 @@ def plan(
     else:
         given = {files.TRAIN: recipe.train_config(cluster.root, str(path))}
     given[files.RECIPE] = recipe.resolved(cluster.root, str(path))
-    copies = rewards.copied(list(given.values()), path)
+    copies = functions.copied(list(given.values()), recipe.entry.method, path)
     contents = {name: yamlfile.dump(content) for name, content in given.items()} | copies
     if recipe.entry.own_code and recipe.entry.engine:
         # DeepSpeed reads JSON, and JSON is YAML.
@@ -145,6 +145,8 @@ def submission(
     path: Path, recipe: str, file: Path, cluster: Site, asked: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the submission.json of a run in path that has no job yet.
+
+    A plug-in's command that renders a job script of its own adds `command`, its name.
 
     Args:
         recipe, file: the recipe's name and file.

@@ -32,6 +32,7 @@ from launcher.errors import (
     UsageFault,
 )
 from launcher.recipe import recipe as recipes
+from launcher.recipe.needs import needs
 from launcher.recipe.override import key_of
 from launcher.recipe.sweep import Cell, Sweep
 from launcher.run import built, code, directory, sweeps
@@ -41,16 +42,13 @@ from launcher.run.sweeps import SweepDirectory
 from launcher.site import Site
 from launcher.slurm import executors, jobs, render
 from launcher.slurm.executors import Arrays, Executor
-from plugins.estimate.launcher.estimate import peak_gib
-from plugins.estimate.launcher.gpus import by_name
 from runspec import files
-from runspec.states import STOPPED_EARLY
 
 Say = Callable[[str], None]
 # A label of a run has this many characters at most; a cell's number is added to the sweep's name.
 _LABEL = 58
 # Runs that have ended and are not restarted.
-_DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY", STOPPED_EARLY})
+_DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY"})
 
 
 @dataclass(frozen=True)
@@ -168,9 +166,12 @@ def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
 
 def _fits(planned: PlannedSweep, run: PlannedRun) -> bool:
     """Whether a run is predicted to fit, or nobody knows."""
+    recipe, site = run.recipe, planned.site
+    config, resources = recipe.resolved(site.root, "run"), recipe.resources
+    gpu = planned.sweep.gpu or site.gpu
     try:
-        usable = by_name(planned.sweep.gpu or planned.site.gpu).usable_gib
-        return peak_gib(run.recipe, planned.site.root) <= usable
+        found = needs(config, resources.nodes, resources.gpus_per_node, gpu)
+        return found is None or found.fits
     except CookbookError:
         return True
 
@@ -236,7 +237,6 @@ def _record(planned: PlannedSweep, token: str) -> dict[str, Any]:
         "recipe": sweep.recipe,
         "site": planned.site.name,
         "parallel": planned.parallel,
-        "early_stop": sweep.early_stop,
         "token": token,
         "cells": cells,
         "arrays": planned.arrays,
@@ -286,11 +286,7 @@ def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:
     cells = {cell["run"]: cell for cell in sweep.cells}
     known = [(cells[run.name], state) for run, state in judged(sweep.runs)]
     known.sort(key=lambda pair: int(pair[0]["number"]))
-    return [(cell, state) for cell, state in known if not _is_done(sweep.run_of(cell), state)]
-
-
-def _is_done(run: Run, state: State) -> bool:
-    return state.word in _DONE or run.status.get("cause") == "stopped_early"
+    return [(cell, state) for cell, state in known if state.word not in _DONE]
 
 
 def resume_sweep(

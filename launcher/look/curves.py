@@ -1,19 +1,14 @@
 """Curves of a run's logged steps, thinned so that every peak and dip is kept."""
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean
 
-from launcher.look import gpu_use
 from launcher.look.text import is_number
 from launcher.run.directory import Run
 
 Point = tuple[float, float]
-# The name of a curve that no metric makes, but what nvidia-smi said.
-GPU_USE = "gpu_busy_percent"
 # A curve has this many points at most: as many as a wide screen has columns.
 MOST_POINTS = 2000
 
@@ -45,8 +40,6 @@ def read(run: Run, names: Sequence[str]) -> Curves:
             value = row.get(name)
             if is_number(value):
                 curves.points[name].append((step, value))
-    if GPU_USE in names and times:
-        curves.points[GPU_USE] = _by_step(gpu_use.curve(run), sorted(times))
     curves.points = {name: thinned(line) for name, line in curves.points.items() if line}
     ended = run.attempts
     for attempt in [*ended[1:], *([run.status] if ended else [])]:
@@ -57,23 +50,6 @@ def read(run: Run, names: Sequence[str]) -> Curves:
             if step is not None and mark not in [label for _, label in curves.attempts]:
                 curves.attempts.append((step, mark))
     return curves
-
-
-def _by_step(points: Sequence[Point], times: Sequence[Point]) -> list[Point]:
-    """Return points over time as points over steps: each stands at the step that was last logged.
-
-    Several at one step, such as those of several nodes, are averaged.
-
-    Args:
-        times: the time of each logged step, and the step.
-    """
-    at_step: dict[float, list[float]] = {}
-    moments = [when for when, _ in times]
-    for when, value in points:
-        place = bisect_right(moments, when) - 1
-        if place >= 0:
-            at_step.setdefault(times[place][1], []).append(value)
-    return [(step, fmean(values)) for step, values in sorted(at_step.items())]
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:

@@ -9,7 +9,7 @@ from launcher.run.directory import Run
 from runspec import files
 
 # Ends of an attempt that are nobody's error.
-_NO_ERROR = {"finished", "time_limit", "preempted", "requeued", "cancelled", "stopped_early", None}
+_NO_ERROR = {"finished", "time_limit", "preempted", "requeued", "cancelled", None}
 _RANK = re.compile(r"rank (\d+) on ")
 
 

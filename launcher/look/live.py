@@ -15,15 +15,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.look import gpu_use
 from launcher.look.lines import Growing, tail_start
 from launcher.look.logs import Tail
 from launcher.look.status import left_s, part_of, used_s
 from launcher.look.text import duration, number, percent, plain
 from launcher.look.watch import States
+from launcher.plugins import hooks
 from launcher.run.directory import Run, Snapshot
 from launcher.run.states import State
-from plugins.rl.launcher import rollouts
 from runspec import files
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -31,6 +30,8 @@ _COLOURS = {"COMPLETED": "green", "RUNNING": "cyan", "FAILED": "red"}
 # Number of logged steps that are shown, and of lines of a log that are kept.
 _STEPS, _LINES = 4000, 50
 _NOTHING = State("...", "nobody", "querying Slurm")
+# From a Run, its State and its newest logged steps, oldest first, to lines of a plug-in.
+_HOOK = "live_lines"
 # The trainer's line of a step (trainer/metrics.py), and what is left out of it first.
 _STEP = re.compile(r"step +\d+/\d+  ")
 _FIELDS = (
@@ -52,8 +53,7 @@ class View:
         self._metrics = Growing(metrics, tail_start(metrics, _STEPS))
         self._losses: dict[int, float] = {}
         self._rewards: dict[int, float] = {}
-        self._figures: list[str] = []
-        self._newest: dict[str, Any] = {}
+        self._rows: deque[dict[str, Any]] = deque(maxlen=_LINES)
         self._tail = Tail(run)
         self._lines: deque[str] = deque(maxlen=_LINES)
 
@@ -65,13 +65,12 @@ class View:
                     step, loss = row["step"], row["loss"]
                 except (ValueError, KeyError, TypeError):
                     continue
-                self._newest = row
+                self._rows.append(row)
                 if isinstance(loss, int | float) and math.isfinite(loss):
                     # Steps that were done again replace those that were lost.
                     self._losses[step] = loss
                 if isinstance(reward := row.get("reward"), int | float):
                     self._rewards[step] = reward
-                self._figures = rollouts.figures(row) or self._figures
         while lines := self._tail.new_lines():
             for line in lines:
                 line = plain(line.rpartition("\r")[2])
@@ -88,11 +87,11 @@ class View:
         parts: list[RenderableType] = []
         if state.detail:
             parts.append(Text(plain(state.detail), style="dim", no_wrap=True, overflow="ellipsis"))
-        parts += [self._progress(run, state), *self._curve(width - 4), self._speed(run)]
+        parts += [self._progress(run, state), *self._curve(width - 4)]
+        own = (line for lines in hooks(_HOOK) for line in lines(run, state, self._rows))
+        parts += [Text(plain(line), no_wrap=True, overflow="ellipsis") for line in own]
+        parts.append(self._speed(run))
         attempts = [_attempt(each) for each in run.attempts[-3:]]
-        if not state.ended and (roles := rollouts.roles(run)):
-            parts.append(Text(plain(roles), no_wrap=True, overflow="ellipsis"))
-        parts += [] if state.ended else [Text(line, no_wrap=True) for line in gpu_use.lines(run)]
         parts += [Text(each, no_wrap=True, overflow="ellipsis") for each in attempts]
         room = max(1, height - len(parts) - 2)
         newest = [
@@ -102,6 +101,10 @@ class View:
         parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in newest]
         title = Text(f"{self.run.name}  ").append(state.word, style=f"bold {colour}")
         return Panel(Group(*parts), title=title, title_align="left", border_style=colour)
+
+    @property
+    def _newest(self) -> dict[str, Any]:
+        return self._rows[-1] if self._rows else {}
 
     def _progress(self, run: Run, state: State) -> RenderableType:
         total = run.progress.get("total_steps")
@@ -126,8 +129,7 @@ class View:
                 text = f"{name} {points[0]:.4g} -> {points[-1]:.4g}  "
                 line = sparkline(points, max(8, width - len(text)))
                 lines.append(Text(text).append(line, style="cyan"))
-        own = (Text(each, no_wrap=True, overflow="ellipsis") for each in self._figures)
-        return [*lines, *own]
+        return lines
 
     def _speed(self, run: Run) -> RenderableType:
         newest = self._newest

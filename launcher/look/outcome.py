@@ -6,17 +6,14 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import CookbookError
-from launcher.look import gpu_use
 from launcher.look.status import row
 from launcher.look.text import is_number
+from launcher.recipe.needs import needs
 from launcher.run.directory import Run
 from launcher.run.states import State
-from plugins.estimate.launcher.memory import StepMemory
-from plugins.estimate.launcher.recipe_step import step_of
 from runspec import files
 from runspec.usage import gpu_hours
 
-GIB = 2**30
 # Keys of a recipe that say nothing about what is trained, or differ in every run.
 _NOT_SETTINGS = ("output_dir", "description", "prepare", "share", "hub")
 
@@ -89,7 +86,6 @@ def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> 
         "best_val_loss": progress.get("best_val_loss"),
         "tokens_per_second_per_gpu": values["tokens_per_second_per_gpu"],
         "mfu": values["mfu"],
-        "gpu_use": gpu_use.mean(run),
         "peak_predicted_gib": predicted_gib(
             resolved(run) if recipe is None else recipe,
             values["node_count"],
@@ -154,7 +150,8 @@ def predicted_gib(
     if not nodes or not gpus_per_node:
         return None
     try:
-        return round(StepMemory(step_of(dict(recipe), nodes, gpus_per_node)).peak / GIB, 3)
+        found = needs(recipe, nodes, gpus_per_node)
+        return None if found is None else round(found.peak_gib, 3)
     except (CookbookError, KeyError, TypeError, ValueError):
         # The user's own script, a recipe of another version, or one that was edited by hand.
         return None

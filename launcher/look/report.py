@@ -1,6 +1,7 @@
 """Runs as one self-contained HTML file: curves, outcome, attempts, profile, what made them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,18 @@ from launcher.look.curves import Curves
 from launcher.look.outcome import resolved
 from launcher.look.results import Result
 from launcher.look.text import plain
+from launcher.plugins import hooks
 from launcher.run.directory import Run
-from plugins.evaluate.launcher import evaluation
-from plugins.rl.launcher import rollouts
 from runspec import files
 
 TEMPLATE = "report.html.j2"
+_HOOK = "report_section"
 # Metric -> title of its chart; the first ones are looked at first.
 _CHARTS = {
     "loss": "Loss",
     "val_loss": "Validation loss",
     "tokens_per_second_per_gpu": "Tokens per second per GPU",
     "mfu": "MFU",
-    curves.GPU_USE: "GPU utilisation, mean of all GPUs (%)",
     "peak_memory_reserved_gb": "Peak memory per GPU (GiB)",
     "step_time_s": "Step time (s)",
     "grad_norm": "Gradient norm",
@@ -34,11 +34,22 @@ _CHARTS = {
 }
 # The first step after a start compiles, and sets no scale of these.
 _COMPILED = frozenset({"step_time_s", "tokens_per_second_per_gpu", "mfu"})
-# Samples side by side of each evaluated task.
-_SAMPLES = 3
 # A chart's size in its own units, and its margins: left, right, top, bottom.
 _WIDTH, _HEIGHT = 720, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 36, 16, 28
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a plug-in adds about one run: its hook "report_section" returns it from a Run."""
+
+    title: str
+    # Under the title and the run's name; without lines no run is named.
+    lines: Sequence[str] = ()
+    # A sentence under the title.
+    about: str = ""
+    # Metric -> title of its chart, beside those of every run.
+    charts: Mapping[str, str] = field(default_factory=dict)
 
 
 def write(
@@ -54,9 +65,11 @@ def write(
     rows, keys = results.compare(runs, price)
     known = {run.name: run for run in runs}
     ordered = [known[row["run"]] for row in rows]
+    sections = [[(run.name, section_of(run)) for run in ordered] for section_of in hooks(_HOOK)]
     charts = dict(_CHARTS)
-    for run in ordered:
-        charts |= rollouts.charts(resolved(run).get("rewards"))
+    for parts in sections:
+        for _, section in parts:
+            charts |= section.charts
     read = [curves.read(run, list(charts)) for run in ordered]
     profiles, faults = [], []
     for run in ordered:
@@ -77,8 +90,9 @@ def write(
         names=[_legend(run) for run in ordered],
         attempts=[(run.name, _attempts(run)) for run in ordered],
         profiles=profiles,
-        evaluations=[row for run in ordered for row in _evaluations(run)],
-        answers=[(run.name, lines) for run in ordered if (lines := [*rollouts.samples(run)])],
+        sections=[
+            shown for parts in sections if (shown := [each for each in parts if each[1].lines])
+        ],
         provenance=[(run.name, _provenance(run)) for run in ordered],
     )
     try:
@@ -122,12 +136,6 @@ def _template() -> jinja2.Template:
         finalize=lambda value: plain(value) if isinstance(value, str) else value,
     )
     return environment.get_template(TEMPLATE)
-
-
-def _evaluations(run: Run) -> list[list[str]]:
-    """Return each evaluation of a run's model, newest first, as lines with a few samples."""
-    results = evaluation.all_of(run)
-    return [[*evaluation.lines(each, _SAMPLES)] for each in results]
 
 
 def _has(read: Sequence[Curves], name: str) -> bool:

@@ -25,7 +25,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "loss_last_tenth": ("LOSS (LAST 10 %)", lambda value: number(value, ".4f")),
     "tokens_per_second_per_gpu": ("TOK/S/GPU", lambda value: number(value, ",.0f")),
     "mfu": ("MFU", percent),
-    "gpu_use": ("GPU USE", percent),
     "peak_predicted_gib": ("PREDICTED GiB", lambda value: number(value, ".2f")),
     "peak_measured_gib": ("MEASURED GiB", lambda value: number(value, ".2f")),
     "gpu_hours": ("GPU-HOURS", lambda value: number(value, ",.3g")),

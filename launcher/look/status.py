@@ -14,8 +14,8 @@ from launcher.run.states import State, judged
 # The states of runs, and those that only Slurm reports.
 _STATES = (
     "PENDING RUNNING RETRYING REQUEUED INTERRUPTED ANSWERING COMPLETED FAILED CANCELLED "
-    "STOPPED_EARLY UNKNOWN CONFIGURING COMPLETING SUSPENDED TIMEOUT PREEMPTED NODE_FAIL "
-    "OUT_OF_MEMORY BOOT_FAIL DEADLINE"
+    "UNKNOWN CONFIGURING COMPLETING SUSPENDED TIMEOUT PREEMPTED NODE_FAIL OUT_OF_MEMORY BOOT_FAIL "
+    "DEADLINE"
 )
 STATES = tuple(_STATES.split(" "))
 _COLOURS = {
@@ -28,7 +28,6 @@ _COLOURS = {
     "FAILED": "red",
     "INTERRUPTED": "magenta",
     "CANCELLED": "magenta",
-    "STOPPED_EARLY": "yellow",
     "UNKNOWN": "magenta",
 }
 # From the one that is missed least, if the terminal is too narrow for all.

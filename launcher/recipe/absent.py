@@ -11,7 +11,7 @@ ENTRIES = {
     "simpo": "entry of its own for SimPO: use entry: dpo with loss: simpo",
     "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",
     "kd": "entry of that name: use entry: distill",
-    "gkd": "generation by the student while it is distilled: use entry: distill with beta",
+    "gkd": "entry of that name: use entry: distill_on_policy",
 }
 _CONTAINERS = "use environment: with kind and image (docs/environments.md)"
 _PACKAGES = "use environment: with dependencies (docs/environments.md)"
@@ -28,6 +28,9 @@ KEYS = {
     "(docs/environments.md)",
     "deepspeed": "the trainer uses FSDP, not DeepSpeed: leave it out, or start a script with "
     "entry: deepspeed:SCRIPT (docs/engines.md)",
+    "on_policy_share": "only entry: distill_on_policy has it (docs/methods.md)",
+    "on_policy_max_new_tokens": "use entry: distill_on_policy with max_new_tokens",
+    "on_policy_temperature": "use entry: distill_on_policy with sampling_temperature",
     "context_parallel_dim": "sequences are not split over GPUs: use tensor_parallel_dim",
     "pipeline_parallel_dim": "layers are not split over GPUs: use tensor_parallel_dim and FSDP",
 }

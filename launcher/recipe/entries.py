@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher import plugins
 from launcher.errors import RecipeFault, UsageFault, nearest, nearest_key
 from launcher.recipe import stock
 from launcher.recipe.launch import Engine, of_script, of_shell_lines
 from plugins.engines.launcher.engines import ENGINES
 from plugins.evaluate.recipe_keys import EVAL, task_faults
-from plugins.serve.recipe_keys import SERVE
+from plugins.serve.recipe_keys import SERVE, package_of
 from runspec.keys.common import COMMAND, COMMON, ENGINE, SCRIPT
-from runspec.keys.distill import TeachConfig, teach_notes
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
 from runspec.keys.methods import METHODS
 from runspec.keys.sft import SftConfig
-from runspec.keys.train import TrainConfig, notes
+from runspec.keys.train import TrainConfig
 
 if TYPE_CHECKING:
     from launcher.recipe.recipe import Recipe
@@ -31,20 +31,22 @@ if TYPE_CHECKING:
 class Entry:
     """A thing that a recipe can start, and its properties.
 
-    keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
+    backend: the package that the recipe's environment must have, because what runs on the host
+    starts it there, by the recipe's content; "" for none. keys: all keys of its recipes. module: of the kit's trainer, and its first argument. command:
     what torchrun starts as each rank, as shell text, from the recipe and its resolved content: by
     default the module, with train.yaml. launch: the row of plugins/engines/launcher/engines.py that says it
     and the rest of what is not the kit's trainer: how it is started, resumed, stopped and followed.
     program: the file that is started,
     None for a module of the kit's trainer. on_host: it runs on the host with the kit's interpreter,
-    and starts its engine in the recipe's environment (Recipe.starts_engine). own_code: it is the
+    and starts its backend in the recipe's environment. own_code: it is the
     user's own program; the folder around it is copied into the run, and it gets its parameters
     instead of a train.yaml. per_node: it is started once per node, without torchrun. other_keys:
     its recipes may hold keys that are not in keys. checked: what trainer.check looks at: "complete"
     (the whole config of the kit's trainer, with its layout and weights), "components" (only that
     they exist and take their arguments) or "". method: the config of a training method of the kit's
-    trainer. can_estimate: its memory and time can be computed. resumes: it continues from its last
-    checkpoint after a restart. purpose: train, evaluate or serve. faults: what its table
+    trainer. companion: what the supervisor calls beside its ranks (slurm/companion.py), as
+    MODULE:CLASS. resumes: it continues from its last checkpoint after a restart.
+    purpose: train, evaluate or serve. faults: what its table
     of keys does not see of a recipe. notes: what the user should know of keys that are accepted.
     """
 
@@ -55,13 +57,14 @@ class Entry:
     )
     program: Callable[[Recipe], Path | None] = lambda recipe: None
     on_host: bool = False
+    backend: Callable[[Mapping[str, Any]], str] = lambda config: ""
     own_code: bool = False
     launch: Engine | None = None
     per_node: bool = False
     other_keys: bool = False
     checked: str = ""
     method: type[TrainConfig] | None = None
-    can_estimate: bool = False
+    companion: str = ""
     can_profile: bool = False
     resumes: bool = False
     purpose: str = "train"
@@ -91,10 +94,12 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
         module=module,
         checked="complete",
         method=config,
-        can_estimate=True,
-        can_profile=True,
+        companion=config.companion,
+        can_profile=not config.runs_teacher_only,
         resumes=True,
-        notes=notes,
+        backend=config.backend_of,
+        faults=config.recipe_faults,
+        notes=config.key_notes,
     )
 
 
@@ -107,6 +112,7 @@ def other(launch: Engine, keys: Keys, **known: Any) -> Entry:
         keys={**COMMON, **keys},
         command=lambda recipe, config: launch.start(launch, recipe, config),
         launch=launch,
+        companion="" if launch.keeps_ours else "plugins.engines.slurm.engine:Follower",
         own_code=launch.overrides == "parameters",
         per_node=launch.start is of_shell_lines,
         **known,
@@ -177,7 +183,11 @@ _KNOWN: dict[str, dict[str, Any]] = {
 # By name; a name that ends with a colon is followed by what is started: script:train.py
 ENTRIES = {
     **{name: method(f"trainer.train {name}", config) for name, config in METHODS.items()},
-    "teach": replace(method("trainer.teach", TeachConfig), can_profile=False, notes=teach_notes),
+    **{
+        name: method(f"trainer.train {config}", plugins.load(config))
+        for plugin in plugins.plugins()
+        for name, config in plugin.methods.items()
+    },
     "eval": Entry(
         keys={**COMMON, **EVAL},
         module="plugins.evaluate.main",
@@ -188,9 +198,10 @@ ENTRIES = {
     "serve": Entry(
         keys={**COMMON, **SERVE},
         command=lambda recipe, config: (
-            '"$VENV/bin/python" -m plugins.serve.replica "$RUN_DIR/train.yaml"'
+            '"$VENV/bin/python" -m plugins.serve.server "$RUN_DIR/train.yaml"'
         ),
         on_host=True,
+        backend=package_of,
         resumes=True,
         purpose="serve",
     ),

@@ -215,7 +215,7 @@ def records_of(path: Path, source: str) -> Iterator[dict[str, Any]]:
 def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
     """The first records, by another process: pyarrow takes long to import."""
     path.open("rb").close()
-    done = venv.run_module("plugins.data.head", str(path), str(_READ))
+    done = venv.run_module("trainer.data.head", str(path), str(_READ))
     if done.returncode != 0:
         raise ValueError((done.stderr.strip().splitlines() or ["no message"])[-1])
     yield from map(parse_json, done.stdout.splitlines())

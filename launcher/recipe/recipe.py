@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipe import entries, extend, override, own, stock, validate
+from launcher.recipe import entries, extend, functions, override, own, stock, validate
 from plugins.engines.launcher import engines
 from runspec import adapters, prepared
 from runspec.keys.common import COMMON
@@ -17,7 +17,7 @@ from runspec.keys.key import NAME as NAME
 from runspec.keys.key import NAME_RULE as NAME_RULE
 from runspec.keys.key import Fault, unused
 from runspec.keys.model import TRANSFORMERS
-from runspec.keys.train import with_train_on_input
+from runspec.keys.train import TrainConfig, with_train_on_input
 
 if TYPE_CHECKING:
     from launcher.recipe.environment import Environment
@@ -81,7 +81,6 @@ class Notify:
     events: tuple[str, ...] = ("start", "end", "failure")
     mail: str | None = None
     webhook: Path | None = None
-    form: str = "json"
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> Notify:
@@ -201,10 +200,9 @@ class Recipe:
         return Environment.of(record(given))
 
     @property
-    def starts_engine(self) -> bool:
-        """Whether its program runs on the host, and starts its engine in the environment."""
-        engine = self.config.get("rollout_engine") or "transformers"
-        return self.entry.on_host or engine != "transformers"
+    def starts_backend(self) -> bool:
+        """Whether its program runs on the host, and starts a backend in the environment."""
+        return bool(self.entry.backend(self.config))
 
     @property
     def umask(self) -> str:
@@ -394,10 +392,6 @@ def load(
 
 def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) -> None:
     """Put into config what options ask for, and what follows from its entry and its place."""
-    if config.get("rewards"):
-        from plugins.rl.launcher import rewards  # few recipes have some
-
-        rewards.use_whole_paths(config, path.parent)
     asked = config.get("resources")
     if asked is None or isinstance(asked, dict):
         given = {key: value for key, value in options.items() if key != "environment"}
@@ -408,6 +402,7 @@ def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) ->
         engines.default_environment(config, engine)
     if not config.get("entry"):
         config["entry"] = stock.entry_of(path, config) or COMMON["entry"].default
+    functions.use_whole_paths(config, _method(config), path.parent)
     if stock.config_name(path):
         # It means what torchtune says, wherever the kit's own default is another.
         for key in ("dataset", "dataset_val"):
@@ -415,7 +410,7 @@ def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) ->
                 config[key] = with_train_on_input(config[key], True)
     model = config.get("model")
     builder = model.get("_component_") if isinstance(model, dict) else None
-    if _is_trained(config) and builder in (None, "", TRANSFORMERS):
+    if _method(config) and builder in (None, "", TRANSFORMERS):
         # A model folder has its tokenizer.
         config.setdefault("tokenizer", dict(own.FOLDERS_TOKENIZER))
 
@@ -429,19 +424,19 @@ def _own_inputs(
 ) -> tuple[own.Inputs, list[str]]:
     """Put the user's data and model into config; return what was found, and the faults."""
     entry = config.get("entry") or stock.entry_of(path, config) or COMMON["entry"].default
-    if not _is_trained({"entry": entry}):
+    if not _method({"entry": entry}):
         named = [option for option, name in (("--data", data), ("--model", model)) if name]
         message = f"{path.name} starts {entry}, which has keys of its own: leave it out"
         return own.Inputs(), [f"{each}: {message}" for each in named]
     return own.use(config, overrides, data, model, method_of(config.get("model") or {}))
 
 
-def _is_trained(config: Mapping[str, Any]) -> bool:
-    """Whether a method of the kit's trainer reads it; `validate` reports a wrong entry."""
+def _method(config: Mapping[str, Any]) -> type[TrainConfig] | None:
+    """Return the method of the kit's trainer that reads it; `validate` reports a wrong entry."""
     try:
-        return entries.of(config).method is not None
+        return entries.of(config).method
     except RecipeFault:
-        return False
+        return None
 
 
 def _read_engine(config: dict[str, Any], path: Path) -> None:

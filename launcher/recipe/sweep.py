@@ -9,9 +9,8 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
-from runspec.earlystop import KEYS as EARLY_STOP_KEYS
 
-_KEYS = ("description", "recipe", "set", "grid", "list", "sweeps", "parallel", "gpu", "early_stop")
+_KEYS = ("description", "recipe", "set", "grid", "list", "sweeps", "parallel", "gpu")
 _ONE_OF = ("grid", "list", "sweeps")
 _LIST_KEYS = ("name", "set")
 # Slurm's own limit of a job array is MaxArraySize, 1001 unless the site says otherwise.
@@ -39,7 +38,6 @@ class Sweep:
     cells: tuple[Cell, ...]
     parallel: int = _PARALLEL
     gpu: str | None = None
-    early_stop: Mapping[str, Any] | None = None
 
 
 def names() -> list[str]:
@@ -83,7 +81,6 @@ def load(name: str) -> Sweep:
         tuple(cells),
         int(content.get("parallel") or _PARALLEL),
         content.get("gpu"),
-        content.get("early_stop"),
     )
 
 
@@ -118,7 +115,6 @@ def _faults(content: Mapping[str, Any]) -> Iterator[str]:
         yield from _list_faults(content["list"])
     elif not isinstance(content["sweeps"], list) or not content["sweeps"]:
         yield "sweeps: must be a list of sweeps, whose cells this one has in their order"
-    yield from _early_stop_faults(content.get("early_stop"))
 
 
 def _grid_faults(grid: Any) -> Iterator[str]:
@@ -148,21 +144,6 @@ def _list_faults(cells: Any) -> Iterator[str]:
                 yield f"cell {cell['name']!r}: unknown key {key!r}: a cell has {known}"
         if not isinstance(cell.get("set") or {}, Mapping):
             yield f"cell {cell['name']!r}: set: must be a mapping of a recipe's keys to values"
-
-
-def _early_stop_faults(given: Any) -> Iterator[str]:
-    if given is None:
-        return
-    if not isinstance(given, Mapping):
-        yield "early_stop: must be a mapping, {} for the defaults"
-        return
-    for key, value in given.items():
-        if key not in EARLY_STOP_KEYS:
-            yield f"early_stop: unknown key {key!r}{nearest(str(key), EARLY_STOP_KEYS)}"
-        elif not isinstance(value, type(EARLY_STOP_KEYS[key])) and not (
-            isinstance(value, int) and isinstance(EARLY_STOP_KEYS[key], float)
-        ):
-            yield f"early_stop.{key}: must be like {EARLY_STOP_KEYS[key]!r}, got {value!r}"
 
 
 def _cells(content: Mapping[str, Any], shared: tuple[str, ...]) -> Iterator[Cell]:

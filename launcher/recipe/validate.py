@@ -29,7 +29,6 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     )
     yield from entry.faults(config)
     yield from _rollout_faults(config.get("resources"), entry)
-    yield from _only_with_replicas(config)
     yield from variable_faults(config.get("env"), "env")
     yield from environment_faults(config.get("environment"), "environment.")
     yield from _secrets_faults(config.get("secrets"))
@@ -77,38 +76,10 @@ def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
     if given.get("rollout") in (None, "same"):
         return
     if entry.method is None or not entry.method.samples_answers:
-        yield Fault(key, f"{key}: only entry: grpo generates answers; leave it out")
+        yield Fault(key, f"{key}: this entry generates no answers; leave it out")
     if given.get("spare_nodes"):
         yield Fault(
             key, f"{key}: not with spare_nodes: a lost node requeues the job; leave one out"
-        )
-
-
-def _only_with_replicas(config: Mapping[str, Any]) -> Iterator[Fault]:
-    resources = config.get("resources")
-    rollout = resources.get("rollout") if isinstance(resources, dict) else None
-    engine = config.get("rollout_engine") or "transformers"
-    only: dict[str, Any] = {"rollout_engine_args": [], "rollout_gpus": 1}
-    for key, default in {**only, "rollout_gpu_memory_utilization": 0}.items():
-        if engine == "transformers" and (config.get(key) or default) != default:
-            yield Fault(key, f"{key}: only for vLLM; set rollout_engine=vllm, or leave it out")
-    tokenizer = config.get("tokenizer")
-    if engine == "vllm" and isinstance(tokenizer, dict) and tokenizer.get("new_tokens"):
-        key = "tokenizer.new_tokens"
-        message = "vLLM starts with the model's folder, which has no weights for new tokens"
-        yield Fault(key, f"{key}: {message}; set rollout_engine=transformers, or leave it out")
-    if rollout not in (None, "same"):
-        return
-    given = config.get("rollout_engine_args")
-    own = given if isinstance(given, list) else []
-    if any(str(each).startswith("--gpu-memory-utilization") for each in own):
-        key, other = "rollout_engine_args", "rollout_gpu_memory_utilization"
-        yield Fault(key, f"{key}: set {other} instead, which the estimate counts")
-    if config.get("max_staleness"):
-        yield Fault(
-            "max_staleness",
-            "max_staleness: only rollout nodes sample ahead of the trainer; set "
-            "resources.rollout=1 or more, or leave it out",
         )
 
 

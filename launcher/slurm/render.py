@@ -15,11 +15,10 @@ import jinja2
 from launcher import paths, slurm
 from launcher.errors import RecipeFault, RunFault
 from launcher.recipe.environment import Environment
+from launcher.recipe.needs import needs
 from launcher.recipe.recipe import Recipe, Resources
 from launcher.site import Site, with_site_defaults
 from launcher.slurm.executors import token
-from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.launcher.replicas import beside_vllm
 from runspec import files
 
 # The trainer may need the cluster's signal_lead_s to finish a step and write a checkpoint; a short
@@ -40,10 +39,10 @@ def _directive(value: Any) -> str:
 
 
 @cache
-def _environment(templates: Path) -> jinja2.Environment:
-    """Return the environment of a folder of templates; a sweep renders many scripts of one."""
+def _environment(folders: Sequence[Path]) -> jinja2.Environment:
+    """Return the environment of folders of templates; a sweep renders many scripts of one."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates),
+        loader=jinja2.FileSystemLoader(folders),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -60,9 +59,9 @@ def _environment(templates: Path) -> jinja2.Environment:
     return environment
 
 
-def template(name: str, templates: Path = paths.TEMPLATES) -> jinja2.Template:
-    """Return a template by the name of its file."""
-    return _environment(templates).get_template(name)
+def template(name: str, *folders: Path) -> jinja2.Template:
+    """Return a template by the name of its file, of the first folder that has it."""
+    return _environment(folders or (paths.TEMPLATES,)).get_template(name)
 
 
 def job_script(
@@ -90,7 +89,7 @@ def job_script(
     in_turns = generates_in_turns(recipe)
     interpreter = inside.interpreter(cluster.root) if inside else None
     values = dict(
-        **_common(cluster, resources, run_dir, job_name)
+        **common(cluster, resources, run_dir, job_name)
         | {"setup_lines": enter(inside, interpreter) if inside else []},
         recipe=recipe,
         sweep_dir=sweep_dir,
@@ -105,10 +104,10 @@ def job_script(
         files=files,
         command=recipe.entry.command(recipe, config),
         inside=inside,
-        python='"$VENV/bin/python"' if recipe.starts_engine else python(inside, interpreter),
+        python='"$VENV/bin/python"' if recipe.starts_backend else python(inside, interpreter),
         engine=python(inside, interpreter),
         # What the engine runs in is not what the ranks run in.
-        on_host=recipe.starts_engine and not recipe.entry.on_host,
+        on_host=recipe.starts_backend and not recipe.entry.on_host,
         within=within(inside),
         answers=bool(recipe.entry.method and config.get("generate")),
     )
@@ -126,16 +125,16 @@ def job_script(
 def generates_in_turns(recipe: Recipe) -> bool:
     """Return whether an engine generates answers on the GPUs that train."""
     is_apart = recipe.entry.on_host or recipe.resources.rollout_nodes
-    return recipe.starts_engine and not is_apart
+    return recipe.starts_backend and not is_apart
 
 
 def _beside_gib(config: Mapping[str, Any], resources: Resources) -> str | None:
     """Return how much of a GPU vLLM must leave for the ranks; None if it cannot be computed."""
     try:
-        step = step_of(config, resources.nodes, resources.gpus_per_node)
+        found = needs(config, resources.nodes, resources.gpus_per_node)
     except RecipeFault:
         return None
-    return f"{beside_vllm(step) / 2**30:.2f}"
+    return None if found is None else f"{found.beside_gib:.2f}"
 
 
 def python(inside: Environment | None, interpreter: str | None) -> str:
@@ -201,19 +200,8 @@ def asks_slurm_for(job_script: str) -> tuple[str, ...]:
     return tuple(line for line in lines if not line[10:].startswith(own))
 
 
-def prepare_script(
-    cluster: Site, asked: Resources, run_dir: Path, job_name: str, engine: str, nodes: int
-) -> str:
-    """Return the job script that prepares data with an engine."""
-    return template("prepare.sbatch.j2").render(
-        **_common(cluster, with_site_defaults(asked, cluster), run_dir, job_name),
-        nodes=nodes,
-        engine=engine,
-    )
-
-
-def _common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) -> dict[str, object]:
-    """Return what every job script of a run needs."""
+def common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) -> dict[str, object]:
+    """Return what the template of every job script of a run needs."""
     site_file = f"configs/clusters/{cluster.name}.yaml"
     if faults := _setup_faults(cluster.job_setup, site_file):
         raise RecipeFault(faults)

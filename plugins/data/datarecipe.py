@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -89,55 +89,105 @@ _COLUMN = Key("column", "text", "Another column than the text.")
 _KEEP = Key("keep", "text", "first, or the column whose highest value is kept.")
 _NGRAM = Key("ngram", "positive", "Words that are compared together.")
 _LIMITS = (Key("max", "rate", "The most."), Key("min", "rate", "The least."))
-# The options of each step, docs/data.md; the first one is what a bare value means.
-_STEPS: dict[str, tuple[Key, ...]] = {
-    "filter": (Key("where", "any", "The condition.", REQUIRED),),
-    "length": (*_LIMITS, _COLUMN),
-    "language": (Key("keep", "any", "Languages.", REQUIRED), _COLUMN),
-    "quality": (_LIMITS[1], _COLUMN),
-    "exact_duplicates": (
-        Key("columns", "any", "Columns that are compared."),
-        _KEEP,
-        Key("normalise", "any", "Compare without case and spaces."),
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of data recipes."""
+
+    # MODULE:NAME of the function in plugins/data/steps, which takes rows and returns rows.
+    function: str
+    # docs/data.md; the first one is what a bare value means.
+    options: tuple[Key, ...]
+    # The columns that it adds, and their types; near_duplicates adds one with action: mark.
+    adds: Mapping[str, str] = field(default_factory=dict)
+    # Whether it changes texts, which are then shown before and after.
+    changes_texts: bool = False
+    # A mapping as its whole value is that of its first option, not its options.
+    mapping_first: bool = False
+
+
+# By name, in the order of docs/data.md.
+STEPS = {
+    "filter": Step("filters:condition", (Key("where", "any", "The condition.", REQUIRED),)),
+    "length": Step("filters:length", (*_LIMITS, _COLUMN)),
+    "language": Step(
+        "scores:language",
+        (Key("keep", "any", "Languages.", REQUIRED), _COLUMN),
+        adds={"language": "string"},
     ),
-    "near_duplicates": (
-        Key("jaccard", "share", "From which similarity on."),
-        _NGRAM,
-        Key("bands", "positive", "Bands of MinHash."),
-        Key("rows_per_band", "positive", "Hashes in a band."),
-        _KEEP,
-        Key("action", "remove | mark", "What becomes of them."),
-        _COLUMN,
+    "quality": Step("scores:quality", (_LIMITS[1], _COLUMN), adds={"quality_score": "float64"}),
+    "exact_duplicates": Step(
+        "exact:exact_duplicates",
+        (
+            Key("columns", "any", "Columns that are compared."),
+            _KEEP,
+            Key("normalise", "any", "Compare without case and spaces."),
+        ),
     ),
-    "decontaminate": (
-        Key("against", "any", "Files of evaluations.", REQUIRED),
-        _NGRAM,
-        Key("min_hits", "positive", "n-grams that must be found."),
+    "near_duplicates": Step(
+        "near:near_duplicates",
+        (
+            Key("jaccard", "share", "From which similarity on."),
+            _NGRAM,
+            Key("bands", "positive", "Bands of MinHash."),
+            Key("rows_per_band", "positive", "Hashes in a band."),
+            _KEEP,
+            Key("action", "remove | mark", "What becomes of them."),
+            _COLUMN,
+        ),
     ),
-    "personal_data": (
-        *(Key(kind, "mask | drop | leave", "What becomes of it.") for kind in PERSONAL),
-        Key("regions", "texts", "Countries of phone numbers, such as [DE, US]."),
+    "decontaminate": Step(
+        "decontaminate:decontaminate",
+        (
+            Key("against", "any", "Files of evaluations.", REQUIRED),
+            _NGRAM,
+            Key("min_hits", "positive", "n-grams that must be found."),
+        ),
     ),
-    "template": tuple(Key(each, "any", "Its text.") for each in ("prompt", "answer", "system")),
-    "tokens": (*_LIMITS, Key("tokenizer", "text", "Its folder.", REQUIRED)),
-    "mixture": (
-        Key("weights", "open block", "By source.", REQUIRED),
-        Key("rows", "positive", "Rows in all."),
+    "personal_data": Step(
+        "personal:personal_data",
+        (
+            *(Key(kind, "mask | drop | leave", "What becomes of it.") for kind in PERSONAL),
+            Key("regions", "texts", "Countries of phone numbers, such as [DE, US]."),
+        ),
+        changes_texts=True,
     ),
-    "cap": (
-        Key("rows", "positive", "Rows per value.", REQUIRED),
-        Key("by", "any", "The column.", REQUIRED),
-        _KEEP,
+    "template": Step(
+        "templates:template",
+        tuple(Key(each, "any", "Its text.") for each in ("prompt", "answer", "system")),
+        changes_texts=True,
     ),
-    "split": (
-        Key("shares", "open block", "By split.", REQUIRED),
-        Key("stratify", "any", "Columns of strata."),
-        Key("group", "any", "Columns of groups."),
-        Key("like", "any", "An earlier set."),
+    "tokens": Step(
+        "tokens:tokens",
+        (*_LIMITS, Key("tokenizer", "text", "Its folder.", REQUIRED)),
+        adds={"tokens": "int64"},
+    ),
+    "mixture": Step(
+        "sampling:mixture",
+        (Key("weights", "open block", "By source.", REQUIRED), Key("rows", "positive", "In all.")),
+        mapping_first=True,
+    ),
+    "cap": Step(
+        "sampling:cap",
+        (
+            Key("rows", "positive", "Rows per value.", REQUIRED),
+            Key("by", "any", "The column.", REQUIRED),
+            _KEEP,
+        ),
+    ),
+    "split": Step(
+        "splits:split",
+        (
+            Key("shares", "open block", "By split.", REQUIRED),
+            Key("stratify", "any", "Columns of strata."),
+            Key("group", "any", "Columns of groups."),
+            Key("like", "any", "An earlier set."),
+        ),
+        adds={"split": "string"},
+        mapping_first=True,
     ),
 }
-# A mapping as the whole of these steps is their first option, not their options.
-_MAPPING_FIRST = {"mixture": "weights", "split": "shares"}
 
 
 def faults(config: Mapping[str, Any]) -> list[str]:
@@ -244,14 +294,14 @@ def _step_faults(step: Any, where: str) -> Iterator[str]:
         yield f"{where} must be one step such as 'filter: quality >= 0.85', got {step!r}"
         return
     name = step_name(step)
-    if name not in _STEPS:
-        hint = nearest(name, _STEPS)
-        yield f"{where}: there is no step {name!r}{hint}; steps: {', '.join(_STEPS)}"
+    if name not in STEPS:
+        hint = nearest(name, STEPS)
+        yield f"{where}: there is no step {name!r}{hint}; steps: {', '.join(STEPS)}"
         return
     options, where = step_options(step), f"{where}.{name}"
-    yield from _checked(options, _STEPS[name], where)
-    shares = options.get(_MAPPING_FIRST.get(name, ""))
-    if isinstance(shares, dict):
+    yield from _checked(options, STEPS[name].options, where)
+    shares = options.get(STEPS[name].options[0].name)
+    if STEPS[name].mapping_first and isinstance(shares, dict):
         yield from _share_faults(name, shares, where)
     low, high = options.get("min"), options.get("max")
     if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
@@ -286,9 +336,9 @@ def step_options(step: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return a step's options; a bare value is that of its first option."""
     name = step_name(step)
     value = None if isinstance(step, str) else step[name]
-    known = [key.name for key in _STEPS[name]]
-    if name in _MAPPING_FIRST and isinstance(value, dict) and not set(value) & set(known):
-        return {_MAPPING_FIRST[name]: value}
+    known = [key.name for key in STEPS[name].options]
+    if STEPS[name].mapping_first and isinstance(value, dict) and not set(value) & set(known):
+        return {known[0]: value}
     if isinstance(value, dict):
         return dict(value)
     return {} if value is None or value is True else {known[0]: value}

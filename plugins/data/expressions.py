@@ -7,6 +7,7 @@ only. They are never executed.
 import ast
 import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 from plugins.data.errors import DataError, first_line
@@ -75,71 +76,17 @@ def condition(text: str, table: Any, where: str) -> Any:
     Raises:
         DataError: it cannot be read, or names a column that does not exist.
     """
-    import ibis
-
     try:
         tree = ast.parse(str(text).strip(), mode="eval").body
+        expression = _Reader(str(text).strip(), table, where).read(tree)
+    except DataError:
+        raise
     except SyntaxError as error:
         raise DataError(
             f"{where}: cannot read the condition {text!r} ({error.msg}): write it as in Python, "
             "such as quality >= 0.85 and len(text) <= 2048",
             exit_code=2,
         ) from None
-
-    def refuse(node: ast.AST) -> DataError:
-        part = ast.get_source_segment(str(text).strip(), node) or str(text)
-        return DataError(
-            f"{where}: {part!r} cannot be used in a condition: there are comparisons, and, or, "
-            f"not, in, arithmetic, and the functions {', '.join(FUNCTIONS)}",
-            exit_code=2,
-        )
-
-    def walk(node: ast.AST) -> Any:
-        if isinstance(node, ast.BoolOp):
-            parts = [walk(each) for each in node.values]
-            joined = parts[0]
-            for part in parts[1:]:
-                joined = joined & part if isinstance(node.op, ast.And) else joined | part
-            return joined
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return ~walk(node.operand)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -walk(node.operand)
-        if isinstance(node, ast.Compare):
-            return compare(node)
-        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-            return _ARITHMETIC[type(node.op)](walk(node.left), walk(node.right))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-            count, function = FUNCTIONS.get(node.func.id, (-1, None))
-            if function is None or len(node.args) != count:
-                raise refuse(node)
-            return function(*(walk(each) for each in node.args))
-        if isinstance(node, ast.Name):
-            return column(table, node.id, where)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | bool):
-            return ibis.literal(node.value)
-        raise refuse(node)
-
-    def compare(node: ast.Compare) -> Any:
-        left, joined = walk(node.left), None
-        for symbol, right in zip(node.ops, node.comparators, strict=True):
-            if isinstance(symbol, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple):
-                part = left.isin([walk(each) for each in right.elts])
-                part = ~part if isinstance(symbol, ast.NotIn) else part
-                value = None
-            elif type(symbol) in _COMPARE:
-                value = walk(right)
-                part = _COMPARE[type(symbol)](left, value)
-            else:
-                raise refuse(node)
-            joined = part if joined is None else joined & part
-            left = value
-        return joined
-
-    try:
-        expression = walk(tree)
-    except DataError:
-        raise
     except Exception as error:
         raise DataError(
             f"{where}: the condition {text!r} does not fit its columns: {first_line(error)}",
@@ -150,3 +97,59 @@ def condition(text: str, table: Any, where: str) -> Any:
             f"{where}: {text!r} is not a condition: compare it with something", exit_code=2
         )
     return expression
+
+
+class _Reader:
+    """Reads a condition's syntax tree as an expression over a table."""
+
+    def __init__(self, text: str, table: Any, where: str) -> None:
+        self.text, self.table, self.where = text, table, where
+
+    def read(self, node: ast.AST) -> Any:
+        import ibis
+
+        match node:
+            case ast.BoolOp(op=op, values=values):
+                join = operator.and_ if isinstance(op, ast.And) else operator.or_
+                return reduce(join, map(self.read, values))
+            case ast.UnaryOp(op=ast.Not(), operand=inner):
+                return ~self.read(inner)
+            case ast.UnaryOp(op=ast.USub(), operand=inner):
+                return -self.read(inner)
+            case ast.Compare():
+                return self._compared(node)
+            case ast.BinOp(op=op, left=left, right=right) if type(op) in _ARITHMETIC:
+                return _ARITHMETIC[type(op)](self.read(left), self.read(right))
+            case ast.Call(func=ast.Name(id=name), args=given, keywords=[]):
+                count, function = FUNCTIONS.get(name, (-1, None))
+                if function is None or len(given) != count:
+                    raise self._refused(node)
+                return function(*map(self.read, given))
+            case ast.Name(id=name):
+                return column(self.table, name, self.where)
+            case ast.Constant(value=str() | int() | float() as value):
+                return ibis.literal(value)
+        raise self._refused(node)
+
+    def _compared(self, node: ast.Compare) -> Any:
+        parts, left = [], self.read(node.left)
+        for symbol, right in zip(node.ops, node.comparators, strict=True):
+            if isinstance(symbol, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple):
+                part = left.isin([self.read(each) for each in right.elts])
+                parts.append(~part if isinstance(symbol, ast.NotIn) else part)
+                left = None
+            elif type(symbol) in _COMPARE:
+                value = self.read(right)
+                parts.append(_COMPARE[type(symbol)](left, value))
+                left = value
+            else:
+                raise self._refused(node)
+        return reduce(operator.and_, parts)
+
+    def _refused(self, node: ast.AST) -> DataError:
+        part = ast.get_source_segment(self.text, node) or self.text
+        return DataError(
+            f"{self.where}: {part!r} cannot be used in a condition: there are comparisons, and, "
+            f"or, not, in, arithmetic, and the functions {', '.join(FUNCTIONS)}",
+            exit_code=2,
+        )

@@ -7,24 +7,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Input:
-    """One part of a source.
-
-    number: its part of row ids. file: its path; for a query, its range. origin: the table, query or
-    dataset to which it belongs. rows: their number if it is known without reading them. first: the
-    number in its origin of its first row, if it is a copy. mtime_ns: 0 if nothing can change the
-    part. blocks: one or more tasks of a reader, each with the arguments of openers.
-    """
+    """One part of a source."""
 
     source: str
+    # Its path; for a query, its range.
     file: str
     type: str
     bytes: int = 0
     sha256: str = ""
+    # The table, query or dataset to which it belongs.
     origin: str = ""
+    # Their number if it is known without reading them.
     rows: int | None = None
+    # The number in its origin of its first row, if it is a copy.
     first: int | None = None
+    # 0 if nothing can change the part.
     mtime_ns: int = 0
+    # One or more tasks of a reader, each with the arguments of openers.
     blocks: tuple[Mapping[str, Any], ...] = ()
+    # Its part of row ids.
     number: int = 0
 
     def record(self) -> dict[str, Any]:

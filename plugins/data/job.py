@@ -2,15 +2,13 @@
 
 import os
 import signal
-import socket
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from plugins.data.errors import DataError
-from runspec import files, yamlrules
+from runspec import failure, yamlrules
 
 # Longer than an end takes, and less than Slurm's KillWait of 30 s.
 AGAIN_S = 20.0
@@ -45,6 +43,4 @@ def stop(number: int, frame: Any) -> None:
 
 def leave_fault(error: DataError, logs: Path, rank: int) -> None:
     """Write the record of a fault for the job script; a retry cannot fix it."""
-    record = {"rank": rank, "host": socket.gethostname(), "time": time.time(), "type": "DataError"}
-    record |= {"message": error.faults[0], "permanent": True}
-    files.write_json(logs / f"error_rank_{rank}.json", record)
+    failure.write(logs, rank, "DataError", error.faults[0], permanent=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from plugins.data.datarecipe import step_name
-from plugins.data.engines.base import Engine, finished, shards
 from plugins.data.errors import DataError
 from plugins.data.expressions import length_of, text_of
 from plugins.data.formats import turns_of
 from plugins.data.pipeline import FORMAT, Prepared, versions
+from plugins.data.query_engines.base import QueryEngine, finished, shards
 from plugins.data.rows import Rows
 from plugins.data.sources import unchanged
 from plugins.data.steps.splits import SIDES
@@ -58,7 +58,7 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def write(
-    config: Mapping[str, Any], made: Prepared, engine: Engine, folder: Path, work: Path
+    config: Mapping[str, Any], made: Prepared, engine: QueryEngine, folder: Path, work: Path
 ) -> tuple[Path, dict[str, Any]]:
     """Write the version and make it the current one; return its folder and its card.
 
@@ -98,22 +98,8 @@ def write(
             "sources": sorted({each.source for each in made.inputs}),
             "description": config.get("description") or "",
         }
-        lineage = {
-            "format": FORMAT,
-            "recipe": dict(config),
-            "engine": engine.name,
-            "versions": versions(engine),
-            "inputs": [each.record() for each in made.inputs],
-            "bad_rows": made.bad_count,
-            "steps": made.records,
-            "content_sha256": card["content_sha256"],
-        }
-        files.write_json(temporary / CARD, card)
-        files.write_json(temporary / LINEAGE, lineage)
-        text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in made.bad)
-        # Private: these records and texts have not been masked.
-        files.write_text(temporary / BAD_ROWS, text, mode=0o600)
-        _keep_ledgers(made, temporary)
+        lineage = _lineage(config, made, engine, str(card["content_sha256"]))
+        _write_records(temporary, made, card, lineage)
         page = report.page(folder.name, card, lineage, shown)
         files.write_text(temporary / REPORT, page, mode=0o600)
         if made.start.folder is None:
@@ -123,6 +109,39 @@ def write(
         return _publish(temporary, folder, version), card
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _lineage(
+    config: Mapping[str, Any], made: Prepared, engine: QueryEngine, content_sha256: str
+) -> dict[str, Any]:
+    """Return what the rows were made of and by."""
+    return {
+        "format": FORMAT,
+        "recipe": dict(config),
+        "engine": engine.name,
+        "versions": versions(engine),
+        "inputs": [each.record() for each in made.inputs],
+        "bad_rows": len(made.bad),
+        "steps": made.records,
+        "content_sha256": content_sha256,
+    }
+
+
+def _write_records(
+    target: Path, made: Prepared, card: Mapping[str, Any], lineage: Mapping[str, Any]
+) -> None:
+    """Write the card, the lineage, the bad rows, and for a later set the ids of removed rows and
+    the splits of groups."""
+    files.write_json(target / CARD, card)
+    files.write_json(target / LINEAGE, lineage)
+    text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in made.bad)
+    # Private: these records have not been masked.
+    files.write_text(target / BAD_ROWS, text, mode=0o600)
+    for key, folder in made.folders.items():
+        if finished(folder / "removed"):
+            shutil.copytree(folder / "removed", target / REMOVED / key)
+        if finished(folder / SIDES) is not None:
+            shutil.copytree(folder / SIDES, target / SIDES)
 
 
 def _write_delta_log(folder: Path, splits: Mapping[str, Any], name: str) -> None:
@@ -160,17 +179,8 @@ def _publish(temporary: Path, folder: Path, version: str) -> Path:
     return folder / version
 
 
-def _keep_ledgers(made: Prepared, target: Path) -> None:
-    """Keep the ids of rows that each step removed, and the splits of groups, for a later set."""
-    for key, folder in made.folders.items():
-        if finished(folder / "removed"):
-            shutil.copytree(folder / "removed", target / REMOVED / key)
-        if finished(folder / SIDES) is not None:
-            shutil.copytree(folder / SIDES, target / SIDES)
-
-
 def _write_rows(
-    engine: Engine, rows: Rows, form: str, pairs: bool, target: Path, work: Path
+    engine: QueryEngine, rows: Rows, form: str, pairs: bool, target: Path, work: Path
 ) -> None:
     hidden = {"_id", "prompt", "answer", "messages", "rejected", "split"}
     extra = [name for name in rows.table.columns if name not in hidden]
@@ -207,7 +217,7 @@ def _are_pairs(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _unlike_pairs(engine: Engine, table: Any) -> dict[str, Any]:
+def _unlike_pairs(engine: QueryEngine, table: Any) -> dict[str, Any]:
     """Return the number of rows with messages (n), and of rows without a prompt (p)."""
     return engine.one(table.agg(n=table.messages.notnull().sum(), p=table.prompt.isnull().sum()))
 

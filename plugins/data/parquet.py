@@ -16,17 +16,18 @@ FIELD_ID = b"PARQUET:field_id"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a file of a Delta or Iceberg table stores the columns of the table.
+    """How a file of a Delta or Iceberg table stores the columns of the table."""
 
-    schema: the table's, in Arrow. keys: for each path of names in it, such as ("messages", "role"),
-    the field's name in files, or its id as text. by_id: keys are field ids. constants: values of
-    columns that a file may lack. kept: a NumPy file with a flag per row, None for all rows.
-    """
-
+    # The table's, in Arrow.
     schema: Any
+    # For each path of names in it, such as ("messages", "role"), the field's name in files, or its
+    # id as text.
     keys: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    # Keys are field ids.
     by_id: bool = False
+    # Values of columns that a file may lack.
     constants: Mapping[str, Any] = field(default_factory=dict)
+    # A NumPy file with a flag per row, None for all rows.
     kept: str | None = None
 
     def key(self, path: tuple[str, ...]) -> str:

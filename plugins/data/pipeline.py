@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from plugins.data import sources, steps
-from plugins.data.datarecipe import step_name, step_options
-from plugins.data.engines.base import Engine, finished, mark, shards
+from plugins.data import sources
+from plugins.data.datarecipe import STEPS, step_name, step_options
 from plugins.data.errors import DataError
 from plugins.data.ingest import BAD_SUFFIX
 from plugins.data.inputs import Input
+from plugins.data.query_engines.base import QueryEngine, finished, mark, shards
 from plugins.data.recognisers import hidden
 from plugins.data.rows import Rows, Work
 from plugins.data.steps import columns
@@ -39,24 +40,25 @@ _PACKAGES += ["phonenumberslite", "python-stdnum"]
 
 @dataclass
 class Prepared:
-    """The result of a recipe: its rows, and a record of each step.
-
-    lengths: number of texts by length, if reading them gave it.
-    """
+    """The result of a recipe."""
 
     rows: Rows
+    # Before the first step.
     start: Rows
     inputs: list[Input]
+    # Of each step.
     records: list[dict[str, Any]]
+    # The records that could not be read.
     bad: list[dict[str, Any]]
-    bad_count: int
+    # Of each step, whose tables lie there.
     folders: dict[str, Path] = field(default_factory=dict)
+    # Number of texts by length, if reading them gave it.
     lengths: dict[int, int] | None = None
 
 
 def run(
     config: Mapping[str, Any],
-    engine: Engine,
+    engine: QueryEngine,
     work: Path,
     base: Path,
     root: Path,
@@ -79,7 +81,7 @@ def run(
     columns.check(config, all_keep)
     inputs = sources.find(config, base, work / "sources", threads, say, limit)
     first = _fingerprint(FORMAT, [each.sha256 for each in inputs], config["sources"], limit)
-    rows, bad, bad_count, lengths = _ingest(
+    rows, bad, lengths = _ingest(
         config, engine, work / f"00-read-{first}", inputs, all_keep, limit, say
     )
     start, records, folders = rows, [], {}
@@ -90,50 +92,53 @@ def run(
         if options.get("tokenizer"):
             options["tokenizer"] = str(base / os.path.expanduser(str(options["tokenizer"])))
         print_ = _fingerprint(print_, name, options, _used_files(options, base), seed)
-        folder = work / f"{number:02d}-{name}-{print_}"
-        here = Work(
-            engine,
-            folder,
-            options,
-            f"steps.{number - 1}.{name}",
-            seed,
-            say,
-            root if name == "split" else base,
-        )
-        key = f"{number:02d}-{name}"
-        known = patient_json(folder / _RECORD)
-        engine.progress.begin(key, rows.count)
-        began, before = time.monotonic(), rows
-        rows = steps.find(name)(rows, here)
-        folders[key] = folder
-        if known is None:
-            known = {
-                "step": key,
-                "options": options,
-                "rows_in": before.count,
-                "rows_out": rows.count,
-                "seconds": round(time.monotonic() - began, 2),
-                "notes": here.notes,
-                "samples": _samples(engine, folder, before),
-                "changed": _changed(engine, before, rows, name),
-            }
-            folder.mkdir(parents=True, exist_ok=True)
-            files.write_json(folder / _RECORD, known)
-        records.append(known)
+        key, where = f"{number:02d}-{name}", f"steps.{number - 1}.{name}"
+        folder = folders[key] = work / f"{key}-{print_}"
+        of_sets = root if name == "split" else base
+        here = Work(engine, folder, options, where, seed, say, of_sets)
+        rows, record = _step(key, name, rows, here)
+        records.append(record)
         if start.folder is None:
             sources.unchanged(inputs)
-        removed = before.count - rows.count
-        engine.progress.step()
-        say(
-            f"{key:24} {before.count:>12,} -> {rows.count:>12,} rows  ({removed:,} removed, "
-            f"{known['seconds']:.1f} s)"
+    return Prepared(rows, start, inputs, records, bad, folders, lengths)
+
+
+def _step(key: str, name: str, before: Rows, here: Work) -> tuple[Rows, dict[str, Any]]:
+    """Run a step; return its rows and its record, which is kept with its tables.
+
+    Raises:
+        DataError: the step has a fault, or leaves no rows.
+    """
+    engine, began = here.engine, time.monotonic()
+    known = patient_json(here.folder / _RECORD)
+    engine.progress.begin(key, before.count)
+    module, _, function = STEPS[name].function.partition(":")
+    rows = getattr(import_module(f"plugins.data.steps.{module}"), function)(before, here)
+    if known is None:
+        known = {
+            "step": key,
+            "options": here.options,
+            "rows_in": before.count,
+            "rows_out": rows.count,
+            "seconds": round(time.monotonic() - began, 2),
+            "notes": here.notes,
+            "samples": _samples(engine, here.folder, before),
+            "changed": _changed(engine, before, rows, name),
+        }
+        here.folder.mkdir(parents=True, exist_ok=True)
+        files.write_json(here.folder / _RECORD, known)
+    removed = before.count - rows.count
+    engine.progress.step()
+    here.say(
+        f"{key:24} {before.count:>12,} -> {rows.count:>12,} rows  ({removed:,} removed, "
+        f"{known['seconds']:.1f} s)"
+    )
+    if rows.count == 0:
+        raise DataError(
+            f"{here.where}: no rows are left; the step removed {removed:,}, for example "
+            f"{_shown(known['samples'])}: change its options"
         )
-        if rows.count == 0:
-            raise DataError(
-                f"{here.where}: no rows are left; the step removed {removed:,}, for example "
-                f"{_shown(known['samples'])}: change its options"
-            )
-    return Prepared(rows, start, inputs, records, bad, bad_count, folders, lengths)
+    return rows, known
 
 
 def _all_keep(config: Mapping[str, Any]) -> dict[str, str]:
@@ -153,13 +158,13 @@ def _all_keep(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _ingest(
     config: Mapping[str, Any],
-    engine: Engine,
+    engine: QueryEngine,
     folder: Path,
     inputs: list[Input],
     all_keep: Mapping[str, str],
     limit: int | None,
     say: Callable[[str], None],
-) -> tuple[Rows, list[dict[str, Any]], int, dict[int, int] | None]:
+) -> tuple[Rows, list[dict[str, Any]], dict[int, int] | None]:
     if (
         limit is None
         and finished(folder) is None
@@ -168,7 +173,7 @@ def _ingest(
         table, lengths = scanned
         count = sum(lengths.values())
         say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files, where they lie")
-        return Rows(table, count), [], 0, lengths
+        return Rows(table, count), [], lengths
     if finished(folder) is None:
         tasks = sources.tasks(config, inputs, folder, all_keep, limit)
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +213,7 @@ def _ingest(
     if count == 0:
         raise DataError("the sources have no rows: check path and format of each source")
     say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files  ({len(bad):,} bad)")
-    return Rows(engine.read(folder), count, folder), bad, len(bad), None
+    return Rows(engine.read(folder), count, folder), bad, None
 
 
 def _place(bad: Mapping[str, Any]) -> str:
@@ -233,7 +238,7 @@ def _fingerprint(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]:
+def _samples(engine: QueryEngine, folder: Path, before: Rows) -> list[dict[str, Any]]:
     """Return the first rows that a step removed, as they were before it."""
     if not finished(folder / "removed"):
         return []
@@ -259,9 +264,9 @@ def _samples(engine: Engine, folder: Path, before: Rows) -> list[dict[str, Any]]
     ]
 
 
-def _changed(engine: Engine, before: Rows, after: Rows, name: str) -> list[dict[str, Any]]:
+def _changed(engine: QueryEngine, before: Rows, after: Rows, name: str) -> list[dict[str, Any]]:
     """Return the first rows whose text a step has changed, before and after it."""
-    if name not in ("template", "personal_data"):
+    if not STEPS[name].changes_texts:
         return []
     old = before.table.select("_id", _prompt="prompt", _answer="answer")
     both = after.table.inner_join(old, "_id")
@@ -296,7 +301,7 @@ def _shown(samples: list[dict[str, Any]]) -> str:
     return repr(samples[0]["text"][:80]) if samples else "none"
 
 
-def versions(engine: Engine) -> dict[str, str]:
+def versions(engine: QueryEngine) -> dict[str, str]:
     """Return the versions of the engine and of the packages that made the rows."""
     packages = engine.versions()
     for name in _PACKAGES:

@@ -5,13 +5,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from plugins.data.engines.base import Engine, shards
 from plugins.data.expressions import length_bucket
 from plugins.data.pipeline import Prepared
+from plugins.data.query_engines.base import QueryEngine, shards
 from plugins.data.recognisers import hidden
 from runspec.prepared import DATA
 
-TEMPLATE = Path(__file__).resolve().parents[2] / "templates" / "data_report.html.j2"
+TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 # Columns added by steps whose values are counted.
 _COUNTED = ("source", "language")
 _MOST_VALUES = 12
@@ -20,7 +20,7 @@ _KINDS_AT_MOST = 50
 
 
 def figures(
-    made: Prepared, engine: Engine, version: Path, columns: Collection[str]
+    made: Prepared, engine: QueryEngine, version: Path, columns: Collection[str]
 ) -> dict[str, Any]:
     """Return the page's figures of the rows.
 
@@ -108,7 +108,7 @@ def _first_rows(version: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if value is not None} for row in rows[:5]]
 
 
-def lengths(engine: Engine, table: Any) -> dict[int, int]:
+def lengths(engine: QueryEngine, table: Any) -> dict[int, int]:
     """Return how many rows have texts of 2^k - 1 to 2^(k+1) - 2 characters, by k."""
     counted = table.select(bucket=length_bucket(table))
     rows = engine.rows(counted.group_by("bucket").agg(n=counted.count()))
@@ -131,7 +131,7 @@ def _bars(before: Mapping[int, int], after: Mapping[int, int]) -> list[dict[str,
 
 
 def _counts(
-    engine: Engine, made: Prepared, version: Path, columns: Collection[str]
+    engine: QueryEngine, made: Prepared, version: Path, columns: Collection[str]
 ) -> list[dict[str, Any]]:
     """Count the values of columns of few values, before and after."""
     import pyarrow.compute as pc
@@ -151,7 +151,7 @@ def _counts(
     return tables
 
 
-def _values(engine: Engine, table: Any, name: str) -> dict[str, int]:
+def _values(engine: QueryEngine, table: Any, name: str) -> dict[str, int]:
     counted = table.group_by(name).agg(n=table.count())
     rows = engine.rows(counted.order_by(counted.n.desc()).limit(_KINDS_AT_MOST + 1))
     return {str(row[name]): int(row["n"]) for row in rows}

@@ -5,18 +5,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plugins.data.engines.base import Engine, finished, mark
+from plugins.data.query_engines.base import QueryEngine, finished, mark
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as an ibis table, and their folder if they are in files.
+    """Rows between two steps."""
 
-    count: their number.
-    """
-
+    # An ibis table.
     table: Any
+    # Their number.
     count: int
+    # Their folder if they are in files.
     folder: Path | None = None
 
     def kept(self, table: Any, count: int) -> "Rows":
@@ -26,18 +26,19 @@ class Rows:
 
 @dataclass
 class Work:
-    """The execution of one step, in a folder whose finished tables are not computed again.
+    """The execution of one step."""
 
-    where: the step's name in messages. notes: figures for its record.
-    """
-
-    engine: Engine
+    engine: QueryEngine
+    # Of the step: its finished tables are not computed again.
     folder: Path
     options: Mapping[str, Any]
+    # The step's name in messages.
     where: str
     seed: int
     say: Callable[[str], None]
+    # Of relative paths; for a split, the folder of all sets.
     base: Path
+    # Figures for its record.
     notes: dict[str, Any] = field(default_factory=dict)
 
     def remember(self, name: str, table: Any) -> Any:

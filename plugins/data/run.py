@@ -18,9 +18,9 @@ from typing import Any
 
 from plugins.data import job
 from plugins.data.datarecipe import memory_bytes
-from plugins.data.engines import spill
-from plugins.data.engines.base import Engine
 from plugins.data.errors import DataError
+from plugins.data.query_engines import spill
+from plugins.data.query_engines.base import QueryEngine
 from runspec import files, lock, prepared
 
 # With less free space than this, an engine that spills fails within seconds.
@@ -73,24 +73,9 @@ def prepare(
     folder = output.folder_of(root, name)
     output.check(config)
     threads = int(config.get("threads") or len(os.sched_getaffinity(0)))
-    began = time.monotonic()
     if preview is not None:
-        with ExitStack() as stack:
-            work = spill.make("preview", spill.parent_of(config.get("temp_dir")))
-            stack.callback(spill.remove, work)
-            engine = _engine(settings, threads, master)
-            stack.callback(engine.close)
-            made = pipeline.run(config, engine, work, base, root, threads, say, preview)
-            rows = engine.rows(made.rows.table.order_by("_id").limit(3))
-        return {
-            "name": name,
-            "preview": preview,
-            "rows": made.rows.count,
-            "steps": made.records,
-            "bad": made.bad[:5],
-            "samples": [{k: v for k, v in row.items() if v is not None} for row in rows],
-            "seconds": round(time.monotonic() - began, 2),
-        }
+        return _previewed(settings, threads, master, preview)
+    began = time.monotonic()
     with _alone(folder):
         work_folder = folder / ".work"
         work_folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +103,33 @@ def prepare(
         "splits": splits,
         "content_sha256": card["content_sha256"],
         "steps": made.records,
-        "bad_rows": made.bad_count,
+        "bad_rows": len(made.bad),
+        "seconds": round(time.monotonic() - began, 2),
+    }
+
+
+def _previewed(
+    settings: Mapping[str, Any], threads: int, master: str | None, most: int
+) -> dict[str, Any]:
+    """Return what the steps make of the first rows of each source; nothing is written."""
+    from plugins.data import pipeline
+
+    began, config = time.monotonic(), settings["recipe"]
+    root, base = Path(settings["root"]), Path(settings["base"])
+    with ExitStack() as stack:
+        work = spill.make("preview", spill.parent_of(config.get("temp_dir")))
+        stack.callback(spill.remove, work)
+        engine = _engine(settings, threads, master)
+        stack.callback(engine.close)
+        made = pipeline.run(config, engine, work, base, root, threads, say, most)
+        rows = engine.rows(made.rows.table.order_by("_id").limit(3))
+    return {
+        "name": str(settings["name"]),
+        "preview": most,
+        "rows": made.rows.count,
+        "steps": made.records,
+        "bad": made.bad[:5],
+        "samples": [{k: v for k, v in row.items() if v is not None} for row in rows],
         "seconds": round(time.monotonic() - began, 2),
     }
 
@@ -147,7 +158,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> Engine:
+def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> QueryEngine:
     config = settings["recipe"]
     folder = spill.parent_of(config.get("temp_dir"))
     facts = os.statvfs(folder)
@@ -158,12 +169,12 @@ def _engine(settings: Mapping[str, Any], threads: int, master: str | None) -> En
         )
     memory = memory_bytes(config.get("memory") or "0") or job.memory_bytes() // 2
     if settings.get("engine") == "spark":
-        from plugins.data.engines.spark import SparkEngine
+        from plugins.data.query_engines.spark import Spark
 
-        return SparkEngine(memory, folder, threads, master, settings.get("event_log"))
-    from plugins.data.engines.duck import DuckEngine
+        return Spark(memory, folder, threads, master, settings.get("event_log"))
+    from plugins.data.query_engines.duck import DuckDB
 
-    return DuckEngine(memory, folder, threads)
+    return DuckDB(memory, folder, threads)
 
 
 def _lines(made: Mapping[str, Any]) -> Iterator[str]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from plugins.data import databases, hub, openers, parquet, tables
 from plugins.data.datarecipe import SUFFIXES, source_name, source_type
-from plugins.data.engines.tasks import Task
 from plugins.data.errors import DataError
 from plugins.data.ingest import BAD_SUFFIX
 from plugins.data.inputs import Input
+from plugins.data.query_engines.tasks import Task
 from runspec import files
 
 _SUFFIXES = tuple(SUFFIXES)

@@ -1,6 +1,6 @@
 """Estimates of memory, time and disk."""
 
-from launcher.plugins import Command, Plugin
+from launcher.plugins import Check, Command, Plugin
 
 PLUGIN = Plugin(
     name="estimate",
@@ -10,5 +10,13 @@ PLUGIN = Plugin(
             "Compute the memory, time and disk that a recipe needs.",
             "Prepare",
         ),
+    },
+    checks=(
+        Check("GPU memory", "plugins.estimate.launcher.checks:memory"),
+        Check("disk space", "plugins.estimate.launcher.checks:disk"),
+    ),
+    hooks={
+        "needs": "plugins.estimate.launcher.estimate:Estimate",
+        "predicted_sweep": "plugins.estimate.launcher.cells:PredictedSweep",
     },
 )

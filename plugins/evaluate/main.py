@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import yaml
 
-from plugins.evaluate import shards, spread
-from plugins.evaluate.model import DTYPES
-from plugins.evaluate.pairs import opened
+from plugins.evaluate import shards
+from plugins.evaluate.pairs import model_of
 from plugins.evaluate.recipe_keys import EVAL, TASK
 from plugins.evaluate.result import write as write_result
 from runspec import files
 from runspec.processes import end_with_torchrun
 from runspec.redact import redacted
 from trainer.errors import ConfigError, TrainerError, describe, write_error_record
+from trainer.inference import loading, pipeline
 from trainer.parallel.device import described, own
 from trainer.progress import Progress
 from trainer.start import leave
@@ -53,9 +53,9 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
     plan = shards.Plan(config, run_dir)
     device = own(config["device"])
     ranks = _ranks(config, plan, device, world)
-    spread.start(device, ranks)
+    pipeline.init_process_group(device, ranks)
     # The ranks of a spread model do the same shards, those that rank 0 sees.
-    missing = spread.agreed(plan.missing(), ranks)
+    missing = pipeline.from_first_rank(plan.missing(), ranks)
     mine = [shard for shard in missing if ranks > 1 or shard.number % world == rank]
     progress = Progress(plan.samples, attempt, described(device))
     if rank == 0:
@@ -64,9 +64,9 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
     print(f"rank {rank}: {len(mine)} of {len(plan.shards)} shards to do{over}", flush=True)
     for side in plan.sides:
         left = [shard for shard in mine if shard.side == side and shard.needs_model]
-        answerer = opened(plan.folder(side), config, device, ranks) if left else None
+        answerer = model_of(plan.folder(side), config, device, ranks) if left else None
         for shard in left:
-            if spread.agreed((run_dir / files.STOP).exists(), ranks):
+            if pipeline.from_first_rank((run_dir / files.STOP).exists(), ranks):
                 return _stopped(progress, run_dir, rank)
             plan.work(shard, answerer, writes=ranks == 1 or rank == 0)
             if rank == 0:
@@ -97,8 +97,10 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
 def _ranks(config: dict[str, Any], plan: shards.Plan, device: torch.device, world: int) -> int:
     """Over how many ranks a model is spread: 1, or all; raises ConfigError for anything else."""
     if (asked := config["pipeline_parallel_dim"]) is None:
-        number_bytes = DTYPES[config["dtype"]].itemsize
-        return max(spread.needed(plan.folder(side), number_bytes, device) for side in plan.sides)
+        number_bytes = loading.DTYPES[config["dtype"]].itemsize
+        return max(
+            pipeline.ranks_needed(plan.folder(side), number_bytes, device) for side in plan.sides
+        )
     if asked not in (1, world):
         raise ConfigError(
             f"pipeline_parallel_dim: is 1 or the number of ranks, {world}, and not {asked}"

@@ -1,22 +1,18 @@
 """One model that answers: a folder as transformers reads it, or an adapter with its base."""
 
 import hashlib
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from plugins.evaluate import opened, spread
 from plugins.evaluate.samples import Sample
 from runspec import weights
 from runspec.storage import patient_json
 from trainer.data.folder import read_tokenizer
 from trainer.errors import ConfigError
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from trainer.inference import loading, pipeline
 
 
 def fingerprint(folder: Path) -> str:
@@ -40,12 +36,7 @@ class Answerer:
     def __init__(
         self, folder: Path, settings: dict[str, Any], device: torch.device, ranks: int = 1
     ) -> None:
-        # A model folder is all that is asked for; nothing is looked up on the network.
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
-
-        disable_progress_bar()
-        set_verbosity_error()
+        loading.stay_offline_and_quiet()
         self.settings, self.device, self.ranks = settings, device, ranks
         adapter = patient_json(folder / "adapter_config.json")
         base = Path(str(adapter["base_model_name_or_path"])) if adapter else folder
@@ -60,20 +51,22 @@ class Answerer:
             # An adapter has a tokenizer of its own if the base has another one.
             own = folder if (folder / "tokenizer.json").is_file() else base
             self.tokenizer = read_tokenizer(own, padding_side="left")
-            dtype = DTYPES[settings["dtype"]]
-            model = opened.load(base, dtype, device, ranks)
+            dtype = loading.DTYPES[settings["dtype"]]
+            model = loading.language_model(base, dtype, device, ranks)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{base}: transformers cannot load it: {error}") from None
-        self.ends, self._end = opened.ends(model, self.tokenizer, settings["template"] != "none")
+        self.ends, self._end = loading.end_tokens(
+            model, self.tokenizer, settings["template"] != "none"
+        )
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         if settings["temperature"] == 0:
-            opened.be_greedy(model, self.ends, self.tokenizer.pad_token_id)
+            loading.decode_greedily(model, self.ends, self.tokenizer.pad_token_id)
         # Virtual tokens of prompt and prefix tuning take positions, too.
         virtual = (adapter or {}).get("num_virtual_tokens") or 0
-        self.limit = opened.positions(model) - virtual
+        self.limit = loading.max_positions(model) - virtual
         if adapter:
-            model = adapted(model, folder).to(device).eval()
+            model = loading.with_adapter(model, folder).to(device).eval()
         self.base, self.model = base, model
 
     def prompt_text(self, sample: Sample, task: dict[str, Any]) -> str:
@@ -112,7 +105,7 @@ class Answerer:
             max_new_tokens=self.settings["max_new_tokens"],
             eos_token_id=self.ends or None,
             pad_token_id=self.tokenizer.pad_token_id,
-            **spread.options(self.model, self.ranks),
+            **pipeline.generate_options(self.model, self.ranks),
             **(hot if self.settings["temperature"] > 0 else {}),
         )
         seconds = time.perf_counter() - began
@@ -146,19 +139,3 @@ class Answerer:
         # A chat template writes the first token itself.
         special = self.settings["template"] == "none"
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
-
-
-def adapted(model: Any, folder: Path) -> Any:
-    """A model with the adapter of a folder; raises ConfigError without the package for it."""
-    try:
-        from peft import PeftModel
-    except ImportError:
-        message = f"{folder} is an adapter, which needs the package peft"
-        raise ConfigError(f"{message}: pip install peft, or evaluate the merged export") from None
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        tables = [key for key in file.keys() if key.endswith(".embed_tokens.weight")]  # noqa: SIM118
-        rows = [file.get_slice(key).get_shape()[0] for key in tables]
-    if rows and rows[0] > model.get_input_embeddings().weight.shape[0]:
-        # Its new tokens' rows take the place of these.
-        model.resize_token_embeddings(rows[0], mean_resizing=False)
-    return PeftModel.from_pretrained(model, str(folder))

@@ -1,19 +1,18 @@
 """Pairs of answers: by a reward model's scores, or by likelihood."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from plugins.evaluate.model import DTYPES, Answerer, adapted
+from plugins.evaluate.model import Answerer
 from plugins.evaluate.samples import Sample
-from runspec.storage import patient_json
-from runspec.weights import gives_scores
+from runspec.weights import base_of, gives_scores
 from trainer.data.preferences import PreferenceDataset
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
+from trainer.inference import loading
 from trainer.layers.batch import IGNORE_INDEX
 
 
@@ -35,27 +34,10 @@ class Scorer:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], device: torch.device) -> None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from transformers import AutoModelForSequenceClassification
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
-        if not gives_scores(folder):
-            raise ConfigError(f"{folder}: is no reward model (entry: reward makes one)")
-        adapter = patient_json(folder / "adapter_config.json")
-        self.folder = Path(str(adapter["base_model_name_or_path"])) if adapter else folder
-        try:
-            model = AutoModelForSequenceClassification.from_pretrained(
-                str(self.folder), num_labels=1, dtype=DTYPES[settings["dtype"]]
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder}: transformers cannot load it: {error}") from None
-        self.model = (adapted(model, folder) if adapter else model).to(device).eval()
-        if (folder / "tokenizer.json").is_file():
-            # An adapter has a tokenizer of its own if the base has another one.
-            self.folder = folder
-        # One document at a time ends where its row ends; without it no token is taken for padding.
-        self.model.config.pad_token_id = None
+        self.model = loading.reward_model(folder, settings["dtype"], device)
+        # An adapter has a tokenizer of its own if the base has another one.
+        own = (folder / "tokenizer.json").is_file()
+        self.folder = folder if own else base_of(folder) or folder
         self.device = device
 
     @torch.inference_mode()
@@ -78,7 +60,7 @@ class Scorer:
         return rows
 
 
-def opened(
+def model_of(
     folder: Path, settings: dict[str, Any], device: torch.device, ranks: int = 1
 ) -> "Answerer | Scorer":
     """The model of a folder: one that answers, over `ranks`, or one that gives scores."""
@@ -89,7 +71,7 @@ def opened(
     return Scorer(folder, settings, device)
 
 
-def compared(model: "Answerer | Scorer", samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def preferences(model: "Answerer | Scorer", samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """What a model gives chosen and rejected of each sample: scores, or log-probabilities."""
     return model.pairs(samples) if isinstance(model, Scorer) else _likelihoods(model, samples)
 

@@ -11,4 +11,5 @@ PLUGIN = Plugin(
             "Deliver",
         ),
     },
+    hooks={"report_section": "plugins.evaluate.launcher.evaluation:report_section"},
 )

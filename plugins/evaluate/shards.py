@@ -169,7 +169,7 @@ class Plan:
             ]
             rows = [{"win": win} for win in judge.verdicts(task, asked)]
         elif isinstance(answerer, pairs.Scorer) or task["kind"] == "pair_accuracy":
-            rows = pairs.compared(answerer, chosen)
+            rows = pairs.preferences(answerer, chosen)
         elif task["kind"] == "lm_eval":
             rows = [harness.evaluate(answerer, task, self.config)]
         elif task["kind"] == "perplexity":

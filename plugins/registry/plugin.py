@@ -26,4 +26,9 @@ PLUGIN = Plugin(
             "Look",
         ),
     },
+    hooks={
+        "runs_ended": "plugins.registry.launcher.tracking:import_ended",
+        "registered_model": "plugins.registry.launcher.registered:model",
+        "registered_uris": "plugins.registry.launcher.registered:uris",
+    },
 )

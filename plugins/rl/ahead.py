@@ -1,10 +1,8 @@
 """Answers of later rollouts, which replicas sample while one is trained: see max_staleness."""
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import torch
@@ -19,12 +17,16 @@ from trainer.parallel.world import World
 
 
 class Drawn(NamedTuple):
-    """A rank's groups of a rollout, with their scores and rewards: see rollout_log.Rollout."""
+    """A rank's answers of a rollout."""
 
+    # The answers to each prompt, and their scores.
     groups: list[list[Answer]]
     scores: list[list[Scores]]
+    # fp64 [groups, group_size], NaN for none.
     rewards: torch.Tensor
+    # How many groups were sampled again.
     resampled: int
+    # Seconds that scoring took.
     scored_s: float
 
 
@@ -52,11 +54,8 @@ class Ahead:
             raise ConfigError("max_staleness: only rollout nodes work ahead; set resources.rollout")
         self._later: Iterator[tuple[int, list[MicroBatch]]] = iter(())
         self._pending: deque[Future[Drawn]] = deque()
-        self._tasks: queue.SimpleQueue[tuple[Future[Drawn], list[MicroBatch], int]]
-        self._tasks = queue.SimpleQueue()
-        if self._most:
-            # Whoever ends this rank does not wait for answers.
-            threading.Thread(target=self._work, daemon=True).start()
+        # One, so that rollouts are drawn in turn; a rank that ends does not wait for it.
+        self._thread = ThreadPoolExecutor(1)
 
     def take(self, models: Models, given: list[MicroBatch], number: int) -> Drawn:
         """The answers of the rollout of this number; all ranks call this together."""
@@ -71,9 +70,7 @@ class Ahead:
             self._later = enumerate(self._prompts.inner.from_step(number), number)
         for _ in range(self._most + 1 if begins else 1):
             if (following := next(self._later, None)) is not None:
-                future: Future[Drawn] = Future()
-                self._pending.append(future)
-                self._tasks.put((future, following[1], following[0]))
+                self._pending.append(self._thread.submit(self._draw, following[1], following[0]))
         return drawn or self._next()
 
     def rest(self) -> None:
@@ -83,11 +80,3 @@ class Ahead:
     def _next(self) -> Drawn:
         future = self._pending.popleft()
         return self._world.on_all(future.result)
-
-    def _work(self) -> None:
-        while True:
-            future, given, number = self._tasks.get()
-            try:
-                future.set_result(self._draw(given, number))
-            except Exception as error:
-                future.set_exception(error)

@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from plugins.rl import gathered
 from plugins.rl import policy_losses as losses
 from plugins.rl.ahead import Ahead, Drawn
 from plugins.rl.policy_losses import LogProbs, Rule
 from plugins.rl.recipe_keys import GrpoConfig
+from plugins.rl.rewards import model as judges
 from plugins.rl.rewards import pool
 from plugins.rl.rewards.pool import Pool, Scores
 from plugins.rl.rollout_log import Rollout, RolloutLog
@@ -39,8 +41,6 @@ from trainer.data.source import Source, open_source, read_block
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import token_log_probs
-from trainer.methods import reward_model as judges
-from trainer.methods import whole
 from trainer.methods.base import LossSum, Models, Objective
 from trainer.models.builder import Builder
 from trainer.sharded import reshard
@@ -71,11 +71,7 @@ class PolicyOptimisation(Objective):
         """As `setting_faults`; and models that cannot generate, rewards that cannot be loaded."""
         faults = cls.setting_faults(config)
         if not faults:
-            end = "; set on_policy_share=0"
-            faults += [
-                fault.removeprefix("on_policy_share: ").removesuffix(end)
-                for fault in whole.faults(config, on_hub=config.rollout_engine == "vllm")
-            ]
+            faults += gathered.faults(config, on_hub=config.rollout_engine == "vllm")
         if not pool.faults(config.rewards, config.reward_timeout):
             try:
                 Pool(config.rewards, 1, config.reward_timeout).close()
@@ -442,7 +438,8 @@ class PolicyOptimisation(Objective):
 
     def trace_answers(self, models: Models) -> None:
         """As Objective.trace_answers."""
-        trace(models, self.config, self.world)
+        answers = self.config.prompts_per_step * self.config.group_size
+        trace(models, self.config, self.world, answers)
 
     def validated(self) -> None:
         """Free the sampler's memory."""

@@ -1,4 +1,4 @@
-"""Answers that the student gives between two steps, in place of the data's.
+"""On-policy distillation: in a share of the steps the student gives the answers.
 
 For such a step the trained model is gathered, its adapter merged, into transformers' own class, and
 each data-parallel rank lets that `generate` the answers to its prompts with a cache of keys and
@@ -7,50 +7,25 @@ Source: GKD, Agarwal et al. 2023 (arXiv 2306.13649), whose lambda is `on_policy_
 """
 
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from runspec.keys.distill import DistillConfig
+from plugins.rl import gathered
+from plugins.rl.recipe_keys import OnPolicyConfig
+from plugins.rl.rollouts import Asked, Document, Sampler, at_once, documents_of, trace
+from runspec.keys.train import TrainConfig
 from trainer.checkpoint import weights
-from trainer.config import instantiate
 from trainer.data import packing
-from trainer.data.batches import NONE, Collator, Row
+from trainer.data.batches import NONE, Collator, Data, Row
 from trainer.errors import ConfigError
-from trainer.layers.batch import IGNORE_INDEX, MicroBatch
-from trainer.methods import whole
+from trainer.layers.batch import MicroBatch
 from trainer.methods.base import Models
+from trainer.methods.distill import Distillation
 from trainer.parallel.world import World
 
 Answers = list[list[int]]
-
-
-class Document(NamedTuple):
-    """A sample that counts: its tokens, which of them are trained, and its index in the dataset."""
-
-    tokens: np.ndarray
-    trained: np.ndarray
-    sample: int
-
-    @property
-    def prompt(self) -> list[int]:
-        """The tokens before the last answer; [] without one."""
-        trained = np.flatnonzero(self.trained)
-        breaks = np.flatnonzero(np.diff(trained) > 1)
-        begin = 0 if not len(trained) else trained[breaks[-1] + 1 if len(breaks) else 0]
-        return self.tokens[: int(begin)].tolist()
-
-
-def faults(config: DistillConfig) -> list[str]:
-    """What cannot be done together with answers of the student's; files are not read."""
-    if config.teacher_log_probs != "kept":
-        return []
-    return [
-        "on_policy_share: the teacher's stored pass covers the data's answers only; set "
-        "teacher_log_probs=online or on_policy_share=0"
-    ]
 
 
 class Student:
@@ -60,17 +35,15 @@ class Student:
         ConfigError: transformers' class cannot take the weights.
     """
 
-    def __init__(self, config: DistillConfig, world: World) -> None:
+    def __init__(self, config: OnPolicyConfig, world: World) -> None:
         self._config, self._world = config, world
 
         def check() -> None:
-            if wrong := whole.faults(config):
+            if wrong := gathered.faults(config):
                 raise ConfigError(*wrong)
 
         world.on_main(check)
-        tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
-        self._ends = whole.Ends.of(tokenizer)
-        self._whole = whole.Copy(config.model_folder, world)
+        self._sampler = Sampler(config, world)
         self._clear()
 
     def _clear(self) -> None:
@@ -91,11 +64,10 @@ class Student:
         world, began = self._world, time.monotonic()
         vocabulary = min(module.vocab_size for module in models.modules)
         documents = [document for batch in batches for document in documents_of(batch)]
-        self._whole.gather(models.policy)
         answered: Answers = []
-        if world.data_weight:
-            answered = self._answered(documents, step, vocabulary)
-        self._whole.free()
+        with self._sampler.holding(models, step):
+            if world.data_weight:
+                answered = self._answered(documents, step, vocabulary)
         took = time.monotonic() - began
         # Ranks of a tensor-parallel group train on the same tokens, whatever their GPUs round.
         every = world.gather((answered, took))
@@ -103,7 +75,7 @@ class Student:
         self._seconds += max(seconds for _, seconds in every)
         for own in (each for rank, _ in every for each in rank if each):
             self._answers, self._tokens = self._answers + 1, self._tokens + len(own)
-            self._ended += own[-1] in self._ends.tokens
+            self._ended += own[-1] in self._sampler.ends.tokens
         answers = every[world.group_leader][0]
         pairs = zip(documents, answers, strict=True)
         return self._batches([_with(*pair) for pair in pairs], batches[0])
@@ -124,31 +96,16 @@ class Student:
 
     def _answered(self, documents: list[Document], step: int, vocabulary: int) -> Answers:
         """A new answer to the prompt of each document; [] where there is no room for one."""
-        config, prompts = self._config, [document.prompt for document in documents]
-        longest = int(config.tokenizer.get("max_seq_len") or 2**31)
-        rooms = [min(config.on_policy_max_new_tokens, longest - len(each)) for each in prompts]
-        asked = [index for index, room in enumerate(rooms) if room > 0 and prompts[index]]
-        asked.sort(key=lambda index: -len(prompts[index]))
-        room = max((rooms[index] for index in asked), default=0)
-        # In groups whose keys and values have at most the positions of a micro-batch.
-        positions = config.batch_size * min(longest, max(map(len, prompts), default=0) + room)
-        answers: Answers = [[] for _ in prompts]
-        while asked:
-            count = max(1, positions // (len(prompts[asked[0]]) + room))
-            now, asked = asked[:count], asked[count:]
-            generators = [self._generator(step, documents[index].sample) for index in now]
-            draw = _Draw(config.on_policy_temperature, generators, vocabulary)
-            new = self._whole.generate([prompts[index] for index in now], room, draw, self._ends)
-            for index, row in zip(now, new, strict=True):
-                end = next(
-                    (n + 1 for n, token in enumerate(row) if token in self._ends.tokens), len(row)
-                )
-                answers[index] = row[: min(end, rooms[index])]
+        asked = [
+            Asked(each.sample, each.prompt, f"answer {step} {each.sample}") for each in documents
+        ]
+        # Prompts of about the same length are answered together.
+        order = sorted(range(len(asked)), key=lambda index: -len(asked[index].prompt))
+        answers: Answers = [[] for _ in asked]
+        found = self._sampler.answers([asked[index] for index in order], vocabulary)
+        for index, answer in zip(order, found, strict=True):
+            answers[index] = answer.tokens
         return answers
-
-    def _generator(self, step: int, sample: int) -> torch.Generator:
-        seed = weights.seed_of(self._config.seed, f"answer {step} {sample}")
-        return torch.Generator(self._world.device).manual_seed(seed)
 
     def _batches(self, documents: list[Document], given: MicroBatch) -> list[MicroBatch]:
         """The documents in micro-batches, packed if the data are: as many on every rank.
@@ -174,21 +131,8 @@ class Student:
         # What fills the batches up counts for nothing.
         filler = given.inputs.tokens[0, :2].numpy(), np.zeros(2, bool)
         rows += [Row([filler], False, NONE)] * (max(1, int(count)) * size - len(rows))
-        collator = Collator(self._ends.pad_id, config.row_multiple, row_length)
+        collator = Collator(self._sampler.ends.pad_id, config.row_multiple, row_length)
         return [collator.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
-
-
-def documents_of(batch: MicroBatch) -> list[Document]:
-    """The documents of a batch that count, of samples with one document each."""
-    tokens, labels = batch.inputs.tokens.flatten().numpy(), batch.labels.flatten().numpy()
-    documents, ends = [], batch.ends if batch.ends is not None else ()
-    for last, length, sample in zip(ends, batch.lengths, batch.samples, strict=True):
-        end = int(last) + 1
-        trained = np.zeros(length, bool)
-        # Label i is token i + 1.
-        trained[1:] = labels[end - length : end - 1] != IGNORE_INDEX
-        documents.append(Document(tokens[end - length : end], trained, int(sample)))
-    return documents
 
 
 def _with(document: Document, answer: list[int]) -> Document:
@@ -199,35 +143,53 @@ def _with(document: Document, answer: list[int]) -> Document:
     return Document(tokens, np.arange(len(tokens)) >= len(document.prompt), document.sample)
 
 
-def trace(models: Models, config: DistillConfig, world: World) -> None:
-    """What answers take, for `plugins.estimate.trace`, whose tensors have no values."""
-    copy = whole.Copy(config.model_folder, world, len(models.policy.module.blocks))
-    copy.gather(models.policy)
-    positions = config.batch_size * int(config.tokenizer["max_seq_len"])
-    rows = max(1, positions // config.on_policy_max_new_tokens)
-    if not config.dataset.get("packed"):
-        rows = min(rows, config.batch_size * config.gradient_accumulation_steps)
-    draw = _Draw(1.0, [None] * rows, models.policy.module.vocab_size)
-    scores = copy.one_token(rows, positions // rows - 1)
-    draw(scores, scores)
-    copy.free()
+class OnPolicyDistillation(Distillation):
+    """As Distillation; see Student.figures for its own figures."""
 
+    config_class: ClassVar[type[TrainConfig]] = OnPolicyConfig
+    _student: Student
 
-class _Draw:
-    """Samples a row's next token by a generator of its own, so that no other row matters.
+    @classmethod
+    def faults(cls, config: Any) -> list[str]:
+        """As Distillation.faults, and why the student cannot generate."""
+        return super().faults(config) or gathered.faults(config)
 
-    The largest of logits / temperature + Gumbel noise is a draw from their softmax.
-    """
+    @classmethod
+    def setting_faults(cls, config: Any) -> list[str]:
+        """As Distillation.setting_faults, of its own keys, too."""
+        texts = super().setting_faults(config)
+        if config.on_policy_share > 1:
+            texts.append(f"on_policy_share: must be from 0 to 1, got {config.on_policy_share}")
+        if config.teacher_log_probs == "kept":
+            texts.append(
+                "teacher_log_probs: kept covers the data's answers only; set "
+                "teacher_log_probs=online, or entry=distill"
+            )
+        return texts
 
-    def __init__(
-        self, temperature: float, generators: Sequence[torch.Generator | None], vocabulary: int
-    ) -> None:
-        self._temperature, self._generators = temperature, generators
-        self._vocabulary = vocabulary
+    def prepare(self, models: Models, data: Data) -> None:
+        """As Objective.prepare; also raises ConfigError for a student that cannot generate."""
+        self._student = Student(self.config, self.world)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.float() / self._temperature
-        for row, generator in zip(scores, self._generators, strict=True):
-            row -= torch.empty_like(row).exponential_(generator=generator).log_()
-        scores[:, self._vocabulary :] = -torch.inf
-        return scores
+    def before_step(
+        self, models: Models, micro_batches: list[MicroBatch], step: int
+    ) -> list[MicroBatch]:
+        """As Objective.before_step: with the student's answers in a share of the steps."""
+        return self._student.replaced(models, micro_batches, step)
+
+    @property
+    def generates(self) -> bool:
+        """As Objective.generates."""
+        return bool(self.config.on_policy_share)
+
+    def step_figures(self) -> dict[str, float | None]:
+        """As Objective.step_figures."""
+        return self._student.figures()
+
+    def trace_answers(self, models: Models) -> None:
+        """As Objective.trace_answers."""
+        config = self.config
+        answers = config.batch_size * config.gradient_accumulation_steps
+        if config.dataset.get("packed"):
+            answers = at_once(config, config.max_new_tokens)
+        trace(models, config, self.world, answers)

@@ -2,7 +2,7 @@
 
 Sources: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), GSPO (2507.18071), RLOO
 (2402.14740), truncated importance sampling (fengyao.notion.site/off-policy-rl). The values are
-those of TRL 1.16: tests/trainer/trl_rl.json.
+those of TRL 1.16: tests/plugins/rl/trl_rl.json.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,15 @@ STD_EPSILON = 1e-4
 
 
 class LogProbs(NamedTuple):
-    """Log-probabilities of the trained tokens of a batch, fp32 [target_count] each.
+    """Log-probabilities of the trained tokens of a batch, fp32 [target_count] each."""
 
-    policy: with a graph behind it. old: of the policy before the first update on these answers;
-    None if this is that one. sampled: as the sampler had them. reference: of the model before
-    training, None without one.
-    """
-
+    # With a graph behind it.
     policy: torch.Tensor
+    # Of the policy before the first update on these answers; None if this is that one.
     old: torch.Tensor | None = None
+    # As the sampler had them.
     sampled: torch.Tensor | None = None
+    # Of the model before training, None without one.
     reference: torch.Tensor | None = None
 
 

@@ -1,10 +1,11 @@
-"""The config of `entry: grpo`: reinforcement learning on rewards of sampled answers."""
+"""The configs of `entry: grpo`, reinforcement learning, and of `entry: distill_on_policy`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from runspec.keys.key import REQUIRED, changeable, setting
+from runspec.keys.distill import DistillConfig
+from runspec.keys.key import REQUIRED, Fault, changeable, setting
 from runspec.keys.train import TrainConfig
 
 # Scores by a reward model on the rank's own device.
@@ -20,12 +21,30 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoConfig(TrainConfig):
+class AnswerKeys:
+    """The answers that the policy gives to prompts."""
+
+    max_new_tokens: int = setting(
+        "positive", "Tokens of an answer at most; tokenizer.max_seq_len also ends it.", 256
+    )
+    sampling_temperature: float = setting(
+        "number", "Temperature at which answers are sampled, and of their log-probabilities.", 1.0
+    )
+    generation_batch_size: int | None = changeable(
+        "positive",
+        "Answers that a GPU generates at once. Default: batch_size; of packed data as many as fill "
+        "their rows.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(AnswerKeys, TrainConfig):
     """Reinforcement learning: answers that score above others to the same prompt get likelier."""
 
     objective: ClassVar[str] = "plugins.rl.grpo.PolicyOptimisation"
     has_reference: ClassVar[bool] = True
     samples_answers: ClassVar[bool] = True
+    companion: ClassVar[str] = "plugins.rl.slurm.rollout:Replicas"
 
     rewards: dict[str, Any] = setting(
         "open block",
@@ -43,14 +62,6 @@ class GrpoConfig(TrainConfig):
         "dapo",
     )
     group_size: int = setting("positive", "Answers to each prompt.", 8)
-    max_new_tokens: int = setting("positive", "Tokens of an answer at most.", 256)
-    sampling_temperature: float = setting(
-        "number", "Temperature at which answers are sampled, and of their log-probabilities.", 1.0
-    )
-    generation_batch_size: int | None = changeable(
-        "positive",
-        "Answers that a GPU generates at once; default: batch_size.",
-    )
     updates_per_rollout: int = setting("positive", "Steps that train on the same answers.", 1)
     epsilon: float = setting("rate", "How far below 1 a ratio counts; the rest is clipped.", 0.2)
     epsilon_high: float | None = setting(
@@ -133,6 +144,11 @@ class GrpoConfig(TrainConfig):
         "count", "Groups of each step that are written to rollouts.jsonl.", 1
     )
 
+    def __post_init__(self) -> None:
+        # One of a file that the recipe extends is left out by null.
+        given = {name: block for name, block in self.rewards.items() if block is not None}
+        object.__setattr__(self, "rewards", given)
+
     @classmethod
     def reference_of(cls, config: Mapping[str, Any]) -> str:
         """As TrainConfig.reference_of, by the keys `reference` and `beta`."""
@@ -142,9 +158,51 @@ class GrpoConfig(TrainConfig):
         return super().reference_of(config) if wanted == "auto" else wanted
 
     @classmethod
+    def recipe_faults(cls, config: Mapping[str, Any]) -> Iterator[Fault]:
+        """As TrainConfig.recipe_faults: keys for vLLM and for rollout nodes only."""
+        with_vllm = config.get("rollout_engine") == "vllm"
+        only: dict[str, Any] = {"rollout_engine_args": [], "rollout_gpus": 1}
+        for key, default in {**only, "rollout_gpu_memory_utilization": 0}.items():
+            if not with_vllm and (config.get(key) or default) != default:
+                yield Fault(key, f"{key}: only for vLLM; set rollout_engine=vllm, or leave it out")
+        if with_vllm and _block(config, "tokenizer").get("new_tokens"):
+            key = "tokenizer.new_tokens"
+            message = "vLLM starts with the model's folder, which has no weights for new tokens"
+            yield Fault(key, f"{key}: {message}; set rollout_engine=transformers, or leave it out")
+        if _block(config, "resources").get("rollout") not in (None, "same"):
+            return
+        given = config.get("rollout_engine_args")
+        own = given if isinstance(given, list) else []
+        if any(str(each).startswith("--gpu-memory-utilization") for each in own):
+            key, other = "rollout_engine_args", "rollout_gpu_memory_utilization"
+            yield Fault(key, f"{key}: set {other} instead, which the estimate counts")
+        if config.get("max_staleness"):
+            yield Fault(
+                "max_staleness",
+                "max_staleness: only rollout nodes sample ahead of the trainer; set "
+                "resources.rollout=1 or more, or leave it out",
+            )
+
+    @classmethod
+    def functions(cls, config: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+        """As TrainConfig.functions, of rewards."""
+        blocks = _block(config, "rewards")
+        return {
+            ("rewards", name, "function"): str(block.get("function"))
+            for name, block in blocks.items()
+            if isinstance(block, dict)
+        }
+
+    @classmethod
     def has_new_adapter(cls, config: Mapping[str, Any]) -> bool:
         """Whether the policy with its adapter off is the model before training."""
         return super().reference_of(config) == "adapter_off"
+
+    @classmethod
+    def backend_of(cls, config: Mapping[str, Any]) -> str:
+        """As TrainConfig.backend_of; transformers generates in the ranks themselves."""
+        backend = str(config.get("rollout_engine") or "transformers")
+        return "" if backend == "transformers" else backend
 
     @property
     def scales(self) -> bool:
@@ -157,3 +215,22 @@ class GrpoConfig(TrainConfig):
     def prompts_per_step(self) -> int:
         """Prompts of each rank (group of tensor-parallel ranks) in a step."""
         return self.batch_size * self.gradient_accumulation_steps // self.group_size
+
+
+def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    block = config.get(name)
+    return block if isinstance(block, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyConfig(AnswerKeys, DistillConfig):
+    """Distillation in which the student gives the answers in a share of the steps."""
+
+    objective: ClassVar[str] = "plugins.rl.on_policy.OnPolicyDistillation"
+
+    on_policy_share: float = setting(
+        "rate",
+        "Share of the steps whose answers the student generates, in place of the data's (lmbda of "
+        "TRL's GKDConfig); which steps is drawn from the seed.",
+        0.5,
+    )

@@ -2,9 +2,9 @@
 
 It has GPUs of a rollout node, or with ROLLOUT_IN_TURNS those of ranks, while they wait for it.
 
-plugins/rl/slurm/rollout.py starts it, with ROLLOUT_INDEX, ROLLOUT_LOCAL_RANK (its GPU) and ROLLOUT_ADDRESS
-set. It says in the run's folder where it listens, and answers ranks over HTTP, with the run's
-secret: plugins/rl/replicas.py. A replica whose health nobody asks for any more exits.
+plugins/rl/slurm/rollout.py starts it, with ROLLOUT_INDEX, ROLLOUT_LOCAL_RANK (its GPU) and
+ROLLOUT_ADDRESS set. It says in the run's folder where it listens, and answers ranks over HTTP, with
+the run's secret: plugins/rl/replicas.py. A replica whose health nobody asks for any more exits.
 """
 
 import hmac
@@ -14,69 +14,89 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from plugins.rl import replica_engines
 from plugins.rl.recipe_keys import GrpoConfig
-from plugins.rl.replica_engines import TransformersEngine, Versions, VllmEngine
+from plugins.rl.replica_engines import Engine, TransformersEngine
 from plugins.rl.replicas import Request
 from runspec import files
 from trainer import config as configs
+from trainer.errors import RolloutError
 from trainer.parallel.device import choose
 
 # plugins/rl/slurm/rollout.py asks every few seconds.
 LEASE_S = 20.0
+# How often vLLM is asked to drop answers that nobody waits for any more.
+DROP_S = 0.2
 
 
 class Replica:
-    """An engine with the weights of one version.
+    """An engine with the weights of one version: requests for it are answered together, others
+    wait.
 
-    Args:
-        folder: where versions are.
+    version: of its weights; "" before it has some.
     """
 
-    def __init__(
-        self,
-        config: GrpoConfig,
-        folder: Path,
-        device: torch.device,
-        in_turns: bool = False,
-    ) -> None:
-        engine: TransformersEngine | VllmEngine
-        if config.rollout_engine == "vllm":
-            engine = VllmEngine(config, folder, device, in_turns)
-        else:
-            engine = TransformersEngine(config, folder, device)
-        self._versions = Versions(engine)
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.version = engine, ""
+        self._over: set[str] = set()
+        self._changed, self._answering = threading.Condition(), 0
 
     def weights(self, version: str) -> dict[str, Any]:
         """Have the weights of a version, which the trainer has written."""
-        self._versions.load(version)
-        return {"version": version}
+        with self._holding(version):
+            return {"version": version}
 
     def generate(self, version: str, **asked: Any) -> dict[str, Any]:
         """Answer a request by the weights of a version."""
-        sampled = self._versions.generate(version, Request(**asked))
+        with self._holding(version):
+            sampled = self.engine.generate(Request(**asked))
         return {**sampled._asdict(), "version": version}
 
     def sleep(self, version: str) -> dict[str, Any]:
-        """Give up the GPU until there are other weights than these."""
-        self._versions.sleep(version)
+        """Give up the GPU; from now on nobody is answered by the weights of this version."""
+        with self._changed:
+            if isinstance(self.engine, TransformersEngine):
+                raise RolloutError("only vLLM sleeps")
+            if version not in self._over or self.version == version:  # else asked again, and done
+                self._over.add(version)
+                while not self._changed.wait_for(lambda: not self._answering, DROP_S):
+                    self.engine.drop()
+                self.engine.sleep()
+                self.version = ""
         return {"version": version}
 
-    @property
-    def version(self) -> str:
-        """The version of its weights; "" before it has some."""
-        return self._versions.version
-
-    @property
-    def hangs(self) -> bool:
-        """Whether its engine does not answer."""
-        return not self._versions.engine.is_well
+    @contextmanager
+    def _holding(self, version: str) -> Iterator[None]:
+        """Have the weights of a version inside."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    version in self._over
+                    or not self._answering
+                    or (self.version == version and self._answering < self.engine.at_once)
+                )
+            )
+            if version in self._over:
+                raise RolloutError(f"nobody waits for answers of the weights {version} any more")
+            if self.version != version:
+                self.version = ""
+                self.engine.load(version)
+                self.version = version
+            self._answering += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._answering -= 1
+                self._changed.notify_all()
 
 
 class Server(ThreadingHTTPServer):
@@ -108,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.is_allowed():
             self.server.asked = time.monotonic()
             replica = self.server.replica
-            self.send(503 if replica.hangs else 200, {"version": replica.version})
+            self.send(200 if replica.engine.is_well else 503, {"version": replica.version})
 
     def do_POST(self) -> None:
         if not self.is_allowed():
@@ -165,7 +185,7 @@ def main(arguments: list[str]) -> int:
     folder = config.output_dir / files.ROLLOUT
     secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
     node = os.environ.get("NODE_NAME") or socket.gethostname()
-    replica = Replica(config, folder, device, in_turns)
+    replica = Replica(replica_engines.made(config, folder, device, in_turns))
     server = Server(os.environ["ROLLOUT_ADDRESS"], replica, secret)
     threading.Thread(target=_end_without_lease, args=[server], daemon=True).start()
     port = server.server_port

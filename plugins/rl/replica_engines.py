@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from plugins.rl import transfer
+from plugins.rl import gathered, transfer
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.replicas import Request, Sampled
 from plugins.rl.rollouts import sample
-from plugins.serve import engine_start
+from plugins.serve import backends
 from runspec import client
 from runspec.adapters import name_of
 from runspec.devices import VISIBLE, share_beside, visible
@@ -32,7 +32,6 @@ from runspec.storage import patient_json
 from trainer.checkpoint import adapter
 from trainer.config import instantiate
 from trainer.errors import ConfigError, RolloutError
-from trainer.methods import whole
 from trainer.models.build import DTYPES, build
 from trainer.parallel import world as distributed
 
@@ -40,8 +39,13 @@ from trainer.parallel import world as distributed
 _HEALTH_S = 5.0
 # Connections to vLLM, which decides itself how many answers it generates at once.
 _ANSWERS = 256
-# How often vLLM is asked to drop answers that nobody waits for any more.
-_DROP_S = 0.2
+
+
+def made(config: GrpoConfig, folder: Path, device: torch.device, in_turns: bool) -> "Engine":
+    """What the config names; `folder` is where versions are."""
+    if config.rollout_engine == "vllm":
+        return VllmEngine(config, folder, device, in_turns)
+    return TransformersEngine(config, folder, device)
 
 
 class TransformersEngine:
@@ -53,8 +57,8 @@ class TransformersEngine:
     def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
         self._config, self._folder = config, folder
         self._adapted: Adapted | None = None
-        self._engine = whole.Engine(device)
-        self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
+        self._engine = gathered.Generator(device)
+        self._ends = gathered.Ends.of(instantiate("tokenizer", config.tokenizer))
 
     def load(self, version: str) -> None:
         """Take the weights of a version."""
@@ -72,7 +76,7 @@ class TransformersEngine:
             for name, tensor in tensors:
                 if engine.model is None:
                     with engine.device:
-                        engine.model = whole.transformers_model(
+                        engine.model = gathered.transformers_model(
                             self._config.model_folder, tensor.dtype
                         ).eval()
                 own = own or dict(engine.model.named_parameters())
@@ -117,7 +121,7 @@ class Adapted:
         """The whole weights, by their names in transformers' class."""
         for name, parameter in self._trained.items():
             parameter.data = file.get_tensor(name).to(parameter.device)
-        return whole.tensors(self._model, True, device)
+        return gathered.tensors(self._model, True, device)
 
 
 class VllmEngine:
@@ -148,7 +152,7 @@ class VllmEngine:
         in_turns: bool = False,
     ) -> None:
         self._config, self._folder = config, folder
-        self._ends = whole.Ends.of(instantiate("tokenizer", config.tokenizer))
+        self._ends = gathered.Ends.of(instantiate("tokenizer", config.tokenizer))
         place = tempfile.mkdtemp(prefix="vllm-", dir=os.environ.get("RANK_SOCKETS"))
         self._socket, self._model = Path(place) / "engine.sock", "base"
         self._adapters: list[str] = []
@@ -189,7 +193,7 @@ class VllmEngine:
             self._start()
 
     def _start(self) -> None:
-        argv = [*engine_start.python(self._own), *_arguments(self._config, self._socket)]
+        argv = [*backends.python(self._own), *_arguments(self._config, self._socket)]
 
         def start() -> subprocess.Popen[bytes]:
             return subprocess.Popen(
@@ -356,62 +360,8 @@ def _arguments(config: GrpoConfig, socket: Path) -> list[str]:
     if length := config.tokenizer.get("max_seq_len"):
         argv += ["--max-model-len", str(length)]
     if rank := transfer.lora_rank(config):
-        argv += engine_start.vllm_lora(rank)
+        argv += backends.vllm_lora(rank)
     return argv
 
 
-class Versions:
-    """An engine's weights: requests for one version are answered together, others wait."""
-
-    def __init__(self, engine: TransformersEngine | VllmEngine) -> None:
-        self.engine, self.version = engine, ""
-        self._over: set[str] = set()
-        self._changed, self._answering = threading.Condition(), 0
-
-    def load(self, version: str) -> None:
-        """Have the weights of a version."""
-        self._enter(version)
-        self._leave()
-
-    def generate(self, version: str, asked: Request) -> Sampled:
-        """Answer a request by the weights of a version."""
-        self._enter(version)
-        try:
-            return self.engine.generate(asked)
-        finally:
-            self._leave()
-
-    def sleep(self, version: str) -> None:
-        """Have the engine give up the GPU; from now on nobody is answered by this version."""
-        with self._changed:
-            if isinstance(self.engine, TransformersEngine):
-                raise RolloutError("only vLLM sleeps")
-            if version in self._over and self.version != version:
-                return  # asked again, and done
-            self._over.add(version)
-            while not self._changed.wait_for(lambda: not self._answering, _DROP_S):
-                self.engine.drop()
-            self.engine.sleep()
-            self.version = ""
-
-    def _enter(self, version: str) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    version in self._over
-                    or not self._answering
-                    or (self.version == version and self._answering < self.engine.at_once)
-                )
-            )
-            if version in self._over:
-                raise RolloutError(f"nobody waits for answers of the weights {version} any more")
-            if self.version != version:
-                self.version = ""
-                self.engine.load(version)
-                self.version = version
-            self._answering += 1
-
-    def _leave(self) -> None:
-        with self._changed:
-            self._answering -= 1
-            self._changed.notify_all()
+Engine = TransformersEngine | VllmEngine

@@ -1,8 +1,9 @@
 """The trainer's side of replicas: weights to them, and answers from them.
 
-Replicas are found by files in the run's folder (plugins/rl/slurm/rollout.py starts them, plugins/rl/replica.py is
-one). A request holds all that its answer depends on, the version of the weights included, so that
-any replica answers it alike: one that dies or hangs costs the time of its requests.
+Replicas are found by files in the run's folder: plugins/rl/slurm/rollout.py starts them, and
+plugins/rl/replica.py is one. A request holds all that its answer depends on, the version of the
+weights included, so that any replica answers it alike: one that dies or hangs costs the time of its
+requests.
 """
 
 import json
@@ -32,23 +33,24 @@ SLEEP_S = 30.0
 
 
 class Sampled(NamedTuple):
-    """New tokens of each prompt, their log-probabilities, and the weights: see Answer.version."""
+    """What was generated for a request."""
 
+    # New tokens of each prompt, and their log-probabilities.
     tokens: list[list[int]]
     log_probs: list[list[float]]
+    # Of the weights: see Answer.version.
     version: int = -1
 
 
 class Request(NamedTuple):
-    """A batch to generate.
-
-    seeds: of each answer; None for the likeliest tokens. room: tokens at most. vocabulary: tokens
-    from this one on are never drawn.
-    """
+    """A batch to generate."""
 
     prompts: list[list[int]]
+    # Of each answer; None for the likeliest tokens.
     seeds: list[int] | None
+    # Tokens of an answer at most.
     room: int
+    # Tokens from this one on are never drawn.
     vocabulary: int
     temperature: float
 
@@ -65,12 +67,14 @@ class Replicas:
             replica included.
 
     count: how many there are. in_turns: whether they have the GPUs of the ranks, and sleep while
-        these compute.
+        these compute. schedules: whether they schedule answers themselves.
     """
 
     def __init__(self, folder: Path, count: int, world: World, config: GrpoConfig) -> None:
         self._folder, self.count, self._world, self._config = folder, count, world, config
         self.in_turns = bool(os.environ.get("ROLLOUT_IN_TURNS"))
+        # vLLM does; the other gets a batch at a time.
+        self.schedules = config.rollout_engine == "vllm"
         self._limit_s = config.rollout_timeout
         self._number, self.version = 0, ""
         self._secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
@@ -163,7 +167,7 @@ class Replicas:
         )
 
     def _state(self, index: int) -> str:
-        """What plugins/rl/slurm/rollout.py says of a replica: ready, until its processes have ended."""
+        """What its starter says of a replica: ready, until its processes have ended."""
         known = files.peek(self._folder.parent / files.ROLLOUT_STATE)
         all_of_them = known.get("replicas", [])
         return next((str(each["state"]) for each in all_of_them if each["replica"] == index), "")

@@ -18,17 +18,17 @@ from trainer.parallel.world import World
 
 
 class Rollout(NamedTuple):
-    """The groups of a step on a rank, with their scores.
-
-    rewards: fp64 [groups, group_size], NaN for none. equal: whether those of a group are equal.
-    resampled: how many groups were sampled again. number: of the rollout.
-    """
+    """The groups of a step on a rank, with their scores."""
 
     groups: list[list[Answer]]
     scores: list[list[Scores]]
+    # fp64 [groups, group_size], NaN for none.
     rewards: torch.Tensor
+    # Whether those of a group are equal.
     equal: list[bool]
+    # How many groups were sampled again.
     resampled: int
+    # Of the rollout.
     number: int
 
 

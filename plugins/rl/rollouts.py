@@ -15,62 +15,94 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from plugins.rl.on_policy import documents_of
-from plugins.rl.recipe_keys import GrpoConfig
+from plugins.rl import gathered
+from plugins.rl.recipe_keys import GrpoConfig, OnPolicyConfig
 from plugins.rl.replicas import Replicas, Request, Sampled
 from trainer.checkpoint import weights
 from trainer.config import instantiate
 from trainer.data.batches import NONE, Batches, Collator, Row
 from trainer.errors import ConfigError
-from trainer.layers.batch import MicroBatch
-from trainer.methods import whole
+from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.methods.base import Models
 from trainer.parallel.world import World
 
+Config = GrpoConfig | OnPolicyConfig
+
+
+class Document(NamedTuple):
+    """A sample that counts."""
+
+    tokens: np.ndarray
+    # Which of them are trained.
+    trained: np.ndarray
+    # Its index in the dataset.
+    sample: int
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the last answer; [] without one."""
+        trained = np.flatnonzero(self.trained)
+        breaks = np.flatnonzero(np.diff(trained) > 1)
+        begin = 0 if not len(trained) else trained[breaks[-1] + 1 if len(breaks) else 0]
+        return self.tokens[: int(begin)].tolist()
+
 
 class Asked(NamedTuple):
-    """A prompt, its index in the dataset, and what its answer's random numbers are drawn from.
+    """A prompt that is to be answered."""
 
-    used: how many of max_new_tokens earlier turns have taken.
-    """
-
+    # Its index in the dataset.
     sample: int
     prompt: list[int]
+    # What the answer's random numbers are drawn from.
     draw: str
+    # How many of max_new_tokens earlier turns have taken.
     used: int = 0
 
 
 class Answer(NamedTuple):
-    """Sampled answers, and the batch that is made of them.
-
-    tokens: [] if there was no room for any; of several turns, with those of the environment.
-    log_probs: the sampler's, of each token that it drew. ended: by
-    itself, and not because max_new_tokens was reached. advantage: None for one that is not trained.
-    old: the log-probabilities of the trainer's policy at that time; [] if it is the current one.
-    sampled: which tokens were drawn, and are trained; [] if all of them. version: of which rollout
-    the weights were that drew it; -1 if not from rollout nodes.
-    """
+    """An answer that was sampled."""
 
     sample: int
     prompt: list[int]
+    # [] if there was no room for any; of several turns, with those of the environment.
     tokens: list[int]
+    # The sampler's, of each token that it drew.
     log_probs: list[float]
+    # By itself, and not because max_new_tokens was reached.
     ended: bool
+    # None for one that is not trained.
     advantage: float | None = None
+    # The log-probabilities of the trainer's policy at that time; [] if it is the current one.
     old: list[float] = []  # noqa: RUF012, never changed
+    # Which tokens were drawn, and are trained; [] if all of them.
     sampled: list[bool] = []  # noqa: RUF012, never changed
+    # Of which rollout the weights were that drew it; -1 if not from rollout nodes.
     version: int = -1
 
 
 @dataclass
 class RolloutBatch(MicroBatch):
-    """Answers; beside the rest, in fp32: advantages [documents], and of the trained tokens the
-    log-probabilities of the sampler and, if it is not the current one, of the policy at that time.
-    """
+    """A batch of answers."""
 
+    # fp32 [documents]
     advantages: torch.Tensor | None = None
+    # Log-probabilities of the trained tokens by the sampler, fp32 [target_count].
     sampled: torch.Tensor | None = None
+    # By the policy at that time, if it is not the current one.
     old: torch.Tensor | None = None
+
+
+def documents_of(batch: MicroBatch) -> list[Document]:
+    """The documents of a batch that count, of samples with one document each."""
+    tokens, labels = batch.inputs.tokens.flatten().numpy(), batch.labels.flatten().numpy()
+    documents, ends = [], batch.ends if batch.ends is not None else ()
+    for last, length, sample in zip(ends, batch.lengths, batch.samples, strict=True):
+        end = int(last) + 1
+        trained = np.zeros(length, bool)
+        # Label i is token i + 1.
+        trained[1:] = labels[end - length : end - 1] != IGNORE_INDEX
+        documents.append(Document(tokens[end - length : end], trained, int(sample)))
+    return documents
 
 
 def prompts_of(batch: MicroBatch) -> list[tuple[int, list[int]]]:
@@ -177,7 +209,7 @@ def _row(answer: Answer) -> Row:
 
 
 class Sampler:
-    """The policy as transformers' class, which generates; see trainer.methods.whole.
+    """The policy as transformers' class, which generates; see plugins.rl.gathered.
 
     It is on this rank, or on replicas, which get the weights of each rollout.
 
@@ -187,12 +219,12 @@ class Sampler:
         ConfigError: that class cannot take the weights.
     """
 
-    def __init__(self, config: GrpoConfig, world: World) -> None:
+    def __init__(self, config: Config, world: World) -> None:
         self._config, self._world = config, world
         self.tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
-        self.ends = whole.Ends.of(self.tokenizer)
-        self._whole = whole.Copy(config.model_folder, world)
-        self.replicas = Replicas.of(config, world)
+        self.ends = gathered.Ends.of(self.tokenizer)
+        self._whole = gathered.Copy(config.model_folder, world)
+        self.replicas = Replicas.of(config, world) if isinstance(config, GrpoConfig) else None
         self.held = False
         self.transfer_s = 0.0
 
@@ -242,8 +274,9 @@ class Sampler:
         rooms = [min(most - each.used, limit - len(each.prompt)) for each in asked]
         answers = [Answer(each.sample, each.prompt, [], [], False) for each in asked]
         fits = [index for index, room in enumerate(rooms) if room > 0 and asked[index].prompt]
-        size = config.generation_batch_size or config.batch_size
-        if self.replicas is not None and config.rollout_engine == "vllm":
+        longest = max((len(asked[index].prompt) + rooms[index] for index in fits), default=0)
+        size = at_once(config, longest)
+        if self.replicas is not None and self.replicas.schedules:
             # It schedules answers itself, so that each replica gets its share at once.
             size = config.generation_batch_size or -(-len(fits) // self.replicas.count) or 1
         parts = [fits[begin : begin + size] for begin in range(0, len(fits), size)]
@@ -276,20 +309,32 @@ class Sampler:
 
 
 @torch.no_grad()
-def sample(engine: whole.Engine, asked: Request, ends: whole.Ends) -> Sampled:
+def sample(engine: gathered.Generator, asked: Request, ends: gathered.Ends) -> Sampled:
     """Generate what a request asks for."""
     draw = _Draw(asked.temperature, asked.seeds, asked.vocabulary, engine.device)
     new = engine.generate(asked.prompts, asked.room, draw, ends)
     return Sampled(new, torch.stack(draw.log_probs, 1).tolist())
 
 
-def trace(models: Models, config: GrpoConfig, world: World) -> None:
-    """What answers take, for `plugins.estimate.trace`, whose tensors have no values."""
-    copy = whole.Copy(config.model_folder, world, len(models.policy.module.blocks))
+def at_once(config: Config, longest: int) -> int:
+    """How many answers are generated together, the longest of so many tokens with its prompt.
+
+    In place of packed rows: as many as have the positions of a micro-batch.
+    """
+    if config.generation_batch_size or not config.dataset.get("packed"):
+        return config.generation_batch_size or config.batch_size
+    return max(1, config.batch_size * int(config.tokenizer["max_seq_len"]) // max(longest, 1))
+
+
+def trace(models: Models, config: Config, world: World, answers: int) -> None:
+    """What a step's answers take, for `plugins.estimate.trace`, whose tensors have no values."""
+    copy = gathered.Copy(config.model_folder, world, len(models.policy.module.blocks))
     copy.gather(models.policy)
-    at_once = config.generation_batch_size or config.batch_size
-    rows = min(at_once, config.prompts_per_step * config.group_size)
-    scores = copy.one_token(rows, int(config.tokenizer["max_seq_len"]) - 1)
+    rows, length = at_once(config, config.max_new_tokens), int(config.tokenizer["max_seq_len"])
+    if config.dataset.get("packed"):
+        length = config.batch_size * length // rows
+    rows = min(rows, answers)
+    scores = copy.one_token(rows, length - 1)
     draw = _Draw(config.sampling_temperature, None, models.policy.module.vocab_size, scores.device)
     # The noise, which generators cannot draw without values.
     noise = torch.empty_like(scores, dtype=torch.float32)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from plugins.rl import gathered
 from plugins.rl.recipe_keys import GrpoConfig
 from runspec import adapters, files
 from runspec.storage import patient_json
 from trainer.checkpoint import adapter, export, weights
-from trainer.methods import whole
 from trainer.models.build import Model
 from trainer.parallel.world import World
 from trainer.sharded import full_tensor, reshard
@@ -111,10 +111,12 @@ def _vllm_takes(folder: Path) -> bool:
 
 
 class Sent(NamedTuple):
-    """Shapes and dtypes by name, and in their order the tensors."""
+    """Tensors that samplers get."""
 
+    # By name.
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
+    # In the order of the names.
     tensors: Iterator[torch.Tensor]
 
 
@@ -125,7 +127,7 @@ def sent(model: Model, wanted: bool) -> Sent:
     All ranks go through the tensors together; only those that want them get some.
     """
     if model.module.adapter is None:
-        shapes, values = whole.shapes(model), whole.tensors(model, wanted, CPU)
+        shapes, values = gathered.shapes(model), gathered.tensors(model, wanted, CPU)
         return Sent(shapes, dict.fromkeys(shapes, model.dtype), (each for _, each in values))
     reshard(model.module)
     own = dict(trained(model))

@@ -1,1 +1,1 @@
-"""What runs around a served model: the engine, the front that guards it, the gateway, the log."""
+"""What runs around a served model: the backend, the front that guards it, the gateway, the log."""

@@ -1,4 +1,4 @@
-"""Converts an engine's answers for the client: cut at stop strings, combined, streamed."""
+"""Converts a backend's answers for the client: cut at stop strings, combined, streamed."""
 
 import json
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ class Answers:
         self._usages: dict[int, Any] = {}
 
     def whole(self, values: list[dict[str, Any]]) -> dict[str, Any]:
-        """Combine the engine's answers."""
+        """Combine the backend's answers."""
         choices: list[dict[str, Any]] = []
         for number, value in enumerate(values):
             self._count(number, value.get("usage"))
@@ -145,7 +145,7 @@ END = b"data: [DONE]\n\n"
 
 
 def message_of(body: bytes) -> str:
-    """Return the message of an engine's error: OpenAI's form, FastAPI's, or its text."""
+    """Return the message of a backend's error: OpenAI's form, FastAPI's, or its text."""
     text = body.decode("utf-8", errors="replace")
     try:
         value = parse_json(text)

@@ -1,114 +1,113 @@
-"""The replicas behind an endpoint, and the choice of one for a request."""
+"""How each backend is started, for serving and for rollouts: its command and its address.
 
-import random
-import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+A backend listens on a Unix socket in a private folder if it can: on a port, every user of the node
+could use it without a key. SGLang has no option for a socket, and gets its own key.
+"""
+
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+from runspec import files
+from runspec.storage import patient_json
 
-from plugins.serve import endpoint
+# The lines are the words of a command that starts Python in the recipe's environment.
+STARTS_PYTHON = "COOKBOOK_BACKEND"
+# vLLM's values of --max-lora-rank; its default is 16 (vllm.config.lora.MaxLoRARanks).
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Beside its socket, why a backend of the kit's does not start.
+REASON = "reason.txt"
 
-# For how long a replica that has failed is asked last.
-BEAT_S = 3.0
 
-
-@dataclass
+@dataclass(frozen=True)
 class Backend:
-    """One replica, or an engine: its address, what it serves, and how busy this process keeps it.
+    """How a backend is started and addressed: by a socket or a port."""
 
-    key: its own API key, None for the key of the endpoint. ready: whether it takes new requests.
-    """
-
-    name: str
-    url: str
-    version: str = ""
-    socket: str | None = None
+    # The arguments of what python() starts.
+    argv: list[str]
+    # Its name of the model.
+    model: str
+    socket: Path | None
+    port: int = 0
+    # Its API key, None for none.
     key: str | None = None
-    ready: bool = False
-    in_flight: int = 0
-    failed_at: float = 0.0
-    _session: aiohttp.ClientSession | None = field(default=None, repr=False)
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The connections to it, which stay open."""
-        if self._session is None:
-            kind = aiohttp.UnixConnector if self.socket else aiohttp.TCPConnector
-            place: dict[str, Any] = {"path": self.socket} if self.socket else {}
-            # Less than the server's own time, so that none is used that the other side closes.
-            connector = kind(limit=0, keepalive_timeout=15, **place)
-            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        return self._session
-
-    async def close(self) -> None:
-        """Close the connections; what is asked on them is asked of another one."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    async def get(self, path: str, timeout_s: float = 5) -> bytes | None:
-        """Return what a path answers with status 200, else None."""
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        url, timeout = self.url + path, aiohttp.ClientTimeout(total=timeout_s)
-        with suppress(aiohttp.ClientError, OSError):
-            async with self.session.get(url, timeout=timeout, headers=headers) as answer:
-                return await answer.read() if answer.status == 200 else None
-        return None
 
 
-class Pool:
-    """The replicas of an endpoint as a gateway knows them."""
+@dataclass(frozen=True)
+class Model:
+    """The folder of the weights, and that of an adapter with its rank."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.known: dict[str, Backend] = {}
-        self.shares: dict[str, float] = {}
-        # Those whose file was removed or is not renewed.
-        self.gone: list[Backend] = []
+    base: Path
+    adapter: Path | None = None
+    rank: int = 0
 
-    def refresh(self) -> None:
-        """Read the replicas' files: new ones are used, draining ones get no more requests.
+    @staticmethod
+    def of(folder: Path) -> "Model":
+        """Return the model of a folder of weights, or of an adapter."""
+        adapter = patient_json(folder / "adapter_config.json")
+        if adapter is None:
+            return Model(folder)
+        ranks = (adapter.get("r") or 8, *(adapter.get("rank_pattern") or {}).values())
+        return Model(Path(str(adapter["base_model_name_or_path"])), folder, int(max(ranks)))
 
-        Raises:
-            OSError: a file cannot be read; what is known stays.
-        """
-        shares, present = endpoint.shares(self.folder), {}
-        for facts in endpoint.replicas(self.folder):
-            if facts.get("state") in ("ready", "draining") and endpoint.reachable(facts):
-                name, url = facts["name"], str(facts["url"])
-                present[name] = backend = self.known.get(name) or Backend(name, url)
-                backend.url, backend.version = url, str(facts.get("version") or "")
-                backend.ready = facts["state"] == "ready"
-        self.gone += [each for name, each in self.known.items() if name not in present]
-        self.known, self.shares = present, shares
 
-    async def dismiss(self) -> None:
-        """Close the connections to replicas that are gone, so that their requests go elsewhere.
+def command(config: Mapping[str, Any], folder: Path, gpus: int) -> Backend:
+    """Return a backend's command.
 
-        A lost node closes no connection: its requests would wait until their timeout. A replica
-        whose file is not renewed because a filesystem hangs may still answer.
-        """
-        gone, self.gone = self.gone, []
-        for backend in gone:
-            there = endpoint.replica_file(self.folder, backend.name).exists()
-            if there and await backend.get("/health") is not None:
-                self.known.setdefault(backend.name, backend)
-            else:
-                await backend.close()
+    Args:
+        folder: for the socket; private to this user.
+        gpus: number of GPUs for the backend.
+    """
+    model, name = Model.of(Path(str(config["model"]))), str(config["endpoint"])
+    place, size = folder / "backend.sock", str(max(1, gpus))
+    own = ["--dtype", str(config["dtype"]), *map(str, config.get("engine_args") or [])]
+    if config["engine"] == "transformers":
+        name = str(model.adapter or model.base)
+        argv = ["-m", "plugins.serve.transformers_backend", str(place), name]
+        return Backend([*argv, "--device", str(config["device"]), *own], name, place)
+    if config["engine"] == "vllm":
+        argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
+        argv += ["--uds", str(place), "--tensor-parallel-size", size]
+        # The base and the adapter need different names, or the base would answer for the adapter.
+        argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
+        if model.adapter:
+            argv += [*vllm_lora(model.rank), "--lora-modules", f"{name}={model.adapter}"]
+            if (model.adapter / "generation_config.json").is_file():
+                # The adapter may have learnt to end its answers by another token than the base.
+                argv += ["--generation-config", str(model.adapter)]
+        return Backend([*argv, *own], name, place)
+    key, port, settings = secrets.token_urlsafe(24), _free_port(), folder / "sglang.yaml"
+    # In a file, because every user of the node can read a process's arguments. JSON is YAML.
+    files.write_text(settings, json.dumps({"api-key": key}) + "\n", mode=0o600)
+    argv = ["-m", "sglang.launch_server", "--config", str(settings)]
+    argv += ["--model-path", str(model.base), "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--served-model-name", name, "--tp-size", size]
+    if model.adapter:
+        argv += ["--enable-lora", "--lora-paths", f"adapter={model.adapter}"]
+        # SGLang's name of an adapter in OpenAI's protocol is BASE:ADAPTER.
+        name = f"{name}:adapter"
+    return Backend([*argv, *own], name, None, port, key)
 
-    def choose(self, tried: set[str]) -> Backend | None:
-        """Return the least busy replica of a version drawn by its share, None if there is none."""
-        usable = [b for b in self.known.values() if b.ready and b.name not in tried]
-        if not usable:
-            return None
-        # One that has just failed is asked last.
-        fresh = [b for b in usable if time.monotonic() - b.failed_at > BEAT_S] or usable
-        versions = sorted({b.version for b in fresh})
-        weights = [self.shares.get(version, 0.0 if self.shares else 1.0) for version in versions]
-        if len(versions) > 1 and sum(weights) > 0:
-            (chosen,) = random.choices(versions, weights)
-            fresh = [b for b in fresh if b.version == chosen]
-        return min(fresh, key=lambda b: (b.in_flight, random.random()))
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def python(variables: Mapping[str, str]) -> list[str]:
+    """Return the words of the command that starts the backend's Python, with these variables."""
+    lines = os.environ.get(STARTS_PYTHON, "").splitlines() or [sys.executable]
+    # Of the server's own variables, a container gets those that the node's script had.
+    return [*lines[:-1], "env", *(f"{k}={v}" for k, v in variables.items()), lines[-1]]
+
+
+def vllm_lora(rank: int) -> list[str]:
+    """Return vLLM's options for adapters of this rank."""
+    most = next((each for each in _VLLM_RANKS if each >= rank), _VLLM_RANKS[-1])
+    return ["--enable-lora", "--max-lora-rank", str(most)]

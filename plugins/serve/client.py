@@ -1,4 +1,4 @@
-"""Sends one request, or one for each line of a file: python -m plugins.serve.client FOLDER [options]
+"""Sends one request, or one for each line of a file: python -m plugins.serve.client FOLDER
 
 For a file many requests are in flight. Answers are written in the order of the lines; a second
 start continues after the last one. A failed request is retried, at the endpoint's current address.
@@ -23,7 +23,7 @@ from plugins.serve.request import CHAT, OF_A_LINE
 from runspec import files
 from runspec.files import parse_json
 
-# How long an engine may take to restart.
+# How long a backend may take to restart.
 _PATIENCE_S = 120.0
 # Status codes that a retry cannot change.
 _FINAL = {400, 401, 403, 404, 405, 413, 415, 422}
@@ -96,7 +96,7 @@ async def _streamed(answer: aiohttp.ClientResponse) -> str:
         if not texts:
             raise  # nothing is printed yet: it is asked again
         print(flush=True)
-        raise BrokenOff("the answer broke off: the replica went away; ask again") from error
+        raise BrokenOff("the answer broke off: the server went away; ask again") from error
     print(flush=True)
     return "".join(texts)
 

@@ -3,10 +3,10 @@
 endpoint.json   which versions are served, by which runs, and the settings of the fronts
 key             the API key; only its owner may read it
 users.json      the keys of users, as hashes, with their limits
-usage/          what each replica has counted of the users' requests today
-backends/       one file per replica, which the replica renews; .drain-<replica> asks it to drain
+usage/          what each server has counted of the users' requests today
+backends/       one file per server, which the server renews; .drain-<server> asks it to drain
 shares.json     the share of the traffic of each version
-scale.json      how many replicas of each version the gateway wants, if they follow the load
+scale.json      how many servers of each version the gateway wants, if they follow the load
 gateway.json    the address and process of the gateway
 requests/       the log of requests and answers
 
@@ -26,20 +26,20 @@ from runspec.states import process_start
 ENDPOINT, KEY, GATEWAY, SHARES = "endpoint.json", "key", "gateway.json", "shares.json"
 SCALE = "scale.json"
 BACKENDS, REQUESTS, USERS, USAGE = "backends", "requests", "users.json", "usage"
-# A replica renews its file every second or so, a gateway every few; one that does not is gone.
+# A server renews its file every second or so, a gateway every few; one that does not is gone.
 STALE_S = 20.0
 
 
 def tell(folder: Path, name: str, facts: dict[str, Any]) -> None:
-    """Write a replica's file."""
+    """Write a server's file."""
     place = folder / BACKENDS
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = {**facts, "time": time.time(), "machine": socket.gethostname()}
-    files.renew_json(replica_file(folder, name), own, mode=0o600)
+    files.renew_json(server_file(folder, name), own, mode=0o600)
 
 
-def replicas(folder: Path) -> list[dict[str, Any]]:
-    """Return what the living replicas of an endpoint say of themselves, ready ones first.
+def servers(folder: Path) -> list[dict[str, Any]]:
+    """Return what the living servers of an endpoint say of themselves, ready ones first.
 
     Raises:
         OSError: a file is there and cannot be read.
@@ -57,13 +57,13 @@ def replicas(folder: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda each: each.get("state") != "ready")
 
 
-def replica_file(folder: Path, name: str) -> Path:
-    """Return the file of a replica's state and address."""
+def server_file(folder: Path, name: str) -> Path:
+    """Return the file of a server's state and address."""
     return folder / BACKENDS / f"{name}.json"
 
 
 def reachable(facts: Mapping[str, Any]) -> bool:
-    """Whether this host reaches a replica: a loopback address is another one on each host.
+    """Whether this host reaches a server: a loopback address is another one on each host.
 
     What answers there on this host may be anybody's, and would be sent the key.
     """
@@ -83,17 +83,17 @@ def gateway(folder: Path) -> dict[str, Any] | None:
 
 
 def address(folder: Path) -> str | None:
-    """Return where this host reaches an endpoint: its gateway, else a ready replica, else None."""
+    """Return where this host reaches an endpoint: its gateway, else a ready server, else None."""
     of_gateway = gateway(folder)
     # It listens on the loopback address of its host.
     if of_gateway is not None and of_gateway.get("host") == socket.gethostname():
         return str(of_gateway["url"])
-    near = [each for each in replicas(folder) if each.get("state") == "ready" and reachable(each)]
+    near = [each for each in servers(folder) if each.get("state") == "ready" and reachable(each)]
     return str(near[0]["url"]) if near else None
 
 
 def drain_mark(folder: Path, name: str) -> Path:
-    """Return the file whose presence asks a replica to take no more requests."""
+    """Return the file whose presence asks a server to take no more requests."""
     return folder / BACKENDS / f".drain-{name}"
 
 
@@ -104,7 +104,7 @@ def shares(folder: Path) -> dict[str, float]:
 
 
 def ranges(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the least and the most replicas of each version whose number follows the load."""
+    """Return the least and the most servers of each version whose number follows the load."""
     served = (files.read_object(folder / ENDPOINT) or {}).get("served")
     return {
         str(each["version"]): (int(each["replicas"]), int(each["max_replicas"]))
@@ -114,7 +114,7 @@ def ranges(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def wanted(folder: Path) -> dict[str, int]:
-    """Return how many replicas of each version the gateway wants."""
+    """Return how many servers of each version the gateway wants."""
     content = files.read_object(folder / SCALE) or {"wanted": {}}
     return {str(key): int(value) for key, value in content["wanted"].items()}
 
@@ -133,7 +133,7 @@ def used_today(folder: Path, without: str = "") -> dict[str, tuple[int, int]]:
     """Return the requests and tokens of each user on this day (UTC).
 
     Args:
-        without: the replica whose own count is left out.
+        without: the server whose own count is left out.
     """
     used: dict[str, tuple[int, int]] = {}
     for path in (folder / USAGE).glob("*.json"):
@@ -146,7 +146,7 @@ def used_today(folder: Path, without: str = "") -> dict[str, tuple[int, int]]:
 
 
 def used_by(path: Path) -> dict[str, tuple[int, int]]:
-    """Return what one replica has counted on this day (UTC), {} if its file is of another day."""
+    """Return what one server has counted on this day (UTC), {} if its file is of another day."""
     content = files.read_object(path) or {}
     if content.get("day") != today():
         return {}

@@ -1,4 +1,4 @@
-"""The front of an engine: it validates requests, logs them, and composes the engine's answers."""
+"""The front of a backend: it validates requests, logs them, and composes the backend's answers."""
 
 import asyncio
 import contextlib
@@ -12,21 +12,21 @@ import aiohttp
 from aiohttp import web
 
 from plugins.serve.answers import END, Answers, message_of, sse
-from plugins.serve.backends import Backend
 from plugins.serve.journal import Journal
 from plugins.serve.keys import OWNER, Charge, Keys, Quotas
 from plugins.serve.outcome import Outcome
-from plugins.serve.parameters import Plan, Takes
-from plugins.serve.proxy import CLIENT_ID, ID, Asked, Proxy
+from plugins.serve.parameters import Parameters, Plan
+from plugins.serve.proxy import CLIENT_ID, ID, ClientRequest, Proxy
 from plugins.serve.request import BadRequest, answers, parsed, prompts
+from plugins.serve.upstream import Upstream
 from runspec.files import parse_json
 
-# Most requests to an engine at once for one request of a client: others come between.
+# Most requests to a backend at once for one request of a client: others come between.
 _AT_A_TIME = 8
 
 
-class EngineError(Exception):
-    """An error that an engine returned: its status and its message."""
+class BackendError(Exception):
+    """An error that a backend returned: its status and its message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -34,44 +34,45 @@ class EngineError(Exception):
 
 
 class Front(Proxy):
-    """Answers requests by an engine.
+    """Answers requests by a backend.
 
     Args:
-        takes: the parameters of the engine; replaced when it runs and lists its own.
+        parameters: of the backend; replaced when it runs and lists its own.
         journal: the log of requests.
         quotas: the use of each user today.
         count: counts the tokens of a text; by default about, where no tokenizer is known.
         limit: the model's context length in tokens, infinite if it is not known.
     """
 
-    behind_gateway, below = True, "engine"
+    behind_gateway, below = True, "backend"
 
     def __init__(
         self,
         settings: Mapping[str, Any],
         keys: Keys,
-        engine: Backend,
-        takes: Takes,
+        backend: Upstream,
+        parameters: Parameters,
         journal: Journal,
         quotas: Quotas,
         count: Callable[[str], int] = lambda text: -(-len(text.encode()) // 4),
         limit: float = math.inf,
     ) -> None:
         super().__init__(settings, keys)
-        self.engine, self.takes, self.journal, self.quotas = engine, takes, journal, quotas
+        self.backend, self.parameters = backend, parameters
+        self.journal, self.quotas = journal, quotas
         self.count, self.limit = count, limit
 
-    def backends(self) -> Iterable[Backend]:
-        return [self.engine]
+    def upstreams(self) -> Iterable[Upstream]:
+        return [self.backend]
 
     def available(self) -> bool:
-        return self.engine.ready
+        return self.backend.ready
 
     @property
     def unlogged(self) -> int:
         return self.journal.unlogged
 
-    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def answer(self, request: web.Request, asked: ClientRequest) -> web.StreamResponse:
         """Validate a request, charge it, log it, and answer it."""
         # Before it is parsed and counted, which takes time.
         if (over := self._over_quota(asked.user)) is not None:
@@ -79,7 +80,7 @@ class Front(Proxy):
         most = int(self.settings["max_answers"])
         try:
             body = parsed(asked.path, asked.body)
-            plan = self.takes.plan(asked.path, body)
+            plan = self.parameters.plan(asked.path, body)
             if (count := answers(body)) > most:
                 raise BadRequest(
                     f"the request asks for {count:,} answers (prompts times n), and max_answers "
@@ -135,7 +136,7 @@ class Front(Proxy):
                 place = "prompt" if "prompt" in asked else "messages"
                 raise BadRequest(f"{message}: shorten it", place)
             prompt += tokens
-        length = asked.get("max_completion_tokens", asked.get("max_tokens", self.takes.length))
+        length = asked.get("max_completion_tokens", asked.get("max_tokens", self.parameters.length))
         answer = min(length, max(1, self.limit - prompt // len(texts)))
         return Charge(user, answers, prompt, answers * int(answer))
 
@@ -153,11 +154,11 @@ class Front(Proxy):
         return 0, 0
 
     async def _composed(
-        self, request: web.Request, asked: Asked, plan: Plan, outcome: Outcome
+        self, request: web.Request, asked: ClientRequest, plan: Plan, outcome: Outcome
     ) -> web.StreamResponse:
-        """Ask the engine for each body of the plan, and compose one answer."""
-        if not self.engine.ready:
-            return self.error(503, "no replica is ready: try again in a moment")
+        """Ask the backend for each body of the plan, and compose one answer."""
+        if not self.backend.ready:
+            return self.error(503, "no server is ready: try again in a moment")
         composed = Answers(asked.path, plan, asked.id, self.name, outcome)
         sent = web.StreamResponse(headers={**_ids(asked), "Content-Type": "text/event-stream"})
         sent.headers["Cache-Control"] = "no-cache"
@@ -172,7 +173,7 @@ class Front(Proxy):
                 composed.whole([values[number] for number in sorted(values)]),
                 dumps=lambda value: json.dumps(value, ensure_ascii=False),
             )
-        except EngineError as error:
+        except BackendError as error:
             outcome.status = error.status
             if not sent.prepared:
                 return self.error(error.status, str(error))
@@ -181,7 +182,7 @@ class Front(Proxy):
             await sent.write_eof()
             return sent
         except (aiohttp.ClientError, OSError) as error:
-            return self.failed(request, sent, self.engine, error)
+            return self.failed(request, sent, self.backend, error)
 
     async def _stream(
         self,
@@ -191,7 +192,7 @@ class Front(Proxy):
         sent: web.StreamResponse,
         outcome: Outcome,
     ) -> None:
-        """Send the events of the engine as they come."""
+        """Send the events of the backend as they come."""
         async for number, value in told:
             events = composed.event(number, value)
             if outcome.pieces:
@@ -202,16 +203,16 @@ class Front(Proxy):
             for each in events:
                 await sent.write(sse(each))
         if not sent.prepared:
-            raise EngineError(500, "the engine sent an empty answer")
+            raise BackendError(500, "the backend sent an empty answer")
         for each in composed.last():
             await sent.write(sse(each))
         await sent.write(END)
         await sent.write_eof()
 
     async def _told(
-        self, asked: Asked, plan: Plan
+        self, asked: ClientRequest, plan: Plan
     ) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
-        """Yield what the engine answers to the bodies of a plan as it comes, each with its number.
+        """Yield what the backend answers to the bodies of a plan as it comes, each with its number.
 
         If one fails, the others are cancelled.
         """
@@ -243,18 +244,18 @@ class Front(Proxy):
                 task.cancel()
 
     async def _asked(
-        self, asked: Asked, number: int, body: Mapping[str, Any], stream: bool
+        self, asked: ClientRequest, number: int, body: Mapping[str, Any], stream: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the engine's answer to one body, or the events of its stream.
+        """Yield the backend's answer to one body, or the events of its stream.
 
         Nothing of the client's is passed on unread.
         """
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        headers |= {"Authorization": f"Bearer {self.engine.key or self.keys.key}"}
-        # An engine that batches tells its requests apart by their ids.
+        headers |= {"Authorization": f"Bearer {self.backend.key or self.keys.key}"}
+        # A backend that batches tells its requests apart by their ids.
         headers[ID] = f"{asked.id}-{number}" if number else asked.id
-        async with self.engine.session.post(
-            f"{self.engine.url}{asked.path}",
+        async with self.backend.session.post(
+            f"{self.backend.url}{asked.path}",
             data=json.dumps(body, ensure_ascii=False).encode(),
             headers=headers,
             timeout=self.timeout(),
@@ -266,7 +267,7 @@ class Front(Proxy):
                 yield _value(await answer.read())
                 return
             if answer.content_type != "text/event-stream":
-                raise EngineError(502, "the engine answered a stream with no stream")
+                raise BackendError(502, "the backend answered a stream with no stream")
             held = b""
             async for chunk in answer.content.iter_any():
                 *lines, held = (held + chunk).split(b"\n")
@@ -280,7 +281,7 @@ def _value(text: bytes) -> dict[str, Any]:
         value = parse_json(text)
         return {**value, "choices": list(value["choices"])}
     except (ValueError, KeyError, TypeError):
-        raise EngineError(502, "the engine's answer is not one of OpenAI's protocol") from None
+        raise BackendError(502, "the backend's answer is not one of OpenAI's protocol") from None
 
 
 def _event(text: bytes) -> dict[str, Any]:
@@ -289,19 +290,19 @@ def _event(text: bytes) -> dict[str, Any]:
         value = parse_json(text)
         if isinstance(value, dict) and "error" not in value:
             return value
-    raise EngineError(500, f"the engine failed: {message_of(text)}")
+    raise BackendError(500, f"the backend failed: {message_of(text)}")
 
 
-def _refused(status: int, text: bytes) -> EngineError:
+def _refused(status: int, text: bytes) -> BackendError:
     """Return the error for a status that is not 200; a redirect is never passed on."""
     message = message_of(text)
     if status == 503 or (400 <= status < 500 and status not in (401, 403, 404, 405)):
-        return EngineError(400 if status == 422 else status, message)
+        return BackendError(400 if status == 422 else status, message)
     answer = "answered with a redirect" if 300 <= status < 400 else f"answered {status}: {message}"
-    return EngineError(500 if status >= 500 else 502, f"the engine {answer}")
+    return BackendError(500 if status >= 500 else 502, f"the backend {answer}")
 
 
-def _ids(asked: Asked) -> dict[str, str]:
+def _ids(asked: ClientRequest) -> dict[str, str]:
     return {ID: asked.id} | ({CLIENT_ID: asked.client_id} if asked.client_id else {})
 
 
@@ -319,7 +320,9 @@ def _plain(asked: Mapping[str, Any]) -> list[str]:
     return ["\n".join(texts)]
 
 
-def _row(asked: Asked, body: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _row(
+    asked: ClientRequest, body: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
     messages = body.get("messages") or [{"role": "user", "content": "\n".join(_plain(body))}]
     known = {k: v for k, v in body.items() if k not in ("messages", "prompt", "model")}
     return {

@@ -1,6 +1,6 @@
-"""One address for an endpoint whose replicas come and go: python -m plugins.serve.gateway FOLDER
+"""One address for an endpoint whose servers come and go: python -m plugins.serve.gateway FOLDER
 
-It reads the files of the replicas, spreads requests over those that are ready, by the shares of
+It reads the files of the servers, spreads requests over those that are ready, by the shares of
 their versions, and asks another one if one does not answer. cookbook serve starts it on the login
 node; it listens on 127.0.0.1.
 """
@@ -19,28 +19,28 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from plugins.serve.backends import Backend, Pool
 from plugins.serve.endpoint import ENDPOINT, GATEWAY
 from plugins.serve.faults import Faults, stop_event
 from plugins.serve.keys import Keys
 from plugins.serve.outcome import Outcome
-from plugins.serve.proxy import CLIENT_ID, OWN_ID, OWN_USER, Asked, Proxy, runner
+from plugins.serve.proxy import CLIENT_ID, OWN_ID, OWN_USER, ClientRequest, Proxy, runner
 from plugins.serve.recipe_keys import SERVE
 from plugins.serve.scale import Scaler
+from plugins.serve.upstream import Pool, Upstream
 from runspec import files
 from runspec.states import process_start
 from runspec.storage import patient_json
 
 # How often its file is renewed; plugins.serve.endpoint.STALE_S is several times as long.
 _RENEWED_S = 5.0
-# Retry-After of requests that are refused while the first replica starts, in seconds.
+# Retry-After of requests that are refused while the first server starts, in seconds.
 _COLD_S = 30
 # Headers of an answer that are passed on to the client.
 _OF_ANSWERS = {"content-type", "retry-after", "x-request-id", "x-client-request-id"}
 
 
 class Gateway(Proxy):
-    """Passes requests on; if replicas follow the load, a request waits for the first of them."""
+    """Passes requests on; if servers follow the load, a request waits for the first of them."""
 
     def __init__(self, settings: Mapping[str, Any], keys: Keys, folder: Path) -> None:
         super().__init__(settings, keys)
@@ -48,7 +48,7 @@ class Gateway(Proxy):
         idle_s = 60 * float(settings["scale_idle_minutes"])
         self.scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
 
-    def backends(self) -> Iterable[Backend]:
+    def upstreams(self) -> Iterable[Upstream]:
         return list(self.pool.known.values())
 
     def available(self) -> bool:
@@ -57,45 +57,45 @@ class Gateway(Proxy):
     def retry_s(self) -> int:
         return _COLD_S if self.scaler.wanted and not self.pool.choose(set()) else 1
 
-    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def answer(self, request: web.Request, asked: ClientRequest) -> web.StreamResponse:
         outcome = Outcome()
         return await self.counted(self._passed_on(request, asked, outcome), outcome, 1)
 
-    async def _next(self, tried: set[str]) -> Backend | None:
+    async def _next(self, tried: set[str]) -> Upstream | None:
         """Return where a request goes next, None if there is nothing left to try."""
-        backend = self.pool.choose(tried)
+        upstream = self.pool.choose(tried)
         deadline = time.monotonic() + float(self.settings["cold_start_s"])
-        while backend is None and self.scaler.wanted and time.monotonic() < deadline:
+        while upstream is None and self.scaler.wanted and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-            backend = self.pool.choose(tried)
-        return backend
+            upstream = self.pool.choose(tried)
+        return upstream
 
     async def _passed_on(
-        self, request: web.Request, asked: Asked, outcome: Outcome
+        self, request: web.Request, asked: ClientRequest, outcome: Outcome
     ) -> web.StreamResponse:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         headers |= {"Authorization": f"Bearer {self.keys.key}", CLIENT_ID: asked.client_id}
         headers |= {OWN_ID: asked.id, OWN_USER: asked.user}
         tried: set[str] = set()
         refusal = None
-        while (backend := await self._next(tried)) is not None:
-            tried.add(backend.name)
-            backend.in_flight += 1
+        while (upstream := await self._next(tried)) is not None:
+            tried.add(upstream.name)
+            upstream.in_flight += 1
             sent: web.StreamResponse | None = None
             try:
-                async with backend.session.post(
-                    f"{backend.url}{asked.path}",
+                async with upstream.session.post(
+                    f"{upstream.url}{asked.path}",
                     data=asked.body,
                     headers=headers,
                     timeout=self.timeout(),
                     allow_redirects=False,
                 ) as answer:
                     if answer.status in (502, 503) and len(tried) < 8:
-                        refusal = self.error(503, f"a replica answered {answer.status}")
+                        refusal = self.error(503, f"a server answered {answer.status}")
                         continue
                     known = {k: v for k, v in answer.headers.items() if k.lower() in _OF_ANSWERS}
                     if answer.content_type != "text/event-stream":
-                        # Not streamed: if it breaks off, another replica is asked.
+                        # Not streamed: if it breaks off, another server is asked.
                         outcome.raw(body := await answer.read())
                         return web.Response(body=body, status=answer.status, headers=known)
                     sent = web.StreamResponse(status=answer.status, headers=known)
@@ -106,12 +106,12 @@ class Gateway(Proxy):
                     await sent.write_eof()
                     return sent
             except (aiohttp.ClientError, OSError) as error:
-                refusal = self.failed(request, sent, backend, error)
+                refusal = self.failed(request, sent, upstream, error)
                 if refusal.status == 504:
                     return refusal
             finally:
-                backend.in_flight -= 1
-        return refusal or self.error(503, "no replica is ready: see cookbook serve --list")
+                upstream.in_flight -= 1
+        return refusal or self.error(503, "no server is ready: see cookbook serve --list")
 
 
 async def run(folder: Path, port: int, host: str) -> int:
@@ -120,7 +120,7 @@ async def run(folder: Path, port: int, host: str) -> int:
     faults.allow_descriptors()
     settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
     settings |= (patient_json(folder / ENDPOINT) or {})["settings"]
-    # The fronts of the replicas see every request: they log.
+    # The fronts of the servers see every request: they log.
     keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
     gateway = Gateway(settings, keys, folder)
     gateway.pool.refresh()
@@ -149,7 +149,7 @@ async def run(folder: Path, port: int, host: str) -> int:
         """Read what changes; what cannot be read now stays as it was."""
         faults.trying("the gateway's file", renew)
         faults.trying("the users' keys", keys.refresh)
-        faults.trying("the replicas' files", gateway.pool.refresh)
+        faults.trying("the servers' files", gateway.pool.refresh)
 
     print(f"gateway of {folder.name}: {url}", flush=True)
     while not ended.is_set():

@@ -208,7 +208,7 @@ def as_text(value: Any) -> str | None:
 def read(folder: Path, since: float = 0.0) -> Iterator[dict[str, Any]]:
     """Yield each request since a time once, also from the journals of running processes.
 
-    A request may be in two logs, as one that was sent to a second replica after the loss of the
+    A request may be in two logs, as one that was sent to a second server after the loss of the
     first: the one with the answer counts. Texts are read in batches: only ids are kept in memory.
     """
     import pyarrow as pa

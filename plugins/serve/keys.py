@@ -52,22 +52,21 @@ class Keys:
 
 @dataclass(frozen=True)
 class Charge:
-    """What a user is charged for a request when it begins.
-
-    requests: its answers. prompt: the tokens of its prompts. answer: the most tokens of its
-    answers, which are held until it ends.
-    """
+    """What a user is charged for a request when it begins."""
 
     user: str
+    # Its answers.
     requests: int
+    # The tokens of its prompts.
     prompt: int
+    # The most tokens of its answers, which are held until it ends.
     answer: int
 
 
 class Quotas:
-    """The requests and tokens of each user today (UTC), of all replicas.
+    """The requests and tokens of each user today (UTC), of all servers.
 
-    Each replica has its own file; refresh writes it and reads the others. Their later counts are
+    Each server has its own file; refresh writes it and reads the others. Their later counts are
     not included, nor what is held for the answers that they are generating.
     """
 
@@ -126,7 +125,7 @@ class Quotas:
         return "", 0
 
     def refresh(self) -> None:
-        """Write this replica's counts, read those of the others, and remove old files.
+        """Write this server's counts, read those of the others, and remove old files.
 
         Raises:
             OSError, DamagedFile: a file fails; what was read last still counts.

@@ -1,4 +1,4 @@
-"""Parameters of requests: which ones an engine has, and which ones the front implements.
+"""Parameters of requests: which ones a backend has, and which ones the front implements.
 
 No parameter is dropped silently: it is passed on, implemented by the front, without effect by its
 value, or refused by name.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plugins.serve.engines import Model
+from plugins.serve.backends import Model
 from plugins.serve.request import CHAT, BadRequest, prompts, stops
 from runspec.files import parse_json
 from runspec.hints import nearest
@@ -30,7 +30,7 @@ _DONE_HERE = {"model", "stream", "stream_options", "n", "stop"}
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"}
 _LENGTHS = {"max_tokens", "max_completion_tokens"}
 _OF_CHATS = {"messages", "tools", "tool_choice", "chat_template_kwargs"}
-# The names of OpenAI's protocol, for an engine that does not list its parameters.
+# The names of OpenAI's protocol, for a backend that does not list its parameters.
 _PROTOCOL = {*_WITHOUT_EFFECT, *_DESCRIPTIVE, *_DONE_HERE, *_LENGTHS, *_OF_CHATS, "temperature"}
 _PROTOCOL |= {"top_p", "seed", "logit_bias", "prompt", "suffix", "reasoning_effort"}
 _INSTEAD = {
@@ -59,36 +59,38 @@ _NEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """The requests to an engine for one request of a client.
+    """The requests to a backend for one request of a client."""
 
-    bodies: one for each request to the engine; their choices are combined in this order. counted:
-    the bodies whose prompt tokens count. stops: strings at which the front cuts the text.
-    """
-
+    # One for each request to the backend; their choices are combined in this order.
     bodies: list[dict[str, Any]]
     stream: bool
+    # Whether a stream ends with the usage.
     usage: bool
+    # Strings at which the front cuts the text.
     stops: list[str] = field(default_factory=list)
+    # The bodies whose prompt tokens count.
     counted: frozenset[int] = frozenset({0})
 
 
 @dataclass(frozen=True)
-class Takes:
-    """The parameters of an engine.
+class Parameters:
+    """The parameters of a backend."""
 
-    names: of each path, None if the engine does not say. facts, defaults: the model's config.json
-    and generation_config.json. template: its chat template, None if nobody knows. batching:
-    transformers' continuous batching, which has the same sampling for all requests. seconds: of one
-    answer at most, None for no limit.
-    """
-
-    engine: str
+    # transformers, vllm or sglang.
+    backend: str
+    # Its name of the model.
     model: str
+    # Of each path, None if the backend does not say.
     names: Mapping[str, frozenset[str]] | None = None
+    # The model's config.json.
     facts: Mapping[str, Any] = field(default_factory=dict)
+    # The model's generation_config.json.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Its chat template, None if nobody knows.
     template: str | None = None
+    # transformers' continuous batching, which has the same sampling for all requests.
     batching: bool = False
+    # Of one answer at most, None for no limit.
     seconds: float | None = None
 
     @property
@@ -98,7 +100,7 @@ class Takes:
 
     def plan(self, path: str, asked: Mapping[str, Any]) -> Plan:
         """Return the plan of a valid request; BadRequest names an unsupported parameter."""
-        return (self._transformers if self.engine == "transformers" else self._other)(path, asked)
+        return (self._transformers if self.backend == "transformers" else self._other)(path, asked)
 
     def _supported(self, asked: Mapping[str, Any], supported: set[str]) -> dict[str, Any]:
         """Return the supported parameters; refuse others that have an effect."""
@@ -117,7 +119,7 @@ class Takes:
         instead = _INSTEAD.get(name) or hint or "leave it out"
         if self.batching and name in (_SAMPLING | {"stop", "logit_bias"}):
             instead = "continuous batching has the same sampling for all: leave it out"
-        return f"the engine {self.engine} does not do {shown}: {instead}"
+        return f"the backend {self.backend} does not do {shown}: {instead}"
 
     def _other(self, path: str, asked: Mapping[str, Any]) -> Plan:
         """vLLM and SGLang implement every parameter that they list."""
@@ -126,7 +128,7 @@ class Takes:
         kept = self._supported(asked, supported - {"request_id", "rid"} | {"model"})
         body = {**kept, "model": self.model}
         if asked.get("stream"):
-            # The log and the quotas use the engine's counts.
+            # The log and the quotas use the backend's counts.
             body["stream_options"] = {"include_usage": True}
         return Plan([body], *_streamed(asked))
 
@@ -163,7 +165,7 @@ class Takes:
     def _generation(self, kept: Mapping[str, Any], choice: int) -> dict[str, Any]:
         """Return generation_config, which is JSON in a request to transformers serve.
 
-        plugins.serve.transformers_engine reads its keys seed and stop_texts.
+        plugins.serve.transformers_backend reads its keys seed and stop_texts.
         """
         most = kept.get("max_completion_tokens", kept.get("max_tokens"))
         if self.batching:
@@ -197,7 +199,7 @@ class Takes:
             return [{"messages": messages}]
         given = prompts(asked)
         if not isinstance(given[0], str):
-            raise BadRequest("the engine transformers takes a prompt as text only", "prompt")
+            raise BadRequest("the backend transformers takes a prompt as text only", "prompt")
         return [{"prompt": each} for each in given]
 
     def _message(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +209,7 @@ class Takes:
         for name in known:
             if name not in ("role", "content", "tool_calls", "tool_call_id"):
                 place = f"messages[{number}].{name}"
-                raise BadRequest(f"the engine transformers does not do {place}", place)
+                raise BadRequest(f"the backend transformers does not do {place}", place)
         parts = known.get("content")
         for part in parts if isinstance(parts, list) else ():
             kind, place = part["type"], f"messages[{number}].content"
@@ -218,7 +220,7 @@ class Takes:
             link = part.get("image_url")
             link = link.get("url") if isinstance(link, dict) else link
             if not isinstance(link, str) or not link.startswith("data:image/"):
-                # An address would be opened by the engine: files of the node, its network.
+                # An address would be opened by the backend: files of the node, its network.
                 raise BadRequest(f"{place}: give an image as data:image/...;base64,...", place)
         return known
 
@@ -237,19 +239,19 @@ def _without_effect(name: str, value: Any) -> bool:
     )
 
 
-def takes(config: Mapping[str, Any], name: str, schema: bytes | None = None) -> Takes:
-    """Return the parameters of an endpoint's engine.
+def parameters_of(config: Mapping[str, Any], name: str, schema: bytes | None = None) -> Parameters:
+    """Return the parameters of an endpoint's backend.
 
     Args:
-        name: the engine's name of the model.
-        schema: the engine's own /openapi.json, None if it has none.
+        name: the backend's name of the model.
+        schema: the backend's own /openapi.json, None if it has none.
     """
-    model, engine = Path(str(config["model"])), str(config["engine"])
+    model, backend = Path(str(config["model"])), str(config["engine"])
     base = Model.of(model).base
-    return Takes(
-        engine,
+    return Parameters(
+        backend,
         name,
-        None if engine == "transformers" else names_of(schema),
+        None if backend == "transformers" else names_of(schema),
         patient_json(base / "config.json") or {},
         patient_json(model / _DEFAULTS) or patient_json(base / _DEFAULTS) or {},
         _template(model, base),

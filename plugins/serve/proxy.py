@@ -17,11 +17,11 @@ import aiohttp
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from plugins.serve.backends import Backend
 from plugins.serve.keys import OWNER, Keys
 from plugins.serve.metrics import Metrics
 from plugins.serve.outcome import Outcome
 from plugins.serve.request import CHAT, COMPLETIONS
+from plugins.serve.upstream import Upstream
 
 _MODELS = "/v1/models"
 ID, CLIENT_ID = "X-Request-Id", "X-Client-Request-Id"
@@ -41,16 +41,18 @@ _TYPES |= dict.fromkeys((400, 405, 408, 413, 415), "invalid_request_error")
 
 
 class BrokenOff(ConnectionResetError):
-    """A replica or an engine went away after a part of its answer was passed on."""
+    """A server or a backend went away after a part of its answer was passed on."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request that may be passed on; id: the log's own, client_id: the client's."""
+class ClientRequest:
+    """A request that may be passed on."""
 
     path: str
     body: bytes
+    # The log's own.
     id: str
+    # The client's.
     client_id: str
     user: str
 
@@ -67,7 +69,7 @@ class Proxy:
     # Whether requests with the endpoint's own key may come from a gateway, with an id and a user.
     behind_gateway = False
     # What answers what is let through.
-    below = "replica"
+    below = "server"
 
     def __init__(self, settings: Mapping[str, Any], keys: Keys) -> None:
         self.settings, self.keys = settings, keys
@@ -77,7 +79,7 @@ class Proxy:
         self._allowed = max(1.0, float(settings.get("rate_per_s") or 0))
         self._refilled = time.monotonic()
 
-    def backends(self) -> Iterable[Backend]:
+    def upstreams(self) -> Iterable[Upstream]:
         """Return where requests go."""
         raise NotImplementedError
 
@@ -85,7 +87,7 @@ class Proxy:
         """Whether a request would be answered."""
         raise NotImplementedError
 
-    async def answer(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def answer(self, request: web.Request, asked: ClientRequest) -> web.StreamResponse:
         """Answer a request that may be passed on."""
         raise NotImplementedError
 
@@ -121,8 +123,8 @@ class Proxy:
         return app
 
     async def _close(self, app: web.Application) -> None:
-        for backend in self.backends():
-            await backend.close()
+        for upstream in self.upstreams():
+            await upstream.close()
 
     def error(
         self, status: int, message: str, param: str | None = None, headers: Any = None
@@ -223,7 +225,7 @@ class Proxy:
             return self.error(413, f"the request has more than {limit:,} bytes")
         except (ValueError, web.RequestPayloadError, web.HTTPException):
             return self.error(400, "the body cannot be read")
-        return await self.answer(request, Asked(path, body, request_id, client_id, user))
+        return await self.answer(request, ClientRequest(path, body, request_id, client_id, user))
 
     async def counted(
         self, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int
@@ -239,7 +241,7 @@ class Proxy:
             outcome.status = 499  # the client hung up
             raise
         except ConnectionResetError as error:
-            # 502: the replica went away in the middle of a stream.
+            # 502: the server went away in the middle of a stream.
             outcome.status = 502 if isinstance(error, BrokenOff) else 499
             raise
         finally:
@@ -247,9 +249,9 @@ class Proxy:
             self.metrics.ended(outcome.row())
 
     def failed(
-        self, request: web.Request, sent: web.StreamResponse | None, backend: Backend, error: Any
+        self, request: web.Request, sent: web.StreamResponse | None, upstream: Upstream, error: Any
     ) -> web.Response:
-        """Return the answer to a request that a replica or an engine has not answered.
+        """Return the answer to a request that a server or a backend has not answered.
 
         Raises:
             ConnectionResetError: the client is gone, or has got a part of the answer already.
@@ -260,7 +262,7 @@ class Proxy:
             or isinstance(error, aiohttp.ClientConnectionResetError)
         ):
             raise ConnectionResetError("the client went away") from error
-        backend.failed_at = time.monotonic()
+        upstream.failed_at = time.monotonic()
         if sent is not None and sent.prepared:
             # The client must see that the rest is missing.
             with suppress(OSError):
@@ -283,7 +285,7 @@ class Proxy:
 
 def runner(proxy: Proxy, headers_s: float = HEADERS_S, **more: Any) -> web.AppRunner:
     """Return aiohttp's server of a proxy, with its limits for strangers."""
-    log = logging.getLogger("serving.http")
+    log = logging.getLogger("serve.http")
     log.addFilter(_is_ours)
     return web.AppRunner(
         proxy.app(),

@@ -132,7 +132,7 @@ def parsed(path: str, body: bytes) -> dict[str, Any]:
     """
     try:
         given = from_json(body, allow_inf_nan=False)
-        # 1e999 is JSON, and no number that a log or an engine could hold.
+        # 1e999 is JSON, and no number that a log or a backend could hold.
         json.dumps(given, allow_nan=False)
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None

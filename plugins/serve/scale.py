@@ -1,4 +1,4 @@
-"""Autoscaling: the number of replicas of each version of an endpoint, by its gateway's requests.
+"""Autoscaling: the number of servers of each version of an endpoint, by its gateway's requests.
 
 The gateway decides and writes scale.json; cookbook serve --adjust NAME, which it starts, submits
 and ends the jobs.
@@ -16,22 +16,22 @@ from plugins.serve.faults import say
 from runspec import files
 from runspec.storage import patiently
 
-# How long a load has to last before another replica is started; the first one starts at once.
+# How long a load has to last before another server is started; the first one starts at once.
 _SUSTAINED_S = 5.0
 # How often the jobs are checked: they may end for other reasons, too.
 _LOOK_EVERY_S = 60.0
 
 
 class Scaler:
-    """Decides the number of replicas, and starts the command that adjusts the jobs.
+    """Decides the number of servers, and starts the command that adjusts the jobs.
 
     Args:
-        per_replica: concurrent requests per replica.
-        idle_s: how long a replica must not be needed before it ends.
+        per_server: concurrent requests per server.
+        idle_s: how long a server must not be needed before it ends.
     """
 
-    def __init__(self, folder: Path, per_replica: int, idle_s: float) -> None:
-        self.folder, self.per_replica, self.idle_s = folder, per_replica, idle_s
+    def __init__(self, folder: Path, per_server: int, idle_s: float) -> None:
+        self.folder, self.per_server, self.idle_s = folder, per_server, idle_s
         # A restarted gateway continues with the numbers of the one before it.
         self.wanted = patiently(endpoints.wanted, folder)
         self._loads: deque[tuple[float, int, int]] = deque()
@@ -40,10 +40,10 @@ class Scaler:
         self._task: asyncio.Task[None] | None = None
 
     def decide(self, load: int, peak: int, now: float) -> bool:
-        """Record the load, and return whether the number of replicas changes.
+        """Record the load, and return whether the number of servers changes.
 
         Args:
-            load: requests that are being answered or wait for a replica.
+            load: requests that are being answered or wait for a server.
             peak: the maximum of that since the last call.
         """
         self._began = now if self._began is None else self._began
@@ -68,7 +68,7 @@ class Scaler:
         return wanted != before
 
     def _count(self, load: int, share: float) -> int:
-        return math.ceil(load * share / self.per_replica)
+        return math.ceil(load * share / self.per_server)
 
     async def look(self, load: int, peak: int) -> None:
         """Decide, and start the command that adjusts the jobs, one at a time."""

@@ -4,14 +4,17 @@ import json
 from collections.abc import Iterable
 
 from plugins.evaluate.recipe_keys import EVAL, TASK
+from plugins.rl.recipe_keys import GrpoConfig, OnPolicyConfig
 from plugins.serve.recipe_keys import SERVE
 from runspec.keys.common import COMMAND, COMMON, ENGINE, SCRIPT
 from runspec.keys.key import REQUIRED, Key, keys_of, may_change
 from runspec.keys.methods import METHODS
 from runspec.keys.train import TrainConfig
 
+_METHODS: dict[str, type[TrainConfig]]
+_METHODS = {**METHODS, "grpo": GrpoConfig, "distill_on_policy": OnPolicyConfig}
 _KNOWN = {**COMMON, **SCRIPT, **COMMAND, **ENGINE, **EVAL, **TASK, **SERVE}
-for _method in METHODS.values():
+for _method in _METHODS.values():
     _KNOWN |= _method.keys()
 
 _INTRODUCTION = """\
@@ -37,9 +40,7 @@ def markdown() -> str:
     for group in TrainConfig.__bases__:
         title = f"Every training method of the kit. {str(group.__doc__).rstrip('.')}"
         sections.append(_section(title, keys_of(group).values()))
-    sections += [
-        _section(f"`entry: {name}`", method.own_keys().values()) for name, method in METHODS.items()
-    ]
+    sections += [_of_method(name, method) for name, method in _METHODS.items()]
     sections += [
         _section("Every training method of the kit. Other keys of torchtune", TrainConfig.ignored),
         _section("`entry: eval`", EVAL.values()),
@@ -52,9 +53,20 @@ def markdown() -> str:
     return "\n".join([_INTRODUCTION, *sections])
 
 
+def _of_method(name: str, method: type[TrainConfig]) -> str:
+    """The keys that a method adds to those that it takes from another one."""
+    for other, base in _METHODS.items():
+        if method is not base and issubclass(method, base):
+            own = [key for n, key in method.own_keys().items() if n not in base.own_keys()]
+            also = "also" if own else "all"
+            return _section(f"`entry: {name}`: {also} those of `entry: {other}`", own)
+    return _section(f"`entry: {name}`", method.own_keys().values())
+
+
 def _section(title: str, keys: Iterable[Key]) -> str:
     head = "| key | type | default | at resume | what it does |\n|---|---|---|---|---|\n"
-    return f"## {title}\n\n{head}{''.join(map(_row, keys))}"
+    rows = "".join(map(_row, keys))
+    return f"## {title}\n\n{head}{rows}" if rows else f"## {title}\n"
 
 
 def _row(key: Key) -> str:

@@ -64,7 +64,6 @@ _KEYS = (
         "File with the webhook's address, readable only by you: its path, or its name in "
         "~/.config/slurm-cookbook/secrets.",
     ),
-    Key("notify.form", "json | slack | teams", "Message format of the webhook.", "json"),
     Key(
         "tracking",
         "tracker",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from runspec.keys.key import REQUIRED, setting
-from runspec.keys.train import TrainConfig, notes
+from runspec.keys.train import TrainConfig
 from runspec.step import kept_bytes
 
 # What a token of a teacher's pass should take at most.
@@ -45,18 +45,6 @@ class DistillConfig(TrainConfig):
     )
     cross_entropy_share: float = setting(
         "rate", "Share of the cross-entropy with the data in the loss, from 0 to 1.", 0.5
-    )
-    on_policy_share: float = setting(
-        "rate",
-        "Share of the steps whose answers the student generates, in place of the data's (lmbda of "
-        "TRL's GKDConfig); which steps is drawn from the seed.",
-        0.0,
-    )
-    on_policy_max_new_tokens: int = setting(
-        "positive", "Tokens of such an answer at most; tokenizer.max_seq_len also ends it.", 128
-    )
-    on_policy_temperature: float = setting(
-        "number", "Temperature at which these answers are sampled.", 1.0
     )
     teacher_log_probs: str = setting(
         "online | kept",
@@ -104,15 +92,15 @@ class TeachConfig(DistillConfig):
         """As TrainConfig.kept_top_k; nothing is read."""
         return 0
 
-
-def teach_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """What one should know before a teacher's pass: `notes`, and a large k."""
-    yield from notes(config)
-    k = config.get("teacher_top_k")
-    if isinstance(k, int) and kept_bytes(k) > MAX_KEPT_BYTES:
-        largest = next(n for n in range(k, 0, -1) if kept_bytes(n) <= MAX_KEPT_BYTES)
-        yield (
-            f"teacher_top_k: {k} keeps {kept_bytes(k):,} bytes for each trained token, "
-            f"{kept_bytes(k) / 1000:.2f} GB for a million; up to {largest} it is at most "
-            f"{MAX_KEPT_BYTES}, and the pass prints how large the error is"
-        )
+    @classmethod
+    def key_notes(cls, config: Mapping[str, Any]) -> Iterator[str]:
+        """As TrainConfig.key_notes, and of a large k."""
+        yield from super().key_notes(config)
+        k = config.get("teacher_top_k")
+        if isinstance(k, int) and kept_bytes(k) > MAX_KEPT_BYTES:
+            largest = next(n for n in range(k, 0, -1) if kept_bytes(n) <= MAX_KEPT_BYTES)
+            yield (
+                f"teacher_top_k: {k} keeps {kept_bytes(k):,} bytes for each trained token, "
+                f"{kept_bytes(k) / 1000:.2f} GB for a million; up to {largest} it is at most "
+                f"{MAX_KEPT_BYTES}, and the pass prints how large the error is"
+            )

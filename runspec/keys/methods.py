@@ -1,10 +1,8 @@
-"""The training methods of the kit's trainer: the config of each, by the name of its entry.
+"""The training methods of the kit's trainer: the config of each, by the name of its entry."""
 
-trainer.train starts a method by its name.
-"""
+from importlib import import_module
 
-from plugins.rl.recipe_keys import GrpoConfig
-from runspec.keys.distill import DistillConfig
+from runspec.keys.distill import DistillConfig, TeachConfig
 from runspec.keys.preference import DpoConfig, KtoConfig
 from runspec.keys.pretrain import PretrainConfig
 from runspec.keys.reward import RewardConfig
@@ -16,7 +14,26 @@ METHODS: dict[str, type[TrainConfig]] = {
     "dpo": DpoConfig,
     "kto": KtoConfig,
     "distill": DistillConfig,
+    "teach": TeachConfig,
     "pretrain": PretrainConfig,
     "reward": RewardConfig,
-    "grpo": GrpoConfig,
 }
+
+
+def config_class(name: str) -> type[TrainConfig]:
+    """Return the config of a method: of the trainer by its name, of others as MODULE:CLASS.
+
+    Raises:
+        LookupError: there is none; the message says why.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon and name in METHODS:
+        return METHODS[name]
+    try:
+        found = getattr(import_module(module), attribute) if colon else None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise LookupError(f"there is no method {name}: {error}") from None
+    if isinstance(found, type) and issubclass(found, TrainConfig):
+        return found
+    known = ", ".join(METHODS)
+    raise LookupError(f"there is no method {name}: give {known}, or MODULE:CLASS of a TrainConfig")

@@ -18,7 +18,7 @@ from runspec.keys.fields import (
     PrecisionKeys,
     TrainingKeys,
 )
-from runspec.keys.key import Key, keys_of
+from runspec.keys.key import Fault, Key, keys_of
 from runspec.keys.model import ModelKeys
 from runspec.layout import FP8_MULTIPLE
 
@@ -59,6 +59,7 @@ class TrainConfig(
         teacher_key: the key that names the folder of a frozen model that is only run forward.
         reads_teacher_logits: the loss compares all logits of both, by trainer.layers.divergence.
         runs_teacher_only: nothing is trained; the teacher runs forward over the data.
+        companion: what the supervisor calls beside the ranks, MODULE:CLASS; "" for nothing.
     """
 
     objective: ClassVar[str] = ""
@@ -71,6 +72,7 @@ class TrainConfig(
     runs_teacher_only: ClassVar[bool] = False
     streams: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
+    companion: ClassVar[str] = ""
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (
         Key(
@@ -166,6 +168,53 @@ class TrainConfig(
         """The folder of the model that runs beside the policy, by a recipe's content; or ""."""
         return str(config.get(cls.teacher_key) or "") if cls.teacher_key else ""
 
+    @classmethod
+    def backend_of(cls, config: Mapping[str, Any]) -> str:
+        """The package of what generates beside the ranks, in the recipe's environment; or ""."""
+        return ""
+
+    @classmethod
+    def recipe_faults(cls, config: Mapping[str, Any]) -> Iterator[Fault]:
+        """What is wrong between keys of a resolved recipe, before anything of it is started."""
+        yield from ()
+
+    @classmethod
+    def functions(cls, config: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+        """The values, by the path of their keys, that name code: FILE.py:NAME or another form.
+
+        A file of the user's own is found from the recipe's folder and copied into the run.
+        """
+        return {}
+
+    @classmethod
+    def key_notes(cls, config: Mapping[str, Any]) -> Iterator[str]:
+        """One line for each key that does something else than one may expect of it."""
+        for name in ("dataset", "dataset_val"):
+            block = config.get(name)
+            if not isinstance(block, dict):
+                continue
+            if block.get("train_on_input") is True:
+                yield (
+                    f"{name}.train_on_input: true, so the prompts are also trained; set "
+                    f"{name}.train_on_input=False to train the answers only"
+                )
+            elif with_train_on_input(block, False) is not block:
+                yield (
+                    f"{name}.train_on_input: not set, so only the answers are trained; torchtune's "
+                    f"{block['_component_'].rpartition('.')[2]} would also train the prompts: "
+                    f"{name}.train_on_input=True"
+                )
+        if config.get("enable_fp8_training") and not config.get("compile"):
+            yield (
+                "enable_fp8_training: without compile its casts cost more time than its matrix "
+                "products save; set compile=True"
+            )
+        if uncompiled_experts(config):
+            yield (
+                "compile: blocks with experts are not compiled with expert_parallel_dim above 1 "
+                "and activation_checkpointing=op; with full, a number or none they are"
+            )
+
     @property
     def reference_kind(self) -> str:
         """As `reference_of` this config."""
@@ -241,32 +290,3 @@ def uncompiled_experts(config: Mapping[str, Any]) -> bool:
     ranks = config.get("expert_parallel_dim")
     spread = isinstance(ranks, int) and ranks > 1
     return config.get("compile") is True and spread and recomputed(config) == "op"
-
-
-def notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each key that does something else than one may expect of it."""
-    for name in ("dataset", "dataset_val"):
-        block = config.get(name)
-        if not isinstance(block, dict):
-            continue
-        if block.get("train_on_input") is True:
-            yield (
-                f"{name}.train_on_input: true, so the prompts are also trained; set "
-                f"{name}.train_on_input=False to train the answers only"
-            )
-        elif with_train_on_input(block, False) is not block:
-            yield (
-                f"{name}.train_on_input: not set, so only the answers are trained; torchtune's "
-                f"{block['_component_'].rpartition('.')[2]} would also train the prompts: "
-                f"{name}.train_on_input=True"
-            )
-    if config.get("enable_fp8_training") and not config.get("compile"):
-        yield (
-            "enable_fp8_training: without compile its casts cost more time than its matrix "
-            "products save; set compile=True"
-        )
-    if uncompiled_experts(config):
-        yield (
-            "compile: blocks with experts are not compiled with expert_parallel_dim above 1 and "
-            "activation_checkpointing=op; with full, a number or none they are"
-        )

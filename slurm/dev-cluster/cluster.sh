@@ -16,8 +16,6 @@ source "${SCRIPT%/*}/processes.sh"
 source "${SCRIPT%/*}/configuration.sh"
 # shellcheck source=slurm/dev-cluster/daemons.sh
 source "${SCRIPT%/*}/daemons.sh"
-# shellcheck source=slurm/dev-cluster/releases.sh
-source "${SCRIPT%/*}/releases.sh"
 readonly PACKAGES_HINT="apt-get install slurm-wlm munge"
 readonly ACCOUNTING_PACKAGES="slurmdbd mariadb-server-core"
 readonly READY_TIMEOUT_S=30
@@ -76,17 +74,11 @@ Additional options of up:
   --nodes N                number of nodes, n1 to nN (default 2)
   --gpus G                 fake GPUs per node (default 8; 0 for none)
   --gpu-type TYPE          their type, as in --gres=gpu:TYPE:G (default h100)
-  --switches S             leaf switches that the nodes are below in turn: with 2, n1 and n3 below s1, n2
-                           and n4 below s2 (default 0: no topology). Blocks instead of switches with
-                           --set TopologyPlugin=topology/block
   --requeue-delay SECONDS  how long a requeued job waits, and the lifetime of a job credential
                            (default 10)
   --accounting             keep accounts, QoS and ended jobs in a database, for sacctmgr and sacct;
                            you are in its account 'users'. Limits of sacctmgr are enforced with
                            --set AccountingStorageEnforce=associations,limits,qos
-  --release RELEASE        use this Slurm, not the installed one: one of $(releases).
-                           Made from Debian packages on first use (downloads about 30 MB, keeps
-                           50 MB) in \${XDG_CACHE_HOME:-~/.cache}/slurm-cookbook
   --set KEY=VALUE          another slurm.conf setting, such as KillWait=2; may be repeated
 
 Exit status: 0 done, 1 failed, 2 wrong usage.
@@ -111,7 +103,7 @@ wrong_usage() {
 
 parse_options() {
     local option
-    name=default nodes=2 gpus=8 gpu_type=h100 switches=0 requeue_delay=10 accounting=0 release='' release_bin=''
+    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay=10 accounting=0
     root=${COOKBOOK_DEV_CLUSTER_ROOT:-/tmp/slurm-cookbook-$UID}
     while (($#)); do
         case $1 in
@@ -120,12 +112,12 @@ parse_options() {
             exit 0
             ;;
         --name | --state) ;;
-        --nodes | --gpus | --gpu-type | --switches | --requeue-delay | --set | --accounting | --release)
+        --nodes | --gpus | --gpu-type | --requeue-delay | --set | --accounting)
             [[ $COMMAND == up ]] || wrong_usage "$1 is an option of 'up', not of '$COMMAND'"
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
         esac
-        # A switch is read as an option with the value 1.
+        # This one is read as an option with the value 1.
         [[ $1 != --accounting ]] || set -- "$1" 1 "${@:2}"
         (($# > 1)) || wrong_usage "$1 needs a value"
         case $1 in
@@ -157,10 +149,7 @@ set_option() {
 check_options() {
     check_number --nodes "$nodes" 1 64
     check_number --gpus "$gpus" 0 64
-    check_number --switches "$switches" 0 "$nodes"
     check_number --requeue-delay "$requeue_delay" 1 3600
-    [[ ! $release || -v DEBIAN_OF[$release] ]] ||
-        wrong_usage "--release must be one of $(releases), got '$release'"
     [[ $gpu_type =~ ^[a-z][a-z0-9_]{0,31}$ ]] ||
         wrong_usage "--gpu-type must be lower-case letters, digits and '_', got '$gpu_type'"
     [[ $name =~ ^[a-z0-9][a-z0-9-]{0,31}$ ]] ||
@@ -176,10 +165,9 @@ check_number() { # option value least most
 
 require_programs() {
     # Ordinary users have no sbin in PATH.
-    PATH=$(installed_path):/usr/local/sbin:/usr/sbin:/sbin
-    if [[ $release ]]; then use_release; elif [[ $COMMAND != up ]]; then use_release_of_state; fi
+    PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
     local program missing=() hint=$PACKAGES_HINT
-    local programs=(munged slurmctld slurmd sbatch scancel scontrol sinfo squeue srun)
+    local programs=(munged slurmctld slurmd slurmstepd sbatch scancel scontrol sinfo squeue srun)
     if ((accounting)); then
         programs+=(slurmdbd mariadbd sacctmgr)
         hint+=" $ACCOUNTING_PACKAGES"
@@ -261,7 +249,6 @@ description() {
     ((nodes > 1)) || text="1 node"
     ((!gpus)) || text+=", $gpus $gpu_type GPUs each"
     ((!accounting)) || text+=", with accounting"
-    [[ ! $release ]] || text+=", Slurm $release"
     echo "$text"
 }
 
@@ -315,13 +302,6 @@ cluster_env() {
     [[ -f $conf && $(daemon_pids slurmctld) ]] ||
         fail "cluster '$name' is not up; to start it: $SCRIPT up --name $name --state $root"
     echo "export SLURM_CONF=$conf"
-    # The shell that reads this knows its PATH, which may have another release's commands first.
-    # shellcheck disable=SC2016
-    local rest='"$PATH"'
-    [[ $PATH == "$(installed_path)" ]] || printf -v rest %q "$(installed_path)"
-    use_release_of_state
-    [[ ! $release_bin && $rest == \"* ]] ||
-        echo "export PATH=${release_bin:+$release_bin:}$rest"
 }
 
 main() {

@@ -6,9 +6,7 @@ shape() {
     local key
     printf 'nodes=%s gpus=%s gpu-type=%s requeue-delay=%s' \
         "$nodes" "$gpus" "$gpu_type" "$requeue_delay"
-    ((!switches)) || printf ' switches=%s' "$switches"
     ((!accounting)) || printf ' accounting=1'
-    [[ ! $release ]] || printf ' release=%s' "$release"
     for key in $(sorted "${!CHANGED[@]}"); do printf ' %s=%s' "$key" "${CHANGED[$key]}"; done
 }
 
@@ -32,7 +30,6 @@ write_state() {
     local i port
     mkdir -m 0711 -- "$state" "$state"/{dev,spool}
     shape >"$state/shape"
-    [[ ! $release_bin ]] || echo "$release_bin" >"$state/programs"
     mkdir -m 0700 -- "$state"/{controller,log}
     for ((i = 1; i <= nodes; i++)); do mkdir -m 0755 -- "$state/spool/n$i"; done
     # slurmd needs character devices, and anybody can make links to /dev/null.
@@ -68,26 +65,9 @@ StorageType=accounting_storage/mysql
 StorageHost=localhost
 StorageUser=$(id -un)
 StorageLoc=slurm
-${release_bin:+PluginDir=${release_bin%/*}/plugins}
+${SETTINGS[PluginDir]:+PluginDir=${SETTINGS[PluginDir]}}
 EOT
     chmod 0600 "$state/slurmdbd.conf"
-}
-
-# Neighbouring nodes are below different switches, as their names may be on a real cluster.
-write_topology() {
-    local switch kind=Switch
-    SETTINGS[TopologyPlugin]=${SETTINGS[TopologyPlugin]:-topology/tree}
-    [[ ${SETTINGS[TopologyPlugin]} != topology/block ]] || kind=Block
-    {
-        for ((switch = 1; switch <= switches; switch++)); do
-            echo "${kind}Name=s$switch Nodes=$(printf 'n%s\n' $(seq "$switch" "$switches" "$nodes") | paste -sd,)"
-        done
-        if [[ $kind == Switch ]]; then
-            echo "SwitchName=top Switches=s[1-$switches]"
-        else
-            echo "BlockSizes=1"
-        fi
-    } >"$state/topology.conf"
 }
 
 write_configuration() {
@@ -107,13 +87,11 @@ SlurmctldPidFile=$state/slurmctld.pid
 SlurmdPidFile=$state/slurmd-%n.pid
 SlurmctldLogFile=$state/log/slurmctld.log
 SlurmdLogFile=$state/log/slurmd-%n.log
-${release_bin:+PluginDir=${release_bin%/*}/plugins}
 
 # Two clusters, also of the same second, give no job the same id: the ranks' port follows from it.
 FirstJobId=$(((RANDOM << 15 | RANDOM) % 60000000 + 1))
 
 EOT
-        ((!switches)) || write_topology
         for key in $(sorted "${!SETTINGS[@]}"); do echo "$key=${SETTINGS[$key]}"; done
         echo
         if ((accounting)); then

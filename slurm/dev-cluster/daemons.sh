@@ -4,9 +4,9 @@
 
 # Starts each daemon that does not run, and waits for it.
 start_cluster() {
-    local i stepd=()
-    # slurmd would start the installed one.
-    [[ ! $release_bin ]] || stepd=(-d "$release_bin/slurmstepd")
+    local i stepd
+    # slurmd itself would start the one of the folder for which it was built.
+    stepd=$(type -P slurmstepd)
     [[ $(daemon_pids munged) ]] ||
         start_daemon munged munged --key-file="$state/munge.key" --socket="$socket" \
             --pid-file="$state/munged.pid" --log-file="$state/log/munged.log" \
@@ -17,7 +17,7 @@ start_cluster() {
     wait_until "$READY_TIMEOUT_S" controller_settled || true
     controller_answers || give_up slurmctld "slurmctld does not answer"
     for ((i = 1; i <= nodes; i++)); do
-        [[ $(daemon_pids slurmd "n$i") ]] || start_daemon "slurmd-n$i" slurmd -f "$conf" -N "n$i" "${stepd[@]}" ||
+        [[ $(daemon_pids slurmd "n$i") ]] || start_daemon "slurmd-n$i" slurmd -f "$conf" -N "n$i" -d "$stepd" ||
             give_up "slurmd-n$i" "slurmd of n$i did not start"
     done
     wait_until "$READY_TIMEOUT_S" nodes_settled || true

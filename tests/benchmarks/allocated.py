@@ -1,8 +1,8 @@
 """Peak memory of a step in torch's allocator: python -m tests.benchmarks.allocated FILE RANKS KIND
 
-For the null GPU. It runs the step that `plugins.estimate.trace` runs on fake tensors, here compiled and with
-CUDA tensors, as rank 0 of a fake process group. FILE is a train.yaml, KIND the dotted path of its
-objective. The weights are not initialised.
+For the null GPU. It runs the step that `plugins.estimate.trace` runs on fake tensors, here compiled
+and with CUDA tensors, as rank 0 of a fake process group. FILE is a train.yaml, KIND the dotted path
+of its objective. The weights are not initialised.
 """
 
 import json

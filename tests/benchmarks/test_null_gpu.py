@@ -158,7 +158,7 @@ def test_a_served_model_answers_on_gpus(
     monkeypatch.setenv("NULL_GPU_COUNT", count)
     socket, name = tmp_path / "engine.sock", str(demo_model)
     line = [sys.executable, "-m", "benchmarks.null_gpu", sys.executable]
-    line += ["-m", "plugins.serve.transformers_engine", str(socket), name]
+    line += ["-m", "plugins.serve.transformers_backend", str(socket), name]
     line += ["--device", "auto", "--dtype", "bfloat16"]
     engine = subprocess.Popen(line, cwd=ROOT, start_new_session=True)
     try:
@@ -193,7 +193,7 @@ def test_ranks_of_an_evaluation_use_their_own_gpu(
 def _can_be_counted(name: str) -> bool:
     """`allocated` generates nothing; with experts ranks read numbers of rows from the device."""
     loaded = recipes.load(name)
-    if not loaded.entry.can_estimate or loaded.entry_name in ("grpo", "teach"):
+    if loaded.entry.method is None or loaded.entry_name in ("grpo", "teach"):
         return False
     config = loaded.resolved(Path("models"), "run")
     step = step_of(config, loaded.resources.nodes, loaded.resources.gpus_per_node)

@@ -148,7 +148,7 @@ def test_an_engine_serves_from_it_and_nothing_is_left(kind, user, place, model):
     (engine,) = [pid for pid in processes_of(run) if "transformers_engine" in command(pid)]
     roots = {os.stat(f"/proc/{pid}/root/etc").st_ino for pid in (engine, os.getpid())}
     assert len(roots) == 1 + (kind in CONTAINERS), "the engine has the image's files"
-    (front,) = ranks_of(run, "plugins.serve.replica").values()
+    (front,) = ranks_of(run, "plugins.serve.server").values()
     assert os.stat(f"/proc/{front}/root/etc").st_ino == os.stat("/etc").st_ino
     asked = user.cookbook("query", kind, "What is a partition?")
     assert asked.returncode == 0, asked.stderr

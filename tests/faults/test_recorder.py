@@ -253,7 +253,6 @@ def test_values_of_a_wrong_type_end_no_run(tmp_path, monkeypatch, value):
         tmp_path / "progress.json": progress,
         tmp_path / "served.json": {"minutes": 1},
         tmp_path / "cancelled.json": {"job_id": "7"},
-        tmp_path / "early_stop.json": {"message": "worse"},
         tmp_path / "logs" / "0" / "error_rank_0.json": error,
     }
     for path, record in whole.items():

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from launcher import gpus
 from launcher.check.doctor.ask import NodeReport
 from launcher.check.doctor.rehearsal import Part, Scene, findings
 from launcher.recipe import recipe as recipes
-from plugins.estimate.launcher import gpus
-from plugins.estimate.launcher.recipe_step import step_of
 from tests.launcher.kit import Kit, report
 
 GPU = gpus.by_name("h100-80")
-WHOLE = step_of(recipes.load("llama8b_full").resolved(Path("/root"), "run"), 1, 8)
-CUT = replace(WHOLE, shape=WHOLE.shape.cut(4))
-SCENE = Scene("llama8b_full", WHOLE, GPU)
+WHOLE = recipes.load("llama8b_full").resolved(Path("/root"), "run")
+CUT = {**WHOLE, "first_blocks": 4}
+SCENE = Scene("llama8b_full", WHOLE, 8, 32, GPU)
 MEASURED = {
     "collective": ["all-reduce 8 512 0.002 350.0", "all-gather 8 512 0.02 40.0"],
     "product": ["8192 4096 14336 640.0", "8192 4096 1024 150.0"],
@@ -53,17 +52,18 @@ def part(tmp_path: Path) -> Callable[..., Part]:
         if error:
             record = {"type": "RuntimeError", "message": error}
             (folder / "logs" / "0" / "error_rank_0.json").write_text(json.dumps(record))
-        step = replace(CUT, compiled=name != "uncompiled")
-        return Part(name, step, folder, folder / "log", status, 30)
+        config = {**CUT, "compile": name != "uncompiled"}
+        return Part(name, config, 4, folder, folder / "log", status, 30)
 
     return made
 
 
 def test_measured_against_predicted_and_a_remedy_for_each_difference(part):
-    usual = SCENE.predictor(CUT).of(CUT)
+    usual = SCENE.needs(CUT)
+    assert usual is not None
     parts = [
-        part("uncompiled", 2 * usual.time.seconds, usual.peak_gib),
-        part("compiled", 1.5 * usual.time.seconds, 1.2 * usual.peak_gib),
+        part("uncompiled", 2 * usual.step_s, usual.peak_gib),
+        part("compiled", 1.5 * usual.step_s, 1.2 * usual.peak_gib),
         part("resumed", 1.0, 1.0),
     ]
     found = list(findings(SCENE, NodeReport("n1", MEASURED), parts))

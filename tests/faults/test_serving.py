@@ -51,14 +51,14 @@ def words_of(user: Kit) -> str:
 
 
 def front_of(user: Kit, run: str) -> int:
-    return ranks_of(user.root / "runs" / run, "plugins.serve.replica")[0]
+    return ranks_of(user.root / "runs" / run, "plugins.serve.server")[0]
 
 
-def engine_of(user: Kit, run: str) -> int:
-    """The process id of the engine of a run."""
+def backend_of(user: Kit, run: str) -> int:
+    """The process id of the backend of a run."""
     pids = processes_of(user.root / "runs" / run)
-    (engine,) = [pid for pid in pids if b"transformers_engine" in _command(pid)]
-    return engine
+    (backend,) = [pid for pid in pids if b"transformers_backend" in _command(pid)]
+    return backend
 
 
 def _command(pid: int) -> bytes:
@@ -78,7 +78,7 @@ def test_a_successor_and_killed_processes_fail_no_request_and_lose_none(
             replaced = user.cookbook("serve", str(model), "--name", name, "--replace")
             assert replaced.returncode == 0, replaced.stderr + words_of(user)
         (run,) = listed(user, name)["runs"]
-        os.kill(engine_of(user, run), signal.SIGKILL)
+        os.kill(backend_of(user, run), signal.SIGKILL)
         gateway = json.loads((user.root / "endpoints" / name / "gateway.json").read_text())
         os.kill(gateway["pid"], signal.SIGKILL)
         # Until the kernel has ended it, it counts as running, and nothing is to be done.
@@ -95,7 +95,7 @@ def test_a_successor_and_killed_processes_fail_no_request_and_lose_none(
 
 
 @pytest.mark.long
-def test_without_requests_a_replica_ends_and_the_next_request_starts_one(
+def test_without_requests_a_server_ends_and_the_next_request_starts_one(
     user: Kit, tmp_path: Path, model: Path
 ):
     argv = ["serve", str(model), "--name", "asleep", "--replicas", "0-1"]
@@ -116,9 +116,9 @@ def test_without_requests_a_replica_ends_and_the_next_request_starts_one(
         user.cookbook("serve", "--stop", "asleep")
 
 
-# Two engines on two nodes of a busy machine take minutes.
+# Two backends on two nodes of a busy machine take minutes.
 @pytest.mark.named
-def test_a_lost_node_fails_no_request_and_its_replica_comes_back(new_cluster, tmp_path, model):
+def test_a_lost_node_fails_no_request_and_its_server_comes_back(new_cluster, tmp_path, model):
     shape = ["--requeue-delay", "5", "--set", "SlurmdTimeout=6"]
     with new_cluster("served", *shape) as cluster:
         user = user_of(cluster, tmp_path)
@@ -148,7 +148,7 @@ def test_a_lost_node_fails_no_request_and_its_replica_comes_back(new_cluster, tm
             user.cookbook("serve", "--stop", "two")
 
 
-# Four engines, one after another.
+# Four backends, one after another.
 @pytest.mark.named
 def test_a_share_and_a_moved_alias_fail_no_request(new_cluster, tmp_path: Path, model: Path):
     gates = tmp_path / "gates.yaml"
@@ -231,7 +231,7 @@ def test_a_job_is_replaced_before_its_time_limit_without_a_failed_request(
         assert f"the time limit of {before} is" in words
         ended = json.loads((user.root / "runs" / before / "status.json").read_text())
         assert ended["state"] == "CANCELLED", "it was ended before its limit, by the keeper"
-        assert watcher.longest_s < 3, "another replica was ready all the time"
+        assert watcher.longest_s < 3, "another server was ready all the time"
 
 
 # As many questions as take long enough to be killed between the first answers and the last.

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from plugins.serve import replica
-from runspec.files import DamagedFile, read_json_lines, write_json
+from plugins.serve import server
+from runspec.files import DamagedFile, read_json_lines
 from slurm import faults, records, retry
 from slurm.identity import own_job_id
 from slurm.retry import AttemptEnd, decide
@@ -69,14 +69,10 @@ def judged(**changes):
             {"exit_code": 0, "progress": {"state": "finished"}},
             ("COMPLETED", "finished", "finished"),
         ),
-        # A run of a sweep that has no memory has its result, and one that is worse is stopped.
+        # A run of a sweep that has no memory has its result.
         (
             {"errors": [NO_MEMORY], "memory_is_result": True},
             ("FAILED", "failed", "out_of_memory"),
-        ),
-        (
-            {"exit_code": 0, "progress": {"state": "stopped"}, "worse": "loss 9"},
-            ("STOPPED_EARLY", "failed", "stopped_early"),
         ),
         (
             {"errors": [{**CRASH, "message": "CUDA error: out of memory"}]},
@@ -213,11 +209,10 @@ def test_a_ranks_fault_has_its_cause(run_dir, error, cause):
     assert read_json_lines(run_dir / "attempts.jsonl")[-1]["cause"] == cause
 
 
-def test_a_full_disk_ends_a_replica_with_its_cause(run_dir):
+def test_a_full_disk_ends_a_server_with_its_cause(run_dir):
     records.begin(run_dir, ["n1"])
     error = OSError(errno.ENOSPC, "No space left on device", "requests/journal.jsonl")
-    logs = run_dir / "logs" / "0"
-    write_json(logs / "error_rank_0.json", replica.failure(0, error))
+    server.leave_fault(error, run_dir / "logs" / "0", 0)
     records.end(run_dir, 0, 1)
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert line["cause"] == "no_space"

@@ -20,7 +20,7 @@ from launcher.slurm.executors import choose
 from tests.launcher.kit import Kit, until
 from trainer import demo
 
-LOOKS = {name: look for name, _, look in preflight.CHECKS}
+LOOKS = {name: look for name, _, _, look in preflight.every()}
 
 
 def found(check: str, name: str, overrides: list[str], site=None, **options) -> list[Finding]:
@@ -386,7 +386,7 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     assert not slurm_user.runs()
     rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
     # The demo's entry is no other trainer's.
-    made = [name for name, _, _ in preflight.CHECKS if name != "engine config"]
+    made = [name for name, *_ in preflight.every() if name != "engine config"]
     assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 

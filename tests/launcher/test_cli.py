@@ -34,7 +34,11 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["estimate", "demo", "--recipe", "demo"], 2, "The recipe is named twice"),
         (["submit", "demo", "output_dir=/tmp"], 2, "each run has its own directory in"),
         (["submit", "demo", "checkpointer.recipe_checkpoint=x"], 2, "cannot read the state of"),
-        (["submit", "demo", "resources.rollout=2"], 2, "only entry: grpo generates answers"),
+        (
+            ["submit", "demo", "resources.rollout=2"],
+            2,
+            "this entry generates no answers; leave it out",
+        ),
         (
             ["submit", "demo_grpo", "rollout_engine=vllm", "max_staleness=1", "importance_cap=2"],
             2,
@@ -292,7 +296,7 @@ def test_the_command_imports_little(user: Kit, arguments, allowed):
     )
     imported = set(json.loads(done.stderr.splitlines()[-1].replace("'", '"')))
     compiled = {name for name in imported if "cython" in name or name == "_yaml"}  # of PyYAML
-    assert imported - compiled <= {*allowed, "launcher", "runspec"}
+    assert imported - compiled <= {*allowed, "launcher", "runspec", "plugins"}
 
 
 def test_the_options_of_submit_are_these():

@@ -360,5 +360,5 @@ def test_a_damaged_engine_json_ends_the_run_with_its_name(tmp_path, monkeypatch)
     (tmp_path / "logs").mkdir()
     (tmp_path / files.ENGINE).write_text("{")
     with pytest.raises(records.Follows, match=r"engine.json does not hold JSON"):
-        records.begin(tmp_path, ["n1"])
+        records.begin(tmp_path, ["n1"], prepare=engine.Follower(tmp_path).prepare)
     assert files.read_object(tmp_path / files.STATUS)["state"] == "FAILED"

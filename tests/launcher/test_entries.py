@@ -68,8 +68,8 @@ def test_its_keys_are_checked_explained_and_overridden_as_all_are(toy):
 
 def test_what_it_cannot_is_refused(toy, tmp_path):
     recipe = recipes.load(str(toy))
-    with pytest.raises(UsageFault, match=r"mine cannot be estimated: it starts toy"):
-        estimates.Estimate(recipe, tmp_path)
+    with pytest.raises(UsageFault, match="entry: toy cannot be estimated"):
+        estimates.Estimate.of(recipe, tmp_path)
     with pytest.raises(UsageFault, match="--profile: toy does not support the kit's profiler"):
         recipe.profiled()
 

@@ -81,13 +81,15 @@ def test_a_conda_that_is_out_of_sight_for_a_moment_is_waited_for(tmp_path):
 def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
     given = ["endpoint=e", "endpoint_dir=/e", "model=/m", "key_file=/k"]
     block = "+environment={kind: apptainer, image: i, python: py}"
-    asked = recipe.load(str(paths.SERVE / "default.yaml"), [*given, block])
+    asked = recipe.load(str(paths.REPO_ROOT / "configs/serve/default.yaml"), [*given, block])
     text = render.job_script(asked, Site(), RUN, "serve")
     assert 'exec "$VENV/bin/python" -P -m torch.distributed.run' in text
-    assert '"$VENV/bin/python" -m plugins.serve.replica' in text
+    assert '"$VENV/bin/python" -m plugins.serve.server' in text
     assert 'printf \'%s\\n\' "${INSIDE[@]}" "$ENV_PYTHON")' in text
     with pytest.raises(RecipeFault, match="engine_python=/p': use environment: "):
-        recipe.load(str(paths.SERVE / "default.yaml"), [*given, "engine_python=/p"])
+        recipe.load(
+            str(paths.REPO_ROOT / "configs/serve/default.yaml"), [*given, "engine_python=/p"]
+        )
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,12 @@ def test_start_and_end_are_told_in_order_and_the_address_stays_secret(kit: Kit, 
 
 
 def test_a_failure_alone_is_told_if_only_failures_are_asked_for(kit: Kit, tmp_path, hook):
-    told = {"webhook": webhook(tmp_path, hook.address), "events": ["failure"], "form": "slack"}
+    told = {"webhook": webhook(tmp_path, hook.address), "events": ["failure"]}
     path = project(tmp_path, "raise ValueError('no such file')\n", notify=told)
     _, run = kit.submit("--recipe", str(path), "--nodes", "1", "--local")
     kit.wait(run, "COMPLETED", "FAILED")
     (only,) = until(lambda: hook.heard, 30, lambda: report(run))
-    assert only.keys() == {"text"}
+    assert only["event"] == "failure"
     assert "is FAILED: " in only["text"] and "ValueError: no such file" in only["text"]
 
 
@@ -102,8 +102,6 @@ def test_only_the_job_that_wrote_the_state_tells_it(tmp_path, monkeypatch):
     assert found["event"] == "failure" and told_of(tmp_path, state="CANCELLED")["event"] == "end"
     assert told_of(tmp_path, job_id="8") == {}
     assert told_of(tmp_path, state="REQUEUED") == {}, "it goes on"
-    card = notify.body("teams", found)["attachments"][0]["content"]
-    assert card["body"][0]["text"] == words and card["type"] == "AdaptiveCard"
 
 
 @pytest.mark.parametrize(("status", "heard"), [(404, 1), (503, 2)])
@@ -122,9 +120,9 @@ def test_an_address_that_cannot_be_reached_is_not_shown():
 
 def test_the_recipe_comes_before_the_site_and_mail_is_slurms(tmp_path):
     path = project(tmp_path, "pass\n", notify={"mail": "me@example.org", "events": ["end"]})
-    site = Site(notify={"mail": "us@example.org", "form": "teams", "webhook": "hook"})
+    site = Site(notify={"mail": "us@example.org", "webhook": "hook"})
     found = complete(recipe.load(str(path)), site, executor=choose(True)).notify
-    assert (found.mail, found.form, found.mail_types) == ("me@example.org", "teams", ["END"])
+    assert (found.mail, found.mail_types) == ("me@example.org", ["END"])
     assert found.webhook and found.webhook.parts[-3:] == ("slurm-cookbook", "secrets", "hook")
 
 

@@ -11,12 +11,11 @@ from launcher import check as checks
 from launcher import paths
 from launcher.check import preflight
 from launcher.errors import PreflightFault, RecipeFault
+from launcher.recipe import functions, stock
 from launcher.recipe import recipe as recipes
-from launcher.recipe import stock
 from launcher.site import Site, complete
 from launcher.slurm import render
 from launcher.slurm.executors import choose
-from plugins.rl.launcher import rewards
 from runspec.keys.common import COMMON
 from runspec.keys.train import recomputed
 
@@ -144,11 +143,13 @@ def test_files_of_rewards_are_found_and_copied(tmp_path, monkeypatch):
     assert "function" in recipe.config["rewards"]["correct"]
     config = {"rewards": dict(recipe.config["rewards"])}
     run = tmp_path / "run"
-    assert rewards.copied([config], run) == {"rewards/own.py": "def score(): ...\n"}
+    assert functions.copied([config], recipe.entry.method, run) == {
+        "rewards/own.py": "def score(): ...\n"
+    }
     assert config["rewards"]["own"]["function"] == f"{run}/rewards/own.py:score"
     (tmp_path / "own.py").unlink()
     with pytest.raises(PreflightFault, match=r"rewards.own: cannot read .*: No such file"):
-        rewards.copied([{"rewards": recipe.config["rewards"]}], run)
+        functions.copied([{"rewards": recipe.config["rewards"]}], recipe.entry.method, run)
 
 
 def test_options_come_before_overrides_and_the_file():

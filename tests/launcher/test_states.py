@@ -235,10 +235,10 @@ def test_another_runs_damage_is_never_mine(tmp_path, user: Kit, command):
     (run.path / "recipe.yaml").write_text("max_steps: 2\n")
     shutil.copytree(run.path, run.path.with_name("20260102-030405-whole-0a1b"))
     (run.path / "logs" / "0").mkdir()
-    lines = ("metrics", "attempts", "samples", "rollouts", "logs/0/gpus_node_0")
+    lines = ("metrics", "attempts", "samples", "rollouts")
     for name in (f"{name}.jsonl" for name in lines):
         (run.path / name).write_text("".join(f"{line}\n" for line in ODD))
-    whole = ("provenance.json", "recipe.yaml", "rollout.json", "engine.json", "early_stop.json")
+    whole = ("provenance.json", "recipe.yaml", "rollout.json", "engine.json")
     whole += ("evals/x.json", "export/config.json", "logs/0/error_rank_0.json", "progress.json")
     for name in whole:
         (run.path / name).parent.mkdir(exist_ok=True)

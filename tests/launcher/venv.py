@@ -26,7 +26,8 @@ def make(folder: Path, session: str) -> Path:
         if path.name != "python":
             (folder / "bin" / path.name).symlink_to(path)
     python, own = shlex.quote(str(real / "bin" / "python")), shlex.quote(__file__)
-    asks = "|".join(f'"-m trainer.{each} {ROOT}"' for each in ("check", "describe", "trace"))
+    modules = ("trainer.check", "trainer.describe", "plugins.estimate.trace")
+    asks = "|".join(f'"-m {each} {ROOT}"' for each in modules)
     program = folder / "bin" / "python"
     program.write_text(
         f'#!/bin/sh\ncase "$1 $2 $PYTHONPATH" in\n{asks})\n'

@@ -135,43 +135,44 @@ def test_a_port_that_is_taken_is_reported():
     assert status == 1 and "another program has taken the port" in message
 
 
+THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+
+
+def variables(folder: Path, status: int = 0, **given: str) -> dict[str, str]:
+    """What node.sh sets for ranks that start in a run's folder, or sets before it gives up."""
+    (folder / "train.yaml").touch()
+    env = {"PATH": os.environ["PATH"], "RUN_DIR": str(folder), "LOGS": str(folder)}
+    env |= {"VENV": sys.prefix, "COOKBOOK": str(ROOT), "NODES": "1", "RANKS_PER_NODE": "1"}
+    script = f"trap env EXIT; source {ROOT}/slurm/node.sh"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env=env | {"NODE_CHECK": "no"} | given,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == status, done.stderr
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+
 @pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}])
-def test_a_node_sets_what_ranks_on_gpus_need(tmp_path, given):
-    """torch's memory in segments that grow, unless it is set; compilers by the CPUs of a rank."""
-    (tmp_path / "train.yaml").touch()
-    (tmp_path / "logs").mkdir()
-    env = {"PATH": os.environ["PATH"], "RUN_DIR": str(tmp_path), "LOGS": str(tmp_path / "logs")}
-    env |= {"VENV": sys.prefix, "COOKBOOK": str(ROOT), "NODES": "1", "RANKS_PER_NODE": "4"}
-    env |= {"SLURMD_NODENAME": "n7", "NODE_CHECK": "no", "SLURM_CPUS_PER_TASK": "24"}
-    script = f"source {ROOT}/slurm/node.sh; env"
-    command = ["bash", "-c", script]
-    done = subprocess.run(command, env=env | given, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stderr
-    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-    threads = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-    assert [found[name] for name in threads] == ["6", "6"]
+def test_torchs_memory_is_in_segments_that_grow_unless_it_is_set(tmp_path, given):
     own = None if given else "expandable_segments:True"
-    assert found.get("PYTORCH_ALLOC_CONF") == own
+    assert variables(tmp_path, **given).get("PYTORCH_ALLOC_CONF") == own
 
 
 @pytest.mark.parametrize(("nodes", "lazy"), [("16", None), ("17", "1")])
 def test_ranks_of_many_nodes_connect_when_they_talk(tmp_path, port, nodes, lazy):
-    (tmp_path / "train.yaml").touch()
-    env = {"PATH": os.environ["PATH"], "RUN_DIR": str(tmp_path), "LOGS": str(tmp_path)}
-    env |= {"VENV": sys.prefix, "COOKBOOK": str(ROOT), "NODES": nodes, "RANKS_PER_NODE": "1"}
-    env |= {"HEAD_ADDR": "127.0.0.1", "HEAD_PORT": str(port), "ONE_HOST": "yes"}
-    env |= {"NODE_CHECK": "no", "RENDEZVOUS_WAIT_S": "0.1", "OMP_NUM_THREADS": "3"}
     # Without Slurm, nodes share the CPUs of this host.
     (tmp_path / "nproc").write_text("#!/bin/sh\necho ${OMP_NUM_THREADS:-70}\n")
     (tmp_path / "nproc").chmod(0o755)
-    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    head = {"HEAD_ADDR": "127.0.0.1", "HEAD_PORT": str(port), "ONE_HOST": "yes", "NODES": nodes}
+    more = {"RENDEZVOUS_WAIT_S": "0.1", "OMP_NUM_THREADS": "3"}
+    more["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     # The other nodes do not come.
-    script = f"trap env EXIT; source {ROOT}/slurm/node.sh"
-    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
-    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-    assert done.returncode == 1 and found.get("TORCH_GLOO_LAZY_INIT") == lazy
-    threads = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-    assert [found[name] for name in threads] == ["3", "4"]
+    found = variables(tmp_path, 1, **head, **more)
+    assert found.get("TORCH_GLOO_LAZY_INIT") == lazy
+    assert [found[name] for name in THREADS] == ["3", "4"]
 
 
 @pytest.mark.parametrize(
@@ -180,17 +181,13 @@ def test_ranks_of_many_nodes_connect_when_they_talk(tmp_path, port, nodes, lazy)
         ({}, len(os.sched_getaffinity(0))),
         ({"RANKS_PER_NODE": "1000"}, 1),
         ({"SLURM_CPUS_ON_NODE": "12", "RANKS_PER_NODE": "4"}, 3),
+        ({"SLURM_CPUS_PER_TASK": "24", "RANKS_PER_NODE": "4"}, 6),
     ],
-    ids=["one rank", "many ranks", "slurm"],
+    ids=["one rank", "many ranks", "slurm", "slurm's task"],
 )
 def test_ranks_share_a_nodes_cpus_if_the_site_names_none(tmp_path, given, threads):
-    (tmp_path / "train.yaml").touch()
-    env = {"PATH": os.environ["PATH"], "RUN_DIR": str(tmp_path), "LOGS": str(tmp_path)}
-    env |= {"VENV": sys.prefix, "COOKBOOK": str(ROOT), "NODES": "1", "RANKS_PER_NODE": "1"}
-    script = f'source {ROOT}/slurm/node.sh; echo "$OMP_NUM_THREADS $TORCHINDUCTOR_COMPILE_THREADS"'
-    env |= {"NODE_CHECK": "no"} | given
-    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
-    assert done.stdout.split() == [str(threads), str(threads)], done.stderr
+    found = variables(tmp_path, **given)
+    assert [found[name] for name in THREADS] == [str(threads)] * 2
 
 
 @pytest.mark.parametrize("missing", ["train.yaml", "venv", "environment"])

@@ -85,7 +85,8 @@ def test_a_rank_that_fails_is_named_with_its_fault(torchrun, tmp_path, deed, kin
 # Rank 0 trains, rank 1 evaluates: they wait where they read their settings.
 WAITS = """
 import os, sys, time
-from trainer import config, evaluate, start
+from plugins.evaluate import main as evaluate
+from trainer import config, start
 from trainer.methods.sft import SupervisedFineTuning
 
 def load(*_):

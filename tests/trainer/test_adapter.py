@@ -19,7 +19,7 @@ from trainer.errors import ConfigError
 from trainer.loop import Trainer
 from trainer.methods.sft import SupervisedFineTuning
 from trainer.model import Inputs
-from trainer.parallel import world as distributed
+from trainer.parallel.world import World
 from trainer.sharded import full_tensor
 
 TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
@@ -51,8 +51,8 @@ def config(folder: Path, model_folder: Path, dataset: Path, given: Path, **chang
     )
 
 
-def build(path: Path) -> Trainer:
-    return Trainer(load(path), distributed.start("cpu"), 0, SupervisedFineTuning)
+def build(path: Path, world: World) -> Trainer:
+    return Trainer(load(path), world, 0, SupervisedFineTuning)
 
 
 def test_every_rank_gets_its_part_and_the_export_is_the_same(
@@ -72,24 +72,21 @@ def test_every_rank_gets_its_part_and_the_export_is_the_same(
 
 
 def test_torchtunes_names_and_fused_matrices(
-    exported: Path, tmp_path: Path, model_folder: Path, dataset: Path
+    exported: Path, tmp_path: Path, model_folder: Path, dataset: Path, world: World
 ) -> None:
     """torchtune's file has the parameters' own names; ours of a fused matrix has blocks."""
-    try:
-        trainer = build(config(tmp_path / "one", model_folder, dataset, exported / "adapter"))
-        module = trainer.model.module
-        named = weights.named_parameters(module)
-        tensors = {n: p.detach().clone() for n, p in named if module.is_adapter(n)}
-        save_file(tensors, tmp_path / "tune.safetensors")
-        for parameter in trainer.model.trainable:
-            parameter.detach().zero_()
-        path = config(tmp_path / "two", model_folder, dataset, tmp_path / "tune.safetensors")
-        adapter.load(trainer.model, load(path))
-        for name, parameter in weights.named_parameters(trainer.model.module):
-            if name in tensors:
-                assert torch.equal(full_tensor(parameter), tensors[name])
-    finally:
-        distributed.stop()
+    trainer = build(config(tmp_path / "one", model_folder, dataset, exported / "adapter"), world)
+    module = trainer.model.module
+    named = weights.named_parameters(module)
+    tensors = {n: p.detach().clone() for n, p in named if module.is_adapter(n)}
+    save_file(tensors, tmp_path / "tune.safetensors")
+    for parameter in trainer.model.trainable:
+        parameter.detach().zero_()
+    path = config(tmp_path / "two", model_folder, dataset, tmp_path / "tune.safetensors")
+    adapter.load(trainer.model, load(path))
+    for name, parameter in weights.named_parameters(trainer.model.module):
+        if name in tensors:
+            assert torch.equal(full_tensor(parameter), tensors[name])
 
 
 def of_peft(folder: Path, model_folder: Path, **settings: Any) -> tuple[Path, torch.Tensor]:
@@ -123,7 +120,12 @@ def of_peft(folder: Path, model_folder: Path, **settings: Any) -> tuple[Path, to
 )
 @pytest.mark.parametrize("source", ["torchtune", "transformers"])
 def test_pefts_scale_is_kept_and_exported(
-    settings: dict[str, Any], source: str, tmp_path: Path, model_folder: Path, dataset: Path
+    settings: dict[str, Any],
+    source: str,
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    world: World,
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -134,14 +136,11 @@ def test_pefts_scale_is_kept_and_exported(
     model = lora_model(use_dora=use_dora) if source == "torchtune" else model
     path = config(tmp_path / "run", model_folder, dataset, given, model=model)
     assert check.faults(read_yaml(path), SupervisedFineTuning) == []
-    try:
-        trainer = build(path)
-        module = trainer.model.module.eval()
-        with torch.no_grad():
-            torch.testing.assert_close(module(Inputs(TOKENS)), expected, rtol=0, atol=2e-5)
-        export(trainer.model, trainer.config, trainer.world)
-    finally:
-        distributed.stop()
+    trainer = build(path, world)
+    module = trainer.model.module.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(module(Inputs(TOKENS)), expected, rtol=0, atol=2e-5)
+    export(trainer.model, trainer.config, trainer.world)
     folder = tmp_path / "run/export"
     written = json.loads((folder / "adapter/adapter_config.json").read_text())
     assert written["use_rslora"] is settings.get("use_rslora", False)
@@ -205,6 +204,7 @@ def test_an_adapter_of_another_model_is_refused_by_name(
     tmp_path: Path,
     model_folder: Path,
     dataset: Path,
+    world: World,
 ) -> None:
     given = tmp_path / "adapter"
     shutil.copytree(exported / "adapter", given)
@@ -214,10 +214,7 @@ def test_an_adapter_of_another_model_is_refused_by_name(
         file = given / "adapter_model.safetensors"
         save_file({n: t for n, t in load_file(file).items() if kind not in n}, file)
     given /= changes.pop("given", "")
-    try:
-        with pytest.raises(ConfigError, match=told) as caught:
-            build(config(tmp_path / "run", model_folder, dataset, given, **changes))
-    finally:
-        distributed.stop()
+    with pytest.raises(ConfigError, match=told) as caught:
+        build(config(tmp_path / "run", model_folder, dataset, given, **changes), world)
     assert all(x.startswith("checkpointer.adapter_checkpoint: ") for x in caught.value.faults)
     assert json.loads((exported / "adapter/adapter_config.json").read_text())["r"] == 4

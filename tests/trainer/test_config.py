@@ -49,25 +49,18 @@ def test_the_stock_configs_are_all_there() -> None:
         ),
         ({"optimizer": None}, "optimizer is missing: it must be a block with a _component_"),
         ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
-        ({"batch_size": "two"}, "batch_size must be a whole number, 1 or more, got 'two'"),
         ({"shuffle": 1}, "shuffle must be true or false, got 1"),
         ({"clip_grad_norm": -1}, "clip_grad_norm must be a number above 0, got -1"),
         ({"dtype": "fp16"}, "dtype must be one of bf16, fp32, got 'fp16'"),
-        ({"device": "tpu"}, "device must be one of auto, cuda, cpu, got 'tpu'"),
         (
             {"optimizer": {"_component_": "os.system"}},
             "optimizer._component_: 'os.system' is not allowed; it must begin with one of",
         ),
         ({"optimizer": {"lr": 3}}, "optimizer must be a block with a _component_, got"),
         (
-            {"tensor_parallel_dim": 0},
-            "tensor_parallel_dim must be a whole number, 1 or more, got 0",
-        ),
-        (
             {"data_parallel_shard_dim": 0},
             "data_parallel_shard_dim must be a whole number, 1 or more, or -1",
         ),
-        ({"ac_mode": "some"}, "ac_mode must be one of none, full, selective, got 'some'"),
         ({"ac_mode": "selective"}, "ac_option: must be op, or n to recompute every n-th layer"),
         (
             {"ac_mode": "none", "enable_activation_checkpointing": True},
@@ -79,13 +72,8 @@ def test_the_stock_configs_are_all_there() -> None:
         ),
         ({"master_weights": "bf16"}, "master_weights must be fp32, got"),
         ({"profiler": {"enable": True}}, "unknown key 'profiler.enable' (did you mean enabled?)"),
-        ({"profiler": {"enabled": 1}}, "profiler.enabled must be true or false, got 1"),
         ({"profiler": {"ranks": [-1]}}, "profiler.ranks must be all, or a list of ranks"),
         ({"profiler": {"steps": [4, 3]}}, "profiler.steps must be the first and the last step"),
-        (
-            {"profiler": {"active_steps": 0}},
-            "profiler.active_steps must be a whole number, 1 or more",
-        ),
         ({"generate": {"prompts": "one"}}, "generate.prompts must be a list of strings"),
         ({"collate_fn": "torch.stack"}, "collate_fn must be one of torchtune.data"),
         (
@@ -175,10 +163,9 @@ def cut_short(folder: Path) -> None:
         (other_rope, ("the builder has rope_theta 10000, the model's config.json has 500000.0",)),
         (cut_short, ("model.safetensors is damaged",)),
         (lambda folder: (folder / "config.json").unlink(), ("config.json is missing or no JSON",)),
-        (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json is missing",)),
         (lambda folder: shutil.rmtree(folder), ("tokenizer.json is missing",)),
     ],
-    ids=["tensors", "rope", "damaged", "config.json", "tokenizer", "folder"],
+    ids=["tensors", "rope", "damaged", "config.json", "folder"],
 )
 def test_a_model_folder_that_does_not_fit(
     harm: Any,
@@ -197,7 +184,6 @@ def test_a_model_folder_that_does_not_fit(
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"optimizer": {"_component_": "torch.optim.AdanW"}}, "torch.optim has no AdanW (did you"),
         ({"optimizer": {"_component_": "torch.optim.AdamW", "rate": 1}}, "refused its arguments"),
         (
             {"optimizer": {"_component_": "bitsandbytes.optim.Adam8bit"}},
@@ -210,7 +196,6 @@ def test_a_model_folder_that_does_not_fit(
             {"model": {"_component_": "torch.nn.Identity"}},
             "returns a Identity, not a trainer.model.Decoder",
         ),
-        ({"loss": {"_component_": "torch.nn.MSELoss"}}, "loss: MSELoss is not supported"),
         ({"checkpointer": {"checkpoint_dir": "/nowhere"}}, "/nowhere does not exist"),
         (
             {"dataset": {"data_files": "/nowhere.jsonl"}},
@@ -221,14 +206,12 @@ def test_a_model_folder_that_does_not_fit(
         ({"model": {"max_seq_len": 8}}, "tokens, the model takes 8; set tokenizer.max_seq_len=8"),
     ],
     ids=[
-        "name",
         "argument",
         "package",
         "null",
         "no file",
         "layer",
         "decoder",
-        "loss",
         "model",
         "file",
         "column",

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +54,6 @@ MARKED = """
 {%- if m.role == 'assistant' %}{% generation %} {{ m.content }}</s>{% endgeneration %}
 {%- else %} {{ m.content }}</s>{% endif %}
 {%- endfor %}"""
-# As Llama 3.1's: content is trimmed, and one call stands in place of it.
-TRIMMED = """
-{%- for m in messages %}<s>{{ m.role }}{{ '\n' }}
-{%- if m.tool_calls %}
-{%- if m.tool_calls | length > 1 %}{{ raise_exception('only single tool calls') }}{% endif %}
-{{- m.tool_calls[0].function | tojson }}</m>
-{%- else %}{{ m.content | trim }}</s>{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<s>assistant\n{% endif %}"""
-
 TOOLS = [{"type": "function", "function": {"name": "jobs", "parameters": {"type": "object"}}}]
 
 
@@ -103,30 +92,10 @@ CALLED = '<call>jobs{"user": "me"}</call><call>nodes{"idle": true}</call></s>'
 # Template, messages, what `train_on` says, and the texts that are trained.
 CASES: list[tuple[str, list[dict], str, list[str]]] = [
     (THINKING, CALLS, "all", [CALLED, "Yes.</s>", "<think>Still.</think>\nYes.</s>"]),
-    (
-        THINKING,
-        CALLS[:4],
-        "all",
-        ["<think></think>\n" + CALLED, "<think>It runs.</think>\nYes.</s>"],
-    ),
     (THINKING, CALLS, "last", ["<think>Still.</think>\nYes.</s>"]),
-    (INSTRUCT, PLAIN, "all", [" A machine. </s>", "A process.</s>"]),
     (INSTRUCT, PLAIN, "marked", ["A process.</s>"]),
     (MARKED, PLAIN, "all", ["  A machine. </s>", " A process.</s>"]),
-    (TRIMMED, PLAIN, "all", ["A machine.</s>", "A process.</s>"]),
-    (
-        TRIMMED,
-        [CALLS[0], CALLS[1] | {"tool_calls": CALLS[1]["tool_calls"][:1]}, *CALLS[2:]],
-        "all",
-        ['{"name": "jobs", "arguments": {"user": "me"}}</m>', "Yes.</s>", "Yes.</s>"],
-    ),
 ]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
-    yield distributed.start("cpu")
-    distributed.stop()
 
 
 @pytest.fixture
@@ -186,25 +155,6 @@ def test_exactly_the_chosen_answers_are_trained(
         assert '"name": "jobs"' in text.partition("</s>")[0], "the tools' schemas"
 
 
-# As gpt-oss's: reasoning and answer are messages of their own; beside a call stands one of them.
-CHANNELS = """
-{%- for m in messages %}
-{%- if m.role != 'assistant' %}<s>{{ m.role }}<m>{{ m.content }}</s>
-{%- else %}
-{%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}
-{%- if m.thinking %}<s>assistant<c>analysis<m>{{ m.thinking }}</s>{% endif %}
-{%- for call in m.tool_calls or [] %}<s>assistant<c>call<m>{{ call.function.name }}</s>
-{%- else %}<s>assistant<c>final<m>{{ m.content }}</s>{% endfor %}
-{%- endif %}{% endfor %}
-{%- if add_generation_prompt %}<s>assistant{% endif %}"""
-THOUGHT = [
-    CALLS[0],
-    {"role": "assistant", "content": None, "tool_calls": [call("jobs", "{}")]},
-    {"role": "tool", "content": "RUNNING"},
-    {"role": "assistant", "content": "Yes."},
-]
-
-
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
@@ -217,24 +167,9 @@ THOUGHT = [
         ),
         # It stands in the content, with the answer behind it.
         (
-            TRIMMED,
-            [CALLS[0], {"role": "assistant", "content": "<think>Hm.</think>\n\nYes."}],
-            ["Yes.</s>"],
-        ),
-        (
             MARKED,
             [CALLS[0], {"role": "assistant", "content": "<think>Hm.</think>No."}],
             ["No.</s>"],
-        ),
-        (
-            CHANNELS,
-            [
-                THOUGHT[0],
-                THOUGHT[1] | {"thinking": "I look."},
-                THOUGHT[2],
-                THOUGHT[3] | {"thinking": "It runs."},
-            ],
-            ["</s><s>assistant<c>call<m>jobs</s>", "Yes.</s>"],
         ),
     ],
 )

@@ -29,8 +29,6 @@ from trainer.parallel import world as distributed
 
 ROW = 96
 LLAMA = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES, "num_layers": 2}
-QWEN = LLAMA | {"_component_": "torchtune.models.qwen2.qwen2"}
-PHI = LLAMA | {"_component_": "torchtune.models.phi3.phi3"}
 GEMMA = {
     "_component_": "torchtune.models.gemma2.gemma2",
     "vocab_size": 1024,
@@ -69,9 +67,7 @@ def test_every_sample_is_in_one_row_and_rows_are_full() -> None:
     assert pack(np.array([5, 5, 5]), 10, None) == [[0, 1], [2]]
 
 
-@pytest.mark.parametrize(
-    "builder", [LLAMA, QWEN, PHI, GEMMA], ids=["llama3", "qwen2", "phi3", "gemma2"]
-)
+@pytest.mark.parametrize("builder", [LLAMA, GEMMA], ids=["llama3", "gemma2"])
 def test_packed_documents_have_the_losses_of_unpacked_ones(builder: dict, build: Any) -> None:
     """Against torchtune's own attention, sample by sample."""
     rows = build(**packed(shuffle=False)).training.rows
@@ -105,23 +101,6 @@ def test_packed_documents_have_the_losses_of_unpacked_ones(builder: dict, build:
                 torch.testing.assert_close(losses[own], wanted, rtol=0, atol=1e-5)
                 seen += 1
     assert seen == 2 * len(rows.samples) == 2 * 44
-
-
-def test_what_one_document_says_changes_no_other(build: Any) -> None:
-    rows = build(**packed()).training.rows
-    batch = rows.collate([rows[0], rows[1]])
-    first = batch.inputs.documents.ids[0] == 0
-    assert first.any() and not first.all()
-    model = adopt(instantiate("model", LLAMA))
-    changed = batch.inputs.tokens.clone()
-    changed[0, first] = (changed[0, first] + 1) % 1024
-    with torch.inference_mode():
-        logits, others = (
-            model(batch.inputs._replace(tokens=tokens)) for tokens in (batch.inputs.tokens, changed)
-        )
-    assert torch.equal(logits[0, ~first], others[0, ~first])
-    assert torch.equal(logits[1], others[1])
-    assert not torch.allclose(logits[0, first], others[0, first])
 
 
 def test_a_packed_batch_says_where_each_document_is(build: Any) -> None:
@@ -221,59 +200,25 @@ SHAREGPT = [
 ]
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 OPENAI = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in SHAREGPT]
-ALPACA = {"instruction": "Name a state.", "input": "Slurm", "output": "PENDING"}
 PAIR = {"question": "What is a queue?", "answer": "A line."}
-# name: the dataset's block, its rows, and the text that is trained
-KINDS: dict[str, tuple[dict, dict, str]] = {
-    "instruct": (
-        {
-            "_component_": "instruct_dataset",
-            "column_map": {"input": "question", "output": "answer"},
-        },
-        PAIR,
-        "A line.<|end|>",
-    ),
-    "instruct-train-on-input": (
-        {
-            "_component_": "instruct_dataset",
-            "column_map": {"input": "question", "output": "answer"},
-            "train_on_input": True,
-        },
-        PAIR,
-        "<|endoftext|><|user|>What is a queue?<|end|>A line.<|end|>",
-    ),
-    "chat-sharegpt": (
-        {
-            "_component_": "chat_dataset",
-            "conversation_column": "conversations",
-            "conversation_style": "sharegpt",
-        },
+ANSWERS = "A machine.<|end|>A process.<|end|>"
+CHAT = {"_component_": "torchtune.datasets.chat_dataset"}
+# Of each kind of file: the dataset's block, its rows, and the text that is trained.
+FILES: dict[str, tuple[dict, dict, str]] = {
+    "json": (
+        CHAT | {"conversation_column": "conversations", "conversation_style": "sharegpt"},
         {"conversations": SHAREGPT},
-        "A machine.<|end|>A process.<|end|>",
+        ANSWERS,
     ),
-    "chat-openai": (
-        {
-            "_component_": "chat_dataset",
-            "conversation_column": "messages",
-            "conversation_style": "openai",
-        },
+    "jsonl": (
+        CHAT | {"conversation_column": "messages", "conversation_style": "openai"},
         {"messages": OPENAI},
-        "A machine.<|end|>A process.<|end|>",
+        ANSWERS,
     ),
-    "alpaca": (
-        {"_component_": "alpaca_dataset", "train_on_input": False},
-        ALPACA,
-        "PENDING<|end|>",
-    ),
-    "text": (
-        {"_component_": "text_completion_dataset", "column": "text"},
+    "parquet": (
+        {"_component_": "torchtune.datasets.text_completion_dataset", "column": "text"},
         {"text": "Slurm starts jobs."},
         "<|endoftext|>Slurm starts jobs.<|end|>",
-    ),
-    "text-without-end": (
-        {"_component_": "text_completion_dataset", "column": "text", "add_eos": False},
-        {"text": "Slurm starts jobs."},
-        "<|endoftext|>Slurm starts jobs.",
     ),
 }
 
@@ -293,14 +238,12 @@ def write_rows(folder: Path, kind: str, row: dict) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("file", ["json", "jsonl", "parquet"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("file", FILES)
 def test_only_what_is_asked_for_is_trained(
-    name: str, file: str, build: Any, tmp_path: Path, model_folder: Path
+    file: str, build: Any, tmp_path: Path, model_folder: Path
 ) -> None:
-    block, row, trained_text = KINDS[name]
+    block, row, trained_text = FILES[file]
     block = block | {
-        "_component_": f"torchtune.datasets.{block['_component_']}",
         "source": "parquet" if file == "parquet" else "json",
         "data_files": write_rows(tmp_path, file, row),
         "split": "train",
@@ -310,7 +253,7 @@ def test_only_what_is_asked_for_is_trained(
     assert len(samples) == 2
     tokens, trained = samples[1]
     assert tokenizer.decode(tokens[trained].tolist(), skip_special_tokens=False) == trained_text
-    if name == "chat-openai":
+    if row == {"messages": OPENAI}:
         whole = tokenizer.render(OPENAI)
         assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == whole
 

@@ -45,7 +45,7 @@ def test_every_recipe_and_published_model_is_described(tmp_path: Path) -> None:
     wanted = {name for name, subject in shipped().items() if subject.file}
     for name in recipes.names():
         recipe = recipes.load(name)
-        if recipe.entry.can_estimate:
+        if recipe.entry.method:
             config = recipe.resolved(tmp_path, "run")
             folder = Path(config["checkpointer"]["checkpoint_dir"])
             wanted.add(Subject(config["model"], folder).file_name)

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
 
-from plugins.serve import engines
+from plugins.serve import backends
 from runspec import devices
 from trainer.errors import BadNodeError, ConfigError, PeerError
 from trainer.methods.preference import PreferenceObjective
@@ -98,19 +98,19 @@ def test_ranks_agree_on_their_device_before_they_meet(devices, monkeypatch) -> N
 
 
 def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node: Path, capsys, monkeypatch) -> None:
-    """Neither `trainer.generate` nor the engine of `cookbook serve`, which has its own torch."""
-    from plugins.serve.transformers_engine import main, unusable
+    """Neither `trainer.generate` nor the backend of `cookbook serve`, which has its own torch."""
+    from plugins.serve.transformers_backend import main, unusable
     from trainer import generate
 
     assert generate.main([str(gpu_node), "a question"]) == 1
     assert "error: device: this node has GPUs" in capsys.readouterr().err
     reason = unusable(["m", "--device", "auto"])
     assert f"torch {torch.__version__} of" in reason
-    monkeypatch.setattr(sys, "argv", ["", f"{gpu_node}/engine.sock", "m", "--device", "auto"])
+    monkeypatch.setattr(sys, "argv", ["", f"{gpu_node}/backend.sock", "m", "--device", "auto"])
     with pytest.raises(SystemExit):
         main()
     # The replica gives it as the reason of its own end.
-    assert (gpu_node / engines.REASON).read_text() == reason
+    assert (gpu_node / backends.REASON).read_text() == reason
     assert unusable(["m", "--device", "cpu"]) == ""
     (gpu_node / "nvidia0").unlink()
     (gpu_node / "nvidia1").unlink()
@@ -119,7 +119,7 @@ def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node: Path, capsys, monke
 
 def test_a_served_model_is_not_offloaded_to_a_disk(monkeypatch, tmp_path):
     """Of 2 x 79 GiB four fifths hold weights: 126 GiB, 68 billion parameters in bf16."""
-    from plugins.serve.transformers_engine import too_large
+    from plugins.serve.transformers_backend import too_large
 
     def whole(parameters: int) -> str:
         header = {"w": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 0]}}
@@ -160,7 +160,7 @@ def test_nor_does_that_of_a_served_model(monkeypatch: pytest.MonkeyPatch) -> Non
     from transformers.cli import transformers as command
     from transformers.cli.serving import model_manager, utils
 
-    from plugins.serve import transformers_engine
+    from plugins.serve import transformers_backend
 
     # What it replaces in this process is put back at the end.
     for module, name in (
@@ -175,7 +175,7 @@ def test_nor_does_that_of_a_served_model(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     monkeypatch.setattr(sys, "argv", ["serve", "socket", "model", "--device", "cpu"])
     torch.backends.cuda.enable_cudnn_sdp(True)
-    transformers_engine.main()
+    transformers_backend.main()
     assert found == [False]
 
 

@@ -11,10 +11,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from plugins.estimate.launcher import gpus
 from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.launcher.step_time import step_time
 from plugins.estimate.trace import trace
 from tests.trainer.runs import (
     assert_same_curve,
@@ -109,17 +107,12 @@ def test_every_layout_equals_the_single_process(name: str, root: Path) -> None:
             assert own[figure] == pytest.approx(other[figure], abs=2e-5)
 
 
-@pytest.mark.parametrize(
-    "own",
-    [{}, pytest.param({"on_policy_share": 1.0, "on_policy_max_new_tokens": 48}, marks=LONG)],
-    ids=["the data's answers", "the student's"],
-)
 def test_a_packed_set_has_the_loss_of_a_padded_one(
-    own: dict[str, Any], tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
 ) -> None:
     """All samples in one step, at a learning rate that changes nothing."""
     for name, more in {"padded": {}, "packed": {"row_length": 96}}.items():
-        more |= {"batch_size": 44, "max_steps": 1, "teacher": str(teacher), **own}
+        more |= {"batch_size": 44, "max_steps": 1, "teacher": str(teacher)}
         finish(start(write_config(tmp_path / name, model_folder, dataset, **more), module=MODULE))
     assert_same_curve(tmp_path / "packed", tmp_path / "padded", 2e-5, 1e-4)
 
@@ -193,39 +186,6 @@ def test_a_teacher_in_nf4_is_the_dequantised_one_in_each_layout(
     assert fault.startswith("teacher: ") and "set teacher_quantize_base=False" in fault
 
 
-@pytest.mark.long
-def test_the_students_own_answers_are_the_same_in_each_layout_and_resumed(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
-) -> None:
-    """In packed rows, of which longer answers need more: the batches of a step are not as many."""
-    own = {"teacher": str(teacher), "on_policy_share": 0.5, "on_policy_max_new_tokens": 48}
-    own |= STEP | {"beta": 1.0, "cross_entropy_share": 0.0, "max_steps": 8, "shuffle": False}
-    own |= {"save_every_n_steps": 2, "row_length": 96, "batch_size": 4}
-    runs: dict[str, tuple[int, dict[str, Any]]] = {
-        "one": (1, {}),
-        "fsdp": (2, {"batch_size": 2}),
-        "tensor": (2, TP),
-        "both": (4, TP | {"batch_size": 2}),
-        "lora": (2, {"model": lora_model(quantize_base=True), "batch_size": 2}),
-    }
-    for name, (ranks, changes) in runs.items():
-        path = write_config(tmp_path / name, model_folder, dataset, **own | changes)
-        finish(start(path, ranks, module=MODULE))
-    lines = metrics(tmp_path / "one")
-    shares = [line["on_policy/steps"] for line in lines]
-    assert set(shares) == {0, 1}
-    for line in lines:
-        wanted = line["on_policy/steps"]
-        assert (line["on_policy/tokens_per_second"] is not None) == wanted
-        assert not wanted or 1 <= line["on_policy/answer_tokens"] <= 48
-    for name in ("fsdp", "tensor", "both"):
-        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
-    killed = write_config(tmp_path / "killed", model_folder, dataset, **own)
-    kill_at(killed, 4, module=MODULE)
-    assert "resuming from" in finish(start(killed, attempt=1, module=MODULE))
-    assert curve(tmp_path / "killed") == curve(tmp_path / "one")
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_teacher_with_another_tokenizer_is_refused(
     ranks: int, tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
@@ -266,53 +226,6 @@ def test_shares_above_one_are_refused(
         "beta: must be from 0 to 1, got 1.5",
         "cross_entropy_share: must be from 0 to 1, got 2.0",
     ]
-
-
-@pytest.mark.long
-def test_what_cannot_generate_is_refused(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
-) -> None:
-    own = {"teacher": str(teacher), "on_policy_share": 0.5}
-    more = {"row_length": 96, "teacher_log_probs": "kept"}
-    path = write_config(tmp_path, model_folder, dataset, **own, **more)
-    (kept,) = check.faults(read_yaml(path), Distillation)
-    assert kept.startswith("on_policy_share: the teacher's stored pass")
-    path = write_config(tmp_path, model_folder, dataset, **own, save_adapter_weights_only=True)
-    content = read_yaml(path)
-    content["model"] = {"adapter": "prompt", "num_virtual_tokens": 4}
-    (fault,) = check.faults(content, Distillation)
-    assert fault.startswith("on_policy_share: answers cannot be generated over")
-
-
-@pytest.mark.long
-def test_the_estimate_counts_answers_that_are_generated(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
-) -> None:
-    content = wide_content(tmp_path, model_folder, dataset, teacher, {}) | {"entry": "distill"}
-    own = {"on_policy_share": 0.5, "on_policy_max_new_tokens": 64}
-    step = step_of(content | own, 1, 2)
-    phase = StepMemory(step).phases["generating answers"]
-    # At least the whole student in bf16.
-    assert phase["generation"] > 2 * step.shape.parameters
-    student = {"_component_": "transformers"}, {"checkpoint_dir": content["teacher"]}
-    for packed, ranks in ((True, 2), (False, 1)):
-        traced_content = content | own | dict(zip(("model", "checkpointer"), student, strict=True))
-        traced_content["dataset"] |= {"packed": packed}
-        found = StepMemory(step_of(traced_content, 1, ranks))
-        del traced_content["entry"]
-        traced = trace(parse(traced_content, DistillConfig), ranks)
-        name = "generating answers"
-        assert sum(found.phases[name].values()) == pytest.approx(traced.phases[name], rel=0.1)
-        assert found.peak == pytest.approx(traced.peak, rel=0.1)
-    gpu = gpus.by_name("h100-80")
-    links = gpus.Links.of(gpu, 2)
-    seconds = [
-        step_time(step_of(content | each, 1, 2), gpu, links).seconds
-        for each in ({}, own, own | {"on_policy_share": 1.0})
-    ]
-    assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
-    # 64 tokens in half of the steps, which read all weights.
-    assert seconds[1] - seconds[0] > 32 * 2 * step.shape.parameters / 3.4e12
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ def test_its_curve_is_that_of_trls_gkd(name: str, tmp_path: Path) -> None:
     data = preference.write_chats(tmp_path / "chats.jsonl")
     own = name == "gkd_own"
     path = preference.our_distillation(tmp_path / "run", student, teacher, data, own)
-    finish(start(path, module="trainer.train distill"))
+    method = "plugins.rl.recipe_keys:OnPolicyConfig" if own else "distill"
+    finish(start(path, module=f"trainer.train {method}"))
     losses = [line["loss"] for line in metrics(path.parent)]
     wanted = json.loads(preference.CURVES.read_text())["losses"][name]
     assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-5)

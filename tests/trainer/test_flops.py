@@ -7,7 +7,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from plugins.estimate.launcher.recipe_step import step_of
 from tests.trainer.test_loss import CPU, LINEAR, MODELS, batch, random_model, token_loss
 from trainer.metrics import Work, known_tflops, model_flops
 
@@ -29,32 +28,6 @@ def test_they_equal_torchs_counter(
     found = model_flops(model)
     own = found.of(150, given.target_count) + found.pair * 3 * 50 * 50
     assert own == pytest.approx(counter.get_total_flops(), rel=0.01)
-
-
-@pytest.mark.parametrize("name", ["full", "lora", "lora-output", "tied"])
-def test_the_launchers_count_is_the_trainers(name: str) -> None:
-    """But for the first layer, in which LoRA needs no gradient of the input of q, k and v."""
-    block = MODELS[name]
-    found = model_flops(random_model(block))
-    step = step_of(
-        {"model": block, "tokenizer": {"max_seq_len": 50}, "dtype": "fp32"},
-        nodes=1,
-        gpus_per_node=1,
-    )
-    counted = found.of(1, 1) + found.pair * 51 / 2
-    if name in ("full", "tied"):
-        assert step.flops.model == counted
-    else:
-        first = 2 * (128 * 128 + 2 * 128 * 64) + 3 * 2 * 4 * 128
-        assert step.flops.model - counted == first
-
-
-def test_frozen_weights_need_two_thirds_of_full_training() -> None:
-    """LoRA of rank 4 on a model in which the adapter is small: about 4n FLOPs, not 6n."""
-    full, lora = (model_flops(random_model(MODELS[name])) for name in ("full", "lora"))
-    assert full.token == 6 * 3 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 512)
-    assert 0.64 < lora.token / full.token < 0.72
-    assert lora.target / full.target == pytest.approx(2 / 3)
 
 
 def test_rates_are_of_all_gpus_and_mfu_of_the_known_peak() -> None:

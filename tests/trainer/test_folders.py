@@ -20,7 +20,6 @@ from transformers import (
     GenerationConfig,
 )
 
-from plugins.evaluate import opened
 from plugins.evaluate.model import Answerer
 from plugins.evaluate.samples import Sample
 from runspec.weights import content_sha256
@@ -55,6 +54,7 @@ from trainer.config import instantiate, parse
 from trainer.data import tokenised
 from trainer.data.folder import read_tokenizer
 from trainer.generate import answers
+from trainer.inference import loading
 from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.methods.sft import SupervisedFineTuning
@@ -283,11 +283,11 @@ def test_an_answer_ends_by_one_token_wherever_it_is_named(
     if not says.get("texts"):
         named = reference.config.eos_token_id
         assert 258 in (named if isinstance(named, list) else [named])
-    assert opened.ends(reference, theirs)[1] == 258
+    assert loading.end_tokens(reference, theirs)[1] == 258
     # Before the training, too: a base model is compared with what was made of it.
     before = AutoModelForCausalLM.from_pretrained(folder)
     if not says.keys() & {"chat_template", "chat_template_kwargs", "path"}:
-        assert 258 in opened.ends(before, AutoTokenizer.from_pretrained(folder))[0]
+        assert 258 in loading.end_tokens(before, AutoTokenizer.from_pretrained(folder))[0]
 
 
 def tokenizer_end(folder: Path) -> str:

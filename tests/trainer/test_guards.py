@@ -234,18 +234,6 @@ def test_a_tokenizer_of_another_model_is_refused(
         assert text in line and "give the tokenizer that belongs to" in line
 
 
-def test_a_run_with_a_tokenizer_of_another_model_is_refused_before_the_weights(
-    tmp_path: Path, model_folder: Path, dataset: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"bos_token_id": 9}))
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    assert run_here(write_config(tmp_path / "run", folder, dataset)) == 1
-    assert "error: tokenizer: its bos_id is 0, the model's 9; give" in capfd.readouterr().err
-
-
 def test_an_empty_dataset_is_refused(tmp_path: Path, model_folder: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")

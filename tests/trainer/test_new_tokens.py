@@ -239,7 +239,7 @@ def test_other_methods_train_new_tokens(
         ("two", 2, {"batch_size": 4}),
     ):
         path = config_of(tmp_path / "distil" / folder, source, tagged, **own | more)
-        finish(start(path, ranks, module="trainer.train distill"))
+        finish(start(path, ranks, module="trainer.train plugins.rl.recipe_keys:OnPolicyConfig"))
     lines = metrics(tmp_path / "distil/one")
     assert {line["on_policy/steps"] for line in lines} == {0, 1}
     assert_same_curve(tmp_path / "distil/two", tmp_path / "distil/one", 2e-5, 1e-4)

@@ -1,8 +1,11 @@
 """A method of one file trains through everything that the kit has, and no file of it knows it."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,9 @@ from trainer.data.source import PREPARED
 from trainer.layers.batch import IGNORE_INDEX
 from trainer.parallel import world as distributed
 
-MODULE, TEACHER = "tests.trainer.toy_objective", "tests.trainer.toy_teacher"
+TOY = "tests.trainer.toy_objective"
+MODULE = f"trainer.train {TOY}:ToyConfig"
+TEACHER = "trainer.train tests.trainer.toy_teacher:ImitationConfig"
 LORA = lora_model(lora_dropout=0.0)
 PACKED_LENGTH = 96
 LONG = pytest.mark.long
@@ -60,7 +65,7 @@ RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
 @pytest.fixture(scope="module", autouse=True)
 def allowed() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COOKBOOK_COMPONENTS", MODULE)
+        patch.setenv("COOKBOOK_COMPONENTS", TOY)
         yield
 
 
@@ -71,7 +76,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path, model_folder: Path, pairs: Path, **changes: Any) -> Path:
-    return pairs_config(folder, model_folder, pairs, f"{MODULE}.Pairs", **changes)
+    return pairs_config(folder, model_folder, pairs, f"{TOY}.Pairs", **changes)
 
 
 @pytest.fixture(scope="module")
@@ -313,3 +318,34 @@ def test_no_file_of_the_kit_knows_it() -> None:
         ["grep", "-rlw", *patterns, *folders], cwd=ROOT, capture_output=True, text=True
     )
     assert found.stdout == ""
+
+
+# What the worked examples of CONTRIBUTING.md have added.
+ADDED = """
+from types import SimpleNamespace
+import torch
+from runspec.keys.methods import config_class
+from trainer.methods.base import named
+from trainer.methods.preference_losses import LOSSES, Answers
+
+method = named(config_class("unlikelihood").objective)
+assert method.config_class.own_keys().keys() == {"alpha"}
+dpo = config_class("dpo")
+assert LOSSES.keys() == set(dpo.keys()["loss"].choices)
+assert dpo.reference_of({"loss": "cpo"}) == ""
+answers = Answers(torch.tensor([[-1.0, -3.0]]), torch.zeros(1, 2), torch.ones(1, 2))
+config = SimpleNamespace(beta=0.5)
+(loss,), rewards = LOSSES["cpo"].of(answers, config)
+assert rewards.tolist() == [[-0.5, -1.5]] and abs(loss - 0.3133) < 1e-4
+"""
+
+
+def test_the_worked_examples_of_contributing_can_be_applied(tmp_path: Path) -> None:
+    for folder in ("runspec", "trainer"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for found in re.findall(r"  ```diff\n(  diff .*?)  ```\n", text, re.DOTALL):
+        given = re.sub("^  ", "", found, flags=re.MULTILINE)
+        subprocess.run(["git", "apply"], cwd=tmp_path, input=given, text=True, check=True)
+    own = os.environ | {"PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-P", "-c", ADDED], env=own, check=True)

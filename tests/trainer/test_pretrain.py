@@ -416,5 +416,5 @@ def test_a_check_shows_the_first_documents(
 def test_the_estimate_is_of_all_steps() -> None:
     for name, tokens in (("llama100m_pretrain", 8000 * 2**18), ("llama8b_pretrain", 2000 * 2**19)):
         recipe = recipes.load(name)
-        found = Estimate(recipe, Path("/root"), "h100-80")
-        assert found.fits and found.tokens == tokens
+        found = Estimate.of(recipe, Path("/root"), "h100-80")
+        assert found.fits and found.epoch[0] == tokens

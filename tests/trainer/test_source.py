@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -23,12 +22,6 @@ from trainer.parallel import world as distributed
 
 ALPACA = {"instruction": "Name a state.", "input": "Slurm", "output": "PENDING"}
 ROW = 64
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
-    yield distributed.start("cpu")
-    distributed.stop()
 
 
 @pytest.fixture
@@ -66,13 +59,6 @@ def texts(model_folder: Path) -> Any:
 
 
 # Prompts
-
-
-def test_alpaca_trains_the_answers_unless_it_is_told_to(build: Any, texts: Any) -> None:
-    block = {"_component_": "torchtune.datasets.alpaca_dataset"}
-    assert texts(build([ALPACA], block).rows.samples) == ["PENDING<|end|>"]
-    (whole,) = texts(build([ALPACA], block | {"train_on_input": True}).rows.samples)
-    assert "Name a state." in whole and whole.endswith("PENDING<|end|>")
 
 
 @pytest.mark.parametrize("name", ["one_gpu", "four_gpus"])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.trace import estimate, trace
-from runspec.keys.distill import TeachConfig, teach_notes
+from runspec.keys.distill import TeachConfig
 from tests.trainer.runs import (
     assert_same_curve,
     curve,
@@ -34,7 +34,7 @@ from trainer.errors import ConfigError
 from trainer.methods.distill import Distillation, DistillConfig
 from trainer.methods.teach import Teaching
 
-MODULE = "trainer.teach"
+MODULE = "trainer.train teach"
 STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
 PACKED = {"row_length": 96, "batch_size": 4}
 KEPT = {"teacher_log_probs": "kept"}
@@ -242,7 +242,7 @@ def test_the_estimate_of_the_pass_is_that_of_its_trace(
     traced = estimate(parse(content, TeachConfig), ranks)
     assert found.peak == pytest.approx(traced.peak, rel=0.1)
     online = step_of(content | {"entry": "distill"}, 1, ranks)
-    assert [*teach_notes(content)] == []
-    (note,) = teach_notes(content | {"teacher_top_k": 38})
+    assert [*TeachConfig.key_notes(content)] == []
+    (note,) = TeachConfig.key_notes(content | {"teacher_top_k": 38})
     assert "38 keeps 308 bytes" in note and "up to 37 it is at most 300" in note
     assert step.flops.model == online.flops.frozen and step.trainable == 0

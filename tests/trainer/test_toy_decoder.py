@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused(
         empty_module(LORA | {"lora_modules": ["qeury", "key"]})
     with pytest.raises(ConfigError, match=r"model.lora_alpha: needs model.lora_rank"):
         empty_module(TOY | {"lora_alpha": 8})
-    with pytest.raises(ConfigError, match=r"returns a RMSNorm, not a trainer\.models"):
+    with pytest.raises(ConfigError, match=r"returns a RMSNorm, not a trainer\.model\."):
         empty_module({"_component_": "torch.nn.RMSNorm", "normalized_shape": 8})
     path = toy_config(tmp_path, toy_folder, dataset)
     monkeypatch.delenv("COOKBOOK_COMPONENTS")

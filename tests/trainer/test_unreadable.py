@@ -10,7 +10,7 @@ import pytest
 
 from launcher.do import clean
 from launcher.run import code
-from plugins.data.engines import base as datakit_engines
+from plugins.data.query_engines import base as query_engine
 from plugins.serve import endpoint
 from plugins.serve.launcher.endpoint import Endpoint
 from runspec import files, weights
@@ -55,7 +55,7 @@ def test_a_first_read_that_fails_changes_nothing(
         (files.ENGINE, files.checkpoint_steps),
         (files.SUBMISSION, clean._is_left),
         (code.ORIGIN, code.git_state),
-        (datakit_engines.DONE, datakit_engines.finished),
+        (query_engine.DONE, query_engine.finished),
         (endpoint.USERS, endpoint.users),
         (endpoint.SHARES, endpoint.shares),
         (endpoint.GATEWAY, endpoint.gateway),

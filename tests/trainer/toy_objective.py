@@ -1,12 +1,11 @@
 """A training method in one file: of two answers to a question, prefer the first.
 
-torchrun ... -m tests.trainer.toy_objective <run>/train.yaml
+torchrun ... -m trainer.train tests.trainer.toy_objective:ToyConfig <run>/train.yaml
 
 With a(answer) the mean log-probability of its tokens and a_ref that of the policy before training,
 the loss of a pair is weight x relu(hinge - D), D = (a - a_ref)(first) - (a - a_ref)(second).
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +14,6 @@ from torch.utils.data import Dataset
 
 from runspec.keys.key import setting
 from runspec.keys.train import TrainConfig
-from trainer import start
 from trainer.data.form import SampleForm
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
@@ -87,11 +85,3 @@ class PreferFirst(Objective):
         log_probs = token_log_probs(model, batch)
         counts = document_sums(torch.ones_like(log_probs), batch)
         return document_sums(log_probs, batch) / counts.clamp_min(1)
-
-
-def main(arguments: list[str]) -> int:
-    return start.main(arguments, PreferFirst)
-
-
-if __name__ == "__main__":
-    start.leave(main(sys.argv[1:]))

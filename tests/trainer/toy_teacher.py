@@ -1,15 +1,13 @@
 """A training method with a teacher: the log-probabilities of another folder's model, imitated.
 
-torchrun ... -m tests.trainer.toy_teacher <run>/train.yaml
+torchrun ... -m trainer.train tests.trainer.toy_teacher:ImitationConfig <run>/train.yaml
 """
 
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
 from runspec.keys.key import REQUIRED, setting
 from runspec.keys.train import TrainConfig
-from trainer import start
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import token_log_probs
 from trainer.methods.base import LossSum, Models, Objective
@@ -36,11 +34,3 @@ class Imitation(Objective):
             wanted = token_log_probs(teacher, batch)
         own = token_log_probs(models.policy.module, batch)
         return LossSum((own - wanted).square().sum(), {"teacher_log_prob": wanted.sum()})
-
-
-def main(arguments: list[str]) -> int:
-    return start.main(arguments, Imitation)
-
-
-if __name__ == "__main__":
-    start.leave(main(sys.argv[1:]))

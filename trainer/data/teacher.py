@@ -17,7 +17,7 @@ import torch
 
 from runspec import files
 from runspec.storage import patient_json, patiently
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, cache_written
 from trainer.layers.batch import TopK
 
 FORMAT = 2
@@ -140,16 +140,11 @@ def write_part(
     """
     pieces = np.split(records, np.cumsum(targets)[:-1])
     sums = np.array([zlib.crc32(piece.tobytes()) for piece in pieces], np.uint32)
-    try:
+    with cache_written(folder):
         for name, content in ((PART, records), (SUMS, sums)):
             with files.replacing(folder / name.format(part.number)) as temporary:
                 temporary.write_bytes(content.tobytes())
         files.write_json(folder / FIGURES.format(part.number), figures)
-    except OSError as error:
-        raise ConfigError(
-            f"data_cache_dir: {folder} cannot be written to: {error.strerror}; set "
-            "data_cache_dir to a folder of your own with enough space"
-        ) from None
 
 
 def missing_parts(folder: Path, parts: list[Part], kind: np.dtype[Any]) -> list[Part]:

@@ -25,7 +25,7 @@ from trainer.data import origin, source
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.source import Piece, Source, omission_notes, open_source
 from trainer.data.teacher import KeptTeacher
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, cache_written
 from trainer.parallel.world import World
 
 FORMAT = 6
@@ -293,13 +293,8 @@ def make(samples: Source, folder: Path, world: World) -> None:
 
 
 def _begin(folder: Path) -> Path:
-    try:
+    with cache_written(folder.parent):
         return publish.begin(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"data_cache_dir: {folder.parent} cannot be written to: {error.strerror}; "
-            "set data_cache_dir to a folder that all nodes share"
-        ) from None
 
 
 def _publish(

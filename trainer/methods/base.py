@@ -26,15 +26,14 @@ from trainer.sharded import reshard
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a method: the one that is trained, and frozen ones beside it.
-
-    reference: the policy as it was before training, if that is a model of its own. teacher: the
-    model to imitate. fingerprints: of the frozen models' weights, by name.
-    """
+    """The models of a method: the one that is trained, and frozen ones beside it."""
 
     policy: Model
+    # The policy as it was before training, if that is a model of its own.
     reference: Model | None = None
+    # The model to imitate.
     teacher: Model | None = None
+    # Of the frozen models' weights, by name.
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -74,16 +73,14 @@ class Models:
 
 
 class LossSum(NamedTuple):
-    """The loss of a micro-batch, summed over the targets that `Objective.target_count` counts.
+    """The loss of a micro-batch, summed over the targets that `Objective.target_count` counts."""
 
-    total: a scalar, fp32, with a graph behind it even if there is no target.
-    metrics: further sums over the same targets by name, detached scalars; the same names in every
-    micro-batch. Each is logged under its name, as the mean over all targets of the step, and under
-    val_ and its name as that over all targets of dataset_val. A name with a slash is in the group
-    before it in TensorBoard.
-    """
-
+    # A scalar, fp32, with a graph behind it even if there is no target.
     total: torch.Tensor
+    # Further sums over the same targets by name, detached scalars; the same names in every
+    # micro-batch. Each is logged under its name, as the mean over all targets of the step, and
+    # under val_ and its name as that over all targets of dataset_val. A name with a slash is in
+    # the group before it in TensorBoard.
     metrics: dict[str, torch.Tensor]
 
 
@@ -114,6 +111,11 @@ class Objective(ABC):
 
     def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world
+
+    @classmethod
+    def instead(cls, config: Any, attempt: int) -> bool:
+        """Do what a start does instead of training; return False if it trains."""
+        return False
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:
@@ -165,7 +167,7 @@ class Objective(ABC):
         return False
 
     def trace_answers(self, models: Models) -> None:  # noqa: B027, most methods generate nothing
-        """Take the memory that answers take, for `plugins.estimate.trace`, whose tensors have no values."""
+        """Allocate what answers take, for a trace, whose tensors have no values."""
 
     def validated(self) -> None:  # noqa: B027, most methods hold nothing for it
         """A pass over dataset_val has ended."""

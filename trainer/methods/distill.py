@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from runspec import tokens
 from runspec.keys.distill import DistillConfig
@@ -19,9 +19,6 @@ from trainer.methods.base import LossSum, Models, Objective
 from trainer.models import build
 from trainer.models.builder import Builder
 
-if TYPE_CHECKING:
-    from plugins.rl.on_policy import Student
-
 
 class Distillation(Objective):
     """A frozen teacher runs forward over the student's batches, laid out like the student.
@@ -35,16 +32,11 @@ class Distillation(Objective):
 
     config_class: ClassVar[type[TrainConfig]] = DistillConfig
     _kept: kept_teacher.Kept | None = None
-    _student: "Student | None" = None
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:
         """As `setting_faults`, and what must be kept of the teacher and is not."""
         texts = cls.setting_faults(config)
-        if config.on_policy_share and not texts:
-            from trainer.methods import whole
-
-            texts = whole.faults(config)
         return texts or (kept_teacher.missing(config, cls.form) if config.kept_top_k else [])
 
     @classmethod
@@ -53,14 +45,9 @@ class Distillation(Objective):
         texts = super().faults(config)
         texts += [
             f"{name}: must be from 0 to 1, got {value}"
-            for name in ("beta", "cross_entropy_share", "on_policy_share")
+            for name in ("beta", "cross_entropy_share")
             if (value := getattr(config, name)) > 1
         ]
-        if config.on_policy_share:
-            # Imported late here and below: few runs generate, and a rank is to start fast.
-            from plugins.rl import on_policy
-
-            texts += on_policy.faults(config)
         texts += tokenizer_faults(config.model_folder, Path(config.teacher), _added(config))
         if config.kept_top_k and config.beta:
             texts.append(
@@ -80,36 +67,6 @@ class Distillation(Objective):
         """As Objective.build_models; also raises ConfigError for a teacher with other tokens."""
         self.world.on_main(lambda: self.refuse(self.setting_faults(self.config)))
         return super().build_models(builder)
-
-    def prepare(self, models: Models, data: Data) -> None:
-        """As Objective.prepare; also raises ConfigError for a student that cannot generate."""
-        if self.config.on_policy_share:
-            from plugins.rl.on_policy import Student
-
-            self._student = Student(self.config, self.world)
-
-    def before_step(
-        self, models: Models, micro_batches: list[MicroBatch], step: int
-    ) -> list[MicroBatch]:
-        """As Objective.before_step: with answers of the student's in a share of the steps."""
-        if self._student is None:
-            return micro_batches
-        return self._student.replaced(models, micro_batches, step)
-
-    @property
-    def generates(self) -> bool:
-        """As Objective.generates."""
-        return bool(self.config.on_policy_share)
-
-    def trace_answers(self, models: Models) -> None:
-        """As Objective.trace_answers."""
-        from plugins.rl import on_policy
-
-        on_policy.trace(models, self.config, self.world)
-
-    def step_figures(self) -> dict[str, float | None]:
-        """As Objective.step_figures; see plugins.rl.on_policy."""
-        return {} if self._student is None else self._student.figures()
 
     @staticmethod
     def refuse(faults: list[str]) -> None:

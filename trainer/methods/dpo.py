@@ -10,11 +10,10 @@ from trainer.data.batches import Batches
 from trainer.data.form import SampleForm
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
-from trainer.methods import preference_losses as losses
 from trainer.methods import reference
 from trainer.methods.base import LossSum, Models
 from trainer.methods.preference import PreferenceObjective
-from trainer.methods.preference_losses import Answers, difference
+from trainer.methods.preference_losses import LOSSES, Answers, difference
 
 PAIRS = SampleForm(
     # The names that torchtune's datasets of preferences have.
@@ -24,6 +23,9 @@ PAIRS = SampleForm(
     ),
     preferences=DpoConfig.pairs,
 )
+
+# Keys that a loss may not use.
+OPTIONAL = ("label_smoothing", "robust", "length_normalized", "sft_weight")
 
 
 class PreferenceTuning(PreferenceObjective):
@@ -46,21 +48,14 @@ class PreferenceTuning(PreferenceObjective):
         texts = super().faults(config)
         if config.label_smoothing >= 0.5:
             texts.append(f"label_smoothing: must be below 0.5, got {config.label_smoothing}")
-        unused = {
-            "reference": config.reference != "auto" and config.loss in REFERENCE_FREE,
-            "label_smoothing": config.label_smoothing and config.loss not in ("dpo", "simpo"),
-            "robust": config.robust and not (config.loss == "dpo" and config.label_smoothing),
-            "length_normalized": config.length_normalized and config.loss not in ("dpo", "hinge"),
-            "sft_weight": config.sft_weight and config.loss == "orpo",
-        }
-        reasons = {
-            "robust": "needs loss=dpo and label_smoothing above 0",
-            "length_normalized": f"{config.loss} already takes means over the tokens",
-            "sft_weight": "orpo has the chosen answer's likelihood in its loss, with weight 1",
-        }
-        other = f"loss={config.loss} does not use it"
-        given = [name for name, is_so in unused.items() if is_so]
-        return texts + [f"{name}: {reasons.get(name, other)}; leave it out" for name in given]
+        given = [each for each in OPTIONAL if getattr(config, each)]
+        unused = [name for name in given if name not in LOSSES[config.loss].reads]
+        if config.reference != "auto" and config.loss in REFERENCE_FREE:
+            unused.insert(0, "reference")
+        texts += [f"{name}: loss={config.loss} does not use it; leave it out" for name in unused]
+        if "robust" in given and "robust" not in unused and not config.label_smoothing:
+            texts.append("robust: needs label_smoothing above 0; leave it out")
+        return texts
 
     def described(self, batches: Batches) -> list[str]:
         """How much longer the chosen answers are: the policy may learn no more than that."""
@@ -81,12 +76,12 @@ class PreferenceTuning(PreferenceObjective):
         counts = document_sums(torch.ones_like(log_probs), batch).clamp_min(1)
         sums = document_sums(log_probs, batch)
         answers = Answers(sums, torch.zeros_like(sums) if before is None else before, counts)
-        loss, rewards = self._loss(answers)
+        loss, rewards = LOSSES[config.loss].of(answers, config)
         figures = {}
-        if config.sft_weight or config.loss == "orpo":
+        if config.sft_weight or LOSSES[config.loss].has_likelihood:
             figures["nll/chosen"] = -answers.means[:, 0]
-            if config.loss != "orpo":
-                loss = loss + config.sft_weight * figures["nll/chosen"]
+        if config.sft_weight:
+            loss = loss + config.sft_weight * figures["nll/chosen"]
         margins = difference(rewards)
         figures |= {
             "rewards/chosen": rewards[:, 0],
@@ -97,21 +92,3 @@ class PreferenceTuning(PreferenceObjective):
             "logps/rejected": sums[:, 1],
         }
         return LossSum(loss.sum(), {n: value.detach().sum() for n, value in figures.items()})
-
-    def _loss(self, answers: Answers) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of each pair, [pairs], and the answers' rewards, [pairs, 2]."""
-        config, beta = self.config, self.config.beta
-        if config.loss == "simpo":
-            loss = losses.simpo(answers, beta, config.simpo_gamma, config.label_smoothing)
-            return loss, beta * answers.means
-        if config.loss == "orpo":
-            return losses.orpo(answers, beta), beta * answers.means
-        if config.loss == "ipo":
-            return losses.ipo(answers, beta), beta * answers.ratios / answers.counts
-        ratios = answers.ratios
-        if config.length_normalized:
-            ratios = ratios / answers.counts
-        if config.loss == "hinge":
-            return losses.hinge(ratios, beta), beta * ratios
-        loss = losses.dpo(ratios, beta, config.label_smoothing, config.robust)
-        return loss, beta * ratios

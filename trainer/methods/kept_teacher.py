@@ -22,13 +22,13 @@ HASHED_BYTES = 2**30
 
 
 class Kept(NamedTuple):
-    """name: of the folder beside the tokens. vocabulary: how many tokens count, from the first on.
+    """What is kept of a teacher."""
 
-    weights: a hash of the teacher's.
-    """
-
+    # Of the folder beside the tokens.
     name: str
+    # How many tokens count, from the first on.
     vocabulary: int
+    # A hash of the teacher's.
     weights: str
 
 

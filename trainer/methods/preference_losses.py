@@ -1,26 +1,29 @@
 """The losses of preference tuning, as functions of the answers' log-probabilities.
 
 Each takes sums over the tokens of the answers and returns a loss per sample, fp32 like its inputs.
+LOSSES has those of pairs by the name that a recipe gives.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from runspec.keys.preference import DpoConfig
 
 # The largest mean log-probability at which orpo's odds are computed: at 0 they are infinite.
 HIGHEST = -1e-6
 
 
 class Answers(NamedTuple):
-    """What the losses are made of, all fp32 [pairs, 2], the chosen answer first.
+    """What the losses are made of, all fp32 [pairs, 2], the chosen answer first."""
 
-    log_probs: sums over the tokens of an answer, by the policy. reference: by the model before
-    training; zeros for losses without one. counts: tokens of each answer.
-    """
-
+    # Sums over the tokens of an answer, by the policy.
     log_probs: torch.Tensor
+    # By the model before training; zeros for losses without one.
     reference: torch.Tensor
+    # Tokens of each answer.
     counts: torch.Tensor
 
     @property
@@ -104,3 +107,51 @@ def kto(
     """
     sign = torch.where(desirable, 1.0, -1.0).to(ratios.dtype)
     return 1 - torch.sigmoid(sign * beta * (ratios - baseline))
+
+
+Pairs = tuple[torch.Tensor, torch.Tensor]
+
+
+class PairLoss(NamedTuple):
+    """A loss of pairs."""
+
+    # From answers and config to the loss of each pair, [pairs], and the rewards, [pairs, 2].
+    of: Callable[[Answers, DpoConfig], Pairs]
+    # The optional keys of the config that it reads, or that are added to it.
+    reads: tuple[str, ...] = ("sft_weight",)
+    # The chosen answer's likelihood is in it.
+    has_likelihood: bool = False
+
+
+def _dpo(answers: Answers, config: DpoConfig) -> Pairs:
+    ratios = answers.ratios / answers.counts if config.length_normalized else answers.ratios
+    loss = dpo(ratios, config.beta, config.label_smoothing, config.robust)
+    return loss, config.beta * ratios
+
+
+def _hinge(answers: Answers, config: DpoConfig) -> Pairs:
+    ratios = answers.ratios / answers.counts if config.length_normalized else answers.ratios
+    return hinge(ratios, config.beta), config.beta * ratios
+
+
+def _ipo(answers: Answers, config: DpoConfig) -> Pairs:
+    return ipo(answers, config.beta), config.beta * answers.ratios / answers.counts
+
+
+def _simpo(answers: Answers, config: DpoConfig) -> Pairs:
+    loss = simpo(answers, config.beta, config.simpo_gamma, config.label_smoothing)
+    return loss, config.beta * answers.means
+
+
+def _orpo(answers: Answers, config: DpoConfig) -> Pairs:
+    return orpo(answers, config.beta), config.beta * answers.means
+
+
+# By the values of the key `loss` (runspec/keys/preference.py).
+LOSSES = {
+    "dpo": PairLoss(_dpo, ("label_smoothing", "robust", "length_normalized", "sft_weight")),
+    "ipo": PairLoss(_ipo),
+    "hinge": PairLoss(_hinge, ("length_normalized", "sft_weight")),
+    "simpo": PairLoss(_simpo, ("label_smoothing", "sft_weight")),
+    "orpo": PairLoss(_orpo, (), has_likelihood=True),
+}

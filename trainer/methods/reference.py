@@ -23,7 +23,7 @@ from trainer.checkpoint.weights import SafetensorsSource
 from trainer.config import TrainConfig
 from trainer.data.batches import Rows
 from trainer.data.tokenised import TokenisedDataset
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, cache_written
 from trainer.layers.adapters.base import disabled
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
@@ -154,13 +154,8 @@ class KeptLogProbs:
 
 
 def _publish(values: np.ndarray, path: Path, part: Path) -> None:
-    try:
+    with cache_written(path.parent):
         write(path, values)
-    except OSError as error:
-        raise ConfigError(
-            f"data_cache_dir: {path.parent} cannot be written to: {error.strerror}; set "
-            "data_cache_dir to a folder of your own"
-        ) from None
     part.unlink(missing_ok=True)
 
 

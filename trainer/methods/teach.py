@@ -19,21 +19,27 @@ from torch import nn
 from runspec import files, publish
 from runspec.keys.distill import DistillConfig, TeachConfig
 from runspec.keys.train import TrainConfig
+from runspec.progress import Heartbeat
 from trainer.config import instantiate
 from trainer.data import teacher as disk
 from trainer.data.batches import Rows, packed_rows
 from trainer.data.teacher import KeptTeacher, Part
 from trainer.data.tokenised import SHARED_FOLDER_LIMIT_S, TokenisedDataset
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, cache_written
 from trainer.layers.batch import MicroBatch, TopK
 from trainer.layers.head import Factors, through_head
 from trainer.layers.top_k import sampled_errors, top_k
 from trainer.methods.base import Models
 from trainer.methods.distill import Distillation
-from trainer.methods.kept_teacher import Kept
+from trainer.methods.kept_teacher import Kept, kept, sets
 from trainer.models.builder import Builder
-from trainer.parallel.world import World
+from trainer.parallel import fitness
+from trainer.parallel import world as distributed
+from trainer.parallel.device import described
+from trainer.parallel.world import StopRequest, World
+from trainer.progress import Progress
 
+SAID_EVERY_S = 15.0
 # Tokens of the first batch of each part that are compared over the whole vocabulary.
 COMPARED = 128
 
@@ -42,6 +48,63 @@ class Teaching(Distillation):
     """What of a distillation's config the teacher's pass needs."""
 
     config_class: ClassVar[type[TrainConfig]] = TeachConfig
+
+    @classmethod
+    def instead(cls, config: Any, attempt: int) -> bool:
+        """Do the parts that are not there yet; a stop keeps those that are written."""
+        config = replace(config, teacher_log_probs="online")
+        world = distributed.start(config.device, vars(config))
+        stop = StopRequest(world, config.output_dir)
+        if line := fitness.check(world):
+            world.say(line)
+
+        def check() -> Kept:
+            if faults := cls.faults(config):
+                raise ConfigError(*faults)
+            return kept(config)
+
+        kept_set = world.from_main(check)
+        method = cls(config, world)
+        data = method.build_data()
+        passes = [
+            TeacherPass(key, block, samples, config, world, kept_set)
+            for key, (block, samples) in sets(config, data).items()
+        ]
+        progress = Progress(
+            sum(len(each.parts) for each in passes), attempt, described(world.device)
+        )
+        logs = config.output_dir / files.LOGS / str(attempt)
+        heartbeat = Heartbeat(logs if world.is_main else None)
+
+        def tell(state: str, step: int) -> None:
+            progress.state, progress.step = state, step
+            if world.is_main:
+                progress.write(config.output_dir)
+
+        module, said, steps, before = None, 0.0, 0, 0
+        if any(each.left for each in passes):
+            module = method.build_models(Builder(config, world, data)).policy.module.eval()
+        tell("running", progress.total_steps - sum(len(each.left) for each in passes))
+        with torch.no_grad():
+            for each in passes:
+                for done in each.run(module):
+                    steps += 1
+                    heartbeat.step(steps)
+                    if time.monotonic() - said > SAID_EVERY_S:
+                        said = time.monotonic()
+                        world.say(f"teacher: {done.parts:,} of {done.of:,} parts")
+                        tell("running", before + done.parts)
+                    if world.sum([stop.seen_here()])[0]:
+                        world.say("asked to stop: the parts that are written are kept")
+                        tell("stopped", before + done.parts)
+                        stop.clear()
+                        return True
+                before += len(each.parts)
+                for line in world.from_main(each.described):
+                    world.say(line)
+        heartbeat.enter("finished")
+        tell("finished", progress.total_steps)
+        return True
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:
@@ -98,8 +161,9 @@ class SampleRange:
 
 
 class Done(NamedTuple):
-    """How far a pass over a dataset is: parts that are written, of all."""
+    """How far a pass over a dataset is."""
 
+    # Parts that are written, and all of them.
     parts: int
     of: int
 
@@ -204,13 +268,8 @@ class TeacherPass:
 
     def _begin(self) -> None:
         """Make the folder, and remove what starts left behind that were killed."""
-        try:
+        with cache_written(self._folder.parent):
             self._folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"data_cache_dir: {self._folder.parent} cannot be written to: {error.strerror}; "
-                "set data_cache_dir to a folder of your own"
-            ) from None
         publish.remove_left(self._folder)
 
     def _publish(self) -> None:

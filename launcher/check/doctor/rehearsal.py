@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from launcher.check import Finding, failed, ok, skipped, warning
 from launcher.check.doctor.ask import NodeReport
-from plugins.estimate.launcher.compute import Reached
-from plugins.estimate.launcher.gpus import REACHED, Gpu
-from plugins.estimate.launcher.search import Predictor
-from plugins.estimate.launcher.step_config import StepConfig
-from plugins.estimate.launcher.step_time import pace_of
+from launcher.gpus import REACHED, Gpu, Reached
+from launcher.recipe.needs import Needs, needs
 from runspec import files
 
 # Below these shares of what is usual a finding is a warning.
@@ -51,10 +48,12 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One start of the trainer: the step that it should take, its exit status and its files."""
+    """One start of the trainer: what it should train, its exit status and its files."""
 
     name: str
-    step: StepConfig
+    # Resolved.
+    config: Mapping[str, Any]
+    blocks: int
     folder: Path
     log: Path
     status: int | None = None
@@ -99,18 +98,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a rehearsal was: the recipe, its whole step, and the kind of GPU; None for CPUs."""
+    """Where a rehearsal was, and of what."""
 
     recipe: str
-    whole: StepConfig
+    # The whole recipe, resolved.
+    config: Mapping[str, Any]
+    ranks: int
+    blocks: int
+    # None for CPUs.
     gpu: Gpu | None
     network_gbits: float | None = None
 
-    def predictor(self, step: StepConfig) -> Predictor:
-        """What predicts a step on this kind of GPU; ValueError on CPUs."""
+    def needs(self, config: Mapping[str, Any]) -> Needs | None:
+        """What is predicted of a recipe on this node; None on CPUs, and if nothing predicts."""
         if self.gpu is None:
-            raise ValueError("no prediction for CPUs")
-        return Predictor(step, self.gpu, None, self.network_gbits)
+            return None
+        return needs(config, 1, self.ranks, self.gpu.name, network_gbits=self.network_gbits)
 
 
 def findings(scene: Scene, report: NodeReport, parts: Sequence[Part]) -> Iterator[Finding]:
@@ -193,17 +196,16 @@ def _part(scene: Scene, part: Part) -> Iterator[Finding]:
     if part.step_s is None:
         yield failed(title, f"it logged no three steps (log: {part.log})", _remedy(scene, ""))
         return
-    blocks = part.step.shape.layers
+    blocks, memory = part.blocks, part.peak_gib
     message = f"{blocks} block{'s' * (blocks > 1)}: {part.step_s:.3g} s per step"
-    memory = part.peak_gib
-    if scene.gpu is None:
-        yield ok(title, f"{message} in {part.seconds} s in all; no prediction for CPUs")
+    predicted = scene.needs(part.config)
+    if predicted is None:
+        yield ok(title, f"{message} in {part.seconds} s in all; no prediction")
         return
-    prediction = scene.predictor(part.step).of(part.step)
-    message += f", predicted {prediction.time.seconds:.3g} s"
+    message += f", predicted {predicted.step_s:.3g} s"
     if memory is not None:
-        message += f"; {memory:.2f} GiB, predicted {prediction.peak_gib:.2f} GiB"
-        if memory > _MORE_MEMORY * prediction.peak_gib and memory - prediction.peak_gib > 0.5:
+        message += f"; {memory:.2f} GiB, predicted {predicted.peak_gib:.2f} GiB"
+        if memory > _MORE_MEMORY * predicted.peak_gib and memory - predicted.peak_gib > 0.5:
             remedy = "the whole recipe may need more, too: leave the difference free"
             yield warning(title, message, remedy)
             return
@@ -232,31 +234,24 @@ def _whole(scene: Scene, parts: Mapping[str, Part]) -> Iterator[Finding]:
         message = f"compiled steps take {after / before:.2f} times as long as uncompiled ones"
         yield warning("compile", message, "compile=false, if it stays so at full depth")
     part = compiled if after else plain if before else None
-    if scene.gpu is None or part is None or part.step_s is None:
+    if part is None or part.step_s is None:
         return
-    ratio = part.step_s / scene.predictor(part.step).of(part.step).time.seconds
-    own = replace(scene.whole, compiled=part.step.compiled)
-    prediction = scene.predictor(own).of(own)
-    rate, mfu = prediction.rate / ratio, _mfu(scene, own, ratio)
-    message = (
-        f"{own.shape.layers} blocks at this speed: {rate:,.0f} tokens/s/GPU, predicted "
-        f"{prediction.rate:,.0f}"
-    )
-    if prediction.range[0] <= rate:
+    predicted = scene.needs(part.config)
+    whole = scene.needs({**scene.config, "compile": part.config.get("compile")})
+    if predicted is None or whole is None:
+        return
+    ratio = part.step_s / predicted.step_s
+    rate = whole.rate / ratio
+    message = f"{scene.blocks} blocks at this speed: {rate:,.0f} tokens/s/GPU, "
+    message += f"predicted {whole.rate:,.0f}"
+    if whole.lowest_rate <= rate:
         yield ok("whole recipe", message)
         return
     remedy = (
-        f"cookbook estimate {scene.recipe} --mfu {mfu:.2f} plans with it; cookbook profile of a "
+        f"cookbook estimate {scene.recipe} --mfu {whole.mfu / ratio:.2f} plans with it; cookbook "
+        "profile of a run shows where the time goes"
     )
-    yield warning("whole recipe", message, remedy + "run shows where the time goes")
-
-
-def _mfu(scene: Scene, step: StepConfig, ratio: float) -> float:
-    """The --mfu that makes an estimate as much slower as the rehearsal was."""
-    if scene.gpu is None:
-        return 0.0
-    usual = pace_of(step, scene.gpu, 0.01) * 0.01
-    return usual / ratio
+    yield warning("whole recipe", message, remedy)
 
 
 def _remedy(scene: Scene, message: str) -> str:

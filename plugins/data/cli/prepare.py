@@ -27,7 +27,7 @@ class _Prepare(click.Command):
         **more: Any,
     ) -> click.Context:
         if args[:1] == ["from-requests"]:
-            from plugins.serve.cli.requests import from_requests
+            from plugins.serve.cli.from_requests import from_requests
 
             name = f"{info_name} {args[0]}"
             return from_requests.make_context(name, args[1:], parent, **more)
@@ -82,8 +82,8 @@ def prepare(
     cookbook prepare from-requests NAME makes a RECIPE from the requests to the endpoint NAME.
     """
     # Imported late: only this command needs them.
-    from launcher.recipe import data
     from plugins.data.launcher import prepare_data as workflow
+    from plugins.data.launcher import recipe as data_recipe
 
     site = sites.load(cluster)
     asked = {key: resources[key] for key in _RESOURCES if resources[key] is not None}
@@ -98,7 +98,7 @@ def prepare(
         raise UsageFault("--rows requires --preview: add --preview, or leave it out")
     if preview and nodes is not None:
         raise UsageFault("--preview runs on this host: leave --nodes out")
-    loaded = data.load(recipe, overrides, asked)
+    loaded = data_recipe.load(recipe, overrides, asked)
     planned = workflow.plan(loaded, site, name, nodes)
     if nodes is None:
         if dry_run:

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from launcher import paths, venv, yamlfile
 from launcher.do.submit import asked_of, start_first, submission
 from launcher.errors import PreflightFault, UsageFault
-from launcher.recipe.data import DataRecipe
 from launcher.recipe.recipe import NAME, NAME_RULE
 from launcher.run import code, directory, provenance
 from launcher.run.directory import Run
@@ -18,24 +17,27 @@ from launcher.site import Site, with_site_defaults
 from launcher.slurm import render
 from launcher.slurm.executors import Executor
 from plugins.data.datarecipe import step_name, step_options
+from plugins.data.launcher.recipe import DataRecipe
 from runspec import files
 
+_TEMPLATES = Path(__file__).parents[1] / "templates"
+_SETTINGS = "data.yaml"  # of a job
 # What every preparation imports.
 _PACKAGES = ("ibis-framework", "duckdb", "phonenumberslite", "python-stdnum")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What would be done: the settings that datakit reads, and where.
-
-    nodes: of a job, None for here. engine: duckdb or spark.
-    """
+class Preparation:
+    """What would be done, and where."""
 
     recipe: DataRecipe
     site: Site
     name: str
+    # duckdb or spark.
     engine: str
+    # Of a job, None for here.
     nodes: int | None
+    # What plugins.data.run reads.
     settings: dict[str, Any]
 
     @property
@@ -44,7 +46,7 @@ class Plan:
         return Path(self.settings["root"]) / "prepared" / self.name
 
 
-def plan(recipe: DataRecipe, site: Site, name: str | None, nodes: int | None) -> Plan:
+def plan(recipe: DataRecipe, site: Site, name: str | None, nodes: int | None) -> Preparation:
     """Work out what to do without doing it. Spark is used only in a job, or if it is asked for."""
     name = name or recipe.name
     if not NAME.match(name):
@@ -66,7 +68,7 @@ def plan(recipe: DataRecipe, site: Site, name: str | None, nodes: int | None) ->
     }
     if faults := _missing(engine):
         raise PreflightFault(faults)
-    return Plan(recipe, site, name, engine, nodes, settings)
+    return Preparation(recipe, site, name, engine, nodes, settings)
 
 
 def _missing(engine: str) -> list[str]:
@@ -80,13 +82,13 @@ def _missing(engine: str) -> list[str]:
     return faults
 
 
-def here(planned: Plan, preview: int | None, as_json: bool) -> NoReturn:
+def here(planned: Preparation, preview: int | None, as_json: bool) -> NoReturn:
     """Become the process that prepares on this machine, so that a signal reaches it.
 
     What is typed again after an interruption goes on where it was.
     """
     # A file without a name: whatever ends the process, nothing of it is left.
-    settings = os.memfd_create(files.DATA_SETTINGS, 0)
+    settings = os.memfd_create(_SETTINGS, 0)
     os.write(settings, yamlfile.dump(planned.settings).encode())
     argv = [str(venv.python()), "-m", "plugins.data.run", f"/proc/self/fd/{settings}"]
     argv += ["--preview", str(preview)] if preview else []
@@ -102,34 +104,34 @@ def here(planned: Plan, preview: int | None, as_json: bool) -> NoReturn:
         ) from error
 
 
-def job_plan(planned: Plan) -> tuple[Path, dict[str, str]]:
+def job_plan(planned: Preparation) -> tuple[Path, dict[str, str]]:
     """Return the directory that a job would have, and the text of each file in it."""
     path = directory.runs_root(planned.site.root) / directory.new_name(planned.name)
     contents = {
         files.RECIPE: yamlfile.dump({"entry": "prepare", **planned.settings["recipe"]}),
-        files.DATA_SETTINGS: yamlfile.dump(
-            {**planned.settings, "event_log": str(path / "spark_events")}
-        ),
+        _SETTINGS: yamlfile.dump({**planned.settings, "event_log": str(path / "spark_events")}),
     }
-    contents[files.JOB_SCRIPT] = render.prepare_script(
-        planned.site,
-        planned.recipe.resources,
-        path,
-        planned.name,
-        planned.engine,
-        planned.nodes or 1,
+    resources = with_site_defaults(planned.recipe.resources, planned.site)
+    template = render.template("job.sbatch.j2", _TEMPLATES, paths.TEMPLATES)
+    contents[files.JOB_SCRIPT] = template.render(
+        **render.common(planned.site, resources, path, planned.name),
+        nodes=planned.nodes or 1,
+        engine=planned.engine,
     )
     return path, contents
 
 
-def submit(planned: Plan, path: Path, contents: Mapping[str, str], executor: Executor) -> Run:
+def submit(
+    planned: Preparation, path: Path, contents: Mapping[str, str], executor: Executor
+) -> Run:
     """Make the job's directory and start it: afterwards it is queued, or nothing of it is left."""
     kit, site = code.present(planned.site.root), planned.site
     resources = replace(planned.recipe.resources, nodes=planned.nodes or 1, gpus_per_node=1)
     asked = asked_of(site, with_site_defaults(resources, site))
     made_of = submission(path, planned.name, planned.recipe.path, site, asked)
+    made_of["command"] = "cookbook prepare"
     made_by = provenance.of_now(kit)
-    made_by["config_sha256"] = provenance.text_sha256(contents[files.DATA_SETTINGS])
+    made_by["config_sha256"] = provenance.text_sha256(contents[_SETTINGS])
     records = {
         files.PROVENANCE: files.json_text(made_by),
         files.SUBMISSION: files.json_text(made_of),
@@ -140,7 +142,7 @@ def submit(planned: Plan, path: Path, contents: Mapping[str, str], executor: Exe
     return run
 
 
-def described(planned: Plan) -> list[str]:
+def described(planned: Preparation) -> list[str]:
     """Say what a preparation here would do."""
     recipe = planned.settings["recipe"]
     steps: Sequence[Any] = recipe.get("steps") or []

@@ -13,7 +13,7 @@ from runspec.prepared import CARD, CURRENT, DATA, FOLDER, LINEAGE, REPORT, ROW_B
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSet:
     """One version of a set."""
 
     name: str
@@ -44,7 +44,7 @@ def table(sets: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def find(root: Path, text: str) -> Prepared:
+def find(root: Path, text: str) -> PreparedSet:
     """Return a set by NAME, or by NAME@ and the beginning of a version."""
     name, _, version = text.partition("@")
     folder = root / "datasets" / FOLDER / name
@@ -67,10 +67,10 @@ def find(root: Path, text: str) -> Prepared:
         raise UsageFault(
             f"{path} has no {CARD} and {LINEAGE}: prepare it again with: cookbook prepare"
         )
-    return Prepared(name, path, card, lineage)
+    return PreparedSet(name, path, card, lineage)
 
 
-def story(one: Prepared) -> list[str]:
+def story(one: PreparedSet) -> list[str]:
     """Return the description of a set, line by line."""
     card, lineage = one.card, one.lineage
     made = datetime.fromtimestamp(card["created"], UTC)
@@ -102,7 +102,7 @@ def story(one: Prepared) -> list[str]:
     return lines
 
 
-def origin(one: Prepared, row: int) -> str:
+def origin(one: PreparedSet, row: int) -> str:
     """Say which record a row was made of, from its id."""
     number, line = row >> ROW_BITS, row & (2**ROW_BITS - 1)
     inputs = {each["number"]: each for each in one.lineage["inputs"]}
@@ -120,7 +120,7 @@ def origin(one: Prepared, row: int) -> str:
     return f"{where} (from {source['origin']})" if source["origin"] else where
 
 
-def _parts(one: Prepared) -> dict[str, list[dict[str, Any]]]:
+def _parts(one: PreparedSet) -> dict[str, list[dict[str, Any]]]:
     """Return the inputs of a set: each file, and the parts of each table, query or dataset."""
     by_origin: dict[str, list[dict[str, Any]]] = {}
     for each in one.lineage["inputs"]:

@@ -4,21 +4,14 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from plugins.data.datarecipe import step_name, step_options
+from plugins.data.datarecipe import STEPS, step_name, step_options
 from plugins.data.errors import DataError
 from plugins.data.expressions import column, condition
-from plugins.data.scan import TYPES
+from plugins.data.query_engines.scan import TYPES
 from plugins.data.steps.personal import region_faults
 from plugins.data.steps.templates import template_faults
 
 _OWN = ("source", "prompt", "answer", "messages", "rejected")
-# Columns that steps add; near_duplicates adds one with action: mark.
-_ADDED = {
-    "language": {"language": "string"},
-    "quality": {"quality_score": "float64"},
-    "tokens": {"tokens": "int64"},
-    "split": {"split": "string"},
-}
 
 
 def check(config: Mapping[str, Any], all_keep: Mapping[str, str]) -> None:
@@ -46,7 +39,7 @@ def check(config: Mapping[str, Any], all_keep: Mapping[str, str]) -> None:
                 look()
             except DataError as error:
                 faults += error.faults
-        known |= _ADDED.get(name, {})
+        known |= STEPS[name].adds
         if name == "near_duplicates" and options.get("action") == "mark":
             known["near_group"] = "int64"
     if faults:

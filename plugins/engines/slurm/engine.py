@@ -1,10 +1,9 @@
-"""Follows another trainer from the host.
+"""Follows another trainer from the host: the companion of entries such as litgpt:.
 
-While an attempt of an entry such as litgpt: runs, the supervisor reads the engine's own files by
-engine.json (runspec/engines.py) and keeps metrics.jsonl and progress.json as the kit's trainer
-does, and heartbeat.json for the watchdog, unless the engine's ranks write it. It does so once more
-at the end of an attempt, because an exit status of 0 does not say that the training is finished.
-Standard library only.
+While an attempt runs it reads the engine's own files by engine.json (runspec/engines.py), and keeps
+metrics.jsonl and progress.json as the kit's trainer does, and heartbeat.json for the watchdog,
+unless the engine's ranks write it. It does so once more at the end of an attempt, because an exit
+status of 0 does not say that the training is finished. Standard library only.
 """
 
 import csv
@@ -12,6 +11,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,8 +22,10 @@ from typing import Any
 from runspec import files, progress
 from runspec.engines import Records
 from runspec.storage import patiently
+from slurm.companion import Companion
 from slurm.faults import WAIT_S
 from slurm.history import latest_checkpoint, read_object
+from slurm.nodes import Nodes
 
 _EVERY_S = 2.0
 # So many logged steps are looked back at for the time that one takes.
@@ -221,12 +223,18 @@ def _newest(folder: Path) -> float:
     return newest
 
 
-class Follower:
-    """Keeps the records of an engine's attempt up to date while it runs."""
+class Follower(Companion):
+    """Keeps the records of an engine's attempts up to date."""
 
-    def __init__(self, run_dir: Path, attempt: int) -> None:
-        self._run_dir, self._attempt = run_dir, attempt
-        self._beat, self._next = Beat(run_dir, attempt), 0.0
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self._attempt, self._beat, self._next = 0, Beat(run_dir, 0), 0.0
+
+    def prepare(self) -> None:
+        set_aside(self.run_dir)
+
+    def begin(self, attempt: int, nodes: Nodes, step: Sequence[str]) -> None:
+        self._attempt, self._beat, self._next = attempt, Beat(self.run_dir, attempt), 0.0
 
     def look(self) -> None:
         """Bring them up to date if it is time to."""
@@ -235,7 +243,10 @@ class Follower:
         self._next = time.monotonic() + _EVERY_S
         # A file may be half written, or its storage away for a moment.
         with suppress(OSError, ValueError):
-            engine = Records.of(files.read_object(self._run_dir / files.ENGINE))
-            follow(self._run_dir, self._attempt)
+            engine = Records.of(files.read_object(self.run_dir / files.ENGINE))
+            follow(self.run_dir, self._attempt)
             if engine is not None and not engine.beats:
                 self._beat.write(time.monotonic())
+
+    def settle(self, attempt: int, exit_code: int, stop_asked: bool) -> None:
+        settle(self.run_dir, attempt, exit_code, stop_asked)

@@ -7,10 +7,11 @@ import click
 from launcher import site as sites
 from launcher.cli.common import cluster_option, own_options, recipe_arguments
 from launcher.cli.number import FloatRange, IntRange
+from launcher.do import models
 from launcher.recipe import recipe as recipe_file
-from plugins.estimate.launcher.estimate import Estimate
+from plugins.estimate.launcher import estimate as estimates
+from plugins.estimate.launcher import text
 from plugins.estimate.launcher.tuning import Tuning
-from plugins.registry.launcher import registered
 
 
 @click.command()
@@ -68,24 +69,25 @@ def estimate(
     """
     site = sites.load(cluster)
     recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
-    recipe = registered.in_recipe(recipe, site)
-    network = network or site.network_gbits
-    estimated = Estimate(
-        recipe,
-        site.root,
-        gpu,
-        mfu,
-        network,
-        tokens=tokens,
-        price=site.gpu_hour_price,
-        currency=site.currency or "",
-        traces=trace,
+    recipe = models.in_recipe(recipe, site)
+    estimated = estimates.Estimate.of(
+        recipe, site.root, gpu, tokens=tokens, network_gbits=network or site.network_gbits, mfu=mfu
     )
+    traced = None
+    if trace:
+        config, ranks = recipe.train_config(site.root, "run"), estimated.step.layout.ranks
+        traced = estimates.trace(config, estimated.method.objective, ranks)
     tuning = Tuning(estimated.predictor) if tune else None
+    price, cost = site.gpu_hour_price, None
+    if price is not None:
+        cost = estimated.hours * estimated.step.gpus * price
     if as_json:
-        shown = estimated.as_json() | ({"tuning": tuning.as_json()} if tuning else {})
+        shown = {"recipe": recipe.name, **estimated.as_json(), "cost": cost, "traced": traced}
+        shown |= {"tuning": tuning.as_json()} if tuning else {}
         click.echo(json.dumps(shown, indent=1))
         return
-    click.echo("\n".join(estimated.lines()))
+    title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
+    in_words = "" if cost is None else f"{cost:,.2f} {site.currency or ''}".rstrip()
+    click.echo("\n".join([title, *text.lines(estimated, traced, in_words)]))
     if tuning:
         click.echo("\n" + "\n".join(tuning.lines()))

@@ -1,10 +1,8 @@
 """What forward keeps for backward on one rank, and what backward works with.
 
-Symbols as in `plugins.estimate.launcher.memory`; r rows of the experts, as every token has one for each
-expert that it meets. Sources: saved activations in the manner of Korthikanti et al. 2022 (arXiv
-2205.05198) section 4, with flash attention (Dao 2023, arXiv 2307.08691).
-
-Each function is of one layer, whose kind is `block`.
+Symbols as in `plugins.estimate.launcher.memory`; r rows of the experts, as every token has one for
+each expert that it meets. Sources: saved activations in the manner of Korthikanti et al. 2022
+(arXiv 2205.05198) section 4, with flash attention (Dao 2023, arXiv 2307.08691).
 """
 
 from __future__ import annotations

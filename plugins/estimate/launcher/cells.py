@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import CookbookError
+from launcher.gpus import by_name
 from launcher.recipe.recipe import Recipe
-from plugins.estimate.launcher.epoch import duration
 from plugins.estimate.launcher.estimate import Estimate
-from plugins.estimate.launcher.gpus import Gpu
 from plugins.estimate.launcher.memory import host_bytes
 from plugins.estimate.launcher.step_config import FP32, GIB
+from plugins.estimate.launcher.text import in_words
 
 _HEADS = ("CELL", "GPUS", "PEAK GiB", "VERDICT", "TOK/S/GPU", "EPOCH")
 
@@ -55,21 +55,26 @@ class PredictedCell:
         verdict += f", {host:.0f} GiB on the CPU" if host else ""
         times = ("-", "-")
         if self.hours is not None:
-            times = f"{found.prediction.rate:,.0f}", duration(3600 * self.hours)
-        peak = f"{found.peak_gib:,.2f}"
+            times = f"{found.rate:,.0f}", in_words(self.hours)
+        peak = f"{found.prediction.peak_gib:,.2f}"
         return self.name, str(found.step.gpus), peak, verdict, *times
 
 
 class PredictedSweep:
     """The predictions of all cells on one kind of GPU, on nodes of as many as each cell takes."""
 
-    def __init__(self, cells: Sequence[tuple[int, str, Recipe]], root: Path, gpu: Gpu) -> None:
-        self.gpu = gpu
+    def __init__(
+        self, cells: Sequence[tuple[int, str, Recipe]], root: Path, gpu: str | None
+    ) -> None:
+        self.gpu = by_name(gpu)
         self.cells = [self._predicted(root, *cell) for cell in cells]
 
     def _predicted(self, root: Path, number: int, name: str, recipe: Recipe) -> PredictedCell:
         try:
-            return PredictedCell(number, name, Estimate(recipe, root, self.gpu.name))
+            found = Estimate.of(recipe, root, self.gpu.name)
+            # Its files are read here, so that a fault of theirs is the cell's.
+            _ = found.epoch
+            return PredictedCell(number, name, found)
         except CookbookError as error:
             return PredictedCell(number, name, fault=f"not computed: {error.faults[0]}")
 

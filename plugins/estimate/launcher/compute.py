@@ -15,50 +15,13 @@ Symbols as in `plugins.estimate.launcher.memory`.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
+from launcher.gpus import AMPERE, Gpu, Reached
 from plugins.estimate.launcher.activations import expert_rows, saved_by_layer, saved_products
-from plugins.estimate.launcher.gpus import Gpu
 from plugins.estimate.launcher.memory import state_bytes
 from plugins.estimate.launcher.step_config import FP32, StepConfig
 from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Matrix
 
-
-class Reached(NamedTuple):
-    """What kernels reach of a GPU's data sheet, as shares; times in seconds.
-
-    products: large bf16 products. attention, attention_backward: FlashAttention on long rows.
-    grouped: of `products`, the experts' products; see `grouped_by`.
-    fp8: speed of fp8 products, over bf16's. memory: of the bandwidth, by elementwise kernels.
-    launch_s: of a kernel by the host.
-    """
-
-    products: float
-    attention: float
-    attention_backward: float
-    grouped: float
-    fp8: float = 1.7
-    memory: float = 0.85
-    launch_s: float = 8e-6
-
-    @classmethod
-    def of(cls, gpu: Gpu) -> "Reached":
-        """Return what is usual on a kind of GPU.
-
-        Cards with more than 400 TFLOP/s are held back by their power, and FlashAttention 2 does
-        not use what is new in them, so it is as fast on all: on H100 it reaches 350 to 370 TFLOP/s
-        forward and about 290 backward (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6), on
-        A100 200 and 180 (Dao 2023, arXiv 2307.08691, figures 4 to 6).
-        """
-        if gpu.bf16_tflops <= 400:
-            return _AMPERE
-        more = max(1.0, gpu.bf16_tflops / 989.4)
-        forward, backward = _HOPPER.attention / more, _HOPPER.attention_backward / more
-        return _HOPPER._replace(attention=forward, attention_backward=backward)
-
-
-_HOPPER = Reached(products=0.66, attention=0.37, attention_backward=0.29, grouped=0.6)
-_AMPERE = Reached(products=0.80, attention=0.65, attention_backward=0.58, grouped=0.6)
 # Rows of this length reach half of what long rows do (the same figures: 512 tokens to 16k).
 HALF_LENGTH = 500
 # A separate operation reads and writes what a fused kernel keeps in registers: norms and rotary
@@ -81,7 +44,7 @@ def grouped_by(step: StepConfig, gpu: Gpu) -> str:
 
     torch has a kernel for bf16 from compute capability 9 on.
     """
-    older = gpu.is_amd or Reached.of(gpu) is _AMPERE
+    older = gpu.is_amd or Reached.of(gpu) is AMPERE
     return "a loop" if step.element_bytes == FP32 or older else "torch"
 
 

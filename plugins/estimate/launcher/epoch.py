@@ -68,13 +68,3 @@ def _texts(record: Mapping[str, Any]) -> Iterator[str]:
     for value in record.values():
         if value is not None:
             yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def duration(seconds: float) -> str:
-    """Return a time as a person writes it: 12 s, 3 min 32 s, 3 h 05 min."""
-    whole = max(round(seconds), 1)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

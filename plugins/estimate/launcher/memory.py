@@ -8,8 +8,8 @@ f MLP width, V vocabulary, e bytes per element.
 
 Sources: FSDP2's buffers as in torch's fully_shard (torch/distributed/fsdp/_fully_shard); NF4's
 4.25 bits in Dettmers et al. 2023 (arXiv 2305.14314) without double quantisation; optimizer states
-in torch.optim and torchao.optim. The truth is `python -m plugins.estimate.trace`, the same step on fake
-tensors: over the catalogue the peaks are within 10 % of its, as a test checks.
+in torch.optim and torchao.optim. The truth is `python -m plugins.estimate.trace`, the same step on
+fake tensors: over the catalogue the peaks are within 10 % of its, as a test checks.
 """
 
 from collections.abc import Iterator
@@ -231,17 +231,15 @@ def generation(step: StepConfig) -> Terms:
     logits of one token of each row.
     """
     shape, e = step.shape, step.element_bytes
-    batch = step.answers_at_once if step.keeps_sampled else step.batch
+    batch = step.batch if step.packed else step.answers_at_once
     alone = replace(step, layout=Layout(), method="full", checkpointing="full", batch=batch)
     width = step.answer_positions
     each = sum(count * b.attention.kv_width for b, count in shape.blocks if b.attention)
-    # In the dtype of the computation; in fp32 as scores, their noise and their sum, and where
-    # their log-probabilities are kept a copy of them.
-    copies = 4 if step.keeps_sampled else 3
+    # In the dtype of the computation; in fp32 as scores, log-probabilities, noise and their sum.
     return {
         "weights": e * shape.parameters,
         "keys and values": 2 * e * step.answers_at_once * width * each,
-        "logits": step.answers_at_once * shape.vocab * (e + copies * FP32),
+        "logits": step.answers_at_once * shape.vocab * (e + 4 * FP32),
         # Which prompts see what, as they are padded: of one and of all rows, a byte each.
         "working memory": max(working(alone, block, False) for block, _ in shape.blocks)
         + width**2 * (1 + step.answers_at_once),

@@ -28,76 +28,34 @@ _TABLES = {"embed_tokens": "tok_embeddings", "lm_head": "output"}
 
 def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepConfig:
     """Return the step of a resolved recipe; RecipeFault names all that is wrong."""
-    model = _block(config, "model")
-    folder = _block(config, "checkpointer").get("checkpoint_dir")
-    shape = shape_of(model, Path(folder) if folder else None)
+    model, method = _block(config, "model"), entries.of(config).method or TrainConfig
     faults: list[str] = []
+    shape, family = _model(config, method, faults)
     try:
         layout = Layout.of(config, nodes * gpus_per_node, gpus_per_node)
     except LayoutError as error:
         faults += error.faults
         # The rules that do not depend on it.
         layout = Layout()
-    length = _block(config, "tokenizer").get("max_seq_len") or 0
-    if not length:
-        faults.append(
-            "tokenizer.max_seq_len is not set, and the longest sample decides the memory: set "
-            "tokenizer.max_seq_len=4096, or what your data need"
-        )
-    try:
-        added = len(tokens.new_tokens(_block(config, "tokenizer")))
-        # At most: a folder may have rows that belong to no token yet.
-        shape = replace(shape, vocab=tokens.grown(shape.vocab, shape.vocab + added))
-    except ValueError as error:
-        faults.append(str(error))
-    family = family_of(model, Path(folder) if folder else None)
-    layers, method = recomputed(config), entries.of(config).method or TrainConfig
-    reference = method.reference_of(config)
-    # In a packed row the documents of a sample share it; else each is a row.
-    rows = 1 if _block(config, "dataset").get("packed") else method.documents_per_sample
-    teacher = method.teacher_of(config)
-    if blocks := config.get("first_blocks"):
-        shape = shape.cut(int(blocks))
-    if method.has_score_head:
-        # As a tied output layer, it has no table of its own.
-        shape = replace(shape, tied=True)
     step = StepConfig(
         shape=shape,
         method=method_of(model),
         layout=layout,
         gpus_per_node=gpus_per_node,
         builder=str(model.get("_component_") or TRANSFORMERS),
-        batch=rows * int(config.get("batch_size") or 1),
-        length=int(length),
-        packed=bool(_block(config, "dataset").get("packed")),
-        accumulation=int(config.get("gradient_accumulation_steps") or 1),
-        element_bytes=4 if config.get("dtype") == "fp32" else 2,
-        reduce_bytes=2 if config.get("fsdp_reduce_dtype") == "bf16" else 4,
-        fp32_master=config.get("master_weights") == "fp32" and config.get("dtype") != "fp32",
-        checkpointing="full" if layers == 1 else str(layers or "none"),
-        sync_each=reduces_each(config),
-        cpu_offload=offloads(config),
-        activation_offload=bool(config.get("enable_activation_offloading")),
-        expert_imbalance=float(config.get("expert_imbalance") or StepConfig.expert_imbalance),
-        compiled=config.get("compile") is True and not uncompiled_experts(config),
-        reshard=config.get("fsdp_reshard_after_forward") is not False,
-        fp8=bool(config.get("enable_fp8_training")),
-        fp8_base=adapters.base_form(model) == "fp8",
-        updated_by=str(_block(config, "optimizer").get("_component_") or ""),
         saved=tuple(_TABLES.get(name, name) for name in model.get("modules_to_save") or ()),
         frozen=tuple(config.get("freeze") or ()),
+        adapter_only=bool(config.get("save_adapter_weights_only")),
+        **_rows(config, method, faults),
+        **_precision(config),
+        **_saving(config),
         **_adapter(model, shape, family, faults),
+        updated_by=str(_block(config, "optimizer").get("_component_") or ""),
         **optimizer_of(_block(config, "optimizer")),
         **_loss(_block(config, "loss"), method),
-        has_reference=reference in ("adapter_off", "model"),
-        adapter_only=bool(config.get("save_adapter_weights_only")),
-        keeps_log_probs=reference == "log_probs",
-        keeps_reference=reference == "model",
-        teacher=shape_of({}, Path(teacher)) if teacher else None,
+        **_frozen_models(config, method),
         **_on_policy(config, method),
         replicas=gpus_per_node * _rollout_nodes(config) if method.samples_answers else 0,
-        teacher_quantised=config.get("teacher_quantize_base") is True,
-        teacher_logits=method.reads_teacher_logits and bool(teacher),
     )
     if method.runs_teacher_only:
         step = _of_teacher(
@@ -106,6 +64,88 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
     if faults := faults + step.faults():
         raise RecipeFault(faults)
     return step
+
+
+def _model(
+    config: Mapping[str, Any], method: type[TrainConfig], faults: list[str]
+) -> tuple[Shape, str]:
+    """The shape of what is trained, and the model's family."""
+    model = _block(config, "model")
+    given = _block(config, "checkpointer").get("checkpoint_dir")
+    folder = Path(given) if given else None
+    shape = shape_of(model, folder)
+    try:
+        added = len(tokens.new_tokens(_block(config, "tokenizer")))
+        # At most: a folder may have rows that belong to no token yet.
+        shape = replace(shape, vocab=tokens.grown(shape.vocab, shape.vocab + added))
+    except ValueError as error:
+        faults.append(str(error))
+    if blocks := config.get("first_blocks"):
+        shape = shape.cut(int(blocks))
+    if method.has_score_head:
+        # As a tied output layer, it has no table of its own.
+        shape = replace(shape, tied=True)
+    return shape, family_of(model, folder)
+
+
+def _rows(
+    config: Mapping[str, Any], method: type[TrainConfig], faults: list[str]
+) -> dict[str, Any]:
+    """The rows of a step."""
+    length = _block(config, "tokenizer").get("max_seq_len") or 0
+    if not length:
+        faults.append(
+            "tokenizer.max_seq_len is not set, and the longest sample decides the memory: set "
+            "tokenizer.max_seq_len=4096, or what your data need"
+        )
+    packed = bool(_block(config, "dataset").get("packed"))
+    # In a packed row the documents of a sample share it; else each is a row.
+    rows = 1 if packed else method.documents_per_sample
+    return {
+        "batch": rows * int(config.get("batch_size") or 1),
+        "length": int(length),
+        "packed": packed,
+        "accumulation": int(config.get("gradient_accumulation_steps") or 1),
+        "expert_imbalance": float(config.get("expert_imbalance") or StepConfig.expert_imbalance),
+    }
+
+
+def _precision(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is stored and computed in which dtype."""
+    fp32 = config.get("dtype") == "fp32"
+    return {
+        "element_bytes": 4 if fp32 else 2,
+        "reduce_bytes": 2 if config.get("fsdp_reduce_dtype") == "bf16" else 4,
+        "fp32_master": config.get("master_weights") == "fp32" and not fp32,
+        "fp8": bool(config.get("enable_fp8_training")),
+        "fp8_base": adapters.base_form(_block(config, "model")) == "fp8",
+    }
+
+
+def _saving(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What saves memory or time."""
+    layers = recomputed(config)
+    return {
+        "checkpointing": "full" if layers == 1 else str(layers or "none"),
+        "sync_each": reduces_each(config),
+        "cpu_offload": offloads(config),
+        "activation_offload": bool(config.get("enable_activation_offloading")),
+        "compiled": config.get("compile") is True and not uncompiled_experts(config),
+        "reshard": config.get("fsdp_reshard_after_forward") is not False,
+    }
+
+
+def _frozen_models(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+    """The reference, and the teacher."""
+    reference, teacher = method.reference_of(config), method.teacher_of(config)
+    return {
+        "has_reference": reference in ("adapter_off", "model"),
+        "keeps_log_probs": reference == "log_probs",
+        "keeps_reference": reference == "model",
+        "teacher": shape_of({}, Path(teacher)) if teacher else None,
+        "teacher_quantised": config.get("teacher_quantize_base") is True,
+        "teacher_logits": method.reads_teacher_logits and bool(teacher),
+    }
 
 
 def _of_teacher(step: StepConfig, top_k: int) -> StepConfig:
@@ -126,9 +166,9 @@ def _of_teacher(step: StepConfig, top_k: int) -> StepConfig:
 
 
 def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+    at_once = config.get("generation_batch_size")
     if method.samples_answers:
         most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
-        at_once = config.get("generation_batch_size")
         updates = config.get("updates_per_rollout") or 1
         of_all: dict[str, Any] = {"on_policy_share": 1 / int(updates), "new_tokens": int(most)}
         of_all |= {"keeps_sampled": True, "max_staleness": int(config.get("max_staleness") or 0)}
@@ -138,11 +178,12 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
         of_all |= {"vllm_share": config.get("rollout_gpu_memory_utilization")}
         of_all |= {"in_reward_models": _in_reward_models(rewards)}
         return of_all | {"generation_batch": at_once and int(at_once)}
-    share, name = float(config.get("on_policy_share") or 0), "on_policy_max_new_tokens"
-    if not share:
+    keys, own = method.keys(), ("on_policy_share", "max_new_tokens")
+    if own[0] not in keys:
         return {}
-    default = method.keys()[name].default
-    return {"on_policy_share": share, "new_tokens": int(config.get(name) or default)}
+    share, most = (keys[n].default if config.get(n) is None else config[n] for n in own)
+    own_batch = {"generation_batch": at_once and int(at_once)}
+    return {"on_policy_share": float(share), "new_tokens": int(most), **own_batch}
 
 
 def _rollout_nodes(config: Mapping[str, Any]) -> int:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from launcher.gpus import Gpu
 from plugins.estimate.launcher.compute import uncertainty
-from plugins.estimate.launcher.gpus import Gpu, Links
+from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.replicas import generates, replica
 from plugins.estimate.launcher.step_config import GIB, StepConfig
@@ -204,8 +205,8 @@ class Predictor:
     """Predicts settings near a recipe's own.
 
     mfu: of the recipe's own step while no GPU waits for another, as a run has shown it; None: as
-    `plugins.estimate.launcher.compute` computes it. Every setting is predicted to be as much slower or faster
-    than its terms say as that step is.
+    `plugins.estimate.launcher.compute` computes it. Every setting is predicted to be as much slower
+    or faster than its terms say as that step is.
     """
 
     own: StepConfig

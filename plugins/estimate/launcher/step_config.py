@@ -186,7 +186,7 @@ class StepConfig:
         """How many of them together: their keys and values fill no more than a micro-batch, unless
         the recipe says how many.
         """
-        own = self.batch if self.keeps_sampled else self._filling
+        own = self._filling if self.packed else self.batch
         if self.vllm:
             # All of its share: vLLM decides itself for how many there is room.
             answers = self.answers_per_step * self.layout.data_parallel
@@ -196,7 +196,7 @@ class StepConfig:
     @property
     def answer_positions(self) -> int:
         """Positions of the keys and values of such an answer and its prompt."""
-        if self.keeps_sampled:
+        if not self.packed:
             return self.length
         return self.batch * self.length // max(self.answers_at_once, 1)
 

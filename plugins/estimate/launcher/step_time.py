@@ -1,10 +1,10 @@
 """How long a training step takes, from what its GPUs compute and what its ranks send.
 
-What a GPU computes is in `plugins.estimate.launcher.compute`. What FSDP gathers for the next layer and
-reduces of the last one goes on beside a layer's computation; what does not end with it is waited
-for, and so are a step's first gather and last reduction. What tensor parallelism (Korthikanti et
-al. 2022, arXiv 2205.05198) and expert parallelism send is waited for. Counted are the large
-messages. Nothing is measured.
+What a GPU computes is in `plugins.estimate.launcher.compute`. What FSDP gathers for the next layer
+and reduces of the last one goes on beside a layer's computation; what does not end with it is
+waited for, and so are a step's first gather and last reduction. What tensor parallelism
+(Korthikanti et al. 2022, arXiv 2205.05198) and expert parallelism send is waited for. Counted are
+the large messages. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from math import ceil
 from typing import NamedTuple
 
 from launcher.errors import UsageFault
+from launcher.gpus import REACHED, Gpu, Reached
 from plugins.estimate.launcher.activations import expert_rows
-from plugins.estimate.launcher.compute import Compute, Reached
-from plugins.estimate.launcher.gpus import REACHED, Gpu, Links
+from plugins.estimate.launcher.compute import Compute
+from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.memory import transfer_bytes
 from plugins.estimate.launcher.replicas import answers_of_vllm
 from plugins.estimate.launcher.step_config import GIB, StepConfig
@@ -83,15 +84,20 @@ def computing(
     return Computing(*(pace * seconds for seconds in parts))
 
 
+def mfu_of(step: StepConfig, gpu: Gpu) -> float:
+    """Return the model FLOPs utilisation of a GPU while it waits for no other."""
+    tokens = step.accumulation * step.tokens / step.layout.tensor_parallel
+    took = computing(step, gpu).in_all(step)
+    return utilisation(step.flops.model * tokens, took, 1, gpu.bf16_tflops)
+
+
 def pace_of(step: StepConfig, gpu: Gpu, mfu: float) -> float:
     """Return by how much a GPU is slower than the terms say, if this step has this MFU.
 
     That is the MFU while it waits for no other GPU. UsageFault if products would run faster than
     the data sheet says.
     """
-    tokens = step.accumulation * step.tokens / step.layout.tensor_parallel
-    took = computing(step, gpu).in_all(step)
-    reached = utilisation(step.flops.model * tokens, took, 1, gpu.bf16_tflops)
+    reached = mfu_of(step, gpu)
     limit = reached / Reached.of(gpu).products
     if mfu > limit:
         raise UsageFault(

@@ -12,6 +12,7 @@ from launcher.cli.common import note, tell_submitted
 from launcher.cli.number import IntRange
 from launcher.cli.runs import launched
 from launcher.cli.status import watch_to_the_end
+from launcher.do import models
 from launcher.do import submit as submission
 from launcher.errors import RunFault, UsageFault
 from launcher.look.watch import watch_all
@@ -20,7 +21,6 @@ from launcher.slurm import executors
 from launcher.slurm.executors import title
 from plugins.evaluate.launcher import evaluate as workflow
 from plugins.evaluate.launcher import evaluation as shown
-from plugins.registry.launcher import judging, models
 
 
 @click.command(name="eval")
@@ -94,7 +94,7 @@ def evaluate(
         if not results:
             raise UsageFault(f"{model} has no result yet: make one with: cookbook eval {model}")
         if as_gates:
-            click.echo("\n".join(judging.as_gates(results[0])))
+            click.echo("\n".join(shown.as_gates(results[0])))
         else:
             _show(results[0], as_json, samples)
         return

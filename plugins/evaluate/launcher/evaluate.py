@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
+from launcher.do import models
+from launcher.do.models import Model
 from launcher.errors import CookbookError, UsageFault
 from launcher.recipe import extend, override
 from launcher.recipe import recipe as recipe_file
 from launcher.recipe.recipe import Recipe
 from launcher.site import Site
 from plugins.evaluate.launcher import evaluation, suite_data
-from plugins.registry.launcher import models
-from plugins.registry.launcher.models import Model
 from runspec import files
 
 

@@ -1,14 +1,18 @@
 """An evaluation's result as a table: base against tuned, with intervals and p-values."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.look.report import Section
 from launcher.look.text import is_number, plain
 from launcher.run.directory import Run
+from plugins.evaluate.recipe_keys import COMPARED, COMPARED_OF_TASK, EVAL, TASK
 from runspec import files
 
-_WIDEST = 100
+# Width of a sample, and samples of each task in a report.
+_WIDEST, _REPORTED = 100, 3
 
 
 def of_run(run: Run) -> dict[str, Any] | None:
@@ -21,11 +25,64 @@ def all_of(run: Run) -> list[dict[str, Any]]:
     return read(run.path / files.EVALS)
 
 
+def report_section(run: Run) -> Section:
+    """Return the evaluations of a run's model, newest first, for a report."""
+    texts = ("\n".join(lines(each, _REPORTED)) for each in all_of(run))
+    return Section("Evaluations", "\n\n".join(texts).splitlines())
+
+
 def read(folder: Path) -> list[dict[str, Any]]:
     """Return the results in a folder, newest first, each with its file."""
     known = [{**files.peek(path), "file": str(path)} for path in folder.glob("*.json")]
     results = [each for each in known if isinstance(each.get("tasks"), dict)]
     return sorted(results, key=lambda each: float(each.get("created") or 0), reverse=True)
+
+
+def figures(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the candidate's figures of an evaluation by suite.task.metric."""
+    values = {}
+    tasks = result.get("tasks")
+    for task, block in tasks.items() if isinstance(tasks, dict) else ():
+        for metric, groups in (block.get("metrics") or {}).items():
+            value: Any = ((groups.get("all") or {}).get("candidate") or {}).get("value")
+            if is_number(value):
+                values[f"{result.get('suite')}.{task}.{metric}"] = float(value)
+    return values
+
+
+def answered(block: Mapping[str, Any]) -> int:
+    """Return how many samples of a task the model answered, those that were too long left out."""
+    return int(block.get("samples") or 0) - int((block.get("too_long") or {}).get("candidate") or 0)
+
+
+def compared_settings(
+    result: Mapping[str, Any], block: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each compared setting: its key, its default, and its value in an evaluation."""
+    for keys, table, values in (
+        (COMPARED, EVAL, result.get("settings") or {}),
+        (COMPARED_OF_TASK, TASK, block.get("settings") or {}),
+    ):
+        for key in keys:
+            yield key, table[key].default, values.get(key)
+
+
+def as_gates(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a gates file that make an evaluation the one that counts."""
+    yield "evaluations:"
+    for task, block in (result.get("tasks") or {}).items():
+        if not block.get("data_sha256"):
+            continue
+        yield f"  {result.get('suite')}.{task}:"
+        yield f"    data_sha256: {block['data_sha256']}"
+        yield f"    min_samples: {answered(block)}"
+        own = {
+            key: value
+            for key, default, value in compared_settings(result, block)
+            if value != default
+        }
+        if own:
+            yield f"    settings: {json.dumps(own)}"
 
 
 def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:

@@ -10,9 +10,9 @@ from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, json_option, note
 from launcher.cli.number import IntRange
+from launcher.do import models
 from launcher.errors import UsageFault
 from launcher.look.text import plain
-from plugins.registry.launcher import models
 from plugins.registry.launcher import promote as workflow
 from plugins.registry.launcher import registry as registered
 from plugins.registry.launcher import store as stores

@@ -1,19 +1,16 @@
 """cookbook track"""
 
 import json
-from collections.abc import Iterable, Iterator
 
 import click
 
 from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, json_option, note, runs_root
-from launcher.errors import CookbookError, UnknownRun
-from launcher.look.outcome import configuration
-from launcher.run.directory import Run
+from launcher.errors import UnknownRun
 from launcher.run.find import every, find, none_yet
-from plugins.registry.launcher import importer, weights_and_biases
 from plugins.registry.launcher import store as stores
+from plugins.registry.launcher import tracking, weights_and_biases
 
 
 @click.command()
@@ -37,7 +34,7 @@ def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str 
     if not runs:
         raise UnknownRun(none_yet(root))
     done = []
-    for name, outcome in _imported(store, dict.fromkeys(runs)):
+    for name, outcome in tracking.import_runs(store, dict.fromkeys(runs)):
         done.append({"run": name, "done": outcome})
         if outcome.startswith("skipped"):
             note(f"{name}: {outcome}")
@@ -51,27 +48,3 @@ def track(wanted: tuple[str, ...], uri: str | None, as_json: bool, cluster: str 
     elif store.embedded:
         serve = f"mlflow server --backend-store-uri {store.uri} --host 127.0.0.1 --port 5000"
         note(f"view them with: {serve}")
-
-
-def _imported(store: stores.Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
-    """Write runs; yield each one's name and what was done."""
-    if store.wandb:
-        yield from weights_and_biases.import_runs(store, runs)
-        return
-    with stores.opened(store) as client:
-        yield from importer.import_runs(client, store, runs)
-
-
-def track_at_the_end(runs: Iterable[Run]) -> None:
-    """Write runs that have ended where their recipe or site says, if one does."""
-    for run in runs:
-        site = sites.load(run.submission.get("site"))
-        wanted = configuration(run).get("tracking") or site.tracking
-        if not wanted:
-            continue
-        try:
-            for name, outcome in _imported(stores.at(site.root, str(wanted)), [run]):
-                note(f"tracking: {name} {outcome}")
-        except CookbookError as error:
-            # The run's own end counts; it can be imported at any time.
-            note(f"warning: not tracked: {error.faults[0]}; then: cookbook track {run.name}")

@@ -4,7 +4,7 @@ The importers of MLflow and of W&B write the same facts.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from launcher.look.outcome import outcome
 from launcher.look.text import is_number
 from launcher.run.directory import Run
 from launcher.run.states import State, judged
+from plugins.evaluate.launcher import evaluation
 from runspec import files
 
 _ARTEFACTS = (files.RECIPE, files.JOB_SCRIPT, files.PROVENANCE, files.ATTEMPTS, files.SAMPLES)
@@ -80,22 +81,9 @@ def outcomes(run: Run, state: State) -> dict[str, float]:
 
 def evaluations(run: Run) -> Iterator[tuple[str, float, float]]:
     """Yield name, value and time of each figure of the run's evaluations."""
-    for path in _evaluation_files(run):
-        result = files.peek(path)
-        for name, value in figures(result).items():
+    for result in evaluation.all_of(run):
+        for name, value in evaluation.figures(result).items():
             yield f"eval/{name}", value, float(result.get("created") or 0)
-
-
-def figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the candidate's figures of an evaluation by suite.task.metric."""
-    values = {}
-    tasks = result.get("tasks")
-    for task, block in tasks.items() if isinstance(tasks, dict) else ():
-        for metric, groups in (block.get("metrics") or {}).items():
-            value: Any = ((groups.get("all") or {}).get("candidate") or {}).get("value")
-            if is_number(value):
-                values[f"{result.get('suite')}.{task}.{metric}"] = float(value)
-    return values
 
 
 def data_hash(run: Run) -> str | None:

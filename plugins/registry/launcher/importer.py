@@ -22,7 +22,6 @@ _ENDS = {
     "COMPLETED": "FINISHED",
     "ANSWERING": "FINISHED",
     "CANCELLED": "KILLED",
-    "STOPPED_EARLY": "KILLED",
     "FAILED": "FAILED",
 }
 RUN_TAG = "cookbook.run"

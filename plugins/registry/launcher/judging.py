@@ -1,6 +1,5 @@
 """What each gate says of a version, from the evaluations that count for it."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import nearest
-from plugins.evaluate.recipe_keys import COMPARED, COMPARED_OF_TASK, EVAL, TASK
-from plugins.registry.launcher.facts import figures
+from plugins.evaluate.launcher.evaluation import answered, compared_settings, figures
 from plugins.registry.launcher.gates import Gates, Wanted, task_of
 from runspec.files import parse_json
 from runspec.weights import content_sha256
@@ -106,41 +104,10 @@ def _differences(
 def _other_settings(
     wanted: Wanted, result: Mapping[str, Any], block: Mapping[str, Any]
 ) -> Iterator[str]:
-    for key, default, given in settings_of(result, block):
+    for key, default, given in compared_settings(result, block):
         asked = wanted.settings.get(key, default)
         if given != asked:
             yield f"{key} is {given!r}, not {asked!r}"
-
-
-def settings_of(
-    result: Mapping[str, Any], block: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each compared setting: its key, its default, and its value in an evaluation."""
-    for keys, table, values in (
-        (COMPARED, EVAL, result.get("settings") or {}),
-        (COMPARED_OF_TASK, TASK, block.get("settings") or {}),
-    ):
-        for key in keys:
-            yield key, table[key].default, values.get(key)
-
-
-def as_gates(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a gates file that make an evaluation the one that counts."""
-    yield "evaluations:"
-    for task, block in (result.get("tasks") or {}).items():
-        if not block.get("data_sha256"):
-            continue
-        yield f"  {result.get('suite')}.{task}:"
-        yield f"    data_sha256: {block['data_sha256']}"
-        yield f"    min_samples: {answered(block)}"
-        own = {key: value for key, default, value in settings_of(result, block) if value != default}
-        if own:
-            yield f"    settings: {json.dumps(own)}"
-
-
-def answered(block: Mapping[str, Any]) -> int:
-    """Return how many samples of a task the model answered, those that were too long left out."""
-    return int(block.get("samples") or 0) - int((block.get("too_long") or {}).get("candidate") or 0)
 
 
 def _short(sha256: Any) -> str:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
+from launcher.do.models import Model, of_folder
 from launcher.errors import GateFault, UsageFault
 from launcher.look.outcome import outcome
 from launcher.run.states import state_of
 from launcher.site import Site
-from plugins.evaluate.launcher import evaluate
+from plugins.evaluate.launcher import evaluate, evaluation
 from plugins.registry.launcher import facts, gates, importer, judging, registry
 from plugins.registry.launcher import store as stores
-from plugins.registry.launcher.models import Model, of_folder
 from plugins.registry.launcher.registry import Version
 from plugins.serve.launcher import endpoint as endpoints
 
@@ -60,7 +60,7 @@ def _tags(site: Site, model: Model) -> dict[str, Any]:
 
 def _figures(results: list[dict[str, Any]]) -> dict[str, str]:
     """Return the newest evaluation's figures as tags."""
-    newest = facts.figures(results[0]) if results else {}
+    newest = evaluation.figures(results[0]) if results else {}
     return {f"eval.{key}": f"{value:.6g}" for key, value in newest.items()}
 
 
@@ -181,13 +181,16 @@ def _rules(
 def still_served(site: Site, name: str, alias: str, number: int | None) -> Iterator[str]:
     """Yield for each endpoint that serves the version that an alias named before how to swap it."""
     for endpoint in endpoints.every(site):
-        for served in endpoint.served:
-            if served.version != f"{name} v{number}" or not endpoint.living(site.root, served):
+        for deployment in endpoint.deployments:
+            if deployment.version != f"{name} v{number}" or not endpoint.living(
+                site.root, deployment
+            ):
                 continue
             swap = f"cookbook serve models:/{name}@{alias} --name {endpoint.name} --replace"
-            if served.model == f"models:/{name}@{alias}":
+            if deployment.model == f"models:/{name}@{alias}":
                 swap = f"cookbook serve --keep {endpoint.name} --once"
-            yield f"endpoint {endpoint.name} still serves {served.version}; swap it with: {swap}"
+            still = f"endpoint {endpoint.name} still serves {deployment.version}"
+            yield f"{still}; swap it with: {swap}"
 
 
 def _evaluated(version: Version) -> Path:

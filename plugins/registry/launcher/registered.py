@@ -1,26 +1,40 @@
-"""A recipe that trains on from a registered model: models:/NAME@ALIAS as its checkpoint_dir."""
+"""Registered models for the rest of the kit, which knows them as models:/NAME@ALIAS."""
 
-from dataclasses import replace
+import re
 
-from launcher.errors import UsageFault
-from launcher.recipe.recipe import Recipe
+from launcher.do.models import Model
+from launcher.errors import CookbookError, UsageFault
 from launcher.site import Site
+from plugins.registry.launcher import registry
+from plugins.registry.launcher import store as stores
+
+_URI = re.compile(r"models:/([^@/]+)(?:@([^@/]+)|/(\d+))\Z")
 
 
-def in_recipe(recipe: Recipe, site: Site) -> Recipe:
-    """Return a recipe whose checkpoint_dir is a folder where it named models:/NAME@ALIAS."""
-    block = recipe.config.get("checkpointer")
-    given = block.get("checkpoint_dir") if isinstance(block, dict) else None
-    if not (isinstance(block, dict) and isinstance(given, str) and given.startswith("models:/")):
-        return recipe
-    # Imported late: few recipes name one, and every estimate asks here.
-    from plugins.registry.launcher.models import resolve
+def model(site: Site, uri: str) -> Model:
+    """Return the version that models:/NAME@ALIAS or models:/NAME/VERSION names.
 
-    model = resolve(site, given)
-    if model.is_adapter:
-        raise UsageFault(
-            f"checkpointer.checkpoint_dir: {given} is an adapter ({model.folder}), but a run "
-            "starts from full weights: give a version whose run exported merged weights"
-        )
-    config = {**recipe.config, "checkpointer": {**block, "checkpoint_dir": str(model.folder)}}
-    return replace(recipe, config=config)
+    Raises:
+        UsageFault: there is none.
+        StoreFault: the registry cannot be read.
+    """
+    match = _URI.match(uri)
+    if match is None:
+        raise UsageFault(f"{uri!r} is not models:/NAME@ALIAS or models:/NAME/VERSION")
+    name, alias, number = match.groups()
+    with stores.opened(stores.at(site.root, site.tracking), write=False) as client:
+        version = registry.version(client, name, alias or number)
+    return Model(version.folder, f"{name} v{version.number}", registered_as=name)
+
+
+def uris(site: Site) -> dict[str, str]:
+    """Return a URI of each registered name that has an alias; {} if the registry cannot be read."""
+    known = {}
+    try:
+        with stores.opened(stores.at(site.root, site.tracking), write=False) as client:
+            for name in registry.names(client):
+                for alias in [*registry.aliases_of(client, name)][:1]:
+                    known[name] = f"models:/{name}@{alias}"
+    except CookbookError:
+        return {}
+    return known

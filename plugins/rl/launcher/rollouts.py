@@ -1,11 +1,14 @@
 """What is seen of reinforcement learning: figures of the newest step, and sampled answers."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from launcher.look.outcome import resolved
+from launcher.look.report import Section
 from launcher.look.text import is_number
 from launcher.run.directory import Run
+from launcher.run.states import State
 from runspec import files
 
 # Answers that are shown of each group, and groups.
@@ -58,6 +61,17 @@ _FIGURES = (
 )
 
 
+def report_section(run: Run) -> Section:
+    """Return the charts and the sampled answers of a run, for a report."""
+    return Section(
+        "Sampled answers",
+        list(samples(run)),
+        "Of the newest steps, the best and the worst answers of a group; the run's rollouts.jsonl "
+        "has the others.",
+        charts(resolved(run).get("rewards")),
+    )
+
+
 def charts(rewards: Any) -> dict[str, str]:
     """Return the charts of runs with these rewards: those above, and one for each function."""
     names = list(rewards) if isinstance(rewards, Mapping) else []
@@ -80,6 +94,13 @@ def figures(row: Mapping[str, Any]) -> list[str]:
         for parts in ([first[0], *own, *first[1:]], *others)
     )
     return [line for line in lines if line]
+
+
+def live_lines(run: Run, state: State, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the figures of the newest answers, and how ranks and replicas are."""
+    yield from next((lines for row in reversed(rows) if (lines := figures(row))), [])
+    if not state.ended and (line := roles(run)):
+        yield line
 
 
 def roles(run: Run) -> str:

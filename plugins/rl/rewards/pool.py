@@ -9,14 +9,13 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,33 +32,48 @@ ROOT = Path(__file__).parents[3]
 
 
 class Answer(NamedTuple):
-    """What a reward function sees of an answer; row: the columns of its prompt's sample."""
+    """What a reward function sees of an answer."""
 
     prompt: str
     completion: str
     tokens: list[int]
+    # The columns of its prompt's sample.
     row: Mapping[str, Any]
 
 
 class Turn(NamedTuple):
-    """What an environment is asked: the row, and the answers so far, the last of them new."""
+    """What an environment is asked."""
 
+    # The columns of the prompt's sample.
     row: Mapping[str, Any]
+    # So far, the last of them new.
     answers: list[str]
     episode: str
 
 
-class Reply(NamedTuple):
-    """What an environment says: the turns that follow, None if it has ended; and a score."""
+class Task(NamedTuple):
+    """A score that is asked for."""
 
+    # Of which answer or turn.
+    number: int
+    # By which reward.
+    name: str
+
+
+class Reply(NamedTuple):
+    """What an environment says."""
+
+    # What follows, None if the episode has ended.
     turns: list[dict[str, Any]] | None
     score: float | None
 
 
 class Scores(NamedTuple):
-    """Of one answer: by function its score, None if it skips it; failed: whether one has none."""
+    """Those of one answer."""
 
+    # By function, None if it skips the answer.
     scores: dict[str, float | None]
+    # Whether a function gave none.
     failed: bool
 
     def total(self, weights: Mapping[str, float]) -> float | None:
@@ -144,12 +158,10 @@ def identity(rewards: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Worker:
-    """A process that scores. tasks: each an answer's index and a function, the first of them under
-    way. limit: when that, or the loading, must end.
-    """
+    """A process that scores, for one thread of the rank."""
 
     def __init__(self, rewards: Mapping[str, Any]) -> None:
-        self.connection, other = Pipe()
+        self._connection, other = Pipe()
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "plugins.rl.rewards.worker", str(other.fileno())],
@@ -159,36 +171,61 @@ class _Worker:
             start_new_session=True,
         )
         other.close()
-        self.tasks: deque[tuple[int, str]] = deque()
-        self._sent = 0  # bytes since it had no task
-        self.limit = time.monotonic() + LOAD_LIMIT_S
-        self.ready = False
+        self._is_loaded = False
         with suppress(OSError):  # it is dead already, which is seen when it is asked
-            self.connection.send(dict(rewards))
+            self._connection.send(dict(rewards))
 
-    def gives(self, task: tuple[int, str], content: Answer | Turn, timeout_s: float) -> bool:
-        """Send a task, unless the connection may be full: a process that hangs reads nothing."""
-        message = pickle.dumps((task[1], *content))
-        if not self.tasks:
-            self.limit, self._sent = time.monotonic() + timeout_s, 0
-        elif self._sent + len(message) > AHEAD_BYTES:
-            return False
-        self.tasks.append(task)
-        self._sent += len(message)
-        with suppress(OSError):
-            self.connection.send_bytes(message)
-        return True
+    def load(self) -> None:
+        """Wait until its functions are loaded; ConfigError if they cannot be."""
+        if self._is_loaded:
+            return
+        if not self._connection.poll(LOAD_LIMIT_S):
+            raise ConfigError(f"rewards: loading them took over {LOAD_LIMIT_S:.0f} s")
+        try:
+            said = self._connection.recv()
+        except (EOFError, OSError):
+            said = "loading them ended the process"
+        if said is not None:
+            raise ConfigError(f"rewards.{said}")
+        self._is_loaded = True
 
-    def taken(self, timeout_s: float) -> tuple[int, str] | None:
-        """The task that has ended; the time of the next one begins."""
-        self.limit = time.monotonic() + timeout_s
-        return self.tasks.popleft() if self.tasks else None
+    def give(self, tasks: deque[Task], contents: Sequence[Answer | Turn], most: int) -> deque[Task]:
+        """Take up to so many of the tasks and send them; several, so that it need not wait.
+
+        Together they fit into a socket: one that hangs reads nothing.
+        """
+        given: deque[Task] = deque()
+        size = 0
+        while len(given) < most:
+            try:
+                task = tasks.popleft()
+            except IndexError:
+                break
+            message = pickle.dumps((task.name, *contents[task.number]))
+            size += len(message)
+            if given and size > AHEAD_BYTES:
+                tasks.appendleft(task)
+                break
+            given.append(task)
+            with suppress(OSError):  # seen when it is asked
+                self._connection.send_bytes(message)
+        return given
+
+    def result(self, timeout_s: float) -> tuple[Any, str, str]:
+        """The result of the next task; and if it has none, of what kind that is and why."""
+        try:
+            if not self._connection.poll(timeout_s):
+                return None, "timeout", f"took over {timeout_s:g} s"
+            result, said = self._connection.recv()
+        except (EOFError, OSError):
+            return None, "died", "its process ended"
+        return (result, "", "") if said is None else (None, "raised", said)
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self.connection.close()
+        self._connection.close()
 
 
 class Pool:
@@ -204,12 +241,12 @@ class Pool:
         own = {n: block for n, block in rewards.items() if block["function"] != REWARD_MODEL}
         self._rewards, self._timeout_s = own, timeout_s
         self.messages: dict[tuple[str, str], str] = {}
+        # The kernel ends a process with the thread that started it: these last as long as it.
+        self._threads = ThreadPoolExecutor(max(1, workers))
         self._workers = [_Worker(self._rewards) for _ in range(workers)]
         try:
             for worker in self._workers:
-                if not worker.connection.poll(LOAD_LIMIT_S):
-                    raise ConfigError(f"rewards: loading them took over {LOAD_LIMIT_S:.0f} s")
-                self._loaded(worker)
+                worker.load()
         except BaseException:
             self.close()
             raise
@@ -219,11 +256,11 @@ class Pool:
         names = [name for name, block in self._rewards.items() if not block.get("turns")]
         scores = [Scores({}, False) for _ in answers]
 
-        def scored(task: tuple[int, str], score: float | None) -> None:
-            scores[task[0]].scores[task[1]] = score
+        def scored(task: Task, score: float | None) -> None:
+            scores[task.number].scores[task.name] = score
 
-        tasks = deque((index, name) for index in range(len(answers)) for name in names)
-        for index in self._run([tasks], answers, scored):
+        tasks = deque(Task(number, name) for number in range(len(answers)) for name in names)
+        for index in self._run([tasks] * len(self._workers), answers, scored):
             scores[index] = scores[index]._replace(failed=True)
         return scores
 
@@ -234,88 +271,47 @@ class Pool:
         """
         replies: list[Reply | None] = [None] * len(turns)
 
-        def replied(task: tuple[int, str], reply: Reply) -> None:
-            replies[task[0]] = reply
+        def replied(task: Task, reply: Reply) -> None:
+            replies[task.number] = reply
 
-        queues: list[deque[tuple[int, str]]] = [deque() for _ in self._workers]
-        for index, turn in enumerate(turns):
-            queues[zlib.crc32(turn.episode.encode()) % len(queues)].append((index, name))
+        queues: list[deque[Task]] = [deque() for _ in self._workers]
+        for number, turn in enumerate(turns):
+            queues[zlib.crc32(turn.episode.encode()) % len(queues)].append(Task(number, name))
         self._run(queues, turns, replied)
         return replies
 
     def _run(
         self,
-        queues: Sequence[deque[tuple[int, str]]],
-        messages: Sequence[Answer | Turn],
-        done: Callable[[tuple[int, str], Any], None],
+        queues: Sequence[deque[Task]],
+        contents: Sequence[Answer | Turn],
+        done: Callable[[Task, Any], None],
     ) -> list[int]:
-        """Give the tasks of each process's queue, or of one that all share; what failed."""
-        waiting, without = sum(map(len, queues)), list[int]()
-        # As few as leave each process some until the end.
-        ahead = max(1, min(AHEAD, waiting // (2 * max(1, len(self._workers)))))
+        """Do the tasks of each process's queue, which may be one for all; what failed."""
+        # As few at once as leave each process some until the end.
+        most = max(1, min(AHEAD, len(contents) // (2 * max(1, len(self._workers)))))
 
-        def failed(worker: _Worker, kind: str, said: str) -> None:
-            nonlocal waiting
-            if (task := worker.taken(self._timeout_s)) is not None:
-                index, name = task
-                without.append(index)
-                self.failed(name, kind, said)
-                waiting -= 1
-
-        def replace(worker: _Worker) -> None:
-            place = self._workers.index(worker)
-            queues[place % len(queues)].extendleft(reversed(worker.tasks))
-            worker.close()
-            self._workers[place] = _Worker(self._rewards)
-
-        def receive(worker: _Worker) -> None:
-            """Take what has come; EOFError or OSError if the process is gone."""
-            nonlocal waiting
-            if not worker.ready:
-                self._loaded(worker)
-                return
-            while True:
-                result, said = worker.connection.recv()
-                if said is not None:
-                    failed(worker, "raised", said)
-                elif (task := worker.taken(self._timeout_s)) is not None:
-                    done(task, result)
-                    waiting -= 1
-                if not worker.connection.poll():
-                    return
-
-        while waiting:
-            for place, worker in enumerate(self._workers):
-                queue = queues[place % len(queues)]
-                # Given in groups, so that no process waits for its next one.
-                while worker.ready and queue and len(worker.tasks) < ahead:
-                    if not worker.gives(queue[0], messages[queue[0][0]], self._timeout_s):
+        def work(place: int) -> list[int]:
+            tasks, without = queues[place], list[int]()
+            while tasks:
+                worker = self._workers[place]
+                worker.load()
+                given = worker.give(tasks, contents, most)
+                while given:
+                    task = given.popleft()
+                    result, kind, said = worker.result(self._timeout_s)
+                    if not kind:
+                        done(task, result)
+                        continue
+                    without.append(task.number)
+                    self.failed(task.name, kind, said)
+                    if kind != "raised":
+                        tasks.extendleft(reversed(given))
+                        worker.close()
+                        self._workers[place] = _Worker(self._rewards)
                         break
-                    queue.popleft()
-            busy = [each for each in self._workers if each.tasks or not each.ready]
-            limit = min(each.limit for each in busy)
-            seen = wait([each.connection for each in busy], max(0.0, limit - time.monotonic()))
-            for worker in busy:
-                if worker.connection in seen:
-                    try:
-                        receive(worker)
-                    except (EOFError, OSError):
-                        failed(worker, "died", "its process ended")
-                        replace(worker)
-                elif time.monotonic() >= worker.limit:
-                    failed(worker, "timeout", f"took over {self._timeout_s:g} s")
-                    replace(worker)
-        return without
+            return without
 
-    def _loaded(self, worker: _Worker) -> None:
-        """Take the answer of a worker that loads its functions."""
-        try:
-            said = worker.connection.recv()
-        except (EOFError, OSError):
-            said = "loading them ended the process"
-        if said is not None:
-            raise ConfigError(f"rewards.{said}")
-        worker.ready = True
+        return [index for part in self._threads.map(work, range(len(queues))) for index in part]
 
     def failed(self, name: str, kind: str, said: str) -> None:
         """Keep what the first failed score of its kind said."""
@@ -326,3 +322,4 @@ class Pool:
         for worker in self._workers:
             worker.close()
         self._workers = []
+        self._threads.shutdown(wait=False)

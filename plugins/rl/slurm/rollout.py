@@ -1,8 +1,7 @@
-"""Starts a job's rollout replicas, and replaces those that die or hang.
+"""Starts a job's rollout replicas, and replaces those that die or hang: the companion of GRPO.
 
-The supervisor runs this in a thread beside the attempts. Without srun, the replicas are processes
-of this host. If none can be started, a record says why, and the attempt fails. Standard library
-only.
+It works in a thread beside the attempts. Without srun, the replicas are processes of this host. If
+none can be started, a record says why, and the attempt fails. Standard library only.
 """
 
 import os
@@ -12,6 +11,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from runspec import client, files
+from slurm import allocation
 from slurm.child import Child
+from slurm.companion import Companion
 from slurm.faults import fault
 from slurm.job_log import say
+from slurm.nodes import Nodes
 
 POLL_S = 1.0
 # A replica that does not answer for so long hangs; one that starts may take longer.
@@ -34,10 +37,7 @@ END_S, NODE_END_S, _ENDS_S = 5.0, 20.0, 90.0
 
 @dataclass
 class Replica:
-    """One replica: its place, its process, and how it went so far.
-
-    child: srun, or the replica itself. failures: starts in a row that did not get ready.
-    """
+    """One replica: its place, its process, and how it went so far."""
 
     index: int
     node: str
@@ -46,9 +46,9 @@ class Replica:
     run_dir: Path
     launch: list[str]
     script: str
-    child: Child | None = None
+    child: Child | None = None  # srun, or the replica itself
     state: str = "starting"
-    failures: int = 0
+    failures: int = 0  # starts in a row that did not get ready
     restarts: int = -1
     since: float = 0.0
     next_start: float = 0.0
@@ -159,47 +159,71 @@ class Replica:
         self.child = None
 
 
-class Replicas:
+class Replicas(Companion):
     """All replicas of a job, and the record of what became of them.
 
-    Args:
-        script: what each runs under bash. launch: srun and its options, [] without Slurm.
-        nodes, addresses: where; the last address counts for the nodes after it.
+    ROLLOUT_SCRIPT is what each runs under bash; without it there are none.
     """
 
-    def __init__(
-        self, run_dir: Path, script: str, launch: list[str], nodes: list[str], addresses: list[str]
-    ) -> None:
-        addresses = addresses + addresses[-1:] * (len(nodes) - len(addresses))
-        gpus = int(os.environ.get("ROLLOUT_GPUS") or 1)
-        per_node = int(os.environ["RANKS_PER_NODE"]) // gpus
-        self._run_dir, self._folder = run_dir, run_dir / files.ROLLOUT
-        self._secret, self._ends = secrets.token_hex(32), threading.Event()
-        self.replicas = [
-            Replica(number * per_node + local, node, address, local * gpus, run_dir, launch, script)
-            for number, (node, address) in enumerate(zip(nodes, addresses, strict=True))
-            for local in range(per_node)
-        ]
-        before = files.peek(run_dir / files.ROLLOUT_STATE)  # shown, never decided by
-        self._deaths: list[Any] = before.get("deaths", [])
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self._folder = run_dir / files.ROLLOUT
+        # Ranks do not need it.
+        self._script = os.environ.pop("ROLLOUT_SCRIPT", "")
+        self._secret, self._ends = "", threading.Event()
+        self.replicas: list[Replica] = []
+        self._deaths: list[Any] = []
         self._written: Any = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread: threading.Thread | None = None
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
+    def begin(self, attempt: int, nodes: Nodes, step: Sequence[str]) -> None:
+        """Start them, and what looks after them, unless they run.
 
-    def start(self) -> None:
-        """Start them, and what looks after them to the end of the job."""
+        On rollout nodes they outlive attempts; in turns with the ranks they are on this attempt's
+        nodes, and end with it: no rank finds their memory taken.
+        """
+        if not self._script or (self._thread and self._thread.is_alive()):
+            return
+        hosts = nodes.rollout_hosts or nodes.hosts
+        addresses = allocation.addresses(hosts) if step else ["127.0.0.1"]
+        if not step and not nodes.rollout_hosts:
+            hosts = hosts * int(os.environ["NODES"])
+        # The last address counts for the nodes after it.
+        addresses = addresses + addresses[-1:] * (len(hosts) - len(addresses))
+        gpus = int(os.environ.get("ROLLOUT_GPUS") or 1)
+        count = int(os.environ["RANKS_PER_NODE"]) // gpus
+        self.replicas = [
+            Replica(
+                place * count + local,
+                node,
+                address,
+                local * gpus,
+                self.run_dir,
+                list(step),
+                self._script,
+            )
+            for place, (node, address) in enumerate(zip(hosts, addresses, strict=True))
+            for local in range(count)
+        ]
+        before = files.peek(self.run_dir / files.ROLLOUT_STATE)  # shown, never decided by
+        self._deaths, self._written = before.get("deaths", []), None
+        self._secret, self._ends = secrets.token_hex(32), threading.Event()
         for replica in self.replicas:
             replica.end_earlier()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.clean()
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
-        """End them."""
-        self._ends.set()
-        self._thread.join(_ENDS_S)
+    def end(self, job_ends: bool) -> None:
+        """End them with the job, or with the attempt on whose GPUs they are."""
+        if self._thread is not None and (job_ends or "ROLLOUT_IN_TURNS" in os.environ):
+            self._ends.set()
+            self._thread.join(_ENDS_S)
+            self._thread = None
+            self.clean()
+
+    def clean(self) -> None:
+        """Remove the folder of their files, which holds whole weights."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run(self) -> None:
@@ -267,7 +291,7 @@ class Replicas:
         if value != self._written:
             # A disk that is full ends no replica.
             with suppress(OSError):
-                files.write_json(self._run_dir / files.ROLLOUT_STATE, value)
+                files.write_json(self.run_dir / files.ROLLOUT_STATE, value)
                 self._written = value
 
     def _give_up(self) -> None:
@@ -279,7 +303,7 @@ class Replicas:
         )
         nodes = {each.node for each in self.replicas}
         host = last["node"] if len(nodes) == 1 else None
-        logs = (self._run_dir / files.LATEST_LOGS).resolve()
+        logs = (self.run_dir / files.LATEST_LOGS).resolve()
         record = fault(message, "RolloutError", host, permanent=False)
         files.write_json(logs / "error_rollout.json", record)
         files.write_json(self._folder / files.NO_REPLICA, {"message": message})

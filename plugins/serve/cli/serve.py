@@ -13,19 +13,19 @@ from launcher import site as sites
 from launcher.cli import common, completion
 from launcher.cli.common import note
 from launcher.cli.number import FloatRange, IntRange
+from launcher.do import models
 from launcher.errors import EndpointFault, UsageFault
 from launcher.look.servers import listening, tunnel
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm.executors import choose, title
-from plugins.registry.launcher import models
 from plugins.serve.endpoint import reachable
 from plugins.serve.launcher import endpoint as endpoints
-from plugins.serve.launcher import keep as keeping
 from plugins.serve.launcher import keys as access
+from plugins.serve.launcher import maintain as maintenance
 from plugins.serve.launcher import scale as scaling
 from plugins.serve.launcher import serve as workflow
-from plugins.serve.launcher.endpoint import Endpoint, Served
+from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 
 @click.command()
@@ -48,8 +48,8 @@ from plugins.serve.launcher.endpoint import Endpoint, Served
     help="Add it to the running versions, with this share of the requests.",
 )
 @click.option("--list", "listed", is_flag=True, help="List the endpoints.")
-@click.option("--url", "url", metavar="NAME", help="Print the URL of an endpoint.")
-@click.option("--stop", "stopped", metavar="NAME", help="Stop an endpoint's jobs and gateway.")
+@click.option("--url", metavar="NAME", help="Print the URL of an endpoint.")
+@click.option("--stop", metavar="NAME", help="Stop an endpoint's jobs and gateway.")
 @click.option("--stats", metavar="NAME", help="Show latency, throughput, errors, tokens and drift.")
 @common.since_option("With --stats, requests since")
 @click.option(
@@ -67,105 +67,97 @@ from plugins.serve.launcher.endpoint import Endpoint, Served
 @common.json_option
 @common.cluster_option
 def serve(
-    given: tuple[str, ...],
-    name: str | None,
-    config: str | None,
-    replicas: str | None,
-    port: int | None,
-    local: bool,
-    no_wait: bool,
-    replace: bool,
-    share: float | None,
-    listed: bool,
-    url: str | None,
-    stopped: str | None,
-    stats: str | None,
-    since: str | None,
-    keep: str | None,
-    once: bool,
-    keys: str | None,
-    add_key: str | None,
-    set_limits: str | None,
-    revoke_key: str | None,
-    user: str | None,
-    requests_per_day: int | None,
-    tokens_per_day: int | None,
-    adjust: str | None,
-    as_json: bool,
-    cluster: str | None,
-    **resources: Any,
+    given: tuple[str, ...], listed: bool, as_json: bool, cluster: str | None, **options: Any
 ) -> None:
     """Serve MODEL (a run, a folder, or models:/NAME@ALIAS) with an OpenAI-compatible API, as a job.
 
     KEY=VALUE overrides a key of the configuration: engine=vllm, rate_per_s=20, bind=node.
     """
     site = sites.load(cluster)
-    limits = {"requests_per_day": requests_per_day, "tokens_per_day": tokens_per_day}
-    limits = {key: value or None for key, value in limits.items() if value is not None}
-    who = user or ""
-    # The name of the endpoint, and what is done with it.
-    actions: dict[str, tuple[str | None, Callable[[Endpoint], None]]] = {
-        "--url": (url, lambda one: _print_url(site, one, as_json)),
-        "--stop": (stopped, lambda one: workflow.stop(site, one, note)),
-        "--stats": (stats, lambda one: _stats(site, one, since, as_json)),
-        "--keep": (keep, lambda one: keeping.keep(site, one, note, once)),
-        "--keys": (keys, lambda one: _list_keys(one, as_json)),
-        "--add-key": (add_key, lambda one: _add_key(one, who, limits, as_json)),
-        "--set-limits": (set_limits, lambda one: _set_limits(one, who, limits, as_json)),
-        "--revoke-key": (revoke_key, lambda one: _revoke_key(one, who)),
-        "--adjust": (adjust, lambda one: scaling.adjust(site, one, note)),
-    }
-    asked = {option: name for option, (name, _) in actions.items() if name is not None}
+    asked = [name for name in _ACTIONS if options[name] is not None]
     if listed + len(asked) + bool(given) != 1:
-        raise UsageFault(f"give MODEL, or one of {_ACTIONS}")
-    _check_user(asked, user, limits)
-    if since and stats is None:
+        raise UsageFault(f"give MODEL, or one of {_NAMED}")
+    limits = {key: options[key] for key in ("requests_per_day", "tokens_per_day")}
+    limits = {key: value or None for key, value in limits.items() if value is not None}
+    _check_user(asked, options["user"], limits)
+    if options["since"] and options["stats"] is None:
         raise UsageFault("--since requires --stats: leave it out")
-    if once and keep is None:
+    if options["once"] and options["keep"] is None:
         raise UsageFault("--once requires --keep: leave it out")
-    known = {key: value for key, value in resources.items() if value is not None}
-    of_a_model = (name, config, replicas, port, local, no_wait, replace, share, known)
-    if not given and any(of_a_model):
-        raise UsageFault(f"{_ACTIONS} accept no options for serving a MODEL: leave them out")
-    if listed:
-        _list(site, as_json)
-    for option, of_endpoint in asked.items():
-        actions[option][1](endpoints.find(site, of_endpoint))
+    if not given and any(options[name] for name in (*_OF_A_MODEL, *_RESOURCES)):
+        raise UsageFault(f"{_NAMED} accept no options for serving a MODEL: leave them out")
     if given:
-        if "=" in given[0] and not given[0].startswith("models:/"):
-            raise UsageFault(f"MODEL comes first, before {given[0]}")
-        if replace and (share is not None or no_wait):
-            raise UsageFault(
-                "--replace waits for the new deployment: leave --share and --no-wait out"
-            )
-        least, most = _range(replicas or "1")
-        executor = choose(local).name
-        served = Served(given[0], "", config or "default", given[1:], known, executor, least)
-        served = changed(served, max_replicas=most)
-        if replace:
-            before = endpoints.find(site, _name(site, served, name))
-            served = _as_before(before, served, config, replicas)
-        endpoint, runs = _start(site, served, name, port, replace, share)
-        for run in runs:
-            note(f"submitted {run.name} as {title(run.job_id)}")
-        _wait(site, endpoint, runs, port or 0, no_wait, as_json)
+        _serve_model(site, given[0], given[1:], options, as_json)
+    elif listed:
+        _list(site, as_json)
+    for action in asked:
+        endpoint = endpoints.find(site, options[action])
+        _ACTIONS[action](site, endpoint, {**options, "limits": limits, "as_json": as_json})
 
 
-_ACTIONS = "--list, --url, --stop, --stats, --keep, --keys, --add-key, --set-limits, --revoke-key"
+# What is done with an endpoint, by the option that names it.
+_ACTIONS: dict[str, Callable[[Site, Endpoint, Mapping[str, Any]], None]] = {
+    "url": lambda site, one, given: _print_url(site, one, given["as_json"]),
+    "stop": lambda site, one, given: workflow.stop(site, one, note),
+    "stats": lambda site, one, given: _stats(site, one, given["since"], given["as_json"]),
+    "keep": lambda site, one, given: maintenance.maintain(site, one, note, given["once"]),
+    "keys": lambda site, one, given: _list_keys(one, given["as_json"]),
+    "add_key": lambda site, one, given: _add_key(
+        one, given["user"], given["limits"], given["as_json"]
+    ),
+    "set_limits": lambda site, one, given: _set_limits(
+        one, given["user"], given["limits"], given["as_json"]
+    ),
+    "revoke_key": lambda site, one, given: _revoke_key(one, given["user"]),
+    "adjust": lambda site, one, given: scaling.adjust(site, one, note),
+}
+_NAMED = "--list, --url, --stop, --stats, --keep, --keys, --add-key, --set-limits, --revoke-key"
+_RESOURCES = ("nodes", "gpus_per_node", "time", "partition", "account", "qos", "environment")
+_OF_A_MODEL = ("name", "config", "replicas", "port", "local", "no_wait", "replace", "share")
 
 
 def _check_user(asked: Collection[str], user: str | None, limits: Mapping[str, int | None]) -> None:
     """Raise UsageFault for options of a user without their action, or the other way around."""
-    if (user is None) == bool({"--add-key", "--set-limits", "--revoke-key"} & set(asked)):
+    if (user is None) == bool({"add_key", "set_limits", "revoke_key"} & set(asked)):
         raise UsageFault(
             "--add-key, --set-limits and --revoke-key require --user USER; no other option uses it"
         )
-    limited = bool({"--add-key", "--set-limits"} & set(asked))
-    if (limits and not limited) or ("--set-limits" in asked and not limits):
+    limited = bool({"add_key", "set_limits"} & set(asked))
+    if (limits and not limited) or ("set_limits" in asked and not limits):
         raise UsageFault(
             "--requests-per-day and --tokens-per-day are for --add-key and --set-limits, which "
             "needs one of them"
         )
+
+
+def _serve_model(
+    site: Site, model: str, overrides: Sequence[str], options: Mapping[str, Any], as_json: bool
+) -> None:
+    """Submit what serves a model, start its gateway, and print its address."""
+    if "=" in model and not model.startswith("models:/"):
+        raise UsageFault(f"MODEL comes first, before {model}")
+    name, config, replicas = (options[key] for key in ("name", "config", "replicas"))
+    replace, share, no_wait = (options[key] for key in ("replace", "share", "no_wait"))
+    if replace and (share is not None or no_wait):
+        raise UsageFault("--replace waits for the new deployment: leave --share and --no-wait out")
+    least, most = _range(replicas or "1")
+    asked = Deployment(
+        model,
+        "",
+        config or "default",
+        overrides,
+        {key: options[key] for key in _RESOURCES if options[key] is not None},
+        choose(options["local"]).name,
+        least,
+        max_replicas=most,
+    )
+    if replace:
+        before = endpoints.find(site, _name(site, asked, name))
+        asked = _as_before(before, asked, config, replicas)
+    endpoint, runs = _start(site, asked, name, options["port"], replace, share)
+    for run in runs:
+        note(f"submitted {run.name} as {title(run.job_id)}")
+    _wait(site, endpoint, runs, options["port"] or 0, no_wait, as_json)
 
 
 def _add_key(endpoint: Endpoint, user: str, limits: dict[str, int | None], as_json: bool) -> None:
@@ -187,7 +179,7 @@ def _revoke_key(endpoint: Endpoint, user: str) -> None:
 
 
 def _range(text: str) -> tuple[int, int | None]:
-    """Return the least and the most replicas of N or MIN-MAX."""
+    """Return the least and the most servers of N or MIN-MAX."""
     match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
     if match is None or (match[2] is None and int(match[1]) < 1):
         raise UsageFault(f"--replicas {text}: give a number of 1 or more, or a range such as 0-4")
@@ -197,17 +189,17 @@ def _range(text: str) -> tuple[int, int | None]:
     return least, most
 
 
-def _name(site: Site, asked: Served, name: str | None) -> str:
+def _name(site: Site, asked: Deployment, name: str | None) -> str:
     return workflow.name_of(models.resolve(site, asked.model), name)
 
 
 def _as_before(
-    endpoint: Endpoint, asked: Served, config: str | None, replicas: str | None
-) -> Served:
+    endpoint: Endpoint, asked: Deployment, config: str | None, replicas: str | None
+) -> Deployment:
     """Return what was asked for, with what it does not say as it is served now."""
-    if not endpoint.served:
+    if not endpoint.deployments:
         return asked
-    now = endpoint.served[-1]
+    now = endpoint.deployments[-1]
     return changed(
         now,
         model=asked.model,
@@ -223,7 +215,7 @@ def _as_before(
 
 def _start(
     site: Site,
-    asked: Served,
+    asked: Deployment,
     name: str | None,
     port: int | None,
     replace: bool,
@@ -239,7 +231,7 @@ def _start(
         return workflow.start(site, asked, name, note)
     endpoint = endpoints.find(site, chosen.name)
     version = models.resolve(site, asked.model).name
-    before = list(dict.fromkeys(each.version for each in endpoint.served))
+    before = list(dict.fromkeys(each.version for each in endpoint.deployments))
     if version in before or not before:
         raise UsageFault(f"--share needs a version other than {', '.join(before) or 'none'}")
     made = workflow.start(site, asked, name, note, add=True)
@@ -267,12 +259,12 @@ def _wait(
     except KeyboardInterrupt:
         note(f"{', '.join(run.name for run in runs)} continues; {later}")
         raise
-    scaled = any(each.max_replicas is not None for each in endpoint.served)
-    if scaled or any(map(reachable, endpoint.replicas)):
+    scaled = any(each.max_replicas is not None for each in endpoint.deployments)
+    if scaled or any(map(reachable, endpoint.servers)):
         workflow.start_gateway(site, endpoint, port)
         _print_url(site, endpoint, as_json)
         return
-    facts = endpoint.replicas[0]
+    facts = endpoint.servers[0]
     _print_url(site, endpoint, as_json, str(facts["url"]), str(facts["host"]))
 
 
@@ -304,18 +296,20 @@ def _list(site: Site, as_json: bool) -> None:
             url = each.url
         except EndpointFault:
             url = None
-        replicas = each.replicas
+        servers = each.servers
         rows.append(
             {
                 "endpoint": each.name,
-                "model": ", ".join(served.model for served in each.served),
-                "versions": sorted({str(r["version"]) for r in replicas if r.get("version")}),
-                "unlogged": sum(int(r.get("unlogged") or 0) for r in replicas),
-                "ready": sum(r["state"] == "ready" for r in replicas),
-                "replicas": max(len(replicas), sum(served.replicas for served in each.served)),
-                "max_replicas": sum(s.max_replicas or s.replicas for s in each.served),
+                "model": ", ".join(deployment.model for deployment in each.deployments),
+                "versions": sorted({str(r["version"]) for r in servers if r.get("version")}),
+                "unlogged": sum(int(r.get("unlogged") or 0) for r in servers),
+                "ready": sum(r["state"] == "ready" for r in servers),
+                "replicas": max(
+                    len(servers), sum(deployment.replicas for deployment in each.deployments)
+                ),
+                "max_replicas": sum(s.max_replicas or s.replicas for s in each.deployments),
                 "url": url,
-                "runs": [name for served in each.served for name in served.runs],
+                "runs": [name for deployment in each.deployments for name in deployment.runs],
             }
         )
     if as_json:

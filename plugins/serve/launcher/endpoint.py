@@ -1,4 +1,4 @@
-"""An endpoint by its folder: the versions that it serves, its runs, its replicas, its address."""
+"""An endpoint by its folder: the versions that it serves, its runs, its servers, its address."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,23 +18,24 @@ from runspec import files, lock
 
 
 @dataclass(frozen=True)
-class Served:
-    """One version that an endpoint serves: what was asked for, and the runs that do it.
+class Deployment:
+    """One version that an endpoint serves: what was asked for, and the runs that do it."""
 
-    model: the run, the folder or models:/NAME@ALIAS. version: which one that was, such as
-    support-intent v2. executor: the name of what runs its jobs. replicas: how many runs are wanted;
-    those that have ended stay among the runs until the version is replaced. max_replicas: the
-    gateway wants between `replicas` and this number, by the load; None: always the same.
-    """
-
+    # The run, the folder or models:/NAME@ALIAS.
     model: str
+    # Which one that was, such as support-intent v2.
     version: str
+    # In configs/serve, or a path.
     config: str = "default"
     overrides: Sequence[str] = ()
     resources: dict[str, Any] = field(default_factory=dict)
+    # The name of what runs its jobs.
     executor: str = "slurm"
+    # How many runs are wanted.
     replicas: int = 1
+    # Those that have ended stay here until the version is replaced.
     runs: Sequence[str] = ()
+    # The gateway wants between `replicas` and this number, by the load; None: always the same.
     max_replicas: int | None = None
 
     @property
@@ -63,18 +64,20 @@ class Endpoint:
         return dict(self.facts.get("settings") or {})
 
     @property
-    def served(self) -> list[Served]:
+    def deployments(self) -> list[Deployment]:
         """The versions, oldest first."""
-        known = {each.name for each in fields(Served)}
+        known = {each.name for each in fields(Deployment)}
         listed = self.facts.get("served")
         return [
-            Served(**{key: value for key, value in each.items() if key in known})
+            Deployment(**{key: value for key, value in each.items() if key in known})
             for each in (listed if isinstance(listed, list) else [])
         ]
 
-    def write(self, served: Sequence[Served], settings: dict[str, Any] | None = None) -> None:
+    def write(
+        self, deployments: Sequence[Deployment], settings: dict[str, Any] | None = None
+    ) -> None:
         """Write which versions are served now."""
-        content = {**self.facts, "served": [asdict(each) for each in served]}
+        content = {**self.facts, "served": [asdict(each) for each in deployments]}
         content |= {} if settings is None else {"settings": settings}
         files.write_json(self.folder / endpoints.ENDPOINT, content, mode=0o600)
 
@@ -95,12 +98,12 @@ class Endpoint:
         return self.folder / endpoints.KEY
 
     @property
-    def replicas(self) -> list[dict[str, Any]]:
-        return endpoints.replicas(self.folder)
+    def servers(self) -> list[dict[str, Any]]:
+        return endpoints.servers(self.folder)
 
-    def living(self, root: Path, of: Served | None = None) -> list[Run]:
+    def living(self, root: Path, of: Deployment | None = None) -> list[Run]:
         """Return its runs whose job waits or runs, oldest first; those of one version if given."""
-        chosen = self.served if of is None else [of]
+        chosen = self.deployments if of is None else [of]
         names = [name for each in chosen for name in each.runs]
         runs = [Run(directory.runs_root(root) / name) for name in names]
         known = states(run for run in runs if run.path.is_dir())
@@ -113,7 +116,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The address that clients on this host use: the gateway's, else a ready replica's.
+        """The address that clients on this host use: the gateway's, else a ready server's.
 
         Raises:
             EndpointFault: nothing serves it now, or this host cannot reach it.
@@ -121,13 +124,13 @@ class Endpoint:
         address = endpoints.address(self.folder)
         if address is not None:
             return address
-        ready = [each["machine"] for each in self.replicas if each.get("state") == "ready"]
+        ready = [each["machine"] for each in self.servers if each.get("state") == "ready"]
         if there := [str(self.gateway["host"])] if self.gateway else ready:
             raise EndpointFault(
                 f"{self.name} listens on the loopback address of {there[0]}, which this host "
                 "cannot reach: run the command there, or serve it with bind=node"
             )
-        model = self.served[-1].model if self.served else "MODEL"
+        model = self.deployments[-1].model if self.deployments else "MODEL"
         raise EndpointFault(
             f"{self.name} is not served now: see cookbook serve --list, and start it with: "
             f"cookbook serve {model} --name {self.name}"
@@ -151,7 +154,7 @@ def find(site: Site, name: str) -> Endpoint:
     return Endpoint(site.root / "endpoints" / name)
 
 
-def said(module: str, *given: str) -> str:
+def output_of(module: str, *given: str) -> str:
     """Return what a module of serving prints in the environment that has its packages.
 
     Raises:

@@ -85,7 +85,7 @@ def rows(endpoint: Endpoint) -> list[dict[str, Any]]:
 def _changed(endpoint: Endpoint) -> Iterator[dict[str, dict[str, Any]]]:
     """Yield the users, and write what the block has made of them; one command at a time.
 
-    Not by the endpoint's own lock, which a command holds while replicas start.
+    Not by the endpoint's own lock, which a command holds while servers start.
     """
     try:
         held = lock.take(endpoint.folder / f".{endpoints.USERS}.lock", _WAIT_S)

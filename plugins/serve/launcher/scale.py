@@ -7,8 +7,8 @@ from launcher.errors import EndpointFault
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.serve import endpoint as endpoints
-from plugins.serve.launcher import keep, serve
-from plugins.serve.launcher.endpoint import Endpoint, Served
+from plugins.serve.launcher import maintain, serve
+from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 Say = Callable[[str], None]
 
@@ -24,15 +24,15 @@ def adjust(site: Site, endpoint: Endpoint, say: Say) -> None:
     going: list[Run] = []
     with endpoint.alone():
         wanted = endpoints.wanted(endpoint.folder)
-        for served in endpoint.served:
-            if served.max_replicas is None:
+        for deployment in endpoint.deployments:
+            if deployment.max_replicas is None:
                 continue
-            count = wanted.get(served.version, served.replicas)
-            living = endpoint.living(site.root, served)
-            near = keep.near(endpoint, living) if served.queued else {}
+            count = wanted.get(deployment.version, deployment.replicas)
+            living = endpoint.living(site.root, deployment)
+            near = maintain.near_limit(endpoint, living) if deployment.queued else {}
             staying = [run for run in living if run.name not in near]
             if count > len(staying):
-                _more(site, endpoint, served, living, count - len(staying), say)
+                _more(site, endpoint, deployment, living, count - len(staying), say)
             else:
                 going += living if count == 0 else _superfluous(endpoint, staying, count)
     if going:
@@ -41,29 +41,38 @@ def adjust(site: Site, endpoint: Endpoint, say: Say) -> None:
 
 
 def _more(
-    site: Site, endpoint: Endpoint, served: Served, living: Sequence[Run], count: int, say: Say
+    site: Site,
+    endpoint: Endpoint,
+    deployment: Deployment,
+    living: Sequence[Run],
+    count: int,
+    say: Say,
 ) -> None:
     if fault := serve.failed_start(site, endpoint):
         raise EndpointFault(
-            f"{fault}: fix it, then: cookbook serve {served.model} --name {endpoint.name} --replace"
+            f"{fault}: fix it, then: cookbook serve {deployment.model} --name {endpoint.name} "
+            "--replace"
         )
-    new, runs, settings = serve.launch(site, endpoint, _pinned(served), count, say)
+    new, runs, settings = serve.launch(site, endpoint, _pinned(deployment), count, say)
     names = [*(run.name for run in living), *new.runs]
-    others = [changed(served, runs=names) if each == served else each for each in endpoint.served]
+    others = [
+        changed(deployment, runs=names) if each == deployment else each
+        for each in endpoint.deployments
+    ]
     endpoint.write(others, settings)
-    say(f"{endpoint.name}: {', '.join(run.name for run in runs)} will serve {served.version}")
+    say(f"{endpoint.name}: {', '.join(run.name for run in runs)} will serve {deployment.version}")
 
 
-def _pinned(served: Served) -> Served:
+def _pinned(deployment: Deployment) -> Deployment:
     """Return the same by its version: an alias may name another one by now."""
-    if not served.model.startswith("models:/"):
-        return served
-    name, _, number = served.version.rpartition(" v")
-    return changed(served, model=f"models:/{name}/{number}")
+    if not deployment.model.startswith("models:/"):
+        return deployment
+    name, _, number = deployment.version.rpartition(" v")
+    return changed(deployment, model=f"models:/{name}/{number}")
 
 
 def _superfluous(endpoint: Endpoint, runs: Sequence[Run], count: int) -> list[Run]:
     """Return which runs to end: first those that are not ready, then the newest."""
-    ready = {each.get("run") for each in endpoint.replicas if each["state"] == "ready"}
+    ready = {each.get("run") for each in endpoint.servers if each["state"] == "ready"}
     ordered = sorted(enumerate(runs), key=lambda pair: (pair[1].name not in ready, pair[0]))
     return [run for _, run in ordered[count:]]

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 
 from launcher import paths, venv, yamlfile
 from launcher import site as sites
+from launcher.do import models
 from launcher.do import submit as submission
 from launcher.do.cancel import cancel
 from launcher.errors import CookbookError, EndpointFault, UsageFault
@@ -27,16 +28,16 @@ from launcher.run.directory import Run
 from launcher.run.states import state_of
 from launcher.site import Site
 from launcher.slurm import executors
-from plugins.registry.launcher import models
 from plugins.serve import endpoint as endpoints
-from plugins.serve.launcher.endpoint import Endpoint, Served, said
-from plugins.serve.recipe_keys import ENGINES
+from plugins.serve.launcher.endpoint import Deployment, Endpoint, output_of
+from plugins.serve.recipe_keys import package_of
 from runspec import adapters, files
 from runspec.weights import gives_scores
 
 Say = Callable[[str], None]
+CONFIGS = paths.REPO_ROOT / "configs" / "serve"
 _POLL_S = 1.0
-# A gateway reads the replicas' files twice a second.
+# A gateway reads the servers' files twice a second.
 _SEEN_S = 3.0
 # A gateway that says nothing for so long hangs.
 _SILENT_S = 10.0
@@ -46,7 +47,7 @@ _ENDS_S = 30.0
 def name_of(model: models.Model, wanted: str | None) -> str:
     """Return an endpoint's name: the one wanted, else the registered one, else the run's."""
     if wanted is None:
-        wanted = model.version.name if model.version else model.name
+        wanted = model.registered_as or model.name
     if not NAME.match(wanted):
         raise UsageFault(
             f"the endpoint name {wanted!r} may contain only {NAME_RULE}: give --name NAME"
@@ -55,7 +56,7 @@ def name_of(model: models.Model, wanted: str | None) -> str:
 
 
 def start(
-    site: Site, asked: Served, name: str | None, say: Say, add: bool = False
+    site: Site, asked: Deployment, name: str | None, say: Say, add: bool = False
 ) -> tuple[Endpoint, list[Run]]:
     """Submit the jobs that serve a model; return the endpoint and the runs.
 
@@ -74,7 +75,7 @@ def start(
             "interruption with --replace, add a version beside it with --share 0.1, or stop it "
             f"with: cookbook serve --stop {endpoint.name}"
         )
-    before = endpoint.served if add else []
+    before = endpoint.deployments if add else []
     if not add:
         (endpoint.folder / endpoints.SCALE).unlink(missing_ok=True)
     new, runs, settings = launch(site, endpoint, asked, asked.replicas, say)
@@ -83,14 +84,14 @@ def start(
 
 
 def launch(
-    site: Site, endpoint: Endpoint, asked: Served, count: int, say: Say
-) -> tuple[Served, list[Run], dict[str, Any]]:
+    site: Site, endpoint: Endpoint, asked: Deployment, count: int, say: Say
+) -> tuple[Deployment, list[Run], dict[str, Any]]:
     """Submit this many jobs, each with a copy of a model; return them, and the fronts' settings.
 
-    Each replica is a job: the loss of a node ends one of them, and Slurm starts that one again.
+    Each server is a job: the loss of a node ends one of them, and Slurm starts that one again.
     """
     model = models.resolve(site, asked.model)
-    file = yamlfile.find("serving configuration", asked.config, paths.SERVE)
+    file = yamlfile.find("serving configuration", asked.config, CONFIGS)
     given = {
         "endpoint": endpoint.name,
         "endpoint_dir": endpoint.folder,
@@ -128,25 +129,25 @@ def launch(
     # A later launch must not mean another model: `last`, or a part of a name. An alias may move.
     folder = model.run is None or "/" in asked.model or Path(asked.model).is_dir()
     own = str(model.folder) if folder else model.name
-    meant = asked.model if model.version else own
+    meant = asked.model if model.registered_as else own
     return changed(asked, model=meant, version=model.name, runs=names), runs, settings
 
 
-def _check(recipe: Recipe, asked: Served) -> None:
-    """Raise UsageFault if the replicas of a node cannot share it, or the engine is not there."""
+def _check(recipe: Recipe, asked: Deployment) -> None:
+    """Raise UsageFault if the servers of a node cannot share it, or the backend is not there."""
     copies = int(recipe.config.get("replicas_per_node") or 1)
     gpus, port = recipe.resources.gpus_per_node, recipe.config.get("port")
     faults = []
     if gpus % copies:
         faults.append(
-            f"replicas_per_node={copies} does not divide {gpus} GPUs per node: each replica needs "
+            f"replicas_per_node={copies} does not divide {gpus} GPUs per node: each server needs "
             "the same number; change it or --gpus-per-node"
         )
     if copies > 1 and port:
-        faults.append(f"port={port}: {copies} replicas of one node cannot share it: leave it out")
+        faults.append(f"port={port}: {copies} servers of one node cannot share it: leave it out")
     if asked.max_replicas is not None and asked.queued and recipe.config.get("bind") != "node":
         faults.append(
-            f"--replicas {asked.replicas}-{asked.max_replicas}: the gateway must reach replicas "
+            f"--replicas {asked.replicas}-{asked.max_replicas}: the gateway must reach servers "
             "on any node: add bind=node"
         )
     folder = Path(str(recipe.config["model"]))
@@ -154,13 +155,13 @@ def _check(recipe: Recipe, asked: Served) -> None:
         faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
     faults += adapter_faults(str(recipe.config["engine"]), folder)
     if recipe.environment is None:
-        engine = str(recipe.config["engine"])
-        look = f"from importlib.util import find_spec; exit(not find_spec({ENGINES[engine]!r}))"
+        backend, package = str(recipe.config["engine"]), package_of(recipe.config)
+        look = f"from importlib.util import find_spec; exit(not find_spec({package!r}))"
         if subprocess.run([str(venv.python()), "-c", look], env=venv.environment()).returncode:
-            kit = engine == "transformers"
-            remedy = "bash setup.sh --with serve" if kit else f"--environment {engine}"
-            missing = f"needs the package {ENGINES[engine]}, which is not there: {remedy}"
-            faults.append(f"the engine {engine} {missing}")
+            kit = backend == "transformers"
+            remedy = "bash setup.sh --with serve" if kit else f"--environment {backend}"
+            missing = f"needs the package {package}, which is not there: {remedy}"
+            faults.append(f"the backend {backend} {missing}")
     if faults:
         raise UsageFault(faults)
 
@@ -169,8 +170,8 @@ def _check(recipe: Recipe, asked: Served) -> None:
 WITHOUT_PREFIX = ("gemma2", "gemma3_text")
 
 
-def adapter_faults(engine: str, folder: Path) -> list[str]:
-    """Return why an engine would answer with another model than this adapter over its base.
+def adapter_faults(backend: str, folder: Path) -> list[str]:
+    """Return why a backend would answer with another model than this adapter over its base.
 
     vLLM (lora/peft_helper.py) scales all layers alike, and SGLang (srt/lora/lora.py) by
     lora_alpha / r whatever else the adapter's settings say.
@@ -178,7 +179,7 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
     if (adapter := files.read_object(folder / "adapter_config.json")) is None:
         return []
     kind = adapter.get("peft_type") or adapters.LORA.peft_type
-    if engine == "transformers":
+    if backend == "transformers":
         base = Path(str(adapter.get("base_model_name_or_path")))
         family = (files.read_object(base / "config.json") or {}).get("model_type")
         if kind == adapters.PREFIX.peft_type and family in WITHOUT_PREFIX:
@@ -190,7 +191,7 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
     if kind != adapters.LORA.peft_type:
         merged = ", or serve the merged model (of a run: its export folder)"
         return [
-            f"{folder}: engine={engine} serves no {kind} adapters; set engine=transformers"
+            f"{folder}: engine={backend} serves no {kind} adapters; set engine=transformers"
             f"{merged if kind == adapters.IA3.peft_type else ''}"
         ]
     ranks, alphas = (adapter.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
@@ -203,10 +204,10 @@ def adapter_faults(engine: str, folder: Path) -> list[str]:
     fields = []
     if any(not isclose(factor, alpha / rank**power) for factor in factors):
         fields = ["alpha_pattern" if alphas else "rank_pattern"]
-    if engine == "sglang" and adapter.get("use_rslora"):
+    if backend == "sglang" and adapter.get("use_rslora"):
         fields.append("use_rslora")
     return [
-        f"{folder}: engine={engine} ignores the adapter's {field}, so its answers would be wrong: "
+        f"{folder}: engine={backend} ignores the adapter's {field}, so its answers would be wrong: "
         "set engine=transformers, or serve the merged model (of a run: its export folder)"
         for field in fields
     ]
@@ -221,14 +222,14 @@ def _make(endpoint: Endpoint) -> None:
 
 
 def await_ready(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
-    """Wait until each run has a ready replica; EndpointFault if one ends before.
+    """Wait until each run has a ready server; EndpointFault if one ends before.
 
-    A job may wait in the queue for days; an engine that does not start ends its own job
+    A job may wait in the queue for days; a backend that does not start ends its own job
     (start_timeout_s).
     """
     asked, last_text = 0.0, ""
     while True:
-        ready = {each.get("run") for each in endpoint.replicas if each["state"] == "ready"}
+        ready = {each.get("run") for each in endpoint.servers if each["state"] == "ready"}
         left = [run for run in runs if run.name not in ready]
         if not left:
             return
@@ -344,9 +345,9 @@ def _answers(url: str) -> bool:
     return False
 
 
-def replace(site: Site, endpoint: Endpoint, asked: Served, say: Say) -> list[Run]:
+def replace(site: Site, endpoint: Endpoint, asked: Deployment, say: Say) -> list[Run]:
     """Let one version take the place of all that an endpoint serves, without a gap."""
-    before, going = endpoint.served, endpoint.living(site.root)
+    before, going = endpoint.deployments, endpoint.living(site.root)
     new, runs, settings = launch(site, endpoint, asked, successors(asked, going), say)
     endpoint.write([*before, new], settings)
     _tell_place(runs, going, say)
@@ -357,7 +358,7 @@ def replace(site: Site, endpoint: Endpoint, asked: Served, say: Say) -> list[Run
     return runs
 
 
-def successors(asked: Served, going: Sequence[Run]) -> int:
+def successors(asked: Deployment, going: Sequence[Run]) -> int:
     """Return how many jobs take the place of those that go."""
     if asked.max_replicas is None:
         return asked.replicas
@@ -365,14 +366,14 @@ def successors(asked: Served, going: Sequence[Run]) -> int:
 
 
 def renew(
-    site: Site, endpoint: Endpoint, old: Served, going: Sequence[Run], count: int, say: Say
+    site: Site, endpoint: Endpoint, old: Deployment, going: Sequence[Run], count: int, say: Say
 ) -> None:
     """Let this many new jobs with the settings of a version replace some of its runs.
 
     If its alias names another version by now, that one gets its share of the traffic.
     """
     new, runs, settings = launch(site, endpoint, changed(old, runs=()), count, say)
-    others = [each for each in endpoint.served if each != old]
+    others = [each for each in endpoint.deployments if each != old]
     same = new.version == old.version
     kept = [name for name in old.runs if name not in {run.name for run in going}]
     both = changed(old, runs=[*old.runs, *new.runs]) if same else old
@@ -398,15 +399,15 @@ def _tell_place(runs: Sequence[Run], going: Sequence[Run], say: Say) -> None:
 
 
 def drain(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
-    """Let runs end what they answer now, and end them; other replicas get what comes."""
+    """Let runs end what they answer now, and end them; other servers get what comes."""
     names = {run.name for run in runs}
-    for each in endpoint.replicas:
+    for each in endpoint.servers:
         if each.get("run") in names:
             endpoints.drain_mark(endpoint.folder, each["name"]).touch()
     timeout = float(endpoint.settings.get("request_timeout_s") or 600)
     began = time.monotonic()
     while names and time.monotonic() - began < timeout + _SEEN_S:
-        left = [each for each in endpoint.replicas if each.get("run") in names]
+        left = [each for each in endpoint.servers if each.get("run") in names]
         quiet = all(e["state"] == "draining" and not e.get("in_flight") for e in left)
         if quiet and time.monotonic() - began > _SEEN_S:
             break
@@ -442,7 +443,7 @@ def stop(site: Site, endpoint: Endpoint, say: Say) -> None:
 
 def failed_start(site: Site, endpoint: Endpoint) -> str:
     """Say which of an endpoint's newest runs ended before it was ready, "" if none did."""
-    for each in endpoint.served:
+    for each in endpoint.deployments:
         if not each.runs:
             continue
         run = Run(directory.runs_root(site.root) / each.runs[-1])
@@ -459,13 +460,15 @@ def figures(
     argv = ["--since", since] if since else []
     for file in _trained_on(site, endpoint, say):
         argv += ["--training-data", file]
-    return said("plugins.serve.stats", str(endpoint.folder), *argv, *["--json"] * as_json)
+    return output_of("plugins.serve.stats", str(endpoint.folder), *argv, *["--json"] * as_json)
 
 
 def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:
     """Return the files that the newest served model was trained on."""
     try:
-        model = models.resolve(site, endpoint.served[-1].model) if endpoint.served else None
+        model = (
+            models.resolve(site, endpoint.deployments[-1].model) if endpoint.deployments else None
+        )
     except CookbookError as error:
         say(f"warning: no drift is computed: {error.faults[0]}")
         return []

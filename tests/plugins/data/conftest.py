@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from plugins.data.engines.duck import DuckEngine
+from plugins.data.query_engines.duck import DuckDB
 
 
 @pytest.fixture(scope="session")
-def duck(tmp_path_factory) -> Iterator[DuckEngine]:
-    made = DuckEngine(2**30, tmp_path_factory.mktemp("spill"), 1)
+def duck(tmp_path_factory) -> Iterator[DuckDB]:
+    made = DuckDB(2**30, tmp_path_factory.mktemp("spill"), 1)
     yield made
     made.close()

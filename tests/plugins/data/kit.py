@@ -7,8 +7,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from plugins.data import pipeline
-from plugins.data.engines.base import Engine
-from plugins.data.engines.duck import DuckEngine
+from plugins.data.query_engines.base import QueryEngine
+from plugins.data.query_engines.duck import DuckDB
 
 
 def lines(path: Path, records: list[Any]) -> Path:
@@ -23,12 +23,12 @@ def qa(question: str, answer: str, **more: Any) -> dict[str, Any]:
     return {"question": question, "answer": answer, **more}
 
 
-def engine(folder: Path, memory: int = 2**30) -> DuckEngine:
-    return DuckEngine(memory, folder, 1)
+def engine(folder: Path, memory: int = 2**30) -> DuckDB:
+    return DuckDB(memory, folder, 1)
 
 
 def run(
-    folder: Path, steps: list[Any], on: Engine, work: str = "work", **more: Any
+    folder: Path, steps: list[Any], on: QueryEngine, work: str = "work", **more: Any
 ) -> pipeline.Prepared:
     """Take the steps on the questions and answers in data.jsonl."""
     source = {"path": "data.jsonl", "format": "qa", **more.pop("source", {})}
@@ -36,7 +36,7 @@ def run(
     return pipeline.run(config, on, folder / work, folder, folder, 1, lambda text: None)
 
 
-def rows(made: pipeline.Prepared, on: Engine) -> list[dict[str, Any]]:
+def rows(made: pipeline.Prepared, on: QueryEngine) -> list[dict[str, Any]]:
     """The rows of a result in the order of their ids."""
     return on.rows(made.rows.table.order_by("_id"))
 

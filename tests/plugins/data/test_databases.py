@@ -59,7 +59,7 @@ def test_rows_of_a_query(tmp_path, duck, url):
     made = run(tmp_path, [], duck, sources=[source], max_bad_share=0.5)
     found = {(row["prompt"], row["answer"], row["quality"]) for row in rows(made, duck)}
     assert found == {("Wo?", "Hier ü", 0.5), ("q", "a", 1.0)}
-    assert made.bad_count == 1 and "'answer' is null" in made.bad[0]["reason"]
+    assert len(made.bad) == 1 and "'answer' is null" in made.bad[0]["reason"]
     assert "secret" not in made.inputs[0].origin and "SELECT" in made.inputs[0].origin
     with pytest.raises(DataError, match="the database does not answer the query") as error:
         run(tmp_path, [], duck, sources=[{**source, "query": "SELECT * FROM none", "name": "no"}])

@@ -16,9 +16,9 @@ import pytest
 
 from plugins.data import output
 from plugins.data import run as preparation
-from plugins.data.engines import tasks
-from plugins.data.engines.duck import DuckEngine
 from plugins.data.errors import DataError
+from plugins.data.query_engines import tasks
+from plugins.data.query_engines.duck import DuckDB
 from runspec import prepared
 from slurm import history
 from tests.plugins.data.kit import lines, qa, written
@@ -103,7 +103,7 @@ def test_a_term_that_python_drops_ends_the_process_later():
     """What a destructor raises goes nowhere, as what a library's callback raises."""
     script = """
 import signal, time
-from datakit import job
+from plugins.data import job
 
 class Slow:
     def __del__(self):
@@ -142,7 +142,7 @@ def test_a_killed_run_goes_on_and_finished_steps_stay(raw, monkeypatch):
     before = -1
     for number, status in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
         ended = (
-            "import os, sys; from datakit import output, run; "
+            "import os, sys; from plugins.data import output, run; "
             f"output._splits = lambda *given: os.kill(os.getpid(), {number:d}); run.main()"
         )
         argv = [sys.executable, "-c", ended, str(file)]
@@ -209,7 +209,7 @@ def test_a_killed_worker_costs_its_task(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_memory_is_capped_and_the_rest_spills(tmp_path, duck):
     """Two million rows are sorted within 100 MB: what does not fit goes to the disk."""
-    small = DuckEngine(200 * 2**20, tmp_path, 1)
+    small = DuckDB(200 * 2**20, tmp_path, 1)
     try:
         numbers = ibis.range(2_000_000).unnest().name("n").as_table()
         table = numbers.mutate(key=numbers.n.cast("string").hexdigest("md5"))

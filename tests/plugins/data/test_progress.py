@@ -9,8 +9,8 @@ from pathlib import Path
 import ibis
 
 from plugins.data import progress
-from plugins.data.engines.tasks import Task
 from plugins.data.progress import Progress
+from plugins.data.query_engines.tasks import Task
 
 
 def until(found, seconds: float = 60.0) -> None:

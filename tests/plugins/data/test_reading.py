@@ -75,7 +75,7 @@ def test_byte_order_marks_say_the_encoding(tmp_path, duck, kind, encoding):
     found = rows(made, duck)
     assert [(row["prompt"], row["answer"]) for row in found] == [("ü\u010a", "猫"), ("q", "a")]
     first = 2 if kind == "csv" else 1
-    assert [row["_id"] for row in found] == [first, first + 1] and not made.bad_count
+    assert [row["_id"] for row in found] == [first, first + 1] and not len(made.bad)
 
 
 def test_encodings_that_are_given_or_not_to_be_found(tmp_path, duck):

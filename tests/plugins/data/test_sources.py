@@ -126,7 +126,7 @@ def test_bad_rows_are_kept_aside_and_stop_the_run_past_a_share(tmp_path, duck):
         file.write(b'{"question": "\xff", "answer": "a", "n": 1}\n')
     source = {"keep": {"n": "whole"}}
     made = run(tmp_path, [], duck, source=source, max_bad_share=0.6)
-    assert made.rows.count == 8 and made.bad_count == 9
+    assert made.rows.count == 8 and len(made.bad) == 9
     for number, (bad, (_, words)) in enumerate(zip(made.bad, BAD, strict=False), 1):
         assert bad["line"] == number and words in bad["reason"]
     assert "is not utf-8 (byte 14)" in made.bad[8]["reason"] and made.bad[8]["line"] == 17

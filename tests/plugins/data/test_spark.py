@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 from plugins.data import output, progress
-from plugins.data.engines import java
 from plugins.data.errors import DataError
+from plugins.data.query_engines import java
 from tests.plugins.data import lake
 from tests.plugins.data.kit import lines, qa, rows, run, written
 
@@ -53,7 +53,7 @@ STEPS = [
 @pytest.mark.named
 def test_both_engines_give_the_same_rows(tmp_path, duck):
     pytest.importorskip("pyspark")
-    from plugins.data.engines.spark import SparkEngine
+    from plugins.data.query_engines.spark import Spark
 
     made = records()
     items = [made[7]["question"]]
@@ -65,7 +65,7 @@ def test_both_engines_give_the_same_rows(tmp_path, duck):
     lines(tmp_path / "eval.jsonl", [{"text": text} for text in items])
     keep = {"quality": "number", "kind": "text", "user": "text"}
     sources = [{"path": f"{name}.jsonl", "format": "qa", "keep": keep} for name in ("data", "more")]
-    spark = SparkEngine(2**30, tmp_path, 2, None, None)
+    spark = Spark(2**30, tmp_path, 2, None, None)
     try:
         found = []
         for on in (duck, spark):
@@ -104,7 +104,7 @@ def test_executors_read_tables_and_queries(tmp_path, duck, monkeypatch):
     pytest.importorskip("deltalake")
     import sqlite3
 
-    from plugins.data.engines.spark import SparkEngine
+    from plugins.data.query_engines.spark import Spark
 
     made = [qa(f"q{n}", f"a{n}", n=n) for n in range(200)]
     fields = [lake.string("question", 1), lake.string("answer", 2), lake.mapped("n", "long", 3)]
@@ -123,7 +123,7 @@ def test_executors_read_tables_and_queries(tmp_path, duck, monkeypatch):
     url = f"sqlite://{tmp_path}/db"
     query = {"url": url, "query": "SELECT * FROM t", "partition_by": "n", "partitions": 3}
     sources = [{"path": "table", "type": "delta", **keep}, {**query, "name": "db", **keep}]
-    spark = SparkEngine(2**30, tmp_path, 2, None, None)
+    spark = Spark(2**30, tmp_path, 2, None, None)
     said: list[str] = []
     monkeypatch.setattr(progress, "_EVERY_S", 0.05)
     monkeypatch.setattr(progress, "_PRINT_EVERY_S", 0.1)

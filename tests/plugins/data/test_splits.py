@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from plugins.data.engines.base import finished
 from plugins.data.errors import DataError
+from plugins.data.query_engines.base import finished
 from tests.plugins.data.kit import lines, qa, rows, run
 
 SHARES = {"train": 0.8, "val": 0.1, "test": 0.1}

@@ -24,7 +24,7 @@ def check(made, duck, origin: str) -> None:
     # In the order of the table's files, which is its own affair.
     found = sorted((row["prompt"], row["answer"], row["n"]) for row in rows(made, duck))
     assert found == [("q1", "a1", 1), ("q2", "a2", 2)]
-    assert made.bad_count == 1 and "'answer' is null" in made.bad[0]["reason"]
+    assert len(made.bad) == 1 and "'answer' is null" in made.bad[0]["reason"]
     assert origin in made.inputs[0].origin
 
 
@@ -80,7 +80,7 @@ def test_a_dataset_of_the_hub(tmp_path, duck, monkeypatch):
     made = run(tmp_path, [], duck, sources=[source], max_bad_share=0.5)
     check(made, duck, "helpdesk@main train")
     # The copy is removed at the end, so that a row leads to the dataset itself.
-    one = prepared.Prepared("desk", tmp_path, {}, {"inputs": [made.inputs[0].record()]})
+    one = prepared.PreparedSet("desk", tmp_path, {}, {"inputs": [made.inputs[0].record()]})
     assert prepared.origin(one, 2) == f"row 2 of {made.inputs[0].origin}"
     test = run(tmp_path, [], duck, work="test", sources=[{**source, "split": "test"}])
     assert test.rows.count == 1
@@ -139,7 +139,7 @@ def test_partitions_and_later_columns_of_a_delta_table(tmp_path, duck):
     deltalake.write_deltalake(path, bad, mode="append")
     made = run(tmp_path, [], duck, source=source, max_bad_share=0.5)
     found = {(each["prompt"], each["kind"], each["score"]) for each in rows(made, duck)}
-    assert found == wanted | {("new", "x y/z", 0.5)} and made.bad_count == 1
+    assert found == wanted | {("new", "x y/z", 0.5)} and len(made.bad) == 1
 
 
 @pytest.mark.parametrize("mode", ["name", "id"])

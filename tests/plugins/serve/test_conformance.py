@@ -1,4 +1,4 @@
-"""The openai package's own cases for chat completions, before the real engine transformers serve.
+"""The openai package's own cases for chat completions, before the real backend transformers serve.
 
 The requests are those of openai-python's tests/api_resources, and every answer is validated by the
 package against its types (strict), as its own tests do.
@@ -20,12 +20,12 @@ import pytest
 from aiohttp import web
 
 from launcher import paths
-from plugins.serve import engine_start, engines, parameters
-from plugins.serve.backends import Backend
+from plugins.serve import backends, parameters
 from plugins.serve.front import Front
 from plugins.serve.journal import Journal, read
 from plugins.serve.keys import Keys, Quotas
 from plugins.serve.recipe_keys import SERVE
+from plugins.serve.upstream import Upstream
 from tests.launcher.kit import until
 from tests.plugins.serve.test_protocol import KEY, front
 
@@ -72,7 +72,7 @@ TWO_IN_A_ROW = """{% for m in messages %}{% if loop.previtem and loop.previtem.r
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, Path]]:
-    """A client, and the log of the front before the engine."""
+    """A client, and the log of the front before the backend."""
     folder = tmp_path_factory.mktemp("served")
     data = paths.REPO_ROOT / "configs" / "datasets" / "slurm_qa.jsonl"
     argv = [sys.executable, "-m", "trainer.demo", str(folder / "tiny"), "--dataset", str(data)]
@@ -80,19 +80,19 @@ def served(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, Path]]:
     template = folder / "tiny" / "chat_template.jinja"
     template.write_text(TWO_IN_A_ROW + template.read_text())
     config = {**SETTINGS, "model": str(folder / "tiny"), "device": "cpu", "dtype": "float32"}
-    engine = engines.command(config, folder, 0)
-    with open(folder / "engine.log", "wb") as log:
-        process = subprocess.Popen([*engine_start.python({}), *engine.argv], stdout=log, stderr=log)
+    backend = backends.command(config, folder, 0)
+    with open(folder / "backend.log", "wb") as log:
+        process = subprocess.Popen([*backends.python({}), *backend.argv], stdout=log, stderr=log)
     ready, loop, place = threading.Event(), asyncio.new_event_loop(), []
 
     async def serve() -> None:
-        backend = Backend("a", "http://engine", socket=str(engine.socket), ready=True)
-        while await backend.get("/health") is None:
-            assert process.poll() is None, (folder / "engine.log").read_text()
+        upstream = Upstream("a", "http://backend", socket=str(backend.socket), ready=True)
+        while await upstream.get("/health") is None:
+            assert process.poll() is None, (folder / "backend.log").read_text()
             await asyncio.sleep(0.2)
-        takes = parameters.takes(config, engine.model)
+        takes = parameters.parameters_of(config, backend.model)
         journal = Journal(folder / "requests")
-        proxy = Front(config, Keys("key"), backend, takes, journal, Quotas(folder, "a"))
+        proxy = Front(config, Keys("key"), upstream, takes, journal, Quotas(folder, "a"))
         runner = web.AppRunner(proxy.app(), handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -106,7 +106,7 @@ def served(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, Path]]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        assert ready.wait(240), (folder / "engine.log").read_text()
+        assert ready.wait(240), (folder / "backend.log").read_text()
         url = f"http://127.0.0.1:{place[0][0]}/v1"
         with openai.OpenAI(
             base_url=url, api_key="key", max_retries=0, _strict_response_validation=True
@@ -239,7 +239,7 @@ def test_stop_strings_are_cut_and_end_the_generation(served):
     cut = text[: text.index(stop)]
     found = client.chat.completions.create(messages=ASKED, model="any", max_tokens=40, stop=stop)
     assert found.choices[0].message.content == cut and found.choices[0].finish_reason == "stop"
-    assert found.usage.completion_tokens < 40, "the engine stopped"
+    assert found.usage.completion_tokens < 40, "the backend stopped"
     parts, ends, _ = streamed(client, max_tokens=40, stop=["never seen", stop])
     assert (parts[0], ends[0]) == (cut, "stop")
     # The end of the prompt is no part of the text.
@@ -272,7 +272,7 @@ def test_openais_cases_before_a_server_like_vllms(tmp_path, streamed):
     refused = {"audio", "functions", "logit_bias", "max_tokens", "max_completion_tokens"}
     refused |= {"modalities", "prediction", "store"}
 
-    async def check(http, url, engine, port) -> None:
+    async def check(http, url, backend, port) -> None:
         known = {key: value for key, value in EVERYTHING.items() if key not in refused}
         given = {"messages": SYSTEM, "model": "gpt-4o", "stream": streamed}
         async with openai.AsyncOpenAI(
@@ -285,7 +285,7 @@ def test_openais_cases_before_a_server_like_vllms(tmp_path, streamed):
                 assert "".join(texts) == "one two"
             else:
                 assert found.choices[0].message.content == "one two"
-            asked = engine.heard[-1][2]
+            asked = backend.heard[-1][2]
             left = {"metadata", "service_tier", "function_call"}
             assert {key: asked[key] for key in known if key not in left} == {
                 key: value for key, value in known.items() if key not in left
@@ -295,6 +295,6 @@ def test_openais_cases_before_a_server_like_vllms(tmp_path, streamed):
                 with pytest.raises(openai.BadRequestError) as error:
                     await create(**given, **{name: EVERYTHING[name]})
                 assert error.value.param == name
-        assert len(engine.heard) == 1
+        assert len(backend.heard) == 1
 
     front(tmp_path, check)

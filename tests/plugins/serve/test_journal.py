@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from plugins.serve import source, stats
+from plugins.serve import from_requests, stats
 from plugins.serve.journal import Journal, read, recover
 
 # Accepts a request, says so, answers it, says so; and again.
@@ -72,7 +72,7 @@ def test_a_living_journal_is_read_and_left_alone(tmp_path):
     assert file.stat().st_mode & 0o077 == 0
 
 
-def test_a_request_that_another_replica_answered_counts_as_answered(tmp_path):
+def test_a_request_that_another_server_answered_counts_as_answered(tmp_path):
     lost, other = Journal(tmp_path), Journal(tmp_path)
     for journal in (lost, other):
         journal.accepted(row(1))
@@ -133,22 +133,22 @@ def test_the_log_becomes_a_data_source_with_feedback(tmp_path):
     ]
     texts = [*map(json.dumps, lines), "not json", '{"request_id": "r1", "feedback": ', "[" * 9999]
     (tmp_path / "feedback.jsonl").write_text("\n\n".join(texts) + "\n")
-    feedback = source.Feedback(tmp_path / "feedback.jsonl")
-    rows = source.rows_of(tmp_path, 0, feedback)
+    feedback = from_requests.Feedback(tmp_path / "feedback.jsonl")
+    rows = from_requests.rows_of(tmp_path, 0, feedback)
     assert [each["request_id"] for each in rows] == ["r0", "r1", "r3", "r4"], "r2 failed"
     assert json.loads(rows[0]["messages"])[-1] == {"role": "assistant", "content": "better"}
     assert (rows[0]["feedback"], rows[1]["label"]) == ("bad", None)
     assert feedback.rejected == {"down": 1, "false": 1}
     assert feedback.unmatched == [9]
     assert feedback.unreadable == [11, 13, 15, 17, 19, 21]
-    table = pq.read_table(source.write(rows, tmp_path / "out"))
-    assert tuple(table.column_names) == source.COLUMNS
+    table = pq.read_table(from_requests.write(rows, tmp_path / "out"))
+    assert tuple(table.column_names) == from_requests.COLUMNS
     assert table["request_id"].to_pylist() == ["r0", "r1"]
     targets = (tmp_path / "out" / "messages.jsonl").read_text()
     assert targets.count("\n") == 2 and "answer 3" not in targets
     # A line about an earlier request is no wrong id.
-    feedback = source.Feedback(tmp_path / "feedback.jsonl")
-    rows = source.rows_of(tmp_path, 1001.0, feedback)
+    feedback = from_requests.Feedback(tmp_path / "feedback.jsonl")
+    rows = from_requests.rows_of(tmp_path, 1001.0, feedback)
     assert (rows[0]["request_id"], feedback.unmatched) == ("r1", [9])
 
 

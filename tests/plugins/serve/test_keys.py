@@ -9,7 +9,6 @@ from aiohttp import web
 
 from launcher.errors import EndpointFault, UsageFault
 from plugins.serve import endpoint as endpoints
-from plugins.serve.backends import Backend
 from plugins.serve.client import Client, Refused
 from plugins.serve.faults import Faults
 from plugins.serve.front import Front
@@ -18,8 +17,9 @@ from plugins.serve.journal import Journal, read
 from plugins.serve.keys import Keys, Quotas
 from plugins.serve.launcher import keys as access
 from plugins.serve.launcher.endpoint import Endpoint
-from plugins.serve.parameters import Takes
-from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Engine, opened
+from plugins.serve.parameters import Parameters
+from plugins.serve.upstream import Upstream
+from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Backend, opened
 
 
 @pytest.fixture
@@ -73,13 +73,13 @@ def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoi
     prompt = {"messages": [{"role": "user", "content": "word " * 10}], "max_tokens": 50}
 
     async def run() -> None:
-        engine, app = Engine(), web.Application()
-        engine.pause = asyncio.Event()
-        app.router.add_route("*", "/{path:.*}", engine.answer)
+        backend, app = Backend(), web.Application()
+        backend.pause = asyncio.Event()
+        app.router.add_route("*", "/{path:.*}", backend.answer)
         below, port = await opened(app)
         keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, "a")
-        journal, takes = Journal(endpoint.folder / endpoints.REQUESTS), Takes("vllm", "m")
-        own = Backend("a", f"http://127.0.0.1:{port}", ready=True)
+        journal, takes = Journal(endpoint.folder / endpoints.REQUESTS), Parameters("vllm", "m")
+        own = Upstream("a", f"http://127.0.0.1:{port}", ready=True)
         words = (lambda text: len(text.split()), 1000)
         proxy = Front(SETTINGS, keys, own, takes, journal, quotas, *words)
         runner, place = await opened(proxy.app())
@@ -112,9 +112,9 @@ def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoi
             async with asyncio.timeout(20):
                 while quotas.own["ada"][1] != 82:
                     await asyncio.sleep(0.01)
-            engine.pause.set()
+            backend.pause.set()
             assert (await running).status == 200
-            # What was assumed of its prompt is replaced by the engine's count: 3 and 2.
+            # What was assumed of its prompt is replaced by the backend's count: 3 and 2.
             await settled(77)
             client.headers["Authorization"] = f"Bearer {eve}"
             statuses = [(await client.post(url, json={**prompt, "n": n})).status for n in (4, 3, 1)]
@@ -125,17 +125,17 @@ def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoi
     asyncio.run(run())
 
 
-def test_users_are_limited_over_all_replicas_and_revoked(endpoint):
+def test_users_are_limited_over_all_servers_and_revoked(endpoint):
     ada = access.add(endpoint, "ada", {"requests_per_day": 4, "tokens_per_day": None})
     bob = access.add(endpoint, "bob", {"requests_per_day": None, "tokens_per_day": 9})
 
     async def run() -> None:
-        engine, app = Engine(), web.Application()
-        app.router.add_route("*", "/{path:.*}", engine.answer)
+        backend, app = Backend(), web.Application()
+        app.router.add_route("*", "/{path:.*}", backend.answer)
         below, port = await opened(app)
-        runners, fronts, takes = [below], [], Takes("vllm", "m")
+        runners, fronts, takes = [below], [], Parameters("vllm", "m")
         for name in ("a", "b"):
-            own = Backend("a", f"http://127.0.0.1:{port}", ready=True)
+            own = Upstream("a", f"http://127.0.0.1:{port}", ready=True)
             keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, name)
             journal = Journal(endpoint.folder / endpoints.REQUESTS)
             front = Front(SETTINGS, keys, own, takes, journal, quotas)
@@ -200,6 +200,6 @@ def test_users_and_quotas_that_cannot_be_read_stay_and_are_told(endpoint, capsys
     assert keys.who(key) == "ada" and quotas.others == {"ada": (3, 4)}
     told = capsys.readouterr().err
     assert "ERROR: the users' keys: " in told and "ERROR: the users' quotas: " in told
-    # A replica starts with them, and without its own count of which a full disk has left a part.
+    # A server starts with them, and without its own count of which a full disk has left a part.
     assert Keys(KEY, endpoint.folder).who(key) is None
     assert Quotas(endpoint.folder, "b").own == {}

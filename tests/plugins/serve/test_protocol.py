@@ -11,12 +11,12 @@ from aiohttp import web
 
 from plugins.serve import parameters
 from plugins.serve.answers import Cutter
-from plugins.serve.backends import Backend
 from plugins.serve.front import Front
 from plugins.serve.journal import Journal, read
 from plugins.serve.keys import Keys, Quotas
 from plugins.serve.recipe_keys import SERVE
 from plugins.serve.request import BadRequest, parsed
+from plugins.serve.upstream import Upstream
 
 KEY = "right-key"
 SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "e", "version": "v1"}
@@ -33,7 +33,7 @@ OF_CHATS += ("reasoning_effort", "parallel_tool_calls", "chat_template_kwargs")
 SAID = [{"role": "user", "content": "hello"}]
 
 
-class Engine:
+class Backend:
     """Answers all paths, redirects those with a slash at the end as FastAPI does."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Engine:
         self.heard.append((request.method, request.path, asked))
         self.headers = request.headers
         if self.status != 200:
-            error = {"object": "error", "message": "the engine's own words", "code": self.status}
+            error = {"object": "error", "message": "the backend's own words", "code": self.status}
             place = {"Location": "http://elsewhere.example/v1"} if self.status < 400 else {}
             return web.json_response(error, status=self.status, headers=place)
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -103,22 +103,22 @@ async def opened(app: web.Application) -> tuple[web.AppRunner, int]:
 
 
 def front(tmp_path, check, kind: str = "vllm", **facts: Any) -> None:
-    """Run `check(client, url, engine, port)` on a front with a log before one engine."""
+    """Run `check(client, url, backend, port)` on a front with a log before one backend."""
 
     async def run() -> None:
-        engine, app = Engine(), web.Application()
-        app.router.add_route("*", "/{path:.*}", engine.answer)
+        backend, app = Backend(), web.Application()
+        app.router.add_route("*", "/{path:.*}", backend.answer)
         server, port = await opened(app)
-        below = Backend("a", f"http://127.0.0.1:{port}", key="the engine's own", ready=True)
+        below = Upstream("a", f"http://127.0.0.1:{port}", key="the backend's own", ready=True)
         names = parameters.names_of(await below.get("/openapi.json"))
-        takes = parameters.Takes(kind, "/models/m", None if kind == "transformers" else names)
-        takes = parameters.Takes(**{**vars(takes), **facts})
+        takes = parameters.Parameters(kind, "/models/m", None if kind == "transformers" else names)
+        takes = parameters.Parameters(**{**vars(takes), **facts})
         log, quotas = Journal(tmp_path / "requests"), Quotas(tmp_path, "a")
         words = (lambda text: len(text.split()), 100)
         proxy = Front(SETTINGS, Keys(KEY), below, takes, log, quotas, *words)
         runner, port = await opened(proxy.app())
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
-            await check(client, f"http://127.0.0.1:{port}", engine, port)
+            await check(client, f"http://127.0.0.1:{port}", backend, port)
         await runner.cleanup()
         await server.cleanup()
 
@@ -154,17 +154,17 @@ OTHERS = [
 ]
 
 
-def test_nothing_else_reaches_an_engine(tmp_path):
-    async def check(client, url, engine, port):
+def test_nothing_else_reaches_an_backend(tmp_path):
+    async def check(client, url, backend, port):
         for method, path, status in OTHERS:
             assert await raw(port, method, path, BODY) == status, (method, path)
         for more in ("Content-Encoding: gzip", "Content-Length: x"):
             assert await raw(port, "POST", CHAT, BODY, more) == 400
-        assert not engine.heard and not list(read(tmp_path / "requests"))
+        assert not backend.heard and not list(read(tmp_path / "requests"))
         # What a client offers, such as Java's with each request, may be ignored.
         for offer in ("Upgrade: h2c", "Upgrade: websocket"):
             assert await raw(port, "POST", CHAT, BODY, offer, "Connection: Upgrade") == 200
-            assert "Upgrade" not in engine.headers
+            assert "Upgrade" not in backend.headers
         assert len(list(read(tmp_path / "requests"))) == 2
         assert await raw(port, "POST", CHAT, BODY.decode().encode("utf-16")) == 400
         packed = "Content-Encoding: gzip"
@@ -172,13 +172,13 @@ def test_nothing_else_reaches_an_engine(tmp_path):
         assert await raw(port, "POST", CHAT, gzip.compress(b" " * 2**21 + BODY), packed) == 413
         sent = {"X-Cookbook-Request-Id", "Cookie", "X-Forwarded-For", "Upgrade"}
         assert await raw(port, "POST", CHAT, BODY, "Cookie: a=b", "X-Forwarded-For: 1.2.3.4") == 200
-        assert not sent & set(engine.headers)
+        assert not sent & set(backend.headers)
 
     front(tmp_path, check)
 
 
-def test_a_redirect_of_an_engine_is_not_passed_on(tmp_path):
-    async def check(client, url, engine, port):
+def test_a_redirect_of_a_backend_is_not_passed_on(tmp_path):
+    async def check(client, url, backend, port):
         for status, told in (
             (307, 502),
             (302, 502),
@@ -187,13 +187,13 @@ def test_a_redirect_of_an_engine_is_not_passed_on(tmp_path):
             (500, 500),
             (503, 503),
         ):
-            engine.status = status
+            backend.status = status
             for stream in (False, True):
                 body = {"messages": SAID, "stream": stream}
                 async with client.post(url + CHAT, json=body, allow_redirects=False) as answer:
                     assert (answer.status, "Location" in answer.headers) == (told, False)
                     error = (await answer.json())["error"]
-                    assert ("the engine's own words" in error["message"]) == (status >= 400)
+                    assert ("the backend's own words" in error["message"]) == (status >= 400)
         assert len(list(read(tmp_path / "requests"))) == 12
 
     front(tmp_path, check)
@@ -248,7 +248,7 @@ VALUES = {
 
 
 def test_client_errors_are_told_as_such_by_name(tmp_path):
-    async def check(client, url, engine, port):
+    async def check(client, url, backend, port):
         made = [
             (json.dumps({"messages": SAID, name: value}).encode(), name)
             for name, values in VALUES.items()
@@ -265,25 +265,25 @@ def test_client_errors_are_told_as_such_by_name(tmp_path):
         for key in ("Bearer schlüssel", "Bearer \xff\xfe", "", "Basic eDp5"):
             assert await raw(port, "GET", "/v1/models", b"", f"Authorization: {key}") == 401
         assert await raw(port, "POST", CHAT, BODY, "X-Request-Id: é") == 400
-        assert not engine.heard and not list(read(tmp_path / "requests"))
+        assert not backend.heard and not list(read(tmp_path / "requests"))
 
     front(tmp_path, check)
 
 
 def test_models_are_told_by_the_front_itself(tmp_path):
-    async def check(client, url, engine, port):
+    async def check(client, url, backend, port):
         async with client.get(f"{url}/v1/models") as answer:
             (model,) = (await answer.json())["data"]
             assert (model["id"], model["object"]) == ("e", "model")
         for name, status in (("e", 200), ("other", 404)):
             assert await raw(port, "GET", f"/v1/models/{name}") == status
-        assert not engine.heard
+        assert not backend.heard
 
     front(tmp_path, check)
 
 
 def test_what_vllm_has_a_name_for_is_passed_on_and_nothing_else(tmp_path):
-    async def check(client, url, engine, port):
+    async def check(client, url, backend, port):
         passed = {
             "temperature": 0.5, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2, "top_k": 5,
             "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required",
@@ -293,7 +293,7 @@ def test_what_vllm_has_a_name_for_is_passed_on_and_nothing_else(tmp_path):
         dropped = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "model": "any"}
         async with client.post(url + CHAT, json={"messages": SAID, **passed, **dropped}) as answer:
             assert answer.status == 200, await answer.text()
-        assert engine.heard[-1][2] == {"messages": SAID, "model": "/models/m", **passed}
+        assert backend.heard[-1][2] == {"messages": SAID, "model": "/models/m", **passed}
         refused = {
             "store": True,
             "prediction": {},
@@ -305,7 +305,7 @@ def test_what_vllm_has_a_name_for_is_passed_on_and_nothing_else(tmp_path):
             async with client.post(url + CHAT, json={"messages": SAID, name: value}) as answer:
                 error = (await answer.json())["error"]
                 assert (answer.status, error["param"]) == (400, name) and name in error["message"]
-        assert len(engine.heard) == 1
+        assert len(backend.heard) == 1
 
     front(tmp_path, check)
 
@@ -320,14 +320,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_transformers_does_not_do_is_refused(name):
-    takes = parameters.Takes("transformers", "m")
+    takes = parameters.Parameters("transformers", "m")
     with pytest.raises(BadRequest, match=name) as refused:
         takes.plan(CHAT, {"messages": SAID, name: REFUSED[name]})
     assert refused.value.param == name
 
 
 def test_transformers_is_asked_by_its_own_names():
-    takes = parameters.Takes("transformers", "m", None, {"vocab_size": 9}, {"top_k": 20})
+    takes = parameters.Parameters("transformers", "m", None, {"vocab_size": 9}, {"top_k": 20})
 
     def made(**more: Any) -> list[dict[str, Any]]:
         plan = takes.plan(CHAT, {"messages": SAID, **more})
@@ -351,10 +351,10 @@ def test_transformers_is_asked_by_its_own_names():
     assert "tools" not in body
     image = {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}
     for facts, words in (({}, "takes no image_url"), ({"vision_config": {}}, "data:image/")):
-        seeing = parameters.Takes("transformers", "m", None, facts)
+        seeing = parameters.Parameters("transformers", "m", None, facts)
         with pytest.raises(BadRequest, match=words):
             seeing.plan(CHAT, {"messages": [{"role": "user", "content": [image]}]})
-    plain = parameters.Takes("transformers", "m", template="{{ messages }} {{ thinking }}")
+    plain = parameters.Parameters("transformers", "m", template="{{ messages }} {{ thinking }}")
     assert plain.plan(CHAT, {"messages": SAID, "chat_template_kwargs": {"thinking": True}}).bodies
     for more, param in (
         ({"tools": function}, "tools"),
@@ -365,14 +365,14 @@ def test_transformers_is_asked_by_its_own_names():
         with pytest.raises(BadRequest) as refused:
             plain.plan(CHAT, {"messages": SAID, **more})
         assert refused.value.param == param
-    batching = parameters.Takes("transformers", "m", batching=True)
+    batching = parameters.Parameters("transformers", "m", batching=True)
     with pytest.raises(BadRequest, match="continuous batching has the same sampling for all"):
         batching.plan(CHAT, {"messages": SAID, "temperature": 0.5})
 
 
 def test_stop_strings_end_a_stream_though_they_span_its_pieces(tmp_path):
-    async def check(client, url, engine, port):
-        engine.words = ("to be, ", "or n", "ot to", " be, th", "at is")
+    async def check(client, url, backend, port):
+        backend.words = ("to be, ", "or n", "ot to", " be, th", "at is")
         for stop, text in (
             ("not to", "to be, or "),
             ("that", "to be, or not to be, "),
@@ -383,7 +383,7 @@ def test_stop_strings_end_a_stream_though_they_span_its_pieces(tmp_path):
                 body |= {"stream_options": {"include_usage": True}} if stream else {}
                 async with client.post(url + CHAT, json=body) as answer:
                     said, end, usage = told(await answer.text(), stream)
-                assert said == (text or "".join(engine.words))
+                assert said == (text or "".join(backend.words))
                 assert end == ("stop" if text else "length") and usage["completion_tokens"] == 2
         rows = list(read(tmp_path / "requests"))
         assert [row["answer"] for row in rows].count("to be, or ") == 2

@@ -18,20 +18,20 @@ from aiohttp import web
 
 from plugins.serve import endpoint as endpoints
 from plugins.serve import proxy as proxies
-from plugins.serve.backends import Backend, Pool
 from plugins.serve.client import BrokenOff, Client
 from plugins.serve.front import Front
 from plugins.serve.gateway import Gateway
 from plugins.serve.journal import Journal, read
 from plugins.serve.keys import Keys, Quotas
-from plugins.serve.parameters import Takes
+from plugins.serve.parameters import Parameters
 from plugins.serve.proxy import runner as runner_of
+from plugins.serve.upstream import Pool, Upstream
 from tests.launcher.kit import until
 from tests.plugins.serve import test_protocol
 from tests.plugins.serve.test_protocol import CHAT, KEY, SETTINGS
 
 
-class Upstream:
+class Answering:
     """A server that answers chat completions, at once or as a stream of words."""
 
     def __init__(self, name: str) -> None:
@@ -70,8 +70,8 @@ async def opened(app: web.Application) -> tuple[web.AppRunner, str]:
     return runner, f"http://127.0.0.1:{port}"
 
 
-async def upstream(name: str) -> tuple[Upstream, web.AppRunner, str]:
-    server, app = Upstream(name), web.Application()
+async def answering(name: str) -> tuple[Answering, web.AppRunner, str]:
+    server, app = Answering(name), web.Application()
     app.router.add_post("/v1/chat/completions", server.answer)
     return server, *await opened(app)
 
@@ -80,13 +80,13 @@ def front(tmp_path, check, **settings) -> None:
     """Run `check(client, url, server, folder)` on a front with a log before one server."""
 
     async def run() -> None:
-        server, below, address = await upstream("a")
+        server, below, address = await answering("a")
         count = settings.pop("count", None)
         proxy = Front(
             {**SETTINGS, **settings},
             Keys(KEY),
-            Backend("a", address, key="the engine's own", ready=True),
-            Takes("vllm", "/models/m"),
+            Upstream("a", address, key="the backend's own", ready=True),
+            Parameters("vllm", "/models/m"),
             Journal(tmp_path / "requests"),
             Quotas(tmp_path, "a"),
             *((count, 100) if count else ()),
@@ -126,7 +126,7 @@ def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
         async with client.post(url, json=ask(stream=True)) as answer:
             text = await answer.text()
         assert text.endswith("data: [DONE]\n\n") and server.heard[0]["model"] == "/models/m"
-        assert set(server.keys) == {"Bearer the engine's own"}
+        assert set(server.keys) == {"Bearer the backend's own"}
         whole, stream = sorted(read(log), key=lambda row: row["time"])
         assert whole["client_id"] == "mine" and whole["answer_tokens"] == 4
         assert stream["answer"] == "one two three four" and stream["first_token_s"] is not None
@@ -152,7 +152,7 @@ def test_nobody_gets_in_without_the_key(tmp_path, key):
 
 
 def test_too_much_is_refused_in_words(tmp_path):
-    """Of many bytes before they are read whole, of many tokens before the engine hears of them."""
+    """Of many bytes before they are read whole, of many tokens before the backend hears of them."""
     cases = [
         ({"data": json.dumps(ask("job " * 1_000_000))}, 413, "1,048,576 bytes"),
         ({"json": ask("job " * 200_000)}, 400, "has 200,000 tokens, and the model takes 100"),
@@ -220,9 +220,9 @@ def test_a_full_disk_costs_lines_of_the_log_and_no_answer(small_disk, required):
             if k == 1:
                 endpoints.tell(small_disk, "a", {"state": "starting"})
                 filler = fill(small_disk)
-                # The gateway must not lose sight of a replica.
+                # The gateway must not lose sight of a server.
                 endpoints.tell(small_disk, "a", {"state": "ready"})
-                assert endpoints.replicas(small_disk)[0]["state"] == "ready"
+                assert endpoints.servers(small_disk)[0]["state"] == "ready"
             if k == 3:
                 filler.unlink()
             body = ask("abcd"[k] * 5000)
@@ -243,7 +243,7 @@ def test_a_stream_that_breaks_off_is_no_answer_and_is_told(tmp_path, capsys):
         server.breaks_off = True
         endpoints.tell(tmp_path, "a", {"state": "ready", "url": url.removesuffix(CHAT)})
         asking = Client(tmp_path, KEY)
-        with pytest.raises(BrokenOff, match="the answer broke off: the replica went away"):
+        with pytest.raises(BrokenOff, match="the answer broke off: the server went away"):
             await asking.ask({"messages": ask()["messages"]}, stream=True)
         await asking.session.close()
         assert len(server.heard) == 1, "what is printed cannot be taken back by another try"
@@ -254,11 +254,11 @@ def test_a_stream_that_breaks_off_is_no_answer_and_is_told(tmp_path, capsys):
     assert capsys.readouterr().out == "one \n"
 
 
-def test_a_gateway_uses_no_replica_that_it_cannot_reach_and_drops_one_that_is_lost(tmp_path):
+def test_a_gateway_uses_no_server_that_it_cannot_reach_and_drops_one_that_is_lost(tmp_path):
     async def run() -> None:
-        server, runner, url = await upstream("a")
+        server, runner, url = await answering("a")
         server.pause_s = 60.0
-        place = endpoints.replica_file(tmp_path, "a")
+        place = endpoints.server_file(tmp_path, "a")
 
         def tell(**more) -> None:
             endpoints.tell(tmp_path, "a", {"state": "ready", "url": url, "version": "v"})
@@ -353,7 +353,7 @@ def test_a_gateway_survives_more_connections_than_it_may_have(tmp_path):
         process.kill()
 
 
-def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path, monkeypatch):
+def test_an_answer_that_breaks_off_is_asked_of_another_server(tmp_path, monkeypatch):
     async def torn(request: web.Request) -> web.StreamResponse:
         part = web.StreamResponse(headers={"Content-Length": "1000"})
         part.content_type = "application/json"
@@ -367,7 +367,7 @@ def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path, monkeyp
         app = web.Application()
         app.router.add_post("/v1/chat/completions", torn)
         broken, place = await opened(app)
-        _, whole, url = await upstream("a")
+        _, whole, url = await answering("a")
         # A lost node refuses no connection, it only does not answer.
         with socket.create_server(("127.0.0.1", 0), backlog=0) as lost:
             port = lost.getsockname()[1]
@@ -399,7 +399,7 @@ def test_an_answer_that_breaks_off_is_asked_of_another_replica(tmp_path, monkeyp
 
 def test_a_gateway_spreads_asks_another_and_keeps_to_the_shares(tmp_path):
     async def run() -> None:
-        servers = {name: await upstream(name) for name in ("a", "b")}
+        servers = {name: await answering(name) for name in ("a", "b")}
         for name, (_, _, url) in servers.items():
             endpoints.tell(tmp_path, name, {"state": "ready", "url": url, "version": f"v-{name}"})
         async with gateway(tmp_path) as (pool, client, url):

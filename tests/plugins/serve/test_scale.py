@@ -12,13 +12,13 @@ from plugins.serve import endpoint as endpoints
 from plugins.serve.cli.serve import _range
 from plugins.serve.gateway import Gateway
 from plugins.serve.keys import Keys
-from plugins.serve.launcher.endpoint import Endpoint, Served
+from plugins.serve.launcher.endpoint import Deployment, Endpoint
 from plugins.serve.scale import Scaler
-from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Engine, opened
+from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Backend, opened
 
 
 def served(folder, least: int, most: int | None, *more: str) -> None:
-    versions = [Served("m", name, replicas=least, max_replicas=most) for name in ("v1", *more)]
+    versions = [Deployment("m", name, replicas=least, max_replicas=most) for name in ("v1", *more)]
     Endpoint(folder).write(versions, {})
 
 
@@ -33,7 +33,7 @@ def wanted(scaler: Scaler, loads: list[tuple[float, int]]) -> list[int]:
 
 def test_the_first_request_starts_one_and_a_lasting_load_more(tmp_path):
     served(tmp_path, 0, 3)
-    scaler = Scaler(tmp_path, per_replica=2, idle_s=60)
+    scaler = Scaler(tmp_path, per_server=2, idle_s=60)
     assert wanted(scaler, [(0, 0), (1, 1)]) == [0, 1]
     assert wanted(scaler, [(2, 9), (4, 9), (6, 1)]) == [1, 1, 1], "that was no lasting load"
     assert wanted(scaler, [(8, 4), (10, 4), (14, 4)])[-1] == 2
@@ -42,17 +42,17 @@ def test_the_first_request_starts_one_and_a_lasting_load_more(tmp_path):
 
 def test_what_was_not_needed_for_long_ends(tmp_path):
     served(tmp_path, 1, 3)
-    scaler = Scaler(tmp_path, per_replica=1, idle_s=30)
+    scaler = Scaler(tmp_path, per_server=1, idle_s=30)
     assert wanted(scaler, [(k, 3) for k in range(0, 12, 2)])[-1] == 3
     assert wanted(scaler, [(20, 1), (35, 2), (40, 0)]) == [3, 3, 3], "three were needed at 10"
     assert wanted(scaler, [(41, 0), (66, 0), (75, 0)]) == [2, 1, 1], "never fewer than asked for"
     (tmp_path / endpoints.SCALE).write_text('{"wanted": {"v1": 3}}')
-    again = Scaler(tmp_path, per_replica=1, idle_s=30)
+    again = Scaler(tmp_path, per_server=1, idle_s=30)
     assert wanted(again, [(0, 0), (20, 0), (31, 0)]) == [3, 3, 1], "a restart is no reason to end"
     (tmp_path / endpoints.SCALE).unlink()
     # A short request between two looks is a load, too.
     served(tmp_path, 0, 1)
-    scaler = Scaler(tmp_path, per_replica=1, idle_s=10)
+    scaler = Scaler(tmp_path, per_server=1, idle_s=10)
     for now in range(0, 40, 2):
         scaler.decide(0, 1, now)
         assert scaler.wanted == {"v1": 1}
@@ -62,7 +62,7 @@ def test_what_was_not_needed_for_long_ends(tmp_path):
 def test_shares_divide_the_load_and_a_fixed_number_stays(tmp_path):
     served(tmp_path, 0, 9, "v2")
     (tmp_path / endpoints.SHARES).write_text('{"v1": 0.75, "v2": 0.25}')
-    scaler = Scaler(tmp_path, per_replica=2, idle_s=60)
+    scaler = Scaler(tmp_path, per_server=2, idle_s=60)
     wanted(scaler, [(0, 8), (3, 8), (6, 8)])
     assert scaler.wanted == {"v1": 3, "v2": 1}
     served(tmp_path, 2, None)
@@ -70,12 +70,12 @@ def test_shares_divide_the_load_and_a_fixed_number_stays(tmp_path):
     assert scaler.wanted == {}
 
 
-def test_a_request_waits_for_the_first_replica_but_not_for_ever(tmp_path):
+def test_a_request_waits_for_the_first_server_but_not_for_ever(tmp_path):
     served(tmp_path, 0, 1)
 
     async def run() -> None:
-        engine, app = Engine(), web.Application()
-        app.router.add_route("*", "/{path:.*}", engine.answer)
+        backend, app = Backend(), web.Application()
+        app.router.add_route("*", "/{path:.*}", backend.answer)
         below, port = await opened(app)
         made, gateways = [], {}
         for limit_s in (60, 0.2):

@@ -1,4 +1,4 @@
-"""The transformers engine serves prompt and prefix tuning as PEFT computes them."""
+"""The transformers backend serves prompt and prefix tuning as PEFT computes them."""
 
 import asyncio
 import subprocess
@@ -38,9 +38,9 @@ def test_an_adapter_of_virtual_tokens_is_served(kind: str, tmp_path: Path) -> No
     plain = model.base_model.generate(**ids, max_new_tokens=12, do_sample=False)[0, length:]
     assert wanted.tolist() != plain.tolist()
 
-    socket, name = tmp_path / "engine.sock", str(tmp_path / "adapter")
-    argv = [sys.executable, "-m", "plugins.serve.transformers_engine", str(socket), name]
-    engine = subprocess.Popen([*argv, "--device", "cpu", "--dtype", "float32"], cwd=ROOT)
+    socket, name = tmp_path / "backend.sock", str(tmp_path / "adapter")
+    argv = [sys.executable, "-m", "plugins.serve.transformers_backend", str(socket), name]
+    backend = subprocess.Popen([*argv, "--device", "cpu", "--dtype", "float32"], cwd=ROOT)
     try:
         until(socket.exists, 60)
         asked = {"model": name, "prompt": "What is a node?", "max_tokens": 12, "temperature": 0.0}
@@ -48,14 +48,14 @@ def test_an_adapter_of_virtual_tokens_is_served(kind: str, tmp_path: Path) -> No
         text = found["choices"][0]["text"]
         assert text == tokenizer.decode(wanted, skip_special_tokens=True)
     finally:
-        engine.terminate()
-        engine.wait(30)
+        backend.terminate()
+        backend.wait(30)
 
 
 async def answer(socket: Path, asked: dict[str, Any]) -> dict[str, Any]:
     async with (
         aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket))) as client,
-        client.post("http://engine/v1/completions", json=asked) as reply,
+        client.post("http://backend/v1/completions", json=asked) as reply,
     ):
         assert reply.status == 200, await reply.text()
         return await reply.json()

@@ -20,9 +20,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from plugins.rl import gathered
 from plugins.rl.replicas import Request
 from plugins.rl.rollouts import sample
-from trainer.methods import whole
 
 FIELDS = {
     *("model", "prompt", "seed", "temperature", "max_tokens", "stop_token_ids", "ignore_eos"),
@@ -128,9 +128,9 @@ class Model:
         vocabulary = min(never, default=self.base.config.vocab_size)
         seed, greedy = body.get("seed"), body["temperature"] == 0
         temperature = 1.0 if greedy else body["temperature"]
-        engine = whole.Engine(torch.device("cpu"))
+        engine = gathered.Generator(torch.device("cpu"))
         engine.model = self.model
-        ends = whole.Ends(body["stop_token_ids"], 0)
+        ends = gathered.Ends(body["stop_token_ids"], 0)
         seeds = None if greedy else [int(seed)]
         asked = Request([body["prompt"]], seeds, body["max_tokens"], vocabulary, temperature)
         before = self.aborted

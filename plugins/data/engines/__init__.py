@@ -1,1 +1,0 @@
-"""The engines that run ibis expressions, and the tasks that Arrow functions are."""

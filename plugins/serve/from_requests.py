@@ -1,0 +1,188 @@
+"""Makes a data source of the log: python -m plugins.serve.from_requests FOLDER TARGET
+
+Writes Parquet with one row per answered request: request_id, time, model, messages (JSON, with the
+answer), answer, feedback and label. Feedback is joined by the request's id from feedback.jsonl of
+the endpoint: lines of {"request_id": ..., "feedback": ..., "label": ...}; a later line replaces an
+earlier one, and a label replaces the answer in messages. A line with client_id instead of
+request_id applies to all requests with this id of the client. An answer whose feedback is not one
+of APPROVED, and that has no label, is left out. With --delta the rows are merged into the Delta
+table requests_delta of the target: new requests are added, new feedback replaces or removes a row.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from plugins.serve import endpoint as endpoints
+from plugins.serve import journal
+from runspec import files, since
+
+FEEDBACK = "feedback.jsonl"
+TABLE = "requests_delta"
+# The words of feedback, in lower case, with which an answer may be trained on as it is.
+APPROVED = {"up", "yes", "good", "like", "correct", "true", "positive", "1", "+1"}
+COLUMNS = ("request_id", "time", "model", "messages", "answer", "feedback", "label")
+
+
+class Feedback:
+    """The lines of a file of feedback, and what they say of each request.
+
+    unreadable: the numbers of the lines that have no request_id or client_id as a text, or whose
+    label is no text. rejected: the answers that are left out, by their word of feedback.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.unreadable: list[int] = []
+        self.rejected: Counter[str] = Counter()
+        self._lines: dict[int, set[tuple[str, str]]] = {}
+        self._said: dict[tuple[str, str], dict[str, Any]] = {}
+        self._found: set[tuple[str, str]] = set()
+        # Not splitlines: a text may hold other characters that it takes for ends of lines.
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        for number, text in enumerate(lines, 1):
+            if not text.strip():
+                continue
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            ids = set(_ids(line)) if isinstance(line, dict) else set()
+            if not ids or not isinstance(line.get("label"), str | None):
+                self.unreadable.append(number)
+                continue
+            self._lines[number] = ids
+            self._said |= dict.fromkeys(ids, line)
+
+    def of(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return what is said of a logged request: its own line before that of a client's id."""
+        ids = list(_ids(row))
+        self._found.update(ids)
+        return next((self._said[each] for each in ids if each in self._said), {})
+
+    @property
+    def unmatched(self) -> list[int]:
+        """The numbers of the lines whose request is not in the log."""
+        return [number for number, ids in self._lines.items() if not ids & self._found]
+
+
+def _ids(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in ("request_id", "client_id"):
+        if isinstance(values.get(key), str) and values[key]:
+            yield key, values[key]
+
+
+def rows_of(folder: Path, begin: float, feedback: Feedback) -> list[dict[str, Any]]:
+    """Return the answered requests of an endpoint since a time, with their feedback.
+
+    Those that were rejected and have no label have None as messages: nobody may train on them.
+    """
+    rows = []
+    # All of them, so that a line about an earlier request is not taken for a wrong id.
+    for row in journal.read(folder / endpoints.REQUESTS):
+        known = feedback.of(row)
+        if row["status"] != 200 or not row["answer"] or (row["time"] or 0) < begin:
+            continue
+        label, word = known.get("label"), (journal.as_text(known.get("feedback")) or "").strip()
+        turns = json.loads(row["messages"])
+        turns.append({"role": "assistant", "content": label or row["answer"]})
+        rejected = bool(word) and not label and word.lower() not in APPROVED
+        if rejected:
+            feedback.rejected[word] += 1
+        rows.append(
+            {
+                **{key: row[key] for key in ("request_id", "time", "model", "answer")},
+                "messages": None if rejected else json.dumps(turns, ensure_ascii=False),
+                "feedback": word or None,
+                "label": label,
+            }
+        )
+    return sorted(rows, key=lambda row: (row["time"], row["request_id"]))
+
+
+def write(rows: list[dict[str, Any]], target: Path, delta: bool = False) -> Path:
+    """Write rows to a folder: as Parquet or into a Delta table, and as JSON lines of messages."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kept = [row for row in rows if row["messages"] is not None]
+    kinds = {name: pa.float64() if name == "time" else pa.string() for name in COLUMNS}
+
+    def table(rows: list[dict[str, Any]]) -> Any:
+        return pa.Table.from_pylist(rows, pa.schema(kinds.items()))
+
+    file = target / (TABLE if delta else "requests.parquet")
+    if delta:
+        _merge(table(kept), table(rows), file)
+    else:
+        with files.replacing(file) as temporary:
+            pq.write_table(table(kept), temporary)
+    chats = [
+        json.dumps({"messages": json.loads(row["messages"])}, ensure_ascii=False) for row in kept
+    ]
+    files.write_text(target / "messages.jsonl", "".join(f"{line}\n" for line in chats))
+    return file
+
+
+def _merge(kept: Any, rows: Any, folder: Path) -> None:
+    """Merge rows into a Delta table by request_id; a row that is the same is not written again.
+
+    A row without messages, which `kept` lacks, is removed from the table.
+    """
+    from deltalake import DeltaTable, write_deltalake
+
+    if not DeltaTable.is_deltatable(str(folder)):
+        write_deltalake(str(folder), kept)
+        return
+    changed = " OR ".join(
+        f"coalesce(old.{name}, '') <> coalesce(new.{name}, '')" for name in ("feedback", "label")
+    )
+    merger = DeltaTable(str(folder)).merge(
+        rows, "old.request_id = new.request_id", source_alias="new", target_alias="old"
+    )
+    merger.when_matched_delete("new.messages IS NULL").when_matched_update_all(
+        changed
+    ).when_not_matched_insert_all("new.messages IS NOT NULL").execute()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m plugins.serve.from_requests", description=__doc__
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--since", type=since.seconds, default=0.0)
+    parser.add_argument("--feedback", type=Path)
+    parser.add_argument("--delta", action="store_true")
+    options = parser.parse_args()
+    path, name = options.feedback or options.folder / FEEDBACK, options.folder.name
+    if options.feedback is not None and not path.is_file():
+        sys.exit(f"error: --feedback: there is no file {path}")
+    feedback = Feedback(path)
+    rows = rows_of(options.folder, options.since, feedback)
+    trained_on = sum(row["messages"] is not None for row in rows)
+    if not rows:
+        sys.exit(f"error: no answered request of {name} is logged in that time")
+    if not trained_on:
+        rejected = f"all {len(rows):,} answers of {name} were rejected and have no label"
+        sys.exit(f"error: {rejected}: add labels to the lines of {path}")
+    if options.delta and not find_spec("deltalake"):
+        sys.exit("error: --delta: the package deltalake is missing: bash setup.sh --with tables")
+    file = write(rows, options.target, options.delta)
+    answer = {
+        "rows": trained_on,
+        "with_feedback": sum(bool(row["feedback"] or row["label"]) for row in rows),
+        "rejected": dict(feedback.rejected),
+        "unmatched_lines": feedback.unmatched,
+        "unreadable_lines": feedback.unreadable,
+    }
+    print(json.dumps({**answer, "feedback": str(path), "file": str(file)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The predicted time of a step: what it computes, what it sends, and published speeds."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import speeds
+from launcher import gpus, paths
+from launcher import site as cluster
+from launcher.cli import cookbook
+from launcher.errors import RecipeFault
+from launcher.gpus import REACHED, Reached
+from launcher.recipe import recipe as recipes
+from launcher.recipe.shapes import shape_of
+from plugins.estimate.launcher.compute import DENSE, OTHER, Compute, grouped_by
+from plugins.estimate.launcher.links import Links
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.step_config import StepConfig
+from plugins.estimate.launcher.step_time import computing, step_time
+from runspec.layout import Layout
+from tests.launcher.kit import Kit
+
+H100 = gpus.by_name("h100-80")
+LINKS = Links.of(H100, 8)
+SHAPE = shape_of({"_component_": "torchtune.models.llama3_3.llama3_3_70b"}, None)
+FULL = StepConfig(
+    SHAPE, "full", Layout(shard=16), batch=2, checkpointing="full", loss="linear", chunks=0
+)
+SPLIT = replace(FULL, layout=Layout(shard=2, tensor_parallel=8), batch=16)
+LORA = replace(
+    FULL,
+    method="lora",
+    lora_rank=16,
+    lora_targets=("attn.q_proj", "attn.v_proj"),
+    layout=Layout(shard=8, replicate=2),
+)
+STEPS = [FULL, SPLIT, LORA, replace(LORA, accumulation=3), replace(FULL, accumulation=2)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "gbs", "latency_us"),
+    [
+        # Seven hops of NVLink; eight GPUs leave their node together; one alone has its own link.
+        (8, 1, 450, 8.4 + 7 * 3.4),
+        (16, 1, 400, 8.4 + 14 * 3.4 + 9.6),
+        (2, 8, 50, 8.4 + 9.6),
+        (4, 2, 450, 8.4 + 3 * 3.4),
+    ],
+)
+def test_a_message_takes_a_rings_time(ranks, stride, gbs, latency_us):
+    seconds = 2e9 / (REACHED * gbs * 1e9) + latency_us / 1e6
+    assert LINKS.ring_s(2e9, ranks, stride) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_is_its_computing_and_what_it_waits_for(step: StepConfig):
+    before = 0.0
+    for gbs in (1e9, 50.0, 10.0, 3.0, 1.0):
+        found = step_time(step, H100, replace(LINKS, between_gbs=gbs))
+        # A slower network never helps.
+        assert found.seconds >= before and 0 < found.computing_share <= 1
+        whole = computing(step, H100).in_all(step)
+        assert found.seconds - found.waiting_s == pytest.approx(whole)
+        before = found.seconds
+    unlimited = replace(LINKS, within_gbs=1e12, between_gbs=1e12)
+    found = step_time(step, H100, unlimited)
+    assert found.computing_share > 0.99 and found.mfu <= found.hfu < Reached.of(H100).products
+    # What is recomputed takes a layer's forward pass more, or that of every second layer.
+    layers, forward = 80 * step.accumulation, Compute(step, H100).layer(SHAPE.kinds[0])[0]
+    least = step_time(replace(step, checkpointing="none"), H100, unlimited).seconds
+    for mode, share in (("full", 1.0), ("2", 0.5)):
+        again = step_time(replace(step, checkpointing=mode), H100, unlimited).seconds - least
+        assert again == pytest.approx(share * layers * forward, rel=0.02)
+
+
+def test_published_speeds_are_near_and_stand_in_the_docs():
+    found = [*speeds.rows()]
+    errors = [abs(row.error) for row in found]
+    assert median(errors) < 0.1 and max(errors) < 0.3
+    assert (
+        "\n".join(speeds.lines())
+        in (paths.REPO_ROOT / "benchmarks/results/published.md").read_text()
+    )
+    # The ranges that an estimate prints.
+    dense = [error for row, error in zip(found, errors, strict=True) if " EP " not in row.workload]
+    assert sum(error <= DENSE for error in dense) >= 0.9 * len(dense) and max(errors) < OTHER
+
+
+def test_each_term_of_the_computing_has_its_reason():
+    a100, compute = gpus.by_name("a100-80"), Compute(FULL, H100)
+    # A narrow product waits for memory: the same FLOPs in two halves take longer.
+    assert 2 * compute.product(8192, 4096, 512) > 1.05 * compute.product(8192, 4096, 1024)
+    short, long = (
+        Compute(replace(FULL, length=n, batch=8192 // n), H100).terms(SHAPE.kinds[0], False)
+        for n in (1024, 8192)
+    )
+    assert 5 < long["attention"] / short["attention"] < 8
+    experts = step_of(recipes.load("qwen3_30b_a3b_full").resolved(Path("/root"), "run"), 1, 8)
+    steps = (replace(experts, element_bytes=4), experts, experts)
+    cards = (a100, a100, H100)
+    assert list(map(grouped_by, steps, cards)) == ["a loop", "a loop", "torch"]
+    _, older, native = (
+        Compute(step, gpu).terms(experts.shape.kinds[0], False)["grouped"]
+        for step, gpu in zip(steps, cards, strict=True)
+    )
+    assert older > native
+    made = recipes.load("qwen3_5_35b_a3b_lora").resolved(Path("/root"), "run")
+    linear = Compute(step_of(made, 1, 8), H100)
+    kinds = [linear.terms(each, False) for each in linear.step.shape.kinds]
+    slow = next(terms for terms in kinds if "linear attention" in terms)
+    fast = next(terms for terms in kinds if "attention" in terms)
+    assert slow["linear attention"] > 5 * fast["attention"]
+    # NF4 is unpacked in each pass; what is not compiled reads and writes more.
+    packed = Compute(replace(LORA, method="qlora"), H100)
+    assert packed.layer(SHAPE.kinds[0])[0] > Compute(LORA, H100).layer(SHAPE.kinds[0])[0]
+    compiled = Compute(replace(FULL, compiled=True), H100)
+    assert compiled.layer(SHAPE.kinds[0]) < compute.layer(SHAPE.kinds[0])
+
+
+def test_the_sites_network_is_taken_unless_one_is_typed(user: Kit, tmp_path, monkeypatch):
+    # With weights sharded over two nodes a slow network takes most of the time.
+    asked = ["estimate", "llama8b_full", "--nodes=2", "--json"]
+    rates = [
+        json.loads(user.cookbook(*asked, *options).stdout)["tokens_per_second_per_gpu"]
+        for options in ([], ["--network=400"], ["--network=12.5"])
+    ]
+    assert rates[0] == rates[1] > 2 * rates[2]
+    monkeypatch.setattr(paths, "CLUSTERS", tmp_path)
+    (tmp_path / "site.yaml").write_text("network_gbits: 100\n")
+    assert cluster.load("site").network_gbits == 100
+    (tmp_path / "none.yaml").write_text("network_gbits: 0\n")
+    with pytest.raises(RecipeFault, match="network_gbits must be a number above 0, got 0"):
+        cluster.load("none")
+
+
+def test_time_and_cost_of_so_many_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "CLUSTERS", tmp_path)
+    (tmp_path / "site.yaml").write_text("gpu_hour_price: 2.5\ncurrency: EUR\n")
+    asked = ["estimate", "llama8b_lora", "--cluster=site", "--tokens=36000000000"]
+    found = json.loads(CliRunner().invoke(cookbook, [*asked, "--json"]).output)
+    assert found["cost"] == pytest.approx(found["hours"] * 8 * 2.5)
+    shown = CliRunner().invoke(cookbook, asked).output
+    assert f"GPU-hours, {found['cost']:,.2f} EUR" in shown
+    assert "36,000,000,000 tokens, as given" in shown
+
+
+def test_a_replica_per_node_follows_the_number_of_nodes():
+    for nodes in (1, 4):
+        loaded = recipes.load("llama70b_lora", resources={"nodes": nodes})
+        step = step_of(loaded.resolved(Path("/root"), "run"), nodes, 8)
+        assert step.layout == Layout(replicate=nodes, shard=4, tensor_parallel=2)
+
+
+def test_what_a_reference_leads_to_must_be_of_its_keys_kind():
+    fault = "data_parallel_replicate_dim must be a whole number, 1 or more, or -1, got '24:00"
+    with pytest.raises(RecipeFault, match=fault):
+        recipes.load("llama70b_lora", ["data_parallel_replicate_dim=${resources.time}"])

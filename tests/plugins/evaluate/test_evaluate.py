@@ -1,0 +1,281 @@
+"""Evaluations: the same table from 1 and from 4 workers, after a kill, and as transformers says."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from plugins.evaluate import main as evaluate
+from plugins.evaluate import model as models
+from plugins.evaluate import samples
+from runspec.weights import content_sha256
+from tests.trainer.forks import Ranks
+from tests.trainer.transformers_cases import write
+from trainer.errors import ConfigError
+
+SUITE = {
+    "dtype": "fp32",
+    "device": "cpu",
+    "batch_size": 4,
+    "shard_samples": 8,
+    "max_new_tokens": 4,
+    "resamples": 200,
+    "tasks": {
+        "likelihood": {"kind": "perplexity"},
+        "answers": {"kind": "generation", "metrics": ["exact_match", "f1"], "group": "topic"},
+    },
+}
+
+
+def text_of(file: Path) -> dict:
+    """A dataset block of a file of JSON lines."""
+    text = "torchtune.datasets.text_completion_dataset"
+    return {"_component_": text, "source": "json", "data_files": str(file), "split": "train"}
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory, dataset) -> Path:
+    from trainer import demo
+
+    folder = tmp_path_factory.mktemp("other") / "model"
+    demo.make(folder, Path("configs/datasets/slurm_qa.jsonl"), seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def suite(model_folder, other_model, dataset, tmp_path_factory) -> dict:
+    rows = [json.loads(line) for line in dataset.read_text().splitlines()]
+    data = tmp_path_factory.mktemp("suite") / "data.jsonl"
+    lines = ({**row, "topic": row["question"].split()[2]} for row in rows)
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tasks = {name: {**task, "data": str(data)} for name, task in SUITE["tasks"].items()}
+    models = {"candidate": str(model_folder), "against": str(other_model)}
+    return {**SUITE, **models, "training_data": text_of(dataset), "tasks": tasks}
+
+
+def start(folder: Path, suite: dict, ranks: list[int], world: int) -> dict | None:
+    """Run ranks of an evaluation one after another; return the result once rank 0 has run."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.yaml").write_text(json.dumps(suite))
+    for rank in ranks:
+        evaluate.run(evaluate.load(folder / "train.yaml"), folder, rank, world, 0)
+    found = folder / "evals" / "suite.json"
+    return json.loads(found.read_text()) if found.exists() else None
+
+
+def table(result: dict) -> dict:
+    """What a result says, without what the clock says."""
+    tasks = json.loads(json.dumps(result["tasks"]))
+    for task in tasks.values():
+        task.pop("speed", None)
+    return tasks
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, suite) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp("alone")
+    result = start(folder, suite, [0], 1)
+    assert result is not None
+    return folder, result
+
+
+def test_four_workers_give_the_table_of_one(tmp_path, suite, alone):
+    assert table(start(tmp_path, suite, [1, 2, 3, 0], 4)) == table(alone[1])
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    assert progress["state"] == "finished" and progress["step"] == 4 * 44
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "family"), [(2, None), (4, "gemma3"), (2, "gpt-oss")])
+def test_one_model_over_ranks_gives_the_table_of_one_process(
+    tmp_path, model_folder, suite, alone, ranks, family
+):
+    """Windows of attention and padded batches, too."""
+    path, expected = tmp_path / "train.yaml", alone[1]
+    if family:
+        kinds = ["sliding_attention", "full_attention"] * 2
+        sizes = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 16}
+        folder = write(family, tmp_path / "model", model_folder, **sizes)
+        suite = {key: value for key, value in suite.items() if key != "against"}
+        suite |= {"candidate": str(folder), "max_new_tokens": 12}
+        expected = start(tmp_path / "alone", suite, [0], 1)
+    path.write_text(json.dumps(suite | {"pipeline_parallel_dim": ranks}))
+    started = Ranks("plugins.evaluate.main", [str(path)], ranks)
+    said, _ = started.communicate(timeout=200)
+    assert started.returncode == 0 and f"one model over {ranks} ranks" in said, said
+    assert table(json.loads((tmp_path / "evals/suite.json").read_text())) == table(expected)
+
+
+@pytest.mark.long
+def test_a_rank_of_a_spread_model_holds_its_layers_only(tmp_path):
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = Qwen3Config(**sizes, **heads, num_hidden_layers=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model_mib = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) / 2**20
+    for ranks in (1, 2, 4):
+        started = Ranks("tests.plugins.evaluate.resident", [str(tmp_path)], ranks)
+        said, _ = started.communicate(timeout=100)
+        grown = [float(line) for line in re.findall(r"grown by (\d+) MiB", said)]
+        assert started.returncode == 0 and len(grown) == ranks, said
+        # Beside the weights: embedding, head, and what the first pass allocates. Seen: 25 MiB.
+        assert max(grown) < model_mib / ranks + 45, (model_mib, said)
+
+
+def test_a_result_says_what_was_evaluated(alone, suite, tmp_path):
+    result = alone[1]
+    copy = shutil.copytree(suite["candidate"], tmp_path / "copy")
+    assert result["candidate"]["weights_sha256"] == content_sha256(copy)
+    weights = next(copy.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert result["candidate"]["weights_sha256"] != content_sha256(copy)
+    tasks = result["tasks"]
+    assert tasks["answers"]["data_sha256"] == tasks["likelihood"]["data_sha256"]
+    rows = Path(suite["tasks"]["answers"]["data"]).read_text().splitlines()
+    (tmp_path / "fewer.jsonl").write_text("\n".join(rows[:-1]))
+    fewer = samples.read("answers", {"data": str(tmp_path / "fewer.jsonl")})
+    assert samples.sha256(fewer) != tasks["answers"]["data_sha256"]
+
+
+def test_a_model_that_changes_meanwhile_is_refused(alone, suite, tmp_path):
+    from plugins.evaluate import result
+    from plugins.evaluate.shards import Plan
+
+    shutil.copytree(alone[0] / "evals" / "shards", tmp_path / "evals" / "shards")
+    copy = shutil.copytree(suite["candidate"], tmp_path / "copy")
+    (tmp_path / "train.yaml").write_text(json.dumps({**suite, "candidate": str(copy)}))
+    config = evaluate.load(tmp_path / "train.yaml")
+    plan = Plan(config, tmp_path)
+    (copy / "config.json").touch()
+    with pytest.raises(ConfigError, match="changed while it was evaluated"):
+        result.write(plan, config, tmp_path)
+
+
+def test_a_start_after_a_kill_makes_only_what_is_missing(suite, alone):
+    folder, before = alone
+    shards = sorted((folder / "evals" / "shards").glob("*.json"))
+    times = {path: path.stat().st_mtime_ns for path in shards}
+    shards[0].unlink()
+    shards[5].write_text('{"mark": "torn"')
+    assert table(start(folder, suite, [0], 1)) == table(before)
+    made = {path for path in shards if path.stat().st_mtime_ns != times[path]}
+    assert made == {shards[0], shards[5]}
+
+
+def test_other_settings_are_answered_anew(tmp_path, suite, alone):
+    folder, _ = alone
+    shard = next((folder / "evals" / "shards").glob("answers--candidate--*0.json"))
+    (tmp_path / "evals" / "shards").mkdir(parents=True)
+    (tmp_path / "evals" / "shards" / shard.name).write_text(shard.read_text())
+    from plugins.evaluate.shards import Plan
+
+    loaded = evaluate.load(folder / "train.yaml")
+    assert shard.name not in [each.file for each in Plan(loaded, tmp_path).missing()]
+    changed = {**loaded, "max_new_tokens": 5}
+    assert shard.name in [each.file for each in Plan(changed, tmp_path).missing()]
+
+
+def test_a_batch_is_answered_in_order_by_any_number_of_workers(tmp_path, suite, alone):
+    """Its answers are those of the generation task, whose prompts are the same."""
+    data = Path(suite["tasks"]["answers"]["data"])
+    asked = [json.loads(x) for x in data.read_text().splitlines()]
+    lines: list[object] = [
+        {"messages": [{"role": "user", "content": x["question"]}]} for x in asked
+    ]
+    lines[1], lines[2] = asked[1]["question"], {"prompt": asked[2]["question"]}
+    data, target = tmp_path / "questions.jsonl", tmp_path / "out" / "answers.jsonl"
+    data.write_text("\n\n".join(map(json.dumps, lines)))
+    batch = {"kind": "batch", "data": str(data), "output": str(target)}
+    config = {key: value for key, value in suite.items() if key != "against"}
+    start(tmp_path / "run", {**config, "tasks": {"batch": batch}}, [1, 0], 2)
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [each["line"] for each in answers] == list(range(1, 45))
+    samples_file = alone[0] / "evals" / "suite.samples.jsonl"
+    known = [json.loads(line) for line in samples_file.read_text().splitlines()]
+    wanted = [each["candidate"]["answer"] for each in known if each["task"] == "answers"]
+    assert [each["answer"] for each in answers] == wanted
+
+
+def test_a_line_of_a_batch_that_cannot_be_asked_is_told(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "max_tokens": 3}\n{"text": "b"}\n{"messages": []}\n')
+    with pytest.raises(ConfigError) as error:
+        samples.read("answers", {"kind": "batch", "data": str(data)})
+    first, second, third = error.value.faults
+    assert "line 1: it sets max_tokens, which a job has for all lines" in first
+    assert "has no messages, prompt or question" in second and "line 3" in third
+
+
+def test_a_stop_file_ends_it_and_keeps_what_is_answered(tmp_path, suite):
+    (tmp_path / ".stop").touch()
+    assert start(tmp_path, suite, [0], 1) is None
+    assert json.loads((tmp_path / "progress.json").read_text())["state"] == "stopped"
+
+
+def test_the_perplexity_is_that_of_transformers_own_loss(alone, suite, model_folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    total, count = 0.0, 0
+    for line in Path(suite["tasks"]["likelihood"]["data"]).read_text().splitlines():
+        row = json.loads(line)
+        turns = [{"role": "user", "content": row["question"]}]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole = tokenizer(text + row["answer"] + "<|end|>", add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([whole])
+        labels = ids.clone()
+        labels[0, : len(prompt)] = -100
+        with torch.no_grad():
+            loss = model(input_ids=ids, labels=labels).loss
+        total += float(loss) * (len(whole) - len(prompt))
+        count += len(whole) - len(prompt)
+    figures = alone[1]["tasks"]["likelihood"]["metrics"]["perplexity"]["all"]
+    assert figures["candidate"]["value"] == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_groups_and_contamination_are_counted(alone):
+    answers = alone[1]["tasks"]["answers"]
+    groups = answers["metrics"]["f1"]
+    assert sum(each["samples"] for name, each in groups.items() if name != "all") == 44
+    assert answers["contamination"]["exact"] == 44
+    assert answers["differing"]["count"] <= 44
+    assert {"value", "low", "high", "p", "test"} <= groups["all"]["difference"].keys()
+
+
+def test_contamination_sees_thirteen_words_in_a_row(tmp_path):
+    words = " ".join(f"w{k}" for k in range(20))
+    training = tmp_path / "training.jsonl"
+    training.write_text(json.dumps({"text": f"before {words} after"}) + "\n")
+    given = [
+        samples.Sample(0, f"asks {words}", "x", ""),
+        samples.Sample(1, " ".join(words.split()[:12]), "x", ""),
+    ]
+    found = samples.contamination(given, text_of(training))
+    assert (found["exact"], found["overlap_13_words"]) == (0, 1)
+
+
+def test_a_prompt_that_leaves_no_room_is_counted_and_not_cut(model_folder):
+    settings = {**evaluate.load_defaults(), "max_new_tokens": 8, "dtype": "fp32"}
+    answerer = models.Answerer(model_folder, settings, torch.device("cpu"))
+    given = [samples.Sample(0, "word " * 900, "x", ""), samples.Sample(1, "short", "x", "")]
+    long, short = answerer.answers(given, {})
+    assert long["too_long"] and not long["answer"] and short["new_tokens"] > 0
+
+
+def test_all_faults_of_the_data_are_told_at_once(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "a"}\nnot json\n{"question": "b", "answer": "c"}\n')
+    with pytest.raises(ConfigError) as error:
+        samples.read("answers", {"data": str(data)})
+    first, second = error.value.faults
+    assert re.search(r"line 1: it has no 'answer'", first) and "line 2" in second

@@ -1,0 +1,91 @@
+"""The commands of the backends, by their documentation: vLLM 0.30 and SGLang's server arguments."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from plugins.serve import backends, parameters
+from plugins.serve.recipe_keys import SERVE
+from plugins.serve.server import Server
+from runspec import files
+from runspec.devices import visible
+
+SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "intent"}
+
+
+def adapter(folder: Path) -> Path:
+    folder.mkdir()
+    settings = {"base_model_name_or_path": "/models/base", "r": 8, "rank_pattern": {"qkv_proj": 24}}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_path):
+    config = {**SETTINGS, "engine": "vllm", "model": str(adapter(tmp_path / "a"))}
+    config |= {"engine_args": ["--max-model-len", 4096]}
+    found = backends.command(config, tmp_path, 2)
+    assert found.argv == [
+        *("-m", "vllm.entrypoints.cli.main", "serve", "/models/base"),
+        *("--uds", str(tmp_path / "backend.sock"), "--tensor-parallel-size", "2"),
+        *("--served-model-name", "intent-base", "--enable-lora", "--max-lora-rank", "32"),
+        *("--lora-modules", f"intent={tmp_path / 'a'}", "--dtype", "auto"),
+        *("--max-model-len", "4096"),
+    ]
+    assert (found.model, found.socket) == ("intent", tmp_path / "backend.sock")
+    # The token that ends an answer may be another one than the base's.
+    (tmp_path / "a/generation_config.json").write_text('{"eos_token_id": 7}')
+    argv = backends.command(config, tmp_path, 2).argv
+    assert argv == [
+        *found.argv[:-4],
+        *("--generation-config", str(tmp_path / "a"), "--dtype", "auto", "--max-model-len", "4096"),
+    ]
+    assert parameters.parameters_of(config, "intent").defaults == {"eos_token_id": 7}
+
+
+def test_sglangs_key_stands_in_a_private_file(tmp_path):
+    config = {**SETTINGS, "engine": "sglang", "model": str(adapter(tmp_path / "a"))}
+    found = backends.command(config, tmp_path, 1)
+    assert found.key and found.key not in " ".join(found.argv)
+    settings = tmp_path / "sglang.yaml"
+    assert json.loads(settings.read_text()) == {"api-key": found.key}
+    assert settings.stat().st_mode & 0o077 == 0
+    assert found.argv[:6] == [
+        *("-m", "sglang.launch_server", "--config", str(settings)),
+        *("--model-path", "/models/base"),
+    ]
+    assert f"--host 127.0.0.1 --port {found.port} " in " ".join(found.argv)
+    assert f"--lora-paths adapter={tmp_path / 'a'} --dtype auto" in " ".join(found.argv)
+    assert (found.model, found.socket) == ("intent:adapter", None)
+
+
+def test_each_server_sees_its_own_gpus():
+    """Also where the site's Slurm sets no CUDA_VISIBLE_DEVICES: else all would use the first."""
+    assert visible([2, 3], "GPU-a,GPU-b,5,7") == "5,7"
+    assert visible([2, 3], None) == "2,3"
+    assert visible([0], "") == ""
+
+
+def test_a_backend_starts_in_the_recipes_environment(monkeypatch):
+    words = "srun\n--overlap\n/env/bin/python"
+    monkeypatch.setenv("COOKBOOK_BACKEND", words)
+    assert backends.python({"A": "1 2"}) == [
+        "srun",
+        "--overlap",
+        "env",
+        "A=1 2",
+        "/env/bin/python",
+    ]
+    monkeypatch.delenv("COOKBOOK_BACKEND")
+    assert backends.python({}) == ["env", sys.executable]
+
+
+def test_minutes_that_cannot_be_read_keep_nobody_waiting(tmp_path, capsys):
+    """The server's file would not be renewed, and a request to end it not seen."""
+    (tmp_path / files.SERVED).symlink_to(files.SERVED)
+    one = Server.__new__(Server)
+    one.state, one.ready_since, one.minutes, one.number, one.run_dir = "ready", 0.0, -1, 0, tmp_path
+    with pytest.raises(OSError):
+        one._count_minutes()
+    assert capsys.readouterr().err == "" and one.minutes == -1
