@@ -29,11 +29,14 @@ _DEPENDS = ("seed", "dtype", "batch_size", "max_new_tokens", "temperature", "top
 
 @dataclass(frozen=True)
 class Shard:
-    """number: among all. side: candidate, against, or both for a judge. first, last: samples."""
+    """Some samples of a task, and the model that they are for."""
 
+    # Among all shards.
     number: int
     task: str
+    # candidate, against, or both for a judge.
     side: str
+    # Of the samples; last is not among them.
     first: int
     last: int
 
@@ -170,7 +173,7 @@ class Plan:
             ]
             rows = [{"win": win} for win in judge.verdicts(task, asked)]
         elif isinstance(answerer, pairs.Scorer) or task["kind"] == "pair_accuracy":
-            rows = pairs.preferences(answerer, chosen)
+            rows = pairs.values(answerer, chosen)
         elif task["kind"] == "lm_eval":
             rows = [harness.evaluate(answerer, task, self.config)]
         elif task["kind"] == "perplexity":
