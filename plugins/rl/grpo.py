@@ -24,9 +24,9 @@ from plugins.rl.rollout_log import Rollout, RolloutLog
 from plugins.rl.rollouts import (
     Answer,
     Asked,
+    Generation,
     PromptBatches,
     RolloutBatch,
-    Sampler,
     batches_of,
     prompt_config,
     prompts_of,
@@ -61,7 +61,7 @@ class PolicyOptimisation(Objective):
 
     config_class: ClassVar[type[TrainConfig]] = GrpoConfig
     _prompts: PromptBatches
-    _sampler: Sampler
+    _generation: Generation
     _pool: Pool
     _ahead: Ahead
     _number = 0
@@ -175,16 +175,16 @@ class PolicyOptimisation(Objective):
     def prepare(self, models: Models, data: Data) -> None:
         """Start the processes that score, and open the rows that they get."""
         config, world = self.config, self.world
-        self._sampler = Sampler(config, world)
+        self._generation = Generation(config, world)
         self._vocabulary = min(module.vocab_size for module in models.modules)
         self._weights = pool.weights_of(config.rewards)
         workers = config.reward_workers if world.data_weight else 0
         self._pool = world.on_all(lambda: Pool(config.rewards, workers, config.reward_timeout))
         self._sources = world.on_all(lambda: self._opened(data))
         self._judges = world.on_all(lambda: judges.loaded(config, world))
-        self._tail = following(self._sampler.tokenizer, []) if self._judges else []
-        self._log = RolloutLog(config, world, self._sampler.tokenizer)
-        self._ahead = Ahead(config, world, self._sampler, self._prompts, self._draw)
+        self._tail = following(self._generation.tokenizer, []) if self._judges else []
+        self._log = RolloutLog(config, world, self._generation.tokenizer)
+        self._ahead = Ahead(config, world, self._generation, self._prompts, self._draw)
         for name, block in config.rewards.items():
             world.say(f"reward     {name}: {block['function']}, weight {self._weights[name]:g}")
 
@@ -193,7 +193,7 @@ class PolicyOptimisation(Objective):
         given = [("dataset", self._prompts.inner), ("dataset_val", data.validation)]
         return {
             key: (
-                _source(key, getattr(self.config, key), self._sampler.tokenizer),
+                _source(key, getattr(self.config, key), self._generation.tokenizer),
                 of_key.rows.samples,
             )
             for key, of_key in given
@@ -208,7 +208,7 @@ class PolicyOptimisation(Objective):
             self._log.updated()
             self._prompts.current = self._sampled(models, micro_batches, step)
             self._log.updating()
-        return batches_of(self._prompts.current, self.config, self._sampler.ends.pad_id)
+        return batches_of(self._prompts.current, self.config, self._generation.ends.pad_id)
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         if not isinstance(batch, RolloutBatch) and not models.policy.module.training:
@@ -297,7 +297,7 @@ class PolicyOptimisation(Objective):
             for group, own in enumerate(groups)
         ]
         self._log.add(step, Rollout(trained, scores, rewards, equal, resampled, self._number))
-        transfer_s = self._sampler.transfer_s
+        transfer_s = self._generation.transfer_s
         waited_s = time.monotonic() - began - transfer_s
         # Ahead, scores are made while the step before is trained.
         waited_s -= 0.0 if config.max_staleness else scored_s
@@ -317,13 +317,13 @@ class PolicyOptimisation(Objective):
         """An answer to each, of several turns with an environment; and what it says of them."""
 
         def sample(asked: Sequence[Asked]) -> list[Answer]:
-            return self._sampler.answers(asked, self._vocabulary, greedy)
+            return self._generation.answers(asked, self._vocabulary, greedy)
 
         environments = pool.environments_of(self.config.rewards)
         if not environments:
             return sample(asked), []
         ((name, most),) = environments.items()
-        room, tokenizer = self.config.max_new_tokens, self._sampler.tokenizer
+        room, tokenizer = self.config.max_new_tokens, self._generation.tokenizer
         turns = Turns(sample, self._pool, tokenizer, name, most, room)
         return turns.play(asked, self._rows(key, {each.sample for each in asked}))
 
@@ -335,7 +335,7 @@ class PolicyOptimisation(Objective):
         self, key: str, answers: Sequence[Answer], played: Sequence[Played]
     ) -> list[Scores]:
         """The scores by all functions, reward models, and the environment in `played`."""
-        decode = self._sampler.tokenizer.decode
+        decode = self._generation.tokenizer.decode
         asked = {answer.sample: answer.prompt for answer in answers}
         prompts = {sample: decode(prompt, False) for sample, prompt in asked.items()}
         rows = self._rows(key, asked)
@@ -374,7 +374,7 @@ class PolicyOptimisation(Objective):
         module.eval()
         try:
             with torch.no_grad():
-                for batch in batches_of(counted, self.config, self._sampler.ends.pad_id):
+                for batch in batches_of(counted, self.config, self._generation.ends.pad_id):
                     on_device = batch.to(self.world.device)
                     if frozen:
                         with models.as_reference() as reference:
@@ -410,9 +410,9 @@ class PolicyOptimisation(Objective):
 
     def _validation(self, models: Models, batch: MicroBatch) -> LossSum:
         """Minus the sum of the rewards of greedy answers; one without a score counts as 0."""
-        if not self._sampler.held:
+        if not self._generation.held:
             self._ahead.rest()
-            self._sampler.hold(models, self._number)
+            self._generation.hold(models, self._number)
         asked = [Asked(sample, prompt, "") for sample, prompt in prompts_of(batch)]
 
         def sample() -> tuple[list[float], dict[str, float]]:
@@ -443,7 +443,7 @@ class PolicyOptimisation(Objective):
 
     def validated(self) -> None:
         """Free the sampler's memory."""
-        self._sampler.release()
+        self._generation.release()
 
 
 def _source(key: str, block: dict[str, Any], tokenizer: Any) -> Source:

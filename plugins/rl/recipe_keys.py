@@ -44,7 +44,7 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     objective: ClassVar[str] = "plugins.rl.grpo.PolicyOptimisation"
     has_reference: ClassVar[bool] = True
     samples_answers: ClassVar[bool] = True
-    companion: ClassVar[str] = "plugins.rl.slurm.rollout:Replicas"
+    companion: ClassVar[str] = "plugins.rl.slurm.samplers:SamplerProcesses"
 
     rewards: dict[str, Any] = setting(
         "open block",
@@ -110,7 +110,7 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     rollout_timeout: float = changeable(
         "number",
         "With resources.rollout: seconds that a transfer of weights, or a batch of answers, may "
-        "take, including the restart of a replica.",
+        "take, including the restart of a sampler.",
         600.0,
     )
     rollout_engine: str = changeable(

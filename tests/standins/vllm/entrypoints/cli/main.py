@@ -21,7 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from plugins.rl import gathered
-from plugins.rl.replicas import Request
+from plugins.rl.samplers import Request
 from plugins.rl.rollouts import sample
 
 FIELDS = {
