@@ -439,9 +439,9 @@ def write_rows(job: Job, config: TrainConfig, flops: ModelFlops) -> Prepared:
     labels = torch.full_like(shifted, IGNORE_INDEX)
     labels[:, 1:] = shifted[:, :-1]
     rows = {
-        "tokens": torch.cat([batch.tokens for batch in steps]),
+        "tokens": torch.cat([batch.inputs.tokens for batch in steps]),
         "labels": labels,
-        "positions": torch.cat([batch.positions for batch in steps]),
+        "positions": torch.cat([batch.inputs.positions for batch in steps]),
     }
     save_file({name: tensor.int() for name, tensor in rows.items()}, job.rows_file)
     return Prepared(

@@ -1,7 +1,7 @@
 """Kinds of adapters: what each adds to a model, which sizing counts and the trainer makes.
 
 `model.adapter` names a kind: one of `KINDS`, or the dotted path of a class of your own, a
-trainer.layers.adapters.base.AdapterKind, whose `declared = Adapter(...)` has literals only: it is
+trainer.model.AdapterKind, whose `declared = Adapter(...)` has literals only: it is
 read here without an import, as the launcher never imports torch.
 """
 

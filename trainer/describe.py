@@ -29,7 +29,7 @@ from trainer.errors import ConfigError
 from trainer.layers import delta
 from trainer.layers import experts as routed
 from trainer.layers.attention import DocumentAttention
-from trainer.model import Decoder, Role
+from trainer.model import Decoder, Inputs, Role
 from trainer.models.build import empty_module
 
 # Enough for every operation; nothing is computed on the meta device.
@@ -107,8 +107,9 @@ class _Pass:
             module.register_forward_hook(self._keep(name)) for name, module in model.named_modules()
         ]
         tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+        positions = torch.arange(TOKENS, device="meta").unsqueeze(0)
         with torch.no_grad():
-            model.hidden(tokens, None, torch.arange(TOKENS, device="meta").unsqueeze(0))
+            model.hidden(Inputs(tokens, positions=positions))
         for hook in hooks:
             hook.remove()
 

@@ -22,11 +22,12 @@ from trainer.layers.batch import MicroBatch
 from trainer.methods.base import Models, Objective
 from trainer.metrics import Work
 from trainer.models.builder import Builder
-from trainer.parallel import activations, fsdp, gradients
+from trainer.parallel import activations, gradients
 from trainer.parallel import world as distributed
 from trainer.parallel.world import StopRequest, World
 from trainer.profiling import profiler
 from trainer.reporting import Reporter
+from trainer.sharded import reshard
 
 if TYPE_CHECKING:
     from trainer.layers.balance import Balance
@@ -339,7 +340,7 @@ class Trainer:
             module.train()
             self.objective.validated()
             for each in self.models.modules:
-                fsdp.reshard(each)
+                reshard(each)
         extremes, own = self.objective.extremes, {n: value.item() for n, value in sums.items()}
         summed, count = figures.over_ranks(world, own, targets, extremes)
         of_all = figures.means(summed, count, extremes, self.objective.counted)

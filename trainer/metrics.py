@@ -23,8 +23,8 @@ from runspec import files, flops
 from runspec.storage import patiently
 from trainer.checkpoint.weights import named_parameters
 from trainer.layers import nf4
-from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.attention import DocumentAttention
+from trainer.layers.linear import AdaptedLinear
 from trainer.model import Decoder, Role
 
 GIB = 2**30

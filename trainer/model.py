@@ -5,10 +5,10 @@ builders, and a component of your own may be one (docs/models.md, "Your own mode
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum, auto
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from runspec.adapters import NUM_VIRTUAL, Adapter
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers.adapters.base import AdaptedLinear, AdapterKind
+from trainer.sharded import full_tensor
 
 # The score head's weight, by the name that transformers' classes for sequences have for it.
 SCORE = "score.weight"
+PEFT_PREFIX = "base_model.model."
+# By tensor of the hub, the base parameters in its rows: trainer.checkpoint.weights.hub_tensors.
+Hub = Mapping[str | None, list[tuple[str, torch.Tensor]]]
 
 
 class Role(Enum):
@@ -29,43 +33,64 @@ class Role(Enum):
 
     Every module with parameters has a role. A norm, whatever its role, is an RMSNorm: it has one
     parameter, `eps`, and `unit_offset` = True if it multiplies by 1 + its parameter, as Gemma's.
-
-    Attributes:
-        EMBEDDING: its rows, the vocabulary, are split. `output_scale`, if it has one, multiplies
-            its output.
-        OUTPUT: as a column layer; its logits stay split over the vocabulary.
-        SCORE: the score head: its inputs are split, and each rank gets the sum.
-        COLUMN: a linear layer whose outputs are split.
-        FUSED: a column layer that computes several outputs one after another, of which each rank
-            gets its part. `pieces` has their widths.
-        ROW: a linear layer whose inputs are split, behind column layers; its outputs are summed.
-        NORM: a norm before column layers: it takes this rank's tokens and gathers the whole
-            sequence.
-        GATHER: a module that begins with column layers where no norm stands before them: it gathers
-            the whole sequence.
-        REPLICATED: whole on every rank, on this rank's tokens or heads: other norms, and linear
-            layers.
-        SPLIT_NORM: a norm over all features that a column layer has split.
-        HEADS: an attention layer with parameters of its own, a number for each head.
-        WHOLE: a router, a norm with a gate: whole on every rank, and computed by its own forward
-            pass on this rank's tokens or heads.
-        EXPERT: the experts of a layer, from trainer.layers.experts, on this rank's tokens;
-            expert parallelism spreads them.
     """
 
+    # Its rows, the vocabulary, are split. `output_scale`, if it has one, multiplies its output.
     EMBEDDING = auto()
+    # As a column layer; its logits stay split over the vocabulary.
     OUTPUT = auto()
+    # The score head: its inputs are split, and each rank gets the sum.
     SCORE = auto()
+    # A linear layer whose outputs are split.
     COLUMN = auto()
+    # A column layer that computes several outputs one after another, of which each rank gets its
+    # part. `pieces` has their widths.
     FUSED = auto()
+    # A linear layer whose inputs are split, behind column layers; its outputs are summed.
     ROW = auto()
+    # A norm before column layers: it takes this rank's tokens and gathers the whole sequence.
     NORM = auto()
+    # A module that begins with column layers where no norm stands before them: it gathers the whole
+    # sequence.
     GATHER = auto()
+    # Whole on every rank, on this rank's tokens or heads: other norms, and linear layers.
     REPLICATED = auto()
+    # A norm over all features that a column layer has split.
     SPLIT_NORM = auto()
+    # An attention layer with parameters of its own, a number for each head.
     HEADS = auto()
+    # A router, a norm with a gate: whole on every rank, and computed by its own forward pass on
+    # this rank's tokens or heads.
     WHOLE = auto()
+    # The experts of a layer, from trainer.layers.experts, on this rank's tokens; expert parallelism
+    # spreads them.
     EXPERT = auto()
+
+
+class Documents(NamedTuple):
+    """Which document each token of a packed batch belongs to."""
+
+    # int32 [batch, sequence], the number of the document within its row; padding has one of its own
+    ids: torch.Tensor
+    # int32 [documents + 1], where each begins in the flattened batch, and the end of the last one
+    cu_seqlens: torch.Tensor
+
+    def mask(self) -> torch.Tensor:
+        """Boolean [batch, sequence, sequence]: True if a query (row) may see a key (column)."""
+        same = self.ids.unsqueeze(2) == self.ids.unsqueeze(1)
+        return same.tril()
+
+
+class Inputs(NamedTuple):
+    """What a model gets in one forward pass. FSDP and the compiler look into a named tuple."""
+
+    # int64 [batch, sequence]
+    tokens: torch.Tensor
+    # Documents of packed rows, what a hook has made of them, or a boolean [batch, sequence,
+    # sequence], for DocumentAttention; None if each row is one document
+    documents: Any = None
+    # int64 [batch, sequence], the position of each token in its document; None counts along the row
+    positions: torch.Tensor | None = None
 
 
 class Decoder(nn.Module, ABC):
@@ -73,86 +98,68 @@ class Decoder(nn.Module, ABC):
 
     Its attention layers use trainer.layers.attention.DocumentAttention, which keeps the documents
     of packed rows apart. It is built on the meta device.
-
-    Attributes:
-        blocks: the transformer blocks, in order. Each is compiled, checkpointed and sharded by
-            itself, and takes its input [batch, sequence, dim] as its first argument.
-        title: what the log calls it; None for the component that made it.
-        family: transformers' model_type, or the module of torchtune's builder.
-        adapter: the kind of its adapter; None if all weights are trained.
-        modules_to_save: last parts of the names of the embedding and the output head, if these are
-            trained whole beside the adapter.
-        embedding: has a weight [vocabulary, dim].
-        final_norm: between the last block and the output.
-        output_head: a linear layer with or without an adapter; None if the embedding's weight is
-            the output's too (tied).
-        output_multiplier: what the logits are multiplied with, before the soft cap.
-        output_softcap: logits x become cap * tanh(x / cap).
-        max_seq_len: number of positions that the model knows.
-        one_graph: it is compiled as one graph; see trainer.parallel.activations. A call with
-            in_graph=True has its `output` in the graph too.
-        compiles_loss: a loss compiles what it does to its logits; see trainer.layers.head.
-        packs: packed rows keep their documents apart.
-        ignored_tensors: patterns of tensors that a model folder may hold, and that belong to no
-            parameter.
-        carried_tensors: names of tensors that belong to other parts of the folder's model, such as
-            its part for images; the export holds them as they are.
-        folder_tensors: the names of all tensors of the model folder, for `fit`.
     """
 
+    # The transformer blocks, in order. Each is compiled, checkpointed and sharded by itself, and
+    # takes its input [batch, sequence, dim] as its first argument.
     blocks: nn.ModuleList
+    # What the log calls it; None for the component that made it.
     title: str | None = None
+    # transformers' model_type, or the module of torchtune's builder.
     family: str = ""
-    adapter: AdapterKind | None = None
+    # The kind of its adapter; None if all weights are trained.
+    adapter: "AdapterKind | None" = None
+    # Last parts of the names of the embedding and the output head, if these are trained whole
+    # beside the adapter.
     modules_to_save: tuple[str, ...] = ()
+    # Has a weight [vocabulary, dim].
     embedding: nn.Module
+    # Between the last block and the output.
     final_norm: nn.Module
+    # Number of positions that the model knows.
     max_seq_len: int
+    # What the logits are multiplied with, before the soft cap.
     output_multiplier: float | None = None
+    # Logits x become cap * tanh(x / cap).
     output_softcap: float | None = None
+    # It is compiled as one graph; see trainer.parallel.activations. A call with in_graph=True has
+    # its `output` in the graph too.
     one_graph: bool = False
+    # A loss compiles what it does to its logits; see trainer.layers.head.
     compiles_loss: bool = False
+    # Packed rows keep their documents apart.
     packs: bool = True
+    # Names of tensors that belong to other parts of the folder's model, such as its part for
+    # images; the export holds them as they are.
     carried_tensors: tuple[str, ...] = ()
+    # The names of all tensors of the model folder, for `fit`.
     folder_tensors: Collection[str] = ()
 
     if TYPE_CHECKING:
         # A subclass has these as attributes, which a real property would refuse, or computes them.
         @property
-        def output_head(self) -> nn.Module | None: ...
+        def output_head(self) -> nn.Module | None:
+            """A linear layer with or without an adapter; None if the embedding is tied to it."""
 
         @property
-        def ignored_tensors(self) -> tuple[str, ...]: ...
+        def ignored_tensors(self) -> tuple[str, ...]:
+            """Patterns of tensors that a model folder may hold, and that no parameter has."""
     else:
         ignored_tensors = ()
 
     @abstractmethod
-    def hidden(
-        self, tokens: torch.Tensor, mask: Any, input_pos: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The last block's output, [batch, sequence, dim]; the arguments are those of `forward`."""
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        """The last block's output, [batch, sequence, dim]."""
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        *,
-        mask: Any = None,
-        input_pos: torch.Tensor | None = None,
-        output: Callable[..., Any] | None = None,
-    ) -> Any:
+    def forward(self, inputs: Inputs, output: Callable[..., Any] | None = None) -> Any:
         """Return the logits, or what `output` makes of the last block's output.
 
         Args:
-            tokens: int64 [batch, sequence].
-            mask: None if each row is one document; else what each block gives to its
-                DocumentAttention.
-            input_pos: int64 [batch, sequence], the position of each token in its document; None
-                counts along the row.
             output: called with this model and its hidden states, [batch, sequence, dim], where FSDP
                 has gathered the output head; None is `unembed`. Virtual tokens of an adapter are
                 among them until the final norm, which takes them out.
         """
-        hidden = self.hidden(tokens, mask, input_pos)
+        hidden = self.hidden(inputs)
         if output is None:
             return self.unembed(hidden)
         # The head's weight is read, and the head not called, which would gather it.
@@ -253,7 +260,8 @@ class Decoder(nn.Module, ABC):
             name
             for name, layer in self.named_modules()
             if name.startswith(f"{prefix}.")
-            and isinstance(layer, nn.Linear | AdaptedLinear)
+            # One with an adapter is a trainer.layers.linear.AdaptedLinear.
+            and (isinstance(layer, nn.Linear) or hasattr(layer, "adapted"))
             and not self.is_adapter(f"{name}.weight")
             and (not roles or any(fnmatchcase(name, pattern) for pattern in wanted))
         ]
@@ -376,6 +384,106 @@ class Decoder(nn.Module, ABC):
     def to_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `from_hub`, also for LoRA's B, [out, rank]."""
         return rows
+
+
+class Loaded(NamedTuple):
+    """What an adapter's file means for a model."""
+
+    # Whole, by the model's own names; what is none of its names stays as it is.
+    tensors: dict[str, torch.Tensor]
+    # Of modules by name, which are set beside the tensors, such as a scale.
+    attributes: dict[str, dict[str, Any]]
+
+
+class AdapterKind(ABC):
+    """One kind of adapter in one model: all that the rest of the trainer asks of it.
+
+    Every module that it adds or changes has `adapter_enabled`, and computes what the base model
+    does while that is False.
+
+    Args:
+        settings: the model block's values of `declared.keys`, those that are given.
+    """
+
+    # What it is as data; a class of your own writes it with literals only.
+    declared: ClassVar[Adapter]
+    # What the length of every row must be divisible by.
+    row_multiple: int = 1
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def add(self, model: Decoder) -> None:
+        """Add the parameters to a model on the meta device; raises ConfigError if it cannot."""
+
+    def fit(self, model: Decoder, config: TrainConfig) -> list[str]:
+        """Read what the rest of the config says of it; return what does not fit, a line each.
+
+        It is called once, on the meta device, before the model is laid out.
+        """
+        return []
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Positions that it takes before each document."""
+        return dict(self.declared.numbers(self.settings)).get(NUM_VIRTUAL, 0)
+
+    @abstractmethod
+    def first_value(
+        self, model: Decoder, name: str, shape: torch.Size, generator: torch.Generator
+    ) -> torch.Tensor:
+        """The whole tensor that a parameter begins with.
+
+        All ranks call this together, after the base weights are loaded.
+        """
+
+    def owns(self, name: str) -> bool:
+        """True for the name of a parameter of this kind; all others are frozen."""
+        return f".{name}".endswith(tuple(f".{part}" for part in self.declared.parts))
+
+    def identity(self, model: Decoder) -> dict[str, Any]:
+        """What else must stay the same between a checkpoint and the start that resumes it."""
+        return {}
+
+    def to_peft(
+        self, model: Decoder, hub: Hub, dtype: torch.dtype
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """PEFT's tensors by name, and adapter_config.json's fields of this kind.
+
+        All ranks call this together. A kind that PEFT does not know has its own names.
+        """
+        tensors = {
+            PEFT_PREFIX + plain_name(name): full_tensor(parameter.detach()).to(dtype).cpu()
+            for name, parameter in model.named_parameters()
+            if self.owns(name)
+        }
+        return tensors, dict(self.settings)
+
+    def from_peft(
+        self,
+        model: Decoder,
+        hub: Hub,
+        tensors: dict[str, torch.Tensor],
+        settings: Mapping[str, Any] | None,
+        faults: list[str],
+    ) -> Loaded:
+        """The inverse, also of a file with the model's own names; adds what differs to `faults`.
+
+        Args:
+            settings: adapter_config.json; None if it does not lie beside the file.
+        """
+        faults += [
+            f"the adapter has {key}={(settings or {})[key]}, the model model.{key}={value}"
+            for key, value in self.settings.items()
+            if key in (settings or {}) and (settings or {})[key] != value
+        ]
+        return Loaded({n.removeprefix(PEFT_PREFIX): t for n, t in tensors.items()}, {})
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the part that activation checkpointing adds."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def _last(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher import paths, venv
 from launcher.check import Context, Finding, Skipped, failed, ok, unreadable
-from launcher.recipe import batch_script, stock
+from launcher.recipe import batch_script, torchtune
 from launcher.recipe.environment import Environment
 from launcher.run import snapshot
 from launcher.run.directory import runs_root
@@ -31,12 +31,10 @@ def layout(context: Context) -> Iterable[Finding]:
     """Check if the recipe's parallel dimensions fit its number of GPUs."""
     config, resources = context.config, context.resources
     shape = f"{resources.nodes} x {resources.gpus_per_node} = {resources.world_size} ranks"
-    engine = context.recipe.entry.engine
-    if engine is not None and engine.layout_fault is not None:
-        fault = engine.layout_fault(context.recipe.config, resources.world_size)
-        if fault is not None:
-            return [failed("layout", fault, "change it, --nodes or --gpus-per-node")]
-    if context.recipe.entry.checked != "complete":
+    entry = context.recipe.entry
+    if fault := entry.layout_fault(context.recipe.config, resources.world_size):
+        return [failed("layout", fault, "change it, --nodes or --gpus-per-node")]
+    if entry.checked != "complete":
         return [ok("layout", shape)]
     try:
         split = Layout.of(config, resources.world_size, resources.gpus_per_node)
@@ -97,8 +95,7 @@ def script(context: Context) -> Iterable[Finding]:
     """Check if the script is there, is copied, and finds what it imports."""
     recipe = context.recipe
     script, folder = recipe.entry.program(recipe), recipe.code_root
-    launch = recipe.entry.launch
-    name = launch.records.name if launch else "the kit's trainer"
+    name = recipe.entry.title
     if script is None and folder is not None:
         why = snapshot.fault(folder) if folder.is_dir() else f"code_root {folder} is no folder"
         lines = str(recipe.target or recipe.config.get("command") or "")
@@ -148,7 +145,7 @@ def _imports(context: Context, script: Path, code_root: Path | None) -> list[Fin
         remedy += f"; if it is your own, put it into {code_root}"
     missing = [
         failed("script", f"{script.name} imports {name}, {lacks}", remedy.replace("{}", name))
-        for name in stock.missing_imports(script, folders, code_root)
+        for name in torchtune.missing_imports(script, folders, code_root)
     ]
     return missing or [ok("script", str(script))]
 

@@ -12,7 +12,8 @@ from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option
 from launcher.recipe import entries
-from launcher.recipe import recipe as recipe_file
+from launcher.recipe import load as recipe_file
+from launcher.recipe.model import Recipe
 from launcher.recipe.needs import needs
 
 
@@ -54,7 +55,7 @@ def _explanation(about: dict[str, Any]) -> Iterator[str]:
         yield from (f"    {name:<{width}}  {text}" for name, text in about["keys"].items())
 
 
-def _row(recipe: recipe_file.Recipe, root: Path) -> dict[str, Any]:
+def _row(recipe: Recipe, root: Path) -> dict[str, Any]:
     """What the table says of a recipe; memory is None if nothing computes it."""
     resources, found = recipe.resources, None
     if recipe.entry.method:

@@ -17,14 +17,15 @@ from launcher.do.submit import context, plan
 from launcher.errors import CookbookError, UsageFault
 from launcher.look.text import duration
 from launcher.plugins import hook
+from launcher.recipe import load as recipes
 from launcher.recipe import own, own_data
-from launcher.recipe import recipe as recipes
+from launcher.recipe.model import Recipe
 from launcher.recipe.needs import Needs, needs
-from launcher.recipe.recipe import NAME, NAME_RULE, Recipe
 from launcher.site import Site
 from launcher.slurm import render
 from launcher.slurm.executors import Executor
 from runspec import prepared
+from runspec.keys.key import NAME, NAME_RULE
 from runspec.keys.preference import DpoConfig
 
 MODEL = "Qwen/Qwen3-0.6B"

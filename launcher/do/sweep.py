@@ -31,7 +31,7 @@ from launcher.errors import (
     SlurmTimeout,
     UsageFault,
 )
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.recipe.needs import needs
 from launcher.recipe.override import key_of
 from launcher.recipe.sweep import Cell, Sweep

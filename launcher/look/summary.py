@@ -9,7 +9,7 @@ from typing import Any
 from launcher.errors import CookbookError
 from launcher.look.status import row
 from launcher.look.text import duration, number, percent, plain
-from launcher.recipe.recipe import time_limit_s
+from launcher.recipe.model import time_limit_s
 from launcher.run.directory import Run
 from launcher.run.states import State
 from launcher.slurm.executors import title

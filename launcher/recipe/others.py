@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import RecipeFault
-from launcher.recipe import air
-from plugins.engines.launcher import engines
+from launcher.recipe import air, entries
 
 # One of these is in every recipe of the kit's trainer, and in none of another tool's files.
 _OF_RECIPES = ("batch_size", "checkpointer", "dataset", "optimizer", "resources", "tokenizer")
@@ -25,7 +24,7 @@ def as_recipe(config: dict[str, Any], path: Path, prefix: str) -> dict[str, Any]
         raise RecipeFault(f"{path} has its own entry: name the file without {prefix}")
     if not prefix and air.is_workload(config):
         return air.recipe(config, path)
-    if row := prefix or engines.recognised(config):
+    if row := prefix or entries.recognised(config):
         # Unchanged: the kit's launch around it. Beside `config`, `entry` may name a program.
         return {"entry": f"{row}{path.name}", "config": path.name}
     if not any(key in config for key in _OF_RECIPES):
@@ -39,9 +38,10 @@ def _unknown(config: Mapping[str, Any], path: Path) -> str:
             f"{path} has settings of accelerate launch: here the nodes and GPUs are --nodes and "
             "--gpus-per-node, and FSDP is the default; submit a recipe, or a config of your trainer"
         )
-    names = dict.fromkeys(row.records.name for row in engines.ENGINES.values() if row.known_by[0])
+    known = {name: row.title for name, row in entries.rows().items() if row.recognises}
+    titles = ", ".join([*known.values(), "torchtune"])
+    named = [f", or name its trainer: cookbook submit {name}{path.name}" for name in known][:1]
     return (
-        f"{path} is no recipe, and not known as a config of {', '.join(names)} or torchtune: write "
-        "entry: and extends: (docs/models.md), or name its trainer: cookbook submit "
-        f"trl:{path.name}"
+        f"{path} is no recipe, and not known as a config of {titles}: write entry: and extends: "
+        f"(docs/models.md){''.join(named)}"
     )

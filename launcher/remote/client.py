@@ -13,13 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from launcher import plugins
 from launcher.errors import RemoteFault, UsageFault
 from launcher.look import servers
 from launcher.remote.ssh import LOST, Connection
 from launcher.remote.tree import Tree, listed
 
-# Commands that print where a server listens: launcher/look/servers.py.
-_SERVING = ("serve", "tensorboard")
 _LISTENS = re.compile(rb"listens on ([\w.-]+):(\d+)([\w./?&=%~-]*)\r?\n")
 # Ends the command there once its input is closed here, or the connection is lost.
 _WATCHED = "{ { cat; kill $$; } <&0 >/dev/null 2>&1 & exec </dev/null; }"
@@ -72,7 +71,10 @@ def _follow(connection: Connection, enter: str, words: list[str], say: Say) -> i
 
     A port is forwarded to where the command says that a server listens.
     """
-    serves = words[0] in _SERVING
+    command = plugins.commands().get(words[0])
+    goes_on = command is not None and command.starts_server
+    # Both say where a server listens: launcher/look/servers.py.
+    serves = goes_on or words[0] == "tensorboard"
     if not serves and all(each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)):
         # ssh -t passes Ctrl-C and the size of the window on.
         script = connection.module("launcher", *words, before=enter)
@@ -99,8 +101,8 @@ def _follow(connection: Connection, enter: str, words: list[str], say: Say) -> i
     if process.stdin and process.stdin.closed:
         return 130  # by Ctrl-C
     servers.end_with_signals()
-    if code == 0 and forwarded and words[0] == "serve":
-        _hold(say)  # the job goes on; other servers end with their command
+    if code == 0 and forwarded and goes_on:
+        _hold(say)  # other servers end with their command
     return code
 
 

@@ -84,7 +84,7 @@ class Reporter(TrainerCallback):
         self.losses: list[float] = []
         self._asked = False
         self._looked = 0.0
-        self._last = (resumed_step, 0, time.perf_counter())
+        self._last: tuple[int, float, float] = (resumed_step, 0.0, time.perf_counter())
         self._began: tuple[float, float] | None = None
         self._checkpoint = resumed_step
         signal.signal(signal.SIGTERM, self._ask)

@@ -34,14 +34,15 @@ from trainer.errors import ConfigError
 from trainer.layers import log_probs
 from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.base import method as method_of
-from trainer.layers.batch import Documents, MicroBatch, TopK
+from trainer.layers.batch import MicroBatch, TopK
+from trainer.layers.patch import COMPILE_BACKEND
 from trainer.layers.traced_attention import attend_as_on_a_gpu
 from trainer.methods.base import Models, named
 from trainer.methods.teach import Teaching
-from trainer.model import Decoder
+from trainer.model import Decoder, Documents, Inputs
 from trainer.models import build as models
 from trainer.models.builder import Builder, teacher_config
-from trainer.parallel import activations, gradients
+from trainer.parallel import gradients
 from trainer.parallel.fake import fake_world
 from trainer.parallel.world import World
 
@@ -112,7 +113,7 @@ class FakeBuilder(Builder):
         if self._layers is not None and len(module.blocks) == self._depth:
             del module.blocks[self._layers :]
         # On fake tensors torch.compile must make no kernels: it traces and partitions only.
-        backend = {activations.COMPILE_BACKEND: "aot_eager_decomp_partition"}
+        backend = {COMPILE_BACKEND: "aot_eager_decomp_partition"}
         with mock.patch.dict(os.environ, backend):
             models.lay_out(module, config, self.world, frozen)
         # What that compiles is counted by `_fused_chunk`.
@@ -268,7 +269,11 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
     # documents only.
     documents = Documents(numbers.int(), cu_seqlens)
     return MicroBatch(
-        tokens=numbers,
+        inputs=Inputs(
+            numbers,
+            documents if packed or config.dtype == "bf16" else None,
+            numbers if packed else None,
+        ),
         labels=numbers,
         trained=torch.arange(count),
         token_count=count,
@@ -280,8 +285,6 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         reference=torch.zeros(config.batch_size, each) if kept else None,
         teacher=_top_k(count, config.kept_top_k) if config.kept_top_k else None,
         documents_per_sample=each,
-        positions=numbers if packed else None,
-        documents=documents if packed or config.dtype == "bf16" else None,
         ends=torch.tensor(ends[1:]) - 1,
     )
 

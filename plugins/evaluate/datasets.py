@@ -26,7 +26,7 @@ FAULTS = 5
 
 _PAIRS = SampleForm(preferences="trainer.data.preferences.PreferenceDataset")
 # What components take besides the keys of Rows.
-_OF_COMPONENTS = (
+_COMPONENT_KEYS = (
     *("column_map", "column", "add_eos", "train_on_input", "new_system_prompt", "prompt", "answer"),
     *("conversation_column", "conversation_style", "tools_column", "train_on"),
     *("train_on_reasoning", "drop_invalid"),
@@ -118,7 +118,7 @@ def _rows(key: str, block: dict[str, Any]) -> Rows:
     if "source" not in block:
         # The component knows the dataset's name.
         return opened(key, block, lambda: _chats(key, block))
-    kept = {k: v for k, v in block.items() if k not in ("_component_", *_OF_COMPONENTS)}
+    kept = {k: v for k, v in block.items() if k not in ("_component_", *_COMPONENT_KEYS)}
     if isinstance(kept.get("filter_fn"), dict):
         kept["filter_fn"] = component(f"{key}.filter_fn", kept["filter_fn"]["_component_"])
     return opened(key, block, lambda: Rows(**kept))

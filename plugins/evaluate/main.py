@@ -68,7 +68,7 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
         for shard in left:
             if pipeline.from_first_rank((run_dir / files.STOP).exists(), ranks):
                 return _stopped(progress, run_dir, rank)
-            plan.work(shard, answerer, writes=ranks == 1 or rank == 0)
+            plan.compute(shard, answerer, writes=ranks == 1 or rank == 0)
             if rank == 0:
                 _tell(progress, plan, run_dir)
         del answerer
@@ -80,7 +80,7 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
             if (run_dir / files.STOP).exists():
                 return _stopped(progress, run_dir, rank)
             time.sleep(_POLL_S)
-        plan.work(shard, None)
+        plan.compute(shard, None)
     while rank == 0 and plan.missing():
         if (run_dir / files.STOP).exists():
             return _stopped(progress, run_dir, rank)

@@ -43,7 +43,7 @@ def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         else:
             tasks[name], own_lines = _of_samples(plan, name, task, config)
             lines += own_lines
-        tasks[name]["settings"] = plan.asked[name]
+        tasks[name]["settings"] = plan.task_settings[name]
     result = {
         "suite": suite,
         "run": run_dir.name,

@@ -47,7 +47,7 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
         ConfigError: the file is missing or empty, or a line lacks what the task asks for.
     """
     if task.get("dataset"):
-        return list(_of_block(f"tasks.{name}.dataset", task))
+        return list(_read_dataset(f"tasks.{name}.dataset", task))
     path = Path(os.path.expanduser(str(task["data"])))
     faults: list[str] = []
     samples: list[Sample] = []
@@ -65,7 +65,7 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
                 else:
                     samples.append(_sample(len(samples), row, columns, task.get("group")))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                faults.append(f"tasks.{name}.data {path}, line {number}: {_why(error)}")
+                faults.append(f"tasks.{name}.data {path}, line {number}: {_reason(error)}")
                 if len(faults) == 5:
                     break
             if task.get("limit") and len(samples) >= task["limit"]:
@@ -79,7 +79,7 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     return samples
 
 
-def _of_block(key: str, task: dict[str, Any]) -> Iterator[Sample]:
+def _read_dataset(key: str, task: dict[str, Any]) -> Iterator[Sample]:
     """Yield the samples of a dataset block, as a recipe of training has it."""
     from plugins.evaluate import datasets  # JSON lines are read without it
 
@@ -141,7 +141,7 @@ def _pair(index: int, row: Any, group: str | None) -> Sample:
 
 
 # What a line may set for itself when a server is asked; a job has one of each for all lines.
-_OF_ALL = ("max_tokens", "temperature", "top_p", "seed")
+_JOB_SETTINGS = ("max_tokens", "temperature", "top_p", "seed")
 
 
 def _request(index: int, row: Any) -> Sample:
@@ -150,7 +150,7 @@ def _request(index: int, row: Any) -> Sample:
         row = {"prompt": row}
     if not isinstance(row, dict):
         raise TypeError("it is no JSON object")
-    if own := [key for key in _OF_ALL if key in row]:
+    if own := [key for key in _JOB_SETTINGS if key in row]:
         raise TypeError(f"it sets {', '.join(own)}, which a job has for all lines: leave it out")
     messages = row.get("messages")
     if messages is None:
@@ -166,7 +166,7 @@ def _content(message: Any) -> Any:
     return message.get("content") if isinstance(message, dict) else None
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 

@@ -59,10 +59,10 @@ class Plan:
         self.models = {side: fingerprint(self.folder(side)) for side in self.sides}
         self.data: dict[str, list[Sample]] = {}
         # As the suite has it: labels of classification may be derived from the samples.
-        self.asked: dict[str, dict[str, Any]] = {}
+        self.task_settings: dict[str, dict[str, Any]] = {}
         for name, task in config["tasks"].items():
             self.data[name] = [] if task["kind"] == "lm_eval" else samples.read(name, task)
-            self.asked[name] = {key: task.get(key) for key in COMPARED_OF_TASK}
+            self.task_settings[name] = {key: task.get(key) for key in COMPARED_OF_TASK}
             _complete(task, self.data[name])
         self.shards = list(self._shards())
         self.folder_of_shards.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class Plan:
         own = [each for each in self.shards if (each.task, each.side) == (task, side)]
         return [row for shard in own for row in self.rows(shard) or []]
 
-    def work(
+    def compute(
         self, shard: Shard, answerer: Answerer | pairs.Scorer | None, writes: bool = True
     ) -> None:
         """Make a shard's file.

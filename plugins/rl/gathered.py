@@ -16,8 +16,8 @@ from trainer.errors import ConfigError
 from trainer.model import Decoder
 from trainer.models import build
 from trainer.models.build import Model
-from trainer.parallel import fsdp
 from trainer.parallel.world import World
+from trainer.sharded import reshard
 
 
 def faults(config: TrainConfig, on_hub: bool = False) -> list[str]:
@@ -123,7 +123,7 @@ def tensors(model: Model, wanted: bool, device: torch.device) -> Iterator[tuple[
 
     All ranks go through it together; only those that want them get some.
     """
-    fsdp.reshard(model.module)
+    reshard(model.module)
     layers = export.layers_of(model)
     for name, parts in _parts(model).items():
         rows = (

@@ -43,7 +43,7 @@ from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import token_log_probs
 from trainer.methods.base import LossSum, Models, Objective
 from trainer.models.builder import Builder
-from trainer.parallel import fsdp
+from trainer.sharded import reshard
 
 # What an environment made of a conversation: its score, and whether it failed.
 Played = tuple[float | None, bool]
@@ -384,7 +384,7 @@ class PolicyOptimisation(Objective):
                     logps += own.tolist()
         finally:
             module.train()
-            fsdp.reshard(module)
+            reshard(module)
         values = iter(logps)
         return [[next(values) for _ in each.log_probs] for each in answers]
 

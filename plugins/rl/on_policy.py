@@ -129,7 +129,7 @@ class Student:
         size = config.batch_size
         (count,) = self._world.max([-(-len(rows) // size)])
         # What fills the batches up counts for nothing.
-        filler = given.tokens[0, :2].numpy(), np.zeros(2, bool)
+        filler = given.inputs.tokens[0, :2].numpy(), np.zeros(2, bool)
         rows += [Row([filler], False, NONE)] * (max(1, int(count)) * size - len(rows))
         collator = Collator(self._generation.ends.pad_id, config.row_multiple, row_length)
         return [collator.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]

@@ -94,7 +94,7 @@ class RolloutBatch(MicroBatch):
 
 def documents_of(batch: MicroBatch) -> list[Document]:
     """The documents of a batch that count, of samples with one document each."""
-    tokens, labels = batch.tokens.flatten().numpy(), batch.labels.flatten().numpy()
+    tokens, labels = batch.inputs.tokens.flatten().numpy(), batch.labels.flatten().numpy()
     documents, ends = [], batch.ends if batch.ends is not None else ()
     for last, length, sample in zip(ends, batch.lengths, batch.samples, strict=True):
         end = int(last) + 1

@@ -18,9 +18,8 @@ from runspec import adapters, files
 from runspec.storage import patient_json
 from trainer.checkpoint import adapter, export, weights
 from trainer.models.build import Model
-from trainer.parallel import fsdp
-from trainer.parallel.sharded import full_tensor
 from trainer.parallel.world import World
+from trainer.sharded import full_tensor, reshard
 
 CPU = torch.device("cpu")
 # The settings of LoRA by PEFT that vLLM 0.30 does not apply (lora/peft_helper.py), or only to some
@@ -93,7 +92,7 @@ def _write_file(model: Model, world: World, path: Path) -> None:
 
 
 def _write_folder(model: Model, config: GrpoConfig, world: World, folder: Path) -> None:
-    fsdp.reshard(model.module)
+    reshard(model.module)
     kind = model.module.adapter
     if kind is not None and lora_rank(config):
         export.write_adapter(kind, model, config, folder, world)
@@ -130,7 +129,7 @@ def sent(model: Model, wanted: bool) -> Sent:
     if model.module.adapter is None:
         shapes, values = gathered.shapes(model), gathered.tensors(model, wanted, CPU)
         return Sent(shapes, dict.fromkeys(shapes, model.dtype), (each for _, each in values))
-    fsdp.reshard(model.module)
+    reshard(model.module)
     own = dict(trained(model))
 
     def tensors() -> Iterator[torch.Tensor]:

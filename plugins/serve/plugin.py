@@ -9,6 +9,7 @@ PLUGIN = Plugin(
             "plugins.serve.cli.serve:serve",
             "Serve a model with an OpenAI-compatible API, as a Slurm job.",
             "Deliver",
+            starts_server=True,
         ),
         "query": Command(
             "plugins.serve.cli.query:query",
@@ -16,4 +17,6 @@ PLUGIN = Plugin(
             "Deliver",
         ),
     },
+    entries="plugins.serve.launcher.entries:ENTRIES",
+    hooks={"from_requests": "plugins.serve.cli.from_requests:from_requests"},
 )

@@ -15,7 +15,7 @@ from launcher import site as cluster
 from launcher.check import Finding, environment, files, preflight
 from launcher.check import recipe as recipe_checks
 from launcher.check.scheduler import partition
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.slurm.executors import choose
 from tests.launcher.kit import Kit, until
 from trainer import demo
@@ -25,7 +25,7 @@ LOOKS = {name: look for name, _, _, look in preflight.every()}
 
 def found(check: str, name: str, overrides: list[str], site=None, **options) -> list[Finding]:
     """What one check finds in a recipe."""
-    loaded = recipe.load(name, overrides, options.pop("resources", {}))
+    loaded = recipes.load(name, overrides, options.pop("resources", {}))
     context = checks.Context(loaded, site or cluster.Site(), executor=choose(True), **options)
     findings = checks.findings(check, LOOKS[check], context)
     assert {each.subject for each in findings} == {check}
@@ -279,7 +279,7 @@ def test_cells_of_a_sweep_are_one_question(demo_model: Path):
     told: dict = {}
     cells = [
         checks.Context(
-            recipe.load(
+            recipes.load(
                 "demo", [f"checkpointer.checkpoint_dir={demo_model}", f"optimizer.lr={lr}"]
             ),
             cluster.Site(),

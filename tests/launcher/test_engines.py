@@ -11,7 +11,7 @@ from launcher.check.recipe import script
 from launcher.do import resume
 from launcher.do.submit import PlannedRun, plan
 from launcher.errors import RecipeFault
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.recipe.entries import ENTRIES
 from launcher.run.directory import Run
 from launcher.site import Site

@@ -12,8 +12,8 @@ from launcher.check import Context, findings
 from launcher.check.recipe import script
 from launcher.cli import cookbook
 from launcher.errors import UsageFault
-from launcher.recipe import entries, stock
-from launcher.recipe import recipe as recipes
+from launcher.recipe import entries, torchtune
+from launcher.recipe import load as recipes
 from launcher.site import Site
 from launcher.slurm import executors
 from plugins.engines.launcher import check as engine
@@ -167,7 +167,7 @@ def test_no_value_of_the_wrong_kind_is_a_traceback(tmp_path, base):
 
 @pytest.mark.parametrize("name", ["llama3_1/8B_lora", "llama3_2_vision/11B_full", *OTHER_SCRIPTS])
 def test_a_copy_starts_what_the_stock_config_starts(tmp_path, name):
-    text = stock.configs()[name].read_text(encoding="utf-8")
+    text = torchtune.configs()[name].read_text(encoding="utf-8")
     one = {"nodes": 1, "gpus_per_node": 1}
     # torchtune's configs have this key since its last release.
     copy = recipes.load(str(written(tmp_path / "my.yaml", f"{text}\nlog_level: INFO\n")), (), one)
@@ -198,7 +198,7 @@ def test_a_config_of_a_later_torchtune_leads_on(tmp_path, header, told):
 
 
 def test_a_family_that_the_installed_torchtune_lacks_is_the_kits_with_a_model_of_the_hub(tmp_path):
-    text = stock.configs()["llama3_1/8B_lora"].read_text(encoding="utf-8")
+    text = torchtune.configs()["llama3_1/8B_lora"].read_text(encoding="utf-8")
     later = text.replace("torchtune.models.llama3_1.lora_llama3_1_8b", "torchtune.models.new4.x")
     file = str(written(tmp_path / "my.yaml", later))
     loaded = recipes.load(file, (), {"nodes": 1}, model="Qwen/Qwen3-8B")

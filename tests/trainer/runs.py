@@ -183,10 +183,10 @@ def kill_rank(process: Ranks | subprocess.Popen, rank: int) -> None:
 
 
 def kill_at(config: Path, step: int, ranks: int = 1, module: str = "trainer.train sft") -> None:
-    """Start on the config, and kill rank 0 once metrics.jsonl shows `step`."""
+    """Start on the config, and kill the last rank once metrics.jsonl shows `step`."""
     process = start(config, ranks, module=module)
     wait_for_step(config, step, process)
-    kill_rank(process, 0)
+    kill_rank(process, ranks - 1)
     finish(process, status=None)
 
 

@@ -18,8 +18,9 @@ from trainer.config import load, read_yaml
 from trainer.errors import ConfigError
 from trainer.loop import Trainer
 from trainer.methods.sft import SupervisedFineTuning
-from trainer.parallel.sharded import full_tensor
+from trainer.model import Inputs
 from trainer.parallel.world import World
+from trainer.sharded import full_tensor
 
 TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
 
@@ -138,7 +139,7 @@ def test_pefts_scale_is_kept_and_exported(
     trainer = build(path, world)
     module = trainer.model.module.eval()
     with torch.no_grad():
-        torch.testing.assert_close(module(TOKENS), expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(module(Inputs(TOKENS)), expected, rtol=0, atol=2e-5)
     export(trainer.model, trainer.config, trainer.world)
     folder = tmp_path / "run/export"
     written = json.loads((folder / "adapter/adapter_config.json").read_text())

@@ -93,10 +93,10 @@ def test_packed_documents_have_the_losses_of_unpacked_ones(builder: dict, build:
         for index in range(len(rows)):
             batch = rows.collate([rows[index]])
             with torch.inference_mode():
-                logits = model(batch.tokens, mask=batch.documents, input_pos=batch.positions)
+                logits = model(batch.inputs)
             losses = F.cross_entropy(logits[0], batch.labels[0], reduction="none")
             for number, (tokens, _) in enumerate(rows[index].documents):
-                own = (batch.documents.ids[0] == number) & (batch.labels[0] != IGNORE_INDEX)
+                own = (batch.inputs.documents.ids[0] == number) & (batch.labels[0] != IGNORE_INDEX)
                 wanted = expected[tokens.tobytes()]
                 torch.testing.assert_close(losses[own], wanted, rtol=0, atol=1e-5)
                 seen += 1
@@ -109,11 +109,12 @@ def test_a_packed_batch_says_where_each_document_is(build: Any) -> None:
     whole = [(tokens, np.ones_like(trained)) for tokens, trained in rows[1].documents]
     chosen = [rows[0], rows[1]._replace(documents=whole)]
     batch = rows.collate(chosen)
-    assert batch.tokens.shape == (2, ROW)
-    begins = batch.documents.cu_seqlens.tolist()
-    assert begins[0] == 0 and begins[-1] == batch.tokens.numel()
+    assert batch.inputs.tokens.shape == (2, ROW)
+    begins = batch.inputs.documents.cu_seqlens.tolist()
+    assert begins[0] == 0 and begins[-1] == batch.inputs.tokens.numel()
     position = pairwise(begins)
-    flat = {name: getattr(batch, name).flatten() for name in ("tokens", "labels", "positions")}
+    given = {"labels": batch.labels, **batch.inputs._asdict()}
+    flat = {name: given[name].flatten() for name in ("tokens", "labels", "positions")}
     for row in chosen:
         for tokens, trained in row.documents:
             begin, end = next(position)
@@ -127,7 +128,7 @@ def test_a_packed_batch_says_where_each_document_is(build: Any) -> None:
     assert next(position, None) is None
     masked = rows.collate([rows[~0]])
     assert masked.token_count == masked.target_count == 0
-    assert torch.equal(masked.tokens[0], batch.tokens[0])
+    assert torch.equal(masked.inputs.tokens[0], batch.inputs.tokens[0])
 
 
 # The order of batches
@@ -148,11 +149,13 @@ def test_workers_and_a_later_start_give_the_same_batches(
 
 
 def assert_same(batch: MicroBatch, own: MicroBatch) -> None:
-    assert torch.equal(batch.tokens, own.tokens) and torch.equal(batch.labels, own.labels)
-    assert (batch.documents is None) == (own.documents is None)
-    if batch.documents is not None:
-        assert torch.equal(batch.positions, own.positions)
-        assert all(map(torch.equal, batch.documents, own.documents))
+    assert torch.equal(batch.labels, own.labels)
+    found, wanted = batch.inputs, own.inputs
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert (found.documents is None) == (wanted.documents is None)
+    if found.documents is not None:
+        assert torch.equal(found.positions, wanted.positions)
+        assert all(map(torch.equal, found.documents, wanted.documents))
 
 
 @pytest.mark.parametrize("changes", [{}, packed()], ids=["unpacked", "packed"])

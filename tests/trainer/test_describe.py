@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli import cookbook
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.recipe.support import families, support
 from runspec.description import SHIPPED, Subject
 from runspec.files import read_json

@@ -36,8 +36,8 @@ def loop(path: Path, teacher: Path) -> list[tuple[float, float]]:
         for (batch,), _ in zip(data.from_step(0), range(STEPS), strict=False):
             targets = batch.labels.flatten()[batch.trained]
             with torch.no_grad():
-                wanted = other(batch.tokens).logits.flatten(0, 1)[batch.trained, :common]
-            own = student(batch.tokens).logits.flatten(0, 1)[batch.trained, :common]
+                wanted = other(batch.inputs.tokens).logits.flatten(0, 1)[batch.trained, :common]
+            own = student(batch.inputs.tokens).logits.flatten(0, 1)[batch.trained, :common]
             loss = plain(own, wanted, targets, how) / len(targets)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(student.parameters(), config.clip_grad_norm)

@@ -13,7 +13,7 @@ from tests.trainer.runs import MODEL_SIZES
 from tests.trainer.test_data import GEMMA, LLAMA, ROW, packed
 from trainer.config import instantiate
 from trainer.layers import attention, flex
-from trainer.layers.batch import Documents
+from trainer.model import Documents, Inputs
 from trainer.models.torchtune import compat
 from trainer.models.torchtune.decoder import adopt, rotated
 from trainer.parallel import activations
@@ -69,11 +69,11 @@ def test_a_variable_length_kernel_gives_what_the_mask_gives(build: Any) -> None:
     """
     rows = build(**packed()).training.rows
     batches = [rows.collate([rows[i], rows[i + 1]]) for i in range(0, 8, 2)]
-    assert len({len(batch.documents.cu_seqlens) for batch in batches}) > 1
+    assert len({len(batch.inputs.documents.cu_seqlens) for batch in batches}) > 1
     model = adopt(instantiate("model", LLAMA)).to(torch.bfloat16)
 
     def outputs() -> list[torch.Tensor]:
-        return [model(b.tokens, mask=b.documents, input_pos=b.positions) for b in batches]
+        return [model(b.inputs) for b in batches]
 
     wanted = outputs()
     for kernel in (by_document, as_operator):
@@ -84,7 +84,7 @@ def test_a_variable_length_kernel_gives_what_the_mask_gives(build: Any) -> None:
             torch._dynamo.reset()
             for layer in model.layers:
                 layer.compile(backend="aot_eager", fullgraph=True)
-            model.register_forward_pre_hook(activations.mark_dynamic, with_kwargs=True)
+            model.register_forward_pre_hook(activations.mark_dynamic)
             with torch._dynamo.config.patch(error_on_recompile=True):
                 found = outputs()
         else:
@@ -172,15 +172,15 @@ def test_layers_with_flex_attention_are_compiled_once() -> None:
     model = adopt(instantiate("model", GEMMA))
     tokens = torch.arange(400).reshape(2, 200) % 1000
     batches = [Documents(documents_of(200, seed), torch.zeros(2)) for seed in (1, 2, 3)]
-    wanted = [model(tokens, mask=documents) for documents in batches]
+    wanted = [model(Inputs(tokens, documents)) for documents in batches]
     attention.use_flex_attention(model, torch.device("cpu"))
     torch._dynamo.reset()
     for layer in model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    model(tokens, mask=batches[0])
+    model(Inputs(tokens, batches[0]))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for documents, other in zip(batches, wanted, strict=True):
-            found = model(tokens, mask=documents)
+            found = model(Inputs(tokens, documents))
             torch.testing.assert_close(found, other, rtol=0, atol=1e-5)
 
 
@@ -252,7 +252,7 @@ def test_the_gpus_kernel_gives_what_the_mask_gives(build: Any) -> None:
     for varlen in (None, attention.varlen_attention()):
         inputs = x.clone().requires_grad_()
         layer.core.varlen_attention = varlen
-        out = layer(inputs, inputs, mask=batch.documents, input_pos=batch.positions)
+        out = layer(inputs, inputs, mask=batch.inputs.documents, input_pos=batch.inputs.positions)
         out.float().square().sum().backward()
         outputs.append(out)
         gradients.append(inputs.grad)

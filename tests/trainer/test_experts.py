@@ -46,6 +46,7 @@ from trainer.config import load
 from trainer.layers import experts
 from trainer.layers.adapters.lora_experts import ExpertsLoRA, from_peft, to_peft
 from trainer.layers.balance import Balance
+from trainer.model import Inputs
 from trainer.models import build as models
 from trainer.parallel import activations, expert_parallel, fsdp
 from trainer.parallel import world as distributed
@@ -301,7 +302,7 @@ def test_a_router_that_changes_its_choice_in_place_is_computed_again(
     for name, mode in (("none", {}), ("op", BY_OPERATION)):
         path = config_of(tmp_path / name, sources["mixtral"], dataset, **mode)
         module = models.build(load(path), world).module
-        module(torch.arange(48).view(2, 24)).square().mean().backward()
+        module(Inputs(torch.arange(48).view(2, 24))).square().mean().backward()
         gradients.append([p.grad for p in module.parameters()])
     assert all(map(torch.equal, *gradients))
 

@@ -16,8 +16,7 @@ from trainer.checkpoint import export as exports
 from trainer.checkpoint import weights
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.layers.batch import Documents
-from trainer.model import Decoder
+from trainer.model import Decoder, Documents, Inputs
 from trainer.models import build as models
 from trainer.parallel import world as distributed
 
@@ -212,8 +211,8 @@ def test_logits_equal_transformers_and_export_is_exact(
     model = models.build(config, world)
     expected = logits(source)
     with torch.inference_mode():
-        found = model.module(TOKENS)
-        packed = model.module(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
+        found = model.module(Inputs(TOKENS))
+        packed = model.module(Inputs(TOKENS, DOCUMENTS, POSITIONS))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     apart = logits(source, TOKENS[:, :FIRST], TOKENS[:, FIRST:])
     torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
@@ -250,7 +249,7 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
     model = models.build(config, world)
     randomise_adapter(model.module)
     with torch.no_grad():
-        trained = model.module(TOKENS)
+        trained = model.module(Inputs(TOKENS))
     folder = exports.export(model, config, world)
     base = AutoModelForCausalLM.from_pretrained(sources[name], attn_implementation="eager")
     with torch.inference_mode():

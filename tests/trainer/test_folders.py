@@ -58,6 +58,7 @@ from trainer.inference import loading
 from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.methods.sft import SupervisedFineTuning
+from trainer.model import Inputs
 from trainer.models import build as models
 from trainer.parallel.world import World
 
@@ -116,7 +117,7 @@ def test_a_folder_means_what_transformers_makes_of_it(
         row = torch.tensor([tokens])
         with torch.inference_mode():
             logits = reference(row).logits
-            torch.testing.assert_close(model(row), logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(model(Inputs(row)), logits, rtol=0, atol=1e-5)
         labels = torch.tensor([[-100 if m else t for t, m in zip(tokens, mask, strict=True)]])
         wanted = F.cross_entropy(logits[0, :-1], labels[0, 1:])
         assert loss_of(loss, model, row, labels) == pytest.approx(wanted.item(), abs=1e-5)
@@ -128,7 +129,7 @@ def loss_of(loss: Callable[..., torch.Tensor], model: Any, row: Any, labels: Any
     trained = (shifted.flatten() != -100).nonzero().flatten()
     counts = row.numel(), len(trained)
     owners, one = torch.zeros_like(trained), torch.arange(1)
-    batch = MicroBatch(row, shifted, trained, *counts, (1,), owners, one, torch.zeros(1))
+    batch = MicroBatch(Inputs(row), shifted, trained, *counts, (1,), owners, one, torch.zeros(1))
     with torch.no_grad():
         return loss(model, batch, torch.device("cpu")).item() / len(trained)
 
@@ -375,7 +376,9 @@ def test_an_adapter_that_peft_wrote_is_gone_on_with(
     adapter.load(model, config)
     row = torch.arange(40).view(1, -1) * 7 % ROWS
     with torch.inference_mode():
-        torch.testing.assert_close(model.module(row), theirs.eval()(row).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            model.module(Inputs(row)), theirs.eval()(row).logits, rtol=0, atol=1e-5
+        )
 
 
 IMAGES = {

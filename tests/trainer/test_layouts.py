@@ -40,17 +40,14 @@ class Layout:
 
 LAYOUTS = [
     Layout(1, 8, 1),
-    Layout(1, 4, 2),
-    Layout(2, 4, 1),
     Layout(2, 1, 4),
     # In the sixth step half of the ranks have nothing to train on.
     Layout(4, 2, 1),
     Layout(4, 1, 2, replicas=2),
     Layout(1, 8, 1, lora=True),
     Layout(2, 4, 1, lora=True),
-    Layout(4, 1, 2, lora=True),
 ]
-REFERENCES = {False: LAYOUTS[0], True: LAYOUTS[6]}
+REFERENCES = {False: "full-1x8x1", True: "lora-1x8x1"}
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +104,12 @@ def folders(
 def test_curve_and_weights_equal_the_single_process(
     layout: Layout, folders: dict[str, Path]
 ) -> None:
-    reference, own = folders[REFERENCES[layout.lora].name], folders[layout.name]
+    reference, own = folders[REFERENCES[layout.lora]], folders[layout.name]
     found = curve(own)
     assert len(found) == 7
     assert_same_curve(own, reference, LOSS_TOLERANCE, 1e-3)
     assert found[-1][2] < found[0][2], "the loss must fall"
     assert_same_tensors(own, reference, WEIGHT_TOLERANCE)
-
-
-def test_an_epoch_holds_every_sample_once(folders: dict[str, Path]) -> None:
-    lines = metrics(folders["full-4x2x1"])
-    assert [line["epoch"] for line in lines] == [1, 1, 1, 1, 1, 1, 2]
 
 
 def test_export_round_trip_is_exact(folders: dict[str, Path], model_folder: Path) -> None:

@@ -16,7 +16,7 @@ from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.layers.head import Factors
 from trainer.layers.log_probs import linear_cross_entropy, linear_log_probs
 from trainer.layers.loss import TokenLoss
-from trainer.model import Decoder
+from trainer.model import Decoder, Inputs
 from trainer.models.build import empty_module
 from trainer.parallel import activations
 
@@ -73,7 +73,15 @@ def batch(trained: float = 0.5) -> MicroBatch:
     labels[torch.rand(3, 50, generator=generator) >= trained] = IGNORE_INDEX
     at = (labels.flatten() != IGNORE_INDEX).nonzero().flatten()
     return MicroBatch(
-        tokens, labels, at, 150, len(at), (50,) * 3, at // 50, torch.arange(3), torch.zeros(3)
+        Inputs(tokens),
+        labels,
+        at,
+        150,
+        len(at),
+        (50,) * 3,
+        at // 50,
+        torch.arange(3),
+        torch.zeros(3),
     )
 
 
@@ -96,7 +104,7 @@ def test_each_component_equals_the_plain_cross_entropy(
     loss, smoothing = token_loss(tmp_path, model_folder, dataset, block), block.get(SMOOTHING, 0.0)
     for part in (0.5, 1.0):
         given = batch(part)
-        logits, labels = model(given.tokens).flatten(0, 1), given.labels.flatten()
+        logits, labels = model(given.inputs).flatten(0, 1), given.labels.flatten()
         wanted_loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
         found_loss = loss(model, given, CPU)
         assert found_loss.item() == pytest.approx(wanted_loss.item(), rel=1e-6)

@@ -124,11 +124,11 @@ def test_a_packed_row_holds_whole_pairs(model_folder: Path, pairs: Path, tmp_pat
     rows = data.training.rows
     assert len(rows) < len(rows.samples) and rows.samples.documents.max() <= PACKED_LENGTH // 2
     assert batch.documents_per_sample == 2 and len(batch.lengths) == 2 * batch.sample_count
-    tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
+    tokens, labels = batch.inputs.tokens.flatten(), batch.labels.flatten()
     # Padding is a document of the mask, too.
     own = [
         (begin, end)
-        for begin, end in pairwise(batch.documents.cu_seqlens.tolist())
+        for begin, end in pairwise(batch.inputs.documents.cu_seqlens.tolist())
         if (labels[begin:end] != IGNORE_INDEX).any()
     ]
     assert [end - begin for begin, end in own] == list(batch.lengths)
@@ -216,7 +216,7 @@ def test_the_closed_form_knows_its_frozen_models(
     pairs: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(entries.ENTRIES, "toy_objective", entries.method(MODULE, ToyConfig))
+    monkeypatch.setitem(entries.rows(), "toy_objective", entries.method(MODULE, ToyConfig))
     wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
     changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, **more}
     path = config(tmp_path, model_folder, pairs, **changes)
@@ -247,7 +247,7 @@ def test_a_teacher_comes_from_another_folder(
         assert_same_curve(tmp_path / name, tmp_path / "one", 2e-4)
     lines = metrics(tmp_path / "one")
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
-    monkeypatch.setitem(entries.ENTRIES, "toy", entries.method(TEACHER, ImitationConfig))
+    monkeypatch.setitem(entries.rows(), "toy", entries.method(TEACHER, ImitationConfig))
     content = read_yaml(tmp_path / "one/train.yaml")
     content["tokenizer"]["max_seq_len"] = 64
     traced = trace(parse(content, ImitationConfig), 1)
@@ -268,7 +268,7 @@ def test_it_is_submitted_by_one_row_of_the_table(
     tmp_path: Path, model_folder: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By cookbook submit --local: the real job script, torchrun and two ranks."""
-    monkeypatch.setitem(entries.ENTRIES, "toy_objective", entries.method(MODULE, ToyConfig))
+    monkeypatch.setitem(entries.rows(), "toy_objective", entries.method(MODULE, ToyConfig))
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
     content = yaml.safe_load(config(tmp_path / "own", model_folder, pairs, model=LORA).read_text())
     del content["output_dir"]

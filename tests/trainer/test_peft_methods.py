@@ -34,6 +34,7 @@ from trainer.errors import ConfigError
 from trainer.layers import linear, nf4
 from trainer.layers.adapters import lora, lora_linear
 from trainer.layers.adapters.base import method
+from trainer.model import Inputs
 from trainer.models import build as models
 from trainer.models.torchtune.compat import DoRALinear
 from trainer.parallel import tensor_parallel
@@ -349,9 +350,9 @@ def test_layers_split_over_one_rank_compute_the_same(
         for key, parameter in weights.named_parameters(model.module):
             if key.endswith("lora_b.weight"):
                 parameter.normal_(std=0.05)
-        wanted = model.module(tokens)
+        wanted = model.module(Inputs(tokens))
         tensor_parallel.split(model.module, init_device_mesh("cpu", (1,)))
-        found = model.module(tokens).full_tensor()
+        found = model.module(Inputs(tokens)).full_tensor()
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_wsd_schedule
 
 from launcher.check import files
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from plugins.estimate.launcher.estimate import Estimate
 from runspec.keys.fields import STREAM
 from runspec.keys.pretrain import PretrainConfig
@@ -296,8 +296,12 @@ def test_its_losses_equal_a_plain_loops(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     schedule = get_wsd_schedule(optimizer, 2, 2, num_training_steps=6)
     for line, (batch,) in zip(metrics(one), data.from_step(0), strict=True):
-        total, z_term, ends = torch.zeros(()), torch.zeros(()), batch.documents.cu_seqlens.tolist()
-        tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
+        total, z_term, ends = (
+            torch.zeros(()),
+            torch.zeros(()),
+            batch.inputs.documents.cu_seqlens.tolist(),
+        )
+        tokens, labels = batch.inputs.tokens.flatten(), batch.labels.flatten()
         for begin, end in pairwise(ends):
             targets = labels[begin:end]
             if (targets >= 0).any():

@@ -41,19 +41,11 @@ class Case:
 
 CASES = [
     Case(1),
-    Case(2),
-    Case(8),
-    Case(2, tensor=2),
     Case(8, tensor=2),
-    Case(1, from_tensor=2),
     Case(2, from_tensor=2),
-    Case(8, tensor=2, from_tensor=2),
-    Case(1, lora=True),
-    Case(2, lora=True),
     Case(8, lora=True),
     Case(2, tensor=2, lora=True),
     Case(1, from_tensor=2, lora=True),
-    Case(2, from_tensor=2, lora=True),
 ]
 
 

@@ -174,8 +174,10 @@ def test_it_goes_on_from_a_reward_model_as_a_plain_loop_does(
     finally:
         distributed.stop()
     for (batch,), line in zip(steps, metrics(tmp_path / "run"), strict=True):
-        mask = torch.arange(batch.tokens.shape[1]) < torch.tensor(batch.lengths).unsqueeze(1)
-        scores = reference(input_ids=batch.tokens, attention_mask=mask.long()).logits.squeeze(-1)
+        mask = torch.arange(batch.inputs.tokens.shape[1]) < torch.tensor(batch.lengths).unsqueeze(1)
+        scores = reference(
+            input_ids=batch.inputs.tokens, attention_mask=mask.long()
+        ).logits.squeeze(-1)
         chosen, rejected = scores[::2], scores[1::2]
         loss = -F.logsigmoid(chosen - rejected - batch.numbers).mean()
         loss = loss + 0.01 * (chosen + rejected).square().mean()
@@ -202,7 +204,7 @@ def test_packed_scores_equal_padded_ones(tmp_path: Path, reward_folder: Path, pa
                 with torch.no_grad():
                     scores = document_scores(module, batch).view(-1, 2)
                 found[name] |= dict(zip(batch.samples.tolist(), scores, strict=True))
-            assert (batch.documents is not None) == (name == "packed")
+            assert (batch.inputs.documents is not None) == (name == "packed")
     finally:
         distributed.stop()
     assert found["padded"].keys() >= found["packed"].keys() and len(found["packed"]) > 8

@@ -1,29 +1,18 @@
 """A decoder of the user's own (toy_decoder.py) trains like any other; the kit does not change."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from tests.trainer.runs import (
-    ROOT,
     assert_same_curve,
     assert_same_tensors,
-    curve,
-    finish,
-    kill_rank,
     metrics,
-    start,
     train,
-    wait_for_step,
     write_config,
 )
 from tests.trainer.toy_decoder import SIZES, write_folder
@@ -94,6 +83,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, toy_folder: Path, dataset: Pa
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
 def test_every_layout_equals_the_single_process(name: str, reference: str, root: Path) -> None:
     own, wanted = root / name, root / reference
@@ -103,21 +93,7 @@ def test_every_layout_equals_the_single_process(name: str, reference: str, root:
     assert_same_tensors(own, wanted, 2e-4)
 
 
-def test_a_killed_run_resumes_the_same(
-    root: Path, tmp_path: Path, toy_folder: Path, dataset: Path
-) -> None:
-    path = toy_config(tmp_path, toy_folder, dataset, **RUNS["lora-tp2"][2])
-    process = start(path, ranks=2)
-    wait_for_step(path, 3, process)
-    kill_rank(process, 1)
-    finish(process, status=None)
-    assert "resuming from checkpoints/step_" in train(path, ranks=2, attempt=1)
-    assert curve(tmp_path) == curve(root / "lora-tp2")
-    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        own, whole = (folder / "export" / file for folder in (tmp_path, root / "lora-tp2"))
-        assert own.read_bytes() == whole.read_bytes()
-
-
+@pytest.mark.long
 def test_weights_come_back_by_the_hubs_names(root: Path, toy_folder: Path) -> None:
     """Bit for bit if nothing is trained; and the adapter's, in the order of their rows."""
     before = load_file(toy_folder / "model.safetensors")
@@ -149,29 +125,3 @@ def test_what_does_not_fit_is_refused(
     monkeypatch.delenv("COOKBOOK_COMPONENTS")
     with pytest.raises(ConfigError, match=r"ToyDecoder' is not allowed; .*COOKBOOK_COMPONENTS"):
         load(path)
-
-
-@pytest.mark.long
-def test_it_is_submitted_like_any_recipe(tmp_path: Path, toy_folder: Path, dataset: Path) -> None:
-    """By cookbook submit --local, with the model's package allowed by the user's shell."""
-    content = yaml.safe_load(
-        toy_config(tmp_path / "own", toy_folder, dataset, model=LORA, max_steps=2).read_text()
-    )
-    del content["output_dir"]
-    resources = {"nodes": 1, "gpus_per_node": 2, "cpus_per_gpu": 1, "time": "00:10:00"}
-    content |= {"entry": "sft", "resources": resources}
-    recipe = tmp_path / "toy.yaml"
-    recipe.write_text(yaml.safe_dump({"description": "A toy", **content}))
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("COOKBOOK_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "launcher", "submit", "--recipe", str(recipe), "--local", "--watch"],
-        cwd=ROOT,
-        env=environment
-        | {"COOKBOOK_COMPONENTS": MODULE, "COOKBOOK_ROOT": str(tmp_path / "shared")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (progress,) = (tmp_path / "shared/runs").glob("*-toy-*/progress.json")
-    assert json.loads(progress.read_text())["state"] == "finished"
-    assert (progress.parent / "export/adapter/adapter_config.json").is_file()

@@ -59,7 +59,7 @@ from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.methods.sft import SupervisedFineTuning
 from trainer.metrics import model_flops
-from trainer.model import Decoder
+from trainer.model import Decoder, Inputs
 from trainer.models import build as models
 from trainer.parallel import world as distributed
 
@@ -85,9 +85,9 @@ def test_logits_equal_transformers_and_export_is_exact(
     changed = TOKENS.clone()
     changed[:, :FIRST] = TOKENS[:, :FIRST].flip(1)
     with torch.inference_mode():
-        found = model.module(TOKENS)
-        packed = model.module(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
-        other = model.module(changed, mask=DOCUMENTS, input_pos=POSITIONS)
+        found = model.module(Inputs(TOKENS))
+        packed = model.module(Inputs(TOKENS, DOCUMENTS, POSITIONS))
+        other = model.module(Inputs(changed, DOCUMENTS, POSITIONS))
     expected = logits(source, TOKENS)
     assert expected.std() > 0.1, "logits so small would hide a difference"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -138,7 +138,9 @@ def test_losses_and_gradients_equal_a_plain_loops(
     count = len(trained)
     owners, numbers = torch.zeros_like(trained), torch.zeros(1)
     counts = TOKENS.numel(), count
-    batch = MicroBatch(TOKENS, labels, trained, *counts, (1,), owners, torch.arange(1), numbers)
+    batch = MicroBatch(
+        Inputs(TOKENS), labels, trained, *counts, (1,), owners, torch.arange(1), numbers
+    )
     step = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
     own = {n.replace("final_norm", "model.norm"): p for n, p in ours.named_parameters()}
     losses: list[float] = []
@@ -187,7 +189,7 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
     model = models.build(config, world)
     randomise_adapter(model.module)
     with torch.no_grad():
-        trained = model.module(TOKENS)
+        trained = model.module(Inputs(TOKENS))
     folder = exports.export(model, config, world)
     with torch.inference_mode():
         base = reference(source).eval()
@@ -217,13 +219,13 @@ def test_blocks_compile_without_graph_breaks(
 
     model = models.build(load(config_of(tmp_path, sources[family], dataset)), world).module
     with torch.no_grad():  # As a compiled layer computes documents: by a mask of the whole row.
-        expected = model(TOKENS, mask=DOCUMENTS.mask(), input_pos=POSITIONS)
+        expected = model(Inputs(TOKENS, DOCUMENTS.mask(), POSITIONS))
     torch._dynamo.reset()
     for block in model.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
     for length in (LENGTH, 80, 70):
-        model(TOKENS[:, :length]).sum().backward()
-    found = model(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
+        model(Inputs(TOKENS[:, :length])).sum().backward()
+    found = model(Inputs(TOKENS, DOCUMENTS, POSITIONS))
     assert torch.equal(found, expected)
     assert len(graphs) == 3 * kinds
 
@@ -240,7 +242,9 @@ def test_the_text_part_of_a_larger_model(
     config = load(config_of(tmp_path, source, dataset, model=LORA))
     model = models.build(config, world)
     with torch.inference_mode():
-        torch.testing.assert_close(model.module(TOKENS), whole(TOKENS).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            model.module(Inputs(TOKENS)), whole(TOKENS).logits, rtol=0, atol=1e-5
+        )
     unchanged = exports.export(model, config, world)
     before, after = tensors(source), tensors(unchanged)
     assert any("vision" in key for key in before)
@@ -248,7 +252,7 @@ def test_the_text_part_of_a_larger_model(
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
     randomise_adapter(model.module)
     with torch.no_grad():
-        trained = model.module(TOKENS)
+        trained = model.module(Inputs(TOKENS))
     folder = exports.export(model, config, world)
     with torch.inference_mode():
         adapted = PeftModel.from_pretrained(whole, folder / "adapter").eval()(TOKENS).logits

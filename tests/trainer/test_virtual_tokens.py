@@ -1,8 +1,7 @@
 """Prompt and prefix tuning in one process: any family, packed rows, every kernel, off."""
 
-from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,13 @@ from trainer.layers import attention, flex
 from trainer.layers.adapters import virtual
 from trainer.layers.adapters.base import disabled
 from trainer.layers.adapters.prefix import Prefix
-from trainer.model import Decoder
+from trainer.model import Decoder, Inputs
 from trainer.models import build as models
 from trainer.parallel import world as distributed
 
 COUNT = 11
 # Windows, soft caps, sinks, scaled embeddings, LongRoPE, norms of keys, experts.
 FAMILIES = ("llama3-tied", "qwen3", "gemma2", "gemma3", "gpt-oss", "phi4-mini")
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
-    yield distributed.start("cpu")
-    distributed.stop()
 
 
 def adapted(
@@ -50,8 +43,9 @@ def adapted(
     return models.build(config, world).module.eval()
 
 
-@pytest.mark.parametrize("kind", ["prompt", "prefix"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind"), [("gemma3", "prompt"), *((family, "prefix") for family in FAMILIES)]
+)
 @torch.inference_mode()
 def test_it_begins_as_its_text_before_each_document(
     family: str,
@@ -68,23 +62,25 @@ def test_it_begins_as_its_text_before_each_document(
 
     def base(tokens: torch.Tensor) -> torch.Tensor:
         with disabled(model):
-            return model(torch.cat([text, tokens], 1))[:, COUNT:]
+            return model(Inputs(torch.cat([text, tokens], 1)))[:, COUNT:]
 
-    found, wanted = model(TOKENS), base(TOKENS)
+    found, wanted = model(Inputs(TOKENS)), base(TOKENS)
     assert found.shape == wanted.shape
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-    packed = model(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
+    packed = model(Inputs(TOKENS, DOCUMENTS, POSITIONS))
     apart = torch.cat([base(TOKENS[:, :FIRST]), base(TOKENS[:, FIRST:])], 1)
     torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
     with disabled(model):
-        plain = model(TOKENS)
+        plain = model(Inputs(TOKENS))
     assert (found - plain).abs().max() > 1e-3
-    assert torch.equal(model(TOKENS), found), "it is on again"
+    assert torch.equal(model(Inputs(TOKENS)), found), "it is on again"
 
 
 # PEFT 0.18 cannot put a prefix before Gemma 2 and 3.
-@pytest.mark.parametrize("kind", ["ia3", "prompt", "prefix"])
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "phi4-mini", "gpt-oss", "llama4"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("qwen3", "prompt"), *product(("phi4-mini", "gpt-oss", "llama4"), ("ia3", "prefix"))],
+)
 @torch.inference_mode()
 def test_peft_gives_the_same_logits_in_each_family(
     family: str,
@@ -102,7 +98,7 @@ def test_peft_gives_the_same_logits_in_each_family(
     config = load(config_of(tmp_path / "run", source, dataset, model=block, **merged))
     model = models.build(config, world)
     randomise_adapter(model.module)
-    own = model.module.eval()(TOKENS)
+    own = model.module.eval()(Inputs(TOKENS))
     folder = export(model, config, world)
     other = PeftModel.from_pretrained(reference(source), folder / "adapter").eval()
     found = other(TOKENS).logits[:, -TOKENS.shape[1] :]
@@ -148,8 +144,8 @@ def test_kernels_give_what_the_mask_gives(
     model = adapted(tmp_path, source, dataset, world, adapter="prefix", prefix_init="random")
 
     def found() -> list[torch.Tensor]:
-        packed = model(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
-        outputs = [model(TOKENS), packed]
+        packed = model(Inputs(TOKENS, DOCUMENTS, POSITIONS))
+        outputs = [model(Inputs(TOKENS)), packed]
         packed.square().mean().backward()
         gradients = [p.grad for p in model.parameters() if p.requires_grad]
         model.zero_grad()
@@ -165,15 +161,15 @@ def test_kernels_give_what_the_mask_gives(
         for layer in attention.layers(model):
             layer.varlen_attention = None
     with torch.no_grad(), disabled(model):
-        plain = model(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
+        plain = model(Inputs(TOKENS, DOCUMENTS, POSITIONS))
     attention.use_flex_attention(model, torch.device("cpu"))
     # On a CPU it has no backward pass.
     with torch.no_grad():
-        packed = model(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
-        for own, other in zip((model(TOKENS), packed), wanted, strict=False):
+        packed = model(Inputs(TOKENS, DOCUMENTS, POSITIONS))
+        for own, other in zip((model(Inputs(TOKENS)), packed), wanted, strict=False):
             torch.testing.assert_close(own, other, rtol=0, atol=2e-5)
         with disabled(model):
-            off = model(TOKENS, mask=DOCUMENTS, input_pos=POSITIONS)
+            off = model(Inputs(TOKENS, DOCUMENTS, POSITIONS))
     torch.testing.assert_close(off, plain, rtol=0, atol=2e-5)
 
 

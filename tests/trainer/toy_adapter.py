@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from runspec.adapters import Adapter
-from trainer.layers.adapters.base import AdapterKind
 from trainer.layers.patch import patch_forward, replaced
-from trainer.model import Decoder
-from trainer.parallel.sharded import local
+from trainer.model import AdapterKind, Decoder
+from trainer.sharded import local
 
 
 class BlockGain(AdapterKind):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.layers.attention import DocumentAttention, Mask
-from trainer.model import Decoder, Role
+from trainer.model import Decoder, Inputs, Role
 
 SIZES = {
     "vocab_size": 1024,
@@ -93,12 +93,10 @@ class ToyDecoder(Decoder):
         self.max_seq_len = max_seq_len
         self._sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "intermediate_dim": hidden}
 
-    def hidden(
-        self, tokens: torch.Tensor, mask: Mask, input_pos: torch.Tensor | None
-    ) -> torch.Tensor:
-        x = self.embedding(tokens)
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        x = self.embedding(inputs.tokens)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, inputs.documents)
         return x
 
     def roles(self) -> dict[str, Role]:

@@ -14,7 +14,7 @@ from tests.trainer.runs import (
     write_config,
 )
 from tests.trainer.transformers_cases import FAMILIES, reference, write
-from trainer.layers.batch import Documents
+from trainer.model import Documents
 
 # By name: ranks, family, the run that it must equal, changes to the config.
 Runs = dict[str, tuple[int, str, str | None, dict[str, Any]]]

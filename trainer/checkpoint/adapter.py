@@ -14,9 +14,9 @@ from runspec.storage import patient_json
 from trainer.checkpoint import weights
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers.adapters.base import PEFT_PREFIX, Loaded, kind_of_layer
+from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.peft_config import REMEDY
-from trainer.model import SCORE, Decoder
+from trainer.model import PEFT_PREFIX, SCORE, Decoder, Loaded
 from trainer.models.build import Model
 
 KEY = "checkpointer.adapter_checkpoint"

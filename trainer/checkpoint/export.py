@@ -22,11 +22,11 @@ from trainer.config import TrainConfig
 from trainer.data.prepared import is_text
 from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
-from trainer.layers.adapters.base import PEFT_PREFIX, AdaptedLinear, AdapterKind
-from trainer.model import SCORE
+from trainer.layers.linear import AdaptedLinear
+from trainer.model import PEFT_PREFIX, SCORE, AdapterKind
 from trainer.models.build import Model
-from trainer.parallel.sharded import full_tensor, gathered, local, near
 from trainer.parallel.world import World
+from trainer.sharded import full_tensor, gathered, local, near
 
 MAX_SHARD_BYTES = 4 * 2**30
 TOKENIZER = (

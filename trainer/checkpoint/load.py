@@ -19,8 +19,8 @@ from trainer.checkpoint.weights import (
 from trainer.layers import nf4
 from trainer.model import Decoder
 from trainer.parallel import copies
-from trainer.parallel.sharded import local, row_of
 from trainer.parallel.world import World
+from trainer.sharded import local, row_of
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from trainer.errors import Fault, PeerError, StorageError
 from trainer.parallel import copies
-from trainer.parallel.sharded import local
 from trainer.parallel.world import World
+from trainer.sharded import local
 
 # LoRA's checkpoints hold the adapter only; the frozen base is read from the model folder again.
 TRAINABLE_ONLY = state_dict.StateDictOptions(ignore_frozen_params=True)

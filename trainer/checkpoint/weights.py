@@ -21,10 +21,9 @@ from runspec.storage import ABSENT, patiently
 from runspec.weights import ADAPTER_CONFIG, NoWeights, weight_files
 from trainer.errors import ConfigError
 from trainer.layers import nf4
-from trainer.layers.adapters.base import AdapterKind
-from trainer.layers.adapters.base import plain_name as plain_name
-from trainer.model import SCORE, Decoder
-from trainer.parallel.sharded import local_part
+from trainer.model import SCORE, AdapterKind, Decoder
+from trainer.model import plain_name as plain_name
+from trainer.sharded import local_part
 
 # The parameters, by plain name, whose rows a tensor of the hub holds; or one buffer.
 Parts = list[tuple[str, torch.Tensor]]

@@ -14,7 +14,8 @@ from trainer.data import checks, packing, tokenizers
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.teacher import KeptTeacher
 from trainer.data.tokenised import TokenisedDataset, open_dataset
-from trainer.layers.batch import IGNORE_INDEX, Documents, MicroBatch
+from trainer.layers.batch import IGNORE_INDEX, MicroBatch
+from trainer.model import Documents, Inputs
 from trainer.parallel.world import World
 
 # Enough that reading, which is quick, never makes a GPU wait.
@@ -110,10 +111,13 @@ class Collator:
             begins.append(first + line * shape[1])
         offsets = np.concatenate([*begins, [len(rows) * shape[1]]]).astype(np.int32)
         documents = Documents(torch.from_numpy(numbers), torch.from_numpy(offsets))
+        inputs = Inputs(torch.from_numpy(tokens))
+        if packed:
+            inputs = Inputs(inputs.tokens, documents, torch.from_numpy(positions))
         trained_at = np.flatnonzero(labels != IGNORE_INDEX)
         counted = [len(own) for row in rows if row.counted for own, _ in row.documents]
         return MicroBatch(
-            tokens=torch.from_numpy(tokens),
+            inputs=inputs,
             labels=torch.from_numpy(labels),
             trained=torch.from_numpy(trained_at),
             document_index=torch.from_numpy(
@@ -125,8 +129,6 @@ class Collator:
             token_count=sum(counted),
             target_count=len(trained_at),
             lengths=tuple(counted),
-            positions=torch.from_numpy(positions) if packed else None,
-            documents=documents if packed else None,
             ends=torch.from_numpy(np.concatenate(ends)),
         )
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.layers import flex
-from trainer.layers.batch import Documents
+from trainer.model import Documents, Inputs
 
 # At import: activation checkpointing keeps the results of this operator, and looks for it when a
 # layer is prepared.
@@ -289,16 +289,16 @@ def use_flex_attention(model: nn.Module, device: torch.device) -> None:
         layer.softcap is not None or layer.sinks for layer in layers(model)
     )
 
-    def make_block_masks(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        documents = kwargs.get("mask")
+    def make_block_masks(_: nn.Module, args: tuple[Inputs, ...], kwargs: dict[str, Any]) -> Any:
+        tokens, documents = args[0].tokens, args[0].documents
         prefix = max(each.prefix_length * each.adapter_enabled for each in layers(model))
         if documents is None and not always and not prefix:
             return None
-        ids, bounds = args[0].new_zeros(args[0].shape, dtype=torch.int32), None
+        ids, bounds = tokens.new_zeros(tokens.shape, dtype=torch.int32), None
         if isinstance(documents, Documents):
             ids, bounds = documents
-        masks = flex.block_masks(ids, windows, prefix)
-        return args, kwargs | {"mask": masks._replace(cu_seqlens=bounds)}
+        masks = flex.block_masks(ids, windows, prefix)._replace(cu_seqlens=bounds)
+        return (args[0]._replace(documents=masks),), kwargs
 
     model.register_forward_pre_hook(make_block_masks, with_kwargs=True)
 

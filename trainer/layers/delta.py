@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from runspec.shape import DELTA_CHUNK as CHUNK
-from trainer.layers.batch import Documents
 from trainer.layers.flex import BlockMasks
 from trainer.layers.patch import patch_forward
-from trainer.parallel.sharded import local
+from trainer.model import Documents
+from trainer.sharded import local
 
 # What a layer of this kind has, beside the layers that make its inputs.
 PARTS = ("A_log", "dt_bias", "conv1d", "norm", "out_proj")

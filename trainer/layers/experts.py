@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.layers import nf4
 from trainer.layers.patch import patch_forward
-from trainer.parallel.sharded import gathered_row, local, near, row_of
+from trainer.sharded import gathered_row, local, near, row_of
 
 # The two matrices; a bias has the name of its matrix and this end.
 MATRICES, BIAS = ("gate_up_proj", "down_proj"), "_bias"

@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from runspec.layout import FP8_MULTIPLE, StepFacts
-from trainer.parallel.sharded import local
+from trainer.sharded import local
 
 # Ada and Hopper are the first that have them.
 CAPABILITY = (8, 9)

@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from runspec.step import loss_tokens
 from trainer.errors import ConfigError
-from trainer.layers.adapters.base import AdaptedLinear
 from trainer.layers.batch import MicroBatch
-from trainer.layers.linear import own_part
-from trainer.parallel.activations import compiled
-from trainer.parallel.sharded import local
+from trainer.layers.linear import AdaptedLinear, own_part
+from trainer.layers.patch import compiled
+from trainer.sharded import local
 
 T = TypeVar("T")
 Group: TypeAlias = dist.ProcessGroup | None
@@ -109,7 +108,7 @@ def through_head(model: nn.Module, batch: MicroBatch, use: Callable[[Factors], T
     def output(model: nn.Module, hidden: torch.Tensor) -> T:
         return use(factors(model, hidden, batch.trained))
 
-    made: T = model(batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output)
+    made: T = model(batch.inputs, output=output)
     return made
 
 

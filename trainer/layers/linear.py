@@ -1,15 +1,83 @@
 """Linear layers whose base weight is in bf16, fp32, NF4 or fp8, with an adapter or not."""
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from runspec.adapters import Sizes
+from trainer.errors import ConfigError
 from trainer.layers import fp8, nf4
-from trainer.layers.adapters.base import AdaptedLinear, Own
 from trainer.layers.patch import patch_forward
-from trainer.parallel.sharded import gathered, local, near
+from trainer.sharded import gathered, local, near
+
+# (name in the layer, parameter) -> what this rank computes with.
+Own = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+class AdaptedLinear(nn.Module, ABC):
+    """A linear layer with an adapter.
+
+    It has the base's weight [out, in] and bias [out] or None; `parts` has the sizes of its other
+    parameters by name, as runspec.adapters says them.
+    """
+
+    parts: Mapping[str, Sizes]
+
+    def __init__(self, base: nn.Module, parts: Mapping[str, Sizes]) -> None:
+        super().__init__()
+        self.parts, self.adapter_enabled = parts, True
+        self.register_parameter("weight", base.weight)
+        self.register_parameter("bias", base.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] to [..., out]; the parameters are whole on this rank."""
+        out = self.adapted(x, _whole)
+        return out if self.bias is None else out + self.added_bias(_whole)
+
+    @abstractmethod
+    def adapted(
+        self,
+        x: torch.Tensor,
+        own: Own,
+        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """[..., in] to [..., out] by base and adapter, without bias.
+
+        Args:
+            own: how this rank's part of a parameter is taken.
+            total: sums over the ranks that hold the other columns of the same rows.
+        """
+
+    def added_bias(self, own: Own) -> torch.Tensor:
+        """What it adds to its product, if it has a bias."""
+        return own("bias", self.bias)
+
+    def factors(self, x: torch.Tensor, own: Own) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs whose sum of input @ weight.T is the product, without bias.
+
+        A loss asks this of the output head, which makes no logits as a whole.
+        """
+        raise ConfigError(f"model: no loss knows an output head of kind {type(self).__name__}")
+
+    def merge(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `weight` or `bias`, [out, in] or [out], with the adapter in it.
+
+        All ranks call this together. `trainer.layers.nf4.dense_place` of the parameter says which
+        rows and columns the part has.
+        """
+        return tensor
+
+    @property
+    def products(self) -> tuple[float, float]:
+        """Numbers of the adapter that a token's input, and their result, are multiplied with."""
+        return 0.0, 0.0
+
+
+def _whole(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    return parameter
 
 
 def quantise(model: nn.Module, names: Iterable[str], form: str) -> None:

@@ -71,9 +71,8 @@ class TokenLoss:
         """Summed loss, a scalar in fp32 with a graph behind it, also if no token is trained."""
         batch = batch.to(device)
         if model.one_graph and self._fits_graph(model, batch):
-            inputs = {"mask": batch.documents, "input_pos": batch.positions}
             output = partial(self._of_all_positions, labels=batch.labels)
-            return model(batch.tokens, **inputs, output=output, in_graph=True)
+            return model(batch.inputs, output=output, in_graph=True)
 
         def of_logits(made_of: Factors) -> torch.Tensor:
             made_of = made_of._replace(chunks=self._chunks)

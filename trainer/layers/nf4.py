@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from runspec.layout import NF4_BLOCK
-from trainer.parallel.sharded import place_of
+from trainer.sharded import place_of
 
 # Values that are computed at once outside of compiled code: 256 MiB in fp32.
 AT_A_TIME = 2**26

@@ -1,10 +1,14 @@
-"""Another forward pass for a module that exists already."""
+"""Another forward pass for a module that exists already, and compiled functions."""
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
+
+COMPILE_BACKEND = "TORCH_COMPILE_BACKEND"
 
 
 def patch_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -27,3 +31,11 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
 def _subclass(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
     # transformers wraps the forward pass of each subclass of a block.
     return type(kind.__name__, (kind,), {"forward": forward, "patched": forward})
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, to be compiled when it is called.
+
+    As in torchtune, TORCH_COMPILE_BACKEND may name another compiler, to look for what breaks.
+    """
+    return torch.compile(function, backend=os.environ.get(COMPILE_BACKEND, "inductor"))

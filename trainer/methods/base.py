@@ -20,8 +20,8 @@ from trainer.layers.batch import MicroBatch
 from trainer.model import Decoder
 from trainer.models.build import Model
 from trainer.models.builder import Builder
-from trainer.parallel import fsdp
 from trainer.parallel.world import World
+from trainer.sharded import reshard
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Models:
         with torch.no_grad():
             yield model.module
         # Its embedding and output head would stay gathered until the next step.
-        fsdp.reshard(model.module)
+        reshard(model.module)
 
 
 class LossSum(NamedTuple):

@@ -28,8 +28,8 @@ from trainer.layers.adapters.base import disabled
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
 from trainer.methods.base import Models
-from trainer.parallel import fsdp
 from trainer.parallel.world import World
+from trainer.sharded import reshard
 
 # Of the file of kept values.
 FORMAT, DIGEST_BYTES = 2, hashlib.sha256().digest_size
@@ -132,7 +132,7 @@ class KeptLogProbs:
             self._take(own, values)
         finally:
             module.train()
-            fsdp.reshard(module)
+            reshard(module)
         world.on_main(lambda: _publish(values, path, part))
 
     def _batches(self, rows: Rows[TokenisedDataset], left: list[int]) -> Iterator[MicroBatch]:

@@ -87,7 +87,7 @@ def document_scores(model: Decoder, batch: MicroBatch) -> torch.Tensor:
     def output(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
         return model.scores(hidden, batch.ends)
 
-    return model(batch.tokens, mask=batch.documents, input_pos=batch.positions, output=output)
+    return model(batch.inputs, output=output)
 
 
 def pair_loss(

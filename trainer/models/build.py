@@ -23,7 +23,7 @@ from trainer.config import TrainConfig, component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, linear, nf4
 from trainer.layers.adapters import base as adapters
-from trainer.model import Decoder
+from trainer.model import AdapterKind, Decoder
 from trainer.models.faults import frozen_by_name
 from trainer.models.faults import layout_faults as layout_faults
 from trainer.parallel import activations, fsdp, tensor_parallel
@@ -290,7 +290,7 @@ def _adopted(model: Any, block: dict[str, Any]) -> Decoder:
     return model
 
 
-def _add_adapter(model: Decoder, block: dict[str, Any], kind: adapters.AdapterKind | None) -> None:
+def _add_adapter(model: Decoder, block: dict[str, Any], kind: AdapterKind | None) -> None:
     """Add an adapter of the kind, or recognise the one that torchtune's builder has added."""
     if kind is None:
         if given := [k for k in LORA.keys if block.get(k) is not None and own_adapters(block)]:

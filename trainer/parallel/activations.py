@@ -22,8 +22,8 @@ from torch.utils.checkpoint import (
 
 from trainer.config import TrainConfig
 from trainer.layers import delta
-from trainer.layers.batch import Documents
-from trainer.model import Decoder
+from trainer.layers.patch import compiled
+from trainer.model import Decoder, Documents
 
 # By name, as not every torch has every one.
 SAVED_OPERATIONS = (
@@ -64,7 +64,6 @@ RANGES = ("profiler._record_function_enter_new", "profiler._record_function_exit
 
 # Of a checkpoint: of its first pass, and of the one that computes it again.
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-COMPILE_BACKEND = "TORCH_COMPILE_BACKEND"
 # Measured for 2 blocks only. Of more blocks, which share code, one graph takes longer to compile.
 ONE_GRAPH_BLOCKS = 2
 
@@ -91,7 +90,7 @@ def prepare(model: Decoder, config: TrainConfig, may_be_one_graph: bool = False)
         _compile_as_one(model)
         return
     if config.compile:
-        model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
+        model.register_forward_pre_hook(mark_dynamic)
     by_operation = [mode == "op" and not _has_linear_attention(block) for block in model.blocks]
     whole = [index for index, chosen in enumerate(by_operation) if not chosen]
     # With "op" the compiler must see what is kept; else it need not know of the recomputation.
@@ -175,7 +174,7 @@ def _compile_as_one(model: Decoder) -> None:
         return (together if whole else apart)(*args, **kwargs)
 
     model.__dict__.update(hidden=compiled(model.hidden), forward=forward, one_graph=True)
-    model.register_forward_pre_hook(mark_dynamic, with_kwargs=True)
+    model.register_forward_pre_hook(mark_dynamic)
 
 
 def _allow_variants() -> None:
@@ -183,18 +182,9 @@ def _allow_variants() -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, to be compiled when it is called.
-
-    As in torchtune, TORCH_COMPILE_BACKEND may name another compiler, to look for what breaks.
-    """
-    return torch.compile(function, backend=os.environ.get(COMPILE_BACKEND, "inductor"))
-
-
-def mark_dynamic(model: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def mark_dynamic(model: Decoder, args: tuple[Any, ...]) -> None:
     """Mark the number of documents as dynamic: it changes with each batch."""
-    documents = kwargs.get("mask")
-    if isinstance(documents, Documents):
+    if isinstance(documents := args[0].documents, Documents):
         torch._dynamo.maybe_mark_dynamic(documents.cu_seqlens, 0)
 
 

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.sharded import local, near
 from trainer.parallel.world import World
+from trainer.sharded import local, near
 
 
 def holders(tensor: torch.Tensor, world: World) -> list[ProcessGroup]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from runspec.layout import StepFacts
 from trainer.layers import experts
 from trainer.model import Decoder
-from trainer.parallel.sharded import local
+from trainer.sharded import local
 
 
 def faults(model: Decoder, ranks: int) -> list[str]:

@@ -18,8 +18,8 @@ from trainer.errors import ConfigError
 from trainer.layers import nf4
 from trainer.model import Decoder
 from trainer.parallel.gradients import REDUCED_IN
-from trainer.parallel.sharded import local
 from trainer.parallel.world import World
+from trainer.sharded import local
 
 # A split embedding returns a view of what was communicated, and nothing changes it in place.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\)")
@@ -164,10 +164,3 @@ def _prefetch(model: Decoder, depth: int, tables: list[nn.Module]) -> None:
         block.set_modules_to_forward_prefetch([*inner[index], *chain(*ahead)])
         before = groups[max(0, index - depth) : index]
         block.set_modules_to_backward_prefetch([*inner[index], *chain(*before[::-1])])
-
-
-def reshard(model: nn.Module) -> None:
-    """Give up the gathered parameters that a forward pass without a backward pass has left."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.sharded import local
+from trainer.sharded import local
 
 # In which ranks sum gradients, by config.fsdp_reduce_dtype.
 REDUCED_IN = {"bf16": torch.bfloat16, "fp32": torch.float32}

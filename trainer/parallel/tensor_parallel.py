@@ -28,10 +28,10 @@ from torch.distributed.tensor import (
 
 from runspec.layout import StepFacts
 from trainer.layers import linear, nf4
-from trainer.layers.adapters.base import AdaptedLinear
+from trainer.layers.linear import AdaptedLinear
 from trainer.layers.patch import patch_forward, replaced
 from trainer.model import Decoder, Role
-from trainer.parallel.sharded import local
+from trainer.sharded import local
 
 SEQUENCE = Shard(1)
 # The argument of a block's parts in transformers' models, where it is given by name.

@@ -10,6 +10,7 @@ from launcher import site as sites
 from launcher.cli.common import cluster_option, flag, json_option, note, tell_submitted
 from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
+from launcher.plugins import hook
 from launcher.slurm import executors
 from runspec import files
 
@@ -26,11 +27,12 @@ class _Prepare(click.Command):
         parent: click.Context | None = None,
         **more: Any,
     ) -> click.Context:
-        if args[:1] == ["from-requests"]:
-            from plugins.serve.cli.from_requests import from_requests
-
+        # The hook of a plug-in that logs requests: the command that makes a recipe of them.
+        from_requests: Any = hook("from_requests") if args[:1] == ["from-requests"] else None
+        if from_requests:
             name = f"{info_name} {args[0]}"
-            return from_requests.make_context(name, args[1:], parent, **more)
+            made: click.Context = from_requests.make_context(name, args[1:], parent, **more)
+            return made
         return super().make_context(info_name, args, parent, **more)
 
 

@@ -8,7 +8,7 @@ from launcher import site as sites
 from launcher.cli.common import cluster_option, own_options, recipe_arguments
 from launcher.cli.number import FloatRange, IntRange
 from launcher.do import models
-from launcher.recipe import recipe as recipe_file
+from launcher.recipe import load as recipe_file
 from plugins.estimate.launcher import estimate as estimates
 from plugins.estimate.launcher import text
 from plugins.estimate.launcher.tuning import Tuning

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.errors import CookbookError
 from launcher.gpus import by_name
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.memory import host_bytes
 from plugins.estimate.launcher.step_config import FP32, GIB

@@ -114,7 +114,7 @@ def evaluate(
         return
     # What a program reads comes alone.
     code = _followed(run) if as_json else watch_to_the_end(run)
-    result = shown.of_run(run)
+    result = next(iter(shown.results_of(run)), None)
     if result is None:
         raise RunFault(f"{run.name} wrote no result: see cookbook logs --first-error {run.name}")
     _show(result, as_json, samples)

@@ -11,8 +11,8 @@ from launcher.do import models
 from launcher.do.models import Model
 from launcher.errors import CookbookError, UsageFault
 from launcher.recipe import extend, override
-from launcher.recipe import recipe as recipe_file
-from launcher.recipe.recipe import Recipe
+from launcher.recipe import load as recipe_file
+from launcher.recipe.model import Recipe
 from launcher.site import Site
 from plugins.evaluate.launcher import evaluation, suite_data
 from runspec import files
@@ -76,9 +76,11 @@ def plan(
         raise UsageFault(list(dict.fromkeys(faults)))
     settings: dict[str, Any] = {"candidate_name": candidate.name}
     tasks = (recipe.config.get("tasks") or {}).items()
-    if there := [(name, task["output"]) for name, task in tasks if _is_there(task)]:
+    if existing := [(name, task["output"]) for name, task in tasks if _output_exists(task)]:
         again = "choose another file; to continue a job that did not complete: cookbook resume RUN"
-        raise UsageFault([f"tasks.{n}.output: {file} already exists: {again}" for n, file in there])
+        raise UsageFault(
+            [f"tasks.{n}.output: {file} already exists: {again}" for n, file in existing]
+        )
     if {str(task.get("kind")) for _, task in tasks} == {"batch"}:
         # Answers are no figures of the model.
         return Evaluation(replace(recipe, config={**recipe.config, **settings}), candidate, other)
@@ -91,7 +93,7 @@ def plan(
     return Evaluation(recipe, candidate, other, notes)
 
 
-def _is_there(task: Mapping[str, Any]) -> bool:
+def _output_exists(task: Mapping[str, Any]) -> bool:
     """Whether the file of answers of a batch is there already."""
     return task.get("kind") == "batch" and Path(str(task.get("output") or "")).is_file()
 
@@ -114,7 +116,7 @@ def _suite(
         raise UsageFault(
             f"{recipe.path} is not a suite: its entry is {recipe.entry_name}, not eval"
         )
-    config, faults = suite_data.with_whole_paths(recipe, set(map(override.key_of, given)), site)
+    config, faults = suite_data.with_absolute_paths(recipe, set(map(override.key_of, given)), site)
     recipe = replace(recipe, config=config)
     if faults := [*faults, *suite_data.missing(recipe, site)]:
         raise UsageFault(list(dict.fromkeys(faults)))
@@ -146,5 +148,5 @@ def _base(candidate: Model) -> Model:
 def results(site: Site, model: Model) -> list[dict[str, Any]]:
     """Return the evaluations of a model as it is now, newest first."""
     own = str(model.folder.resolve())
-    known = evaluation.read(results_folder(site, model))
+    known = evaluation.results_in(results_folder(site, model))
     return [each for each in known if (each.get("candidate") or {}).get("folder") == own]

@@ -15,23 +15,18 @@ from runspec import files
 _WIDEST, _REPORTED = 100, 3
 
 
-def of_run(run: Run) -> dict[str, Any] | None:
-    """Return the result that an evaluation's run has written, None if there is none."""
-    return next(iter(all_of(run)), None)
-
-
-def all_of(run: Run) -> list[dict[str, Any]]:
+def results_of(run: Run) -> list[dict[str, Any]]:
     """Return the results in a run: an evaluation's own, or those of its model; newest first."""
-    return read(run.path / files.EVALS)
+    return results_in(run.path / files.EVALS)
 
 
 def report_section(run: Run) -> Section:
     """Return the evaluations of a run's model, newest first, for a report."""
-    texts = ("\n".join(lines(each, _REPORTED)) for each in all_of(run))
+    texts = ("\n".join(lines(each, _REPORTED)) for each in results_of(run))
     return Section("Evaluations", "\n\n".join(texts).splitlines())
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
+def results_in(folder: Path) -> list[dict[str, Any]]:
     """Return the results in a folder, newest first, each with its file."""
     known = [{**files.peek(path), "file": str(path)} for path in folder.glob("*.json")]
     results = [each for each in known if isinstance(each.get("tasks"), dict)]

@@ -9,7 +9,7 @@ from launcher import yamlfile
 from launcher.check import files as data_blocks
 from launcher.errors import UsageFault
 from launcher.recipe import entries, extend, override, own_data
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from launcher.run.directory import Run
 from launcher.site import Site
 from runspec import files
@@ -109,7 +109,7 @@ def training_of(run: Run) -> dict[str, Any] | None:
     return blocks[0] if len(blocks) == 1 and here[0] else None
 
 
-def with_whole_paths(
+def with_absolute_paths(
     recipe: Recipe, typed: Iterable[str], site: Site
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a suite's config for a job that runs in another folder, and its faults.
@@ -127,7 +127,7 @@ def with_whole_paths(
         for key in _PATHS:
             if _is_path(task.get(key)):
                 given = f"tasks.{name}.{key}" in typed
-                task[key] = _whole(task[key], recipe.path.parent, given)
+                task[key] = _absolute(task[key], recipe.path.parent, given)
         try:
             if task.get("data") and task.get("kind") in _ASKING and "${" not in task["data"]:
                 block = _block(name, task, site)
@@ -142,7 +142,7 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and "${" not in value and not value.lstrip().startswith("{")
 
 
-def _whole(value: str, folder: Path, typed: bool) -> str:
+def _absolute(value: str, folder: Path, typed: bool) -> str:
     here = Path.cwd() / Path(value).expanduser()
     beside = folder.absolute() / Path(value).expanduser()
     return str(beside if not typed and (beside.exists() or not here.exists()) else here)

@@ -94,7 +94,7 @@ def registry(name: str | None, as_json: bool, cluster: str | None) -> None:
     """List the registered models, or the versions and the history of NAME."""
     site = sites.load(cluster)
     store = stores.at(site.root, site.tracking)
-    with stores.opened(store, write=False) as client:
+    with stores.client(store, write=False) as client:
         if name is None:
             known = {each: registered.aliases_of(client, each) for each in registered.names(client)}
             if as_json:

@@ -21,7 +21,9 @@ _ARTEFACTS = (files.RECIPE, files.JOB_SCRIPT, files.PROVENANCE, files.ATTEMPTS, 
 _NOT_METRICS = ("step", "time", "epoch_step", "attempt")
 
 
-def each(runs: Iterable[Run], write: Callable[[Run, State], str]) -> Iterator[tuple[str, str]]:
+def import_each(
+    runs: Iterable[Run], write: Callable[[Run, State], str]
+) -> Iterator[tuple[str, str]]:
     """Write each run; yield its name and what was done or why not.
 
     One run that cannot be read keeps no other from being imported.
@@ -81,7 +83,7 @@ def outcomes(run: Run, state: State) -> dict[str, float]:
 
 def evaluations(run: Run) -> Iterator[tuple[str, float, float]]:
     """Yield name, value and time of each figure of the run's evaluations."""
-    for result in evaluation.all_of(run):
+    for result in evaluation.results_of(run):
         for name, value in evaluation.figures(result).items():
             yield f"eval/{name}", value, float(result.get("created") or 0)
 

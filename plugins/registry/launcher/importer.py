@@ -29,7 +29,7 @@ RUN_TAG = "cookbook.run"
 
 def import_runs(client: Any, store: Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
     """Write runs into the store; yield each run's name and what was done or why not."""
-    return facts.each(runs, lambda run, state: _import(client, store, run, state))
+    return facts.import_each(runs, lambda run, state: _import(client, store, run, state))
 
 
 def find(client: Any, run_name: str) -> Any:

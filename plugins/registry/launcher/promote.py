@@ -27,7 +27,7 @@ def register(site: Site, model: Model, name: str, copy: bool) -> Version:
     place = registry.write(store, name, model.folder, copy)
     with ExitStack() as unregistered:
         unregistered.callback(shutil.rmtree, place, ignore_errors=True)
-        with stores.opened(store) as client:
+        with stores.client(store) as client:
             if model.run is not None:
                 for _ in importer.import_runs(client, store, [model.run]):
                     pass
@@ -86,7 +86,7 @@ def promote(
     """
     given = gates.load(gates_file) if gates_file else None
     store = stores.at(site.root, site.tracking)
-    with stores.opened(store) as client:
+    with stores.client(store) as client:
         chosen = registry.version(client, name, str(number) if number else "candidate")
         present = registry.aliases_of(client, name)
         if present.get(alias) == chosen.number:
@@ -210,7 +210,7 @@ def _results(site: Site, version: Version) -> list[dict[str, Any]]:
 def rollback(site: Site, name: str, alias: str, why: str | None) -> tuple[int, Version]:
     """Let an alias name the version that it named before; return what it named, and the version."""
     store = stores.at(site.root, site.tracking)
-    with stores.opened(store) as client:
+    with stores.client(store) as client:
         now = registry.version(client, name, alias).number
         before = registry.previous(store, name, alias, now)
         if before is None:

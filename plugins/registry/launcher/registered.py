@@ -22,7 +22,7 @@ def model(site: Site, uri: str) -> Model:
     if match is None:
         raise UsageFault(f"{uri!r} is not models:/NAME@ALIAS or models:/NAME/VERSION")
     name, alias, number = match.groups()
-    with stores.opened(stores.at(site.root, site.tracking), write=False) as client:
+    with stores.client(stores.at(site.root, site.tracking), write=False) as client:
         version = registry.version(client, name, alias or number)
     return Model(version.folder, f"{name} v{version.number}", registered_as=name)
 
@@ -31,7 +31,7 @@ def uris(site: Site) -> dict[str, str]:
     """Return a URI of each registered name that has an alias; {} if the registry cannot be read."""
     known = {}
     try:
-        with stores.opened(stores.at(site.root, site.tracking), write=False) as client:
+        with stores.client(stores.at(site.root, site.tracking), write=False) as client:
             for name in registry.names(client):
                 for alias in [*registry.aliases_of(client, name)][:1]:
                     known[name] = f"models:/{name}@{alias}"

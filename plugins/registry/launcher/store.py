@@ -75,7 +75,7 @@ def at(root: Path, given: str | None = None) -> Store:
 
 
 @contextmanager
-def opened(store: Store, write: bool = True) -> Iterator[Any]:
+def client(store: Store, write: bool = True) -> Iterator[Any]:
     """Yield an MlflowClient of the store; one command at a time writes the embedded one.
 
     Raises:
@@ -89,9 +89,9 @@ def opened(store: Store, write: bool = True) -> Iterator[Any]:
         )
     needed = write and store.embedded
     # Before the lock: it takes seconds, for which others would wait.
-    client = imported()
-    with written_by_one(store.folder) if needed else nullcontext(), _told(store):
-        yield client(tracking_uri=store.uri, registry_uri=store.uri)
+    client_class = imported()
+    with locked(store.folder) if needed else nullcontext(), _faults_in_one_line(store):
+        yield client_class(tracking_uri=store.uri, registry_uri=store.uri)
 
 
 def imported() -> Any:
@@ -121,7 +121,7 @@ def imported() -> Any:
 
 
 @contextmanager
-def _told(store: Store) -> Iterator[None]:
+def _faults_in_one_line(store: Store) -> Iterator[None]:
     """Turn what MLflow and its database raise into one line."""
     try:
         yield
@@ -169,7 +169,7 @@ def _is_newer(text: str) -> bool:
 
 
 @contextmanager
-def written_by_one(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a store's folder, which is made if it is not there.
 
     Raises:

@@ -15,7 +15,7 @@ def import_runs(store: stores.Store, runs: Iterable[Run]) -> Iterator[tuple[str,
     if store.wandb:
         yield from weights_and_biases.import_runs(store, runs)
         return
-    with stores.opened(store) as client:
+    with stores.client(store) as client:
         yield from importer.import_runs(client, store, runs)
 
 

@@ -15,7 +15,7 @@ from launcher.look.outcome import configuration
 from launcher.run.directory import Run
 from launcher.run.states import State
 from plugins.registry.launcher import facts
-from plugins.registry.launcher.store import Store, written_by_one
+from plugins.registry.launcher.store import Store, locked
 from runspec import files
 
 _INSTALL = "bash setup.sh --with wandb"
@@ -37,7 +37,7 @@ def import_runs(store: Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
         StoreFault: W&B is not installed, nobody is logged in, or it does not answer.
     """
     entity, _, project = store.wandb.partition(":")[2].rpartition("/")
-    with written_by_one(store.folder), _told():
+    with locked(store.folder), _faults_in_one_line():
         wandb = _module()
         written = files.read_object(store.folder / _WRITTEN) or {}
 
@@ -65,7 +65,7 @@ def import_runs(store: Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
             files.write_json(store.folder / _WRITTEN, written)
             return f"{'updated' if before else 'imported'}: {count:,} values"
 
-        yield from facts.each(runs, write)
+        yield from facts.import_each(runs, write)
 
 
 def _module() -> Any:
@@ -92,7 +92,7 @@ def _settings(wandb: Any) -> Any:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _faults_in_one_line() -> Iterator[None]:
     """Turn what W&B raises into one line."""
     try:
         yield

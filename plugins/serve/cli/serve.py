@@ -21,6 +21,7 @@ from launcher.site import Site
 from launcher.slurm.executors import choose, title
 from plugins.serve.endpoint import reachable
 from plugins.serve.launcher import endpoint as endpoints
+from plugins.serve.launcher import gateway
 from plugins.serve.launcher import keys as access
 from plugins.serve.launcher import maintain as maintenance
 from plugins.serve.launcher import scale as scaling
@@ -223,7 +224,7 @@ def _start(
 ) -> tuple[Endpoint, Sequence[Run]]:
     chosen = Endpoint(site.root / "endpoints" / _name(site, asked, name))
     if port is not None:
-        workflow.check_port(chosen, port)
+        gateway.check_port(chosen, port)
     if replace:
         with chosen.alone(60):
             return chosen, workflow.replace(site, chosen, asked, note)
@@ -261,7 +262,7 @@ def _wait(
         raise
     scaled = any(each.max_replicas is not None for each in endpoint.deployments)
     if scaled or any(map(reachable, endpoint.servers)):
-        workflow.start_gateway(site, endpoint, port)
+        gateway.start(site, endpoint, port)
         _print_url(site, endpoint, as_json)
         return
     facts = endpoint.servers[0]

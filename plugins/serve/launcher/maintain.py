@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 from launcher.do import models
 from launcher.errors import CookbookError, EndpointFault
-from launcher.recipe.recipe import time_limit_s
+from launcher.recipe.model import time_limit_s
 from launcher.run.directory import Run
 from launcher.site import Site
-from plugins.serve.launcher import serve
+from plugins.serve.launcher import gateway, serve
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 Say = Callable[[str], None]
@@ -43,10 +43,10 @@ def maintain(site: Site, endpoint: Endpoint, say: Say, once: bool, pause_s: floa
 
 def look(site: Site, endpoint: Endpoint, say: Say) -> None:
     """Start what is missing, and replace what has to be replaced."""
-    if serve.end_hung_gateway(endpoint):
+    if gateway.end_hung(endpoint):
         say(f"{endpoint.name}: the gateway did not answer: it was killed, and is restarted")
     if endpoint.gateway is None:
-        say(f"{endpoint.name}: gateway {serve.start_gateway(site, endpoint)}")
+        say(f"{endpoint.name}: gateway {gateway.start(site, endpoint)}")
     for deployment in endpoint.deployments:
         living = endpoint.living(site.root, deployment)
         going, count, reason = due(site, endpoint, deployment, living)

@@ -1,9 +1,8 @@
-"""Serving a model: its jobs, its gateway, a successor without a gap, and the end of them."""
+"""Serving a model: its jobs, a successor without a gap, and the end of them."""
 
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -13,7 +12,6 @@ from dataclasses import replace as changed
 from math import isclose
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 from launcher import paths, venv, yamlfile
 from launcher import site as sites
@@ -21,8 +19,8 @@ from launcher.do import models
 from launcher.do import submit as submission
 from launcher.do.cancel import cancel
 from launcher.errors import CookbookError, EndpointFault, UsageFault
-from launcher.recipe import recipe as recipe_file
-from launcher.recipe.recipe import NAME, NAME_RULE, Recipe
+from launcher.recipe import load as recipe_file
+from launcher.recipe.model import Recipe
 from launcher.run import directory
 from launcher.run.directory import Run
 from launcher.run.states import state_of
@@ -32,6 +30,7 @@ from plugins.serve import endpoint as endpoints
 from plugins.serve.launcher.endpoint import Deployment, Endpoint, output_of
 from plugins.serve.recipe_keys import package_of
 from runspec import adapters, files
+from runspec.keys.key import NAME, NAME_RULE
 from runspec.weights import gives_scores
 
 Say = Callable[[str], None]
@@ -39,9 +38,6 @@ CONFIGS = paths.REPO_ROOT / "configs" / "serve"
 _POLL_S = 1.0
 # A gateway reads the servers' files twice a second.
 _SEEN_S = 3.0
-# A gateway that says nothing for so long hangs.
-_SILENT_S = 10.0
-_ENDS_S = 30.0
 
 
 def name_of(model: models.Model, wanted: str | None) -> str:
@@ -248,103 +244,6 @@ def await_ready(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
         time.sleep(_POLL_S)
 
 
-def check_port(endpoint: Endpoint, port: int) -> None:
-    """Raise UsageFault if a gateway that is to be started cannot have a port."""
-    running = endpoint.gateway
-    if running is not None:
-        if urlparse(str(running["url"])).port != port:
-            raise UsageFault(
-                f"--port {port}: the gateway of {endpoint.name} already listens at "
-                f"{running['url']}: leave --port out"
-            )
-        return
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError as error:
-        why = os.strerror(error.errno or 0)
-        raise UsageFault(
-            f"--port {port} of 127.0.0.1 cannot be opened ({why}): leave --port out, or choose "
-            "another"
-        ) from error
-
-
-def start_gateway(site: Site, endpoint: Endpoint, port: int = 0) -> str:
-    """Start the gateway on this host, if none runs; return its address.
-
-    Without a port it gets the one that it had before, if that is free: clients have its address.
-    """
-    if (running := endpoint.gateway) is not None:
-        return str(running["url"])
-    before = files.read_object(endpoint.folder / endpoints.GATEWAY)
-    if not port and before is not None:
-        port = urlparse(str(before.get("url"))).port or 0
-        with suppress(EndpointFault):
-            return _start_gateway(site, endpoint, port)
-        port = 0
-    return _start_gateway(site, endpoint, port)
-
-
-def _start_gateway(site: Site, endpoint: Endpoint, port: int) -> str:
-    (endpoint.folder / endpoints.GATEWAY).unlink(missing_ok=True)
-    log = endpoint.folder / "gateway.log"
-    argv = [
-        str(venv.python()),
-        "-m",
-        "plugins.serve.gateway",
-        str(endpoint.folder),
-        "--port",
-        str(port),
-    ]
-    with open(log, "ab") as file:
-        os.chmod(log, 0o600)
-        process = subprocess.Popen(
-            argv,
-            cwd=paths.REPO_ROOT,
-            # Of the commands that it starts to follow the load.
-            env={**venv.environment(), "COOKBOOK_CLUSTER": site.name},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if (running := endpoint.gateway) is not None and running["pid"] == process.pid:
-            return str(running["url"])
-        if process.poll() is not None:
-            break
-        time.sleep(0.1)
-    output = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
-        "no message"
-    ]
-    reason = output[-1].removeprefix("error: ")
-    raise EndpointFault(f"the gateway of {endpoint.name} did not start: {reason} (see {log})")
-
-
-def end_hung_gateway(endpoint: Endpoint) -> bool:
-    """End this host's gateway if it neither renews its file nor answers; return whether it did."""
-    facts = endpoint.gateway
-    if facts is None or facts["host"] != socket.gethostname():
-        return False
-    if time.time() - float(facts.get("time") or 0) < endpoints.STALE_S or _answers(facts["url"]):
-        return False
-    with suppress(ProcessLookupError):
-        os.kill(int(facts["pid"]), signal.SIGKILL)
-    deadline = time.monotonic() + _ENDS_S
-    while endpoint.gateway == facts and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return True
-
-
-def _answers(url: str) -> bool:
-    """Whether a gateway answers at all; the kernel accepts connections to one that is stopped."""
-    from runspec import client  # few commands ask
-
-    with suppress(OSError):
-        return bool(client.send(f"{url}/health", timeout_s=_SILENT_S).status)
-    return False
-
-
 def replace(site: Site, endpoint: Endpoint, asked: Deployment, say: Say) -> list[Run]:
     """Let one version take the place of all that an endpoint serves, without a gap."""
     before, going = endpoint.deployments, endpoint.living(site.root)
@@ -383,11 +282,7 @@ def renew(
     if not same:
         shares = endpoints.shares(endpoint.folder)
         if old.version in shares:
-            files.write_json(
-                endpoint.folder / endpoints.SHARES,
-                {**shares, new.version: shares[old.version]},
-                mode=0o600,
-            )
+            share(endpoint, {**shares, new.version: shares[old.version]})
     drain(endpoint, going, say)
     now = changed(old, runs=[*kept, *new.runs]) if same else new
     endpoint.write([*others, now])

@@ -96,7 +96,7 @@ def promote(site: Site, alias: str = "champion", **more) -> registry.Version:
 
 def test_a_run_is_imported_once_with_what_it_is_made_of(site):
     run, store = finished_run(site.root, 1), stores.at(site.root)
-    with stores.opened(store) as client:
+    with stores.client(store) as client:
         ((_, words),) = importer.import_runs(client, store, [run])
         assert words.startswith("imported")
         assert list(importer.import_runs(client, store, [run])) == [(run.name, "is up to date")]
@@ -114,7 +114,7 @@ def test_a_run_that_is_half_written_hinders_no_other(site):
     store = stores.at(site.root)
     torn = site.root / "runs" / "20261122-100000-torn-0000"
     torn.mkdir()
-    with stores.opened(store) as client:
+    with stores.client(store) as client:
         runs = [Run(torn), finished_run(site.root, 2)]
         done = dict(importer.import_runs(client, store, runs))
     assert "skipped: " in done[torn.name] and done[runs[1].name].startswith("imported")
@@ -330,13 +330,13 @@ def test_a_store_that_is_locked_or_of_another_version_is_named(site, monkeypatch
         old.backup(new)
         new.execute("update alembic_version set version_num = 'ffff'")
     words = "a newer version of MLflow made it"
-    with pytest.raises(StoreFault, match=words), stores.opened(other) as client:
+    with pytest.raises(StoreFault, match=words), stores.client(other) as client:
         registry.names(client)
     with sqlite3.connect(other.folder / "mlflow.db") as new:
         # The first schema of all.
         new.execute("update alembic_version set version_num = '451aebb31d03'")
     words = "an older version of MLflow made it: keep a copy, and run: .*mlflow db upgrade sqlite:"
-    with pytest.raises(StoreFault, match=words), stores.opened(other) as client:
+    with pytest.raises(StoreFault, match=words), stores.client(other) as client:
         registry.names(client)
 
 
@@ -346,7 +346,7 @@ def test_commands_that_register_at_once_wait_for_each_other(tmp_path, user, monk
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
     store, model = stores.at(Site().root), models.resolve(Site(), str(tmp_path / "model"))
     argv = [sys.executable, "-m", "launcher", "register", str(tmp_path / "model"), "--as", "many"]
-    with stores.written_by_one(store.folder):
+    with stores.locked(store.folder):
         started = [
             subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
             for _ in range(2)
@@ -362,7 +362,7 @@ def test_commands_that_register_at_once_wait_for_each_other(tmp_path, user, monk
             workflow.register(Site(), model, "many", copy=False)
         assert len(list((store.models / "many").iterdir())) == 2
     assert [each.wait(timeout=120) for each in started] == [0, 0]
-    with stores.opened(store, write=False) as client:
+    with stores.client(store, write=False) as client:
         assert [each.number for each in registry.versions(client, "many")] == [2, 1]
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import EndpointFault, UsageFault
-from launcher.recipe.recipe import time_limit_s
+from launcher.recipe.model import time_limit_s
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.serve import endpoint as endpoints
-from plugins.serve.launcher import maintain, serve
+from plugins.serve.launcher import gateway, maintain, serve
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 
@@ -50,8 +50,8 @@ def test_a_port_in_use_is_told_before_anything_is_submitted(endpoint):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(UsageFault, match=rf"--port {port} .* \(Address already in use\): "):
-            serve.check_port(endpoint, port)
-    serve.check_port(endpoint, port)
+            gateway.check_port(endpoint, port)
+    gateway.check_port(endpoint, port)
 
 
 def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
@@ -59,15 +59,15 @@ def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
     key.write_text("a key")
     endpoint.write([], {"endpoint": "intent", "key_file": str(key)})
     told: list[str] = []
-    url = serve.start_gateway(Site(), endpoint)
+    url = gateway.start(Site(), endpoint)
     file = endpoint.folder / endpoints.GATEWAY
     facts = json.loads(file.read_text())
     try:
         # Its file alone proves nothing: the filesystem may be slow.
         file.write_text(json.dumps({**facts, "time": time.time() - 60}))
-        assert not serve.end_hung_gateway(endpoint)
+        assert not gateway.end_hung(endpoint)
         os.kill(facts["pid"], signal.SIGSTOP)
-        monkeypatch.setattr(serve, "_SILENT_S", 0.5)
+        monkeypatch.setattr(gateway, "_SILENT_S", 0.5)
         file.write_text(json.dumps({**facts, "time": time.time() - 60}))
         maintain.look(Site(), endpoint, told.append)
         facts = json.loads(file.read_text())
@@ -75,7 +75,7 @@ def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
             "the gateway did not answer: it was killed, and is restarted",
             f"gateway {url}",
         ]
-        assert not serve.end_hung_gateway(endpoint)
+        assert not gateway.end_hung(endpoint)
     finally:
         os.kill(facts["pid"], signal.SIGKILL)
 

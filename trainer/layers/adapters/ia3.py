@@ -6,7 +6,7 @@ begin as 1, and merge into the weights exactly.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,20 +14,10 @@ from torch import nn
 from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers import linear, nf4
-from trainer.layers.adapters.base import (
-    PEFT_PREFIX,
-    AdaptedLinear,
-    AdapterKind,
-    Hub,
-    Loaded,
-    Own,
-    kind_of_layer,
-    plain_name,
-)
-from trainer.parallel.sharded import full_tensor
-
-if TYPE_CHECKING:
-    from trainer.model import Decoder
+from trainer.layers.adapters.base import kind_of_layer
+from trainer.layers.linear import AdaptedLinear, Own
+from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, Loaded, Role, plain_name
+from trainer.sharded import full_tensor
 
 OUT, IN = "ia3_out", "ia3_in"
 
@@ -87,10 +77,8 @@ class IA3(AdapterKind):
 
     declared: ClassVar[adapters.Adapter] = adapters.IA3
 
-    def add(self, model: "Decoder") -> None:
+    def add(self, model: Decoder) -> None:
         """To the layers that `target_modules` names, or to those that PEFT chooses for a family."""
-        from trainer.model import Role
-
         rows = model.linear_layers(Role.ROW)
         split = [*rows, *model.linear_layers(Role.COLUMN, Role.FUSED)]
         names = {name: name.rpartition(".")[2] for name in split}
@@ -107,14 +95,14 @@ class IA3(AdapterKind):
             model.set_submodule(name, layer)
 
     def first_value(
-        self, model: "Decoder", name: str, shape: torch.Size, generator: torch.Generator
+        self, model: Decoder, name: str, shape: torch.Size, generator: torch.Generator
     ) -> torch.Tensor:
         """Ones: the base model."""
         return torch.ones(shape)
 
     @torch.no_grad()
     def to_peft(
-        self, model: "Decoder", hub: Hub, dtype: torch.dtype
+        self, model: Decoder, hub: Hub, dtype: torch.dtype
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """PEFT's tensors by name, and IA3Config's fields; all ranks call this together.
 
@@ -147,7 +135,7 @@ class IA3(AdapterKind):
 
     def from_peft(
         self,
-        model: "Decoder",
+        model: Decoder,
         hub: Hub,
         tensors: dict[str, torch.Tensor],
         settings: Mapping[str, Any] | None,
@@ -183,7 +171,7 @@ def check_type(kind: AdapterKind, settings: Mapping[str, Any] | None, faults: li
         faults.append(f"is a {given} adapter, the model's is {kind.declared.peft_type}")
 
 
-def _layers(model: "Decoder") -> dict[str, ScaledLinear]:
+def _layers(model: Decoder) -> dict[str, ScaledLinear]:
     modules = model.named_modules()
     return {plain_name(name): m for name, m in modules if isinstance(m, ScaledLinear)}
 
@@ -194,7 +182,7 @@ def _by_input(parts: list[tuple[str, int]], layers: Mapping[str, ScaledLinear]) 
 
 
 def _places(
-    model: "Decoder", hub: Hub, layers: Mapping[str, ScaledLinear]
+    model: Decoder, hub: Hub, layers: Mapping[str, ScaledLinear]
 ) -> dict[str, list[tuple[str, int]]]:
     """By module of transformers' class, the layers in its rows and how many rows each has."""
     places = {}

@@ -1,20 +1,24 @@
-"""LoRA and DoRA as kinds of adapters: on linear layers and on experts."""
+"""LoRA and DoRA: on linear layers and on experts, and between a model's layers and PEFT's files."""
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers import experts
-from trainer.layers.adapters import lora_experts, lora_peft
-from trainer.layers.adapters.base import AdapterKind
+from trainer.layers.adapters import lora_experts, peft_config
+from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
+from trainer.layers.adapters.peft_config import PeftConfig
+from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, Loaded, plain_name
+from trainer.sharded import full_tensor
 
-if TYPE_CHECKING:
-    from trainer.model import Decoder
+# By module of transformers' class: its adapter's rank, and the factor of B A.
+Scales = dict[str, tuple[int, float]]
 
 
 class LoRA(AdapterKind):
@@ -27,7 +31,7 @@ class LoRA(AdapterKind):
         """Whether layers have magnitudes."""
         return "magnitude" in self.declared.parts
 
-    def add(self, model: "Decoder") -> None:
+    def add(self, model: Decoder) -> None:
         """To the linear layers of the blocks, or to those that `lora_modules` names.
 
         It may also name the output head.
@@ -63,7 +67,7 @@ class LoRA(AdapterKind):
         return bool(self.settings.get("use_rslora"))
 
     def wrap(
-        self, model: "Decoder", name: str, rank: int, alpha: float, dropout: float = 0.0
+        self, model: Decoder, name: str, rank: int, alpha: float, dropout: float = 0.0
     ) -> None:
         """Give a linear layer LoRA of this rank and alpha, or of those that its patterns say."""
         rank = adapters.by_pattern(self.settings.get("rank_pattern"), name) or rank
@@ -97,7 +101,7 @@ class LoRA(AdapterKind):
             )
 
     def first_value(
-        self, model: "Decoder", name: str, shape: torch.Size, generator: torch.Generator
+        self, model: Decoder, name: str, shape: torch.Size, generator: torch.Generator
     ) -> torch.Tensor:
         """A by Kaiming uniform, B by zeros (Hu et al. 2021, arXiv 2106.09685); magnitudes by the
         norms of the base weight's rows.
@@ -111,11 +115,77 @@ class LoRA(AdapterKind):
             full.uniform_(-bound, bound, generator=generator)
         return full
 
-    def identity(self, model: "Decoder") -> dict[str, Any]:
+    def identity(self, model: Decoder) -> dict[str, Any]:
         """The factors of B A."""
         return {"lora_scaling": sorted({layer.scaling for layer in adapted_layers(model)})}
 
-    to_peft, from_peft = lora_peft.write, lora_peft.read
+    @torch.no_grad()
+    def to_peft(
+        self, model: Decoder, hub: Hub, dtype: torch.dtype
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """PEFT's tensors by name, and LoraConfig's fields; all ranks call this together.
+
+        If one tensor of the hub holds the rows of several layers, their adapters become one: the
+        A's one below the other, and the B's as the blocks of a block-diagonal B. Rows without an
+        adapter have zeros in it, and in DoRA the norm that they have as their magnitude.
+        """
+        layers = {plain_name(name): m for name, m in model.named_modules()}
+        tensors, scales = dict[str, torch.Tensor](), Scales()
+        for key, parts in hub.items():
+            own = {name: layers.get(name.removesuffix(".weight")) for name, _ in parts}
+            adapted = [layer for layer in own.values() if isinstance(layer, LowRankLinear)]
+            if key is None or not adapted:
+                continue
+            module = model.peft_name(key).removesuffix(".weight")
+            place = PEFT_PREFIX + module
+            factors = {layer: [part.cpu() for part in layer.whole()] for layer in adapted}
+            a = torch.cat([factors[layer][0] for layer in adapted])
+            b = torch.zeros(sum(p.shape[0] for _, p in parts), len(a), dtype=a.dtype)
+            row = column = 0
+            for name, parameter in parts:
+                layer = own[name]
+                if isinstance(layer, LowRankLinear):
+                    block = factors[layer][1]
+                    end = row + block.shape[0], column + block.shape[1]
+                    # PEFT has one factor for the whole tensor.
+                    factor = layer.scaling / adapted[0].scaling
+                    block = block if factor == 1 else block * factor
+                    b[row : end[0], column : end[1]] = model.to_hub(name, block)
+                    column = end[1]
+                row += parameter.shape[0]
+            tensors[f"{place}.lora_A.weight"] = a.to(dtype)
+            tensors[f"{place}.lora_B.weight"] = b.to(dtype)
+            if adapted[0].magnitude is not None:
+                magnitudes = [
+                    model.to_hub(name, _magnitude(layer, dtype)) for name, layer in own.items()
+                ]
+                tensors[f"{place}.lora_magnitude_vector"] = torch.cat(magnitudes)
+            scales[module] = len(a), adapted[0].scaling
+        of_experts, expert_scales = _expert_tensors(model, dtype)
+        return tensors | of_experts, _fields(self, model, scales, expert_scales)
+
+    def from_peft(
+        self,
+        model: Decoder,
+        hub: Hub,
+        tensors: dict[str, torch.Tensor],
+        settings: Mapping[str, Any] | None,
+        faults: list[str],
+    ) -> Loaded:
+        """PEFT's tensors, or the model's own, by the model's names; adds what differs to `faults`.
+
+        The adapter's scale becomes that of the layers; a file without settings leaves it as it is.
+        """
+        attributes = {}
+        if settings is not None:
+            given = PeftConfig(settings)
+            attributes = {
+                name: {"scaling": factor, "use_rslora": bool(given.use_rslora)}
+                for name, factor in _scalings(self, model, hub, given, faults).items()
+            }
+        if any(name.startswith(PEFT_PREFIX) for name in tensors):
+            tensors = _from_peft(model, hub, tensors, (settings or {}).get("peft_version"), faults)
+        return Loaded(tensors, attributes)
 
 
 class DoRA(LoRA):
@@ -124,7 +194,7 @@ class DoRA(LoRA):
     declared: ClassVar[adapters.Adapter] = adapters.DORA
 
 
-def built_in(model: "Decoder", settings: Mapping[str, Any]) -> LoRA | None:
+def built_in(model: Decoder, settings: Mapping[str, Any]) -> LoRA | None:
     """The kind of the layers that a builder has made; None if there are none.
 
     Args:
@@ -140,3 +210,184 @@ def built_in(model: "Decoder", settings: Mapping[str, Any]) -> LoRA | None:
         dropout = getattr(layer.dropout, "p", 0.0)
         kind.wrap(model, name, layer.rank, layer.scaling * layer.rank, dropout)
     return kind
+
+
+def _expert_tensors(model: Decoder, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Scales]:
+    """The same of the experts' adapters; a module is one of their matrices."""
+    tensors, scales = {}, Scales()
+    for name, layer in experts.layers(model):
+        if not layer.adapters:
+            continue
+        module = model.peft_module(plain_name(name))
+        for matrix, place in lora_experts.peft_places(f"{PEFT_PREFIX}{module}").items():
+            a, b = (part.cpu() for part in layer.adapters[matrix].whole())
+            a, b = lora_experts.to_peft(a, b, layer.transposed)
+            tensors[f"{place}.lora_A.weight"] = a.to(dtype)
+            tensors[f"{place}.lora_B.weight"] = b.to(dtype)
+            scales[f"{module}.{matrix}"] = layer.rank, layer.scaling
+    return tensors, scales
+
+
+def _magnitude(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """DoRA's magnitude of a layer's rows, [out]; for a layer without DoRA the norms of its rows."""
+    if isinstance(layer, LowRankLinear):
+        return full_tensor(layer.magnitude).cpu()
+    return row_norms(layer, dtype).to(dtype).cpu()
+
+
+def _fields(kind: LoRA, model: Decoder, scales: Scales, expert_scales: Scales) -> dict[str, Any]:
+    layer = _usual(kind, adapted_layers(model))
+    # Other parts of a model of several may have layers with the same last names.
+    whole = bool(model.carried_tensors)
+    targets = scales if whole else sorted({name.rpartition(".")[2] for name in scales})
+    settings = {
+        **peft_config.fields(scales | expert_scales, layer.rank, layer.use_rslora),
+        "use_dora": kind.use_dora,
+        "lora_dropout": getattr(getattr(layer, "dropout", None), "p", 0.0),
+        "target_modules": list(targets) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }
+    if expert_scales:
+        settings["peft_version"] = lora_experts.PEFT_VERSION
+        kinds = (".".join(name.split(".")[-3:]) for name in expert_scales)
+        settings["target_parameters"] = list(dict.fromkeys(kinds))
+    return settings
+
+
+def _scalings(
+    kind: LoRA, model: Decoder, hub: Hub, settings: PeftConfig, faults: list[str]
+) -> dict[str, float]:
+    """Each layer's factor of B A; adds to `faults` what the model does otherwise or cannot do."""
+    own = set(adapted_layers(model))
+    layers = {plain_name(n): layer for n, layer in model.named_modules() if layer in own}
+    faults += [
+        f"the adapter has {field}, which is not supported; {peft_config.REMEDY}"
+        for field in settings.unsupported()
+    ]
+    layer = _usual(kind, [*layers.values()])
+    alpha = layer.scaling / peft_config.scaling(layer.rank, 1, layer.use_rslora)
+    faults += [
+        f"the adapter has {theirs}={old}, the model {ours}={new}; set {ours}={old}"
+        for theirs, ours, old, new in (
+            ("r", "model.lora_rank", settings.rank, layer.rank),
+            ("lora_alpha", "model.lora_alpha", settings.alpha, alpha),
+            ("use_dora", "model.use_dora", bool(settings.use_dora), kind.use_dora),
+            (
+                "use_rslora",
+                "model.use_rslora",
+                bool(settings.use_rslora),
+                kind.settings.get("use_rslora", bool(settings.use_rslora)),
+            ),
+        )
+        if not math.isclose(old, new)
+    ]
+    scalings: dict[str, float] = {}
+    if faults:
+        return scalings
+    for place, names in _places(model, hub, layers).items():
+        rank, factor = settings.rank_of(place), settings.scaling_of(place)
+        for name in names:
+            rank_here = layers[name].rank
+            # An export of our own has the adapters of several layers as blocks of one.
+            if rank not in (rank_here, sum(layers[each].rank for each in names)):
+                faults.append(
+                    f"rank_pattern gives {kind_of_layer(place)} rank {rank}, the model has "
+                    f"rank {rank_here} there; set model.rank_pattern, or {peft_config.REMEDY}"
+                )
+            elif not math.isclose(scalings.setdefault(name, factor), factor):
+                faults.append(
+                    f"alpha_pattern scales the matrices of {kind_of_layer(name)} differently, "
+                    f"which is not supported; {peft_config.REMEDY}"
+                )
+    return scalings
+
+
+def _usual(kind: LoRA, layers: list[nn.Module]) -> Any:
+    """A layer of the rank and alpha that the recipe gives to all, if there is one."""
+    rank, alpha = (kind.settings.get(key) for key in ("lora_rank", "lora_alpha"))
+
+    def is_usual(layer: Any) -> bool:
+        own = layer.scaling / peft_config.scaling(layer.rank, 1, layer.use_rslora)
+        return rank in (None, layer.rank) and (alpha is None or math.isclose(own, alpha))
+
+    return next(filter(is_usual, layers), layers[0])
+
+
+def _places(model: Decoder, hub: Hub, layers: dict[str, nn.Module]) -> dict[str, list[str]]:
+    """By module (or matrix of experts) of transformers' class, the layers whose adapter it has."""
+    places = {
+        model.peft_name(key).removesuffix(".weight"): [
+            name
+            for part, _ in parts
+            if part.endswith(".weight") and (name := part.removesuffix(".weight")) in layers
+        ]
+        for key, parts in hub.items()
+        if key is not None
+    }
+    for name, _ in experts.layers(model):
+        for matrix in experts.MATRICES if name in layers else ():
+            places[f"{model.peft_module(name)}.{matrix}"] = [name]
+    return {place: names for place, names in places.items() if names}
+
+
+def _from_peft(
+    model: Decoder,
+    hub: Hub,
+    tensors: dict[str, torch.Tensor],
+    version: Any,
+    faults: list[str],
+) -> dict[str, torch.Tensor]:
+    """PEFT's tensors by the model's own names; adds what cannot be split to `faults`.
+
+    If one matrix of the hub holds the rows of several layers, an adapter of our own export has all
+    their A's, and the B's are the blocks on its diagonal; any other has one A, which each layer
+    then gets.
+    """
+    own_tensors, used = dict[str, torch.Tensor](), set[str]()
+    shapes = {plain_name(n): p.shape for n, p in model.named_parameters() if model.is_adapter(n)}
+    for key, parts in hub.items():
+        if key is None:
+            continue
+        place = PEFT_PREFIX + model.peft_name(key).removesuffix(".weight")
+        a, b = tensors.get(f"{place}.lora_A.weight"), tensors.get(f"{place}.lora_B.weight")
+        if a is None or b is None:
+            continue
+        used |= {f"{place}.lora_A.weight", f"{place}.lora_B.weight"}
+        magnitude = tensors.get(f"{place}.lora_magnitude_vector")
+        layers = {name.removesuffix(".weight"): p.shape[0] for name, p in parts}
+        adapted = [n for n in layers if f"{n}.lora_a.weight" in shapes]
+        shared = len(adapted) < 2 or len(a) == shapes[f"{adapted[0]}.lora_a.weight"][0]
+        row = column = 0
+        for name, rows in layers.items():
+            block = b[row : row + rows]
+            if name in adapted:
+                rank = len(a) if shared else shapes[f"{name}.lora_a.weight"][0]
+                own = slice(None) if shared else slice(column, column + rank)
+                column += rank
+                own_tensors[f"{name}.lora_a.weight"] = a[own]
+                own_tensors[f"{name}.lora_b.weight"] = model.from_hub(
+                    f"{name}.weight", block[:, own]
+                )
+                if int(block.count_nonzero()) != int(block[:, own].count_nonzero()):
+                    faults.append(f"{key} mixes the adapters of {', '.join(adapted)}")
+                if magnitude is not None:
+                    part = magnitude[row : row + rows]
+                    own_tensors[f"{name}.magnitude"] = model.from_hub(f"{name}.weight", part)
+            elif int(block.count_nonzero()):
+                faults.append(f"contains an adapter for {kind_of_layer(name)}, the model has none")
+            row += rows
+        if magnitude is not None:
+            used.add(f"{place}.lora_magnitude_vector")
+    for name, layer in experts.layers(model):
+        place = PEFT_PREFIX + model.peft_module(name)
+        for matrix, base in lora_experts.peft_places(place).items():
+            keys = (f"{base}.lora_A.weight", f"{base}.lora_B.weight")
+            if layer.adapters and all(key in tensors for key in keys):
+                used |= set(keys)
+                a, b = (tensors[key] for key in keys)
+                own = layer.adapters[matrix]
+                a, b = lora_experts.from_peft(a, b, own, layer.transposed, version)
+                own_tensors[f"{name}.adapters.{matrix}.lora_a.weight"] = a
+                own_tensors[f"{name}.adapters.{matrix}.lora_b.weight"] = b
+    return own_tensors | {name: tensor for name, tensor in tensors.items() if name not in used}

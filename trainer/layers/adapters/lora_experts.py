@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.layers import experts
 from trainer.layers.adapters.peft_config import scaling
-from trainer.parallel.sharded import full_tensor, gathered_row, local, near, row_of
+from trainer.sharded import full_tensor, gathered_row, local, near, row_of
 
 # Whose layout is written; the field of adapter_config.json says so.
 PEFT_VERSION = "0.18.1"

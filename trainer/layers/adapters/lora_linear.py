@@ -13,9 +13,9 @@ from torch import nn
 
 from runspec import adapters
 from trainer.layers import linear, nf4
-from trainer.layers.adapters.base import AdaptedLinear, Own
 from trainer.layers.adapters.peft_config import scaling
-from trainer.parallel.sharded import cut_along, full_tensor, total_along
+from trainer.layers.linear import AdaptedLinear, Own
+from trainer.sharded import cut_along, full_tensor, total_along
 
 
 class LowRankLinear(AdaptedLinear):

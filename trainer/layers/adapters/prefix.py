@@ -5,33 +5,23 @@ first token stands behind the prefix. In a packed row each document sees the pre
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from runspec import adapters
+from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import attention, flex
 from trainer.layers.adapters import virtual
-from trainer.layers.adapters.base import (
-    AdapterKind,
-    Hub,
-    Loaded,
-    disabled,
-    plain_name,
-)
+from trainer.layers.adapters.base import disabled
 from trainer.layers.adapters.ia3 import check_type
 from trainer.layers.attention import DocumentAttention, Mask
-from trainer.layers.batch import Documents
 from trainer.layers.patch import patch_forward, replaced
-from trainer.parallel import fsdp
-from trainer.parallel.sharded import full_tensor, local
-
-if TYPE_CHECKING:
-    from trainer.config import TrainConfig
-    from trainer.model import Decoder
+from trainer.model import AdapterKind, Decoder, Documents, Hub, Inputs, Loaded, plain_name
+from trainer.sharded import full_tensor, local, reshard
 
 KEYS, VALUES = "prefix_keys", "prefix_values"
 PEFT_NAME = virtual.PEFT_NAME
@@ -47,7 +37,7 @@ class Prefix(AdapterKind):
         self._text: list[int] = []
         self._found: dict[str, torch.Tensor] = {}
 
-    def add(self, model: "Decoder") -> None:
+    def add(self, model: Decoder) -> None:
         """To each attention layer."""
         layers = attention.layers(model)
         faults = []
@@ -77,23 +67,23 @@ class Prefix(AdapterKind):
         model.adapter_enabled = True
         model.register_forward_pre_hook(self._shift, with_kwargs=True)
 
-    def _shift(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _shift(self, model: nn.Module, args: tuple[Inputs, ...], kwargs: dict[str, Any]) -> Any:
         """Let each document's tokens stand behind the prefix."""
         if not model.adapter_enabled:
             return None
-        positions = kwargs.get("input_pos")
+        tokens, positions = args[0].tokens, args[0].positions
         if positions is None:
-            positions = torch.arange(args[0].shape[1], device=args[0].device)[None]
-        return args, kwargs | {"input_pos": positions + self.virtual_tokens}
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return (args[0]._replace(positions=positions + self.virtual_tokens),), kwargs
 
-    def fit(self, model: "Decoder", config: "TrainConfig") -> list[str]:
+    def fit(self, model: Decoder, config: TrainConfig) -> list[str]:
         """Read the text that it begins as."""
         if self.settings.get("prefix_init", virtual.TEXT) == virtual.TEXT:
             self._text = virtual.text_ids(self, config)
         return virtual.faults(self, model, config)
 
     def first_value(
-        self, model: "Decoder", name: str, shape: torch.Size, generator: torch.Generator
+        self, model: Decoder, name: str, shape: torch.Size, generator: torch.Generator
     ) -> torch.Tensor:
         """Of a text, what the base model makes of it; else as torch.nn.Embedding begins."""
         if not self._text:
@@ -103,7 +93,7 @@ class Prefix(AdapterKind):
         return self._found.pop(plain_name(name))
 
     @torch.no_grad()
-    def _of_text(self, model: "Decoder") -> dict[str, torch.Tensor]:
+    def _of_text(self, model: Decoder) -> dict[str, torch.Tensor]:
         """The base model's keys and values of the text, whole; all ranks call this together."""
         weight = model.embedding.weight
         # Parameters may be kept on the CPU and gathered on the GPU.
@@ -134,9 +124,9 @@ class Prefix(AdapterKind):
         model.eval()
         try:
             with disabled(model), torch.compiler.set_stance("force_eager"):
-                model(tokens, output=lambda _, hidden: hidden)
+                model(Inputs(tokens), output=lambda _, hidden: hidden)
         finally:
-            fsdp.reshard(model)
+            reshard(model)
             model.train(training)
             for each in hooks:
                 each.remove()
@@ -144,7 +134,7 @@ class Prefix(AdapterKind):
 
     @torch.no_grad()
     def to_peft(
-        self, model: "Decoder", hub: Hub, dtype: torch.dtype
+        self, model: Decoder, hub: Hub, dtype: torch.dtype
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """PEFT's one tensor, [virtual tokens, layers x 2 x width], keys before values."""
         parts = []
@@ -162,7 +152,7 @@ class Prefix(AdapterKind):
 
     def from_peft(
         self,
-        model: "Decoder",
+        model: Decoder,
         hub: Hub,
         tensors: dict[str, torch.Tensor],
         settings: Mapping[str, Any] | None,
@@ -189,12 +179,12 @@ def _names(parameter: DTensor) -> tuple[str, ...]:
     return parameter.device_mesh.mesh_dim_names or ()
 
 
-def _layers(model: "Decoder") -> list[tuple[str, nn.Module]]:
+def _layers(model: Decoder) -> list[tuple[str, nn.Module]]:
     modules = model.named_modules()
     return [(plain_name(n), m) for n, m in modules if isinstance(m, DocumentAttention)]
 
 
-def _projection(model: "Decoder", name: str) -> str:
+def _projection(model: Decoder, name: str) -> str:
     """The parameter whose rows are in the order of this attention's keys."""
     return f"{name.rpartition('.')[0]}.k_proj.weight"
 

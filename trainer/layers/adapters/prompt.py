@@ -7,23 +7,19 @@ documents, so that nothing waits for the device.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from runspec import adapters
+from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers.adapters import virtual
-from trainer.layers.adapters.base import AdapterKind, Hub, Loaded
 from trainer.layers.adapters.ia3 import check_type
-from trainer.layers.batch import Documents
-from trainer.parallel.sharded import full_tensor, local
-
-if TYPE_CHECKING:
-    from trainer.config import TrainConfig
-    from trainer.model import Decoder
+from trainer.model import AdapterKind, Decoder, Documents, Hub, Inputs, Loaded
+from trainer.sharded import full_tensor, local
 
 NAME = "prompt_embeddings"
 
@@ -42,7 +38,7 @@ class Prompt(AdapterKind):
         self._real: torch.Tensor | slice | None = None
         self._shape: tuple[int, int] = (0, 0)
 
-    def add(self, model: "Decoder") -> None:
+    def add(self, model: Decoder) -> None:
         """To the model; its embedding and its final norm are told apart by hooks."""
         if sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1:
             raise ConfigError(
@@ -63,18 +59,18 @@ class Prompt(AdapterKind):
         model.embedding.register_forward_hook(put_in)
         model.final_norm.register_forward_hook(self._take_out)
 
-    def _lengthen(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _lengthen(self, model: nn.Module, args: tuple[Inputs, ...], kwargs: dict[str, Any]) -> Any:
         if not model.adapter_enabled:
             self._ids = self._real = None
             return None
-        tokens, documents = args[0], kwargs.get("mask")
+        tokens, documents = args[0].tokens, args[0].documents
         self._shape = tuple(tokens.shape)
         own = torch.arange(self.virtual_tokens, device=tokens.device)
         if documents is None:
             ids = (own + self._vocabulary).expand(tokens.shape[0], -1)
             self._ids = F.pad(torch.cat([ids, tokens], 1), (0, self._filling(tokens.shape[1])))
             self._real = slice(self.virtual_tokens, self.virtual_tokens + tokens.shape[1])
-            return (self._ids, *args[1:]), kwargs
+            return (args[0]._replace(tokens=self._ids),), kwargs
         places = virtual.Places.of(documents.cu_seqlens, tokens.numel(), self.virtual_tokens)
         filling = -(places.virtual.numel() + tokens.numel()) % self.row_multiple
         ids = F.pad(places.joined(own + self._vocabulary, tokens.flatten()), (0, filling))
@@ -82,18 +78,18 @@ class Prompt(AdapterKind):
         if filling:
             # The filling is a document, too.
             bounds = torch.cat([bounds, bounds[-1:] + filling])
-        position = self._positions(bounds, ids.shape[0])
-        return (self._ids, *args[1:]), kwargs | position
+        return (self._placed(args[0], self._ids, bounds),), kwargs
 
     def _filling(self, length: int) -> int:
         return -(length + self.virtual_tokens) % self.row_multiple
 
     @staticmethod
-    def _positions(bounds: torch.Tensor, length: int) -> dict[str, Any]:
-        place = torch.arange(length, device=bounds.device)
+    def _placed(inputs: Inputs, tokens: torch.Tensor, bounds: torch.Tensor) -> Inputs:
+        place = torch.arange(tokens.shape[1], device=bounds.device)
         document = torch.bucketize(place, bounds[1:], right=True)
-        ids = document.int()[None]
-        return {"mask": Documents(ids, bounds), "input_pos": (place - bounds[document])[None]}
+        documents = Documents(document.int()[None], bounds)
+        positions = (place - bounds[document])[None]
+        return inputs._replace(tokens=tokens, documents=documents, positions=positions)
 
     def _look_up(self, embedding: nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
         if self._ids is None:
@@ -120,7 +116,7 @@ class Prompt(AdapterKind):
             return out[:, self._real]
         return out[0].index_select(0, self._real).unflatten(0, self._shape)
 
-    def fit(self, model: "Decoder", config: "TrainConfig") -> list[str]:
+    def fit(self, model: Decoder, config: TrainConfig) -> list[str]:
         """Read the text that it begins as."""
         if self.settings.get("prompt_init", virtual.TEXT) == virtual.TEXT:
             self._text = virtual.text_ids(self, config)
@@ -128,7 +124,7 @@ class Prompt(AdapterKind):
 
     @torch.no_grad()
     def first_value(
-        self, model: "Decoder", name: str, shape: torch.Size, generator: torch.Generator
+        self, model: Decoder, name: str, shape: torch.Size, generator: torch.Generator
     ) -> torch.Tensor:
         """The embeddings of a text or of any tokens; or as torch.nn.Embedding begins."""
         if self.settings.get("prompt_init") == virtual.RANDOM:
@@ -141,7 +137,7 @@ class Prompt(AdapterKind):
         return embedded if scale is None else embedded * torch.tensor(scale, dtype=embedded.dtype)
 
     def to_peft(
-        self, model: "Decoder", hub: Hub, dtype: torch.dtype
+        self, model: Decoder, hub: Hub, dtype: torch.dtype
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """PEFT's one tensor; all ranks call this together."""
         whole = full_tensor(getattr(model, NAME).detach()).to(dtype).cpu()
@@ -153,7 +149,7 @@ class Prompt(AdapterKind):
 
     def from_peft(
         self,
-        model: "Decoder",
+        model: Decoder,
         hub: Hub,
         tensors: dict[str, torch.Tensor],
         settings: Mapping[str, Any] | None,

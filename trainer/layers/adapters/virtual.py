@@ -1,15 +1,11 @@
 """Virtual tokens, which prompts and prefixes put before each document."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from trainer.config import instantiate
-
-if TYPE_CHECKING:
-    from trainer.config import TrainConfig
-    from trainer.layers.adapters.base import AdapterKind
-    from trainer.model import Decoder
+from trainer.config import TrainConfig, instantiate
+from trainer.model import AdapterKind, Decoder
 
 PEFT_NAME = "prompt_embeddings"
 TEXT, RANDOM, VOCABULARY = "text", "random", "vocabulary"
@@ -55,7 +51,7 @@ class Places(NamedTuple):
         return whole.index_copy(0, self.virtual.flatten(), each)
 
 
-def text_ids(kind: "AdapterKind", config: "TrainConfig") -> list[int]:
+def text_ids(kind: AdapterKind, config: TrainConfig) -> list[int]:
     """The tokens of the text that virtual tokens begin as, repeated or cut to their number.
 
     As PEFT's: with the token that begins a text, if the model has one.
@@ -67,7 +63,7 @@ def text_ids(kind: "AdapterKind", config: "TrainConfig") -> list[int]:
     return (ids * -(-count // len(ids)))[:count]
 
 
-def faults(kind: "AdapterKind", model: "Decoder", config: "TrainConfig") -> list[str]:
+def faults(kind: AdapterKind, model: Decoder, config: TrainConfig) -> list[str]:
     """Why virtual tokens leave no room, one line per reason."""
     if kind.virtual_tokens < model.max_seq_len:
         return []

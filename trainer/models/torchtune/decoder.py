@@ -11,7 +11,7 @@ from trainer.errors import ConfigError
 from trainer.layers.adapters.lora_linear import LowRankLinear
 from trainer.layers.attention import DocumentAttention, Mask
 from trainer.layers.patch import patch_forward
-from trainer.model import Decoder, Role
+from trainer.model import Decoder, Inputs, Role
 from trainer.models.torchtune import compat, fit, hub
 
 # The linear layers of a block: what tensor parallelism splits by outputs, and by inputs.
@@ -111,13 +111,11 @@ class TorchtuneDecoder(Decoder, compat.TransformerDecoder):
     # Ours, for its argument `output`.
     forward = Decoder.forward
 
-    def hidden(
-        self, tokens: torch.Tensor, mask: Any, input_pos: torch.Tensor | None
-    ) -> torch.Tensor:
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
         """See `Decoder.hidden`."""
-        hidden = self.tok_embeddings(tokens)
+        hidden = self.tok_embeddings(inputs.tokens)
         for layer in self.layers:
-            hidden = layer(hidden, mask=mask, input_pos=input_pos)
+            hidden = layer(hidden, mask=inputs.documents, input_pos=inputs.positions)
         return hidden
 
     blocks = property(lambda self: self.layers)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from trainer.errors import ConfigError
 from trainer.layers.attention import DocumentAttention, Mask
-from trainer.parallel.sharded import local
+from trainer.sharded import local
 
 # The name of the attention function; transformers makes no masks for a name that it has none for.
 NAME = "slurm_cookbook_documents"

@@ -14,13 +14,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from runspec.layout import longest_row
 from trainer.checkpoint import weights
 from trainer.checkpoint.weights import named_parameters
-from trainer.checkpoint.weights import plain_name as plain
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import delta, nf4
 from trainer.layers import experts as routed
 from trainer.layers.score import ScoreHead
-from trainer.model import Decoder, Role
+from trainer.model import Decoder, Inputs, Role
+from trainer.model import plain_name as plain
 from trainer.models.transformers import experts, head, rope
 from trainer.models.transformers.names import HubNames
 from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles, pattern
@@ -119,14 +119,13 @@ class TransformersDecoder(Decoder):
         """Rotary tables of old folders, and the copy of a tied output."""
         return ("*rotary_emb.inv_freq", *((self._names.head,) if self.lm_head is None else ()))
 
-    def hidden(
-        self, tokens: torch.Tensor, mask: Any, input_pos: torch.Tensor | None
-    ) -> torch.Tensor:
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
         """See `Decoder.hidden`."""
-        if input_pos is None:
-            input_pos = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        tokens, positions = inputs.tokens, inputs.positions
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         hidden: torch.Tensor = self.base(
-            input_ids=tokens, position_ids=input_pos, use_cache=False, documents=mask
+            input_ids=tokens, position_ids=positions, use_cache=False, documents=inputs.documents
         ).last_hidden_state
         return hidden
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from trainer.layers import experts
 from trainer.layers.patch import patch_forward
-from trainer.parallel.sharded import local
+from trainer.sharded import local
 
 # What a class has that transformers' own functions compute (integrations/moe.py): a gate beside
 # the activation, and no norm behind. A release that lacks one computes all classes so.

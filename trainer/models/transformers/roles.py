@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.layers import delta
 from trainer.layers import experts as routed
-from trainer.model import Decoder, Role
+from trainer.model import Decoder, Inputs, Role
 from trainer.models.transformers.attention import Observer
 
 # A style of transformers' tensor-parallel plans, and the role that does the same; where a plan
@@ -65,7 +65,7 @@ class Flow:
         tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
         positions = torch.arange(PROBE_TOKENS, device="meta").unsqueeze(0)
         with torch.no_grad():
-            self.last = run(tokens, self.observer, positions)
+            self.last = run(Inputs(tokens, self.observer, positions))
         for hook in hooks:
             hook.remove()
 

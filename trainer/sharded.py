@@ -1,10 +1,12 @@
-"""Sharded tensors: the part of a rank, and the whole tensor."""
+"""Sharded tensors: the part of a rank, and the whole tensor; parameters that FSDP has gathered."""
 
 import logging
 import math
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 # A parameter that is sharded over two mesh dimensions is gathered in two steps; torch warns of it.
@@ -126,3 +128,10 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     # A parameter that is kept on the CPU is gathered over the network of the GPUs.
     return tensor.to(tensor.device_mesh.device_type).full_tensor()
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up the gathered parameters that a forward pass without a backward pass has left."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

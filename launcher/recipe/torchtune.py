@@ -1,4 +1,4 @@
-"""torchtune's own recipes and configs, read from its files: importing it would import torch."""
+"""torchtune's spellings, recipes and configs, which are read: importing it would import torch."""
 
 import ast
 import os
@@ -25,6 +25,17 @@ _OTHERS = {
 }
 # The kit's methods of the same purpose.
 _METHODS = {"dpo": "dpo", "knowledge_distillation": "distill", "grpo": "grpo"}
+
+
+# The kit's key, and torchtune's for the same: whichever is given last counts.
+_SPELLINGS = {"activation_checkpointing": ("enable_activation_checkpointing", "ac_mode")}
+
+
+def replace_older(config: dict[str, Any], key: str) -> None:
+    """Remove other spellings of what a key says, which is about to be set."""
+    for ours, theirs in _SPELLINGS.items():
+        for other in theirs if key == ours else [ours] if key in theirs else []:
+            config.pop(other, None)
 
 
 class Stock(NamedTuple):
