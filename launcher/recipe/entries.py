@@ -95,7 +95,7 @@ def _torchtune_command(recipe: Recipe, config: Content) -> str:
 
 def _torchtune_notes(config: Content) -> Iterable[str]:
     name = str(config.get("entry")).partition(":")[2]
-    if own := torchtune.own_method(name):
+    if own := like_torchtune(name):
         yield (
             f"torchtune's own {name} runs it, and saves at the end of an epoch; the kit's own "
             f"method is entry: {own} (cookbook recipes --key entry)"
@@ -189,6 +189,28 @@ def find(name: str) -> Entry:
 def of(config: Mapping[str, Any]) -> Entry:
     """Return the row of a recipe's content."""
     return find(str(config.get("entry") or COMMON["entry"].default))
+
+
+def like_torchtune(script: str) -> str:
+    """Return the method for the purpose of a script of torchtune's, "" if there is none."""
+    named = ((name, row.method.torchtune) for name, row in rows().items() if row.method)
+    return next((name for name, part in named if part and part in script), "")
+
+
+def for_data(component: str) -> str:
+    """Return the method whose data a component reads, "" if any other may; UsageFault for prompts
+    that none answers.
+    """
+    from launcher.recipe.own_data import PROMPTS  # hardly any command reads data
+
+    for name, row in rows().items():
+        if row.method and row.method.pairs == component:
+            return name
+        if row.method and row.method.samples_answers and component == PROMPTS:
+            return name
+    if component == PROMPTS:
+        raise UsageFault("the data are prompts without answers, and no method here samples them")
+    return ""
 
 
 def recognised(content: Content) -> str | None:

@@ -42,6 +42,8 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     """Reinforcement learning: answers that score above others to the same prompt get likelier."""
 
     objective: ClassVar[str] = "plugins.rl.grpo.PolicyOptimisation"
+    goal: ClassVar[str] = "reinforcement learning"
+    torchtune: ClassVar[str] = "grpo"
     has_reference: ClassVar[bool] = True
     samples_answers: ClassVar[bool] = True
     companion: ClassVar[str] = "plugins.rl.slurm.samplers:SamplerProcesses"

@@ -189,7 +189,8 @@ def test_vllm_in_turns_is_on_the_nodes_that_train():
     (beside,) = re.findall(r"export ROLLOUT_BESIDE_GIB=([\d.]+) ", text)
     assert 2 < float(beside) < 10
     assert 'plugins.rl.sampler "$RUN_DIR/train.yaml"' in text
-    assert " -m slurm.supervise --companion plugins.rl.slurm.samplers:SamplerProcesses -- \\\n" in text
+    companion = "--companion plugins.rl.slurm.samplers:SamplerProcesses"
+    assert f" -m slurm.supervise {companion} -- \\\n" in text
     apart = script("qwen3_8b_grpo_lora", Site(), *own, "resources.rollout=1")
     assert "IN_TURNS" not in apart and "ROLLOUT_NODES=1" in apart
     assert "ROLLOUT" not in script("qwen3_8b_grpo_lora", Site())
