@@ -22,7 +22,7 @@ FLOORS = [
     ["launcher.check", "launcher.look", "launcher.hub"],
     ["launcher.do"],
     ["launcher.cli", "launcher.remote", "launcher.__main__", "launcher"],
-    ["trainer.errors", "trainer.config"],
+    ["trainer.errors", "trainer.config", "trainer.sharded"],
     ["trainer.layers", "trainer.parallel", "trainer.model"],
     [
         "trainer.models",

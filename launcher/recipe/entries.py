@@ -7,20 +7,16 @@ so the table is made when it is first asked for.
 import os
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from launcher import paths, plugins
+from launcher import plugins
 from launcher.errors import RecipeFault, UsageFault, nearest, nearest_key
-from launcher.recipe import torchtune
 from launcher.recipe.model import Content, Entry, Recipe
-from runspec.engines import Records
 from runspec.keys.common import COMMAND, COMMON, SCRIPT
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
 from runspec.keys.methods import METHODS
-from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig
 
 
@@ -75,52 +71,6 @@ def _command_faults(config: Content) -> Iterable[Fault]:
             yield Fault("command", f"command: {text}")
 
 
-# torchtune's own recipes --------------------------------------------------------------------------
-
-
-def _torchtune_command(recipe: Recipe, config: Content) -> str:
-    name, known = recipe.target, torchtune.recipes()
-    if name not in known:
-        raise RecipeFault(
-            f"torchtune has no recipe {name!r}{nearest(name, known)}; it has "
-            f"{', '.join(known) or 'none'} in {paths.venv_root()}"
-        )
-    if not known[name].distributed and recipe.resources.world_size > 1:
-        raise RecipeFault(
-            f"torchtune's {name} runs on one GPU, and {recipe.resources.nodes} x "
-            f"{recipe.resources.gpus_per_node} are requested: use --nodes 1 --gpus-per-node 1"
-        )
-    return f'python {shlex.quote(str(known[name].path))} --config "$RUN_DIR/train.yaml"'
-
-
-def _torchtune_notes(config: Content) -> Iterable[str]:
-    name = str(config.get("entry")).partition(":")[2]
-    if own := like_torchtune(name):
-        yield (
-            f"torchtune's own {name} runs it, and saves at the end of an epoch; the kit's own "
-            f"method is entry: {own} (cookbook recipes --key entry)"
-        )
-
-
-# It saves at the end of an epoch only, and its log says nothing while it does.
-_TORCHTUNE_RECORDS = Records(
-    "torchtune",
-    metrics="logs/log_*.txt",
-    form="log",
-    line=r"Step (?P<step>\d+) \|.*?\bloss:(?P<loss>\S+)(?:.*?\blr:(?P<lr>\S+))?"
-    r"(?:.*?\btokens_per_second_per_gpu:(?P<tokens_per_second_per_gpu>\S+))?"
-    r"(?:.*?\bgrad_norm:(?P<grad_norm>\S+))?",
-    beats=True,
-)
-# What torchtune's own trainers share with the kit's; they check the rest by themselves.
-_TORCHTUNE = {
-    name: replace(key, unused="", refused="")
-    for name, key in SftConfig.keys().items()
-    if key.default is not REQUIRED and "." not in name and "block" not in key.kind
-    if key.kind not in ("component", "any") and not key.choices
-}
-
-
 # The table ----------------------------------------------------------------------------------------
 
 _COMMAND = Entry(
@@ -140,18 +90,6 @@ def rows() -> dict[str, Entry]:
     A name that ends with a colon is followed by what is started: script:train.py
     """
     table = {name: method(f"trainer.train {name}", config) for name, config in METHODS.items()}
-    table["torchtune:"] = Entry(
-        keys={**COMMON, **_TORCHTUNE},
-        title="torchtune",
-        command=_torchtune_command,
-        program=lambda recipe: getattr(torchtune.recipes().get(recipe.target), "path", None),
-        records=lambda config: _TORCHTUNE_RECORDS,
-        companion="plugins.engines.slurm.engine:Follower",
-        other_keys=True,
-        checked="components",
-        can_profile=True,
-        notes=_torchtune_notes,
-    )
     table["script:"] = Entry(
         keys={**COMMON, **SCRIPT},
         title="the script",

@@ -58,7 +58,7 @@ class Entry:
     checked: str = ""
     # The config of a training method of the kit's trainer.
     method: type[TrainConfig] | None = None
-    # What the supervisor calls beside its ranks (slurm/companion.py), as MODULE:CLASS; "" for none.
+    # MODULE:CLASS of what the supervisor calls beside its ranks (slurm/companion.py), or "".
     companion: str = ""
     # It has the kit's profiler.
     can_profile: bool = False

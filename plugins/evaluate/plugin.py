@@ -11,6 +11,6 @@ PLUGIN = Plugin(
             "Deliver",
         ),
     },
-    entries="plugins.evaluate.launcher.entries:ENTRIES",
     hooks={"report_section": "plugins.evaluate.launcher.evaluation:report_section"},
+    entries="plugins.evaluate.launcher.entries:ENTRIES",
 )

@@ -17,6 +17,6 @@ PLUGIN = Plugin(
             "Deliver",
         ),
     },
-    entries="plugins.serve.launcher.entries:ENTRIES",
     hooks={"from_requests": "plugins.serve.cli.from_requests:from_requests"},
+    entries="plugins.serve.launcher.entries:ENTRIES",
 )

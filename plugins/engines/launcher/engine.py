@@ -12,6 +12,9 @@ from launcher.recipe import entries
 from launcher.recipe.model import Content, Recipe
 from runspec.engines import Records
 
+# What keeps the kit's files of a run's progress, beside the ranks.
+FOLLOWER = "plugins.engines.slurm.engine:Follower"
+
 
 @dataclass(frozen=True)
 class Engine:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from launcher.recipe.entries import script_of
 from launcher.recipe.model import Content, Entry
-from plugins.engines.launcher.engine import Engine
+from plugins.engines.launcher.engine import FOLLOWER, Engine
 from plugins.engines.launcher.engines import ENGINES, read
+from plugins.engines.launcher.torchtune import ENTRY as TORCHTUNE
 from plugins.engines.recipe_keys import ENGINE
 from runspec.keys.common import COMMON
 
@@ -26,6 +27,7 @@ def _entry(engine: Engine) -> Entry:
         program=script_of if scripts else lambda recipe: None,
         own_code=scripts,
         resumes=True,
+        companion=FOLLOWER,
         notes=_notes,
         records=engine.recorded,
         companion="plugins.engines.slurm.engine:Follower",
@@ -39,4 +41,7 @@ def _entry(engine: Engine) -> Entry:
     )
 
 
-ENTRIES = {name: _entry(engine) for name, engine in ENGINES.items()}
+ENTRIES = {
+    **{name: _entry(engine) for name, engine in ENGINES.items()},
+    "torchtune:": TORCHTUNE,
+}
