@@ -30,7 +30,6 @@ def _entry(engine: Engine) -> Entry:
         companion=FOLLOWER,
         notes=_notes,
         records=engine.recorded,
-        companion="plugins.engines.slurm.engine:Follower",
         engine=engine.schema,
         config=engine.config,
         read=read,
