@@ -276,7 +276,7 @@ class PolicyOptimisation(Objective):
 
     def _sampled(self, models: Models, given: list[MicroBatch], step: int) -> list[Answer]:
         """This rank's answers of a step; all ranks call this together."""
-        config, world, size = self.config, self.world, self.config.group_size
+        config = self.config
         began, self._number = time.monotonic(), step // config.updates_per_rollout
         groups, scores, rewards, resampled, scored_s = self._ahead.take(models, given, self._number)
         self._log.failures(self._pool.messages)
@@ -302,13 +302,20 @@ class PolicyOptimisation(Objective):
         # Ahead, scores are made while the step before is trained.
         waited_s -= 0.0 if config.max_staleness else scored_s
         self._log.took(waited_s, scored_s, transfer_s)
-        flat = [answer for own in trained for answer in own]
-        flat += [Answer(0, [], [], [], False)] * (config.prompts_per_step * size - len(flat))
+        flat = self._flat(trained)
+        if config.updates_per_rollout > 1:
+            flat = self._with_old(models, flat)
+        return flat
+
+    def _flat(self, groups: list[list[Answer]]) -> list[Answer]:
+        """The answers of a rank's groups, as many on each; all ranks call this together."""
+        config, world = self.config, self.world
+        flat = [answer for own in groups for answer in own]
+        missing = config.prompts_per_step * config.group_size - len(flat)
+        flat += [Answer(0, [], [], [], False)] * missing
         # Ranks of a tensor-parallel group train on the same tokens, whatever their GPUs round.
         if world.tensor_parallel_dim > 1:
             flat = world.gather(flat)[world.group_leader]
-        if config.updates_per_rollout > 1:
-            flat = self._with_old(models, flat)
         return flat
 
     def _answered(
@@ -396,17 +403,11 @@ class PolicyOptimisation(Objective):
         self, models: Models, groups: list[list[Answer]], rewards: torch.Tensor
     ) -> torch.Tensor:
         """RLOO's rewards, less beta times each answer's log-ratio to the reference."""
-        config, world = self.config, self.world
-        flat = [answer for own in groups for answer in own]
-        flat += [Answer(0, [], [], [], False)] * (
-            config.prompts_per_step * config.group_size - len(flat)
-        )
-        if world.tensor_parallel_dim > 1:
-            flat = world.gather(flat)[world.group_leader]
+        flat = self._flat(groups)
         pairs = [self._no_grad(models, flat, frozen) for frozen in (False, True)]
         apart = [sum(own) - sum(other) for own, other in zip(*pairs, strict=True)]
         penalty = torch.tensor(apart[: rewards.numel()], dtype=torch.float64)
-        return rewards - config.beta * penalty.view_as(rewards) if rewards.numel() else rewards
+        return rewards - self.config.beta * penalty.view_as(rewards) if rewards.numel() else rewards
 
     def _validation(self, models: Models, batch: MicroBatch) -> LossSum:
         """Minus the sum of the rewards of greedy answers; one without a score counts as 0."""
