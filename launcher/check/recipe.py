@@ -147,12 +147,12 @@ def _imports(context: Context, script: Path, code_root: Path | None) -> list[Fin
         remedy += f"; if it is your own, put it into {code_root}"
     missing = [
         failed("script", f"{script.name} imports {name}, {lacks}", remedy.replace("{}", name))
-        for name in missing_imports(script, folders, code_root)
+        for name in _missing_imports(script, folders, code_root)
     ]
     return missing or [ok("script", str(script))]
 
 
-def missing_imports(
+def _missing_imports(
     script: Path, packages: Sequence[Path], code_root: Path | None = None
 ) -> list[str]:
     """Return the packages that a script imports at its top and the environment does not have.
