@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from launcher import paths
 from launcher.gpus import by_name
-from launcher.recipe import recipe, sweep
+from launcher.recipe import load as recipes
+from launcher.recipe import sweep
 from launcher.recipe.sweep import Cell
 from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.recipe_step import step_of
@@ -69,7 +70,7 @@ def at_their_moment(step: StepConfig) -> float:
 
 def step_of_cell(definition: sweep.Sweep, cell: Cell) -> StepConfig:
     """Return the training step of a sweep's cell."""
-    made = recipe.load(definition.recipe, cell.overrides, {})
+    made = recipes.load(definition.recipe, cell.overrides, {})
     config = made.resolved(paths.REPO_ROOT, "run")
     return step_of(config, made.resources.nodes, made.resources.gpus_per_node)
 

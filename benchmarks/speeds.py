@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher import paths
 from launcher.gpus import Gpu, Reached, by_name
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.recipe.shapes import shape_of
 from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.recipe_step import step_of
@@ -65,7 +65,7 @@ def torchtune(name: str) -> Shape:
 
 def of_recipe(name: str) -> Shape:
     """Return the shape of a recipe's model."""
-    return step_of(recipe.load(name).resolved(paths.REPO_ROOT, "run"), 1, 8).shape
+    return step_of(recipes.load(name).resolved(paths.REPO_ROOT, "run"), 1, 8).shape
 
 
 def mpt(dim: int, layers: int, heads: int) -> Shape:

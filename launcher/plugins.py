@@ -42,6 +42,8 @@ class Check:
     needed: bool = False
     # It starts another process, which takes seconds; a dry run leaves it out.
     starts: bool = False
+    # It asks what is installed, and is made again once the environment of a recipe is built.
+    after_build: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Plugin:
     commands: Mapping[str, Command] = field(default_factory=dict)
     # They run after the core's own, in this order.
     checks: tuple[Check, ...] = ()
-    # MODULE:NAME of a mapping from names of entries to launcher.recipe.entries.Entry; "" for none.
+    # MODULE:NAME of a mapping from names of entries to launcher.recipe.model.Entry; "" for none.
     entries: str = ""
     # MODULE:NAME of the config class of a training method, by the name of its entry.
     methods: Mapping[str, str] = field(default_factory=dict)

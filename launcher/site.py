@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, SlurmFault, nearest
-from launcher.recipe.recipe import NAME, NAME_RULE, Recipe, Resources
-from launcher.recipe.validate import variable_faults
+from launcher.recipe.environment import variable_faults
+from launcher.recipe.model import Recipe, Resources
 from runspec.keys.common import COMMON
-from runspec.keys.key import Fault, Key, faults
+from runspec.keys.key import NAME, NAME_RULE, Fault, Key, faults
 
 if TYPE_CHECKING:
     from launcher.slurm.executors import Executor

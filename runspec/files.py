@@ -49,13 +49,13 @@ EXIT_STATUS = ".exit_status"
 PROGRESS = "progress.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
-# Of rollout replicas: where they listen, and what became of them (plugins/rl/slurm/rollout.py).
+# Of samplers: where they listen, and what became of them (plugins/rl/slurm/samplers.py).
 ROLLOUT = ".rollout"
-REPLICA = "replica_{}.json"
+SAMPLER = "sampler_{}.json"
 WEIGHTS = "weights_{}.safetensors"
 WEIGHTS_FOLDER = "weights_{}"
 ROLLOUT_SECRET = "secret"
-NO_REPLICA = "failed.json"
+NO_SAMPLER = "failed.json"
 ROLLOUT_STATE = "rollout.json"
 ROLLOUTS = "rollouts.jsonl"  # of reinforcement learning: some answers of each step
 TENSORBOARD = "tensorboard"
@@ -249,6 +249,16 @@ def read_object(path: Path | str) -> dict[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise DamagedFile(f"{path} does not hold a JSON object")
     return value
+
+
+def patient_json(path: Path) -> dict[str, Any] | None:
+    """Return read_object(path), tried again while the storage cannot be read.
+
+    Raises:
+        OSError: it could not be read in all that time.
+        DamagedFile: the file does not hold a JSON object.
+    """
+    return storage.patiently(read_object, path)
 
 
 def peek(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from launcher import slurm
 from launcher.errors import CookbookError
-from launcher.recipe.recipe import Recipe, Resources
+from launcher.recipe.model import Recipe, Resources
 from launcher.site import Site, with_site_defaults
 from launcher.slurm import executors
 from launcher.slurm.executors import Executor

@@ -1,21 +1,19 @@
 """Whether an environment of a record works: its Python is started once, before the queue."""
 
-import json
 import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from launcher import paths, slurm, venv
-from launcher.check import Context, Finding, Skipped, failed, ok, skipped
+from launcher.check import Context, Finding, Skipped, failed, ok
 from launcher.recipe.environment import Environment
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from launcher.run import built
 from launcher.site import slurm_options
 from launcher.slurm import render
-from plugins.engines.launcher import check as engine
 
 SUBJECT = "environment"
 # How long a node may take to be free, and an image to be unpacked.
@@ -32,16 +30,7 @@ def inside(context: Context) -> Iterable[Finding]:
     if environment.dependencies and not built.is_built(environment, context.cluster.root):
         count = len(built.solve(environment))
         return [ok(SUBJECT, f"{count} packages are built at submission")]
-    code, lines = _started(environment, context)
-    answers = [line for line in lines if line.startswith("{")]
-    findings = _told(environment, code, [line for line in lines if line not in answers])
-    if not engine.is_asked_inside(context) or any(each.state == "failed" for each in findings):
-        return findings
-    try:
-        return [*findings, *engine.judged(context, dict(json.loads(answers[-1])))]
-    except (ValueError, IndexError):
-        message = next((line for line in reversed(lines) if line.strip()), "no message")
-        return [*findings, skipped(engine.SUBJECT, f"no answer in {environment.title}: {message}")]
+    return _told(environment, *start(environment, context))
 
 
 def _kits_own(recipe: Recipe) -> Finding:
@@ -55,11 +44,15 @@ def _kits_own(recipe: Recipe) -> Finding:
     return failed(SUBJECT, message, remedy)
 
 
-def _started(environment: Environment, context: Context) -> tuple[int, list[str]]:
-    """Start the environment's Python as a job would; return its exit status and its output."""
+def start(environment: Environment, context: Context, *argv: str) -> tuple[int, list[str]]:
+    """Start the environment's Python as a job would; return its exit status and its output.
+
+    Args:
+        argv: its arguments; none: it looks around.
+    """
     # A container's runtime refuses to bind a folder that is not there; the run will make it.
     context.cluster.root.mkdir(parents=True, exist_ok=True)
-    script = _script(environment, context, bool(context.cluster.gpu))
+    script = _script(environment, context, bool(context.cluster.gpu), argv)
     if not context.executor.queued:
         return _here(script)
     resources = context.resources
@@ -74,7 +67,7 @@ def _started(environment: Environment, context: Context) -> tuple[int, list[str]
     if environment.is_container:
         raise Skipped(f"no node was free within {_WAIT_S} s to look inside {environment.title}")
     # A login node has no GPUs.
-    return _here(_script(environment, context, False))
+    return _here(_script(environment, context, False, argv))
 
 
 def _named_faults(environment: Environment, context: Context) -> Iterator[Finding]:
@@ -111,14 +104,16 @@ def _needs(recipe: Recipe) -> list[str]:
     entry = recipe.entry
     if package := entry.backend(recipe.config):
         return ["torch", package]
-    if other := entry.engine:
-        return ["torch", other.schema]
+    if entry.engine:
+        return ["torch", entry.engine]
     known = entry.checked == "complete" or entry.purpose == "evaluate"
     return ["trainer", "torch"] * known
 
 
-def _script(environment: Environment, context: Context, gpus: bool) -> str:
-    """Return the shell script that looks around, and asks an engine for its keys."""
+def _script(
+    environment: Environment, context: Context, gpus: bool, argv: Sequence[str] = ()
+) -> str:
+    """Return the shell script that starts the environment's Python with argv, or looks around."""
     root = context.cluster.root
     values = {
         "COOKBOOK": paths.REPO_ROOT,
@@ -151,11 +146,7 @@ def _script(environment: Environment, context: Context, gpus: bool) -> str:
     python = render.python(environment, interpreter)
     wanted = [",".join(_needs(context.recipe)), "yes" if gpus else "no"]
     wanted += [str(paths.REPO_ROOT), *_paths(context.config)]
-    last = f"-m slurm.probe {shlex.join(wanted)}"
-    if engine.is_asked_inside(context):
-        lines.append(f"{python} {last} || exit")
-        last = shlex.join(["-P", str(engine.SCHEMA), *engine.question(context)])
-    lines.append(f"exec {python} {last}")
+    lines.append(f"exec {python} {shlex.join(argv or ['-m', 'slurm.probe', *wanted])}")
     return "\n".join(lines)
 
 

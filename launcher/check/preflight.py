@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from launcher import check as checks
 from launcher.check import environment, files, inside, recipe, samples, scheduler
 from launcher.plugins import load, plugins
-from plugins.engines.launcher import check as engine
 
 # The subject of its findings, whether it is made even with --no-check, and the check.
 CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
@@ -21,12 +20,11 @@ CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
     # Before the components, which the same start of the trainer answers for.
     (samples.SUBJECT, False, samples.counted),
     ("components", False, recipe.components),
-    (engine.SUBJECT, False, engine.config),
     ("Slurm limits", False, scheduler.limits),
     ("sbatch test", False, scheduler.test_only),
 )
 # They start the trainer or another environment, which takes seconds: a dry run leaves them out.
-_START = (inside.inside, samples.counted, recipe.components, engine.config)
+_START = (inside.inside, samples.counted, recipe.components)
 
 
 def every() -> Iterator[tuple[str, bool, bool, checks.Check]]:
@@ -50,8 +48,6 @@ def check(
     for subject, needed, starts, look in every():
         if quick and starts:
             continue
-        if look is engine.config and context.recipe.entry.engine is None:
-            continue
         if skip and not needed:
             yield checks.skipped(subject, "--no-check")
         else:
@@ -61,3 +57,10 @@ def check(
 def faults(context: checks.Context, skip: bool = False, quick: bool = False) -> list[str]:
     """Return all faults, one line each; [] if the run may be queued."""
     return checks.faults_of(check(context, skip, quick))
+
+
+def faults_after_build(context: checks.Context) -> list[str]:
+    """Return the faults of the checks that ask an environment which was just built."""
+    again = [each for plugin in plugins() for each in plugin.checks if each.after_build]
+    found = [checks.findings(each.subject, load(each.target), context) for each in again]
+    return checks.faults_of(finding for each in found for finding in each)

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher import paths, venv
 from launcher.check import Context, Finding, Skipped, failed, ok, unreadable
-from launcher.recipe import batch_script, stock
+from launcher.recipe import batch_script, torchtune
 from launcher.recipe.environment import Environment
 from launcher.run import snapshot
 from launcher.run.directory import runs_root
@@ -31,12 +31,10 @@ def layout(context: Context) -> Iterable[Finding]:
     """Check if the recipe's parallel dimensions fit its number of GPUs."""
     config, resources = context.config, context.resources
     shape = f"{resources.nodes} x {resources.gpus_per_node} = {resources.world_size} ranks"
-    engine = context.recipe.entry.engine
-    if engine is not None and engine.layout_fault is not None:
-        fault = engine.layout_fault(context.recipe.config, resources.world_size)
-        if fault is not None:
-            return [failed("layout", fault, "change it, --nodes or --gpus-per-node")]
-    if context.recipe.entry.checked != "complete":
+    entry = context.recipe.entry
+    if fault := entry.layout_fault(context.recipe.config, resources.world_size):
+        return [failed("layout", fault, "change it, --nodes or --gpus-per-node")]
+    if entry.checked != "complete":
         return [ok("layout", shape)]
     try:
         split = Layout.of(config, resources.world_size, resources.gpus_per_node)
@@ -97,8 +95,7 @@ def script(context: Context) -> Iterable[Finding]:
     """Check if the script is there, is copied, and finds what it imports."""
     recipe = context.recipe
     script, folder = recipe.entry.program(recipe), recipe.code_root
-    launch = recipe.entry.launch
-    name = launch.records.name if launch else "the kit's trainer"
+    name = recipe.entry.title
     if script is None and folder is not None:
         why = snapshot.fault(folder) if folder.is_dir() else f"code_root {folder} is no folder"
         lines = str(recipe.target or recipe.config.get("command") or "")
@@ -148,7 +145,7 @@ def _imports(context: Context, script: Path, code_root: Path | None) -> list[Fin
         remedy += f"; if it is your own, put it into {code_root}"
     missing = [
         failed("script", f"{script.name} imports {name}, {lacks}", remedy.replace("{}", name))
-        for name in stock.missing_imports(script, folders, code_root)
+        for name in torchtune.missing_imports(script, folders, code_root)
     ]
     return missing or [ok("script", str(script))]
 
@@ -162,7 +159,7 @@ def components(context: Context) -> Iterable[Finding]:
     config, options = _question(context)
     key = _key(config, options)
     if key not in context.told:
-        (context.told[key],) = _ask([config], *options)
+        (context.told[key],) = ask_trainer([config], *options)
     answer = context.told[key]
     # The trainer does not know by which name the recipe was given.
     again = f"--recipe {context.recipe.given_name}"
@@ -185,7 +182,7 @@ def ask_ahead(contexts: Iterable[Context], told: dict[str, dict[str, Any]]) -> N
     for options, asked in questions.items():
         # The recipe's own check reports why it cannot answer.
         with contextlib.suppress(Skipped):
-            told |= zip(asked, _ask(list(asked.values()), *options), strict=True)
+            told |= zip(asked, ask_trainer(list(asked.values()), *options), strict=True)
 
 
 def ask_for_samples(
@@ -200,7 +197,7 @@ def ask_for_samples(
     of_data = {key: config.get(key) for key in _OF_SAMPLES}
     key = _key(of_data, (*options, "--samples"))
     if count or key not in context.told:
-        (answer,) = _ask([config], *options, f"--samples={count}", variables=variables)
+        (answer,) = ask_trainer([config], *options, f"--samples={count}", variables=variables)
         context.told[key] = context.told[_key(config, options)] = answer
     answer = context.told[key]
     return answer.get("samples", []), answer.get("sample_faults", [])
@@ -226,18 +223,13 @@ def _key(config: dict[str, Any], options: Options) -> str:
     return json.dumps([config, options])
 
 
-def ask_evaluation(config: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return how many samples each task of a suite has, and their faults."""
-    (answer,) = _ask([config], variables=variables, module="plugins.evaluate.samples")
-    return answer
-
-
-def _ask(
+def ask_trainer(
     configs: Sequence[dict[str, Any]],
     *options: str,
     variables: Mapping[str, str] | None = None,
     module: str = "trainer.check",
 ) -> list[dict[str, Any]]:
+    """Return what a module answers about configs, a JSON object each; Skipped if it cannot."""
     limit_s = 300 + 30 * (len(configs) - 1)
     try:
         done = venv.ask_trainer(module, configs, *options, timeout_s=limit_s, variables=variables)

@@ -21,7 +21,7 @@ from launcher.cli.number import FloatRange, IntRange
 from launcher.cli.samples import lines as sample_lines
 from launcher.do import rehearse
 from launcher.do.submit import context, plan
-from launcher.recipe import recipe as recipe_file
+from launcher.recipe import load as recipe_file
 from launcher.slurm import executors
 
 

@@ -17,7 +17,7 @@ _MOST_RUNS = 200
 def recipes(ctx: click.Context, option: click.Parameter, begin: str) -> list["CompletionItem"]:
     """Complete the name of a recipe or the path of a file, and then keys of its overrides."""
     from launcher.recipe.entries import all_keys
-    from launcher.recipe.recipe import names
+    from launcher.recipe.load import names
 
     named = ctx.params.get("recipe") or ctx.params.get("words")
     if option.name == "words" and named:

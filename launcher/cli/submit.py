@@ -10,7 +10,7 @@ from launcher.cli.common import note
 from launcher.cli.runs import launched
 from launcher.cli.status import watch_to_the_end
 from launcher.do import submit as workflow
-from launcher.recipe import recipe as recipe_file
+from launcher.recipe import load as recipe_file
 from launcher.slurm import executors
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.check.files import whole
 from launcher.errors import UnknownRun, UsageFault
 from launcher.plugins import hook
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from launcher.run import directory
 from launcher.run.directory import Run
 from launcher.run.find import every, find

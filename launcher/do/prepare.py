@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher import paths, venv
 from launcher.errors import PreflightFault, RecipeFault
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from launcher.site import Site
 
 

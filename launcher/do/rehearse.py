@@ -15,8 +15,8 @@ from launcher.check.doctor.report import node_findings
 from launcher.do.prepare import prepare
 from launcher.do.submit import context, plan, refuse
 from launcher.errors import RunFault, UsageFault
-from launcher.recipe import recipe as recipes
-from launcher.recipe.recipe import Recipe, Resources
+from launcher.recipe import load as recipes
+from launcher.recipe.model import Recipe, Resources
 from launcher.recipe.shapes import shape_of
 from launcher.run import directory
 from launcher.run.directory import runs_root

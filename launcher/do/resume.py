@@ -23,9 +23,9 @@ from launcher.errors import (
     UsageFault,
 )
 from launcher.look.outcome import leaves
+from launcher.recipe import load as recipes
 from launcher.recipe import override
-from launcher.recipe import recipe as recipes
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from launcher.run import built, code, provenance, sweeps, trust
 from launcher.run.directory import Run, locked
 from launcher.run.states import State, living, state_of

@@ -17,15 +17,15 @@ from launcher.do.submit import context, plan
 from launcher.errors import CookbookError, UsageFault
 from launcher.look.text import duration
 from launcher.plugins import hook
-from launcher.recipe import own, own_data
-from launcher.recipe import recipe as recipes
+from launcher.recipe import entries, own, own_data
+from launcher.recipe import load as recipes
+from launcher.recipe.model import Recipe
 from launcher.recipe.needs import Needs, needs
-from launcher.recipe.recipe import NAME, NAME_RULE, Recipe
 from launcher.site import Site
 from launcher.slurm import render
 from launcher.slurm.executors import Executor
 from runspec import prepared
-from runspec.keys.preference import DpoConfig
+from runspec.keys.key import NAME, NAME_RULE
 
 MODEL = "Qwen/Qwen3-0.6B"
 # Rows are at most so long unless the recipe is changed: longer ones need much more memory.
@@ -100,7 +100,9 @@ def draft(
     block, form, questions = _data(data)
     if file.exists():
         raise UsageFault(f"{file} exists: choose another name with --output, or remove it")
-    method = {DpoConfig.pairs: "dpo", own_data.PROMPTS: "grpo"}.get(block["_component_"], "")
+    name = entries.for_data(block["_component_"])
+    method = entries.find(name).method if name else None
+    samples_answers = method is not None and method.samples_answers
     config: dict[str, Any] = {}
     _, faults = own.use(config, (), None, model, "lora")
     if faults:
@@ -116,31 +118,25 @@ def draft(
         "form": form,
         "dataset": block,
         "questions": questions,
-        "method": method,
+        "method": name,
+        "goal": f"{method.goal} by " if method else "",
+        "samples_answers": samples_answers,
         "reward": str(file.parent / "reward.py"),
         "new_tokens": _NEW_TOKENS,
         "time": "04:00:00",
     }
     with TemporaryDirectory() as place:
         drafts = _Drafts(Path(place) / file.name, values, Path(folder).name, site)
-        settings = _Settings()
-        # Whole samples first: their lengths decide.
-        overrides = ["~tokenizer.max_seq_len"]
-        if method == "grpo":
-            # The user's own is not written yet.
-            column = block["column_map"]["prompt"]
-            overrides.append(f"rewards={{any: {{function: exact_match, column: {column}}}}}")
-        open_end = drafts.load(replace(settings, packed=False), *overrides)
-        findings, datasets = samples.read(context(plan(open_end, site, executor)), shown)
-        samples_answers = method == "grpo"
-        settings = drafts.fitting(_by_data(settings, datasets, _NEW_TOKENS * samples_answers))
+        findings, datasets = drafts.samples(executor, shown)
+        answer = _NEW_TOKENS * samples_answers
+        settings = drafts.fitting(_by_data(_Settings(), datasets, answer))
         tokens = None
         if datasets and not samples_answers:
             settings = _by_steps(settings, datasets[0])
             tokens = settings.epochs * _tokens(datasets[0])
         found = drafts.needs(settings, tokens)
         text = drafts.text(settings)
-    reward = file.parent / "reward.py" if method == "grpo" else None
+    reward = file.parent / "reward.py" if samples_answers else None
     return Draft(
         file, text, form, downloads, reward, found, settings.gpus, tokens, datasets, findings
     )
@@ -177,20 +173,29 @@ class _Drafts:
 
     def text(self, settings: _Settings) -> str:
         method = {"hub_lora": "LoRA", "hub_qlora": "QLoRA"}[settings.base]
-        goal = {"dpo": "preference tuning by ", "grpo": "reinforcement learning by "}
-        method = goal.get(self.values["method"], "") + method
-        title = f"{method} of {self.model} on {self.path.stem}"
+        title = f"{self.values['goal']}{method} of {self.model} on {self.path.stem}"
         return render.template("start.yaml.j2").render(**vars(settings), **self.values, title=title)
 
     def load(self, settings: _Settings, *overrides: str) -> Recipe:
         self.path.write_text(self.text(settings), encoding="utf-8")
         return recipes.load(str(self.path), overrides)
 
+    def samples(self, executor: Executor, shown: int) -> tuple[list[Finding], list[dict[str, Any]]]:
+        """The first samples, whole: their lengths decide."""
+        overrides = ["~tokenizer.max_seq_len"]
+        if self.values["samples_answers"]:
+            # The user's own is not written yet.
+            column = self.values["dataset"]["column_map"]["prompt"]
+            overrides.append(f"rewards={{any: {{function: exact_match, column: {column}}}}}")
+        recipe = self.load(_Settings(packed=False), *overrides)
+        return samples.read(context(plan(recipe, self.site, executor)), shown)
+
     def needs(self, settings: _Settings, tokens: int | None = None) -> Needs | None:
         """What a draft needs for this many tokens; None if its model is not known here."""
-        recipe, root = self.load(settings), self.site.root
-        config, resources, gpu = recipe.resolved(root, "run"), recipe.resources, self.site.gpu
+        recipe, gpu = self.load(settings), self.site.gpu
+        resources = recipe.resources
         try:
+            config = recipe.resolved(self.site.root, "run")
             return needs(config, resources.nodes, resources.gpus_per_node, gpu, tokens=tokens)
         except CookbookError:
             return None

@@ -11,20 +11,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launcher import check as checks
 from launcher import paths, venv, yamlfile
 from launcher.check import Context, preflight
 from launcher.do import models
 from launcher.do.prepare import missing, prepare
 from launcher.errors import PreflightFault, RunFault, SlurmFault, SlurmTimeout, UsageFault
 from launcher.recipe import functions
-from launcher.recipe.recipe import NAME, NAME_RULE, Recipe, Resources
+from launcher.recipe.model import Recipe, Resources
 from launcher.run import built, code, directory, provenance
 from launcher.run.directory import Run
 from launcher.site import Site, complete, with_site_defaults
 from launcher.slurm import executors, render
-from plugins.engines.launcher import check as engine
 from runspec import files, publish
+from runspec.keys.key import NAME, NAME_RULE
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,8 @@ def submit(planned: PlannedRun, say: Callable[[str], None], skip: bool = False) 
     if prepare(recipe, cluster, say):
         refuse(preflight.faults(context(planned), skip))
     built.ensure(recipe.environment, cluster.root, say)
-    if recipe.entry.engine and recipe.environment and recipe.environment.dependencies and not skip:
-        # Only now can it be asked for its keys.
-        refuse(checks.faults_of(checks.findings(engine.SUBJECT, engine.config, checked)))
+    if recipe.environment and recipe.environment.dependencies and not skip:
+        refuse(preflight.faults_after_build(checked))
     run = record(planned, code.present(cluster.root))
     start_first(run, planned.executor)
     return run

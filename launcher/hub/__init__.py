@@ -12,7 +12,7 @@ from launcher.errors import HubFault, RecipeFault
 from launcher.hub import fetch
 from launcher.hub.answers import in_words
 from launcher.hub.repository import Repository, Say
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from launcher.site import Site
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi, constants
 from launcher import paths, venv
 from launcher.errors import HubFault
 from launcher.hub.repository import Repository, Say
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from launcher.site import Site
 from runspec import lock
 from runspec.files import sha256, write_text

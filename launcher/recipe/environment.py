@@ -4,9 +4,10 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +15,15 @@ from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.errors import RecipeFault, nearest
-from launcher.recipe.validate import environment_faults
 from runspec.keys.environment import CONTAINERS, ENVIRONMENT
-from runspec.keys.key import faults
+from runspec.keys.key import Fault, faults
+from runspec.variables import owned_variables
 
 # In the shared folder: the environments that were built of dependencies, by their content.
 BUILT = "environments"
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+# A job script is a file that others may read and Slurm keeps: no secret goes into it.
+_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -139,3 +143,64 @@ def record(given: str | Mapping[str, Any]) -> dict[str, Any]:
         lines = ((fault, yamlfile.line_of(path, fault.key)) for fault in wrong)
         raise RecipeFault([f"{f.text}, in {path}{f', line {n}' * bool(n)}" for f, n in lines])
     return {**config, "name": given}
+
+
+def environment_faults(given: Any, start: str = "") -> Iterator[Fault]:
+    """Yield the faults of an environment's block that its table of keys does not see."""
+    if not isinstance(given, dict):
+        return
+    yield from variable_faults(given.get("variables"), f"{start}variables")
+    kind = given.get("kind") or "venv"
+    if kind not in ENVIRONMENT["kind"].choices:
+        return  # what belongs to it is not known
+    container = kind in CONTAINERS
+    for key, fits in (
+        ("image", container),
+        ("binds", container),
+        ("options", container),
+        ("conda", kind == "conda"),
+        ("conda_root", kind == "conda"),
+        ("dependencies", kind in ("venv", "modules")),
+    ):
+        if given.get(key) and not fits:
+            yield Fault(f"{start}{key}", f"{start}{key} has no meaning for kind: {kind}")
+    for key, needed in (("image", container), ("conda", kind == "conda")):
+        if needed and not given.get(key):
+            yield Fault(f"{start}{key}", f"{start}{key} is missing: kind: {kind} needs it")
+    if given.get("python") and given.get("dependencies"):
+        yield Fault(f"{start}python", f"{start}python and dependencies exclude each other")
+    binds = given.get("binds")
+    for bind in binds if isinstance(binds, list) else []:
+        if not re.fullmatch(r"/[^:,\s]*(:/[^:,\s]*(:r[ow])?)?", str(bind)):
+            yield Fault(
+                f"{start}binds", f"{start}binds: {bind!r} is not /PATH, /SOURCE:/TARGET[:ro]"
+            )
+
+
+def variable_faults(variables: Any, key: str) -> Iterator[Fault]:
+    """Yield the faults of a block of environment variables that goes into a job script."""
+    for name, value in variables.items() if isinstance(variables, dict) else ():
+        where = f"{key}.{name}"
+        if not VARIABLE.match(str(name)):
+            yield Fault(where, f"{key} contains {name!r}, which is not a valid variable name")
+        elif _SECRET.search(str(name)):
+            yield Fault(
+                where,
+                f"{key} sets {name}, and others may read a job script: keep secrets out of it; "
+                "name it under secrets: in a recipe; the hub's token is read from HF_TOKEN_PATH or "
+                "its own login",
+            )
+        # srun's own variables are options that a site may need.
+        elif owned_variables([name]) and not (key == "environment" and name.startswith("SRUN_")):
+            yield Fault(where, owned_fault(key, name))
+        elif value is None:
+            yield Fault(
+                where, f'{where} has no value: write {name}: "" to set it to an empty string'
+            )
+        elif isinstance(value, (dict, list)) or not str(value).isprintable():
+            yield Fault(where, f"{where} must be one line of text, got {value!r}")
+
+
+def owned_fault(key: str, name: Any) -> str:
+    """Say that a variable of a block is none that it may set."""
+    return f"{key} sets {name}, which the job script, Slurm or torchrun sets: choose another name"

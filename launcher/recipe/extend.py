@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, nearest
-from launcher.recipe import entries
+from launcher.recipe.torchtune import replace_older
 from runspec.keys.key import Fault
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
@@ -69,13 +69,13 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def replace_older(config: dict[str, Any], key: str) -> None:
-    """Remove other names of what a key says, which is about to be set."""
-    for other in entries.replaced_by(key):
-        config.pop(other, None)
-
-
 # References --------------------------------------------------------------------------------------
+
+
+def folders(root: Path) -> dict[str, str]:
+    """Return the folders of a site, given its shared one, by the names that recipes may use."""
+    named = {f"{name}_root": str(root / name) for name in ("models", "datasets")}
+    return {"repo_root": str(paths.REPO_ROOT), **named}
 
 
 def resolve(

@@ -6,9 +6,8 @@ from typing import Any
 
 from launcher import yamlfile
 from launcher.errors import UsageFault, nearest_key
-from launcher.recipe.entries import all_keys
-from launcher.recipe.extend import replace_older
-from plugins.evaluate.recipe_keys import TASK
+from launcher.recipe.entries import all_keys, inner_keys
+from launcher.recipe.torchtune import replace_older
 from runspec import prepared
 from runspec.keys.key import children
 
@@ -102,9 +101,9 @@ def _is_known(config: Mapping[str, Any], parts: list[str]) -> bool:
     dataset = config.get("dataset")
     if parts[0] == "dataset_val" and len(parts) == 2 and isinstance(dataset, dict):
         return parts[1] in dataset
-    tasks = config.get("tasks")
-    if parts[0] == "tasks" and len(parts) == 3 and isinstance(tasks, dict) and parts[1] in tasks:
-        return parts[2] in TASK
+    blocks, keys = config.get(parts[0]), inner_keys().get(parts[0])
+    if keys and len(parts) == 3 and isinstance(blocks, dict) and parts[1] in blocks:
+        return parts[2] in keys
     return ".".join(parts) in all_keys()
 
 

@@ -5,10 +5,11 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from launcher.errors import UsageFault
 from launcher.recipe import override
+from launcher.recipe.model import Inputs
 from runspec import prepared
 from runspec.adapters import KINDS, LORA, OF_LORA, TORCHTUNE_RANK
 from runspec.keys.fields import FILE_SOURCES
@@ -24,13 +25,6 @@ _HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?"
 _OF_ROWS = ("packed", "split_across_pack")
 # The keys of an adapter that every model takes.
 _OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "quantize_base", *OF_LORA)
-
-
-class Inputs(NamedTuple):
-    """What the user named beside the recipe: the options, and a line on what was found in each."""
-
-    options: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def use(

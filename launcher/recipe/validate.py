@@ -1,18 +1,18 @@
 """What is wrong with a recipe's values: their kinds, variables, secrets and arguments."""
 
-import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from launcher.recipe.entries import Entry
-from runspec.keys.environment import CONTAINERS, ENVIRONMENT
+from launcher.recipe.environment import (
+    VARIABLE,
+    environment_faults,
+    owned_fault,
+    variable_faults,
+)
+from launcher.recipe.model import Entry
 from runspec.keys.key import Fault
 from runspec.keys.key import faults as key_faults
 from runspec.variables import owned_variables
-
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-# A job script is a file that others may read and Slurm keeps: no secret goes into it.
-_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 
 
 def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
@@ -38,38 +38,6 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
             yield Fault("args", f"args contains {argument!r}, which is not one line of text")
 
 
-def environment_faults(given: Any, start: str = "") -> Iterator[Fault]:
-    """Yield the faults of an environment's block that its table of keys does not see."""
-    if not isinstance(given, dict):
-        return
-    yield from variable_faults(given.get("variables"), f"{start}variables")
-    kind = given.get("kind") or "venv"
-    if kind not in ENVIRONMENT["kind"].choices:
-        return  # what belongs to it is not known
-    container = kind in CONTAINERS
-    for key, fits in (
-        ("image", container),
-        ("binds", container),
-        ("options", container),
-        ("conda", kind == "conda"),
-        ("conda_root", kind == "conda"),
-        ("dependencies", kind in ("venv", "modules")),
-    ):
-        if given.get(key) and not fits:
-            yield Fault(f"{start}{key}", f"{start}{key} has no meaning for kind: {kind}")
-    for key, needed in (("image", container), ("conda", kind == "conda")):
-        if needed and not given.get(key):
-            yield Fault(f"{start}{key}", f"{start}{key} is missing: kind: {kind} needs it")
-    if given.get("python") and given.get("dependencies"):
-        yield Fault(f"{start}python", f"{start}python and dependencies exclude each other")
-    binds = given.get("binds")
-    for bind in binds if isinstance(binds, list) else []:
-        if not re.fullmatch(r"/[^:,\s]*(:/[^:,\s]*(:r[ow])?)?", str(bind)):
-            yield Fault(
-                f"{start}binds", f"{start}binds: {bind!r} is not /PATH, /SOURCE:/TARGET[:ro]"
-            )
-
-
 def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
     """Yield what rollout nodes do not go together with."""
     key, given = "resources.rollout", resources if isinstance(resources, dict) else {}
@@ -92,30 +60,6 @@ def _absent(unknown: Set[str]) -> dict[str, str]:
     return {key: absent.KEYS[key] for key in sorted(unknown) if key in absent.KEYS}
 
 
-def variable_faults(variables: Any, key: str) -> Iterator[Fault]:
-    """Yield the faults of a block of environment variables that goes into a job script."""
-    for name, value in variables.items() if isinstance(variables, dict) else ():
-        where = f"{key}.{name}"
-        if not _VARIABLE.match(str(name)):
-            yield Fault(where, f"{key} contains {name!r}, which is not a valid variable name")
-        elif _SECRET.search(str(name)):
-            yield Fault(
-                where,
-                f"{key} sets {name}, and others may read a job script: keep secrets out of it; "
-                "name it under secrets: in a recipe; the hub's token is read from HF_TOKEN_PATH or "
-                "its own login",
-            )
-        # srun's own variables are options that a site may need.
-        elif owned_variables([name]) and not (key == "environment" and name.startswith("SRUN_")):
-            yield Fault(where, _owned(key, name))
-        elif value is None:
-            yield Fault(
-                where, f'{where} has no value: write {name}: "" to set it to an empty string'
-            )
-        elif isinstance(value, (dict, list)) or not str(value).isprintable():
-            yield Fault(where, f"{where} must be one line of text, got {value!r}")
-
-
 def _secrets_faults(secrets: Any) -> Iterator[Fault]:
     if secrets is None:
         return
@@ -129,15 +73,11 @@ def _secrets_faults(secrets: Any) -> Iterator[Fault]:
         return
     for name, path in named.items():
         if owned_variables([name]):
-            yield Fault("secrets", _owned("secrets", name))
+            yield Fault("secrets", owned_fault("secrets", name))
         is_path = path is None or (isinstance(path, str) and path.isprintable())
-        if not _VARIABLE.match(str(name)) or not is_path:
+        if not VARIABLE.match(str(name)) or not is_path:
             yield Fault(
                 "secrets",
                 f"secrets contains {name!r}: {path!r}, which is not a valid variable name with the "
                 "path of a file",
             )
-
-
-def _owned(key: str, name: Any) -> str:
-    return f"{key} sets {name}, which the job script, Slurm or torchrun sets: choose another name"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import paths, slurm, yamlfile
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from launcher.run import code
 from launcher.site import Site
 from launcher.venv import packages

@@ -15,8 +15,8 @@ import jinja2
 from launcher import paths, slurm
 from launcher.errors import RecipeFault, RunFault
 from launcher.recipe.environment import Environment
+from launcher.recipe.model import Recipe, Resources
 from launcher.recipe.needs import needs
-from launcher.recipe.recipe import Recipe, Resources
 from launcher.site import Site, with_site_defaults
 from launcher.slurm.executors import token
 from runspec import files

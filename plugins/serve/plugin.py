@@ -18,4 +18,5 @@ PLUGIN = Plugin(
         ),
     },
     hooks={"from_requests": "plugins.serve.cli.from_requests:from_requests"},
+    entries="plugins.serve.launcher.entries:ENTRIES",
 )

@@ -133,7 +133,7 @@ _KEYS = (
         "resources.rollout",
         "rollout nodes",
         "What generates the answers of entry: grpo. same: the GPUs that train, in turns. A number: "
-        "that many additional nodes in the same job, with a replica on each GPU.",
+        "that many additional nodes in the same job, with a sampler on each GPU.",
         "same",
     ),
     Key("hub", "block", "What cookbook download fetches from the Hugging Face Hub."),
@@ -183,27 +183,5 @@ COMMAND = table(
         "TERM | INT | USR1 | USR2",
         "Signal that asks the command to save and stop before the time limit. Default: none; the "
         "file $COOKBOOK_STOP_FILE appears.",
-    ),
-)
-
-ENGINE = table(
-    Key(
-        "config",
-        "text",
-        "The engine's own config file, relative to the recipe's, if the entry names one of its "
-        "programs (trl:dpo); the recipe's parameters are put over it.",
-    ),
-    Key(
-        "work_dir",
-        "text",
-        "Folder in which the engine starts, relative to the recipe's file, or on the command line "
-        "to the current one. Default: the nearest folder, from the config's upwards, else the "
-        "current one, that contains the files named in the config.",
-        may_change=True,
-    ),
-    Key(
-        "config_read_from",
-        "text",
-        "Where the run's parameters came from; the kit writes it and reads the file only once.",
     ),
 )

@@ -173,18 +173,15 @@ class PrecisionKeys:
         "layers",
         "What the backward pass recomputes: none; full, every layer; n, every n-th layer; op, "
         "in each layer all but matrix products and attention. Default: none.",
-        replaces=("enable_activation_checkpointing", "ac_mode"),
     )
     enable_activation_checkpointing: bool = changeable(
         "flag",
         "Same as activation_checkpointing=full.",
         False,
-        replaces=("activation_checkpointing",),
     )
     ac_mode: str | None = changeable(
         "none | full | selective",
         "torchtune's form of activation_checkpointing; see ac_option.",
-        replaces=("activation_checkpointing",),
     )
     ac_option: Any = changeable("any", "With ac_mode=selective: op or n.")
     enable_activation_offloading: bool = changeable(

@@ -149,7 +149,6 @@ class Key:
         nothing; the text says what happens instead.
     refused: not empty if no value but null and false is accepted; the text says what to do instead.
     may_change: whether a run may resume with another value.
-    replaces: older keys for the same thing; whichever is given last counts.
     """
 
     name: str
@@ -160,7 +159,6 @@ class Key:
     unused: str = ""
     refused: str = ""
     may_change: bool = False
-    replaces: tuple[str, ...] = ()
 
     @property
     def choices(self) -> list[str]:

@@ -14,7 +14,7 @@ import yaml
 
 from benchmarks import null_gpu
 from benchmarks.null_gpu import __main__ as command
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.recipe_step import step_of
 from runspec.keys.model import TRANSFORMERS

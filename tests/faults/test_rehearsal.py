@@ -10,7 +10,7 @@ import pytest
 from launcher import gpus
 from launcher.check.doctor.ask import NodeReport
 from launcher.check.doctor.rehearsal import Part, Scene, findings
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from tests.launcher.kit import Kit, report
 
 GPU = gpus.by_name("h100-80")

@@ -16,7 +16,7 @@ from launcher import check as checks
 from launcher import paths, slurm
 from launcher import site as cluster
 from launcher.check import Finding, doctor, scheduler
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.slurm.render import job_script
 from tests.conftest import CLUSTER_SH, NEEDS_ACCOUNTING, SlurmCluster, running_cluster
 from tests.launcher.accounting_cases import REFUSED
@@ -108,7 +108,7 @@ def selected(site: SlurmCluster, monkeypatch, tmp_path) -> SlurmCluster:
 
 def context(**resources) -> checks.Context:
     given = {"nodes": 2, "gpus_per_node": 4, **resources}
-    return checks.Context(recipe.load("demo", [], given), cluster.Site())
+    return checks.Context(recipes.load("demo", [], given), cluster.Site())
 
 
 def limits(asked: checks.Context) -> list[Finding]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.site import Site
 from launcher.slurm import render
 from tests.launcher.kit import Kit
@@ -247,9 +247,9 @@ def test_data_that_are_no_json_or_lack_a_column_are_named(user: Kit, tmp_path):
     refused(user, *submit, status=1, told="is empty")
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", recipes.names())
 def test_the_scheduler_accepts_every_recipes_script(slurm, tmp_path, name):
-    loaded = recipe.load(name, resources={"nodes": 2})
+    loaded = recipes.load(name, resources={"nodes": 2})
     script = tmp_path / "job.sbatch"
     script.write_text(render.job_script(loaded, Site(), tmp_path / "runs" / "r", name))
     answer = slurm.run(["sbatch", "--test-only", str(script)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher import site as clusters
-from launcher.recipe import recipe as recipe_file
+from launcher.recipe import load as recipe_file
 from launcher.run import provenance
 from tests.launcher.hub_server import Hub, Repository, serving
 from tests.launcher.kit import FAKE_TOKEN, Kit, until

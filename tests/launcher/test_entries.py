@@ -14,7 +14,8 @@ from launcher.cli import cookbook
 from launcher.do.submit import plan
 from launcher.errors import RecipeFault, UsageFault
 from launcher.recipe import entries
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
+from launcher.recipe.model import Entry
 from launcher.site import Site
 from launcher.slurm import render
 from launcher.slurm.executors import choose
@@ -24,7 +25,7 @@ from runspec.keys.key import REQUIRED, Key
 
 STEPS = Key("steps", "positive", "How many steps the toy makes.", REQUIRED)
 WORDS = Key("words", "hello | goodbye", "What it says.", "hello")
-TOY = entries.Entry(
+TOY = Entry(
     keys={**COMMON, "steps": STEPS, "words": WORDS},
     module="toys.train",
     resumes=True,
@@ -34,7 +35,7 @@ TOY = entries.Entry(
 @pytest.fixture
 def toy(monkeypatch, tmp_path) -> Path:
     """A recipe of the toy entry."""
-    monkeypatch.setitem(entries.ENTRIES, "toy", TOY)
+    monkeypatch.setitem(entries.rows(), "toy", TOY)
     path = tmp_path / "mine.yaml"
     path.write_text("entry: toy\nsteps: 5\nresources: {nodes: 2, gpus_per_node: 1, time: '10'}\n")
     return path
@@ -81,7 +82,7 @@ def test_without_its_row_it_is_not_known(tmp_path):
         recipes.load(str(path))
     (told,) = fault.value.faults
     assert told.startswith("entry 'toy' is not known")
-    known = [f"{name}..." if name.endswith(":") else name for name in entries.ENTRIES]
+    known = [f"{name}..." if name.endswith(":") else name for name in entries.rows()]
     assert f": it is one of {', '.join(known)} (" in told and "command, command:..." in told
     assert told.endswith(f"in {path}, line 2")
 

@@ -12,8 +12,9 @@ import pytest
 from launcher import paths
 from launcher.check import Context, findings, inside
 from launcher.errors import PreflightFault, RecipeFault, RunFault
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.recipe.environment import Environment
+from launcher.recipe.model import Recipe
 from launcher.run import built
 from launcher.run.directory import Run
 from launcher.site import Site, complete
@@ -33,8 +34,8 @@ CONDA = """conda() {
 """
 
 
-def loaded(block: str, *more: str) -> recipe.Recipe:
-    return recipe.load("demo", [f"+environment={block}", *more])
+def loaded(block: str, *more: str) -> Recipe:
+    return recipes.load("demo", [f"+environment={block}", *more])
 
 
 @pytest.mark.parametrize(
@@ -81,13 +82,13 @@ def test_a_conda_that_is_out_of_sight_for_a_moment_is_waited_for(tmp_path):
 def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
     given = ["endpoint=e", "endpoint_dir=/e", "model=/m", "key_file=/k"]
     block = "+environment={kind: apptainer, image: i, python: py}"
-    asked = recipe.load(str(paths.REPO_ROOT / "configs/serve/default.yaml"), [*given, block])
+    asked = recipes.load(str(paths.REPO_ROOT / "configs/serve/default.yaml"), [*given, block])
     text = render.job_script(asked, Site(), RUN, "serve")
     assert 'exec "$VENV/bin/python" -P -m torch.distributed.run' in text
     assert '"$VENV/bin/python" -m plugins.serve.server' in text
     assert 'printf \'%s\\n\' "${INSIDE[@]}" "$ENV_PYTHON")' in text
     with pytest.raises(RecipeFault, match="engine_python=/p': use environment: "):
-        recipe.load(
+        recipes.load(
             str(paths.REPO_ROOT / "configs/serve/default.yaml"), [*given, "engine_python=/p"]
         )
 
@@ -114,19 +115,19 @@ def test_the_option_and_then_the_recipe_come_before_the_site(tmp_path, monkeypat
     for name in "abc":
         (tmp_path / f"{name}.yaml").write_text(f"variables: {{WHICH: {name}}}\n")
     site, local = Site(default_environment="a"), executors.choose(True)
-    own = recipe.load("demo", ["+environment=b"], {"environment": "c"})
-    chosen = [recipe.load("demo"), loaded("b"), own]
+    own = recipes.load("demo", ["+environment=b"], {"environment": "c"})
+    chosen = [recipes.load("demo"), loaded("b"), own]
     filled = [complete(each, site, local).config["environment"] for each in chosen]
     assert [each["name"] for each in filled] == ["a", "b", "c"]
     assert filled[2]["variables"] == {"WHICH": "c"}, "the whole record is in the run's recipe"
 
 
 def test_a_backend_whose_package_is_missing_is_found_with_its_environment():
-    asked = recipe.load("demo_grpo", ["rollout_engine=vllm"])
+    asked = recipes.load("demo_grpo", ["rollout_engine=vllm"])
     (finding,) = inside.inside(Context(asked, Site(), executors.choose(True)))
     assert finding.state == "failed" and "lacks vllm" in finding.line
     assert "environment=vllm" in finding.line
-    own = recipe.load("demo_grpo")
+    own = recipes.load("demo_grpo")
     (finding,) = inside.inside(Context(own, Site(), executors.choose(True)))
     assert finding.state == "ok"
 
@@ -222,7 +223,7 @@ def test_a_fault_is_found_with_its_remedy(fault, injected, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)  # no container binds it
     given, words = inject(fault, injected)
     site = Site(gpu="h100-80" if "GPU" in given else None)
-    asked = recipe.load("demo", [each for each in given if each != "GPU"])
+    asked = recipes.load("demo", [each for each in given if each != "GPU"])
     context = Context(asked, site, executors.choose(True))
     found = findings("environment", inside.inside, context)
     assert any(each.state == "failed" and words in each.line for each in found), found
@@ -249,7 +250,7 @@ def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeyp
         block = block.replace(name, value)
     path = tmp_path / "mine.yaml"
     path.write_text("model_name_or_path: m\ndataset_name: d\nlearning_rte: 1\n")
-    asked = recipe.load(f"trl:{path}", ["entry=trl:sft", f"+environment={block}"])
+    asked = recipes.load(f"trl:{path}", ["entry=trl:sft", f"+environment={block}"])
     context = Context(asked, Site(shared_root=str(tmp_path)), executors.choose(True))
     *_, found = findings("environment", inside.inside, context)
     assert found.state == "failed", found.line

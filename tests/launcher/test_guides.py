@@ -19,7 +19,7 @@ import pytest
 from launcher import paths
 from launcher.errors import CookbookError
 from launcher.recipe import entries, sweep
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.step_config import GIB

@@ -16,7 +16,7 @@ from launcher import paths
 from launcher.do.resume import Changes, resume, script_of_today
 from launcher.do.submit import plan, record
 from launcher.errors import RecipeFault, RunFault
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.run import code, directory
 from launcher.run.directory import Run
 from launcher.run.states import State, state_of
@@ -44,7 +44,7 @@ def made(
     """A run of a training script of one line on a site; its job is not started."""
     resources = {"nodes": 1, "gpus_per_node": 1, "time": "10"}
     path = project(folder, script, resources=resources, max_retries=max_retries)
-    loaded = recipe.load(str(path), ["share=group"] if shared else [])
+    loaded = recipes.load(str(path), ["share=group"] if shared else [])
     planned = plan(loaded, Site(name="site", **site), choose(True))
     umask = int(loaded.umask, 8)
     kit = code.present(planned.cluster.root)
@@ -127,7 +127,7 @@ def site_file(monkeypatch, tmp_path) -> Path:
 def test_a_fixed_site_file_takes_effect_at_resume(root, plain_env, site_file):
     site_file.write_text("# Ours.\njob_setup:\n  - export BEFORE=1\n  - module-of-ours load\n")
     path = project(root, PASS, resources={"nodes": 1, "gpus_per_node": 1, "time": "10"})
-    planned = plan(recipe.load(str(path)), load("here"), choose(True))
+    planned = plan(recipes.load(str(path)), load("here"), choose(True))
     run = record(planned, code.present(planned.cluster.root))
     assert by_bash(run, plain_env) == 1
     place = "configs/clusters/here.yaml: the job_setup line 'module-of-ours load'"
@@ -144,7 +144,7 @@ def test_a_fixed_site_file_takes_effect_at_resume(root, plain_env, site_file):
 def test_a_script_that_was_edited_by_hand_stays_as_it_is(root, plain_env, site_file):
     site_file.write_text("job_setup: [export BEFORE=1]\n")
     path = project(root, "raise SystemExit(1)\n", resources={"time": "10"}, max_retries=0)
-    planned = plan(recipe.load(str(path)), load("here"), choose(True))
+    planned = plan(recipes.load(str(path)), load("here"), choose(True))
     run = record(planned, code.present(planned.cluster.root))
     assert by_bash(run, plain_env) == 1
     script, said = run.path / "job.sbatch", []
@@ -382,16 +382,16 @@ def test_a_run_is_private_or_open_to_the_group(root, plain_env, shared, forbidde
 def test_a_recipe_may_not_set_what_the_script_owns(root, name):
     path = project(root, PASS, env={name: "1", "NCCL_DEBUG": "WARN"})
     with pytest.raises(RecipeFault, match=f"env sets {name}, which the job script"):
-        plan(recipe.load(str(path)), Site(), choose(True))
+        plan(recipes.load(str(path)), Site(), choose(True))
     with pytest.raises(RecipeFault, match="secrets sets RANK, which the job script"):
-        plan(recipe.load(str(path), ["~env", "+secrets=[RANK]"]), Site(), choose(True))
+        plan(recipes.load(str(path), ["~env", "+secrets=[RANK]"]), Site(), choose(True))
 
 
 def test_all_owned_names_and_empty_values_are_refused_at_once(root):
     path = project(root, PASS, env={"LOGS": "x", "EMPTY": None})
     own = ["NODES", "RUN_DIR", "SLURM_NNODES", "SBATCH_PARTITION", "MASTER_PORT", "WORLD_SIZE"]
     with pytest.raises(RecipeFault) as refused:
-        recipe.load(str(path), [*(f"+env.{name}=1" for name in own), "+env.UNSET=null"])
+        recipes.load(str(path), [*(f"+env.{name}=1" for name in own), "+env.UNSET=null"])
     told = refused.value.faults
     assert len(told) == len(own) + 3
     for name in own:

@@ -3,14 +3,14 @@
 import pytest
 
 from launcher import paths
+from launcher.cli.reference import keys
 from launcher.recipe.entries import all_keys
-from runspec.keys.__main__ import markdown
 from runspec.keys.key import KINDS, REQUIRED, may_change
 
 
 def test_the_page_of_keys_is_what_the_table_says():
     page = (paths.REPO_ROOT / "docs" / "keys.md").read_text()
-    assert page == markdown(), "python -m runspec.keys > docs/keys.md"
+    assert page == keys(), "python -m launcher.cli.reference keys > docs/keys.md"
     for name in all_keys():
         assert f"| `{name}` |" in page
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from launcher.check import Context
 from launcher.check.scheduler import accounting, partition
 from launcher.check.scheduler.partition import Job
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.site import Site
 from launcher.slurm.cluster import Nodes, Partition
 from launcher.slurm.limits import Association, Rights, Rules
@@ -24,7 +24,7 @@ RIGHTS = Rights(
 
 def refused(rules: Rules, time: str) -> list[str]:
     """What the partition refuses of a job of so long."""
-    context = Context(recipe.load("demo", resources={"nodes": 2, "time": time}), Site())
+    context = Context(recipes.load("demo", resources={"nodes": 2, "time": time}), Site())
     vars(context)["rights"] = RIGHTS
     return [each.message for each in partition.faults(Job(context, BRIEF, rules))]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.site import Site, complete
 from launcher.slurm.executors import choose
 from slurm import notify
@@ -121,7 +121,7 @@ def test_an_address_that_cannot_be_reached_is_not_shown():
 def test_the_recipe_comes_before_the_site_and_mail_is_slurms(tmp_path):
     path = project(tmp_path, "pass\n", notify={"mail": "me@example.org", "events": ["end"]})
     site = Site(notify={"mail": "us@example.org", "webhook": "hook"})
-    found = complete(recipe.load(str(path)), site, executor=choose(True)).notify
+    found = complete(recipes.load(str(path)), site, executor=choose(True)).notify
     assert (found.mail, found.mail_types) == ("me@example.org", ["END"])
     assert found.webhook and found.webhook.parts[-3:] == ("slurm-cookbook", "secrets", "hook")
 

@@ -10,8 +10,8 @@ import pytest
 
 from launcher import yamlfile
 from launcher.errors import UsageFault
+from launcher.recipe import load as recipes
 from launcher.recipe import own_data
-from launcher.recipe import recipe as recipes
 from runspec.keys.methods import METHODS
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

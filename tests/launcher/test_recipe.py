@@ -11,8 +11,9 @@ from launcher import check as checks
 from launcher import paths
 from launcher.check import preflight
 from launcher.errors import PreflightFault, RecipeFault
-from launcher.recipe import functions, stock
-from launcher.recipe import recipe as recipes
+from launcher.recipe import functions, torchtune
+from launcher.recipe import load as recipes
+from launcher.recipe.model import time_limit_s
 from launcher.site import Site, complete
 from launcher.slurm import render
 from launcher.slurm.executors import choose
@@ -168,7 +169,7 @@ def test_interpolations_are_filled_in_and_the_trainer_sees_none_of_our_keys():
 
 def test_every_config_that_torchtune_ships_is_a_recipe_unchanged():
     """What our trainer does too goes to it, the rest to torchtune's own script."""
-    folder = stock.site_packages() / "recipes" / "configs"
+    folder = torchtune.site_packages() / "recipes" / "configs"
     entries = collections.Counter()
     for path in folder.rglob("*.yaml"):
         recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
@@ -190,7 +191,7 @@ def test_every_config_that_torchtune_ships_is_a_recipe_unchanged():
 def test_a_stock_config_starts_the_same_however_it_is_named(given, tmp_path, monkeypatch):
     """Keys of torchtune's own scripts, such as kd_ratio, are taken, as `tune run` takes them."""
     name = "llama3_2/8B_to_1B_KD_lora_distributed"
-    path = stock.configs()[name]
+    path = torchtune.configs()[name]
     options = {"nodes": 1, "gpus_per_node": 2}
     by_path = recipes.load(str(path), resources=options)
     if given == "dots":
@@ -207,7 +208,7 @@ def test_a_stock_config_starts_the_same_however_it_is_named(given, tmp_path, mon
         (packages / "torchtune").symlink_to(path.parents[3] / "torchtune")
         link = packages / "recipes/configs" / f"{name}.yaml"
         link.symlink_to(path)
-        monkeypatch.setattr(stock, "site_packages", lambda: packages)
+        monkeypatch.setattr(torchtune, "site_packages", lambda: packages)
         text = str(link)
     recipe = recipes.load(text, resources=options)
     assert recipe.entry_name == "torchtune:knowledge_distillation_distributed"
@@ -226,7 +227,7 @@ def test_a_mistyped_stock_name_is_answered_with_the_nearest():
 
 
 def test_a_stock_recipe_for_one_gpu_gets_no_more():
-    path = stock.site_packages() / "recipes/configs/quantization.yaml"
+    path = torchtune.site_packages() / "recipes/configs/quantization.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 2})
     with pytest.raises(RecipeFault, match="quantize runs on one GPU, and 1 x 2 are requested"):
         render.job_script(recipe, Site(), Path("/shared/runs/r"), "r")
@@ -235,7 +236,7 @@ def test_a_stock_recipe_for_one_gpu_gets_no_more():
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed here")
 @pytest.mark.usefixtures("fast_trainer")
 def test_what_the_environment_lacks_is_found_before_the_queue():
-    path = stock.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
+    path = torchtune.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
     text = "\n".join(preflight.faults(checks.Context(recipe, Site(), executor=choose(True))))
     assert f"imports lm_eval, which {paths.venv_root()} lacks" in text
@@ -384,7 +385,7 @@ def test_a_recipe_of_ones_own_may_not_carry_a_hostile_file_name(tmp_path):
     ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(text, seconds):
-    assert recipes.time_limit_s(text) == seconds
+    assert time_limit_s(text) == seconds
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from launcher import paths
 from launcher.errors import RecipeFault, RunFault
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.site import Site
 from launcher.slurm import render
 
@@ -28,7 +28,7 @@ def fixed(monkeypatch):
 
 def script(name: str, cluster: Site, *overrides: str) -> str:
     run = RUN.with_name(RUN.name.replace("RECIPE", name))
-    return render.job_script(recipe.load(name, overrides), cluster, run, name)
+    return render.job_script(recipes.load(name, overrides), cluster, run, name)
 
 
 SITE = Site(
@@ -72,7 +72,7 @@ def test_the_whole_text(fixed, golden, name, cluster, overrides):
 @pytest.mark.parametrize("cluster", [Site(), SITE], ids=["plain", "site"])
 def test_shellcheck_finds_nothing(cluster, tmp_path):
     # Most recipes differ in their name, in numbers and in comments, the options of sbatch.
-    rendered = {name: script(name, cluster) for name in recipe.names()}
+    rendered = {name: script(name, cluster) for name in recipes.names()}
     by_code = {
         re.sub(r"^#.*\n|\d+", "", text.replace(name, ""), flags=re.MULTILINE): text
         for name, text in rendered.items()
@@ -120,7 +120,7 @@ def test_what_a_site_wants_left_out_is_left_out(fixed):
 
 @pytest.mark.parametrize("value", ["a b", "x\n#SBATCH --uid=0", "$(id)", "a;b", "'", '"', "é", ""])
 def test_no_directive_takes_a_hostile_value(fixed, value):
-    loaded = recipe.load("demo")
+    loaded = recipes.load("demo")
     hostile = replace(loaded, resources=replace(loaded.resources, account=value or "\t"))
     with pytest.raises(RecipeFault, match="cannot be used in an #SBATCH line"):
         render.job_script(hostile, Site(), RUN, "demo")
@@ -184,12 +184,13 @@ def test_vllm_in_turns_is_on_the_nodes_that_train():
     own = ["rollout_engine=vllm", "environment=vllm", "resources.nodes=2", "rollout_gpus=4"]
     text = script("qwen3_8b_grpo_lora", Site(), *own, "resources.spare_nodes=1")
     assert "#SBATCH --nodes=3\n" in text and "ROLLOUT_NODES" not in text
-    turns = "export ROLLOUT_IN_TURNS=yes ROLLOUT_GPUS=4 ROLLOUT_REPLICAS=$((NODES * 2))\n"
+    turns = "export ROLLOUT_IN_TURNS=yes ROLLOUT_GPUS=4 ROLLOUT_SAMPLERS=$((NODES * 2))\n"
     assert turns in text and text.index("export NODES=") < text.index(turns)
     (beside,) = re.findall(r"export ROLLOUT_BESIDE_GIB=([\d.]+) ", text)
     assert 2 < float(beside) < 10
-    assert 'plugins.rl.replica "$RUN_DIR/train.yaml"' in text
-    assert " -m slurm.supervise --companion plugins.rl.slurm.rollout:Replicas -- \\\n" in text
+    assert 'plugins.rl.sampler "$RUN_DIR/train.yaml"' in text
+    companion = "--companion plugins.rl.slurm.samplers:SamplerProcesses"
+    assert f" -m slurm.supervise {companion} -- \\\n" in text
     apart = script("qwen3_8b_grpo_lora", Site(), *own, "resources.rollout=1")
     assert "IN_TURNS" not in apart and "ROLLOUT_NODES=1" in apart
     assert "ROLLOUT" not in script("qwen3_8b_grpo_lora", Site())
@@ -198,4 +199,4 @@ def test_vllm_in_turns_is_on_the_nodes_that_train():
 def test_an_older_copy_of_the_templates_says_what_to_do(fixed, tmp_path):
     (tmp_path / "job.sbatch.j2").write_text("export ENV_IMAGE={{ gone_since | q }}\n")
     with pytest.raises(RunFault, match=r"'gone_since' is undefined.*--code current"):
-        render.job_script(recipe.load("demo"), Site(), RUN, "demo", templates=tmp_path)
+        render.job_script(recipes.load("demo"), Site(), RUN, "demo", templates=tmp_path)

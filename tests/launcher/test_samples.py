@@ -14,7 +14,7 @@ from launcher.check.recipe import components
 from launcher.cli import cookbook
 from launcher.cli.samples import lines
 from launcher.errors import UsageFault
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.site import Site
 from launcher.slurm.executors import choose
 

@@ -13,7 +13,7 @@ from launcher import check as checks
 from launcher import site as cluster
 from launcher.check import preflight
 from launcher.errors import RecipeFault
-from launcher.recipe import recipe
+from launcher.recipe import load as recipes
 from launcher.run import snapshot
 from launcher.slurm.executors import choose
 from tests.launcher.kit import Kit, ranks_of, report, until
@@ -53,7 +53,7 @@ def project(folder: Path, script: str, **keys: object) -> Path:
 
 def faults(path: Path, *overrides: str) -> list[str]:
     return preflight.faults(
-        checks.Context(recipe.load(str(path), overrides), cluster.Site(), executor=choose(True))
+        checks.Context(recipes.load(str(path), overrides), cluster.Site(), executor=choose(True))
     )
 
 
@@ -202,7 +202,7 @@ def test_every_fault_of_a_script_is_named_at_once(tmp_path):
 def test_a_wrong_key_of_a_script_recipe_is_one_fault(tmp_path, change, told):
     path = project(tmp_path, "pass\n", **change)
     with pytest.raises(RecipeFault) as fault:
-        recipe.load(str(path))
+        recipes.load(str(path))
     (line,) = fault.value.faults
     assert told in line
 

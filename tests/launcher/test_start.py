@@ -15,7 +15,7 @@ from launcher.cli import cookbook
 from launcher.do import start as workflow
 from launcher.do.start import _by_steps, _Settings
 from launcher.errors import UsageFault
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from tests.launcher.kit import Kit
 
 pytestmark = pytest.mark.usefixtures("fast_trainer")

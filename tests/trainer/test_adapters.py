@@ -1,6 +1,7 @@
 """A kind of adapter in one file goes through everything that the kit has, and no file knows it."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 
+from launcher import paths
 from launcher.cli import cookbook
 from runspec import adapters
 from tests.model_sizes import DEMO as MODEL_SIZES
@@ -178,7 +180,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_no_file_of_the_kit_knows_it() -> None:
     found = subprocess.run(
         ["git", "grep", "-l", "-i", "-e", "block_gain", "-e", "BlockGain", "-e", "toy_adapter"],
-        cwd=ROOT,
+        cwd=paths.REPO_ROOT,
         capture_output=True,
         text=True,
     )

@@ -9,7 +9,8 @@ import yaml
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from launcher.errors import RecipeFault
-from launcher.recipe import recipe, stock
+from launcher.recipe import load as recipes
+from launcher.venv import site_packages
 from plugins.estimate.launcher.recipe_step import step_of
 from runspec.keys.sft import SftConfig
 from runspec.layout import NEED_WHOLE_PARAMETERS
@@ -36,11 +37,11 @@ LARGE = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.long] * (n in LARGE)) for n in recipe.names()],
+    [pytest.param(n, marks=[pytest.mark.long] * (n in LARGE)) for n in recipes.names()],
 )
 def test_every_recipe_of_the_catalogue_is_sound(name: str, tmp_path: Path) -> None:
     """Without the models' files: each component is there, and the model can be built and split."""
-    loaded = recipe.load(name)
+    loaded = recipes.load(name)
     content = loaded.train_config(tmp_path, str(tmp_path / "run"))
     assert check.faults(content, named(loaded.entry.method.objective)) == []
 
@@ -132,7 +133,7 @@ def test_the_optimizers_that_need_whole_parameters_are_known() -> None:
 def test_the_estimate_refuses_what_check_refuses(
     name: str, changes: list[str], tmp_path: Path
 ) -> None:
-    config = recipe.load(name, changes).train_config(tmp_path, str(tmp_path / "run"))
+    config = recipes.load(name, changes).train_config(tmp_path, str(tmp_path / "run"))
     config["optimizer"] = {"_component_": config["optimizer"]["_component_"], "lr": 1e-5}
     ranks = max(8, config.get("expert_parallel_dim", 1))
     shard = ranks // config.get("tensor_parallel_dim", 1)
@@ -164,7 +165,7 @@ def test_the_command_answers_in_json(content: dict, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_components_of_every_stock_config_exist() -> None:
     """Or lack a package that is not torchtune's own, and say which."""
-    folder = stock.site_packages() / "recipes" / "configs"
+    folder = site_packages() / "recipes" / "configs"
     lacking = []
     for path in folder.rglob("*.yaml"):
         lacking += check.component_faults(read_yaml(path), complete=False)

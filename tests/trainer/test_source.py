@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.recipe import recipe as recipes
-from launcher.recipe import stock, sweep
+from launcher.recipe import load as recipes
+from launcher.recipe import sweep, torchtune
 from tests.trainer.runs import write_config
 from trainer.config import load, parse, read_yaml
 from trainer.data import batches
@@ -83,7 +83,7 @@ def test_a_stock_config_keeps_torchtunes_meaning_and_says_so(tmp_path: Path) -> 
     assert said not in recipes.load(name, ["dataset.train_on_input=False"]).notes
     # A copy is a recipe of one's own.
     copy = tmp_path / "mine.yaml"
-    copy.write_bytes(stock.configs()[name].read_bytes())
+    copy.write_bytes(torchtune.configs()[name].read_bytes())
     recipe = recipes.load(str(copy))
     config = parse(recipe.train_config(tmp_path, str(tmp_path / "run")))
     assert config.dataset["train_on_input"] is False

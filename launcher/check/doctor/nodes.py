@@ -9,7 +9,7 @@ from launcher.check.doctor.ask import NodeReport, Options, Question, ask, natura
 from launcher.check.doctor.report import all_reduce, node_findings
 from launcher.check.doctor.slurm import SlurmAnswers
 from launcher.errors import CookbookError
-from launcher.recipe.recipe import Resources
+from launcher.recipe.model import Resources
 from launcher.site import slurm_options
 from launcher.slurm import Node
 

@@ -8,7 +8,7 @@ from launcher import slurm
 from launcher.check import Finding, failed, ok, warning
 from launcher.check.scheduler.accounting import account_faults
 from launcher.errors import SlurmFault, nearest
-from launcher.recipe.recipe import Resources
+from launcher.recipe.model import Resources
 from launcher.site import Site, slurm_options
 from launcher.slurm.limits import Rights
 

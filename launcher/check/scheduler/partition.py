@@ -9,7 +9,7 @@ from functools import cached_property
 from launcher import slurm
 from launcher.check import Context, Finding, failed
 from launcher.errors import nearest
-from launcher.recipe.recipe import time_limit_s
+from launcher.recipe.model import time_limit_s
 from launcher.slurm.limits import Rules
 
 SUBJECT = "Slurm limits"

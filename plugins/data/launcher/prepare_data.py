@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from launcher import paths, venv, yamlfile
 from launcher.do.submit import asked_of, start_first, submission
 from launcher.errors import PreflightFault, UsageFault
-from launcher.recipe.recipe import NAME, NAME_RULE
 from launcher.run import code, directory, provenance
 from launcher.run.directory import Run
 from launcher.site import Site, with_site_defaults
@@ -19,6 +18,7 @@ from launcher.slurm.executors import Executor
 from plugins.data.datarecipe import step_name, step_options
 from plugins.data.launcher.recipe import DataRecipe
 from runspec import files
+from runspec.keys.key import NAME, NAME_RULE
 
 _TEMPLATES = Path(__file__).parents[1] / "templates"
 _SETTINGS = "data.yaml"  # of a job

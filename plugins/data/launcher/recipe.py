@@ -8,7 +8,7 @@ from typing import Any
 from launcher import paths, yamlfile
 from launcher.errors import RecipeFault, UsageFault
 from launcher.recipe import extend, override
-from launcher.recipe.recipe import Resources
+from launcher.recipe.model import Resources
 from plugins.data import datarecipe
 from runspec.keys.common import COMMON
 from runspec.keys.key import faults as key_faults

@@ -9,9 +9,11 @@ from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.check import Context, Finding, Skipped, failed, ok
-from launcher.recipe import start_folder
-from launcher.recipe.launch import Engine
-from launcher.recipe.recipe import Recipe
+from launcher.check.inside import start
+from launcher.recipe.model import Recipe
+from plugins.engines.launcher import start_folder
+from plugins.engines.launcher.engine import Engine
+from plugins.engines.launcher.engines import engine_of
 
 SUBJECT = "engine config"
 SCHEMA = paths.REPO_ROOT / "plugins" / "engines" / "schema.py"
@@ -20,20 +22,18 @@ _LIMIT_S = 300
 
 def config(context: Context) -> Iterable[Finding]:
     """Ask the engine, in the jobs' environment, for the keys that it knows."""
-    if context.recipe.entry.engine is None:
+    engine = engine_of(context.recipe)
+    if engine is None:
         return []
-    if faults := _paths(context.recipe, context.recipe.entry.engine):
+    if faults := _paths(context.recipe, engine):
         return faults
-    if is_asked_inside(context):
-        return []
-    name, python = context.recipe.entry.engine.records.name, _python(context)
-    if not Path(python).is_file():
-        raise Skipped(f"{name} is asked once its environment is built")
-    asked = question(context)
-    key = json.dumps([python, *asked])
+    keys = _keys(context.recipe.train_config(context.cluster.root, "run"))
+    argv = ["-P", str(SCHEMA), engine.schema, engine.program(context.recipe.target)]
+    argv.append(json.dumps(keys))
+    key = json.dumps([_python(context), *argv])
     if key not in context.told:
-        context.told[key] = _ask(python, name, asked)
-    return judged(context, context.told[key])
+        context.told[key] = _ask(context, engine, argv)
+    return _judged(context, engine, context.told[key])
 
 
 def _paths(recipe: Recipe, engine: Engine) -> list[Finding]:
@@ -50,29 +50,9 @@ def _paths(recipe: Recipe, engine: Engine) -> list[Finding]:
     ]
 
 
-def is_asked_inside(context: Context) -> bool:
-    """Whether only a job's start finds the engine: in a container, by conda, by modules."""
-    environment = context.recipe.environment
-    if context.recipe.entry.engine is None or environment is None:
-        return False
-    return environment.is_container or "/" not in _python(context)
-
-
-def question(context: Context) -> list[str]:
-    """Return what plugins/engines/schema.py is given; an engine's entry alone has one."""
-    engine = context.recipe.entry.engine
-    if engine is None:
-        return []
-    keys = _keys(context.recipe.train_config(context.cluster.root, "run"))
-    return [engine.schema, engine.program(context.recipe.target), json.dumps(keys)]
-
-
-def judged(context: Context, answer: Mapping[str, Any]) -> list[Finding]:
+def _judged(context: Context, engine: Engine, answer: Mapping[str, Any]) -> list[Finding]:
     """Return the findings of its answer."""
     recipe, environment, python = context.recipe, context.recipe.environment, _python(context)
-    engine = recipe.entry.engine
-    if engine is None:
-        return []
     name = engine.records.name
     if package := answer.get("missing"):
         place = f"the environment {environment.title}" if environment else str(paths.venv_root())
@@ -128,14 +108,29 @@ def _keys(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ask(python: str, name: str, question: list[str]) -> dict[str, Any]:
+def _ask(context: Context, engine: Engine, argv: list[str]) -> dict[str, Any]:
+    """Return the answer of plugins/engines/schema.py; Skipped if there is none."""
+    environment, name, python = context.recipe.environment, engine.records.name, _python(context)
+    # In a container, by conda and by modules only a job's start finds the engine.
+    if environment and (environment.is_container or "/" not in python):
+        _, lines = start(environment, context, *argv)
+        return _answer(lines, f"no answer in {environment.title}")
+    if not Path(python).is_file():
+        raise Skipped(f"{name} is asked once its environment is built")
+    why = f"{name} does not answer with {python}"
     with TemporaryDirectory() as place:
-        argv = [python, "-P", str(SCHEMA), *question]
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=_LIMIT_S, cwd=place)
-            return dict(json.loads(done.stdout.splitlines()[-1]))
+            done = subprocess.run(
+                [python, *argv], capture_output=True, text=True, timeout=_LIMIT_S, cwd=place
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise Skipped(f"{name} does not answer with {python}: {error}") from error
-        except (ValueError, IndexError) as error:
-            message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Skipped(f"{name} does not answer with {python}: {message}") from error
+            raise Skipped(f"{why}: {error}") from error
+    return _answer([*done.stderr.splitlines(), *done.stdout.splitlines()], why)
+
+
+def _answer(lines: list[str], why: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads([line for line in lines if line.startswith("{")][-1]))
+    except (ValueError, IndexError) as error:
+        message = next((line for line in reversed(lines) if line.strip()), "no message")
+        raise Skipped(f"{why}: {message}") from error

@@ -1,4 +1,4 @@
-"""Other programs under the kit's launch: one row each, with the same fields for all.
+"""Engines, other programs that train: one row each, with the same fields for all.
 
 A recipe names the engine's own config file (entry: axolotl:config.yaml), or a program of the engine
 with `config:` (entry: trl:dpo). The file's content becomes the recipe's `parameters`, so that
@@ -13,17 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import venv, yamlfile
+from launcher import yamlfile
 from launcher.errors import RecipeFault
-from launcher.recipe import start_folder
-from launcher.recipe.launch import Engine, count, is_file, of_script, of_shell_lines, of_torchtune
+from launcher.recipe import entries
+from launcher.recipe.model import Recipe
+from plugins.engines.launcher import start_folder
+from plugins.engines.launcher.engine import Engine, count
 from runspec.engines import Records
 
 _CONFIG = '"$RUN_DIR/train.yaml"'
 # Each rank answers the watchdog by its stacks.
 RANK = 'python -P "$COOKBOOK/plugins/engines/rank.py"'
 _HF = f'{RANK} "$COOKBOOK/plugins/engines/hf_trainer.py"'
-# What transformers' Trainer keeps; plugins/engines/hf_trainer.py writes progress.json and the marker.
+# What transformers' Trainer keeps; hf_trainer.py writes progress.json and the marker.
 _HF_RECORDS = Records("transformers", r"checkpoint-(\d+)", "COMPLETE", beats=True)
 
 
@@ -105,19 +107,21 @@ def _automodel_layout(config: Mapping[str, Any], ranks: int) -> str | None:
     )
 
 
-# docs/engines.md: what the user's own program may write.
-_KITS_RECORDS = Records("the script", r"step_(\d+)", "COMPLETE")
-# The user's own shell lines: a training started by something other than this kit's torchrun.
-_COMMAND = Engine(
-    start=of_shell_lines,
-    command="bash -c {program}",
-    overrides="parameters",
-    records=replace(_KITS_RECORDS, name="shell lines"),
-    keeps_ours=True,
-    resumes=False,
-)
-
 ENGINES: dict[str, Engine] = {
+    # Its files hold what TRL's do, and more.
+    "llamafactory:": Engine(
+        command=f"{_HF} llamafactory.launcher {_CONFIG}",
+        records=replace(_HF_RECORDS, name="LLaMA-Factory"),
+        own={"output_dir": "RUN_DIR/checkpoints"},
+        dependencies=("llamafactory==0.9.5",),
+        pins=False,
+        known_by=(
+            frozenset({"model_name_or_path"}),
+            frozenset({"finetuning_type", "stage", "dataset_dir"}),
+        ),
+        reads=_llamafactory_reads,
+        schema="llamafactory",
+    ),
     "trl:": Engine(
         command=f"{_HF} {{program}} --config {_CONFIG}",
         records=replace(_HF_RECORDS, name="TRL"),
@@ -206,19 +210,6 @@ ENGINES: dict[str, Engine] = {
         ),
         schema="axolotl",
     ),
-    "llamafactory:": Engine(
-        command=f"{_HF} llamafactory.launcher {_CONFIG}",
-        records=replace(_HF_RECORDS, name="LLaMA-Factory"),
-        own={"output_dir": "RUN_DIR/checkpoints"},
-        dependencies=("llamafactory==0.9.5",),
-        pins=False,
-        known_by=(
-            frozenset({"model_name_or_path"}),
-            frozenset({"finetuning_type", "stage", "dataset_dir"}),
-        ),
-        reads=_llamafactory_reads,
-        schema="llamafactory",
-    ),
     "torchtitan:": Engine(
         command=f"{RANK} torchtitan.train {{program}}",
         records=Records(
@@ -250,51 +241,31 @@ ENGINES: dict[str, Engine] = {
     # A script of the user's own with a DeepSpeed config, which is JSON, as DeepSpeed's launcher
     # gives it.
     "deepspeed:": Engine(
-        start=of_script,
         command=f'{RANK} {{program}} --deepspeed_config "$COOKBOOK_PARAMETERS"',
         overrides="parameters",
         records=Records("DeepSpeed", r"global_step(\d+)", "*model_states.pt"),
         dependencies=("deepspeed==0.19.8",),
         schema="deepspeed",
     ),
-    # It saves at the end of an epoch only, and its log says nothing while it does.
-    "torchtune:": Engine(
-        start=of_torchtune,
-        command=f"python {{program}} --config {_CONFIG}",
-        overrides="recipe",
-        records=Records(
-            "torchtune",
-            metrics="logs/log_*.txt",
-            form="log",
-            line=r"Step (?P<step>\d+) \|.*?\bloss:(?P<loss>\S+)(?:.*?\blr:(?P<lr>\S+))?"
-            r"(?:.*?\btokens_per_second_per_gpu:(?P<tokens_per_second_per_gpu>\S+))?"
-            r"(?:.*?\bgrad_norm:(?P<grad_norm>\S+))?",
-            beats=True,
-        ),
-        resumes=False,
-    ),
-    "script:": Engine(
-        start=of_script,
-        command="python {program}",
-        overrides="parameters",
-        records=_KITS_RECORDS,
-        keeps_ours=True,
-        resumes=False,
-    ),
-    "command": _COMMAND,
-    "command:": _COMMAND,
 }
 
 
-def read(config: dict[str, Any], path: Path, engine: Engine, prefix: str, target: str) -> None:
+def read(config: dict[str, Any], path: Path) -> None:
     """Put the engine's config file under the recipe's parameters, once.
+
+    Args:
+        config: the content of a recipe that starts an engine; it is changed.
+        path: the recipe's file.
 
     Raises:
         RecipeFault: the file is missing, no mapping, or another engine's.
     """
+    prefix, _, target = str(config["entry"]).partition(":")
+    prefix, engine = f"{prefix}:", ENGINES[f"{prefix}:"]
     given = config.get("config")
-    name = str(given) if given else target if is_file(target) else ""
-    if not name or config.get("config_read_from"):
+    is_file = target.endswith((".yaml", ".yml"))
+    name = str(given) if given else target if is_file else ""
+    if not target or not name or config.get("config_read_from"):
         return
     file = (path.parent / Path(name).expanduser()).resolve()
     key = "config" if given else "entry"
@@ -302,14 +273,14 @@ def read(config: dict[str, Any], path: Path, engine: Engine, prefix: str, target
         message = f"{key}: there is no config file {file}"
         raise RecipeFault(f"{message}: its path counts from {path.parent}")
     content = yamlfile.load(file)
-    other = recognised(content)
-    if other and other != prefix and not _may_be(engine, content):
-        message = f"{file} is a config of {ENGINES[other].records.name}"
+    other = entries.recognised(content)
+    if other and other != prefix and not engine.may_read(content):
+        message = f"{file} is a config of {entries.find(f'{other}FILE').title}"
         raise RecipeFault(f"{message}, not of {engine.records.name}: use entry: {other}{name}")
     own = config.get("parameters")
     config["parameters"] = _merged(content, own if isinstance(own, dict) else {})
     config["config_read_from"] = str(file)
-    if is_file(target) and engine.programs:
+    if is_file and engine.programs:
         program, *others = engine.programs_of(config["parameters"])
         if others:
             known = [f"entry={prefix}{name}" for name in (program, *others)]
@@ -322,36 +293,9 @@ def read(config: dict[str, Any], path: Path, engine: Engine, prefix: str, target
     config.setdefault("work_dir", str(start_folder.find(config["parameters"], engine, file)))
 
 
-def default_environment(config: dict[str, Any], engine: Engine) -> None:
-    """Give a recipe the engine's packages, unless they are installed.
-
-    Dependencies that the recipe names are built beside them; another environment is used as it is.
-    """
-    given = config.get("environment") or {}
-    own = given.get("dependencies") if isinstance(given, dict) else None
-    # What says only how packages are chosen names no other environment.
-    other = not isinstance(given, dict) or (own is None and given.keys() - {"pins"})
-    if other or not isinstance(own, list | None):
-        return
-    named = {venv.required(str(each)) for each in own or []}
-    missing = [each for each in engine.dependencies if venv.required(each) not in named]
-    shared = not given or given.get("pins", engine.pins)
-    installed = {venv.plain_name(name) for name in venv.packages()} if shared else set()
-    if not installed.issuperset(map(venv.required, missing)):
-        wanted = [*missing, *(own or [])]
-        config["environment"] = {"pins": engine.pins, **given, "dependencies": wanted}
-
-
-def recognised(content: Mapping[str, Any]) -> str | None:
-    """Return the row of the engine whose config this is, None if none is known by these keys."""
-    names = [name for name, engine in ENGINES.items() if _may_be(engine, content)]
-    # LLaMA-Factory's files hold what TRL's do, and more.
-    return "llamafactory:" if "llamafactory:" in names else next(iter(names), None)
-
-
-def _may_be(engine: Engine, content: Mapping[str, Any]) -> bool:
-    all_of, one_of = engine.known_by
-    return bool(all_of) and all_of <= content.keys() and bool(one_of & content.keys())
+def engine_of(recipe: Recipe) -> Engine | None:
+    """Return the engine of a recipe, None if it starts none."""
+    return ENGINES.get(f"{recipe.entry_name.partition(':')[0]}:")
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from launcher import site as sites
 from launcher.cli.common import cluster_option, own_options, recipe_arguments
 from launcher.cli.number import FloatRange, IntRange
 from launcher.do import models
-from launcher.recipe import recipe as recipe_file
+from launcher.recipe import load as recipe_file
 from plugins.estimate.launcher import estimate as estimates
 from plugins.estimate.launcher import text
 from plugins.estimate.launcher.tuning import Tuning
@@ -87,7 +87,7 @@ def estimate(
         click.echo(json.dumps(shown, indent=1))
         return
     title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
-    in_words = "" if cost is None else f"{cost:,.2f} {site.currency or ''}".rstrip()
-    click.echo("\n".join([title, *text.lines(estimated, traced, in_words)]))
+    cost_text = "" if cost is None else f"{cost:,.2f} {site.currency or ''}".rstrip()
+    click.echo("\n".join([title, *text.lines(estimated, traced, cost_text)]))
     if tuning:
         click.echo("\n" + "\n".join(tuning.lines()))

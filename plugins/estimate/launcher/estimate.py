@@ -14,7 +14,7 @@ from typing import Any
 from launcher import gpus, venv
 from launcher.errors import PreflightFault, UsageFault
 from launcher.recipe import entries
-from launcher.recipe.recipe import Recipe
+from launcher.recipe.model import Recipe
 from plugins.estimate.launcher import replicas
 from plugins.estimate.launcher.epoch import epoch_of
 from plugins.estimate.launcher.memory import (

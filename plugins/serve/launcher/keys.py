@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from launcher.errors import EndpointFault, UsageFault, nearest
-from launcher.recipe.recipe import NAME, NAME_RULE
 from plugins.serve import endpoint as endpoints
 from plugins.serve.launcher.endpoint import Endpoint
 from runspec import files, lock
+from runspec.keys.key import NAME, NAME_RULE
 
 _WAIT_S = 30.0
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from launcher.do import models
 from launcher.errors import CookbookError, EndpointFault
-from launcher.recipe.recipe import time_limit_s
+from launcher.recipe.model import time_limit_s
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.serve.launcher import gateway, serve

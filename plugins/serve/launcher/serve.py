@@ -18,8 +18,8 @@ from launcher.do import models
 from launcher.do import submit as submission
 from launcher.do.cancel import cancel
 from launcher.errors import CookbookError, EndpointFault, UsageFault
-from launcher.recipe import recipe as recipe_file
-from launcher.recipe.recipe import NAME, NAME_RULE, Recipe
+from launcher.recipe import load as recipe_file
+from launcher.recipe.model import Recipe
 from launcher.run import directory
 from launcher.run.directory import Run
 from launcher.run.states import state_of
@@ -29,6 +29,7 @@ from plugins.serve import endpoint as endpoints
 from plugins.serve.launcher.endpoint import Deployment, Endpoint, output_of
 from plugins.serve.recipe_keys import package_of
 from runspec import adapters, files
+from runspec.keys.key import NAME, NAME_RULE
 from runspec.weights import gives_scores
 
 Say = Callable[[str], None]

@@ -15,7 +15,7 @@ import pytest
 
 from launcher import yamlfile
 from launcher.check import files
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from plugins.serve import from_requests
 from plugins.serve.launcher.from_requests import data_recipe
 from tests.launcher.kit import until

@@ -1,14 +1,15 @@
 """What is predicted of the cells of the kit's sweeps, and what others have measured of them."""
 
 from launcher import paths
-from launcher.recipe import recipe, sweep
+from launcher.recipe import load as recipes
+from launcher.recipe import sweep
 from plugins.estimate.launcher.cells import PredictedSweep
 
 
 def predicted(name: str) -> PredictedSweep:
     found = sweep.load(name)
     cells = [
-        (cell.number, cell.name, recipe.load(found.recipe, cell.overrides)) for cell in found.cells
+        (cell.number, cell.name, recipes.load(found.recipe, cell.overrides)) for cell in found.cells
     ]
     return PredictedSweep(cells, paths.REPO_ROOT, found.gpu)
 

@@ -11,7 +11,7 @@ from launcher import paths
 from launcher import site as sites
 from launcher.check import Context, Skipped
 from launcher.errors import RecipeFault
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.slurm.executors import choose
 from plugins.estimate.launcher import checks, recipe_step, text
 from plugins.estimate.launcher.epoch import epoch_of

@@ -14,7 +14,7 @@ from launcher import site as cluster
 from launcher.cli import cookbook
 from launcher.errors import RecipeFault
 from launcher.gpus import REACHED, Reached
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from launcher.recipe.shapes import shape_of
 from plugins.estimate.launcher.compute import DENSE, OTHER, Compute, grouped_by
 from plugins.estimate.launcher.links import Links

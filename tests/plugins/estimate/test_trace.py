@@ -10,7 +10,7 @@ import pytest
 import yaml
 from torch._dynamo.utils import counters
 
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from plugins.estimate.launcher.estimate import trace as ask_for_trace
 from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.recipe_step import step_of

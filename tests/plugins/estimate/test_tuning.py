@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from launcher.errors import UsageFault
-from launcher.recipe import recipe as recipes
+from launcher.recipe import load as recipes
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.search import Prediction, settings

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import EndpointFault, UsageFault
-from launcher.recipe.recipe import time_limit_s
+from launcher.recipe.model import time_limit_s
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.serve import endpoint as endpoints

@@ -1,31 +1,98 @@
-"""A recipe: a torchtune config and what Slurm has to give it; found by its name, and loaded."""
+"""A recipe, as data: what it starts, what Slurm has to give it, and its whole content.
+
+launcher/recipe/load.py reads one from its file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from launcher import paths, yamlfile
-from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipe import entries, extend, functions, override, own, stock, validate
-from plugins.engines.launcher import engines
-from runspec import adapters, prepared
+from launcher import paths
+from launcher.errors import RecipeFault, UsageFault
+from launcher.recipe import extend
+from launcher.recipe.environment import Environment, record
+from runspec import adapters
+from runspec.engines import Records
 from runspec.keys.common import COMMON
-from runspec.keys.key import NAME as NAME
-from runspec.keys.key import NAME_RULE as NAME_RULE
-from runspec.keys.key import Fault, unused
-from runspec.keys.model import TRANSFORMERS
-from runspec.keys.train import TrainConfig, with_train_on_input
+from runspec.keys.key import Fault, Keys, unused
+from runspec.keys.train import TrainConfig
 
-if TYPE_CHECKING:
-    from launcher.recipe.environment import Environment
-    from launcher.recipe.launch import Engine
-    from runspec.engines import Records
-
+Content = Mapping[str, Any]
 # The folder of secrets that a recipe names without a path.
 SECRETS = Path("~/.config/slurm-cookbook/secrets")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A thing that ranks can run: a row of the table in entries.py, or of a plug-in's."""
+
+    # All keys of its recipes.
+    keys: Keys
+    # The keys of each block inside an open block, by its key: those of a task, under tasks.NAME.
+    inner: Mapping[str, Keys] = field(default_factory=dict)
+    # Its name in messages.
+    title: str = "the kit's trainer"
+    # The Python module that its ranks run, and its first arguments.
+    module: str = ""
+    # What torchrun starts as each rank, as shell text, from the recipe and its resolved content.
+    command: Callable[[Recipe, Content], str] = lambda recipe, config: (
+        f'python -P -m {recipe.entry.module} "$RUN_DIR/train.yaml"'
+    )
+    # The file that is started, None for a module.
+    program: Callable[[Recipe], Path | None] = lambda recipe: None
+    # It runs on the host with the kit's interpreter, and starts its backend in the environment.
+    on_host: bool = False
+    # The package that the environment needs, as what runs on the host starts it there, or "".
+    backend: Callable[[Content], str] = lambda config: ""
+    # The user's own program: its folder is copied, and it gets parameters, not a train.yaml.
+    own_code: bool = False
+    # It is started once per node, without torchrun.
+    per_node: bool = False
+    # Its recipes may hold keys that are not in keys.
+    other_keys: bool = False
+    # What trainer.check looks at: "complete", the whole config with layout and weights;
+    # "components", only that they exist and take their arguments; "".
+    checked: str = ""
+    # The config of a training method of the kit's trainer.
+    method: type[TrainConfig] | None = None
+    # MODULE:CLASS of what the supervisor calls beside its ranks (slurm/companion.py), or "".
+    companion: str = ""
+    # It has the kit's profiler.
+    can_profile: bool = False
+    # It continues from its last checkpoint after a restart.
+    resumes: bool = False
+    # train, evaluate or serve.
+    purpose: str = "train"
+    # What its table of keys does not see of a recipe.
+    faults: Callable[[Content], Iterable[Fault]] = lambda config: ()
+    # What the user should know of keys that are accepted.
+    notes: Callable[[Content], Iterable[str]] = lambda config: ()
+
+    # Of a trainer that is not the kit's:
+    # Where its progress is, and how it is stopped; None if it writes the kit's own files.
+    records: Callable[[Content], Records | None] = lambda config: None
+    # The package of an engine, which reads a config of its own; "" for all that is no engine.
+    engine: str = ""
+    # Its config, from the resolved recipe and the run's directory; None: the recipe is its config.
+    config: Callable[[Content, str], dict[str, Any]] | None = None
+    # Puts the config file that a recipe in a file names into it, once; RecipeFault if it cannot.
+    read: Callable[[dict[str, Any], Path], None] | None = None
+    # Whether the content of a file without `entry` is its config; None: it reads no such files.
+    recognises: Callable[[Content], bool] | None = None
+    # Its packages, built for a recipe whose environment lacks them; none: the kit has them.
+    dependencies: tuple[str, ...] = ()
+    # They are built with the kit's versions of all others.
+    pins: bool = True
+    # Why it would refuse this many ranks.
+    layout_fault: Callable[[Content, int], str | None] = lambda config, ranks: None
+
+    @property
+    def max_retries(self) -> int:
+        """How often a failed attempt is retried if the recipe does not say it."""
+        return 3 if self.resumes else 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +168,13 @@ class Notify:
         return [names[event] for event in self.events]
 
 
+class Inputs(NamedTuple):
+    """What the user named beside the recipe: the options, and a line on what was found in each."""
+
+    options: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A recipe with its overrides applied and checked; its references are not replaced yet."""
@@ -108,9 +182,11 @@ class Recipe:
     name: str
     path: Path
     config: dict[str, Any]
+    # What it starts, and what the kit can do with that.
+    entry: Entry
     resources: Resources
-    overrides: tuple[str, ...] = field(default=())
-    inputs: own.Inputs = field(default_factory=own.Inputs)
+    overrides: tuple[str, ...] = ()
+    inputs: Inputs = field(default_factory=Inputs)
 
     @property
     def description(self) -> str:
@@ -121,11 +197,6 @@ class Recipe:
         """What a command line calls it: its name if it is the kit's own, else its file's path."""
         name = self.name if self.path.parent == paths.RECIPES else str(self.path)
         return " ".join([name, *self.inputs.options])
-
-    @property
-    def entry(self) -> entries.Entry:
-        """What it starts, and what the kit can do with that."""
-        return entries.find(self.entry_name)
 
     @property
     def entry_name(self) -> str:
@@ -144,8 +215,7 @@ class Recipe:
     @property
     def records(self) -> Records | None:
         """Where another trainer keeps its progress; None if it writes the kit's own files."""
-        launch = self.entry.launch
-        return launch.recorded(self.config) if launch and not launch.keeps_ours else None
+        return self.entry.records(self.config)
 
     @property
     def stop_signal(self) -> str:
@@ -193,11 +263,8 @@ class Recipe:
     @property
     def environment(self) -> Environment | None:
         """What the ranks run in; None for the kit's virtual environment as it is."""
-        if not (given := self.config.get("environment")):
-            return None
-        from launcher.recipe.environment import Environment, record  # most runs have none
-
-        return Environment.of(record(given))
+        given = self.config.get("environment")
+        return Environment.of(record(given)) if given else None
 
     @property
     def starts_backend(self) -> bool:
@@ -269,22 +336,18 @@ class Recipe:
 
     def resolved(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return the whole recipe with every ${...} replaced for a run in run_dir."""
-        config, faults = self.resolve(root, run_dir)
+        config, faults = extend.resolve(
+            {**self.config, "output_dir": run_dir}, extend.folders(root)
+        )
         if faults:
             raise RecipeFault([f"{fault.text} in {self.path}" for fault in faults])
         return config
 
-    def resolve(self, root: Path, run_dir: str) -> tuple[dict[str, Any], list[Fault]]:
-        """Return the same, and the faults of references that lead nowhere."""
-        folders = {"repo_root": str(paths.REPO_ROOT)}
-        folders |= {f"{name}_root": str(root / name) for name in ("models", "datasets")}
-        return extend.resolve({**self.config, "output_dir": run_dir}, folders)
-
     def train_config(self, root: Path, run_dir: str) -> dict[str, Any]:
         """Return what the trainer reads: the resolved recipe without the launcher's keys."""
         config = self.resolved(root, run_dir)
-        if self.entry.engine:
-            return self.entry.engine.config(config, run_dir)
+        if self.entry.config:
+            return self.entry.config(config, run_dir)
         return {k: value for k, value in config.items() if k == "output_dir" or k not in COMMON}
 
     def parameters(self, root: Path, run_dir: str) -> dict[str, Any]:
@@ -308,163 +371,3 @@ def time_limit_s(text: str) -> int:
         fields = [0, *fields]  # no hours
     hours, minutes, seconds = (*fields, 0, 0)[:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def names() -> list[str]:
-    """Return the names of the recipes that the kit ships, sorted."""
-    return yamlfile.names(paths.RECIPES)
-
-
-def find(name: str) -> Path:
-    """Return the file of a recipe, given its name, torchtune's of a config, or a file's path."""
-    is_kits = NAME.match(name) and (paths.RECIPES / f"{name}.yaml").is_file()
-    if not is_kits and not name.endswith((".yaml", ".yml")):
-        of_torchtune = stock.configs()
-        if name in of_torchtune:
-            return of_torchtune[name]
-        from launcher.recipe import absent  # most recipes are found
-
-        if other := absent.file(name):
-            raise RecipeFault(other)
-        if hint := nearest(name, of_torchtune) if "/" in name else "":
-            raise RecipeFault(f"torchtune has no config {name!r}{hint}: list them with: tune ls")
-    return yamlfile.find("recipe", name, paths.RECIPES, "list them with: cookbook recipes")
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Return the entry and the file of trl:FILE, another trainer's config; "" for no entry."""
-    prefix, colon, file = name.partition(":")
-    if not colon or f"{prefix}:" not in entries.ENTRIES:
-        if colon and Path(file).is_file():
-            entries.find(f"{prefix}:{file}")
-        return "", name
-    engine = entries.ENTRIES[f"{prefix}:"].engine
-    if engine and engine.overrides == "file" and file.endswith((".yaml", ".yml")):
-        return f"{prefix}:", file
-    raise RecipeFault(f"{name} is an entry, and no file: write entry: {name} in a recipe")
-
-
-def load(
-    name: str,
-    overrides: Iterable[str] = (),
-    resources: Mapping[str, Any] | None = None,
-    data: str | None = None,
-    model: str | None = None,
-) -> Recipe:
-    """Return the recipe with its overrides; RecipeFault lists every fault found in it.
-
-    overrides are 'key.path=value' (the key must exist or be known), '+key.path=value' (adds a
-    key) or '~key.path' (removes one). resources are those given by options such as --nodes. data
-    and model take the place of the recipe's own: see `launcher.recipe.own`.
-    """
-    prefix, file = _split(name)
-    path = find(file)
-    config, files = extend.read(path)
-    if prefix or not {"entry", "checkpointer"} & config.keys():
-        from launcher.recipe import others  # hardly any file is another tool's
-
-        config = others.as_recipe(config, path, prefix)
-    for key in prepared.BLOCKS:
-        if key in config:
-            config[key] = prepared.expanded(config[key], config.get("dataset"))
-    overrides = tuple(overrides)
-    early = [text for text in overrides if override.key_of(text) in ("entry", "config")]
-    texts = override.apply(config, early)
-    _read_engine(config, path)
-    inputs, more = _own_inputs(config, path, overrides, data, model)
-    texts += [*more, *override.apply(config, overrides)]
-    own.use_whole_paths(config, overrides, files)
-    options = {key: value for key, value in (resources or {}).items() if value is not None}
-    _complete(config, path, options)
-    recipe = Recipe(path.stem, path, config, Resources(), overrides, inputs)
-    resolved, faults = recipe.resolve(paths.REPO_ROOT, "unset")
-    try:
-        faults += [*validate.faults(resolved, recipe.entry), *own.mixes(resolved)]
-    except UsageFault as fault:
-        faults += [Fault("entry", text) for text in fault.faults]
-    texts += [
-        f"{fault.text}, in {_place(fault.key, files, overrides, options)}" for fault in faults
-    ]
-    if texts:
-        raise RecipeFault(list(dict.fromkeys(texts)))
-    return replace(recipe, resources=Resources.of(resolved["resources"]))
-
-
-def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) -> None:
-    """Put into config what options ask for, and what follows from its entry and its place."""
-    asked = config.get("resources")
-    if asked is None or isinstance(asked, dict):
-        given = {key: value for key, value in options.items() if key != "environment"}
-        config["resources"] = (asked or {}) | given
-    if named := options.get("environment"):
-        config["environment"] = named
-    if (engine := _engine(config)) is not None:
-        engines.default_environment(config, engine)
-    if not config.get("entry"):
-        config["entry"] = stock.entry_of(path, config) or COMMON["entry"].default
-    functions.use_whole_paths(config, _method(config), path.parent)
-    if stock.config_name(path):
-        # It means what torchtune says, wherever the kit's own default is another.
-        for key in ("dataset", "dataset_val"):
-            if key in config:
-                config[key] = with_train_on_input(config[key], True)
-    model = config.get("model")
-    builder = model.get("_component_") if isinstance(model, dict) else None
-    if _method(config) and builder in (None, "", TRANSFORMERS):
-        # A model folder has its tokenizer.
-        config.setdefault("tokenizer", dict(own.FOLDERS_TOKENIZER))
-
-
-def _own_inputs(
-    config: dict[str, Any],
-    path: Path,
-    overrides: tuple[str, ...],
-    data: str | None,
-    model: str | None,
-) -> tuple[own.Inputs, list[str]]:
-    """Put the user's data and model into config; return what was found, and the faults."""
-    entry = config.get("entry") or stock.entry_of(path, config) or COMMON["entry"].default
-    if not _method({"entry": entry}):
-        named = [option for option, name in (("--data", data), ("--model", model)) if name]
-        message = f"{path.name} starts {entry}, which has keys of its own: leave it out"
-        return own.Inputs(), [f"{each}: {message}" for each in named]
-    return own.use(config, overrides, data, model, method_of(config.get("model") or {}))
-
-
-def _method(config: Mapping[str, Any]) -> type[TrainConfig] | None:
-    """Return the method of the kit's trainer that reads it; `validate` reports a wrong entry."""
-    try:
-        return entries.of(config).method
-    except RecipeFault:
-        return None
-
-
-def _read_engine(config: dict[str, Any], path: Path) -> None:
-    """Read the config file of another trainer into the recipe; a wrong entry is `validate`'s."""
-    prefix, _, target = str(config.get("entry") or "").partition(":")
-    if (engine := _engine(config)) is not None and target:
-        engines.read(config, path, engine, f"{prefix}:", target)
-
-
-def _engine(config: Mapping[str, Any]) -> Engine | None:
-    """Return the other trainer that a recipe starts, None for the kit's and the user's own."""
-    prefix, colon, _ = str(config.get("entry") or "").partition(":")
-    row = entries.ENTRIES.get(prefix + colon)
-    return row.engine if row else None
-
-
-def _place(
-    key: str, files: list[Path], overrides: tuple[str, ...], options: Mapping[str, Any]
-) -> str:
-    """Say where the value of a key was given: an option, an override, or a line of a file."""
-    if key.startswith("resources.") and key.removeprefix("resources.") in options:
-        return f"the option --{key.removeprefix('resources.').replace('_', '-')}"
-    for text in reversed(overrides):
-        if f"{key}.".startswith(f"{override.key_of(text)}."):
-            return f"the override {text!r}"
-    while key:
-        for file in files:
-            if line := yamlfile.line_of(file, key):
-                return f"{file}, line {line}"
-        key = key.rpartition(".")[0]  # a key that is missing: the block that lacks it
-    return str(files[0])

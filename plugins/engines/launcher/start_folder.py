@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.recipe.launch import Engine
+from plugins.engines.launcher.engine import Engine
 
 _FILE = re.compile(
     r"(?:\.{1,2}/)*\w[\w.-]*(?:/[\w.-]+)*\.(?:csv|jinja|jsonl?|parquet|ya?ml)|\.{1,2}/\S+"
