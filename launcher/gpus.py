@@ -16,14 +16,17 @@ _LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 144, 180, 186, 192, 256, 288)
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU; match is a regular expression for the name that the driver gives it."""
+    """A kind of GPU, by its data sheet."""
 
     name: str
+    # A regular expression for the name that the driver gives it.
     match: str
     memory_gib: float
     bf16_tflops: float
     memory_bandwidth_gbs: float
+    # To the other GPUs of its node, in one direction.
     link_gbs: float
+    # To other nodes, as it is usually connected.
     network_gbits: float
 
     @property
@@ -84,20 +87,20 @@ REACHED = 0.8
 
 
 class Reached(NamedTuple):
-    """What kernels reach of a GPU's data sheet, as shares; times in seconds.
+    """What kernels reach of a GPU's data sheet, as shares."""
 
-    products: large bf16 products. attention, attention_backward: FlashAttention on long rows.
-    grouped: of `products`, the experts' products; see `grouped_by`.
-    fp8: speed of fp8 products, over bf16's. memory: of the bandwidth, by elementwise kernels.
-    launch_s: of a kernel by the host.
-    """
-
+    # By large bf16 products.
     products: float
+    # By FlashAttention on long rows.
     attention: float
     attention_backward: float
+    # Of `products`, by those of experts in one kernel.
     grouped: float
+    # Speed of fp8 products, over bf16's.
     fp8: float = 1.7
+    # Of the bandwidth, by elementwise kernels.
     memory: float = 0.85
+    # Seconds of the host to launch a kernel.
     launch_s: float = 8e-6
 
     @classmethod

@@ -251,6 +251,16 @@ def read_object(path: Path | str) -> dict[str, Any] | None:
     return value
 
 
+def patient_json(path: Path) -> dict[str, Any] | None:
+    """Return read_object(path), tried again while the storage cannot be read.
+
+    Raises:
+        OSError: it could not be read in all that time.
+        DamagedFile: the file does not hold a JSON object.
+    """
+    return storage.patiently(read_object, path)
+
+
 def peek(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file as far as it can be seen now, {} if it cannot.
 

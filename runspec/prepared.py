@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
-from runspec.storage import patient_json
+from runspec.files import patient_json
 
 CARD = "card.json"
 LINEAGE = "lineage.json"

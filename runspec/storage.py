@@ -7,9 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
-
-from runspec import files
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -86,13 +84,3 @@ def patiently(read: Callable[[Path], T], path: Path, most_s: float = math.inf) -
                 )
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, 5.0)
-
-
-def patient_json(path: Path) -> dict[str, Any] | None:
-    """Return files.read_object(path), tried again while the storage cannot be read.
-
-    Raises:
-        OSError: it could not be read in all that time.
-        DamagedFile: the file does not hold a JSON object.
-    """
-    return patiently(files.read_object, path)

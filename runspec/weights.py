@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from runspec import files
-from runspec.storage import patient_json
+from runspec.files import patient_json
 
 # Of what a tokenizer is read from, and of what decides on a model's answers; a README does not.
 _OF_TOKENIZER = {".json", ".jinja", ".model", ".txt"}

@@ -23,7 +23,9 @@ FLOORS = [
     ["launcher.do"],
     ["launcher.cli", "launcher.remote", "launcher.__main__", "launcher"],
     ["trainer.errors", "trainer.config", "trainer.sharded"],
-    ["trainer.layers", "trainer.parallel", "trainer.model"],
+    ["trainer.model"],
+    ["trainer.layers"],
+    ["trainer.parallel"],
     [
         "trainer.models",
         "trainer.data",
@@ -177,6 +179,18 @@ def test_imports_go_down_only(graph):
             if inside(name, graph) and name.partition(".")[0] not in PARTS[part(module)]:
                 wrong.append(f"{module} imports {name}, which its part may not")
     assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_no_modules_import_each_other(graph):
+    """Not in functions, not for type checking, and not through others."""
+    reached = {m: {inside(name, graph) for name in names} - {None, m} for m, names in graph.items()}
+    while leaves := [module for module, names in reached.items() if not names]:
+        for module in leaves:
+            del reached[module]
+        for names in reached.values():
+            names.difference_update(leaves)
+    # What is left is in a circle, or imports one.
+    assert not reached, "\n".join(f"{m}: {', '.join(sorted(n))}" for m, n in reached.items())
 
 
 def test_what_a_user_types_imports_nothing_heavy(graph):

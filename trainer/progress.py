@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files, progress
-from runspec.storage import patient_json
+from runspec.files import patient_json
 
 
 @dataclass

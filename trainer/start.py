@@ -35,7 +35,7 @@ def main(arguments: list[str], objective: type[Objective]) -> int:
         print(f"usage: python -m {_module()} <run>/train.yaml", file=sys.stderr)
         return 2
     end_with_torchrun()
-    path, rank, attempt = Path(arguments[0]), int(os.environ.get("RANK", 0)), _attempt()
+    path, rank, attempt = Path(arguments[0]), int(os.environ.get("RANK", 0)), attempt_number()
     run_dir = path.absolute().parent
     _show_stacks_when_asked(run_dir / files.LOGS / str(attempt), rank)
     faulthandler.enable()  # the rank's log says where Python was when a library crashed
@@ -46,7 +46,7 @@ def main(arguments: list[str], objective: type[Objective]) -> int:
             if not objective.instead(config, attempt):
                 run(config, attempt, objective)
     except Exception as error:
-        _report(error, run_dir, rank, attempt)
+        report(error, run_dir, rank, attempt)
         return error.exit_status if isinstance(error, TrainerError) else 1
     distributed.stop()
     return 0
@@ -140,7 +140,7 @@ def _is_finished(config: TrainConfig) -> bool:
     return recorded.get("state") == "finished" and (config.output_dir / files.EXPORT).is_dir()
 
 
-def _report(error: Exception, run_dir: Path, rank: int, attempt: int) -> None:
+def report(error: Exception, run_dir: Path, rank: int, attempt: int) -> None:
     """Say what went wrong, and leave a record for whoever decides on a retry."""
     lines = [f"[rank {rank}] error: {describe(error)}\n"]
     if not isinstance(error, TrainerError):
@@ -156,7 +156,8 @@ def _report(error: Exception, run_dir: Path, rank: int, attempt: int) -> None:
         sys.stderr.flush()
 
 
-def _attempt() -> int:
+def attempt_number() -> int:
+    """The number of this attempt of the run, from its job; 0 without one."""
     text = os.environ.get("COOKBOOK_ATTEMPT", "0")
     return int(text) if text.isdigit() else 0
 

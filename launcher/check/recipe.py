@@ -159,7 +159,7 @@ def components(context: Context) -> Iterable[Finding]:
     config, options = _question(context)
     key = _key(config, options)
     if key not in context.told:
-        (context.told[key],) = _ask([config], *options)
+        (context.told[key],) = ask_trainer([config], *options)
     answer = context.told[key]
     # The trainer does not know by which name the recipe was given.
     again = f"--recipe {context.recipe.given_name}"
@@ -182,7 +182,7 @@ def ask_ahead(contexts: Iterable[Context], told: dict[str, dict[str, Any]]) -> N
     for options, asked in questions.items():
         # The recipe's own check reports why it cannot answer.
         with contextlib.suppress(Skipped):
-            told |= zip(asked, _ask(list(asked.values()), *options), strict=True)
+            told |= zip(asked, ask_trainer(list(asked.values()), *options), strict=True)
 
 
 def ask_for_samples(
@@ -197,7 +197,7 @@ def ask_for_samples(
     of_data = {key: config.get(key) for key in _OF_SAMPLES}
     key = _key(of_data, (*options, "--samples"))
     if count or key not in context.told:
-        (answer,) = _ask([config], *options, f"--samples={count}", variables=variables)
+        (answer,) = ask_trainer([config], *options, f"--samples={count}", variables=variables)
         context.told[key] = context.told[_key(config, options)] = answer
     answer = context.told[key]
     return answer.get("samples", []), answer.get("sample_faults", [])
@@ -223,18 +223,13 @@ def _key(config: dict[str, Any], options: Options) -> str:
     return json.dumps([config, options])
 
 
-def ask_evaluation(config: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return how many samples each task of a suite has, and their faults."""
-    (answer,) = _ask([config], variables=variables, module="plugins.evaluate.samples")
-    return answer
-
-
-def _ask(
+def ask_trainer(
     configs: Sequence[dict[str, Any]],
     *options: str,
     variables: Mapping[str, str] | None = None,
     module: str = "trainer.check",
 ) -> list[dict[str, Any]]:
+    """Return what a module answers about configs, a JSON object each; Skipped if it cannot."""
     limit_s = 300 + 30 * (len(configs) - 1)
     try:
         done = venv.ask_trainer(module, configs, *options, timeout_s=limit_s, variables=variables)

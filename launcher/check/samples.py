@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.check import Context, Finding, Skipped, failed, files, findings, ok, skipped, warning
-from launcher.check.recipe import ask_evaluation, ask_for_samples
+from launcher.check.recipe import ask_for_samples
 from launcher.errors import UsageFault
 
 SUBJECT = "samples"
@@ -15,35 +15,14 @@ SMALL_BYTES = 100e6
 
 def counted(context: Context) -> Iterable[Finding]:
     """Tokenise the first samples of files that are small enough to take no time."""
-    if context.recipe.entry.purpose == "evaluate":
-        yield from _evaluated(context)
-        return
     if context.recipe.entry.checked != "complete":
         raise Skipped("the kit's trainer does not read the data")
     _check_readable(context)
     _check_small(context, _paths(context))
-    datasets, faults = ask_for_samples(context, 0, _variables(context))
+    datasets, faults = ask_for_samples(context, 0, variables_of_jobs(context))
     for dataset in datasets:
         yield from _counted(dataset)
     yield from (_finding(context, fault) for fault in faults)
-
-
-def _evaluated(context: Context) -> Iterator[Finding]:
-    """Let the evaluation read all samples of its tasks."""
-    tasks = context.config["tasks"]
-    blocks = [task["dataset"] for task in tasks.values() if task.get("dataset")]
-    named = [Path(str(task["data"])) for task in tasks.values() if task.get("data")]
-    named += [path for block in blocks for path in files.data_files(block)]
-    if gone := [path for path in named if not context.here(path)]:
-        raise Skipped(f"{gone[0]} is only on the nodes")
-    config = context.recipe.train_config(context.cluster.root, "run")
-    answer = ask_evaluation(config, _variables(context))
-    on_hub = any(map(files.on_hub, blocks))
-    for fault in answer["faults"]:
-        away = on_hub and "cannot be opened" in fault
-        yield skipped(SUBJECT, fault) if away else failed(SUBJECT, fault)
-    for name, count in answer["samples"].items():
-        yield ok(SUBJECT, f"tasks.{name}: {count:,} samples")
 
 
 def read(context: Context, count: int) -> tuple[list[Finding], list[dict[str, Any]]]:
@@ -62,7 +41,7 @@ def read(context: Context, count: int) -> tuple[list[Finding], list[dict[str, An
 
     def look(context: Context) -> Iterable[Finding]:
         _check_readable(context)
-        datasets, faults = ask_for_samples(context, count, _variables(context))
+        datasets, faults = ask_for_samples(context, count, variables_of_jobs(context))
         shown.extend(datasets)
         return [_finding(context, fault) for fault in faults]
 
@@ -126,8 +105,8 @@ def _check_small(context: Context, paths: Iterable[Path]) -> None:
         raise Skipped(f"the data are {size / 2**30:.1f} GiB; {show}")
 
 
-def _variables(context: Context) -> dict[str, str]:
-    """Where jobs find the hub's datasets. A check downloads nothing."""
+def variables_of_jobs(context: Context) -> dict[str, str]:
+    """Return where jobs find the hub's datasets. A check downloads nothing."""
     home = context.cluster.root / "hf"
     return {
         "HF_HOME": str(home),

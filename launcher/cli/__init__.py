@@ -60,7 +60,7 @@ _GROUPS = {
         "status watch logs results diff report profile tensorboard",
     ),
     "Deliver": (
-        "cookbook serve last",
+        "cookbook --host NAME fetch last",
         "fetch forward",
     ),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import click
 
 from launcher.errors import UsageFault, nearest
-from launcher.recipe.support import families, support
+from launcher.recipe.shapes import families, support
 
 Rows = Mapping[str, Mapping[str, bool | str]]
 

@@ -10,7 +10,8 @@ import click
 from launcher import gpus, yamlfile
 from launcher import site as sites
 from launcher.cli import completion
-from launcher.cli.common import cluster_option
+from launcher.cli.common import cluster_option, note
+from launcher.errors import RecipeFault
 from launcher.recipe import entries
 from launcher.recipe import load as recipe_file
 from launcher.recipe.model import Recipe
@@ -33,7 +34,7 @@ def recipes(name: str | None, key: str | None, as_json: bool, cluster: str | Non
         lines = iter(yamlfile.dump(answer).splitlines())
     else:
         root = sites.load(cluster).root
-        answer = [_row(recipe_file.load(each), root) for each in recipe_file.names()]
+        answer = list(_rows(root))
         lines = _table(answer)
     click.echo(json.dumps(answer, indent=1) if as_json else "\n".join(lines))
 
@@ -53,6 +54,16 @@ def _explanation(about: dict[str, Any]) -> Iterator[str]:
         yield "  keys"
         width = max(map(len, about["keys"]))
         yield from (f"    {name:<{width}}  {text}" for name, text in about["keys"].items())
+
+
+def _rows(root: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the recipes that can be read; the faults of others go to standard error."""
+    for name in recipe_file.names():
+        try:
+            yield _row(recipe_file.load(name), root)
+        except RecipeFault as error:
+            for fault in error.faults:
+                note(f"{name} is left out: {fault}")
 
 
 def _row(recipe: Recipe, root: Path) -> dict[str, Any]:

@@ -127,16 +127,9 @@ def draft(
     }
     with TemporaryDirectory() as place:
         drafts = _Drafts(Path(place) / file.name, values, Path(folder).name, site)
-        settings = _Settings()
-        # Whole samples first: their lengths decide.
-        overrides = ["~tokenizer.max_seq_len"]
-        if samples_answers:
-            # The user's own is not written yet.
-            column = block["column_map"]["prompt"]
-            overrides.append(f"rewards={{any: {{function: exact_match, column: {column}}}}}")
-        open_end = drafts.load(replace(settings, packed=False), *overrides)
-        findings, datasets = samples.read(context(plan(open_end, site, executor)), shown)
-        settings = drafts.fitting(_by_data(settings, datasets, _NEW_TOKENS * samples_answers))
+        findings, datasets = drafts.samples(executor, shown)
+        answer = _NEW_TOKENS * samples_answers
+        settings = drafts.fitting(_by_data(_Settings(), datasets, answer))
         tokens = None
         if datasets and not samples_answers:
             settings = _by_steps(settings, datasets[0])
@@ -187,11 +180,22 @@ class _Drafts:
         self.path.write_text(self.text(settings), encoding="utf-8")
         return recipes.load(str(self.path), overrides)
 
+    def samples(self, executor: Executor, shown: int) -> tuple[list[Finding], list[dict[str, Any]]]:
+        """The first samples, whole: their lengths decide."""
+        overrides = ["~tokenizer.max_seq_len"]
+        if self.values["samples_answers"]:
+            # The user's own is not written yet.
+            column = self.values["dataset"]["column_map"]["prompt"]
+            overrides.append(f"rewards={{any: {{function: exact_match, column: {column}}}}}")
+        recipe = self.load(_Settings(packed=False), *overrides)
+        return samples.read(context(plan(recipe, self.site, executor)), shown)
+
     def needs(self, settings: _Settings, tokens: int | None = None) -> Needs | None:
         """What a draft needs for this many tokens; None if its model is not known here."""
-        recipe, root = self.load(settings), self.site.root
-        config, resources, gpu = recipe.resolved(root, "run"), recipe.resources, self.site.gpu
+        recipe, gpu = self.load(settings), self.site.gpu
+        resources = recipe.resources
         try:
+            config = recipe.resolved(self.site.root, "run")
             return needs(config, resources.nodes, resources.gpus_per_node, gpu, tokens=tokens)
         except CookbookError:
             return None

@@ -166,10 +166,10 @@ def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
 
 def _fits(planned: PlannedSweep, run: PlannedRun) -> bool:
     """Whether a run is predicted to fit, or nobody knows."""
-    recipe, site = run.recipe, planned.site
-    config, resources = recipe.resolved(site.root, "run"), recipe.resources
+    site, resources = planned.site, run.recipe.resources
     gpu = planned.sweep.gpu or site.gpu
     try:
+        config = run.recipe.resolved(site.root, "run")
         found = needs(config, resources.nodes, resources.gpus_per_node, gpu)
         return found is None or found.fits
     except CookbookError:

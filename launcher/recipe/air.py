@@ -10,18 +10,39 @@ from pathlib import Path
 from typing import Any
 
 from launcher import venv
-from launcher.errors import RecipeFault, nearest
+from launcher.errors import RecipeFault
+from runspec.keys.key import REQUIRED, Key, faults, table
 
 # Two of these make a file a workload, also if a key that it needs is missing.
 _MARKS = {"command", "compute", "code_source", "env_variables", "experiment_name"}
-_KNOWN = _MARKS | {
-    "environment",
-    "secrets",
-    "max_retries",
-    "timeout_minutes",
-    "parameters",
+_KEYS = table(
+    Key("experiment_name", "text", "The run's name."),
+    Key("command", "any", "Shell lines that each node runs.", REQUIRED),
+    Key("compute", "block", "What it runs on.", REQUIRED),
+    Key("compute.num_accelerators", "positive", "GPUs in all.", REQUIRED),
+    Key("compute.accelerator_type", "text", "Such as GPU_8xH100.", REQUIRED),
+    Key("environment", "block", "What it runs in."),
+    Key("environment.version", "any", "Of Databricks' images; not used."),
+    Key("environment.dependencies", "texts", "Packages."),
+    Key("code_source", "block", "What is copied into the run."),
+    Key("code_source.type", "text", "snapshot."),
+    Key("code_source.root_path", "text", "Its folder, in the older form."),
+    Key("code_source.snapshot", "block", "The newer form."),
+    Key("code_source.snapshot.root_path", "text", "Its folder."),
+    Key("env_variables", "open block", "Environment variables."),
+    Key("secrets", "open block", "scope/key by the name of a variable."),
+    Key("max_retries", "count", "Retries of a failed attempt."),
+    Key("timeout_minutes", "positive", "Limit of an attempt."),
+    Key("parameters", "open block", "Hyperparameters."),
+)
+# What to do about a key of air's that cannot mean the same on a Slurm cluster, by its block.
+_REMEDIES = {
+    "": "this key of air's has no meaning on a Slurm cluster: leave it out",
+    "compute": "Slurm has no such pool: use resources.partition, qos or account",
+    "environment": "Databricks' images do not exist here: use dependencies",
+    "code_source": "only the folder as it is can be copied: check out the commit",
+    "code_source.snapshot": "only the folder as it is can be copied: check out the commit",
 }
-_BLOCKS = ("compute", "environment", "code_source", "env_variables", "secrets", "parameters")
 _TYPE = re.compile(r"GPU_(\d+)x(\w+)")
 # What Databricks' base environments bring to each workload.
 _BASE = ("torch", "mlflow", "PyYAML")
@@ -40,17 +61,19 @@ def recipe(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if faults:
         raise RecipeFault(faults)
     count, per_node = _accelerators(config["compute"])
+    version = (config.get("environment") or {}).get("version") is not None
+    unused = " (environment.version is not used: see docs/engines.md)" * version
     name = str(config.get("experiment_name") or path.stem)
     given = config.get("resources") or {}
     own = {key: config[key] for key in _OWN & config.keys()}
     return {
-        "description": f"workload of air: {name}{_unused(config)}",
+        "description": f"workload of air: {name}{unused}",
         **own,
         "entry": "command",
         "command": str(config["command"]),
         "code_root": _root(config.get("code_source") or {}) or ".",
         "parameters": dict(config.get("parameters") or {}),
-        "env": {"MLFLOW_EXPERIMENT_NAME": name, **_texts(config.get("env_variables") or {})},
+        "env": {"MLFLOW_EXPERIMENT_NAME": name, **_texts(config.get("env_variables"))},
         **({"environment": {"dependencies": list(wanted)}} if (wanted := _wanted(config)) else {}),
         "secrets": {
             variable: f"~/.config/slurm-cookbook/secrets/{place}"
@@ -62,97 +85,51 @@ def recipe(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     }
 
 
-def _unused(config: Mapping[str, Any]) -> str:
-    if "version" not in (config.get("environment") or {}):
-        return ""
-    return " (environment.version is not used: see docs/engines.md)"
-
-
 def _accelerators(compute: Mapping[str, Any]) -> tuple[int, int]:
-    kind, count = (
-        _TYPE.fullmatch(str(compute.get("accelerator_type"))),
-        compute.get("num_accelerators"),
-    )
-    return count if type(count) is int else 0, int(kind[1]) if kind else 0
+    kind = _TYPE.fullmatch(str(compute.get("accelerator_type")))
+    return int(compute["num_accelerators"]), int(kind[1]) if kind else 0
 
 
 def _root(source: Mapping[str, Any]) -> str | None:
     """Return the folder of a code_source, in its older form and its newer one."""
-    snapshot = source.get("snapshot") or source
-    return snapshot.get("root_path") if isinstance(snapshot, Mapping) else None
+    return (source.get("snapshot") or source).get("root_path")
 
 
-def _texts(variables: Mapping[str, Any]) -> dict[str, str]:
-    return {str(name): str(value) for name, value in variables.items()}
+def _texts(variables: Mapping[str, Any] | None) -> dict[str, str]:
+    return {str(name): str(value) for name, value in (variables or {}).items()}
 
 
 def _faults(config: Mapping[str, Any], place: Path) -> Iterator[str]:
-    for key in sorted(map(str, config.keys() - _KNOWN - _OWN)):
-        if near := nearest(key, _KNOWN):
-            yield f"{key}: unknown key{near}"
-        else:
-            yield f"{key}: this key of air's has no meaning on a Slurm cluster: leave it out"
-    blocks = [key for key in _BLOCKS if not isinstance(config.get(key) or {}, Mapping)]
-    for key in blocks:
-        yield f"{key} must be a block of keys and values, got {config[key]!r}"
-    if blocks:
-        return
-    compute = config.get("compute") or {}
-    count, per_node = _accelerators(compute)
-    if not compute:
-        yield "compute is missing: it needs num_accelerators and accelerator_type"
-    elif not per_node:
-        given = compute.get("accelerator_type")
-        yield f"compute.accelerator_type must be such as GPU_8xH100 or GPU_1xA10, got {given!r}"
-    elif count < 1 or count % per_node:
-        given = compute.get("num_accelerators")
-        yield (
-            f"compute.num_accelerators must be a multiple of {per_node}, the GPUs of a node of "
-            f"{compute.get('accelerator_type')}, got {given!r}"
-        )
-    for key in sorted(compute.keys() - {"num_accelerators", "accelerator_type"}):
-        near = nearest(key, ("num_accelerators", "accelerator_type"))
-        remedy = "Slurm has no such pool: use resources.partition, qos or account"
-        yield f"compute.{key}: {f'unknown key{near}' if near else remedy}"
-    for key, least in (("max_retries", 0), ("timeout_minutes", 1)):
-        number = config.get(key)
-        if number is not None and (type(number) is not int or number < least):
-            yield f"{key} must be a number of {least} or more, got {number!r}"
-    if not str(config.get("command") or "").strip():
-        yield "command is missing: it needs the shell lines that each node runs"
-    yield from _source_faults(config.get("code_source") or {}, place)
-    yield from _environment_faults(config.get("environment") or {})
-    for variable, place in (config.get("secrets") or {}).items():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(place)):
-            yield f"secrets.{variable} must be scope/key, got {place!r}"
+    found = [*faults({k: v for k, v in config.items() if k not in _OWN}, _KEYS)]
+    for key, text in found:
+        unknown = text.startswith("unknown key") and "(did you mean" not in text
+        yield f"{key}: {_REMEDIES[key.rpartition('.')[0]]}" if unknown else text
+    wrong = {key for key, _ in found}
+    if not wrong & {"compute", "compute.num_accelerators", "compute.accelerator_type"}:
+        count, per_node = _accelerators(config["compute"])
+        kind = config["compute"]["accelerator_type"]
+        if not per_node:
+            yield f"compute.accelerator_type must be such as GPU_8xH100 or GPU_1xA10, got {kind!r}"
+        elif count % per_node:
+            yield (
+                f"compute.num_accelerators must be a multiple of {per_node}, the GPUs of a node of "
+                f"{kind}, got {count}"
+            )
+    if not wrong & {"code_source", "code_source.snapshot"}:
+        yield from _source_faults(config.get("code_source") or {}, place)
+    for variable, name in ({} if "secrets" in wrong else config.get("secrets") or {}).items():
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+            yield f"secrets.{variable} must be scope/key, got {name!r}"
 
 
 def _source_faults(source: Mapping[str, Any], place: Path) -> Iterator[str]:
-    inner = source.get("snapshot") or {}
-    if not isinstance(inner, Mapping):
-        yield f"code_source.snapshot must be a block with root_path, got {inner!r}"
-        return
-    for block, keys, known in (
-        ("code_source", source.keys(), {"type", "snapshot", "root_path"}),
-        ("code_source.snapshot", inner.keys(), {"root_path"}),
-    ):
-        for key in sorted(keys - known):
-            yield f"{block}.{key}: only the folder as it is can be copied: check out the commit"
+    root = _root(source)
     if source.get("type", "snapshot") != "snapshot":
         yield f"code_source.type must be snapshot, got {source['type']!r}"
-    root = _root(source)
     if source and not root:
         yield "code_source has no root_path"
-    elif root and not (place / Path(root).expanduser()).is_dir():
+    elif root and not (place / Path(str(root)).expanduser()).is_dir():
         yield f"code_source.snapshot.root_path: {root} is no folder: its path counts from {place}"
-
-
-def _environment_faults(environment: Mapping[str, Any]) -> Iterator[str]:
-    for key in sorted(environment.keys() - {"dependencies", "version"}):
-        yield f"environment.{key}: Databricks' images do not exist here: use dependencies"
-    wanted = environment.get("dependencies") or []
-    if not isinstance(wanted, list):
-        yield f"environment.dependencies must be a list of packages here, got {wanted!r}"
 
 
 def _wanted(config: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from plugins.data import parquet
 from plugins.data.errors import DataError, first_line
 from plugins.data.inputs import Input
 from runspec import files, publish
-from runspec.storage import patient_json
+from runspec.files import patient_json
 
 # Rows of a stored file.
 _STORED_ROWS = 200_000

@@ -27,7 +27,7 @@ from plugins.data.recognisers import hidden
 from plugins.data.rows import Rows, Work
 from plugins.data.steps import columns
 from runspec import files
-from runspec.storage import patient_json
+from runspec.files import patient_json
 
 # Incremented when the same recipe may give other rows, or another hash of them.
 FORMAT = 4

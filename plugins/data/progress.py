@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files, progress
-from runspec.storage import patient_json
+from runspec.files import patient_json
 
 # A large step finishes many tasks per second, and the file is on a shared disk.
 _EVERY_S = 2.0

@@ -47,28 +47,39 @@ def evaluate(answerer: Answerer, task: dict[str, Any], config: dict[str, Any]) -
         task_manager=manager,
     )
     logged = results["samples"]
-    # Of a normal distribution, whose width the harness's standard errors tell.
-    width = NormalDist().inv_cdf((1 + config["confidence"]) / 2)
-    figures: dict[str, Any] = {}
-    for name, block in results["results"].items():
+    return {
+        "figures": _figures(results["results"], logged, config["confidence"]),
+        "samples": sum(map(len, logged.values())),
+        "data_sha256": _data_sha256(logged),
+    }
+
+
+def _figures(
+    results: dict[str, Any], logged: dict[str, Any], confidence: float
+) -> dict[str, dict[str, Any]]:
+    """Return the figures by TASK/METRIC, with intervals of a normal distribution."""
+    width = NormalDist().inv_cdf((1 + confidence) / 2)
+    figures: dict[str, dict[str, Any]] = {}
+    for name, block in results.items():
         for metric, value in block.items():
-            if isinstance(value, int | float) and "_stderr" not in metric:
-                label = f"{name}/{metric.removesuffix(',none')}"
-                stem, _, rest = metric.partition(",")
-                stderr = block.get(f"{stem}_stderr,{rest}")
-                figures[label] = {"value": float(value), "stderr": stderr}
-                if isinstance(stderr, int | float):
-                    low, high = float(value) - width * stderr, float(value) + width * stderr
-                    figures[label] |= {"low": low, "high": high}
-                if name in logged:
-                    figures[label]["samples"] = len(logged[name])
+            if not isinstance(value, int | float) or "_stderr" in metric:
+                continue
+            stem, _, rest = metric.partition(",")
+            stderr = block.get(f"{stem}_stderr,{rest}")
+            figure = {"value": float(value), "stderr": stderr}
+            if isinstance(stderr, int | float):
+                figure |= {"low": value - width * stderr, "high": value + width * stderr}
+            if name in logged:
+                figure["samples"] = len(logged[name])
+            figures[f"{name}/{metric.removesuffix(',none')}"] = figure
+    return figures
+
+
+def _data_sha256(logged: dict[str, Any]) -> str:
+    """Return a hash of the harness's own hashes of what it asked."""
     asked = ("doc_hash", "prompt_hash", "target_hash")
     hashes = {
         name: sorted("".join(row[key] for key in asked) for row in rows)
         for name, rows in sorted(logged.items())
     }
-    return {
-        "figures": figures,
-        "samples": sum(map(len, logged.values())),
-        "data_sha256": hashlib.sha256(json.dumps(hashes).encode()).hexdigest(),
-    }
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()

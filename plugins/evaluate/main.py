@@ -21,12 +21,11 @@ from plugins.evaluate.recipe_keys import EVAL, TASK
 from plugins.evaluate.result import write as write_result
 from runspec import files
 from runspec.processes import end_with_torchrun
-from runspec.redact import redacted
-from trainer.errors import ConfigError, TrainerError, describe, write_error_record
+from trainer import start
+from trainer.errors import ConfigError
 from trainer.inference import loading, pipeline
 from trainer.parallel.device import described, own
 from trainer.progress import Progress
-from trainer.start import leave
 
 _POLL_S = 0.5
 
@@ -129,23 +128,15 @@ def main(arguments: list[str]) -> int:
     end_with_torchrun()
     path = Path(arguments[0]).absolute()
     run_dir = path.parent
-    rank, world = (int(os.environ.get(name, default)) for name, default in _RANKS)
-    text = os.environ.get("COOKBOOK_ATTEMPT", "0")
-    attempt = int(text) if text.isdigit() else 0
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    attempt = start.attempt_number()
     try:
         run(load(path), run_dir, rank, world, attempt)
     except Exception as error:
-        sys.stderr.write(redacted(f"[rank {rank}] error: {describe(error)}\n"))
-        if not isinstance(error, TrainerError):
-            import traceback
-
-            sys.stderr.write(redacted(traceback.format_exc()))
-        write_error_record(run_dir / files.LOGS / str(attempt), rank, error)
+        start.report(error, run_dir, rank, attempt)
         return 1
     return 0
 
 
-_RANKS = (("RANK", "0"), ("WORLD_SIZE", "1"))
-
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    start.leave(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 
 from plugins.evaluate.samples import Sample
 from runspec import weights
-from runspec.storage import patient_json
+from runspec.files import patient_json
 from trainer.data.folder import read_tokenizer
 from trainer.errors import ConfigError
 from trainer.inference import loading, pipeline
+from trainer.layers.batch import IGNORE_INDEX
 
 
 def fingerprint(folder: Path) -> str:
@@ -49,8 +51,9 @@ class Answerer:
             raise ConfigError(f"{base}: has no model (config.json is missing)")
         try:
             # An adapter has a tokenizer of its own if the base has another one.
-            own = folder if (folder / "tokenizer.json").is_file() else base
-            self.tokenizer = read_tokenizer(own, padding_side="left")
+            own = (folder / "tokenizer.json").is_file()
+            self.tokenizer_folder = folder if own else base
+            self.tokenizer = read_tokenizer(self.tokenizer_folder, padding_side="left")
             dtype = loading.DTYPES[settings["dtype"]]
             model = loading.language_model(base, dtype, device, ranks)
         except (OSError, ValueError) as error:
@@ -67,7 +70,7 @@ class Answerer:
         self.limit = loading.max_positions(model) - virtual
         if adapter:
             model = loading.with_adapter(model, folder).to(device).eval()
-        self.base, self.model = base, model
+        self.model = model
 
     def prompt_text(self, sample: Sample, task: dict[str, Any]) -> str:
         """Return what the model reads before it answers."""
@@ -116,7 +119,6 @@ class Answerer:
             rows[k] = {"answer": text, "new_tokens": count, "seconds": seconds}
         return rows
 
-    @torch.inference_mode()
     def likelihoods(self, samples: list[Sample], task: dict[str, Any]) -> list[dict[str, Any]]:
         """Return nll (nats, summed) and tokens of each sample's reference, given its prompt."""
         rows = []
@@ -128,12 +130,18 @@ class Answerer:
             if not answer or len(prompt) + len(answer) > self.limit:
                 rows.append({"nll": 0.0, "tokens": 0, "too_long": bool(answer)})
                 continue
-            ids = torch.tensor([prompt + answer], device=self.device)
-            logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-            target = ids[0, len(prompt) :]
-            nll = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
-            rows.append({"nll": float(nll), "tokens": len(answer)})
+            labels = [IGNORE_INDEX] * len(prompt) + answer
+            rows.append({"nll": -self.value(prompt + answer, labels), "tokens": len(answer)})
         return rows
+
+    @torch.inference_mode()
+    def value(self, tokens: Sequence[int], labels: Sequence[int]) -> float:
+        """The log-probability (nats, summed) of a document's tokens that have labels."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        targets = torch.tensor(list(labels), device=self.device)[1:]
+        logits = self.model(input_ids=ids).logits[0, :-1][targets != IGNORE_INDEX].float()
+        targets = targets[targets != IGNORE_INDEX]
+        return -float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
 
     def _ids(self, text: str) -> list[int]:
         # A chat template writes the first token itself.

@@ -13,7 +13,6 @@ from trainer.data.preferences import PreferenceDataset
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.inference import loading
-from trainer.layers.batch import IGNORE_INDEX
 
 
 class Pairs(PreferenceDataset):
@@ -37,27 +36,14 @@ class Scorer:
         self.model = loading.reward_model(folder, settings["dtype"], device)
         # An adapter has a tokenizer of its own if the base has another one.
         own = (folder / "tokenizer.json").is_file()
-        self.folder = folder if own else base_of(folder) or folder
+        self.tokenizer_folder = folder if own else base_of(folder) or folder
         self.device = device
 
     @torch.inference_mode()
-    def scores(self, documents: Sequence[Sequence[int]]) -> list[float]:
-        """The score at the last token of each document, which is given by its tokens."""
-        scores = []
-        for tokens in documents:
-            ids = torch.tensor([list(tokens)], device=self.device)
-            scores.append(float(self.model(input_ids=ids).logits[0, 0]))
-        return scores
-
-    def pairs(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-        """The scores of chosen and rejected of each sample, whose record is its only message."""
-        read = Pairs(self.folder, [sample.messages[0] for sample in samples])
-        rows = []
-        for index in range(len(samples)):
-            pair = read[index]
-            both = self.scores([pair["chosen_input_ids"], pair["rejected_input_ids"]])
-            rows.append(dict(zip(("chosen", "rejected"), both, strict=True)))
-        return rows
+    def value(self, tokens: Sequence[int], labels: Sequence[int] = ()) -> float:
+        """The score at the last token of a document, whatever its labels are."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        return float(self.model(input_ids=ids).logits[0, 0])
 
 
 def model_of(
@@ -71,24 +57,17 @@ def model_of(
     return Scorer(folder, settings, device)
 
 
-def preferences(model: "Answerer | Scorer", samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """What a model gives chosen and rejected of each sample: scores, or log-probabilities."""
-    return model.pairs(samples) if isinstance(model, Scorer) else _likelihoods(model, samples)
+def values(model: "Answerer | Scorer", samples: Sequence[Sample]) -> list[dict[str, float]]:
+    """What a model gives chosen and rejected of each sample: scores, or log-probabilities.
 
-
-@torch.inference_mode()
-def _likelihoods(answerer: Answerer, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    read = Pairs(answerer.base, [sample.messages[0] for sample in samples])
-    rows = []
-    for index in range(len(samples)):
-        pair, sums = read[index], {}
-        for name in ("chosen", "rejected"):
-            ids = torch.tensor([pair[f"{name}_input_ids"]], device=answerer.device)
-            labels = torch.tensor(pair[f"{name}_labels"], device=answerer.device)
-            logits = answerer.model(input_ids=ids).logits[0, :-1].float()
-            nll = torch.nn.functional.cross_entropy(
-                logits, labels[1:], reduction="sum", ignore_index=IGNORE_INDEX
-            )
-            sums[name] = -float(nll)
-        rows.append(sums)
-    return rows
+    Args:
+        samples: a sample's only message is the record of its pair.
+    """
+    pairs = Pairs(model.tokenizer_folder, [sample.messages[0] for sample in samples])
+    return [
+        {
+            name: model.value(pair[f"{name}_input_ids"], pair[f"{name}_labels"])
+            for name in ("chosen", "rejected")
+        }
+        for pair in (pairs[index] for index in range(len(samples)))
+    ]

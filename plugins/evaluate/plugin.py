@@ -1,6 +1,6 @@
 """Evaluation of models."""
 
-from launcher.plugins import Command, Plugin
+from launcher.plugins import Check, Command, Plugin
 
 PLUGIN = Plugin(
     name="evaluate",
@@ -11,6 +11,7 @@ PLUGIN = Plugin(
             "Deliver",
         ),
     },
+    checks=(Check("suite", "plugins.evaluate.launcher.check:samples", starts=True),),
     hooks={"report_section": "plugins.evaluate.launcher.evaluation:report_section"},
     entries="plugins.evaluate.launcher.entries:ENTRIES",
 )

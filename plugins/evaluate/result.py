@@ -16,7 +16,7 @@ from plugins.evaluate.samples import Sample
 from plugins.evaluate.shards import Plan
 from plugins.evaluate.statistics import difference, interval, sign_test
 from runspec import files
-from runspec.storage import patient_json
+from runspec.files import patient_json
 from runspec.weights import content_sha256
 from trainer.errors import ConfigError
 

@@ -27,16 +27,16 @@ NGRAM = 13
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: its place in the file, its prompt, its reference answer and its group.
+    """One sample of a task."""
 
-    messages: the conversation that is continued, whose last message is the prompt; empty for a
-    prompt alone. Of kind pair_accuracy: the record alone.
-    """
-
+    # Its place in the file.
     index: int
     prompt: str
+    # The correct answer.
     reference: str
-    group: str
+    group: str = ""
+    # The conversation that is continued, whose last message is the prompt; empty for a prompt
+    # alone. Of kind pair_accuracy: the record alone.
     messages: tuple[dict[str, Any], ...] = ()
 
 
@@ -51,21 +51,15 @@ def read(name: str, task: dict[str, Any]) -> list[Sample]:
     path = Path(os.path.expanduser(str(task["data"])))
     faults: list[str] = []
     samples: list[Sample] = []
-    columns = {key: str(task.get(key) or default) for key, default in _COLUMNS.items()}
     try:
         for number, line in enumerate(patiently(Path.read_bytes, path).splitlines(), 1):
             if not line.strip():
                 continue
             try:
-                row = parse_json(line)
-                if task.get("kind") == "batch":
-                    samples.append(_request(len(samples), row))
-                elif task.get("kind") == "pair_accuracy":
-                    samples.append(_pair(len(samples), row, task.get("group")))
-                else:
-                    samples.append(_sample(len(samples), row, columns, task.get("group")))
+                samples.append(_of_line(len(samples), parse_json(line), task))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                faults.append(f"tasks.{name}.data {path}, line {number}: {_reason(error)}")
+                why = f"it has no {error}" if isinstance(error, KeyError) else error
+                faults.append(f"tasks.{name}.data {path}, line {number}: {why}")
                 if len(faults) == 5:
                     break
             if task.get("limit") and len(samples) >= task["limit"]:
@@ -86,7 +80,7 @@ def _read_dataset(key: str, task: dict[str, Any]) -> Iterator[Sample]:
     block, limit, group = task["dataset"], task.get("limit"), task.get("group")
     if task.get("kind") == "pair_accuracy":
         for index, pair, row in datasets.pairs(key, block, limit):
-            yield replace(_pair(index, pair, None), group=_group(key, row, group))
+            yield replace(_pair(index, pair), group=_group(key, row, group))
         return
     for index, turns, row in datasets.conversations(key, block, limit):
         *asked, answer = turns
@@ -110,46 +104,49 @@ def sha256(samples: Iterable[Sample]) -> str:
     return hashlib.sha256(json.dumps(content(samples)).encode()).hexdigest()
 
 
-_COLUMNS = {"prompt": "question", "reference": "answer"}
-
-
-def _sample(index: int, row: Any, columns: dict[str, str], group: str | None) -> Sample:
+def _of_line(index: int, row: Any, task: dict[str, Any]) -> Sample:
+    """Return the sample of a line; KeyError names the column that it lacks."""
+    kind, group = task.get("kind"), task.get("group")
+    if kind == "batch" and isinstance(row, str):
+        row = {"prompt": row}
     if not isinstance(row, dict):
         raise TypeError("it is no JSON object")
+    if kind == "batch":
+        return _request(index, row)
+    sample = _pair(index, row) if kind == "pair_accuracy" else _question(index, row, task)
+    return replace(sample, group=str(row[group])) if group else sample
+
+
+def _question(index: int, row: dict[str, Any], task: dict[str, Any]) -> Sample:
+    prompt, reference = task.get("prompt") or "question", task.get("reference") or "answer"
     messages = row.get("messages")
     asked: list[dict[str, Any]] = []
-    if isinstance(messages, list) and messages and columns["prompt"] not in row:
+    if isinstance(messages, list) and messages and prompt not in row:
         *asked, answer = messages
         if not asked or answer.get("role") != "assistant":
             raise TypeError("its messages do not end with an answer")
-        row = {**row, columns["prompt"]: asked[-1]["content"]}
-        row[columns["reference"]] = answer["content"]
-    values = [row[columns["prompt"]], row[columns["reference"]]]
-    texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
-    return Sample(index, texts[0], texts[1], str(row[group]) if group else "", tuple(asked))
+        row = {**row, prompt: asked[-1]["content"], reference: answer["content"]}
+    return Sample(index, _text(row[prompt]), _text(row[reference]), messages=tuple(asked))
 
 
-def _pair(index: int, row: Any, group: str | None) -> Sample:
+def _pair(index: int, row: dict[str, Any]) -> Sample:
     """Return a record of trainer.data.preferences.PreferenceDataset; the reference is chosen."""
-    if not isinstance(row, dict):
-        raise TypeError("it is no JSON object")
     if not row.get("completions"):
         row["chosen"], row["rejected"]
-    texts = [row.get("prompt") or "", row.get("chosen") or ""]
-    prompt, chosen = (each if isinstance(each, str) else json.dumps(each) for each in texts)
-    return Sample(index, prompt, chosen, str(row[group]) if group else "", (row,))
+    prompt, chosen = row.get("prompt") or "", row.get("chosen") or ""
+    return Sample(index, _text(prompt), _text(chosen), messages=(row,))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 # What a line may set for itself when a server is asked; a job has one of each for all lines.
 _JOB_SETTINGS = ("max_tokens", "temperature", "top_p", "seed")
 
 
-def _request(index: int, row: Any) -> Sample:
-    """Return a line as a server is asked it: messages, prompt or question, or a text alone."""
-    if isinstance(row, str):
-        row = {"prompt": row}
-    if not isinstance(row, dict):
-        raise TypeError("it is no JSON object")
+def _request(index: int, row: dict[str, Any]) -> Sample:
+    """Return a line as a server is asked it: messages, prompt or question."""
     if own := [key for key in _JOB_SETTINGS if key in row]:
         raise TypeError(f"it sets {', '.join(own)}, which a job has for all lines: leave it out")
     messages = row.get("messages")
@@ -159,15 +156,11 @@ def _request(index: int, row: Any) -> Sample:
     known = isinstance(messages, list) and messages
     if not known or not all(isinstance(_content(each), str) for each in messages):
         raise TypeError("it has no messages, prompt or question of text")
-    return Sample(index, str(messages[-1]["content"]), "", "", tuple(messages))
+    return Sample(index, str(messages[-1]["content"]), "", messages=tuple(messages))
 
 
 def _content(message: Any) -> Any:
     return message.get("content") if isinstance(message, dict) else None
-
-
-def _reason(error: Exception) -> str:
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def contamination(samples: list[Sample], block: dict[str, Any]) -> dict[str, Any]:

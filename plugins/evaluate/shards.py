@@ -17,7 +17,8 @@ from plugins.evaluate.recipe_keys import COMPARED_OF_TASK
 from plugins.evaluate.samples import Sample
 from plugins.evaluate.scores import normalised
 from runspec import files
-from runspec.storage import patient_json, patiently
+from runspec.files import patient_json
+from runspec.storage import patiently
 from runspec.weights import gives_scores
 from trainer.errors import ConfigError
 
@@ -28,11 +29,14 @@ _DEPENDS = ("seed", "dtype", "batch_size", "max_new_tokens", "temperature", "top
 
 @dataclass(frozen=True)
 class Shard:
-    """number: among all. side: candidate, against, or both for a judge. first, last: samples."""
+    """Some samples of a task, and the model that they are for."""
 
+    # Among all shards.
     number: int
     task: str
+    # candidate, against, or both for a judge.
     side: str
+    # Of the samples; last is not among them.
     first: int
     last: int
 
@@ -169,7 +173,7 @@ class Plan:
             ]
             rows = [{"win": win} for win in judge.verdicts(task, asked)]
         elif isinstance(answerer, pairs.Scorer) or task["kind"] == "pair_accuracy":
-            rows = pairs.preferences(answerer, chosen)
+            rows = pairs.values(answerer, chosen)
         elif task["kind"] == "lm_eval":
             rows = [harness.evaluate(answerer, task, self.config)]
         elif task["kind"] == "perplexity":

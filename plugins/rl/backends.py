@@ -27,8 +27,8 @@ from plugins.serve import backends
 from runspec import client
 from runspec.adapters import name_of
 from runspec.devices import VISIBLE, share_beside, visible
+from runspec.files import patient_json
 from runspec.processes import end_with_parent
-from runspec.storage import patient_json
 from trainer.checkpoint import adapter
 from trainer.config import instantiate
 from trainer.errors import ConfigError, RolloutError

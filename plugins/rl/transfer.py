@@ -15,7 +15,7 @@ import torch
 from plugins.rl import gathered
 from plugins.rl.recipe_keys import GrpoConfig
 from runspec import adapters, files
-from runspec.storage import patient_json
+from runspec.files import patient_json
 from trainer.checkpoint import adapter, export, weights
 from trainer.models.build import Model
 from trainer.parallel.world import World

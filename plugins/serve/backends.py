@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
-from runspec.storage import patient_json
+from runspec.files import patient_json
 
 # The lines are the words of a command that starts Python in the recipe's environment.
 STARTS_PYTHON = "COOKBOOK_BACKEND"

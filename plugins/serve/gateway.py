@@ -28,8 +28,8 @@ from plugins.serve.recipe_keys import SERVE
 from plugins.serve.scale import Scaler
 from plugins.serve.upstream import Pool, Upstream
 from runspec import files
+from runspec.files import patient_json
 from runspec.states import process_start
-from runspec.storage import patient_json
 
 # How often its file is renewed; plugins.serve.endpoint.STALE_S is several times as long.
 _RENEWED_S = 5.0

@@ -13,9 +13,9 @@ from typing import Any
 
 from plugins.serve.backends import Model
 from plugins.serve.request import CHAT, BadRequest, prompts, stops
-from runspec.files import parse_json
+from runspec.files import parse_json, patient_json
 from runspec.hints import nearest
-from runspec.storage import ABSENT, patient_json, patiently
+from runspec.storage import ABSENT, patiently
 
 # For the log only.
 _DESCRIPTIVE = {"user", "metadata", "safety_identifier", "prompt_cache_key"}

@@ -30,8 +30,9 @@ from plugins.serve.recipe_keys import SERVE
 from plugins.serve.upstream import BEAT_S, Upstream
 from runspec import failure, files, progress
 from runspec.devices import VISIBLE, visible
+from runspec.files import patient_json
 from runspec.processes import end_with_parent, end_with_torchrun
-from runspec.storage import OF_A_DISK, patient_json
+from runspec.storage import OF_A_DISK
 from runspec.variables import without_torchrun
 
 # A backend that dies more often than this, within a minute each time, is not restarted.

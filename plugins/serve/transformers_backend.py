@@ -24,7 +24,7 @@ from transformers.cli.serving import model_manager, utils
 
 from plugins.serve import backends
 from runspec import adapters, devices, weights
-from runspec.storage import patient_json
+from runspec.files import patient_json
 
 
 class Stops(StoppingCriteria):

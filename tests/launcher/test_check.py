@@ -15,6 +15,7 @@ from launcher import site as cluster
 from launcher.check import Finding, environment, files, preflight
 from launcher.check import recipe as recipe_checks
 from launcher.check.scheduler import partition
+from launcher.plugins import Check, Plugin
 from launcher.recipe import load as recipes
 from launcher.slurm.executors import choose
 from tests.launcher.kit import Kit, until
@@ -375,6 +376,31 @@ def test_a_layout_that_fits_tells_its_global_batch():
     )
 
 
+def polite(context: checks.Context) -> list[Finding]:
+    """What the checks of a plug-in below find."""
+    return [checks.ok("manners", context.recipe.name)]
+
+
+def test_checks_of_plug_ins_come_last_and_are_left_out_as_the_cores(monkeypatch):
+    here = "tests.launcher.test_check:polite"
+    rows = (
+        Check("free", here),
+        Check("needed", here, needed=True),
+        Check("slow", here, starts=True),
+    )
+    monkeypatch.setattr(preflight, "plugins", lambda: (Plugin("polite", checks=rows),))
+    monkeypatch.setattr(preflight, "CHECKS", preflight.CHECKS[:1])
+    context = checks.Context(recipes.load("demo"), cluster.Site(), executor=choose(True))
+
+    def made(**options: bool) -> list[tuple[str, str]]:
+        return [(each.subject, each.state) for each in preflight.check(context, **options)]
+
+    layout, found = ("layout", "ok"), ("manners", "ok")
+    assert made() == [layout, found, found, found]
+    assert made(quick=True) == [layout, found, found]
+    assert made(skip=True) == [layout, ("free", "skipped"), found, ("slow", "skipped")]
+
+
 def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     done = slurm_user.cookbook("check", "llama8b_lora", "--nodes", "3", "--partition", "debug")
     assert done.returncode == 1 and done.stderr == ""
@@ -385,8 +411,8 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     assert done.stdout.splitlines()[-1].endswith("faults: submit would refuse this run")
     assert not slurm_user.runs()
     rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
-    # The demo's entry is no other trainer's.
-    made = [name for name, *_ in preflight.every() if name != "engine config"]
+    # The demo's entry is no other trainer's, and no suite.
+    made = [name for name, *_ in preflight.every() if name not in ("engine config", "suite")]
     assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 

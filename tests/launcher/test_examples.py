@@ -102,7 +102,7 @@ def whole_way(user: Kit, printed: str) -> None:
         progress = json.loads((run / "progress.json").read_text())
         assert progress["best_step"] and progress["best_val_loss"] < 0.4
 
-    with stores.opened(stores.at(user.root)) as client:
+    with stores.client(stores.at(user.root)) as client:
         for name in ("qlora", "lora"):
             (run,) = (user.root / "runs").glob(f"*-support-{name}-*")
             tracked = importer.find(client, run.name)

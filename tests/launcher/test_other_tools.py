@@ -16,12 +16,8 @@ from launcher.recipe import entries, torchtune
 from launcher.recipe import load as recipes
 from launcher.site import Site
 from launcher.slurm import executors
-from plugins.engines.launcher import check as engine
 
-TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d"}
 LITGPT = {"checkpoint_dir": "org/m", "train": {"epochs": 1}}
-AUTOMODEL = {"model": {}, "step_scheduler": {}, "dataset": {}}
-LLAMAFACTORY = {"model_name_or_path": "org/m", "stage": "sft", "dataset": "mine"}
 
 # Configs of torchtune whose script is none of the kit's: the script, and the kit's own method.
 OTHER_SCRIPTS = {
@@ -47,76 +43,6 @@ def refusal(file: Path | str, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("content", "programs"),
-    [
-        ({**TRL, "packing": True, "max_length": 512}, "trl:sft"),
-        ({**TRL, "beta": 0.1, "label_smoothing": 0.1}, "trl:dpo"),
-        ({**TRL, "beta": 0.1, "desirable_weight": 1.0}, "trl:kto"),
-        ({**TRL, "center_rewards_coefficient": 0.01}, "trl:reward"),
-        ({**TRL, "reward_funcs": ["f"], "beta": 0.0, "scale_rewards": "group"}, "trl:grpo"),
-        ({**TRL, "reward_funcs": ["f"], "normalize_advantages": True}, "trl:rloo"),
-        ({**TRL, "teacher_model_name_or_path": "t", "packing": True}, "trl:distillation"),
-        # TRL's older ORPO, too, had no key but beta.
-        ({**TRL, "beta": 0.1}, "trl:dpo trl:kto"),
-        ({**TRL, "reward_funcs": ["f"]}, "trl:grpo trl:rloo"),
-        (TRL, "trl:sft trl:dpo trl:kto trl:reward"),
-        ({**LITGPT, "lora_r": 4}, "litgpt:finetune_lora"),
-        ({**LITGPT, "resume": False}, "litgpt:finetune_full"),
-        ({"model_name": "m", "train": {}}, "litgpt:pretrain"),
-        (LITGPT, "litgpt:finetune_full litgpt:finetune_lora litgpt:finetune_adapter"),
-    ],
-)
-def test_the_program_of_a_config_is_told_by_its_keys_or_asked_for(tmp_path, content, programs):
-    file = written(tmp_path / "theirs.yaml", content)
-    first, *others = programs.split()
-    if others:
-        assert refusal(file).endswith(
-            ": add " + " or ".join(f"entry={x}" for x in (first, *others))
-        )
-        recipe = {"entry": f"{first.partition(':')[0]}:{file.name}"}
-        named = refusal(written(tmp_path / "mine.yaml", recipe))
-        assert named.endswith(", with config: theirs.yaml in the recipe")
-    loaded = recipes.load(str(file), [f"entry={first}"] if others else [])
-    assert loaded.entry_name == first
-    assert loaded.config["parameters"].items() >= content.items()
-
-
-def test_a_config_starts_in_the_folder_from_which_its_paths_count(tmp_path, monkeypatch):
-    checkout = tmp_path / "LLaMA-Factory"
-    deep = {**LLAMAFACTORY, "deepspeed": "examples/deepspeed/ds.json", "output_dir": "saves/x.json"}
-    file = written(checkout / "examples" / "train_lora" / "lora.yaml", deep)
-    written(checkout / "data" / "dataset_info.json", "{}")
-
-    def found(*overrides: str) -> tuple[Path | None, list[str]]:
-        recipe = recipes.load(str(file), overrides)
-        context = Context(recipe, Site(shared_root=str(tmp_path)), executor=executors.choose(True))
-        lines = [each.line for each in findings(engine.SUBJECT, engine.config, context)]
-        return recipe.work_dir, [line for line in lines if "starts" in line]
-
-    folder, (fault,) = found()
-    assert folder == checkout
-    assert f"deepspeed: examples/deepspeed/ds.json is not in {checkout}, where" in fault
-    assert fault.endswith("work_dir=FOLDER")
-    assert len(found(f"work_dir={tmp_path}")[1]) == 2
-    written(checkout / "examples" / "deepspeed" / "ds.json", "{}")
-    assert found() == (checkout, [])
-    # A config elsewhere, and a shell in the checkout; typed, the folder counts from there.
-    file = written(tmp_path / "elsewhere" / "lora.yaml", deep)
-    monkeypatch.chdir(checkout)
-    assert found() == (checkout, [])
-    monkeypatch.chdir(tmp_path)
-    assert found()[0] == file.parent
-    assert found("work_dir=LLaMA-Factory") == (checkout, [])
-    # Files of a dataset of the hub, and what is written, are not looked for.
-    hub = {"base_model": "a/b", "datasets": [{"path": "c/d", "data_files": "x.json"}]}
-    file = written(tmp_path / "ax.yaml", {**hub, "dataset_prepared_path": "./made", "fsdp": None})
-    assert recipes.load(str(file)).work_dir == tmp_path
-    written_there = {"checkpoint": {"checkpoint_dir": "./made"}, "wandb": {"dir": "./wandb"}}
-    file = written(tmp_path / "nemo.yaml", {**AUTOMODEL, **written_there})
-    assert found() == (tmp_path, [])
-
-
-@pytest.mark.parametrize(
     ("content", "told"),
     [
         (
@@ -125,7 +51,7 @@ def test_a_config_starts_in_the_folder_from_which_its_paths_count(tmp_path, monk
         ),
         (
             {"model": "org/m", "train_dataset": "x"},
-            "is no recipe, and not known as a config of TRL",
+            "is no recipe, and not known as a config of ",
         ),
     ],
 )

@@ -87,7 +87,7 @@ class Gentle(SupervisedFineTuning):
 
     def loss(self, models, batch):
         whole = super().loss(models, batch)
-        return LossSum(whole.loss * self.config.gentleness, {})
+        return LossSum(whole.total * self.config.gentleness, {})
 ''',
 }
 
@@ -168,13 +168,22 @@ def test_the_kit_works_without_its_own_plug_ins(tmp_path):
     here = (environment(tmp_path / "venv"), checkout, tmp_path / "root")
 
     told = cookbook(*here, "--help").stdout
-    assert "submit" in told and "estimate" not in told and "serve" not in told
+    assert "  submit " in told and "  estimate " not in told and "  serve " not in told
     missing = cookbook(*here, "serve", "last")
     assert missing.returncode == 2 and "No such command 'serve'" in missing.stderr
-    for words in (["recipes"], ["check", "demo"], ["submit", "demo", "--dry-run", "--local"]):
+    (tmp_path / "faq.csv").write_text("question,answer\nWhat?,That\n")
+    for words in (
+        ["recipes"],
+        ["check", "demo"],
+        ["submit", "demo", "--dry-run", "--local"],
+        ["sweep", "demo_settings", "--dry-run", "--local"],
+        ["start", str(tmp_path / "faq.csv"), "--output", str(tmp_path / "mine.yaml")],
+    ):
         done = cookbook(*here, *words)
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode == 0 or words[0] == "check", done.stderr
+    # By the last of them: nothing is estimated, and the recipe is written.
+    assert "not estimated" in done.stdout and (tmp_path / "mine.yaml").is_file()
     losses = first_losses(*here)
     assert len(losses) == 2 and losses[1] < losses[0]
     assert cookbook(*here, "status").returncode == cookbook(*here, "results").returncode == 0

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,12 +27,6 @@ from trainer.parallel import world as distributed
 from trainer.parallel.world import World
 
 LARGE = 3500  # weights and Adam's two moments of LARGE x LARGE in fp32 are 147 MB
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    yield distributed.start("cpu")
-    distributed.stop()
 
 
 class Model:
@@ -198,23 +192,6 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_later_start(
     assert not model.module.weight.any(), "nothing of a damaged checkpoint may be loaded"
     model.save(later, 7, val_loss=0.2)
     assert later.committed.best() == (7, 0.2) and names(tmp_path) == ["step_7"]
-
-
-def test_training_goes_on_where_the_checkpoint_was(tmp_path: Path, world: World) -> None:
-    """Weights, the optimizer's moments and the next random numbers."""
-    model, other = Model(), Model()
-    checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2)
-    model.step()
-    model.save(checkpoints, 2)
-    moments = {name: t.clone() for name, t in model.optimizer.state[model.module.weight].items()}
-    drawn = torch.rand(4)
-    state = checkpoints.load(other.module, other.optimizer, {})
-    assert state is not None and state.step == 2
-    assert torch.equal(torch.rand(4), drawn)
-    assert torch.equal(other.module.weight, model.module.weight)
-    restored = other.optimizer.state[other.module.weight]
-    assert moments["step"] == 2 and restored.keys() == moments.keys()
-    assert all(torch.equal(restored[name], tensor) for name, tensor in moments.items())
 
 
 @pytest.mark.parametrize(

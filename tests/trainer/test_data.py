@@ -393,10 +393,13 @@ def test_a_sample_is_named_by_file_and_line(tmp_path: Path) -> None:
 CELLS = ("None", "NA", "null", "nan", "N/A", "00042", "1.10", "1e3", "True", "-", "#N/A", "inf")
 
 
-@pytest.mark.parametrize("between", [",", ";", "\t"])
 @pytest.mark.parametrize(
-    "cells",
-    [CELLS, *[(cell, cell) for cell in CELLS], ("0", "1"), ("1", "2.5"), ("True", "False")],
+    ("cells", "between"),
+    [
+        *((CELLS, between) for between in (",", ";", "\t")),
+        *(((cell, cell), ",") for cell in CELLS),
+        *((cells, ",") for cells in (("0", "1"), ("1", "2.5"), ("True", "False"))),
+    ],
     ids=str,
 )
 def test_a_cell_holds_the_text_that_stands_in_the_file(

@@ -34,15 +34,9 @@ LORA = lora_model(lora_dropout=0.0)
 STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
 LONG = pytest.mark.long
 TP = {"tensor_parallel_dim": 2}
-FIGURES = ("kd_loss", "cross_entropy", "top1_agreement")
-# By name: ranks, the run that it equals, changes to the config.
-RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "full": (1, "", {"shuffle": False}),
-    "full-packed": (1, "", {"row_length": 96, "batch_size": 2, "shuffle": False}),
-    "full-fsdp": (2, "full", {"batch_size": 4, "shuffle": False}),
-    "full-tensor": (2, "full", {"shuffle": False, **TP}),
-    "lora": (1, "", {"model": LORA, "beta": 0.5, "temperature": 2.0}),
-    "lora-fsdp": (2, "lora", {"model": LORA, "batch_size": 4, "beta": 0.5, "temperature": 2.0}),
+RUNS: dict[str, dict[str, Any]] = {
+    "full-packed": {"row_length": 96, "batch_size": 2, "shuffle": False},
+    "lora": {"model": LORA, "beta": 0.5, "temperature": 2.0},
 }
 
 
@@ -82,11 +76,11 @@ def root(
 ) -> Path:
     """The folder in which every run lies by its name."""
     folder = tmp_path_factory.mktemp("distill")
-    for name, (ranks, _, changes) in RUNS.items():
+    for name, changes in RUNS.items():
         path = write_config(
             folder / name, model_folder, dataset, teacher=str(teacher), **STEP | changes
         )
-        assert "teacher    frozen, " in finish(start(path, ranks, module=MODULE))
+        assert "teacher    frozen, " in finish(start(path, module=MODULE))
     return folder
 
 
@@ -98,15 +92,6 @@ def test_it_learns_from_the_teacher(name: str, root: Path) -> None:
     assert 0 <= last["top1_agreement"] <= 1
 
 
-@pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
-def test_every_layout_equals_the_single_process(name: str, root: Path) -> None:
-    wanted = root / RUNS[name][1]
-    assert_same_curve(root / name, wanted, 2e-5, 1e-4)
-    for own, other in zip(metrics(root / name), metrics(wanted), strict=True):
-        for figure in FIGURES:
-            assert own[figure] == pytest.approx(other[figure], abs=2e-5)
-
-
 def test_a_packed_set_has_the_loss_of_a_padded_one(
     tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
 ) -> None:
@@ -115,16 +100,6 @@ def test_a_packed_set_has_the_loss_of_a_padded_one(
         more |= {"batch_size": 44, "max_steps": 1, "teacher": str(teacher)}
         finish(start(write_config(tmp_path / name, model_folder, dataset, **more), module=MODULE))
     assert_same_curve(tmp_path / "packed", tmp_path / "padded", 2e-5, 1e-4)
-
-
-def test_the_students_own_model_teaches_it_nothing(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
-    own = {"teacher": str(model_folder), "cross_entropy_share": 0.0, "max_steps": 1}
-    finish(start(write_config(tmp_path, model_folder, dataset, **own), module=MODULE))
-    (line,) = metrics(tmp_path)
-    assert abs(line["loss"]) < 1e-5 and line["grad_norm"] < 1e-4
-    assert line["top1_agreement"] == 1 and line["cross_entropy"] > 6
 
 
 @pytest.mark.long
@@ -172,13 +147,11 @@ def test_a_teacher_in_nf4_is_the_dequantised_one_in_each_layout(
         "one": (1, packed),
         "fsdp": (2, packed | {"batch_size": 4}),
         "tensor": (2, packed | TP),
-        "qlora": (2, packed | {"batch_size": 4, "model": lora_model(quantize_base=True)}),
     }
     for name, (ranks, changes) in runs.items():
         path = write_config(tmp_path / "runs" / name, model_folder, dataset, **changes)
         finish(start(path, ranks, module=MODULE))
-        if name in ("one", "fsdp", "tensor"):
-            assert_same_curve(path.parent, tmp_path / "runs/dense", 2e-5, 1e-4)
+        assert_same_curve(path.parent, tmp_path / "runs/dense", 2e-5, 1e-4)
     # Blocks of 64 inputs do not fit 3 of them on 2 ranks.
     path = write_config(tmp_path / "odd", model_folder, dataset, **packed | TP)
     content = read_yaml(path) | {"teacher": str(teacher)}
@@ -231,16 +204,10 @@ def test_shares_above_one_are_refused(
 @pytest.mark.parametrize(
     ("ranks", "model", "more"),
     [
-        pytest.param(2, {}, {}, marks=LONG),
-        pytest.param(2, LORA, {"beta": 0.5}, marks=LONG),
-        (1, {}, {"beta": 1.0}),
         (2, {}, {"tensor_parallel_dim": 2, "beta": 0.5, "temperature": 2.0}),
-        *(
-            pytest.param(ranks, model, {"teacher_quantize_base": True, **more}, marks=LONG)
-            for ranks, model, more in ((1, LORA, {}), (2, LORA, {}), (2, {}, TP))
-        ),
+        pytest.param(2, LORA, {"teacher_quantize_base": True, "beta": 1.0}, marks=LONG),
     ],
-    ids=["fsdp", "lora", "one", "tensor", "nf4-one", "nf4-fsdp", "nf4-tensor"],
+    ids=["tensor", "nf4-fsdp"],
 )
 def test_the_closed_form_counts_teacher_and_loss(
     ranks: int,

@@ -231,4 +231,6 @@ def test_other_methods_train_new_tokens(
     settings = {"dtype": "fp32", "template": "chat", "temperature": 0}
     answerer = Answerer(tmp_path / "dpo/export/adapter", settings, torch.device("cpu"))
     assert len(answerer.model.get_input_embeddings().weight) == grown(1024, 1027)
+    # Pairs are read with the same tokenizer.
+    assert answerer.tokenizer_folder == tmp_path / "dpo/export/adapter"
     assert len(answerer.tokenizer) == 1027

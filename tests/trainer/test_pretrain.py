@@ -22,14 +22,11 @@ from plugins.estimate.launcher.estimate import Estimate
 from runspec.keys.fields import STREAM
 from runspec.keys.pretrain import PretrainConfig
 from tests.trainer.runs import (
-    assert_same_curve,
-    assert_same_tensors,
     curve,
     finish,
-    kill_rank,
+    kill_at,
     metrics,
     start,
-    wait_for_step,
     write_config,
 )
 from trainer import check
@@ -198,19 +195,6 @@ def test_tokens_come_by_weight(empty_folder: Path, sources: Any, tmp_path: Path)
     torch.testing.assert_close(shares, torch.tensor([0.3, 0.5, 0.2]), atol=0.01, rtol=0)
 
 
-def test_a_stream_goes_on_from_its_state(empty_folder: Path, sources: Any, tmp_path: Path) -> None:
-    _, data = built(config(tmp_path / "run", empty_folder, sources))
-    rows = data.mixture.rows(1, data.mixture.start(1))
-    for _ in range(9):
-        rows.row()
-    state = json.loads(json.dumps(rows.state))
-    again = data.mixture.rows(1, state)
-    for _ in range(40):
-        own, other = rows.row(), again.row()
-        assert [p.tolist() for p, _ in own.documents] == [p.tolist() for p, _ in other.documents]
-    assert rows.state == again.state
-
-
 def test_what_is_wrong_with_sources_is_said(
     corpus: Path, empty_folder: Path, tmp_path: Path
 ) -> None:
@@ -323,55 +307,15 @@ def test_its_losses_equal_a_plain_loops(
         torch.testing.assert_close(exported[name], value, rtol=0, atol=1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("ranks", "changes"),
-    [
-        pytest.param(2, {"batch_size": 2}, id="fsdp"),
-        pytest.param(2, {"tensor_parallel_dim": 2}, id="tensor"),
-        pytest.param(4, {"tensor_parallel_dim": 2, "batch_size": 2}, id="both"),
-        pytest.param(1, {"batch_size": 2, "gradient_accumulation_steps": 2}, id="accumulated"),
-    ],
-)
-def test_every_layout_equals_the_single_process(
-    ranks: int, changes: dict[str, Any], one: Path, empty_folder: Path, sources: Any, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    pretrain(config(folder, empty_folder, sources, num_workers=2, **changes), ranks)
-    assert_same_curve(folder, one, 2e-5, 1e-4)
-    assert_same_tensors(folder, one, 1e-4)
-
-
 def test_a_killed_run_goes_on_bit_by_bit(
     one: Path, empty_folder: Path, sources: Any, tmp_path: Path
 ) -> None:
     path = config(tmp_path / "run", empty_folder, sources, num_workers=2)
-    process = start(path, module="trainer.train pretrain")
-    wait_for_step(path, 3, process)
-    kill_rank(process, 0)
-    finish(process, None)
+    kill_at(path, 3, module="trainer.train pretrain")
     assert "resuming from checkpoints/step_" in pretrain(path, attempt=1)
     assert curve(path.parent) == curve(one)
     own, wanted = (load_file(run / "export/model.safetensors") for run in (path.parent, one))
     assert all(own[name].equal(value) for name, value in wanted.items())
-
-
-@pytest.mark.long
-def test_four_ranks_go_on_as_two(
-    one: Path, empty_folder: Path, sources: Any, tmp_path: Path
-) -> None:
-    """The rows of a step are the same, whoever reads them."""
-    folder = tmp_path / "run"
-    half = {"max_steps": 6, "batch_size": 1}
-    process = start(
-        path := config(folder, empty_folder, sources, **half), 4, module="trainer.train pretrain"
-    )
-    wait_for_step(path, 3, process)
-    (folder / ".stop").touch()
-    finish(process)
-    config(folder, empty_folder, sources, **half | {"batch_size": 2})
-    assert "resuming from" in pretrain(path, 2, attempt=1)
-    assert_same_curve(folder, one, 2e-5, 1e-4)
 
 
 def test_it_goes_on_from_trained_weights(

@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +65,6 @@ KINDS: dict[str, tuple[dict, dict]] = {
         {"text": "節點 👩‍👩‍👧 " * 30},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
-    yield distributed.start("cpu")
-    distributed.stop()
 
 
 @pytest.fixture

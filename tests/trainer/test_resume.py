@@ -23,6 +23,7 @@ from tests.trainer.runs import (
     curve,
     error_record,
     finish,
+    kill_at,
     kill_rank,
     lora_model,
     metrics,
@@ -37,7 +38,7 @@ from tests.trainer.runs import (
 from trainer.config import load
 from trainer.loop import Trainer
 from trainer.methods.sft import SupervisedFineTuning
-from trainer.parallel import world as distributed
+from trainer.parallel.world import World
 
 STEPS = 30
 
@@ -194,30 +195,15 @@ def mean_answer_loss(export: Path) -> float:
     return total / count
 
 
-@pytest.mark.parametrize(
-    ("is_packed", "ranks"),
-    [
-        pytest.param(False, 1, marks=pytest.mark.long),
-        pytest.param(False, 4, marks=pytest.mark.named),
-        pytest.param(True, 1, marks=pytest.mark.named),
-        pytest.param(True, 4, marks=pytest.mark.long),
-    ],
-)
-def test_killed_at_a_random_step(
-    is_packed: bool, ranks: int, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
-    changes = {"gradient_accumulation_steps": 2, "batch_size": max(1, 4 // ranks)}
-    if is_packed:
-        changes |= {"row_length": 96, "batch_size": 1}
+@pytest.mark.long
+def test_killed_at_a_random_step(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+    changes = {"gradient_accumulation_steps": 2, "row_length": 96, "batch_size": 1}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(config(whole, model_folder, dataset, ranks, **changes), ranks=ranks)
-    path = config(killed, model_folder, dataset, ranks, **changes)
+    train(config(whole, model_folder, dataset, 4, **changes), ranks=4)
+    path = config(killed, model_folder, dataset, 4, **changes)
     step = random.randint(1, STEPS - 8)
-    first = start(path, ranks=ranks)
-    wait_for_step(path, step, first)
-    kill_rank(first, random.randrange(ranks))
-    finish(first, status=None)
-    train(path, ranks=ranks, attempt=1)
+    kill_at(path, step, ranks=4)
+    train(path, ranks=4, attempt=1)
     assert curve(killed) == curve(whole), f"killed after step {step}"
     name = "export/model.safetensors"
     assert (killed / name).read_bytes() == (whole / name).read_bytes()
@@ -302,7 +288,11 @@ def test_another_config_does_not_resume(tmp_path: Path, model_folder: Path, data
 
 
 def test_a_checkpoint_is_saved_when_its_minutes_have_passed(
-    tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a clock by which each step takes 25 s: saved in the step that begins after a minute."""
     path = write_config(
@@ -314,15 +304,12 @@ def test_a_checkpoint_is_saved_when_its_minutes_have_passed(
         save_every_minutes=1,
         keep_last_n_checkpoints=9,
     )
-    try:
-        trainer = Trainer(load(path), distributed.start("cpu"), 0, SupervisedFineTuning)
-        clock = SimpleNamespace(monotonic=lambda: 25.0 * trainer.state.step)
-        monkeypatch.setattr("trainer.loop.time", clock)
-        trainer.saved_at = clock.monotonic()
-        assert trainer.train()
-        assert sorted(trainer.checkpoints.committed.steps()) == [4, 8, 9]
-    finally:
-        distributed.stop()
+    trainer = Trainer(load(path), world, 0, SupervisedFineTuning)
+    clock = SimpleNamespace(monotonic=lambda: 25.0 * trainer.state.step)
+    monkeypatch.setattr("trainer.loop.time", clock)
+    trainer.saved_at = clock.monotonic()
+    assert trainer.train()
+    assert sorted(trainer.checkpoints.committed.steps()) == [4, 8, 9]
 
 
 COSINE = {
@@ -332,7 +319,11 @@ COSINE = {
 
 
 def test_what_may_change_at_resume_changes_and_is_told(
-    tmp_path: Path, model_folder: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    model_folder: Path,
+    dataset: Path,
+    world: World,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The schedule goes on as if it had been the new one from the start; each case 2 steps more."""
     adam = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
@@ -352,28 +343,25 @@ def test_what_may_change_at_resume_changes_and_is_told(
         shutil.rmtree(folder / "export")
         reopen(folder)
         path = write_config(folder, model_folder, dataset, **first | changes)
-        config, world = load(path), distributed.start("cpu")
-        try:
-            trainer = Trainer(config, world, 1, SupervisedFineTuning)
-            group = trainer.optimizer.param_groups[0]
-            steps = trainer.batches.total_steps
-            wanted = config.optimizer["lr"]
-            if config.lr_scheduler is not None:
-                wanted *= 0.5 * (1 + math.cos(math.pi * (4 - 2) / (steps - 2)))
-            assert group["lr"] == pytest.approx(wanted)
-            for key in ("weight_decay", "betas"):
-                default = trainer.optimizer.defaults[key]
-                assert list(np.ravel(group[key])) == list(np.ravel(default))
-            moments = trainer.optimizer.state[trainer.model.trainable[0]]
-            assert int(moments["step"]) == 4 and moments["exp_avg"].any()
-            told = [x for x in capsys.readouterr().out.splitlines() if x.startswith("note: ")]
-            assert bool(told) == (name != "unchanged"), told
-            if name == "lower":
-                said = "\n".join(told)
-                assert "note: optimizer.weight_decay changes from None to 0.5, from step 5" in said
-                assert "note: the learning rate of step 5 changes from 0 to 0.0005" in told[-1]
-        finally:
-            distributed.stop()
+        config = load(path)
+        trainer = Trainer(config, world, 1, SupervisedFineTuning)
+        group = trainer.optimizer.param_groups[0]
+        steps = trainer.batches.total_steps
+        wanted = config.optimizer["lr"]
+        if config.lr_scheduler is not None:
+            wanted *= 0.5 * (1 + math.cos(math.pi * (4 - 2) / (steps - 2)))
+        assert group["lr"] == pytest.approx(wanted)
+        for key in ("weight_decay", "betas"):
+            default = trainer.optimizer.defaults[key]
+            assert list(np.ravel(group[key])) == list(np.ravel(default))
+        moments = trainer.optimizer.state[trainer.model.trainable[0]]
+        assert int(moments["step"]) == 4 and moments["exp_avg"].any()
+        told = [x for x in capsys.readouterr().out.splitlines() if x.startswith("note: ")]
+        assert bool(told) == (name != "unchanged"), told
+        if name == "lower":
+            said = "\n".join(told)
+            assert "note: optimizer.weight_decay changes from None to 0.5, from step 5" in said
+            assert "note: the learning rate of step 5 changes from 0 to 0.0005" in told[-1]
 
 
 def test_a_run_that_has_done_more_steps_than_it_is_given_is_refused(

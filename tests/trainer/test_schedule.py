@@ -80,18 +80,18 @@ def test_the_cosine_is_torchtunes(warmup: int, cycles: float) -> None:
     assert [rate for rate, _ in stepped(block, 0)] == expected
 
 
-WARM_COSINE = {
-    "_component_": COSINE,
-    "warmup_ratio": 0.1,
-    "min_lr": 1e-6,
-}
-
-
-@pytest.mark.parametrize("name", [*SCHEDULES, COSINE])
-def test_check_takes_it(name: str, tmp_path: Path, model_folder: Path, dataset: Path) -> None:
-    block = WARM_COSINE
-    if name in SCHEDULES:
-        block = {"_component_": f"{TORCH}{name}", **SCHEDULES[name]}
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"_component_": COSINE, "warmup_ratio": 0.1, "min_lr": 1e-6},
+        CYCLE,
+        {"_component_": f"{TORCH}SequentialLR", **SCHEDULES["SequentialLR"]},
+    ],
+    ids=["cosine", "cycle", "sequence"],
+)
+def test_check_takes_it(
+    block: dict[str, Any], tmp_path: Path, model_folder: Path, dataset: Path
+) -> None:
     path = write_config(tmp_path, model_folder, dataset, lr_scheduler=block)
     assert check.faults(read_yaml(path), SupervisedFineTuning) == []
 

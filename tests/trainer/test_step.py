@@ -123,10 +123,6 @@ COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     # The loss of so many tokens of so large a vocabulary stays behind the model's graph.
     "full": (VALIDATED | {"gradient_accumulation_steps": 2, "batch_size": 3}, 4),
     "full-by-operation": ({"ac_mode": "selective", "ac_option": "op"}, 2),
-    "lora-every-second": (
-        {"model": lora_model(), "ac_mode": "selective", "ac_option": 2},
-        3,
-    ),
     "dora-masters": (
         {"model": lora_model(use_dora=True), "master_weights": "fp32", "dtype": "bf16"},
         3,

@@ -1,7 +1,6 @@
 """Models of transformers' code against transformers, PEFT and a plain loop, in every layout."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ from runspec.flops import of_shape
 from tests.trainer.runs import (
     assert_same_curve,
     assert_same_tensors,
-    curve,
-    kill_at,
     metrics,
     randomise_adapter,
     tensors,
-    train,
 )
 from tests.trainer.transformers_cases import (
     FAMILIES,
@@ -40,7 +36,6 @@ from tests.trainer.transformers_runs import (
     HALF,
     LENGTH,
     LORA,
-    PACKED,
     POSITIONS,
     TOKENS,
     TP,
@@ -67,12 +62,6 @@ from trainer.parallel import world as distributed
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
     return write_sources(tmp_path_factory.mktemp("families"), model_folder)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
-    yield distributed.start("cpu")
-    distributed.stop()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,12 +101,13 @@ def _assert_shape(source: Path, module: Decoder) -> None:
     assert model_flops(module) == of_shape(shape, True, {})
 
 
-# The others take long.
-QUICK = ("gemma3", "phi4-mini")
+# What has a backward pass of this trainer's own: experts of each layout, the delta rule. Attention
+# with windows and scaled embeddings stands for the others, whose layers are transformers'.
+OWN_BACKWARD = ("qwen3-moe", "gpt-oss", "deepseek-v3", "llama4", "qwen3.5-moe")
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[pytest.mark.long] * (f not in QUICK)) for f in FAMILIES]
+    "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.long) for f in OWN_BACKWARD)]
 )
 def test_losses_and_gradients_equal_a_plain_loops(
     family: str, tmp_path: Path, sources: dict[str, Path], dataset: Path, world: distributed.World
@@ -348,16 +338,16 @@ def test_linear_attention_of_another_kind_is_neither_packed_nor_split(
 # Runs by name: ranks, family, the run that it must equal, changes to the config. The families
 # differ in what the layouts must get right: norms of heads; scaled embeddings and norms with an
 # offset; multipliers of embedding and logits; fused rows; linear attention.
+# A length of packed rows that tensor parallelism must add to.
+ODD = {"row_length": 95}
 RUNS: Runs = {
     "qwen3": (1, "qwen3", None, ADAPTED),
-    "qwen3-fsdp2": (2, "qwen3", "qwen3", ADAPTED | HALF | CHECKPOINTED),
     "qwen3-tp2": (2, "qwen3", "qwen3", ADAPTED | TP),
     "qwen3-hsdp": (4, "qwen3", "qwen3", ADAPTED | COPIES),
     "gemma3": (1, "gemma3", None, FULL),
-    "gemma3-fsdp2": (2, "gemma3", "gemma3", FULL | HALF | {"compile": True}),
     "gemma3-tp2": (2, "gemma3", "gemma3", FULL | TP | CHECKPOINTED),
-    "granite": (1, "granite", None, FULL),
-    "granite-tp2": (2, "granite", "granite", FULL | TP),
+    "granite": (1, "granite", None, FULL | ODD),
+    "granite-tp2": (2, "granite", "granite", FULL | TP | ODD),
     "phi4-mini": (1, "phi4-mini", None, FULL),
     "phi4-mini-fsdp2": (
         2,
@@ -366,12 +356,9 @@ RUNS: Runs = {
         FULL | HALF | {"custom_sharded_layers": ["embedding", "output_head"]},
     ),
     "phi4-mini-tp2": (2, "phi4-mini", "phi4-mini", FULL | TP | {"compile": True}),
-    "olmo3": (1, "olmo3", None, ADAPTED),
-    "olmo3-tp2": (2, "olmo3", "olmo3", ADAPTED | TP),
     "qwen3.5": (1, "qwen3.5", None, FULL),
     "qwen3.5-fsdp2": (2, "qwen3.5", "qwen3.5", FULL | HALF | CHECKPOINTED),
     "qwen3.5-tp2": (2, "qwen3.5", "qwen3.5", FULL | TP | {"compile": True}),
-    "qlora": (1, "llama3", None, {"model": LORA | {"quantize_base": True}}),
     "bf16": (2, "llama3", None, FULL | HALF | {"dtype": "bf16"}),
     "fp8": (2, "llama3", None, FULL | HALF | {"dtype": "bf16", "enable_fp8_training": True}),
 }
@@ -419,31 +406,7 @@ def test_other_families_under_tensor_parallelism_equal_the_single_process(
 
 
 @pytest.mark.long
-def test_qlora_trains_over_a_base_in_four_bits(root: Path) -> None:
-    assert metrics(root / "qlora")[-1]["loss"] < metrics(root / "qlora")[0]["loss"]
-
-
-@pytest.mark.long
 def test_sharded_fp8_follows_bf16(root: Path) -> None:
     eight, wanted = ([row["loss"] for row in metrics(root / name)] for name in ("fp8", "bf16"))
     assert eight == pytest.approx(wanted, abs=FP8_TOLERANCE) and eight != wanted
     assert eight[-1] < eight[0]
-
-
-@pytest.mark.long
-def test_a_killed_run_resumes_the_same(
-    tmp_path: Path, sources: dict[str, Path], dataset: Path
-) -> None:
-    """Bit for bit."""
-    changes = PACKED | {"model": LORA, "save_every_n_steps": 2, "max_steps": 12}
-    whole, path = (
-        config_of(tmp_path / name, sources["gemma3"], dataset, **changes)
-        for name in ("whole", "killed")
-    )
-    train(whole)
-    kill_at(path, 3)
-    assert "resuming from checkpoints/step_" in train(path, attempt=1)
-    assert curve(path.parent) == curve(whole.parent)
-    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        own, wanted = (folder.parent / "export" / file for folder in (path, whole))
-        assert own.read_bytes() == wanted.read_bytes()

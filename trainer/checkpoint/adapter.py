@@ -9,8 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from runspec.files import DamagedFile
-from runspec.storage import patient_json
+from runspec.files import DamagedFile, patient_json
 from trainer.checkpoint import weights
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError

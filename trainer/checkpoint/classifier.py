@@ -6,7 +6,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from runspec import files
-from runspec.storage import patient_json
+from runspec.files import patient_json
 from trainer.data.tokenizers import HuggingFaceTokenizer, hugging_face_tokenizer
 
 TOKENIZER = "tokenizer_config.json"

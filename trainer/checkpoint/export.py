@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from runspec import files, publish
-from runspec.storage import patient_json, patiently
+from runspec.files import patient_json
+from runspec.storage import patiently
 from runspec.weights import CHAT_TEMPLATES, OTHER_NAME
 from trainer.checkpoint import adapter, weights
 from trainer.checkpoint.ending import GENERATION, generation_settings, name_answer_end

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from runspec import prepared
+from runspec.files import patient_json
 from runspec.keys.fields import STREAM
-from runspec.storage import patient_json
 from trainer.config import instantiate
 from trainer.errors import ConfigError
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from runspec import files
-from runspec.storage import patient_json, patiently
+from runspec.files import patient_json
+from runspec.storage import patiently
 from trainer.errors import ConfigError, cache_written
 from trainer.layers.batch import TopK
 

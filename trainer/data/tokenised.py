@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runspec import files, publish, tables, weights
-from runspec.storage import patient_json, patiently
+from runspec.files import patient_json
+from runspec.storage import patiently
 from trainer.config import TrainConfig
 from trainer.data import origin, source
 from trainer.data.form import SINGLE, SampleForm

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runspec import tokens
-from runspec.files import write_json
-from runspec.storage import patient_json
+from runspec.files import patient_json, write_json
 from trainer.data.folder import answer_end, answered, model_file, opened, tokenizer_file
 from trainer.data.spans import SYSTEM_PROMPT, Spans
 from trainer.errors import ConfigError

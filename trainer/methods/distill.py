@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from runspec import tokens
+from runspec.files import patient_json
 from runspec.keys.distill import DistillConfig
 from runspec.keys.train import TrainConfig
-from runspec.storage import patient_json, patiently
+from runspec.storage import patiently
 from trainer.data.batches import Data
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch

@@ -12,7 +12,7 @@ from plugins.data.errors import DataError
 from plugins.data.progress import Progress
 from plugins.data.query_engines.tasks import Task
 from runspec import files, publish
-from runspec.storage import patient_json
+from runspec.files import patient_json
 
 DONE = "_done.json"
 

@@ -8,7 +8,7 @@ import atexit
 import os
 import shutil
 import tempfile
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -17,8 +17,6 @@ from runspec import lock
 
 KINDS = ("duckdb", "spark", "preview")
 _LOCK = ".lock"
-# A younger folder without a lock may still be in creation.
-_NEW_S = 60
 
 _held: dict[Path, TextIO] = {}
 
@@ -49,13 +47,10 @@ def make(kind: str, parent: Path) -> Path:
     prefix = f"cookbook-{kind}-{f'job{job}-' if job else ''}"
     try:
         sweep(parent)
-        while True:
-            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            held = lock.take(folder / _LOCK, _NEW_S)
-            if (folder / _LOCK).exists():
-                break
-            # Another process has just removed it as unused.
-            held.close()
+        hidden = Path(tempfile.mkdtemp(prefix=".", dir=parent))
+        held = lock.take(hidden / _LOCK)
+        # Others see it once it is locked.
+        folder = hidden.rename(parent / f"{prefix}{hidden.name[1:]}")
     except OSError as error:
         raise DataError(
             f"temp_dir {parent} cannot be written to ({error.strerror}): set temp_dir= to a "
@@ -76,20 +71,9 @@ def remove(folder: Path) -> None:
 def sweep(parent: Path) -> None:
     """Remove this user's folders whose processes have ended."""
     for kind in KINDS:
-        for folder in parent.glob(f"cookbook-{kind}-*"):
-            try:
-                facts = folder.lstat()
-                if facts.st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink():
-                    _remove_if_left(folder, time.time() - facts.st_mtime)
-            except (OSError, lock.Held):
-                continue
-
-
-def _remove_if_left(folder: Path, age_s: float) -> None:
-    if not (folder / _LOCK).exists():
-        if age_s > _NEW_S:
-            # Only an empty one: the owner of content without a lock is unknown.
-            folder.rmdir()
-        return
-    with lock.take(folder / _LOCK):
-        shutil.rmtree(folder, ignore_errors=True)
+        for file in parent.glob(f"cookbook-{kind}-*/{_LOCK}"):
+            folder = file.parent
+            with suppress(OSError, lock.Held):
+                if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
+                    with lock.take(file):
+                        shutil.rmtree(folder, ignore_errors=True)

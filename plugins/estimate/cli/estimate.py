@@ -87,7 +87,7 @@ def estimate(
         click.echo(json.dumps(shown, indent=1))
         return
     title = f"{recipe.name}: {recipe.description}" if recipe.description else recipe.name
-    in_words = "" if cost is None else f"{cost:,.2f} {site.currency or ''}".rstrip()
-    click.echo("\n".join([title, *text.lines(estimated, traced, in_words)]))
+    cost_text = "" if cost is None else f"{cost:,.2f} {site.currency or ''}".rstrip()
+    click.echo("\n".join([title, *text.lines(estimated, traced, cost_text)]))
     if tuning:
         click.echo("\n" + "\n".join(tuning.lines()))

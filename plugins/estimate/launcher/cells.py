@@ -16,7 +16,7 @@ from launcher.recipe.model import Recipe
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.memory import host_bytes
 from plugins.estimate.launcher.step_config import FP32, GIB
-from plugins.estimate.launcher.text import in_words
+from plugins.estimate.launcher.text import time_text
 
 _HEADS = ("CELL", "GPUS", "PEAK GiB", "VERDICT", "TOK/S/GPU", "EPOCH")
 
@@ -55,7 +55,7 @@ class PredictedCell:
         verdict += f", {host:.0f} GiB on the CPU" if host else ""
         times = ("-", "-")
         if self.hours is not None:
-            times = f"{found.rate:,.0f}", in_words(self.hours)
+            times = f"{found.rate:,.0f}", time_text(self.hours)
         peak = f"{found.prediction.peak_gib:,.2f}"
         return self.name, str(found.step.gpus), peak, verdict, *times
 

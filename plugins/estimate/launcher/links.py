@@ -12,13 +12,12 @@ BASE_S, WITHIN_S, BETWEEN_S = 8.4e-6, 3.4e-6, 9.6e-6
 
 @dataclass(frozen=True)
 class Links:
-    """How the GPUs are connected: 10^9 bytes per second of each, in one direction.
-
-    within_gbs: to the others of its node. between_gbs: to other nodes.
-    """
+    """How the GPUs are connected: 10^9 bytes per second of each, in one direction."""
 
     gpus_per_node: int
+    # To the others of its node.
     within_gbs: float
+    # To other nodes.
     between_gbs: float
 
     @classmethod

@@ -54,8 +54,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         **optimizer_of(_block(config, "optimizer")),
         **_loss(_block(config, "loss"), method),
         **_frozen_models(config, method),
-        **_on_policy(config, method),
-        replicas=gpus_per_node * _rollout_nodes(config) if method.samples_answers else 0,
+        **_on_policy(config, method, gpus_per_node),
     )
     if method.runs_teacher_only:
         step = _of_teacher(
@@ -165,35 +164,32 @@ def _of_teacher(step: StepConfig, top_k: int) -> StepConfig:
     )
 
 
-def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+def _on_policy(
+    config: Mapping[str, Any], method: type[TrainConfig], gpus_per_node: int
+) -> dict[str, Any]:
+    """How answers are sampled, if they are."""
     at_once = config.get("generation_batch_size")
+    batch = {"generation_batch": at_once and int(at_once)}
     if method.samples_answers:
+        rewards, apart = _block(config, "rewards"), _block(config, "resources").get("rollout")
+        folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
         most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
-        updates = config.get("updates_per_rollout") or 1
-        of_all: dict[str, Any] = {"on_policy_share": 1 / int(updates), "new_tokens": int(most)}
-        of_all |= {"keeps_sampled": True, "max_staleness": int(config.get("max_staleness") or 0)}
-        rewards = _block(config, "rewards")
-        of_all |= {"vllm": config.get("rollout_engine") == "vllm"}
-        of_all |= {"rollout_gpus": int(config.get("rollout_gpus") or 1)}
-        of_all |= {"vllm_share": config.get("rollout_gpu_memory_utilization")}
-        of_all |= {"in_reward_models": _in_reward_models(rewards)}
-        return of_all | {"generation_batch": at_once and int(at_once)}
+        return batch | {
+            "on_policy_share": 1 / int(config.get("updates_per_rollout") or 1),
+            "new_tokens": int(most),
+            "keeps_sampled": True,
+            "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
+            "max_staleness": int(config.get("max_staleness") or 0),
+            "replicas": 0 if apart in (None, "same") else gpus_per_node * int(apart),
+            "vllm": config.get("rollout_engine") == "vllm",
+            "vllm_share": config.get("rollout_gpu_memory_utilization"),
+            "rollout_gpus": int(config.get("rollout_gpus") or 1),
+        }
     keys, own = method.keys(), ("on_policy_share", "max_new_tokens")
     if own[0] not in keys:
         return {}
     share, most = (keys[n].default if config.get(n) is None else config[n] for n in own)
-    own_batch = {"generation_batch": at_once and int(at_once)}
-    return {"on_policy_share": float(share), "new_tokens": int(most), **own_batch}
-
-
-def _rollout_nodes(config: Mapping[str, Any]) -> int:
-    given = _block(config, "resources").get("rollout")
-    return 0 if given in (None, "same") else int(given)
-
-
-def _in_reward_models(rewards: Mapping[str, Any]) -> int:
-    folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
-    return sum(parameter_count(each) for each in folders if each.parts and each.is_dir())
+    return batch | {"on_policy_share": float(share), "new_tokens": int(most)}
 
 
 def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

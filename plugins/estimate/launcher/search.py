@@ -204,14 +204,15 @@ class Prediction:
 class Predictor:
     """Predicts settings near a recipe's own.
 
-    mfu: of the recipe's own step while no GPU waits for another, as a run has shown it; None: as
-    `plugins.estimate.launcher.compute` computes it. Every setting is predicted to be as much slower
-    or faster than its terms say as that step is.
+    Every setting is predicted to be as much slower or faster than its terms say as that one is.
     """
 
     own: StepConfig
     gpu: Gpu
+    # Of the recipe's own step while no GPU waits for another, as a run has shown it; None: as
+    # `plugins.estimate.launcher.compute` computes it.
     mfu: float | None = None
+    # Per GPU between nodes; None for what is usual with the GPU.
     network_gbits: float | None = None
 
     @cached_property
@@ -249,8 +250,11 @@ class Predictor:
 class Remedy:
     """A change of the recipe, on top of those before it that helped, and what comes of it."""
 
+    # The recipe's keys.
     overrides: str
+    # Of a GPU, with it.
     peak_gib: float
+    # It takes less memory.
     helps: bool
     fits: bool
 

@@ -32,15 +32,14 @@ STORAGE_BYTES_PER_S = 1e9
 
 @dataclass
 class StepTime:
-    """Seconds of one optimizer step, those of them that GPUs wait, and what comes of it.
-
-    update_s: of forward, backward and update alone. generating_s, scoring_s, transfer_s: on
-    average, of what comes between steps where answers are sampled.
-    """
+    """Seconds of one optimizer step, and what comes of it."""
 
     seconds: float
+    # In which GPUs wait for others.
     waiting_s: float
+    # Of forward, backward and update alone.
     update_s: float
+    # On average, of what comes between steps where answers are sampled.
     generating_s: float
     scoring_s: float
     transfer_s: float
@@ -55,14 +54,16 @@ class StepTime:
 
 
 class Computing(NamedTuple):
-    """Seconds that a rank computes: forward and backward of a layer on average; once in a
-    micro-step beside its layers; in a step's update; host: for the launches of a micro-step.
-    """
+    """Seconds that a rank computes."""
 
+    # Of a layer on average.
     forward: float
     backward: float
+    # In a micro-step, beside its layers.
     once: float
+    # In a step's update.
     optimizer: float
+    # Of the host, for the launches of a micro-step.
     host: float
 
     def in_all(self, step: StepConfig) -> float:

@@ -16,15 +16,15 @@ COMPARED_TOKENS = 128
 
 
 class Unit(NamedTuple):
-    """Parameters that FSDP gathers and reduces together, after tensor and expert parallelism.
+    """Parameters that FSDP gathers and reduces together, after tensor and expert parallelism."""
 
-    gathered: bytes of all of them as they are computed with. trained: how many have a gradient.
-    stored, here: bytes, and trained numbers, of the shards of one rank.
-    """
-
+    # Bytes of all of them, as they are computed with.
     gathered: float = 0.0
+    # How many have a gradient.
     trained: float = 0.0
+    # Bytes of the shards of one rank.
     stored: float = 0.0
+    # Trained numbers of these shards.
     here: float = 0.0
 
     def plus(self, other: Unit, times: int = 1) -> Unit:
@@ -33,13 +33,15 @@ class Unit(NamedTuple):
 
 
 class Units(NamedTuple):
-    """The FSDP units of a model: of each kind of block; last norm and output layer, which stay
-    gathered from the forward pass to the end; the embedding, if it has a table of its own.
-    """
+    """The FSDP units of a model."""
 
+    # Of each kind of block.
     kinds: tuple[Unit, ...]
+    # Last norm and output layer, which stay gathered from the forward pass to the end.
     ends: Unit
+    # Empty if the output layer's table is this, too.
     embedding: Unit
+    # Of all blocks and both ends.
     whole: Unit
 
 

@@ -34,7 +34,7 @@ def lines(
     yield from _disk(estimate)
 
 
-def in_words(hours: float) -> str:
+def time_text(hours: float) -> str:
     """Return a computed time, a second at least."""
     return duration(max(round(3600 * hours), 1))
 
@@ -142,7 +142,7 @@ def _time(estimate: Estimate, cost: str) -> Iterator[str]:
     )
     yield f"  {'by':<20} {estimate.predictor.basis}"
     cost = cost and f", {cost}"
-    yield f"  {'time':<14} {in_words(hours):>14}, {hours * step.gpus:.3g} GPU-hours{cost}"
+    yield f"  {'time':<14} {time_text(hours):>14}, {hours * step.gpus:.3g} GPU-hours{cost}"
     yield f"  {'of':<20} {estimate.epoch[1]}"
     parts = {
         "the reference's log-probabilities, once": estimate.hours_before,

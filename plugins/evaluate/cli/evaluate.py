@@ -77,18 +77,13 @@ def evaluate(
     if as_gates and not only_results:
         raise UsageFault("--as-gates requires --results: it prints a finished evaluation")
     if only_results:
-        given: dict[str, Any] = {
-            "--suite": suite,
-            "--data": data,
-            "--against": against,
-            "KEY=VALUE": overrides,
-        }
-        given |= {"--watch": watch, "--dry-run": dry_run, "--local": local}
-        given |= {f"--{name.replace('_', '-')}": value for name, value in resources.items()}
-        if unused := [name for name, value in given.items() if value]:
+        given: dict[str, Any] = {"suite": suite, "data": data, "against": against, "watch": watch}
+        given |= {"dry_run": dry_run, "local": local, **resources}
+        options = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+        if unused := [*options, *overrides]:
             raise UsageFault(
-                f"--results starts nothing and shows the newest result: leave {', '.join(unused)} "
-                "out, or --results"
+                "--results starts nothing and shows the newest result: leave "
+                f"{', '.join(unused)} out, or --results"
             )
         results = workflow.results(site, models.resolve(site, model))
         if not results:

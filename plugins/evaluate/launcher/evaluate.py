@@ -1,10 +1,10 @@
 """From a model and a suite to an evaluation job: what is evaluated, against what, by which file."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher import paths, yamlfile
 from launcher.do import models
@@ -17,15 +17,15 @@ from launcher.site import Site
 from plugins.evaluate.launcher import evaluation, suite_data
 from runspec import files
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that could be submitted: its recipe, the models it is about, and what is told
-    of its samples."""
+    """An evaluation that could be submitted."""
 
     recipe: Recipe
-    candidate: Model
-    against: Model | None
+    # Lines about its samples, for the user.
     notes: tuple[str, ...] = ()
 
 
@@ -51,51 +51,41 @@ def plan(
         UsageFault, RecipeFault: every fault of what was given.
     """
     faults: list[str] = []
-    candidate, other = None, None
-    try:
-        candidate = models.resolve(site, wanted)
-    except CookbookError as error:
-        faults += error.faults
-    try:
-        if against == "base" and candidate is not None:
-            other = _base(candidate)
-        elif against not in (None, "base"):
-            other = models.resolve(site, str(against), ("base",))
-    except CookbookError as error:
-        faults += error.faults
-    run = candidate.run if candidate else None
-    recipe: Recipe | None = None
-    notes: tuple[str, ...] = ()
-    try:
-        file = yamlfile.find("suite", suite or suite_data.suite_of(run), paths.EVALS)
-        if candidate is not None:
-            recipe, notes = _suite(site, file, candidate, overrides, resources, data)
-    except CookbookError as error:
-        faults += error.faults
-    if faults or candidate is None or recipe is None:
+    candidate = _tried(faults, lambda: models.resolve(site, wanted))
+    other = None
+    if against == "base":
+        other = _tried(faults, lambda: _base(candidate)) if candidate else None
+    elif against is not None:
+        other = _tried(faults, lambda: models.resolve(site, against, ("base",)))
+    name = suite or suite_data.suite_of(candidate.run if candidate else None)
+    file = _tried(faults, lambda: yamlfile.find("suite", name, paths.EVALS))
+    found = None
+    if candidate and file:
+        found = _tried(faults, lambda: _suite(site, file, candidate, overrides, resources, data))
+    if faults or candidate is None or found is None:
         raise UsageFault(list(dict.fromkeys(faults)))
+    recipe, notes = found
     settings: dict[str, Any] = {"candidate_name": candidate.name}
-    tasks = (recipe.config.get("tasks") or {}).items()
-    if existing := [(name, task["output"]) for name, task in tasks if _output_exists(task)]:
-        again = "choose another file; to continue a job that did not complete: cookbook resume RUN"
-        raise UsageFault(
-            [f"tasks.{n}.output: {file} already exists: {again}" for n, file in existing]
-        )
-    if {str(task.get("kind")) for _, task in tasks} == {"batch"}:
-        # Answers are no figures of the model.
-        return Evaluation(replace(recipe, config={**recipe.config, **settings}), candidate, other)
-    settings["results"] = str(results_folder(site, candidate))
-    if other is not None:
-        settings |= {"against": str(other.folder), "against_name": other.name}
-    if run is not None and not recipe.config.get("training_data"):
-        settings["training_data"] = suite_data.training_of(run)
-    recipe = replace(recipe, config={**recipe.config, **settings})
-    return Evaluation(recipe, candidate, other, notes)
+    if {str(task.get("kind")) for task in _tasks(recipe).values()} != {"batch"}:
+        settings["results"] = str(results_folder(site, candidate))
+        if other is not None:
+            settings |= {"against": str(other.folder), "against_name": other.name}
+        if candidate.run is not None and not recipe.config.get("training_data"):
+            settings["training_data"] = suite_data.training_of(candidate.run)
+    return Evaluation(replace(recipe, config={**recipe.config, **settings}), notes)
 
 
-def _output_exists(task: Mapping[str, Any]) -> bool:
-    """Whether the file of answers of a batch is there already."""
-    return task.get("kind") == "batch" and Path(str(task.get("output") or "")).is_file()
+def _tried(faults: list[str], make: Callable[[], T]) -> T | None:
+    """Return what is made, None if that raises faults, which are added to the list."""
+    try:
+        return make()
+    except CookbookError as error:
+        faults += error.faults
+        return None
+
+
+def _tasks(recipe: Recipe) -> dict[str, Any]:
+    return recipe.config.get("tasks") or {}
 
 
 def _suite(
@@ -117,10 +107,15 @@ def _suite(
             f"{recipe.path} is not a suite: its entry is {recipe.entry_name}, not eval"
         )
     config, faults = suite_data.with_absolute_paths(recipe, set(map(override.key_of, given)), site)
-    recipe = replace(recipe, config=config)
-    if faults := [*faults, *suite_data.missing(recipe, site)]:
+    again = "choose another file; to continue a job that did not complete: cookbook resume RUN"
+    faults += [
+        f"tasks.{name}.output: {task['output']} already exists: {again}"
+        for name, task in config["tasks"].items()
+        if task.get("kind") == "batch" and Path(str(task.get("output") or "")).is_file()
+    ]
+    if faults:
         raise UsageFault(list(dict.fromkeys(faults)))
-    return recipe, notes
+    return replace(recipe, config=config), notes
 
 
 def results_folder(site: Site, model: Model) -> Path:

@@ -1,7 +1,7 @@
 """What the tasks of a suite are asked: the user's file, or the validation data of the run."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,9 @@ def overrides(
         raise UsageFault(f"the model belongs to no run whose validation data it could use: {_GIVE}")
     block = validation_of(run)
     source = block.get("data_files") or block.get("data_dir") or block.get("source")
-    whole = ", ".join(map(str, source)) if isinstance(source, list) else str(source)
-    told = f"the samples are dataset_val of {run.name}: {whole}, split {block.get('split')}"
-    return [f"tasks.{name}.dataset={json.dumps(block)}" for name in without], (told,)
+    names = ", ".join(map(str, source)) if isinstance(source, list) else str(source)
+    note = f"the samples are dataset_val of {run.name}: {names}, split {block.get('split')}"
+    return [f"tasks.{name}.dataset={json.dumps(block)}" for name in without], (note,)
 
 
 def validation_of(run: Run) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def validation_of(run: Run) -> dict[str, Any]:
         UsageFault: it has none, or only prompts without answers.
     """
     config = _config(run)
-    blocks = [whole for key, _, whole in data_blocks.dataset_blocks(config) if key == "dataset_val"]
+    blocks = [block for key, _, block in data_blocks.dataset_blocks(config) if key == "dataset_val"]
     if not config.get("dataset_val") or not blocks:
         raise UsageFault(f"{run.name} was trained without dataset_val: {_GIVE}")
     method = entries.of(config).method
@@ -99,7 +99,7 @@ def validation_of(run: Run) -> dict[str, Any]:
 def training_of(run: Run) -> dict[str, Any] | None:
     """Return the dataset block of a run's training data; None if its files are gone."""
     blocks = [
-        whole for key, _, whole in data_blocks.dataset_blocks(_config(run)) if key == "dataset"
+        block for key, _, block in data_blocks.dataset_blocks(_config(run)) if key == "dataset"
     ]
     here = [
         all(path.is_file() for path in data_blocks.data_files(block))
@@ -128,12 +128,13 @@ def with_absolute_paths(
             if _is_path(task.get(key)):
                 given = f"tasks.{name}.{key}" in typed
                 task[key] = _absolute(task[key], recipe.path.parent, given)
-        try:
-            if task.get("data") and task.get("kind") in _ASKING and "${" not in task["data"]:
-                block = _block(name, task, site)
+        on_nodes = [Path(str(task.get("data"))).is_relative_to(each) for each in site.node_paths]
+        if _is_path(task.get("data")) and not any(on_nodes):
+            try:
+                block = _block(name, task)
                 task |= {"data": None, "dataset": block} if block else {}
-        except UsageFault as fault:
-            faults += fault.faults
+            except UsageFault as fault:
+                faults += fault.faults
         tasks[name] = task
     return {**recipe.config, "tasks": tasks}, faults
 
@@ -148,17 +149,17 @@ def _absolute(value: str, folder: Path, typed: bool) -> str:
     return str(beside if not typed and (beside.exists() or not here.exists()) else here)
 
 
-def _block(name: str, task: Mapping[str, Any], site: Site) -> dict[str, Any] | None:
+def _block(name: str, task: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the dataset block of a task's file; None for JSON lines that are read as they are.
 
     Raises:
         UsageFault: it is not there, cannot be read, or its columns do not say what they are.
     """
     path = Path(task["data"])
-    if any(path.is_relative_to(each) for each in site.node_paths):
-        return None
     if not path.is_file():
         raise UsageFault(f"tasks.{name}.data: there is no file {path}: set tasks.{name}.data=")
+    if task["kind"] not in _ASKING:
+        return None
     columns = {
         "input": task.get("prompt") or "question",
         "output": task.get("reference") or "answer",
@@ -175,7 +176,7 @@ def _block(name: str, task: Mapping[str, Any], site: Site) -> dict[str, Any] | N
 
 
 def _has(path: Path, wanted: Iterable[str]) -> bool:
-    """Whether the first record has the columns, or messages; what is no JSON is told by another."""
+    """Whether the first record has the columns, or messages; False if it cannot be read."""
     try:
         first = next(own_data.records_of(path, "json"), {})
     except (OSError, ValueError):
@@ -185,12 +186,3 @@ def _has(path: Path, wanted: Iterable[str]) -> bool:
 
 def _config(run: Run) -> dict[str, Any]:
     return yamlfile.load(run.path / files.RECIPE)
-
-
-def missing(recipe: Recipe, site: Site) -> Iterator[str]:
-    """Yield the data files of tasks that are not there; nodes may have their own paths."""
-    for name, task in (recipe.resolved(site.root, "run").get("tasks") or {}).items():
-        data = str(task.get("data") or "")
-        on_nodes = any(Path(data).is_relative_to(each) for each in site.node_paths)
-        if data and not on_nodes and not Path(data).expanduser().is_file():
-            yield f"tasks.{name}.data: there is no file {data}: set tasks.{name}.data="

@@ -9,69 +9,59 @@ from typing import Any
 from launcher import yamlfile
 from launcher.errors import RecipeFault, nearest
 from plugins.evaluate.recipe_keys import COMPARED, COMPARED_OF_TASK
-from runspec.keys.key import REQUIRED, Key, faults
+from runspec.keys.key import REQUIRED, Key, faults, table
 
-_KEYS = {
-    key.name: key
-    for key in (
-        Key("description", "text", "One line about the gates."),
-        Key("aliases", "texts", "The aliases that they guard.", ["staging", "champion"]),
-        Key("evaluations", "open block", "By suite.task: the evaluation that counts."),
-        Key("gates", "list", "The gates."),
-    )
-}
-_EVALUATION = {
-    key.name: key
-    for key in (
-        Key("data_sha256", "text", "Hash of the samples.", REQUIRED),
-        Key("min_samples", "positive", "Fewest samples that the model answered.", REQUIRED),
-        Key("settings", "open block", "Settings of the suite; the others have their defaults."),
-        Key(
-            "required", "flag", "Whether a version without it fails; else they do not apply.", True
-        ),
-    )
-}
-_GATE = {
-    key.name: key
-    for key in (
-        Key("metric", "text", "suite.task.metric of an evaluation."),
-        Key("at_least", "any", "Lowest value that passes."),
-        Key("at_most", "any", "Highest value that passes."),
-        Key("not_worse_than", "text", "An alias; its version is compared by a paired test."),
-        Key("higher_is_better", "flag", "Of not_worse_than.", True),
-        Key("alpha", "number", "Of not_worse_than: a worse mean passes if p is above it.", 0.05),
-        Key("size_gib_at_most", "number", "Size of the weights."),
-        Key("latency_p95_s_at_most", "number", "Of the answers of `task`."),
-        Key("task", "text", "suite.task, of latency and forbidden."),
-        Key("forbidden", "texts", "Regular expressions that no answer of `task` may have."),
-    )
-}
+_KEYS = table(
+    Key("description", "text", "One line about the gates."),
+    Key("aliases", "texts", "The aliases that they guard.", ["staging", "champion"]),
+    Key("evaluations", "open block", "By suite.task: the evaluation that counts."),
+    Key("gates", "list", "The gates."),
+)
+_EVALUATION = table(
+    Key("data_sha256", "text", "Hash of the samples.", REQUIRED),
+    Key("min_samples", "positive", "Fewest samples that the model answered.", REQUIRED),
+    Key("settings", "open block", "Settings of the suite; the others have their defaults."),
+    Key("required", "flag", "Whether a version without it fails; else they do not apply.", True),
+)
+_GATE = table(
+    Key("metric", "text", "suite.task.metric of an evaluation."),
+    Key("at_least", "any", "Lowest value that passes."),
+    Key("at_most", "any", "Highest value that passes."),
+    Key("not_worse_than", "text", "An alias; its version is compared by a paired test."),
+    Key("higher_is_better", "flag", "Of not_worse_than.", True),
+    Key("alpha", "number", "Of not_worse_than: a worse mean passes if p is above it.", 0.05),
+    Key("size_gib_at_most", "number", "Size of the weights."),
+    Key("latency_p95_s_at_most", "number", "Of the answers of `task`."),
+    Key("task", "text", "suite.task, of latency and forbidden."),
+    Key("forbidden", "texts", "Regular expressions that no answer of `task` may have."),
+)
 _KINDS = ("metric", "size_gib_at_most", "latency_p95_s_at_most", "forbidden")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The evaluation of a task that counts: its samples, how many, and settings by key.
+class Evidence:
+    """The evaluation of a task that counts."""
 
-    required: False if its gates do not apply to a version that was never evaluated on the task.
-    """
-
+    # Of its samples.
     data_sha256: str
+    # How many samples the model answered at least.
     min_samples: int
+    # Of the suite and the task; those that are not listed have their defaults.
     settings: Mapping[str, Any] = field(default_factory=dict)
+    # False if its gates do not apply to a version that was never evaluated on the task.
     required: bool = True
 
 
 @dataclass(frozen=True)
 class Gates:
-    """A file of gates: the aliases that it guards, the evaluations by suite.task, the gates.
+    """A file of gates."""
 
-    origin: the file's path. text: its content.
-    """
-
+    # The aliases that they guard.
     aliases: list[str]
-    evaluations: Mapping[str, Wanted]
+    # By suite.task.
+    evaluations: Mapping[str, Evidence]
     gates: list[dict[str, Any]]
+    # The file's path, and its content.
     origin: str
     text: str
 
@@ -113,17 +103,12 @@ def of_text(text: str, origin: str) -> Gates:
             )
     if texts:
         raise RecipeFault([f"{fault}, in {origin}" for fault in texts])
-    wanted = {
-        str(task): Wanted(
-            block["data_sha256"],
-            block["min_samples"],
-            block.get("settings") or {},
-            block.get("required", True),
-        )
+    counting = {
+        str(task): Evidence(**{key: value for key, value in block.items() if value is not None})
         for task, block in evaluations.items()
     }
     aliases = list(config.get("aliases") or ["staging", "champion"])
-    return Gates(aliases, wanted, list(gates or []), origin, text)
+    return Gates(aliases, counting, list(gates or []), origin, text)
 
 
 def task_of(gate: Mapping[str, Any]) -> str:

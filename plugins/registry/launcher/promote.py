@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from launcher.look.outcome import outcome
 from launcher.run.states import state_of
 from launcher.site import Site
 from plugins.evaluate.launcher import evaluate, evaluation
-from plugins.registry.launcher import facts, gates, importer, judging, registry
+from plugins.registry.launcher import facts, gates, importer, registry, verdicts
 from plugins.registry.launcher import store as stores
 from plugins.registry.launcher.registry import Version
 from plugins.serve.launcher import endpoint as endpoints
@@ -115,41 +114,36 @@ def _passed(
 ) -> dict[str, Any]:
     """Return by which evaluations a version passes its gates, and the hash of its weights."""
     name, present = chosen.name, registry.aliases_of(client, chosen.name)
-    known = {each: registry.version(client, name, each) for each in present}
-    subject = judging.Subject(
-        f"{name} v{chosen.number}",
+    version = verdicts.JudgedVersion(
+        name,
+        chosen.number,
         chosen.folder,
         _results(site, chosen),
-        {each: _evaluated(known[each]) if each in known else None for each in registry.ALIASES},
+        {each: _evaluated(registry.version(client, name, each)) for each in present},
         {
             each: sha256
             for each, number in present.items()
             if (sha256 := registry.judged_weights(store, name, number))
         },
     )
-    verdicts = []
-    for verdict in judging.judge(rules, subject):
-        text = verdict.text.replace("models:/NAME@", f"models:/{name}@")
-        text = text.replace("promote NAME", f"promote {name}")
-        text = text.replace("cookbook eval ...", f"cookbook eval models:/{name}/{chosen.number}")
-        verdicts.append(replace(verdict, text=text))
+    judged = list(verdicts.judge(rules, version))
     # What failed is in the error.
     for text in dict.fromkeys(
         f"{'passed ' if each.passed else 'not applicable '} {each.text}"
-        for each in verdicts
+        for each in judged
         if each.passed is not False
     ):
         say(text)
-    if failed := dict.fromkeys(each.text for each in verdicts if each.passed is False):
+    if failed := dict.fromkeys(each.text for each in judged if each.passed is False):
         head = f"{name} v{chosen.number} is not promoted to {alias}: gate"
         raise GateFault([f"{head} {text}" for text in failed])
-    evaluations = list(dict.fromkeys(each.evaluation for each in verdicts if each.evaluation))
+    evaluations = list(dict.fromkeys(each.evaluation for each in judged if each.evaluation))
     if not evaluations:
         say(
             "note: no gate has judged the answers of this version; write gates for your "
             "own suite: cookbook eval MODEL --results --as-gates (docs/lifecycle.md)"
         )
-    return {"evaluations": evaluations, "weights_sha256": subject.weights_sha256}
+    return {"evaluations": evaluations, "weights_sha256": version.weights_sha256}
 
 
 def _rules(

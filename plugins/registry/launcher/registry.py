@@ -1,7 +1,6 @@
 """Registered models: versions by reference or by copy, aliases, and the history of both."""
 
 import getpass
-import json
 import re
 import secrets
 import shutil
@@ -27,12 +26,14 @@ _EXPERIMENT = "registered models"
 
 @dataclass(frozen=True)
 class Version:
-    """A registered version: its number, the folder of its weights, its aliases and tags."""
+    """A registered version of a model."""
 
     name: str
     number: int
+    # Of its weights.
     folder: Path
     aliases: tuple[str, ...] = ()
+    # Seconds since 1970.
     created: float = 0.0
     tags: Mapping[str, str] = field(default_factory=dict)
 
@@ -135,10 +136,11 @@ def version(client: Any, name: str, wanted: str) -> Version:
 
 
 def _absent(client: Any, name: str, wanted: str) -> str:
-    names = sorted(each.name for each in client.search_registered_models())
-    if name not in names:
-        known = f"there are {', '.join(names)}" if names else "register one with: cookbook register"
-        return f"no model is registered as {name!r}{nearest(name, names)}: {known}"
+    registered = names(client)
+    if name not in registered:
+        listed = f"there are {', '.join(registered)}"
+        known = listed if registered else "register one with: cookbook register"
+        return f"no model is registered as {name!r}{nearest(name, registered)}: {known}"
     aliases = aliases_of(client, name)
     what = (
         f"version {wanted}" if wanted.isdigit() else f"alias {wanted!r}{nearest(wanted, aliases)}"
@@ -161,7 +163,8 @@ def versions(client: Any, name: str) -> list[Version]:
 
 def names(client: Any) -> list[str]:
     """Return the names of all registered models."""
-    return sorted(each.name for each in client.search_registered_models())
+    # As many as MLflow returns at once.
+    return sorted(each.name for each in client.search_registered_models(max_results=1000))
 
 
 def tag(client: Any, name: str, number: int, tags: Mapping[str, str]) -> None:
@@ -277,7 +280,6 @@ def _write_model(place: Path, folder: Path, copy: bool, linked: bool) -> None:
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, DataType, Schema
 
-    example = {"prompt": "What is Slurm used for?"}
     text = Schema([ColSpec(DataType.string, "prompt")])
     answer = Schema([ColSpec(DataType.string, "answer")])
     model = Model(signature=ModelSignature(inputs=text, outputs=answer))
@@ -288,35 +290,37 @@ def _write_model(place: Path, folder: Path, copy: bool, linked: bool) -> None:
         (place / "model").symlink_to(folder.resolve())
     settings = files.read_object(folder / "config.json")
     if settings is not None:
-        dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-        kinds = settings.get("architectures") or ["AutoModelForCausalLM"]
-        tokenizer = place / "components" / "tokenizer"
-        if linked:
-            tokenizer.parent.mkdir()
-            tokenizer.symlink_to(Path("..") / "model")
-        else:
-            for path in weights.tokenizer_files(folder):
-                (copied := tokenizer / path.relative_to(folder)).parent.mkdir(
-                    parents=True, exist_ok=True
-                )
-                shutil.copyfile(path, copied)
-        by = {"model_binary": "model"}
+        _write_tokenizer(place / "components" / "tokenizer", folder, linked)
+        weights_at = {"model_binary": "model"}
         if not (linked or copy):
-            by = {"local_base_model_path": str(folder.resolve())}
+            weights_at = {"local_base_model_path": str(folder.resolve())}
+        dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
         model.add_flavor(
             "transformers",
             code=None,
             components=["tokenizer"],
             framework="pt",
             instance_type="TextGenerationPipeline",
-            pipeline_model_type=kinds[0],
+            pipeline_model_type=(settings.get("architectures") or ["AutoModelForCausalLM"])[0],
             source_model_name=folder.name,
             task="text-generation",
             tokenizer_type="PreTrainedTokenizerFast",
             torch_dtype=f"torch.{dtype}",
-            **by,
+            **weights_at,
         )
         model.add_flavor("python_function", loader_module="mlflow.transformers", python_version="3")
-    (place / "input_example.json").write_text(json.dumps(example) + "\n", encoding="utf-8")
+    files.write_json(place / "input_example.json", {"prompt": "What is Slurm used for?"})
     model.saved_input_example_info = {"artifact_path": "input_example.json", "type": "json_object"}
     model.save(str(place / "MLmodel"))
+
+
+def _write_tokenizer(place: Path, folder: Path, linked: bool) -> None:
+    """Write MLflow's component of a tokenizer: the model's own files."""
+    if linked:
+        place.parent.mkdir()
+        place.symlink_to(Path("..") / "model")
+        return
+    for path in weights.tokenizer_files(folder):
+        copied = place / path.relative_to(folder)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copied)

@@ -24,13 +24,13 @@ _INSTALL = "bash setup.sh --with mlflow"
 
 @dataclass(frozen=True)
 class Store:
-    """Where tracking is stored: folder has the kit's own files, uri is what MLflow opens.
+    """Where runs are tracked and models registered."""
 
-    wandb: the setting that names W&B, such as wandb:ENTITY/PROJECT; "" if runs go to MLflow.
-    """
-
+    # Of the kit's own files.
     folder: Path
+    # What MLflow opens.
     uri: str
+    # The setting that names W&B, such as wandb:ENTITY/PROJECT; "" if runs go to MLflow.
     wandb: str = ""
 
     @property
@@ -108,8 +108,6 @@ def imported() -> Any:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     warnings.filterwarnings("ignore", module="mlflow")
-    for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         # Imported late: it takes seconds, and most commands need none of it.
         from mlflow import MlflowClient

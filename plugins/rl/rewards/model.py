@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from plugins.rl.recipe_keys import REWARD_MODEL, GrpoConfig
-from runspec.storage import patient_json
+from runspec.files import patient_json
 from runspec.weights import base_of, gives_scores
 from trainer.checkpoint.weights import SafetensorsSource
 from trainer.errors import ConfigError

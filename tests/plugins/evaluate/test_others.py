@@ -87,10 +87,10 @@ def judge(tmp_path, model_folder):
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     try:
-        while not any(each["state"] == "ready" for each in endpoints.replicas(folder)):
+        while not any(each["state"] == "ready" for each in endpoints.servers(folder)):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
-        yield endpoints.replicas(folder)[0]["url"], folder
+        yield endpoints.servers(folder)[0]["url"], folder
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)

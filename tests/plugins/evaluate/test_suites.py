@@ -8,14 +8,13 @@ import pytest
 
 from launcher import site as sites
 from launcher import yamlfile
-from launcher.check import samples
 from launcher.do import submit as submission
 from launcher.errors import UsageFault
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm import executors
 from plugins.evaluate import samples as read_samples
-from plugins.evaluate.launcher import evaluate
+from plugins.evaluate.launcher import check, evaluate
 from tests.launcher.kit import finished_run
 
 pytestmark = pytest.mark.usefixtures("fast_trainer")
@@ -57,7 +56,7 @@ def run(site: Site, tmp_path: Path) -> Run:
 def findings(site: Site, planned: evaluate.Evaluation) -> list:
     executor = executors.choose(local=True)
     run_plan = submission.plan(planned.recipe, site, executor)
-    return list(samples.counted(submission.context(run_plan)))
+    return list(check.samples(submission.context(run_plan)))
 
 
 def test_a_run_is_asked_its_own_validation_data(site: Site, run: Run):
@@ -169,6 +168,8 @@ def test_a_file_that_no_task_reads_is_told_before_the_queue(site: Site, run: Run
     assert planned.notes == ("--data is not read by these tasks: harness (lm_eval)",)
     only = {"harness": TASKS["harness"]}
     suite.write_text(yamlfile.dump({"entry": "eval", "candidate": None, "tasks": only}))
-    assert evaluate.plan(site, run.name, str(suite), None).candidate.run == run
+    assert (
+        evaluate.plan(site, run.name, str(suite), None).recipe.config["candidate_name"] == run.name
+    )
     with pytest.raises(UsageFault, match=r"--data .*: no task of .* reads samples: harness \(lm_e"):
         evaluate.plan(site, run.name, str(suite), None, data=data)

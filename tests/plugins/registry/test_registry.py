@@ -18,7 +18,7 @@ from launcher.site import Site
 from plugins.evaluate import samples
 from plugins.evaluate.launcher import evaluate, evaluation
 from plugins.evaluate.recipe_keys import COMPARED, EVAL
-from plugins.registry.launcher import gates, importer, judging, registry
+from plugins.registry.launcher import gates, importer, registry, verdicts
 from plugins.registry.launcher import promote as workflow
 from plugins.registry.launcher import store as stores
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
@@ -274,9 +274,9 @@ def test_an_evaluation_is_printed_as_gates(tmp_path):
     gate = "gates: [{metric: suite.answers.f1, at_least: 0.5}]"
     path.write_text("\n".join([*evaluation.as_gates(result), gate]))
     loaded = gates.load(path)
-    assert loaded.evaluations == {"suite.answers": gates.Wanted("d1", 20, {"max_new_tokens": 8})}
-    subject = judging.Subject("v1", run.path / "export", [result], {})
-    assert [each.passed for each in judging.judge(loaded, subject)] == [True]
+    assert loaded.evaluations == {"suite.answers": gates.Evidence("d1", 20, {"max_new_tokens": 8})}
+    version = verdicts.JudgedVersion("own", 1, run.path / "export", [result])
+    assert [each.passed for each in verdicts.judge(loaded, version)] == [True]
 
 
 def test_the_gates_that_are_shipped_fit_their_suites():

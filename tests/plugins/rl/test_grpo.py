@@ -161,8 +161,8 @@ def test_several_turns_and_a_reward_model(tmp_path: Path, sums: Path) -> None:
     judge = Scorer(folder, {"dtype": "fp32"}, torch.device("cpu"))
     prompt, answer = next(each for each in answers if each[1]["turns"] == 1)
     tokens = judge_tokens(folder, prompt + answer["answer"])
-    ended = [[*tokens, 1]] if not answer["cut"] else [tokens]
-    assert judge.scores(ended)[0] == pytest.approx(answer["scores"]["model"], abs=1e-5)
+    ended = tokens if answer["cut"] else [*tokens, 1]
+    assert judge.value(ended) == pytest.approx(answer["scores"]["model"], abs=1e-5)
     content = read_yaml(path)
     content["rewards"] = {
         "no_turns": {"function": f"{game}:Again"},

@@ -1,4 +1,4 @@
-"""Rows of other trainers, shell lines and workloads of air, from a file to a planned run."""
+"""Engines: whose a config is, what it starts, and how its run is followed."""
 
 import json
 from pathlib import Path
@@ -6,45 +6,99 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.check import Context
-from launcher.check.recipe import script
+from launcher.check import Context, findings
 from launcher.do import resume
-from launcher.do.submit import PlannedRun, plan
 from launcher.errors import RecipeFault
 from launcher.recipe import load as recipes
-from launcher.recipe.entries import ENTRIES
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm import executors
 from plugins.engines import schema
+from plugins.engines.launcher import check
 from plugins.engines.launcher.engines import ENGINES
+from plugins.engines.launcher.entries import ENTRIES
 from plugins.engines.slurm import engine
 from runspec import files
 from runspec.engines import Records
 from slurm import records
 from slurm.watchdog import Watch
 from tests.faults.test_engines import CASES
+from tests.launcher.test_commands import RESOURCES, planned
+from tests.launcher.test_other_tools import LITGPT, refusal, written
 
-RESOURCES = {"nodes": 2, "gpus_per_node": 4, "time": "10"}
-WORKLOAD = {
-    "experiment_name": "my-training",
-    "environment": {"version": "4", "dependencies": ["torch>=99", "PyYAML"]},
-    "compute": {"num_accelerators": 16, "accelerator_type": "GPU_8xH100"},
-    "code_source": {"type": "snapshot", "snapshot": {"root_path": "src"}},
-    "env_variables": {"BATCH_SIZE": 32, "MLFLOW_TRACKING_URI": "http://tracking:5000"},
-    "secrets": {"WANDB_API_KEY": "team/wandb"},
-    "max_retries": 2,
-    "timeout_minutes": 90,
-    "parameters": {"lr": 1e-4},
-    "command": 'torchrun --nproc_per_node="${LOCAL_WORLD_SIZE:-8}" train.py\necho done\n',
-}
+TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d"}
+AUTOMODEL = {"model": {}, "step_scheduler": {}, "dataset": {}}
+LLAMAFACTORY = {"model_name_or_path": "org/m", "stage": "sft", "dataset": "mine"}
 
 
-def planned(tmp_path: Path, content: dict, *overrides: str) -> PlannedRun:
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(content))
-    recipe = recipes.load(str(path), overrides)
-    return plan(recipe, Site(shared_root=str(tmp_path)), executors.choose(True))
+@pytest.mark.parametrize(
+    ("content", "programs"),
+    [
+        ({**TRL, "packing": True, "max_length": 512}, "trl:sft"),
+        ({**TRL, "beta": 0.1, "label_smoothing": 0.1}, "trl:dpo"),
+        ({**TRL, "beta": 0.1, "desirable_weight": 1.0}, "trl:kto"),
+        ({**TRL, "center_rewards_coefficient": 0.01}, "trl:reward"),
+        ({**TRL, "reward_funcs": ["f"], "beta": 0.0, "scale_rewards": "group"}, "trl:grpo"),
+        ({**TRL, "reward_funcs": ["f"], "normalize_advantages": True}, "trl:rloo"),
+        ({**TRL, "teacher_model_name_or_path": "t", "packing": True}, "trl:distillation"),
+        # TRL's older ORPO, too, had no key but beta.
+        ({**TRL, "beta": 0.1}, "trl:dpo trl:kto"),
+        ({**TRL, "reward_funcs": ["f"]}, "trl:grpo trl:rloo"),
+        (TRL, "trl:sft trl:dpo trl:kto trl:reward"),
+        ({**LITGPT, "lora_r": 4}, "litgpt:finetune_lora"),
+        ({**LITGPT, "resume": False}, "litgpt:finetune_full"),
+        ({"model_name": "m", "train": {}}, "litgpt:pretrain"),
+        (LITGPT, "litgpt:finetune_full litgpt:finetune_lora litgpt:finetune_adapter"),
+    ],
+)
+def test_the_program_of_a_config_is_told_by_its_keys_or_asked_for(tmp_path, content, programs):
+    file = written(tmp_path / "theirs.yaml", content)
+    first, *others = programs.split()
+    if others:
+        assert refusal(file).endswith(
+            ": add " + " or ".join(f"entry={x}" for x in (first, *others))
+        )
+        recipe = {"entry": f"{first.partition(':')[0]}:{file.name}"}
+        named = refusal(written(tmp_path / "mine.yaml", recipe))
+        assert named.endswith(", with config: theirs.yaml in the recipe")
+    loaded = recipes.load(str(file), [f"entry={first}"] if others else [])
+    assert loaded.entry_name == first
+    assert loaded.config["parameters"].items() >= content.items()
+
+
+def test_a_config_starts_in_the_folder_from_which_its_paths_count(tmp_path, monkeypatch):
+    checkout = tmp_path / "LLaMA-Factory"
+    deep = {**LLAMAFACTORY, "deepspeed": "examples/deepspeed/ds.json", "output_dir": "saves/x.json"}
+    file = written(checkout / "examples" / "train_lora" / "lora.yaml", deep)
+    written(checkout / "data" / "dataset_info.json", "{}")
+
+    def found(*overrides: str) -> tuple[Path | None, list[str]]:
+        recipe = recipes.load(str(file), overrides)
+        context = Context(recipe, Site(shared_root=str(tmp_path)), executor=executors.choose(True))
+        lines = [each.line for each in findings(check.SUBJECT, check.config, context)]
+        return recipe.work_dir, [line for line in lines if "starts" in line]
+
+    folder, (fault,) = found()
+    assert folder == checkout
+    assert f"deepspeed: examples/deepspeed/ds.json is not in {checkout}, where" in fault
+    assert fault.endswith("work_dir=FOLDER")
+    assert len(found(f"work_dir={tmp_path}")[1]) == 2
+    written(checkout / "examples" / "deepspeed" / "ds.json", "{}")
+    assert found() == (checkout, [])
+    # A config elsewhere, and a shell in the checkout; typed, the folder counts from there.
+    file = written(tmp_path / "elsewhere" / "lora.yaml", deep)
+    monkeypatch.chdir(checkout)
+    assert found() == (checkout, [])
+    monkeypatch.chdir(tmp_path)
+    assert found()[0] == file.parent
+    assert found("work_dir=LLaMA-Factory") == (checkout, [])
+    # Files of a dataset of the hub, and what is written, are not looked for.
+    hub = {"base_model": "a/b", "datasets": [{"path": "c/d", "data_files": "x.json"}]}
+    file = written(tmp_path / "ax.yaml", {**hub, "dataset_prepared_path": "./made", "fsdp": None})
+    assert recipes.load(str(file)).work_dir == tmp_path
+    written_there = {"checkpoint": {"checkpoint_dir": "./made"}, "wandb": {"dir": "./wandb"}}
+    file = written(tmp_path / "nemo.yaml", {**AUTOMODEL, **written_there})
+    assert found() == (tmp_path, [])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.in_log])
@@ -109,100 +163,6 @@ def test_dependencies_of_a_recipe_are_built_beside_the_engines_own(tmp_path):
         assert titan.dependencies == ("torchtitan==0.3.0", "torch") and not titan.pins
 
 
-@pytest.mark.parametrize("entry", ["command", "command:echo $NODE_RANK"])
-def test_shell_lines_run_once_per_node(tmp_path, entry):
-    lines = {"command": "echo it's\necho $NODE_RANK\n"} if entry == "command" else {}
-    made = planned(tmp_path, {"entry": entry, **lines, "resources": RESOURCES})
-    assert "exec torchrun" not in made.script and "GPUS_PER_NODE=$RANKS_PER_NODE" in made.script
-    assert 'rank.sh" bash -c ' in made.script and ENTRIES["command"].per_node
-    with pytest.raises(RecipeFault, match=r"needs the lines to run|are given twice"):
-        broken = {} if lines else {"command": "x"}
-        planned(tmp_path, {"entry": entry, **broken, "resources": RESOURCES})
-
-
-def test_a_workload_of_air_is_a_recipe(tmp_path):
-    (tmp_path / "src").mkdir()
-    made = planned(tmp_path, WORKLOAD, "parameters.lr=2e-4")
-    recipe = made.recipe
-    assert (recipe.resources.nodes, recipe.resources.gpus_per_node) == (2, 8)
-    assert recipe.code_root == tmp_path / "src" and recipe.max_retries == 2
-    assert recipe.timeout_s == 5400
-    wanted = ("torch>=99", "PyYAML", "mlflow")
-    assert recipe.environment and recipe.environment.dependencies == wanted
-    met = {
-        **WORKLOAD,
-        "environment": {"dependencies": ["torch>=2", "PyYAML; python_version > '3'"]},
-    }
-    assert planned(tmp_path, met).recipe.environment is None, "the kit's own has them"
-    assert recipe.secrets["WANDB_API_KEY"].parts[-2:] == ("team", "wandb")
-    assert yaml.safe_load(made.contents[files.PARAMETERS]) == {"lr": 2e-4}
-    for words in ("CODE_SOURCE_PATH=", "HYPERPARAMETERS_PATH=", "export MLFLOW_RUN_ID", "BATCH_SI"):
-        assert words in made.script
-    assert '"${LOCAL_WORLD_SIZE:-8}"' in made.script and " LOCAL_WORLD_SIZE=" in made.script
-
-
-def test_what_a_workload_cannot_mean_here_is_refused_by_name(tmp_path):
-    wrong = {
-        **WORKLOAD,
-        "usage_policy_id": "x",
-        "max_retry": 1,
-        "max_retries": "lots",
-        "timeout_minutes": "two hours",
-        "compute": {"num_accelerators": 12, "accelerator_type": "GPU_8xH100", "pool_id": "p"},
-        "environment": {"dependencies": "requirements.yaml", "docker_image": "x"},
-        "code_source": {"snapshot": {"root_path": "nowhere", "git": {"branch": "main"}}},
-        "secrets": {"KEY": "noscope"},
-    }
-    with pytest.raises(RecipeFault, match="secrets must be a block"):
-        planned(tmp_path, {**WORKLOAD, "secrets": ["KEY"]})
-    with pytest.raises(RecipeFault) as raised:
-        planned(tmp_path, wrong)
-    told = "\n".join(raised.value.faults)
-    for words in (
-        "usage_policy_id: this key",
-        "max_retry: unknown key (did you mean max_retries?)",
-        "max_retries must be a number of 0 or more, got 'lots'",
-        "timeout_minutes must be a number of 1 or more, got 'two hours'",
-        "code_source.snapshot.root_path: nowhere is no folder",
-        "multiple of 8",
-        "compute.pool_id",
-        "environment.dependencies must be a list",
-        "environment.docker_image",
-        "code_source.snapshot.git",
-        "secrets.KEY must be scope/key",
-    ):
-        assert words in told
-
-
-@pytest.mark.parametrize("key", ["command", "compute"])
-def test_a_workload_that_lacks_a_key_is_named_as_such(tmp_path, key):
-    lacking = {name: value for name, value in WORKLOAD.items() if name != key}
-    (tmp_path / "src").mkdir()
-    with pytest.raises(RecipeFault) as caught:
-        planned(tmp_path, lacking)
-    (fault,) = caught.value.faults
-    assert fault.startswith(f"{key} is missing: it needs ")
-
-
-def test_what_a_script_imports_is_looked_for_in_its_environment(tmp_path):
-    (tmp_path / "train.py").write_text("import notthere\n")
-    content = {"entry": "script:train.py", "resources": RESOURCES}
-
-    def faults(environment):
-        made = planned(tmp_path, {**content, "environment": environment}).recipe
-        context = Context(made, Site(shared_root=str(tmp_path)), executor=executors.choose(True))
-        return [each.message for each in script(context) if each.state == "failed"]
-
-    assert faults({"dependencies": ["notthere"]}) == [], "it is not built yet"
-    packages = tmp_path / "venv/lib/python3.11/site-packages"
-    packages.mkdir(parents=True)
-    python = {"python": str(tmp_path / "venv/bin/python")}
-    assert faults(python) == [f"train.py imports notthere, which {tmp_path}/venv lacks"]
-    (tmp_path / "more/notthere").mkdir(parents=True)
-    (packages / "more.pth").write_text(f"{tmp_path}/more\n")
-    assert faults(python) == []
-
-
 @pytest.mark.parametrize(
     ("ranks", "tensor", "batch", "fault"),
     [
@@ -254,7 +214,7 @@ def test_exit_status_0_is_not_finished(tmp_path, stop_asked, step, state):
 
 @pytest.mark.parametrize("name", ["torchtitan", "torchtune"])
 def test_a_log_in_text_is_read(tmp_path, name):
-    records = ENGINES[f"{name}:"].recorded({"parameters": {"training": {"steps": 4}}})
+    records = ENTRIES[f"{name}:"].records({"parameters": {"training": {"steps": 4}}})
     files.write_json(tmp_path / files.ENGINE, records.as_json())
     for attempt, steps in enumerate(((1, 2, 3), (3, 4))):
         logs = tmp_path / files.LOGS / str(attempt)

@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.errors import nearest
 from plugins.evaluate.launcher.evaluation import answered, compared_settings, figures
-from plugins.registry.launcher.gates import Gates, Wanted, task_of
+from plugins.registry.launcher.gates import Evidence, Gates, task_of
 from runspec.files import parse_json
 from runspec.weights import content_sha256
 
@@ -18,55 +18,59 @@ _SHOWN_OF_HASH = 12
 
 @dataclass(frozen=True)
 class Verdict:
-    """One gate's answer: whether it is passed, the text with the figures, and the evaluation.
+    """One gate's answer."""
 
-    passed: None if the gate does not apply.
-    """
-
+    # None if the gate does not apply.
     passed: bool | None
+    # With the figures, and the next command if it failed.
     text: str
+    # The run of the evaluation that it follows from.
     evaluation: str | None = None
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What gates judge: a version's folder and its evaluations, newest first.
+class JudgedVersion:
+    """A version as gates see it."""
 
-    compared: the folder of the version behind each alias, None if the alias names none.
-    promoted: the hash of its weights when it passed the gates, if that is known.
-    """
-
-    label: str
+    name: str
+    number: int
     folder: Path
+    # Its evaluations, newest first.
     results: Sequence[Mapping[str, Any]]
-    compared: Mapping[str, Path | None]
-    promoted: Mapping[str, str] = field(default_factory=dict)
+    # By alias: the folder of the version that it names.
+    aliases: Mapping[str, Path] = field(default_factory=dict)
+    # By alias: the hash of that version's weights when it passed the gates, if it is known.
+    promoted_sha256: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def weights_sha256(self) -> str:
         """The hash of the weights as they are now; they are read once, and only if a gate asks."""
         return content_sha256(self.folder)
 
+    def command(self, suite: str) -> str:
+        """Return the command that evaluates it on a suite."""
+        return f"cookbook eval models:/{self.name}/{self.number} --suite {suite}"
 
-def judge(gates: Gates, subject: Subject) -> Iterator[Verdict]:
+
+def judge(gates: Gates, version: JudgedVersion) -> Iterator[Verdict]:
     """Yield what each gate says of a version."""
     for gate in gates.gates:
         if "size_gib_at_most" in gate:
-            yield _size(gate, subject)
+            yield _size(gate, version)
             continue
         task = task_of(gate)
-        wanted = gates.evaluations[task]
+        evidence = gates.evaluations[task]
         counting = [
-            each for each in subject.results if not _differences(wanted, task, each, subject)
+            each for each in version.results if not _differences(evidence, task, each, version)
         ]
         if "forbidden" in gate:
             verdict = _forbidden(gate, counting)
         elif "latency_p95_s_at_most" in gate:
             verdict = _latency(gate, counting)
         else:
-            yield from _metric(gate, subject, wanted, counting)
+            yield from _metric(gate, version, evidence, counting)
             continue
-        yield verdict or _missing(task, subject, wanted)
+        yield verdict or _missing(task, version, evidence)
 
 
 def _block(result: Mapping[str, Any], task: str) -> Mapping[str, Any] | None:
@@ -79,7 +83,7 @@ def _block(result: Mapping[str, Any], task: str) -> Mapping[str, Any] | None:
 
 
 def _differences(
-    wanted: Wanted, task: str, result: Mapping[str, Any], subject: Subject
+    evidence: Evidence, task: str, result: Mapping[str, Any], version: JudgedVersion
 ) -> list[str]:
     """Return why an evaluation does not count for a gate; [] if it counts."""
     block = _block(result, task)
@@ -87,25 +91,25 @@ def _differences(
         return ["it is of another suite or task"]
     reasons = []
     data = block.get("data_sha256")
-    if data != wanted.data_sha256:
+    if data != evidence.data_sha256:
         reasons.append(f"its samples are others (data_sha256 {_short(data)})")
     count = answered(block)
-    if count < wanted.min_samples:
-        reasons.append(f"it has {count:,} samples, fewer than {wanted.min_samples:,}")
-    reasons += _other_settings(wanted, result, block)
+    if count < evidence.min_samples:
+        reasons.append(f"it has {count:,} samples, fewer than {evidence.min_samples:,}")
+    reasons += _other_settings(evidence, result, block)
     weights = (result.get("candidate") or {}).get("weights_sha256")
     if weights is None:
         reasons.append("it does not say which weights it evaluated")
-    elif not reasons and weights != subject.weights_sha256:
+    elif not reasons and weights != version.weights_sha256:
         reasons.append("the weights have changed since")
     return reasons
 
 
 def _other_settings(
-    wanted: Wanted, result: Mapping[str, Any], block: Mapping[str, Any]
+    evidence: Evidence, result: Mapping[str, Any], block: Mapping[str, Any]
 ) -> Iterator[str]:
     for key, default, given in compared_settings(result, block):
-        asked = wanted.settings.get(key, default)
+        asked = evidence.settings.get(key, default)
         if given != asked:
             yield f"{key} is {given!r}, not {asked!r}"
 
@@ -114,31 +118,31 @@ def _short(sha256: Any) -> str:
     return str(sha256)[:_SHOWN_OF_HASH] if sha256 else "not recorded"
 
 
-def _missing(name: str, subject: Subject, wanted: Wanted) -> Verdict:
+def _missing(name: str, version: JudgedVersion, evidence: Evidence) -> Verdict:
     """Return the verdict on a gate without an evaluation, with what the newest one lacks."""
     task = ".".join(name.split(".", 2)[:2])
-    hint = f"make it with: cookbook eval ... --suite {task.partition('.')[0]}"
-    for result in subject.results:
+    hint = f"make it with: {version.command(task.partition('.')[0])}"
+    for result in version.results:
         if _block(result, task) is not None:
-            why = "; ".join(_differences(wanted, task, result, subject))
+            why = "; ".join(_differences(evidence, task, result, version))
             text = f"{name}: the evaluation by {result.get('run')} does not count: {why}"
             return Verdict(False, f"{text}: {hint}")
-    text = f"{subject.label} has no evaluation of {task}"
-    if not wanted.required:
+    text = f"{version.name} v{version.number} has no evaluation of {task}"
+    if not evidence.required:
         return Verdict(None, f"{task}: {text}, so its gates do not apply; {hint}")
     return Verdict(False, f"{name}: {text}: {hint}")
 
 
-def _size(gate: Mapping[str, Any], subject: Subject) -> Verdict:
-    size = sum(path.stat().st_size for path in subject.folder.glob("*.safetensors")) / 2**30
+def _size(gate: Mapping[str, Any], version: JudgedVersion) -> Verdict:
+    size = sum(path.stat().st_size for path in version.folder.glob("*.safetensors")) / 2**30
     limit = gate["size_gib_at_most"]
     return Verdict(size <= limit, f"size {size:.3g} GiB, at most {limit:g}")
 
 
 def _metric(
     gate: Mapping[str, Any],
-    subject: Subject,
-    wanted: Wanted,
+    version: JudgedVersion,
+    evidence: Evidence,
     counting: Sequence[Mapping[str, Any]],
 ) -> Iterator[Verdict]:
     name = str(gate["metric"])
@@ -148,7 +152,7 @@ def _metric(
         if known:
             yield Verdict(False, f"{name}: the evaluation has no such figure{nearest(name, known)}")
         else:
-            yield _missing(name, subject, wanted)
+            yield _missing(name, version, evidence)
         return
     value, run = figures(result)[name], _name(result)
     if "at_least" in gate:
@@ -158,7 +162,7 @@ def _metric(
         limit = gate["at_most"]
         yield Verdict(value <= limit, f"{name} is {value:.4g}, at most {limit:g}", run)
     if "not_worse_than" in gate:
-        yield _not_worse(gate, name, subject, counting)
+        yield _not_worse(gate, name, version, counting)
 
 
 def _name(result: Mapping[str, Any]) -> str:
@@ -166,20 +170,23 @@ def _name(result: Mapping[str, Any]) -> str:
 
 
 def _not_worse(
-    gate: Mapping[str, Any], name: str, subject: Subject, counting: Sequence[Mapping[str, Any]]
+    gate: Mapping[str, Any],
+    name: str,
+    version: JudgedVersion,
+    counting: Sequence[Mapping[str, Any]],
 ) -> Verdict:
     alias = str(gate["not_worse_than"])
-    other = subject.compared.get(alias)
+    other = version.aliases.get(alias)
     if other is None:
         return Verdict(True, f"{name}: there is no {alias} yet to compare with")
     weights = content_sha256(other)
-    if subject.promoted.get(alias, weights) != weights:
+    if version.promoted_sha256.get(alias, weights) != weights:
         return Verdict(
             False,
             f"{name}: {other}, the {alias}, has changed since it was promoted: restore it, or move "
-            f"the alias back with: cookbook promote NAME --rollback {alias}",
+            f"the alias back with: cookbook promote {version.name} --rollback {alias}",
         )
-    if other.resolve() == subject.folder.resolve():
+    if other.resolve() == version.folder.resolve():
         return Verdict(True, f"{name}: it is the {alias} itself")
     suite, task, metric = name.split(".", 2)
     for result in counting:
@@ -191,8 +198,8 @@ def _not_worse(
             return _compared(gate, name, alias, change, _name(result))
     return Verdict(
         False,
-        f"{name}: not compared with the present {alias}: cookbook eval ... --suite {suite} "
-        f"--against models:/NAME@{alias}",
+        f"{name}: not compared with the present {alias}: {version.command(suite)} "
+        f"--against models:/{version.name}@{alias}",
     )
 
 
