@@ -115,15 +115,12 @@ def _copy(path: Path, folder: Path) -> None:
 
 
 class Step(NamedTuple):
-    """A matrix that is gathered at once: all or some rows of a tensor of the hub.
+    """A matrix that is gathered at once: all or some rows of a tensor of the hub."""
 
-    Attributes:
-        name: the plain name of `parameter`; None if another part of the folder's model has it.
-        place: of the parameter; the first number is that of an expert. () is all.
-    """
-
+    # The plain name of `parameter`; None if another part of the folder's model has it.
     name: str | None
     parameter: torch.Tensor
+    # Of the parameter; the first number is that of an expert. () is all.
     place: tuple[Any, ...] = ()
 
 

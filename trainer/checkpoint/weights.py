@@ -226,11 +226,11 @@ class GrownSource(SafetensorsSource):
 
     The rows of new tokens, and those with which the tensors grow, are the mean of the rows of the
     tokens before them, as transformers' resize_token_embeddings draws its rows around it.
-
-    tables: the names of these tensors.
     """
 
+    # The names of these tensors.
     tables: frozenset[str]
+    # Those that they grow to.
     rows: int
     new_ids: range
 

@@ -42,13 +42,12 @@ FROM_FOLDER = "trainer.models.transformers.source"
 
 @dataclass(frozen=True)
 class Model:
-    """A model ready to train, and what the export must know about it.
-
-    dtype: what it computes and is exported in; with master weights parameters are kept in fp32.
-    """
+    """A model ready to train, and what the export must know about it."""
 
     module: Decoder
+    # full, or an adapter's title; see trainer.layers.adapters.base.
     method: str
+    # What it computes and is exported in; with master weights parameters are kept in fp32.
     dtype: torch.dtype
 
     # Every step asks for them, and to go through all modules takes milliseconds.

@@ -29,18 +29,21 @@ SLOWEST_READ = 20e6
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks.
-
-    `cpu_group` carries small messages over gloo, so that they never wait for the GPU.
-    """
+    """This process among all ranks."""
 
     rank: int
+    # Number of ranks.
     size: int
+    # The rank on its node.
     local_rank: int
     device: torch.device
+    # Carries small messages over gloo, so that they never wait for the GPU.
     cpu_group: dist.ProcessGroup
+    # How the ranks divide the work.
     layout: Layout
+    # By their dimensions, those that were made.
     meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
+    # The one in the list says how long ranks may wait for each other now.
     timeouts: list[timedelta] = field(default_factory=lambda: [TIMEOUT])
 
     @property

@@ -14,15 +14,15 @@ DEFAULT_TEXT = "Read what follows, and answer it correctly, in the form that is 
 
 
 class Places(NamedTuple):
-    """Where tokens lie once each document has its virtual tokens before it.
+    """Where tokens lie once each document has its virtual tokens before it."""
 
-    real: int64 [tokens]. virtual: int64 [documents, virtual tokens]. bounds: int32 [documents + 1],
-    where each document begins with its virtual tokens, and the end. document: int64 [tokens].
-    """
-
+    # int64 [tokens]
     real: torch.Tensor
+    # int64 [documents, virtual tokens]
     virtual: torch.Tensor
+    # int32 [documents + 1], where each document begins with its virtual tokens, and the end.
     bounds: torch.Tensor
+    # int64 [tokens], which document each belongs to.
     document: torch.Tensor
 
     @classmethod
