@@ -24,7 +24,7 @@ from trainer.data.prepared import is_text
 from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
 from trainer.layers.linear import AdaptedLinear
-from trainer.model import PEFT_PREFIX, SCORE, AdapterKind
+from trainer.model import PEFT_PREFIX, SCORE, AdapterKind, plain_name
 from trainer.models.build import Model
 from trainer.parallel.world import World
 from trainer.sharded import full_tensor, gathered, local, near
@@ -162,7 +162,7 @@ def in_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def layers_of(model: Model) -> dict[str, torch.nn.Module]:
     """The modules by their plain names."""
-    return {weights.plain_name(name): m for name, m in model.module.named_modules()}
+    return {plain_name(name): m for name, m in model.module.named_modules()}
 
 
 def write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:

@@ -21,8 +21,7 @@ from runspec.storage import ABSENT, patiently
 from runspec.weights import ADAPTER_CONFIG, NoWeights, weight_files
 from trainer.errors import ConfigError
 from trainer.layers import nf4
-from trainer.model import SCORE, AdapterKind, Decoder
-from trainer.model import plain_name as plain_name
+from trainer.model import SCORE, AdapterKind, Decoder, plain_name
 from trainer.sharded import local_part
 
 # The parameters, by plain name, whose rows a tensor of the hub holds; or one buffer.
