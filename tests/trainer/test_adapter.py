@@ -26,7 +26,7 @@ TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
+def exported(tmp_path_factory, model_folder, dataset):
     """The export of a LoRA run of 3 steps."""
     folder = tmp_path_factory.mktemp("first")
     train(write_config(folder, model_folder, dataset, model=lora_model(), max_steps=3))
@@ -56,8 +56,8 @@ def build(path: Path, world: World) -> Trainer:
 
 
 def test_every_rank_gets_its_part_and_the_export_is_the_same(
-    exported: Path, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    exported, tmp_path, model_folder, dataset
+):
     """On two ranks, by FSDP; a step of next to no learning rate leaves the adapter as it was."""
     path = config(tmp_path, model_folder, dataset, exported / "adapter", batch_size=4)
     assert "adapter from " in train(path, ranks=2)
@@ -71,9 +71,7 @@ def test_every_rank_gets_its_part_and_the_export_is_the_same(
     assert metrics(tmp_path)[0]["loss"] < metrics(exported.parent)[0]["loss"]
 
 
-def test_torchtunes_names_and_fused_matrices(
-    exported: Path, tmp_path: Path, model_folder: Path, dataset: Path, world: World
-) -> None:
+def test_torchtunes_names_and_fused_matrices(exported, tmp_path, model_folder, dataset, world):
     """torchtune's file has the parameters' own names; ours of a fused matrix has blocks."""
     trainer = build(config(tmp_path / "one", model_folder, dataset, exported / "adapter"), world)
     module = trainer.model.module
@@ -119,14 +117,7 @@ def of_peft(folder: Path, model_folder: Path, **settings: Any) -> tuple[Path, to
     ids=["rslora", "rslora-dora", "alpha-pattern"],
 )
 @pytest.mark.parametrize("source", ["torchtune", "transformers"])
-def test_pefts_scale_is_kept_and_exported(
-    settings: dict[str, Any],
-    source: str,
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: World,
-) -> None:
+def test_pefts_scale_is_kept_and_exported(settings, source, tmp_path, model_folder, dataset, world):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -164,8 +155,8 @@ def test_pefts_scale_is_kept_and_exported(
     ids=["bias", "rank-pattern", "saved", "pissa"],
 )
 def test_what_changes_pefts_function_is_refused_by_name(
-    settings: dict[str, Any], told: str, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    settings, told, tmp_path, model_folder, dataset
+):
     given, _ = of_peft(tmp_path / "peft", model_folder, **settings)
     file = given / "adapter_config.json"
     # A later PEFT may have fields that are not known yet.
@@ -198,14 +189,8 @@ def test_what_changes_pefts_function_is_refused_by_name(
     ids=["rank", "alpha", "more", "full", "fewer", "pickle", "nowhere"],
 )
 def test_an_adapter_of_another_model_is_refused_by_name(
-    change: dict[str, Any],
-    told: str,
-    exported: Path,
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: World,
-) -> None:
+    change, told, exported, tmp_path, model_folder, dataset, world
+):
     given = tmp_path / "adapter"
     shutil.copytree(exported / "adapter", given)
     (given / "adapter_0.pt").write_bytes(b"")

@@ -30,7 +30,6 @@ from trainer.data import batches
 from trainer.methods.sft import SupervisedFineTuning
 from trainer.model import Inputs
 from trainer.models import build as models
-from trainer.parallel import world as distributed
 
 FOLDER = {"_component_": "transformers"}
 TORCHTUNE = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES}
@@ -66,8 +65,8 @@ def peft_model(kind: str, model_folder: Path, **fields: Any) -> peft.PeftModel:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_steps_equal_pefts_module_in_a_plain_loop(
-    kind: str, tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
-) -> None:
+    kind, tmp_path, model_folder, dataset, world
+):
     changes = {"max_steps": 20, "clip_grad_norm": None}
     path = config(tmp_path / "own", model_folder, dataset, kind, source=TORCHTUNE, **changes)
     train(path)
@@ -103,7 +102,7 @@ def test_twenty_steps_equal_pefts_module_in_a_plain_loop(
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
+def alone(tmp_path_factory, model_folder, dataset):
     """Every kind on one process, on packed rows."""
     root = tmp_path_factory.mktemp("kinds")
     for kind in KINDS:
@@ -113,7 +112,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset:
 
 
 @pytest.fixture(scope="module")
-def runs(alone: Path, model_folder: Path, dataset: Path) -> Path:
+def runs(alone, model_folder, dataset):
     """Every kind in every layout, beside those on one process."""
     starts: dict[int, list[Path]] = {}
     for kind in KINDS:
@@ -131,7 +130,7 @@ def runs(alone: Path, model_folder: Path, dataset: Path) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_layouts_equal_one_process(kind: str, runs: Path) -> None:
+def test_layouts_equal_one_process(kind, runs):
     one = runs / f"{kind}-one"
     assert metrics(one)[-1]["loss"] < metrics(one)[0]["loss"]
     for name in LAYOUTS:
@@ -146,7 +145,7 @@ def test_layouts_equal_one_process(kind: str, runs: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_peft_loads_the_export(kind: str, alone: Path, world: distributed.World) -> None:
+def test_peft_loads_the_export(kind, alone, world):
     own = load(alone / f"{kind}-one/train.yaml")
     folder = alone / f"{kind}-one/export/adapter"
     base = AutoModelForCausalLM.from_pretrained(own.model_folder)
@@ -161,9 +160,7 @@ def test_peft_loads_the_export(kind: str, alone: Path, world: distributed.World)
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_resumes_on_other_ranks(
-    kind: str, runs: Path, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_it_resumes_on_other_ranks(kind, runs, tmp_path, model_folder, dataset):
     """Four ranks' checkpoint of step 3 on two, without tensor parallelism."""
     there, here = runs / f"{kind}-hybrid", runs / f"{kind}-one"
     half = PACKED | HALF | {"save_every_n_steps": 3}
@@ -174,7 +171,7 @@ def test_it_resumes_on_other_ranks(
     assert [line["loss"] for line in metrics(tmp_path / "c")] == pytest.approx(wanted[3:], abs=2e-5)
 
 
-def test_ia3_merges_exactly(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+def test_ia3_merges_exactly(tmp_path, model_folder, dataset):
     """Over a base in 4 bits, too: `PeftModel` and the merged folder give the same logits."""
     for name, model in (("plain", {}), ("nf4", {"quantize_base": True})):
         given = {"save_adapter_weights_only": False, "model": model, "source": TORCHTUNE}
@@ -196,7 +193,7 @@ def faults(path: Path) -> list[str]:
     return check.faults(yaml.safe_load(path.read_text()), SupervisedFineTuning)
 
 
-def test_check_says_what_is_wrong(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+def test_check_says_what_is_wrong(tmp_path, model_folder, dataset):
     cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "cannot be merged": ("prompt", {}, {"save_adapter_weights_only": False}),
         "no layer up for (IA)3; has down_proj": ("ia3", {"target_modules": ["up"]}, {}),
@@ -211,13 +208,8 @@ def test_check_says_what_is_wrong(tmp_path: Path, model_folder: Path, dataset: P
 @pytest.mark.parametrize("source", [FOLDER, TORCHTUNE], ids=["folder", "torchtune"])
 @pytest.mark.parametrize("kind", [*KINDS, "lora"])
 def test_estimate_counts_what_the_trainer_trains(
-    kind: str,
-    source: dict[str, Any],
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: distributed.World,
-) -> None:
+    kind, source, tmp_path, model_folder, dataset, world
+):
     model = KINDS.get(kind, {"lora_rank": 4, "rank_pattern": {"down_proj": 8}}) | source
     if kind == "lora" and source is TORCHTUNE:
         model = lora_model(rank_pattern={"w2": 8})

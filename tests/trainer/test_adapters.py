@@ -46,7 +46,7 @@ TOKENS = torch.arange(48).reshape(2, 24) * 13 % 1024
 
 
 @pytest.fixture(autouse=True)
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def allowed(monkeypatch):
     monkeypatch.setenv("COOKBOOK_COMPONENTS", MODULE)
 
 
@@ -55,9 +55,7 @@ def config(folder: Path, model_folder: Path, dataset: Path, **changes: Any) -> P
 
 
 @pytest.mark.long
-def test_it_trains_the_same_on_every_layout(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_it_trains_the_same_on_every_layout(tmp_path, model_folder, dataset):
     train(config(tmp_path / "one", model_folder, dataset))
     layouts = {
         "fsdp": {"batch_size": 4},
@@ -70,7 +68,7 @@ def test_it_trains_the_same_on_every_layout(
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_its_file_is_loaded_again(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+def test_its_file_is_loaded_again(tmp_path, model_folder, dataset):
     train(config(tmp_path / "first", model_folder, dataset))
     export = tmp_path / "first/export"
     assert not tensors(export), "there is nothing to merge"
@@ -97,8 +95,8 @@ def faults(path: Path) -> list[str]:
 
 
 def test_trainer_check_takes_it_and_says_what_is_wrong(
-    tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, model_folder, dataset, monkeypatch
+):
     assert faults(config(tmp_path / "right", model_folder, dataset)) == []
     path = config(tmp_path / "merged", model_folder, dataset, save_adapter_weights_only=False)
     assert any("BlockGain cannot be merged into the base weights" in f for f in faults(path))
@@ -113,9 +111,7 @@ def test_trainer_check_takes_it_and_says_what_is_wrong(
     assert any("COOKBOOK_COMPONENTS" in f for f in faults(config(tmp_path, model_folder, dataset)))
 
 
-def test_estimate_counts_its_parameters(
-    tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_estimate_counts_its_parameters(tmp_path, model_folder, dataset, monkeypatch):
     content = yaml.safe_load(config(tmp_path / "own", model_folder, dataset).read_text())
     del content["output_dir"]
     content["tokenizer"]["max_seq_len"] = 64
@@ -141,9 +137,7 @@ OFF = {
 
 
 @pytest.mark.parametrize("case", OFF)
-def test_switched_off_it_is_the_base_model_bit_for_bit(
-    case: str, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_switched_off_it_is_the_base_model_bit_for_bit(case, tmp_path, model_folder, dataset):
     model, plain, changes = OFF[case]
     paths = [
         config(tmp_path / str(n), model_folder, dataset, model=each, **changes)
@@ -177,7 +171,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return full_tensor(model(Inputs(TOKENS))).clone()
 
 
-def test_no_file_of_the_kit_knows_it() -> None:
+def test_no_file_of_the_kit_knows_it():
     found = subprocess.run(
         ["git", "grep", "-l", "-i", "-e", "block_gain", "-e", "BlockGain", "-e", "toy_adapter"],
         cwd=paths.REPO_ROOT,

@@ -1,7 +1,5 @@
 """The step with the lowest val_loss is saved when it is measured, kept, and what a run exports."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,9 +15,7 @@ WARM_UP = {
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_the_best_checkpoint_is_exported(
-    ranks: int, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_the_best_checkpoint_is_exported(ranks, tmp_path, model_folder, dataset):
     """A learning rate that grows far too high spoils the weights more and more."""
     paths = [
         write_config(

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.committed import TrainerState
 from trainer.errors import StorageError, SupersededError, TrainerError
 from trainer.parallel import world as distributed
-from trainer.parallel.world import World
 
 LARGE = 3500  # weights and Adam's two moments of LARGE x LARGE in fp32 are 147 MB
 
@@ -67,7 +65,7 @@ def save_twice_and_train_on(folder: Path) -> None:
     time.sleep(60)
 
 
-def test_a_copy_holds_what_was_there_and_is_used_again(world: World) -> None:
+def test_a_copy_holds_what_was_there_and_is_used_again(world):
     from torchao.optim import AdamW8bit
 
     model = nn.Linear(256, 64)
@@ -103,7 +101,7 @@ def test_a_copy_holds_what_was_there_and_is_used_again(world: World) -> None:
 
 
 @pytest.mark.alone
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, world: World) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, world):
     model = Model(LARGE)
     checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2, asynchronous=True)
     blocked = []
@@ -133,7 +131,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, world: W
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_update_right_after_a_save_waits_for_the_copy(tmp_path: Path, world: World) -> None:
+def test_an_update_right_after_a_save_waits_for_the_copy(tmp_path, world):
     model = Model(LARGE, device="cuda")
     checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=1, asynchronous=True)
     # The first copy makes its memory, which the device waits for.
@@ -151,9 +149,7 @@ def test_an_update_right_after_a_save_waits_for_the_copy(tmp_path: Path, world: 
     assert torch.equal(other.module.weight, saved) and not torch.equal(model.module.weight, saved)
 
 
-def test_without_memory_for_a_copy_training_waits(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_without_memory_for_a_copy_training_waits(tmp_path, world, monkeypatch, capsys):
     group = tmp_path / "job"
     group.mkdir()
     for name, text in (("max", "9000"), ("current", "8500"), ("stat", "inactive_file 100\n")):
@@ -167,9 +163,7 @@ def test_without_memory_for_a_copy_training_waits(
     assert "training waits while checkpoints are written" in capsys.readouterr().out
 
 
-def test_the_best_checkpoint_is_kept_and_found_by_a_later_start(
-    tmp_path: Path, world: World
-) -> None:
+def test_the_best_checkpoint_is_kept_and_found_by_a_later_start(tmp_path, world):
     model = Model()
     first = Checkpoints(tmp_path, world, attempt=0, keep=2)
     weights = {}
@@ -208,13 +202,8 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_later_start(
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
-    pattern: str,
-    change: Callable[[bytes], bytes] | None,
-    told: str,
-    tmp_path: Path,
-    world: World,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    pattern, change, told, tmp_path, world, capsys
+):
     model = Model()
     checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2)
     model.save(checkpoints, 1)
@@ -232,9 +221,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
     assert names(tmp_path) == ["damaged_step_2", "step_1"] and told in capsys.readouterr().out
 
 
-def test_a_fault_beside_the_training_is_told_and_leaves_the_older_checkpoint(
-    tmp_path: Path, world: World
-) -> None:
+def test_a_fault_beside_the_training_is_told_and_leaves_the_older_checkpoint(tmp_path, world):
     model = Model(512)
     checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2, asynchronous=True)
     model.save(checkpoints, 1)
@@ -256,9 +243,7 @@ def test_a_fault_beside_the_training_is_told_and_leaves_the_older_checkpoint(
     assert names(tmp_path) == ["step_1", "step_4"]
 
 
-def test_a_save_is_not_committed_once_a_newer_start_has_taken_over(
-    tmp_path: Path, world: World
-) -> None:
+def test_a_save_is_not_committed_once_a_newer_start_has_taken_over(tmp_path, world):
     model = Model(LARGE)
     checkpoints = Checkpoints(tmp_path, world, attempt=0, keep=2, asynchronous=True)
     model.save(checkpoints, 1, wait=False)
@@ -269,7 +254,7 @@ def test_a_save_is_not_committed_once_a_newer_start_has_taken_over(
     assert names(tmp_path) == []
 
 
-def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Path, world: World) -> None:
+def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, world):
     code = "from tests.trainer.test_checkpoint import *; save_twice_and_train_on(Path(sys.argv[1]))"
     process = subprocess.Popen(
         [sys.executable, "-c", f"import sys; {code}", str(tmp_path)],
@@ -320,7 +305,7 @@ UNREADABLE = [
 
 
 @pytest.mark.long
-def test_storage_that_cannot_be_read_is_no_damage(tmp_path: Path) -> None:
+def test_storage_that_cannot_be_read_is_no_damage(tmp_path):
     storage = FailingStorage(tmp_path)
     code = READ_BADLY.replace("FAULTS", repr(UNREADABLE))
     done = subprocess.run(
@@ -338,7 +323,7 @@ def test_storage_that_cannot_be_read_is_no_damage(tmp_path: Path) -> None:
         assert "move" not in lasting
 
 
-def test_an_older_start_commits_nothing_beside_a_newer_one(tmp_path: Path, world: World) -> None:
+def test_an_older_start_commits_nothing_beside_a_newer_one(tmp_path, world):
     """The ranks of a node that Slurm has given up go on, and write progress.json meanwhile."""
     model = Model()
     old, new = (Checkpoints(tmp_path, world, attempt, keep=5) for attempt in (0, 1))
@@ -360,9 +345,7 @@ def test_an_older_start_commits_nothing_beside_a_newer_one(tmp_path: Path, world
     assert torch.equal(other.module.weight, model.module.weight)
 
 
-def test_a_copied_checkpoint_is_passed_over(
-    tmp_path: Path, world: World, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_copied_checkpoint_is_passed_over(tmp_path, world, capsys):
     model, checkpoints = Model(), Checkpoints(tmp_path, world, attempt=0, keep=2)
     for step in (1, 2):
         model.save(checkpoints, step)

@@ -16,7 +16,6 @@ from trainer.data.preview import previews
 from trainer.data.source import Document, sample
 from trainer.data.tokenizers import HuggingFaceTokenizer, hugging_face_tokenizer
 from trainer.errors import ConfigError
-from trainer.parallel import world as distributed
 
 # As Qwen 3's: earlier answers lose their reasoning; tools stand in the system prompt, and results
 # are a user's.
@@ -99,7 +98,7 @@ CASES: list[tuple[str, list[dict], str, list[str]]] = [
 
 
 @pytest.fixture
-def tokenizer_of(tmp_path: Path, model_folder: Path) -> Any:
+def tokenizer_of(tmp_path, model_folder):
     """The demo model's tokenizer with another chat template."""
 
     def make(template: str) -> HuggingFaceTokenizer:
@@ -134,13 +133,8 @@ def trained_texts(tokenizer: HuggingFaceTokenizer, tokens: Any, trained: Any) ->
 
 @pytest.mark.parametrize(("template", "messages", "train_on", "expected"), CASES)
 def test_exactly_the_chosen_answers_are_trained(
-    template: str,
-    messages: list[dict],
-    train_on: str,
-    expected: list[str],
-    tokenizer_of: Any,
-    tmp_path: Path,
-) -> None:
+    template, messages, train_on, expected, tokenizer_of, tmp_path
+):
     tokenizer = tokenizer_of(template)
     row = {"messages": messages, "tools": TOOLS}
     # The other row gives its calls other arguments: the table then has null for these here.
@@ -174,8 +168,8 @@ def test_exactly_the_chosen_answers_are_trained(
     ],
 )
 def test_the_reasoning_may_be_left_out_of_what_is_trained(
-    template: str, messages: list[dict], expected: list[str], tokenizer_of: Any, tmp_path: Path
-) -> None:
+    template, messages, expected, tokenizer_of, tmp_path
+):
     tokenizer = tokenizer_of(template)
     samples = opened(tokenizer, tmp_path, {"messages": messages}, train_on_reasoning=False)
     assert trained_texts(tokenizer, *_sample(samples, 0, None)) == expected
@@ -204,18 +198,14 @@ def test_the_reasoning_may_be_left_out_of_what_is_trained(
         ({"messages": [PLAIN[1], PLAIN[1]]}, "the chat template refuses a sample: roles must alt"),
     ],
 )
-def test_what_is_wrong_with_a_conversation_is_told(
-    row: dict, told: str, tokenizer_of: Any, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_a_conversation_is_told(row, told, tokenizer_of, tmp_path):
     samples = opened(tokenizer_of(INSTRUCT), tmp_path, row)
     with pytest.raises(ConfigError) as caught:
         _sample(samples, 0, None)
     assert told in str(caught.value)
 
 
-def test_chat_dataset_skips_what_has_no_answer(
-    tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
-) -> None:
+def test_chat_dataset_skips_what_has_no_answer(tmp_path, model_folder, dataset, world):
     """torchtune's name of the dataset, with the model folder's tokenizer; the demo's template."""
     path = tmp_path / "rows.jsonl"
     rows = [{"messages": PLAIN[:2]}, {"messages": PLAIN}]
@@ -236,13 +226,8 @@ def test_chat_dataset_skips_what_has_no_answer(
 
 
 def test_what_the_template_leaves_out_is_noted_or_refused(
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: distributed.World,
-    tokenizer_of: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path, model_folder, dataset, world, tokenizer_of, capsys
+):
     """By file and line; the second start, which reads the tokens of the first, notes it too."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (PLAIN, CALLS)))
@@ -277,9 +262,7 @@ def test_what_the_template_leaves_out_is_noted_or_refused(
 
 
 @pytest.mark.parametrize("form", ["object", "text", "table"])
-def test_a_null_argument_is_trained_and_a_missing_one_is_not(
-    form: str, tokenizer_of: Any, tmp_path: Path
-) -> None:
+def test_a_null_argument_is_trained_and_a_missing_one_is_not(form, tokenizer_of, tmp_path):
     """A table has null for both, and it stands for the missing ones there."""
     given = [{"query": "a", "limit": None}, {"query": "b"}]
     rows = [

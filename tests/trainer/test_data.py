@@ -56,7 +56,7 @@ def steps(batches: Batches, first: int = 0) -> list[MicroBatch]:
 # Packing
 
 
-def test_every_sample_is_in_one_row_and_rows_are_full() -> None:
+def test_every_sample_is_in_one_row_and_rows_are_full():
     lengths = np.random.default_rng(0).integers(1, 700, size=WINDOW + 500)
     rows = pack(lengths, 1000, seed=1)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
@@ -68,7 +68,7 @@ def test_every_sample_is_in_one_row_and_rows_are_full() -> None:
 
 
 @pytest.mark.parametrize("builder", [LLAMA, GEMMA], ids=["llama3", "gemma2"])
-def test_packed_documents_have_the_losses_of_unpacked_ones(builder: dict, build: Any) -> None:
+def test_packed_documents_have_the_losses_of_unpacked_ones(builder, build):
     """Against torchtune's own attention, sample by sample."""
     rows = build(**packed(shuffle=False)).training.rows
     assert 1 < len(rows) < len(rows.samples), "rows must hold several samples"
@@ -103,7 +103,7 @@ def test_packed_documents_have_the_losses_of_unpacked_ones(builder: dict, build:
     assert seen == 2 * len(rows.samples) == 2 * 44
 
 
-def test_a_packed_batch_says_where_each_document_is(build: Any) -> None:
+def test_a_packed_batch_says_where_each_document_is(build):
     rows = build(**packed()).training.rows
     # Of the second row each token is trained, the first of each document, too.
     whole = [(tokens, np.ones_like(trained)) for tokens, trained in rows[1].documents]
@@ -135,9 +135,7 @@ def test_a_packed_batch_says_where_each_document_is(build: Any) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, packed()], ids=["unpacked", "packed"])
-def test_workers_and_a_later_start_give_the_same_batches(
-    changes: dict, build: Any, world: distributed.World
-) -> None:
+def test_workers_and_a_later_start_give_the_same_batches(changes, build, world):
     here = build(**changes, gradient_accumulation_steps=2, batch_size=4).training
     there = build(**changes, gradient_accumulation_steps=2, batch_size=4, num_workers=2).training
     whole = steps(here)
@@ -159,7 +157,7 @@ def assert_same(batch: MicroBatch, own: MicroBatch) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, packed()], ids=["unpacked", "packed"])
-def test_an_epoch_holds_each_sample_once_on_any_number_of_ranks(changes: dict, build: Any) -> None:
+def test_an_epoch_holds_each_sample_once_on_any_number_of_ranks(changes, build):
     rows = build(**changes).training.rows
     wanted = sorted(tokens.tobytes() for tokens, _ in rows.samples)
     for ranks in (1, 3):
@@ -174,7 +172,7 @@ def test_an_epoch_holds_each_sample_once_on_any_number_of_ranks(changes: dict, b
         assert sorted(found) == wanted
 
 
-def test_prompts_that_fill_no_step_wait_for_another_epoch(build: Any) -> None:
+def test_prompts_that_fill_no_step_wait_for_another_epoch(build):
     rows = build(**packed()).training.rows
     alone = distributed.World(0, 1, 0, torch.device("cpu"), None, Layout())
     size = len(rows) - 1
@@ -239,9 +237,7 @@ def write_rows(folder: Path, kind: str, row: dict) -> str:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_only_what_is_asked_for_is_trained(
-    file: str, build: Any, tmp_path: Path, model_folder: Path
-) -> None:
+def test_only_what_is_asked_for_is_trained(file, build, tmp_path, model_folder):
     block, row, trained_text = FILES[file]
     block = block | {
         "source": "parquet" if file == "parquet" else "json",
@@ -258,7 +254,7 @@ def test_only_what_is_asked_for_is_trained(
         assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == whole
 
 
-def test_torchtunes_tokenizer_with_a_prompt_template(build: Any, tmp_path: Path) -> None:
+def test_torchtunes_tokenizer_with_a_prompt_template(build, tmp_path):
     """Llama 3's own, over single bytes; its tokens are beyond the demo model's vocabulary."""
     lines = [f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256)]
     (tmp_path / "tokenizer.model").write_text("".join(lines))
@@ -279,7 +275,7 @@ def test_torchtunes_tokenizer_with_a_prompt_template(build: Any, tmp_path: Path)
     assert fault.startswith("tokenizer: it made token 128") and "the model knows 1024" in fault
 
 
-def test_plain_text_needs_no_chat_template(model_folder: Path, tmp_path: Path) -> None:
+def test_plain_text_needs_no_chat_template(model_folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((model_folder / "tokenizer.json").read_bytes())
     tokenizer = hugging_face_tokenizer(str(tmp_path))
     assert tokenizer.encode("a rank", add_bos=True) == tokenizer.encode("a rank")
@@ -292,7 +288,7 @@ def test_plain_text_needs_no_chat_template(model_folder: Path, tmp_path: Path) -
 # The cache
 
 
-def test_a_failed_start_leaves_nothing_behind(build: Any, tmp_path: Path) -> None:
+def test_a_failed_start_leaves_nothing_behind(build, tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [PAIR, PAIR, {"question": "What?", "answer": None}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -308,7 +304,7 @@ def test_a_failed_start_leaves_nothing_behind(build: Any, tmp_path: Path) -> Non
 # Faults
 
 
-def test_samples_that_do_not_fit_the_model_are_named(build: Any, tmp_path: Path) -> None:
+def test_samples_that_do_not_fit_the_model_are_named(build, tmp_path):
     found = build()
     lengths = found.training.rows.samples.lengths
     assert found.faults(1024, 512) == []
@@ -326,7 +322,7 @@ def test_samples_that_do_not_fit_the_model_are_named(build: Any, tmp_path: Path)
     )
 
 
-def test_samples_without_a_target_are_counted(build: Any) -> None:
+def test_samples_without_a_target_are_counted(build):
     samples = build().training.rows.samples
     begins = sorted(int(trained.argmax()) for _, trained in samples)
     build(tokenizer={"max_seq_len": begins[-1]})
@@ -347,9 +343,7 @@ def test_samples_without_a_target_are_counted(build: Any) -> None:
     ],
     ids=["whole", "apart", "part", "empty", "unknown"],
 )
-def test_validation_data_must_be_apart(
-    splits: tuple[str, str], fault: str | None, build: Any
-) -> None:
+def test_validation_data_must_be_apart(splits, fault, build):
     changes = {"dataset": {"split": splits[0]}, "dataset_val": {"split": splits[1]}}
     if fault is None:
         found = build(**changes)
@@ -359,9 +353,7 @@ def test_validation_data_must_be_apart(
             build(**changes)
 
 
-def test_a_copy_of_the_data_is_no_validation_data(
-    build: Any, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_copy_of_the_data_is_no_validation_data(build, dataset, tmp_path):
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(dataset.read_bytes())
     with pytest.raises(ConfigError, match="each of its samples is in dataset too"):
@@ -372,7 +364,7 @@ def test_a_copy_of_the_data_is_no_validation_data(
     assert build.said == ["note: dataset_val: 3 of 4 samples are the same as samples of dataset"]
 
 
-def test_a_sample_is_named_by_file_and_line(tmp_path: Path) -> None:
+def test_a_sample_is_named_by_file_and_line(tmp_path):
     path, table = tmp_path / "rows.jsonl", tmp_path / "rows.csv"
     # With a byte order mark, and with a separator within a text, which is no end of a line.
     rows = '{"a": "one\u2028"}\n\n{"a": "two", "b": null}\n{"a": 3}\n'
@@ -402,9 +394,7 @@ CELLS = ("None", "NA", "null", "nan", "N/A", "00042", "1.10", "1e3", "True", "-"
     ],
     ids=str,
 )
-def test_a_cell_holds_the_text_that_stands_in_the_file(
-    cells: tuple[str, ...], between: str, tmp_path: Path
-) -> None:
+def test_a_cell_holds_the_text_that_stands_in_the_file(cells, between, tmp_path):
     path = tmp_path / "rows.csv"
     rows = [f"case {n}{between}{cell}\n" for n, cell in enumerate(cells)]
     path.write_text(f"question{between}answer\n" + "".join(rows) + f"empty{between}\n")
@@ -415,7 +405,7 @@ def test_a_cell_holds_the_text_that_stands_in_the_file(
     )
 
 
-def test_a_tables_labels_are_read_as_truth_values(tmp_path: Path, model_folder: Path) -> None:
+def test_a_tables_labels_are_read_as_truth_values(tmp_path, model_folder):
     path = tmp_path / "rows.csv"
     lines = [f"q{n},a{n},{label}\n" for n, label in enumerate(("1", "0", "True", "false"))]
     path.write_text("prompt,completion,label\n" + "".join(lines))

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def batch(lengths: tuple[int, ...]) -> tuple[torch.Tensor, list[slice]]:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_each_document_is_as_by_itself(lengths: tuple[int, ...]) -> None:
+def test_each_document_is_as_by_itself(lengths):
     torch.manual_seed(0)
     ids, parts = batch(lengths)
     size = 2, ids.shape[1]
@@ -65,7 +64,7 @@ def test_each_document_is_as_by_itself(lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [*LENGTHS, (2, 1)], ids=str)
-def test_the_convolution_begins_anew_with_each_document(lengths: tuple[int, ...]) -> None:
+def test_the_convolution_begins_anew_with_each_document(lengths):
     torch.manual_seed(0)
     ids, parts = batch(lengths)
     x, weight = torch.randn(2, ids.shape[1], 6), torch.randn(6, 4)
@@ -105,7 +104,7 @@ for lengths in ((5, 1, 20, 70), None):
 
 
 @pytest.mark.named
-def test_the_kernels_of_flash_linear_attention_give_the_same(tmp_path: Path) -> None:
+def test_the_kernels_of_flash_linear_attention_give_the_same(tmp_path):
     """Packed or not, and their gradients, by Triton's interpreter. As the package is optional:
 
     python -m pip install --no-deps --target FOLDER fla-core==0.6.0 einops, and

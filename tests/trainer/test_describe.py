@@ -34,14 +34,14 @@ def marked(names, quick):
 
 
 @pytest.mark.parametrize("name", marked(sorted(p.name for p in SHIPPED.iterdir()), QUICK))
-def test_a_shipped_description_is_of_todays_packages(name: str) -> None:
+def test_a_shipped_description_is_of_todays_packages(name):
     """If not: python -m trainer.describe"""
     subject = shipped()[name]
     assert of_block(subject.model, subject.folder) == Shape.of(read_json(SHIPPED / name)["shape"])
     assert subject.find(SHIPPED, lambda name, version: VERSIONS[name] == version) is not None
 
 
-def test_every_recipe_and_published_model_is_described(tmp_path: Path) -> None:
+def test_every_recipe_and_published_model_is_described(tmp_path):
     wanted = {name for name, subject in shipped().items() if subject.file}
     for name in recipes.names():
         recipe = recipes.load(name)
@@ -53,14 +53,12 @@ def test_every_recipe_and_published_model_is_described(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", marked(FAMILIES, QUICK_FAMILIES))
-def test_support_is_what_the_trainers_check_says(
-    family: str, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_support_is_what_the_trainers_check_says(family, tmp_path, model_folder, dataset):
     source, found = row(family, tmp_path, dataset, model_folder)
     assert support(of_block({}, source)) == found
 
 
-def test_the_command_lists_families_and_says_why_not() -> None:
+def test_the_command_lists_families_and_says_why_not():
     def said(*words: str) -> str:
         done = CliRunner().invoke(cookbook, ["models", *words])
         return done.output + (str(done.exception) if done.exception else "")
@@ -76,7 +74,7 @@ def test_the_command_lists_families_and_says_why_not() -> None:
     assert "did you mean qwen3?" in said("qwen33")
 
 
-def test_a_model_of_ones_own_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_ones_own_is_described(monkeypatch):
     """Its attention is no module, and its MLP has no gate."""
     monkeypatch.setenv("COOKBOOK_COMPONENTS", MODULE)
     shape = of_block(TOY | {"lora_rank": 4}, None)
@@ -89,9 +87,7 @@ def test_a_model_of_ones_own_is_described(monkeypatch: pytest.MonkeyPatch) -> No
     assert shape.wide_norms and shape.order == (0, 0) and not shape.table
 
 
-def test_the_command_prints_each_and_names_faults(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_command_prints_each_and_names_faults(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "jamba"}')
     builder = "torchtune.models.qwen2.qwen2_0_5b"
     assert main([builder, str(tmp_path), "torchtune.models.qwen2.qwen2_9b"]) == 1

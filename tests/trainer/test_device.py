@@ -3,7 +3,6 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use
 
 
 @pytest.fixture
-def gpu_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def gpu_node(tmp_path, monkeypatch):
     """The device files of a node with two GPUs, and the version that its driver shows."""
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
@@ -36,7 +35,7 @@ def gpu_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_auto_does_not_train_on_the_cpus_of_a_gpu_node(gpu_node: Path) -> None:
+def test_auto_does_not_train_on_the_cpus_of_a_gpu_node(gpu_node):
     with pytest.raises(ConfigError) as raised:
         distributed.start("auto")
     (fault,) = raised.value.faults
@@ -54,14 +53,14 @@ def test_auto_does_not_train_on_the_cpus_of_a_gpu_node(gpu_node: Path) -> None:
         (None, "6.4", "it is built for ROCm 6.4, and the driver is 535.104.05"),
     ],
 )
-def test_the_reason_names_build_and_driver(gpu_node, monkeypatch, cuda, hip, why) -> None:
+def test_the_reason_names_build_and_driver(gpu_node, monkeypatch, cuda, hip, why):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
     with pytest.raises(ConfigError, match=why):
         device.choose("auto")
 
 
-def test_a_job_without_gpus_on_such_a_node_trains_on_cpus(gpu_node, monkeypatch) -> None:
+def test_a_job_without_gpus_on_such_a_node_trains_on_cpus(gpu_node, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     assert device.choose("auto") == "cpu"
@@ -70,13 +69,13 @@ def test_a_job_without_gpus_on_such_a_node_trains_on_cpus(gpu_node, monkeypatch)
         device.choose("auto")
 
 
-def test_where_there_is_no_gpu_auto_is_the_cpu(tmp_path, monkeypatch) -> None:
+def test_where_there_is_no_gpu_auto_is_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "FOLDER", tmp_path)
     assert device.choose("auto") == "cpu"
 
 
 @pytest.mark.parametrize("devices", [["cuda", "cpu", "cuda"], ["cuda"] * 3, ["cpu"] * 3])
-def test_ranks_agree_on_their_device_before_they_meet(devices, monkeypatch) -> None:
+def test_ranks_agree_on_their_device_before_they_meet(devices, monkeypatch):
     monkeypatch.setenv("NODE_NAME", "gpu7")
     store = HashStore()
 
@@ -97,7 +96,7 @@ def test_ranks_agree_on_their_device_before_they_meet(devices, monkeypatch) -> N
     assert not found[0].permanent, "another node can help"
 
 
-def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node: Path, capsys, monkeypatch) -> None:
+def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node, capsys, monkeypatch):
     """Neither `trainer.generate` nor the backend of `cookbook serve`, which has its own torch."""
     from plugins.serve.transformers_backend import main, unusable
     from trainer import generate
@@ -145,9 +144,7 @@ def test_a_served_model_is_not_offloaded_to_a_disk(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("asked", ["cuda", "auto", "cpu"])
-def test_attention_does_not_make_a_graph_for_each_length(
-    asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_does_not_make_a_graph_for_each_length(asked, monkeypatch):
     """cuDNN's does: torch uses it on H100, if it may."""
     monkeypatch.setattr(devices, "gpus", list)
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -155,7 +152,7 @@ def test_attention_does_not_make_a_graph_for_each_length(
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
 
 
-def test_nor_does_that_of_a_served_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_does_that_of_a_served_model(monkeypatch):
     import uvicorn
     from transformers.cli import transformers as command
     from transformers.cli.serving import model_manager, utils
@@ -179,7 +176,7 @@ def test_nor_does_that_of_a_served_model(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == [False]
 
 
-def test_losses_of_answers_copy_no_numbers_to_the_gpu() -> None:
+def test_losses_of_answers_copy_no_numbers_to_the_gpu():
     """The host would wait for each copy. A torch without CUDA refuses it, for fake tensors too."""
     with FakeTensorMode():
         scores, margins = torch.empty(4, device="cuda"), torch.empty(2, device="cuda")
@@ -194,7 +191,7 @@ def test_losses_of_answers_copy_no_numbers_to_the_gpu() -> None:
     assert all(each.device == scores.device for each in loss.metrics.values())
 
 
-def test_a_rank_computes_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_computes_on_its_own_gpu(monkeypatch):
     """Also what names none: its streams and kernels."""
     current: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -42,15 +42,15 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @LONG
 def test_the_teachers_memory_is_free_when_the_export_begins(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
-) -> None:
+    tmp_path, model_folder, dataset, teacher
+):
     path = write_config(tmp_path, model_folder, dataset, teacher=str(teacher), **STEP)
     said = finish(start(path, 2, module="tests.trainer.freed_teacher"))
     assert re.findall(r"of (\d+) tensors of the teacher (\d+) are left", said) == [("39", "0")] * 2
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+def teacher(tmp_path_factory, model_folder):
     return write_teacher(tmp_path_factory.mktemp("teacher") / "wide-llama", model_folder)
 
 
@@ -71,9 +71,7 @@ def write_teacher(folder: Path, model_folder: Path, **changes: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def root(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path, teacher: Path
-) -> Path:
+def root(tmp_path_factory, model_folder, dataset, teacher):
     """The folder in which every run lies by its name."""
     folder = tmp_path_factory.mktemp("distill")
     for name, changes in RUNS.items():
@@ -85,16 +83,14 @@ def root(
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_learns_from_the_teacher(name: str, root: Path) -> None:
+def test_it_learns_from_the_teacher(name, root):
     first, *_, last = metrics(root / name)
     assert last["kd_loss"] < first["kd_loss"] and last["loss"] < first["loss"]
     assert first["loss"] == pytest.approx((first["kd_loss"] + first["cross_entropy"]) / 2)
     assert 0 <= last["top1_agreement"] <= 1
 
 
-def test_a_packed_set_has_the_loss_of_a_padded_one(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
-) -> None:
+def test_a_packed_set_has_the_loss_of_a_padded_one(tmp_path, model_folder, dataset, teacher):
     """All samples in one step, at a learning rate that changes nothing."""
     for name, more in {"padded": {}, "packed": {"row_length": 96}}.items():
         more |= {"batch_size": 44, "max_steps": 1, "teacher": str(teacher)}
@@ -104,8 +100,8 @@ def test_a_packed_set_has_the_loss_of_a_padded_one(
 
 @pytest.mark.long
 def test_a_killed_run_resumes_the_same_and_with_the_same_teacher_only(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
-) -> None:
+    tmp_path, model_folder, dataset, teacher
+):
     changes = STEP | {"max_steps": 20, "save_every_n_steps": 2, "teacher": str(teacher)}
     killed, whole = (
         write_config(tmp_path / name, model_folder, dataset, **changes)
@@ -132,8 +128,8 @@ def test_a_killed_run_resumes_the_same_and_with_the_same_teacher_only(
 
 @pytest.mark.long
 def test_a_teacher_in_nf4_is_the_dequantised_one_in_each_layout(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
-) -> None:
+    tmp_path, model_folder, dataset, teacher
+):
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384}
     wide, dense = (write_teacher(tmp_path / n, model_folder, **sizes) for n in ("wide", "dense"))
     tensors = load_file(dense / "model.safetensors")
@@ -161,8 +157,8 @@ def test_a_teacher_in_nf4_is_the_dequantised_one_in_each_layout(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_teacher_with_another_tokenizer_is_refused(
-    ranks: int, tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
-) -> None:
+    ranks, tmp_path, model_folder, dataset, teacher
+):
     other = shutil.copytree(teacher, tmp_path / "other")
     content = json.loads((other / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
@@ -189,9 +185,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(
         assert "tokenizer.json is missing" in fault
 
 
-def test_shares_above_one_are_refused(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
-) -> None:
+def test_shares_above_one_are_refused(tmp_path, model_folder, dataset, teacher):
     wrong = {"beta": 1.5, "cross_entropy_share": 2.0, "teacher": str(teacher)}
     path = write_config(tmp_path, model_folder, dataset, **wrong)
     found = check.faults(read_yaml(path), Distillation)
@@ -210,14 +204,8 @@ def test_shares_above_one_are_refused(
     ids=["tensor", "nf4-fsdp"],
 )
 def test_the_closed_form_counts_teacher_and_loss(
-    ranks: int,
-    model: dict[str, Any],
-    more: dict[str, Any],
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    teacher: Path,
-) -> None:
+    ranks, model, more, tmp_path, model_folder, dataset, teacher
+):
     changes = more | ({"model": model} if model else {})
     content = wide_content(tmp_path, model_folder, dataset, teacher, changes)
     traced = trace(parse(content, DistillConfig), ranks)

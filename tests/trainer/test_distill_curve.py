@@ -50,9 +50,7 @@ def loop(path: Path, teacher: Path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_its_curve_is_that_of_a_plain_loop(
-    beta: float, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_its_curve_is_that_of_a_plain_loop(beta, tmp_path, model_folder, dataset):
     vocabulary = AutoConfig.from_pretrained(model_folder).vocab_size
     wide = {"hidden_size": 96, "num_hidden_layers": 3, "vocab_size": vocabulary + 32}
     teacher = write("qwen3", tmp_path / "teacher", model_folder, **wide, initializer_range=0.2)
@@ -76,7 +74,7 @@ def test_its_curve_is_that_of_a_plain_loop(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gkd", "gkd_own"])
-def test_its_curve_is_that_of_trls_gkd(name: str, tmp_path: Path) -> None:
+def test_its_curve_is_that_of_trls_gkd(name, tmp_path):
     """On the data, and on answers that are so cold that no draw matters."""
     student, teacher = preference.make_chat_models(tmp_path / "chat")
     data = preference.write_chats(tmp_path / "chats.jsonl")

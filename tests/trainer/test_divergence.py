@@ -58,7 +58,7 @@ def plain(
 @pytest.mark.parametrize(
     ("beta", "heat", "share"), [*product((0.0, 0.3, 1.0), (1.0, 2.5), (0.0, 0.4)), (0.5, 0.9, 0.0)]
 )
-def test_it_is_the_plain_formula_in_fp64(beta: float, heat: float, share: float) -> None:
+def test_it_is_the_plain_formula_in_fp64(beta, heat, share):
     how = Divergence(beta, heat, share)
     cases: list[tuple[int, Any, int | None]] = [
         (VOCABULARY, (None, None), None),
@@ -80,7 +80,7 @@ def test_it_is_the_plain_formula_in_fp64(beta: float, heat: float, share: float)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "symmetric"])
-def test_it_is_torchtunes_loss(kind: str) -> None:
+def test_it_is_torchtunes_loss(kind):
     """Its forward KL is a cross-entropy: it lacks the teacher's entropy, which has no gradient."""
     tensors = inputs(dtype=torch.float32)
     student, teacher = logits(tensors)
@@ -101,7 +101,7 @@ def test_it_is_torchtunes_loss(kind: str) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_probabilities_that_are_zero_give_numbers(beta: float) -> None:
+def test_probabilities_that_are_zero_give_numbers(beta):
     hidden = torch.tensor([[300.0, -300.0]])
     heads = [torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]])]
     own = (hidden.clone().requires_grad_(), heads[0])
@@ -136,5 +136,5 @@ def split(rank: int, store: str, vocabulary: int, beta: float) -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "beta"), [(30, 0.0), (26, 0.5), (34, 1.0)])
-def test_a_split_vocabulary_gives_the_same(vocabulary: int, beta: float, tmp_path: Any) -> None:
+def test_a_split_vocabulary_gives_the_same(vocabulary, beta, tmp_path):
     mp.start_processes(split, (str(tmp_path / "store"), vocabulary, beta), 2, start_method="fork")

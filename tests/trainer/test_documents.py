@@ -62,7 +62,7 @@ as_operator.register_fake(lambda query, *_: torch.empty_like(query))
 
 
 @torch.inference_mode()
-def test_a_variable_length_kernel_gives_what_the_mask_gives(build: Any) -> None:
+def test_a_variable_length_kernel_gives_what_the_mask_gives(build):
     """The GPU's path, with a kernel of the same arguments that runs anywhere.
 
     Layers are compiled once, for any number of documents.
@@ -100,7 +100,7 @@ def operators(call: Any) -> int:
     return sum(event.count for event in profile.key_averages() if event.key.startswith("aten::"))
 
 
-def test_a_document_costs_a_cpu_its_attention_and_little_else() -> None:
+def test_a_document_costs_a_cpu_its_attention_and_little_else():
     """Copies of shared heads and changes of layout are made once for all documents."""
     layer = attention.DocumentAttention(8)
     attention.choose_kernels(layer, torch.device("cpu"), torch.float32)
@@ -118,7 +118,7 @@ def test_a_document_costs_a_cpu_its_attention_and_little_else() -> None:
 
 @pytest.mark.parametrize("head_dim", [6, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotated_pairs_are_torchtunes_to_the_last_bit(head_dim: int, dtype: torch.dtype) -> None:
+def test_rotated_pairs_are_torchtunes_to_the_last_bit(head_dim, dtype):
     rope = compat.RotaryPositionalEmbeddings(head_dim, max_seq_len=16)
     given = torch.randn(2, 7, 3, head_dim).to(dtype).requires_grad_()
     upstream = torch.randn(given.shape).to(dtype)
@@ -139,7 +139,7 @@ def documents_of(length: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("window", [None, 1, 150])
 @pytest.mark.parametrize("length", [128, 700, 1024])
-def test_blocks_hold_what_is_seen_and_little_else(length: int, window: int | None) -> None:
+def test_blocks_hold_what_is_seen_and_little_else(length, window):
     numbers = documents_of(length, seed=length)
     position = torch.arange(length)
     seen = (position[:, None] >= position) & (numbers.unsqueeze(2) == numbers.unsqueeze(1))
@@ -167,7 +167,7 @@ def test_blocks_hold_what_is_seen_and_little_else(length: int, window: int | Non
 
 
 @torch.inference_mode()
-def test_layers_with_flex_attention_are_compiled_once() -> None:
+def test_layers_with_flex_attention_are_compiled_once():
     """For any documents; what has a window, and what has none, is another kind of layer."""
     model = adopt(instantiate("model", GEMMA))
     tokens = torch.arange(400).reshape(2, 200) % 1000
@@ -185,7 +185,7 @@ def test_layers_with_flex_attention_are_compiled_once() -> None:
 
 
 @torch.inference_mode()
-def test_flex_attention_with_sinks_is_compiled_once() -> None:
+def test_flex_attention_with_sinks_is_compiled_once():
     """Other code in the pass that computes a layer again is refused by activation checkpointing."""
     torch._dynamo.reset()
     kernel = torch.compile(flex.kernel(torch.device("cpu")), backend="aot_eager")
@@ -198,7 +198,7 @@ def test_flex_attention_with_sinks_is_compiled_once() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_compiled_flex_attention_gives_what_all_scores_give(cap: float | None) -> None:
+def test_compiled_flex_attention_gives_what_all_scores_give(cap):
     """The compiler's kernel for the CPU, which leaves blocks out too; it has no backward pass."""
     torch.manual_seed(0)
     numbers = documents_of(700, seed=1)
@@ -213,7 +213,7 @@ def test_compiled_flex_attention_gives_what_all_scores_give(cap: float | None) -
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_flex_attention_on_a_gpu_gives_what_all_scores_give(cap: float | None) -> None:
+def test_flex_attention_on_a_gpu_gives_what_all_scores_give(cap):
     """With gradients, against one matrix of scores."""
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -241,7 +241,7 @@ def test_flex_attention_on_a_gpu_gives_what_all_scores_give(cap: float | None) -
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_gpus_kernel_gives_what_the_mask_gives(build: Any) -> None:
+def test_the_gpus_kernel_gives_what_the_mask_gives(build):
     device = torch.device("cuda")
     rows = build(**packed()).training.rows
     batch = rows.collate([rows[0], rows[1]]).to(device)
@@ -261,7 +261,7 @@ def test_the_gpus_kernel_gives_what_the_mask_gives(build: Any) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0.05, atol=0.05)
 
 
-def test_flash_attention_is_replaced_only_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_is_replaced_only_where_torch_can(monkeypatch):
     assert set(torch.nn.attention.list_flash_attention_impls()) >= set(attention.REPLACEMENTS)
     assert attention.replace_flash_attention("FA3", torch.device("cpu")) == "there is no GPU"
     gpu = torch.device("cuda", 0)

@@ -4,8 +4,6 @@ import json
 import re
 import shutil
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,7 +46,6 @@ from trainer.layers.balance import Balance
 from trainer.model import Inputs
 from trainer.models import build as models
 from trainer.parallel import activations, expert_parallel
-from trainer.parallel import world as distributed
 
 COPIES = {"data_parallel_replicate_dim": 2}
 ADAMW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
@@ -91,7 +88,7 @@ PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
+def sources(tmp_path_factory, model_folder):
     root = tmp_path_factory.mktemp("families")
     names = ("qwen3-moe", "gpt-oss", "deepseek-v3")
     odd = write("mixtral", root / "mixtral", model_folder, num_local_experts=3)
@@ -99,7 +96,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dic
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, sources: dict[str, Path], dataset: Path) -> Path:
+def root(tmp_path_factory, sources, dataset):
     """The folder in which every run lies by its name."""
     return train_all(tmp_path_factory.mktemp("runs"), RUNS, sources, dataset)
 
@@ -115,13 +112,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, sources: dict[str, Path], dat
     ids=["ep2-copies", "tp2", "lora-copies"],
 )
 def test_ranks_read_model_and_checkpoint_once_between_them(
-    sources: dict[str, Path],
-    dataset: Path,
-    tmp_path: Path,
-    model: str,
-    changes: dict[str, Any],
-    ranks: int,
-) -> None:
+    sources, dataset, tmp_path, model, changes, ranks
+):
     source, run = sources[model], tmp_path / "run"
     given = FULL | HALF | {"batch_size": 1, "max_steps": 1, "save_every_n_steps": 1} | changes
     size = sum(tensor.nbytes for tensor in tensors(source).values())
@@ -145,7 +137,7 @@ def test_ranks_read_model_and_checkpoint_once_between_them(
 
 
 @pytest.mark.long
-def test_an_export_in_files_of_several_ranks_is_the_same(root: Path, tmp_path: Path) -> None:
+def test_an_export_in_files_of_several_ranks_is_the_same(root, tmp_path):
     one, own = root / "moe-lora-ep2", tmp_path / "moe-lora-ep2"
     shutil.copytree(one, own)
     shutil.rmtree(own / "export")
@@ -163,14 +155,12 @@ def test_an_export_in_files_of_several_ranks_is_the_same(root: Path, tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
-def test_experts_in_every_layout_equal_the_single_process(
-    name: str, reference: str, root: Path
-) -> None:
+def test_experts_in_every_layout_equal_the_single_process(name, reference, root):
     assert_same_training(root / name, root / reference)
 
 
 @pytest.mark.long
-def test_routers_are_balanced_or_frozen(root: Path, sources: dict[str, Path]) -> None:
+def test_routers_are_balanced_or_frozen(root, sources):
     """The auxiliary loss lowers itself; the balance is the same whatever the layout is."""
     names = ("router_aux_loss", "router_entropy", "expert_load_max", "expert_load_min")
     alone, spread, plain = (metrics(root / n) for n in ("moe-aux", "moe-aux-ep2", "moe"))
@@ -186,7 +176,7 @@ def test_routers_are_balanced_or_frozen(root: Path, sources: dict[str, Path]) ->
         assert same == [frozen] * 3
 
 
-def test_rows_from_several_ranks_are_sorted_by_expert_from_their_numbers() -> None:
+def test_rows_from_several_ranks_are_sorted_by_expert_from_their_numbers():
     coming = torch.tensor([[2, 0, 3], [0, 0, 1], [1, 4, 0]])
     experts_of = torch.arange(3).repeat(3).repeat_interleave(coming.flatten())
     order = expert_parallel.by_expert(coming, len(experts_of))
@@ -196,7 +186,7 @@ def test_rows_from_several_ranks_are_sorted_by_expert_from_their_numbers() -> No
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("width", [24, 20])
 @pytest.mark.parametrize("operator", [experts.grouped, experts._grouped])
-def test_a_grouped_product_is_each_experts_own(operator, width: int, transposed: bool) -> None:
+def test_a_grouped_product_is_each_experts_own(operator, width, transposed):
     """Of rows that the kernel takes and of others, and an expert without a row."""
     torch.manual_seed(0)
     x, ends = torch.randn(11, 16, requires_grad=True), torch.tensor([4, 4, 11]).int()
@@ -212,9 +202,7 @@ def test_a_grouped_product_is_each_experts_own(operator, width: int, transposed:
     assert gradients[0][1].stride() == weight.stride(), "autograd copies another layout"
 
 
-def test_the_auxiliary_loss_is_transformers(
-    tmp_path: Path, sources: dict[str, Path], dataset: Path, world: distributed.World
-) -> None:
+def test_the_auxiliary_loss_is_transformers(tmp_path, sources, dataset, world):
     """Of one layer, to which transformers' function is given; its gradient too."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -230,9 +218,7 @@ def test_the_auxiliary_loss_is_transformers(
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_its_experts_on_other_ranks(
-    tmp_path: Path, sources: dict[str, Path], dataset: Path
-) -> None:
+def test_a_run_goes_on_with_its_experts_on_other_ranks(tmp_path, sources, dataset):
     """AdamW's moments come along, whatever expert_parallel_dim was when they were saved."""
     common = {"row_length": 96, "max_steps": 8}
     whole = config_of(tmp_path / "whole", sources["qwen3-moe"], dataset, batch_size=4, **common)
@@ -267,8 +253,8 @@ class Sent(TorchDispatchMode):
 
 
 def test_a_router_that_changes_its_choice_in_place_is_computed_again(
-    world: distributed.World, tmp_path: Path, sources: dict[str, Path], dataset: Path
-) -> None:
+    world, tmp_path, sources, dataset
+):
     """Mixtral's and three other families' do; the results of kept operations must stay."""
     gradients = []
     for name, mode in (("none", {}), ("op", BY_OPERATION)):
@@ -280,7 +266,7 @@ def test_a_router_that_changes_its_choice_in_place_is_computed_again(
 
 
 @pytest.mark.parametrize("mode", ["full", "op"])
-def test_the_host_waits_for_a_layers_rows_once(mode: str, world: distributed.World) -> None:
+def test_the_host_waits_for_a_layers_rows_once(mode, world):
     """Also if the layer is computed again: its rows go the same way, with the same results."""
     torch.manual_seed(2)
     layer = torch.nn.Module()
@@ -306,7 +292,7 @@ def test_the_host_waits_for_a_layers_rows_once(mode: str, world: distributed.Wor
 
 
 @pytest.mark.parametrize("outputs", [24, 16])
-def test_adapters_of_experts_are_read_in_the_layouts_of_old_and_new_peft(outputs: int) -> None:
+def test_adapters_of_experts_are_read_in_the_layouts_of_old_and_new_peft(outputs):
     """With sides of one length, too, where only the version tells."""
     torch.manual_seed(1)
     adapter = ExpertsLoRA(torch.empty(3, outputs, 16), 2, transposed=False)
@@ -324,7 +310,7 @@ def test_adapters_of_experts_are_read_in_the_layouts_of_old_and_new_peft(outputs
     assert (found[0].shape, found[1].shape) == (a.shape, b.shape)
 
 
-def test_a_rank_that_the_grouped_product_does_not_take_is_filled_up() -> None:
+def test_a_rank_that_the_grouped_product_does_not_take_is_filled_up():
     torch.manual_seed(1)
     adapter = ExpertsLoRA(torch.empty(3, 24, 16), 6, transposed=False)
     for stack in (adapter.lora_a, adapter.lora_b):
@@ -338,7 +324,7 @@ def test_a_rank_that_the_grouped_product_does_not_take_is_filled_up() -> None:
     assert adapter.lora_a.weight.grad.shape == (3, 6, 16)
 
 
-def test_gradients_of_experts_without_rows_are_zeros(monkeypatch) -> None:
+def test_gradients_of_experts_without_rows_are_zeros(monkeypatch):
     """Where torch's product leaves them as they are: the kit's derivative is taken, and masks."""
     gradient = torch.full((4, 8, 8), torch.nan)
     ends = torch.tensor([0, 4, 4, 10], dtype=torch.int32)

@@ -17,7 +17,6 @@ from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.model import Decoder, Documents, Inputs
 from trainer.models import build as models
-from trainer.parallel import world as distributed
 
 SIZES = {
     "vocab_size": 1024,
@@ -149,7 +148,7 @@ DOCUMENTS = Documents(
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(tmp_path_factory):
     """A random model of each family as transformers makes and saves it, in several files."""
     root = tmp_path_factory.mktemp("sources")
     for name, (model_type, changes, *_) in CASES.items():
@@ -192,13 +191,8 @@ def config_of(name: str, folder: Path, source: Path, dataset: Path, **changes: A
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers_and_export_is_exact(
-    name: str,
-    tmp_path: Path,
-    sources: dict[str, Path],
-    dataset: Path,
-    world: distributed.World,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, tmp_path, sources, dataset, world, monkeypatch
+):
     source = sources[name]
     config = load(config_of(name, tmp_path, source, dataset))
     model = models.build(config, world)
@@ -227,13 +221,8 @@ def test_logits_equal_transformers_and_export_is_exact(
     + [("phi3", True), ("gemma2", True)],
 )
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
-    name: str,
-    use_dora: bool,
-    tmp_path: Path,
-    sources: dict[str, Path],
-    dataset: Path,
-    world: distributed.World,
-) -> None:
+    name, use_dora, tmp_path, sources, dataset, world
+):
     """With q and v alone adapted, so that a fused matrix has rows with and without an adapter."""
     from peft import PeftModel
 
@@ -261,7 +250,7 @@ def fitted(block: dict[str, Any], hf_config: dict[str, Any]) -> tuple[Decoder, l
     return model, model.fit(hf_config, SimpleNamespace(model=block, checkpointer={}))
 
 
-def test_names_are_mapped_both_ways() -> None:
+def test_names_are_mapped_both_ways():
     model, faults = fitted(builder("phi3"), HF_SIZES | {"model_type": "phi3"})
     assert faults == []
     held = weights.hub_tensors(model)
@@ -324,7 +313,7 @@ REAL: dict[str, tuple[str, tuple[int, int, int, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("component", REAL)
-def test_torchtunes_builders_fit_the_real_models(component: str) -> None:
+def test_torchtunes_builders_fit_the_real_models(component):
     """Its Gemma 2 has the two soft caps the wrong way round, its Phi 4 the rotary base of Phi 3,
     and its Mistral and Phi 3 no window; what they cannot be told comes from config.json."""
     model_type, sizes, others = REAL[component]
@@ -371,15 +360,8 @@ def test_torchtunes_builders_fit_the_real_models(component: str) -> None:
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(
-    name: str,
-    model: dict[str, Any],
-    settings: dict[str, Any],
-    fault: str,
-    tmp_path: Path,
-    sources: dict[str, Path],
-    dataset: Path,
-    world: distributed.World,
-) -> None:
+    name, model, settings, fault, tmp_path, sources, dataset, world
+):
     folder = tmp_path / "source"
     folder.mkdir()
     for file in sources[name].iterdir():
@@ -396,9 +378,7 @@ def test_a_model_that_does_not_fit_is_refused(
     assert len(caught.value.faults) < 15, "another model is told in a few lines"
 
 
-def test_a_checkpointer_of_another_family_is_refused(
-    tmp_path: Path, sources: dict[str, Path], dataset: Path, world: distributed.World
-) -> None:
+def test_a_checkpointer_of_another_family_is_refused(tmp_path, sources, dataset, world):
     checkpointer = {"checkpoint_dir": str(sources["qwen2"]), "model_type": "LLAMA3"}
     path = write_config(
         tmp_path, sources["qwen2"], dataset, model=builder("qwen2"), checkpointer=checkpointer
@@ -418,9 +398,7 @@ TRAINED = ("qwen2-tied", "gemma2", "phi3")
 
 
 @pytest.mark.long
-def test_every_layout_trains_as_the_single_process(
-    tmp_path: Path, sources: dict[str, Path], model_folder: Path, dataset: Path
-) -> None:
+def test_every_layout_trains_as_the_single_process(tmp_path, sources, model_folder, dataset):
     """Full and LoRA: loss, gradient norm and weights after four steps."""
     configs: dict[tuple[int, str], list[Path]] = {}
     runs = [

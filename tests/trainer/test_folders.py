@@ -60,7 +60,6 @@ from trainer.layers.loss import TokenLoss
 from trainer.methods.sft import SupervisedFineTuning
 from trainer.model import Inputs
 from trainer.models import build as models
-from trainer.parallel.world import World
 
 NODE, MACHINE = (
     {"role": "user", "content": "a node?"},
@@ -71,7 +70,7 @@ CONVERSATIONS = [TURNS[:2], [{"role": "system", "content": "short"}, *TURNS]]
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return write(tmp_path_factory.mktemp("folders") / "base")
 
 
@@ -98,9 +97,7 @@ def content_of(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_a_folder_means_what_transformers_makes_of_it(
-    name: str, base: Path, tmp_path: Path, world: World
-) -> None:
+def test_a_folder_means_what_transformers_makes_of_it(name, base, tmp_path, world):
     folder = copied(base, tmp_path / "model", SAME[name])
     content = content_of(folder)
     assert check.faults(content, SupervisedFineTuning) == []
@@ -135,9 +132,7 @@ def loss_of(loss: Callable[..., torch.Tensor], model: Any, row: Any, labels: Any
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_transformers_makes_something_else_of_is_refused(
-    name: str, base: Path, tmp_path: Path
-) -> None:
+def test_what_transformers_makes_something_else_of_is_refused(name, base, tmp_path):
     change, told = REFUSED[name]
     folder = copied(base, tmp_path / "model", change)
     faults = check.faults(content_of(folder), SupervisedFineTuning)
@@ -158,7 +153,7 @@ ODD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_temperature_zero_takes_the_likeliest_token(name: str, base: Path, tmp_path: Path) -> None:
+def test_temperature_zero_takes_the_likeliest_token(name, base, tmp_path):
     folder = copied(base, tmp_path / "model", edit("generation_config", **ODD[name]))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = AutoTokenizer.from_pretrained(folder)
@@ -252,9 +247,7 @@ ENDS: dict[str, tuple[Change, dict[str, Any], int | list[int], str]] = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_an_answer_ends_by_one_token_wherever_it_is_named(
-    name: str, base: Path, tmp_path: Path, world: World
-) -> None:
+def test_an_answer_ends_by_one_token_wherever_it_is_named(name, base, tmp_path, world):
     change, says, ends, last = ENDS[name]
     folder = copied(base, tmp_path / "model", change)
     content = content_of(folder, model={"lora_rank": 2, "lora_alpha": 2})
@@ -295,9 +288,7 @@ def tokenizer_end(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
-def test_an_adapters_own_tokenizer_is_of_the_class_that_its_base_says(
-    kind: str, base: Path, tmp_path: Path
-) -> None:
+def test_an_adapters_own_tokenizer_is_of_the_class_that_its_base_says(kind, base, tmp_path):
     """transformers takes it from model_type where tokenizer_config.json names none."""
     change = all_of(edit("tokenizer_config", tokenizer_class=None), edit("config", model_type=kind))
     whole = copied(base, tmp_path / "base", change)
@@ -309,9 +300,7 @@ def test_an_adapters_own_tokenizer_is_of_the_class_that_its_base_says(
     assert adapted(asked)["input_ids"] == expected(asked)["input_ids"]
 
 
-def test_further_chat_templates_are_exported_and_hashed(
-    base: Path, tmp_path: Path, world: World
-) -> None:
+def test_further_chat_templates_are_exported_and_hashed(base, tmp_path, world):
     file = "additional_chat_templates/tool_use.jinja"
     folder = copied(base, tmp_path / "model", lambda made: (made / file).parent.mkdir())
     (folder / file).write_text(CHATML)
@@ -353,9 +342,7 @@ OVER = {
 
 
 @pytest.mark.parametrize("name", OVER)
-def test_an_adapter_that_peft_wrote_is_gone_on_with(
-    name: str, base: Path, tmp_path: Path, world: World
-) -> None:
+def test_an_adapter_that_peft_wrote_is_gone_on_with(name, base, tmp_path, world):
     modules, more, change, told = OVER[name]
     torch.manual_seed(0)
     theirs = get_peft_model(
@@ -396,9 +383,7 @@ LARGER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", LARGER)
-def test_the_text_part_of_a_larger_model_is_trained_exported_and_asked(
-    kind: str, base: Path, tmp_path: Path, world: World
-) -> None:
+def test_the_text_part_of_a_larger_model_is_trained_exported_and_asked(kind, base, tmp_path, world):
     ids = {"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": None}
     part = {"model_type": "llama", **SIZES, **ids}
     config = AutoConfig.for_model(kind, text_config=part, tie_word_embeddings=False, **LARGER[kind])

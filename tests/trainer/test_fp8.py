@@ -23,7 +23,6 @@ from trainer.layers import fp8, linear
 from trainer.loop import Trainer
 from trainer.methods.sft import SupervisedFineTuning
 from trainer.models.build import empty_module
-from trainer.parallel import world as distributed
 
 FP8 = {"dtype": "bf16", "enable_fp8_training": True, "row_length": 96, "batch_size": 4}
 FP8 |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
@@ -38,7 +37,7 @@ LOSS_TOLERANCE = 0.04
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_products_are_torchaos(recipe: str, dtype: torch.dtype) -> None:
+def test_products_are_torchaos(recipe, dtype):
     """With magnitudes that differ by column, which a scale a tensor holds less well."""
     if lack := fp8.missing(recipe, CPU):
         pytest.skip(lack)
@@ -64,7 +63,7 @@ def test_products_are_torchaos(recipe: str, dtype: torch.dtype) -> None:
         assert (own - other).float().norm() <= 0.003 * other.float().norm()
 
 
-def test_a_frozen_weight_has_no_gradient_and_keeps_no_input() -> None:
+def test_a_frozen_weight_has_no_gradient_and_keeps_no_input():
     weight, x = torch.randn(32, 64), torch.randn(16, 64, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
@@ -78,7 +77,7 @@ def test_a_frozen_weight_has_no_gradient_and_keeps_no_input() -> None:
     assert torch.equal(same, out) and torch.equal(own.grad, x.grad)
 
 
-def test_a_layer_that_is_too_narrow_multiplies_as_without_fp8() -> None:
+def test_a_layer_that_is_too_narrow_multiplies_as_without_fp8():
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"gate": torch.nn.Linear(64, 1), "up": torch.nn.Linear(64, 32)})
     x = torch.randn(16, 64)
@@ -88,7 +87,7 @@ def test_a_layer_that_is_too_narrow_multiplies_as_without_fp8() -> None:
     assert not torch.equal(model["up"](x), plain["up"])
 
 
-def test_zeros_and_rows_of_zeros_stay_zeros() -> None:
+def test_zeros_and_rows_of_zeros_stay_zeros():
     x, weight = torch.zeros(16, 32), torch.randn(16, 32)
     for recipe in [name for name in FP8_RECIPES if fp8.missing(name, CPU) is None]:
         assert torch.equal(fp8.linear(x, weight, recipe), torch.zeros(16, 16))
@@ -96,8 +95,8 @@ def test_zeros_and_rows_of_zeros_stay_zeros() -> None:
 
 
 def test_full_training_follows_bf16_and_leaves_plain_weights(
-    tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
-) -> None:
+    tmp_path, model_folder, dataset, world
+):
     for name, changes in (("bf16", BF16), ("fp8", FP8)):
         config = load(write_config(tmp_path / name, model_folder, dataset, **changes))
         trainer = Trainer(config, world, 0, SupervisedFineTuning)
@@ -129,9 +128,7 @@ def near(own: Path, wanted: Path, tolerance: float = LOSS_TOLERANCE) -> None:
     assert losses[-1] < losses[0] - 0.05
 
 
-def test_what_it_does_not_go_with_is_said_at_once(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_what_it_does_not_go_with_is_said_at_once(tmp_path, model_folder, dataset):
     changes = FP8 | {"dtype": "fp32", "fp8_recipe_name": "blockwise"}
     path = write_config(
         tmp_path, model_folder, dataset, model=lora_model(quantize_base=True), **changes
@@ -146,7 +143,7 @@ def test_what_it_does_not_go_with_is_said_at_once(
     ]
 
 
-def test_sizes_that_no_gpu_multiplies_are_named() -> None:
+def test_sizes_that_no_gpu_multiplies_are_named():
     with torch.device("meta"):
         model = empty_module(lora_model(intermediate_dim=344, num_heads=8, num_kv_heads=8))
     layers = {
@@ -183,9 +180,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def layouts(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path
-) -> tuple[Path, str]:
+def layouts(tmp_path_factory, model_folder, dataset):
     """Every layout trained in two starts, the references beside them; and what they said."""
     if lack := fp8.missing("rowwise", CPU):
         pytest.skip(lack)
@@ -200,7 +195,7 @@ def layouts(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_is_near_bf16(name: str, layouts: tuple[Path, str]) -> None:
+def test_every_layout_is_near_bf16(name, layouts):
     root, said = layouts
     reference = LAYOUTS[name][1]
     near(root / name, root / reference)
@@ -216,7 +211,7 @@ def test_every_layout_is_near_bf16(name: str, layouts: tuple[Path, str]) -> None
 
 
 @pytest.mark.long
-def test_the_exported_base_is_the_frozen_one(layouts: tuple[Path, str], model_folder: Path) -> None:
+def test_the_exported_base_is_the_frozen_one(layouts, model_folder):
     """Merged is the adapter alone: what it has not touched is the base in bf16, bit for bit."""
     root, _ = layouts
     own = load_file(root / "lora/export/model.safetensors")
@@ -234,7 +229,7 @@ def test_the_exported_base_is_the_frozen_one(layouts: tuple[Path, str], model_fo
 
 
 @pytest.mark.long
-def test_a_run_in_fp8_resumes_in_fp8_only(layouts: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_run_in_fp8_resumes_in_fp8_only(layouts, tmp_path):
     whole, run = layouts[0] / "full-fsdp2-masters", tmp_path / "run"
     shutil.copytree(whole / "checkpoints", run / "checkpoints")
     text = (whole / "train.yaml").read_text().replace(str(whole), str(run))
@@ -245,7 +240,7 @@ def test_a_run_in_fp8_resumes_in_fp8_only(layouts: tuple[Path, str], tmp_path: P
 
 
 @pytest.mark.parametrize("architecture", ["", "gfx942:sramecc+:xnack-", "gfx950"])
-def test_mi300x_has_formats_of_its_own(architecture: str) -> None:
+def test_mi300x_has_formats_of_its_own(architecture):
     limits = [torch.finfo(kind).max for kind in fp8.formats(architecture)]
     assert limits == ([240.0, 57344.0] if "942" in architecture else [448.0, 57344.0])
     numbers, inverse, _ = fp8._cast(torch.tensor([[3.0, -6.0]]), None, fp8.formats(architecture)[0])

@@ -58,14 +58,7 @@ def llama3_tokenizer(folder: Path) -> Any:
 
 @pytest.mark.parametrize("source", ["folder", "torchtune"])
 @pytest.mark.parametrize(("name", "keys", "row"), CASES)
-def test_samples_are_those_of_torchtune(
-    name: str,
-    keys: dict[str, Any],
-    row: dict[str, Any],
-    source: str,
-    tmp_path: Path,
-    model_folder: Path,
-) -> None:
+def test_samples_are_those_of_torchtune(name, keys, row, source, tmp_path, model_folder):
     of_folder = source == "folder"
     tokenizer = (
         hugging_face_tokenizer(str(model_folder)) if of_folder else llama3_tokenizer(tmp_path)
@@ -91,9 +84,7 @@ def test_samples_are_those_of_torchtune(
         (None, "the column 'conversations' has no list of messages"),
     ],
 )
-def test_turns_in_another_order_are_refused(
-    turns: Any, told: str, tmp_path: Path, model_folder: Path
-) -> None:
+def test_turns_in_another_order_are_refused(turns, told, tmp_path, model_folder):
     ours = component("dataset", "torchtune.datasets.chat_dataset")
     tokenizer = hugging_face_tokenizer(str(model_folder))
     keys = {"conversation_column": "conversations", "conversation_style": "sharegpt"}
@@ -103,7 +94,7 @@ def test_turns_in_another_order_are_refused(
     assert told in str(caught.value)
 
 
-def test_a_number_is_not_a_text(tmp_path: Path, model_folder: Path) -> None:
+def test_a_number_is_not_a_text(tmp_path, model_folder):
     ours = component("dataset", "torchtune.datasets.instruct_dataset")
     tokenizer = hugging_face_tokenizer(str(model_folder))
     samples = ours(tokenizer, **rows_file(tmp_path, {"input": "How many?", "output": 42}))
@@ -111,7 +102,7 @@ def test_a_number_is_not_a_text(tmp_path: Path, model_folder: Path) -> None:
         samples[0]
 
 
-def test_every_name_is_one_of_torchtune() -> None:
+def test_every_name_is_one_of_torchtune():
     for dotted in OWN_COMPONENTS:
         module, _, name = dotted.rpartition(".")
         assert component("key", dotted) is not getattr(importlib.import_module(module), name)

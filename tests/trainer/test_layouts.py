@@ -51,9 +51,7 @@ REFERENCES = {False: "full-1x8x1", True: "lora-1x8x1"}
 
 
 @pytest.fixture(scope="module")
-def folders(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path
-) -> dict[str, Path]:
+def folders(tmp_path_factory, model_folder, dataset):
     """Every layout trained, three starts in all; and on 4 ranks one that changes nothing."""
     root = tmp_path_factory.mktemp("layouts")
     configs: dict[int, list[Path]] = {1: [], 2: [], 4: []}
@@ -101,9 +99,7 @@ def folders(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_curve_and_weights_equal_the_single_process(
-    layout: Layout, folders: dict[str, Path]
-) -> None:
+def test_curve_and_weights_equal_the_single_process(layout, folders):
     reference, own = folders[REFERENCES[layout.lora]], folders[layout.name]
     found = curve(own)
     assert len(found) == 7
@@ -112,20 +108,20 @@ def test_curve_and_weights_equal_the_single_process(
     assert_same_tensors(own, reference, WEIGHT_TOLERANCE)
 
 
-def test_export_round_trip_is_exact(folders: dict[str, Path], model_folder: Path) -> None:
+def test_export_round_trip_is_exact(folders, model_folder):
     before = load_file(model_folder / "model.safetensors")
     after = load_file(folders["unchanged"] / "export/model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_checkpointing_and_sharded_tables_change_nothing(folders: dict[str, Path]) -> None:
+def test_checkpointing_and_sharded_tables_change_nothing(folders):
     plain, changed = metrics(folders["full-1x8x1"])[0], metrics(folders["unchanged"])[0]
     assert changed["loss"] == pytest.approx(plain["loss"], abs=1e-6)
     assert changed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
 
 
-def test_bf16_follows_fp32_and_is_exported_as_bf16(folders: dict[str, Path]) -> None:
+def test_bf16_follows_fp32_and_is_exported_as_bf16(folders):
     plain, short = metrics(folders["lora-2x4x1"]), metrics(folders["lora-bf16"])
     assert [line["loss"] for line in short] == pytest.approx(
         [line["loss"] for line in plain], abs=0.05
@@ -135,9 +131,7 @@ def test_bf16_follows_fp32_and_is_exported_as_bf16(folders: dict[str, Path]) -> 
     assert json.loads((export / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_adapter_in_peft_gives_the_merged_models_logits(
-    folders: dict[str, Path], model_folder: Path
-) -> None:
+def test_adapter_in_peft_gives_the_merged_models_logits(folders, model_folder):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -152,9 +146,7 @@ def test_adapter_in_peft_gives_the_merged_models_logits(
     assert (adapted - plain).abs().max() > 1e-3, "the adapter must have learned something"
 
 
-def test_a_line_has_the_mean_loss_since_the_line_before(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_a_line_has_the_mean_loss_since_the_line_before(tmp_path, model_folder, dataset):
     for every in (1, 3):
         folder = tmp_path / str(every)
         path = write_config(

@@ -47,19 +47,19 @@ def assert_same(name: str, loss: torch.Tensor, at: torch.Tensor) -> None:
     torch.testing.assert_close(at.grad, gradient, rtol=1e-9, atol=1e-12)
 
 
-def test_nothing_of_ligers_is_left_out() -> None:
+def test_nothing_of_ligers_is_left_out():
     tested = {*PAIRS, "jsd-0.0", "jsd-0.3", "jsd-1.0", *CASES}  # the last in test_policy_losses
     assert tested == CONTENT["values"].keys()
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_losses_of_answers(name: str) -> None:
+def test_losses_of_answers(name):
     sums = SUMS.clone().requires_grad_()
     assert_same(name, PAIRS[name](Answers(sums, REFERENCE, COUNTS)).mean(), sums)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_divergences(beta: float) -> None:
+def test_divergences(beta):
     student, one = STUDENT.clone().requires_grad_(), torch.eye(STUDENT.shape[1]).double()
     targets = torch.zeros(len(STUDENT), dtype=torch.int64)
     made_of = Factors([(student, one)]), Factors([(TEACHER, one)])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -27,7 +26,6 @@ from trainer.data import batches
 from trainer.errors import ConfigError
 from trainer.model import Inputs
 from trainer.models import build as models
-from trainer.parallel import world as distributed
 
 TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
 FOLDER = {"_component_": "transformers", "lora_rank": 4, "lora_alpha": 8}
@@ -52,13 +50,7 @@ HEAD = {"lora_modules": ["q_proj", "down_proj", "lm_head"], "rank_pattern": {"lm
         pytest.param(HEAD, marks=pytest.mark.long, id="head"),
     ],
 )
-def test_twenty_steps_equal_pefts(
-    settings: dict[str, Any],
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: distributed.World,
-) -> None:
+def test_twenty_steps_equal_pefts(settings, tmp_path, model_folder, dataset, world):
     model, sgd = FOLDER | settings, SLOW if settings is HEAD else SGD
     cosine = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     changes = {
@@ -116,7 +108,7 @@ def test_twenty_steps_equal_pefts(
 
 
 @pytest.mark.long
-def test_layouts_of_the_head(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+def test_layouts_of_the_head(tmp_path, model_folder, dataset):
     """With LoRA: tensor parallelism and FSDP together equal one process."""
     runs: dict[str, tuple[int, dict[str, Any]]] = {
         "one": (1, {}),
@@ -138,7 +130,7 @@ def test_layouts_of_the_head(tmp_path: Path, model_folder: Path, dataset: Path) 
             models.fitting(load(path))
 
 
-def test_what_fits_no_layer_is_refused(tmp_path: Path, model_folder: Path) -> None:
+def test_what_fits_no_layer_is_refused(tmp_path, model_folder):
     cases = {
         "rank_pattern: z_proj is the end of no": {"rank_pattern": {"z_proj": 4}},
         "alpha_pattern: v_proj has 'a'": {"alpha_pattern": {"v_proj": "a"}},
@@ -149,9 +141,7 @@ def test_what_fits_no_layer_is_refused(tmp_path: Path, model_folder: Path) -> No
 
 
 @pytest.mark.long
-def test_dropout_under_tensor_parallelism_resumes_bit_for_bit(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_dropout_under_tensor_parallelism_resumes_bit_for_bit(tmp_path, model_folder, dataset):
     """And it only drops out: with a tenth of the inputs less the loss falls nearly as without."""
     given = {"tensor_parallel_dim": 2, "save_every_n_steps": 3, "row_length": 96, "batch_size": 4}
     losses = {}

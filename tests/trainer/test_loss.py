@@ -94,8 +94,8 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
 @pytest.mark.parametrize("name", [*MODELS, "capped", "bias"])
 @pytest.mark.parametrize("block", [PLAIN | {"label_smoothing": 0.1}, LATER, CHUNKED])
 def test_each_component_equals_the_plain_cross_entropy(
-    name: str, block: dict, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    name, block, tmp_path, model_folder, dataset
+):
     capped = name == "capped"
     model = random_model(MODELS.get(name, MODELS["tied" if capped else "full"]))
     model.output_softcap = 0.5 if capped else None
@@ -116,8 +116,8 @@ def test_each_component_equals_the_plain_cross_entropy(
 
 @pytest.mark.parametrize("name", [pytest.param("lora-output", marks=pytest.mark.long), "tied"])
 def test_it_is_the_same_in_the_models_graph_and_behind_it(
-    name: str, tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, tmp_path, model_folder, dataset, monkeypatch
+):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
     linear = token_loss(tmp_path, model_folder, dataset, LINEAR)
     model = random_model(MODELS[name], softcap=0.5)
@@ -143,8 +143,8 @@ def test_it_is_the_same_in_the_models_graph_and_behind_it(
 
 
 def test_a_batch_without_trained_tokens_has_zero_gradients_everywhere(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    tmp_path, model_folder, dataset
+):
     model = random_model(MODELS["lora-output"])
     loss = token_loss(tmp_path, model_folder, dataset, LINEAR)(model, batch(0.0), CPU)
     assert loss.item() == 0
@@ -154,7 +154,7 @@ def test_a_batch_without_trained_tokens_has_zero_gradients_everywhere(
 
 
 @pytest.mark.parametrize("summed", [True, False])
-def test_gradients_are_right_with_a_soft_cap_and_two_factors(summed: bool) -> None:
+def test_gradients_are_right_with_a_soft_cap_and_two_factors(summed):
     """Those of the sum, and of what is made of single log-probabilities."""
     generator = torch.Generator().manual_seed(3)
     shapes = ((9, 5), (30, 5), (9, 2), (30, 2))
@@ -186,7 +186,7 @@ def test_gradients_are_right_with_a_soft_cap_and_two_factors(summed: bool) -> No
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="newer than this torch")
-def test_it_equals_torchs_own_and_sums_in_fp32_from_bf16() -> None:
+def test_it_equals_torchs_own_and_sums_in_fp32_from_bf16():
     torch.manual_seed(0)
     hidden, weight = torch.randn(600, 64), torch.randn(2000, 64) / 10
     targets = torch.randint(0, 2000, (600,))
@@ -198,7 +198,7 @@ def test_it_equals_torchs_own_and_sums_in_fp32_from_bf16() -> None:
     assert short.item() == pytest.approx(theirs.item(), rel=1e-3)
 
 
-def test_neither_logits_nor_a_frozen_weights_gradient_is_ever_there() -> None:
+def test_neither_logits_nor_a_frozen_weights_gradient_is_ever_there():
     """2000 tokens, 4000 words, 64 features: logits would be 8 million numbers."""
     hidden = torch.randn(2000, 64, requires_grad=True)
     weight = torch.randn(4000, 64)
@@ -214,7 +214,7 @@ def test_neither_logits_nor_a_frozen_weights_gradient_is_ever_there() -> None:
     assert max(seen.sizes) == 2000 * 4000
 
 
-def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one() -> None:
+def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one():
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         hidden, weight = torch.randn(1000, 32).bfloat16(), (torch.randn(500, 32) / 20).bfloat16()
@@ -237,9 +237,7 @@ def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one() 
         pytest.param("inductor", None, marks=pytest.mark.long),
     ],
 )
-def test_compiled_it_is_the_same_for_any_number_of_tokens(
-    backend: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_it_is_the_same_for_any_number_of_tokens(backend, cap, monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", backend)
     head.compiled_chunk.cache_clear()
     torch._dynamo.reset()

@@ -81,7 +81,7 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
+def root(tmp_path_factory, model_folder, dataset):
     """The folder in which the runs lie by name, all on the same 8 samples a step."""
     folder = tmp_path_factory.mktemp("memory")
     for ranks, configs in RUNS.items():
@@ -105,7 +105,7 @@ def assert_same(own: Path, wanted: Path, weight_tolerance: float = WEIGHT_TOLERA
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [n for configs in RUNS.values() for n in configs if "-" in n])
-def test_every_combination_equals_the_plain_single_process(name: str, root: Path) -> None:
+def test_every_combination_equals_the_plain_single_process(name, root):
     assert_same(root / name, root / name.partition("-")[0])
 
 
@@ -122,20 +122,20 @@ SHARDED_GROUPS = 6
 
 
 @pytest.mark.long
-def test_gradients_are_sent_once_a_step(root: Path) -> None:
+def test_gradients_are_sent_once_a_step(root):
     """Two micro-steps; the sums of the loss, of tokens and of the norm make up the rest."""
     assert gradient_sums(root / "full-copies")["c10d::_reduce_scatter_base_"] == SHARDED_GROUPS
 
 
 @pytest.mark.long
-def test_gradients_may_be_sent_within_a_copy_after_each_micro_step(root: Path) -> None:
+def test_gradients_may_be_sent_within_a_copy_after_each_micro_step(root):
     once, each = (gradient_sums(root / f"full-copies{n}") for n in ("", "-synced"))
     assert each["c10d::_reduce_scatter_base_"] == 2 * once["c10d::_reduce_scatter_base_"]
     assert each["c10d::allreduce_"] == once["c10d::allreduce_"], "copies must agree once only"
 
 
 @pytest.mark.long
-def test_master_weights_keep_updates_that_bf16_loses(root: Path) -> None:
+def test_master_weights_keep_updates_that_bf16_loses(root):
     """At a small learning rate most updates are smaller than bf16's spacing."""
     exact, short, masters = (
         torch.tensor([line["loss"] for line in metrics(root / name)])
@@ -160,7 +160,7 @@ class Layer(torch.nn.Module):
         return torch.tanh(x @ self.weight)
 
 
-def test_offloaded_inputs_are_let_go_and_come_back() -> None:
+def test_offloaded_inputs_are_let_go_and_come_back():
     class Alive(TorchFunctionMode):
         """Notes every tensor that the layers make, without keeping it."""
 
@@ -188,7 +188,7 @@ def test_offloaded_inputs_are_let_go_and_come_back() -> None:
 
 
 @pytest.mark.long
-def test_gradients_may_be_summed_in_bf16(root: Path) -> None:
+def test_gradients_may_be_summed_in_bf16(root):
     exact, short = ([line["loss"] for line in metrics(root / n)] for n in ("full", "fullreduced"))
     assert short == pytest.approx(exact, abs=0.02)
     assert short[0] == pytest.approx(exact[0], abs=LOSS_TOLERANCE) and short[-1] != exact[-1]
@@ -201,9 +201,7 @@ def test_gradients_may_be_summed_in_bf16(root: Path) -> None:
         (2, 4, "data_parallel_replicate_dim 2 x data_parallel_shard_dim 4 x .* is not 8 ranks"),
     ],
 )
-def test_dimensions_must_make_up_the_ranks(
-    replicate: int, shard: int, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dimensions_must_make_up_the_ranks(replicate, shard, fault, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError, match=fault):
         distributed.start(
@@ -218,7 +216,7 @@ def test_dimensions_must_make_up_the_ranks(
 
 
 @pytest.mark.long
-def test_the_layout_is_told(root: Path) -> None:
+def test_the_layout_is_told(root):
     """What the log says of the ranks, by run."""
     said = (root / "said_4.txt").read_text()
     told = dict(re.findall(r"ranks +(.*)\n(?s:.*?)exported to .*/(.*)/export", said))
@@ -252,13 +250,8 @@ def test_the_layout_is_told(root: Path) -> None:
     ids=["copies", "offload", "8-bit"],
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    ranks: int,
-    changes: dict[str, Any],
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    ranks, changes, tmp_path, model_folder, dataset, monkeypatch
+):
     # torchao compiles its optimizers, as in the next test.
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     whole, killed = (
@@ -276,9 +269,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.long
-def test_optimizers_by_name(
-    root: Path, tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizers_by_name(root, tmp_path, model_folder, dataset, monkeypatch):
     """Each trains, 8 bits nearly as 32 do."""
     optimizers = {
         "torch.optim.SGD": {"lr": 0.01, "momentum": 0.9},
@@ -310,13 +301,7 @@ def test_optimizers_by_name(
 
 
 @pytest.mark.long
-def test_compiled_layers_compute_the_same(
-    root: Path,
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_layers_compute_the_same(root, tmp_path, model_folder, dataset, monkeypatch):
     """Lengths change from batch to batch, and the last batch of the six is a short one."""
     monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_breaks")
     # tests/benchmarks runs inductor's own code.
@@ -358,7 +343,7 @@ class _Kernels(TorchDispatchMode):
 
 
 @pytest.mark.long
-def test_what_is_compiled_by_itself_is_not_run_again_for_the_backward_pass() -> None:
+def test_what_is_compiled_by_itself_is_not_run_again_for_the_backward_pass():
     """As FlexAttention in a block that is not compiled: compiled with the options that it has."""
     options = {"wrap_inductor_compiled_regions": True}
     assert str(options) in Path(flex.__file__).read_text().replace('"', "'")

@@ -78,8 +78,8 @@ def config_of(
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_two_by_two_equals_one_process_and_goes_on_on_two_ranks(
-    name: str, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    name, tmp_path, model_folder, dataset
+):
     method, component, changes = CASES[name]
     if method == "distill":
         write("llama3", tmp_path / "teacher", model_folder, vocab_size=1056)
@@ -112,9 +112,7 @@ def test_two_by_two_equals_one_process_and_goes_on_on_two_ranks(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_are_spread_in_every_method(
-    name: str, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_experts_are_spread_in_every_method(name, tmp_path, model_folder, dataset):
     method, component, model, layouts = EXPERTS[name]
     source = write("qwen3-moe", tmp_path / "moe", model_folder)
     tokenizer = {

@@ -41,7 +41,7 @@ LORA = {"lora_rank": 4, "lora_alpha": 8}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
+def folders(tmp_path_factory, model_folder):
     """A model with a head of its own, and a tied one, with the rows that the tokenizer needs."""
     root, rows = tmp_path_factory.mktemp("models"), len(AutoTokenizer.from_pretrained(model_folder))
     return {
@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dic
 
 
 @pytest.fixture(scope="module")
-def tagged(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
+def tagged(tmp_path_factory, dataset):
     """The dataset with two of the new tokens in it."""
     path = tmp_path_factory.mktemp("tagged") / "qa.jsonl"
     path.write_text(dataset.read_text().replace("What is", "<ask>").replace("very ", "<very>"))
@@ -81,9 +81,7 @@ def saved(name: str) -> dict[str, Any]:
     return LORA | {"modules_to_save": tables}
 
 
-def test_what_a_recipe_adds_is_read_and_checked(
-    folders: dict[str, Path], tagged: Path, tmp_path: Path
-) -> None:
+def test_what_a_recipe_adds_is_read_and_checked(folders, tagged, tmp_path):
     file = tmp_path / "tokens.txt"
     file.write_text("\n".join(NEW) + "\n")
     assert new_tokens({"new_tokens": str(file)}) == new_tokens({"new_tokens": NEW}) == NEW
@@ -115,9 +113,7 @@ def test_what_a_recipe_adds_is_read_and_checked(
 
 
 @pytest.mark.long
-def test_the_estimate_counts_the_new_rows(
-    folders: dict[str, Path], tagged: Path, tmp_path: Path
-) -> None:
+def test_the_estimate_counts_the_new_rows(folders, tagged, tmp_path):
     """Against the same step on fake tensors, on two ranks."""
     for number, (name, model) in enumerate(((UNTIED, saved(UNTIED)), (TIED, saved(TIED)))):
         path = config_of(tmp_path / str(number), folders[name], tagged, model=model)
@@ -129,9 +125,7 @@ def test_the_estimate_counts_the_new_rows(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [UNTIED, TIED])
-def test_new_tokens_are_trained_in_every_layout(
-    name: str, folders: dict[str, Path], tagged: Path, tmp_path: Path
-) -> None:
+def test_new_tokens_are_trained_in_every_layout(name, folders, tagged, tmp_path):
     """Full and beside LoRA, over FSDP and tensor parallelism, and as others load them."""
     source, rows = folders[name], grown(1024, 1024 + len(NEW))
     lora, both = {"model": saved(name)}, {"tensor_parallel_dim": 2, "batch_size": 4}
@@ -180,9 +174,7 @@ def test_new_tokens_are_trained_in_every_layout(
 
 
 @pytest.mark.long
-def test_other_methods_train_new_tokens(
-    folders: dict[str, Path], tagged: Path, tmp_path: Path
-) -> None:
+def test_other_methods_train_new_tokens(folders, tagged, tmp_path):
     """Preference tuning with kept log-probabilities, pre-training from scratch, distillation."""
     source = folders[UNTIED]
     pairs = write_pairs(tmp_path / "pairs.jsonl")

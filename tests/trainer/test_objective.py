@@ -60,14 +60,14 @@ RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def allowed() -> Any:
+def allowed():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COOKBOOK_COMPONENTS", TOY)
         yield
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(tmp_path_factory):
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     return write_pairs(path, ("question", "first", "second"), weight=lambda i: 1.0 + i % 2)
 
@@ -77,7 +77,7 @@ def config(folder: Path, model_folder: Path, pairs: Path, **changes: Any) -> Pat
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pairs: Path) -> Path:
+def root(tmp_path_factory, model_folder, pairs):
     """The folder in which every run lies by its name."""
     folder = tmp_path_factory.mktemp("toy")
     for name, (ranks, _, changes) in RUNS.items():
@@ -89,7 +89,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pairs: Pa
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_begins_at_its_reference_and_learns(name: str, root: Path) -> None:
+def test_it_begins_at_its_reference_and_learns(name, root):
     first, *_, last = metrics(root / name)
     assert first["margin"] == first["pairs/preferred"] == 0.0, "policy and reference are the same"
     assert first["loss"] == first["weight"] > 1
@@ -99,7 +99,7 @@ def test_it_begins_at_its_reference_and_learns(name: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
-def test_every_layout_equals_the_single_process(name: str, root: Path) -> None:
+def test_every_layout_equals_the_single_process(name, root):
     wanted = root / str(RUNS[name][1])
     assert_same_curve(root / name, wanted, 2e-5, 1e-4)
     for own, other in zip(metrics(root / name), metrics(wanted), strict=True):
@@ -107,7 +107,7 @@ def test_every_layout_equals_the_single_process(name: str, root: Path) -> None:
         assert own.get("val_margin") == pytest.approx(other.get("val_margin"), abs=2e-5)
 
 
-def test_a_packed_row_holds_whole_pairs(model_folder: Path, pairs: Path, tmp_path: Path) -> None:
+def test_a_packed_row_holds_whole_pairs(model_folder, pairs, tmp_path):
     changes = {"row_length": PACKED_LENGTH, "batch_size": 2}
     path = config(tmp_path / "packed", model_folder, pairs, **changes)
     world = distributed.start("cpu")
@@ -135,9 +135,7 @@ def test_a_packed_row_holds_whole_pairs(model_folder: Path, pairs: Path, tmp_pat
     assert set(batch.numbers.tolist()) <= {1.0, 2.0} and len(batch.numbers) == batch.sample_count
 
 
-def test_a_prepared_set_of_pairs_is_read_by_the_methods_component(
-    tmp_path: Path, model_folder: Path, pairs: Path
-) -> None:
+def test_a_prepared_set_of_pairs_is_read_by_the_methods_component(tmp_path, model_folder, pairs):
     folder = tmp_path / "prepared/mine/1/data/train"
     folder.mkdir(parents=True)
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
@@ -155,8 +153,8 @@ def test_a_prepared_set_of_pairs_is_read_by_the_methods_component(
 
 
 def test_an_adapter_that_training_goes_on_from_is_in_the_reference(
-    root: Path, tmp_path: Path, model_folder: Path, pairs: Path
-) -> None:
+    root, tmp_path, model_folder, pairs
+):
     adapter = root / "lora/export/adapter/adapter_model.safetensors"
     own = {"checkpoint_dir": str(model_folder), "adapter_checkpoint": str(adapter)}
     changes = {"model": LORA, "checkpointer": own, "max_steps": 2, "batch_size": 4}
@@ -169,7 +167,7 @@ def test_an_adapter_that_training_goes_on_from_is_in_the_reference(
 
 
 @pytest.mark.long
-def test_a_killed_run_resumes_the_same(tmp_path: Path, model_folder: Path, pairs: Path) -> None:
+def test_a_killed_run_resumes_the_same(tmp_path, model_folder, pairs):
     changes = {"max_steps": 30, "epochs": 40, "row_length": PACKED_LENGTH, "batch_size": 2}
     killed, whole = (
         config(tmp_path / name, model_folder, pairs, **changes) for name in ("killed", "whole")
@@ -195,13 +193,8 @@ def test_a_killed_run_resumes_the_same(tmp_path: Path, model_folder: Path, pairs
     ],
 )
 def test_the_closed_form_knows_its_frozen_models(
-    model: dict[str, Any],
-    more: dict[str, Any],
-    tmp_path: Path,
-    model_folder: Path,
-    pairs: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    model, more, tmp_path, model_folder, pairs, monkeypatch
+):
     monkeypatch.setitem(entries.rows(), "toy_objective", entries.method(MODULE, ToyConfig))
     wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
     changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, **more}
@@ -219,9 +212,7 @@ def test_the_closed_form_knows_its_frozen_models(
 
 
 @pytest.mark.long
-def test_a_teacher_comes_from_another_folder(
-    root: Path, tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_teacher_comes_from_another_folder(root, tmp_path, model_folder, dataset, monkeypatch):
     teacher = root / "full/export"
     names = {"one": {}, "fsdp": {"batch_size": 4}, "tensor": {"tensor_parallel_dim": 2}}
     for name, changes in names.items():
@@ -250,9 +241,7 @@ def test_a_teacher_comes_from_another_folder(
 
 
 @pytest.mark.long
-def test_it_is_submitted_by_one_row_of_the_table(
-    tmp_path: Path, model_folder: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_submitted_by_one_row_of_the_table(tmp_path, model_folder, pairs, monkeypatch):
     """By cookbook submit --local: the real job script, torchrun and two ranks."""
     monkeypatch.setitem(entries.rows(), "toy_objective", entries.method(MODULE, ToyConfig))
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
@@ -316,7 +305,7 @@ assert rewards.tolist() == [[-0.5, -1.5]] and abs(loss - 0.3133) < 1e-4
 """
 
 
-def test_the_worked_examples_of_contributing_can_be_applied(tmp_path: Path) -> None:
+def test_the_worked_examples_of_contributing_can_be_applied(tmp_path):
     for folder in ("runspec", "trainer"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     text = (ROOT / "CONTRIBUTING.md").read_text()

@@ -31,7 +31,6 @@ from trainer.layers.adapters.base import method
 from trainer.models import build as models
 from trainer.models.torchtune.compat import DoRALinear
 from trainer.parallel import tensor_parallel
-from trainer.parallel import world as distributed
 
 # fp32 on the CPU: only the order of summation differs.
 LOSS_TOLERANCE = 2e-5
@@ -51,9 +50,7 @@ def dequantised(weight: torch.Tensor, form: str = "nf4") -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def dequantised_folders(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path
-) -> dict[str, Path]:
+def dequantised_folders(tmp_path_factory, model_folder):
     """The demo model with the weights of its blocks rounded to NF4 and to fp8, as plain fp32."""
     folders = {form: tmp_path_factory.mktemp("model") / form for form in FORMS}
     for form, folder in folders.items():
@@ -66,7 +63,7 @@ def dequantised_folders(
     return folders
 
 
-def test_nf4_is_torchaos_without_the_second_quantisation() -> None:
+def test_nf4_is_torchaos_without_the_second_quantisation():
     """torchao rounds the code table to 4 digits and the scales to 8 bits of their spread."""
     from torchao.dtypes.nf4tensor import to_nf4
 
@@ -92,7 +89,7 @@ def test_nf4_is_torchaos_without_the_second_quantisation() -> None:
     assert torch.equal(dequantised(ours), ours)
 
 
-def test_fp8_blocks_are_torchs_cast_and_keep_their_largest_weight() -> None:
+def test_fp8_blocks_are_torchs_cast_and_keep_their_largest_weight():
     torch.manual_seed(0)
     weight = (torch.randn(512, 256) * 0.02).bfloat16().float()
     packed, found = nf4.quantise(weight, "fp8"), dequantised(weight, "fp8")
@@ -109,7 +106,7 @@ def test_fp8_blocks_are_torchs_cast_and_keep_their_largest_weight() -> None:
     assert (dequantised(weight) - weight).norm() / weight.norm() > 0.08
 
 
-def test_nf4_values_are_the_same_however_many_are_computed_at_a_time(monkeypatch) -> None:
+def test_nf4_values_are_the_same_however_many_are_computed_at_a_time(monkeypatch):
     weight = torch.randn(7, 96, 128, generator=torch.Generator().manual_seed(0))
     packed, table = nf4.quantise(weight), nf4.table()
     whole = [nf4.dequantise(part, table, torch.bfloat16) for part in (packed, packed[0])]
@@ -120,7 +117,7 @@ def test_nf4_values_are_the_same_however_many_are_computed_at_a_time(monkeypatch
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_blocks_take_zeros_parts_and_bytes_that_were_cast(form: str) -> None:
+def test_blocks_take_zeros_parts_and_bytes_that_were_cast(form):
     torch.manual_seed(0)
     weight = torch.randn(8, 256)
     weight[2, 64:128] = 0
@@ -132,7 +129,7 @@ def test_blocks_take_zeros_parts_and_bytes_that_were_cast(form: str) -> None:
         assert torch.equal(nf4.dequantise(cast, table, dtype), nf4.dequantise(packed, table, dtype))
 
 
-def test_nf4_linear_keeps_only_the_packed_weight() -> None:
+def test_nf4_linear_keeps_only_the_packed_weight():
     torch.manual_seed(0)
     packed, table = nf4.quantise(torch.randn(96, 128)), nf4.table()
     dense = nf4.dequantise(packed, table, torch.float32)
@@ -148,7 +145,7 @@ def test_nf4_linear_keeps_only_the_packed_weight() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(wanted, x, gradient)[0])
 
 
-def test_a_compiled_layer_keeps_no_dense_weight() -> None:
+def test_a_compiled_layer_keeps_no_dense_weight():
     """Both passes dequantise alike, and neither does it for the other."""
     model = models.empty_module(lora_model(quantize_base=True))
     model.fill_buffers(torch.device("cpu"))
@@ -178,7 +175,7 @@ def test_a_compiled_layer_keeps_no_dense_weight() -> None:
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_dora_layer_is_torchtunes(quantised: bool) -> None:
+def test_dora_layer_is_torchtunes(quantised):
     """Outputs and gradients, away from the start, where B is not zero and m is not the norm."""
     torch.manual_seed(0)
     layer = DoRALinear(128, 96, rank=4, alpha=8)
@@ -211,12 +208,7 @@ def test_dora_layer_is_torchtunes(quantised: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def single(
-    tmp_path_factory: pytest.TempPathFactory,
-    model_folder: Path,
-    dequantised_folders: dict[str, Path],
-    dataset: Path,
-) -> Path:
+def single(tmp_path_factory, model_folder, dequantised_folders, dataset):
     """Every method on one process, and LoRA on the dequantised bases; returns their folder."""
     root = tmp_path_factory.mktemp("single")
     for name, changes in METHODS.items():
@@ -229,12 +221,12 @@ def single(
 
 
 @pytest.mark.parametrize(("name", "form"), [("qlora", "nf4"), ("fp8", "fp8")])
-def test_over_a_quantised_base_it_is_lora_on_the_dequantised_one(name, form, single: Path) -> None:
+def test_over_a_quantised_base_it_is_lora_on_the_dequantised_one(name, form, single):
     assert_same_curve(single / name, single / f"dense {form}", 1e-6, 1e-5)
     assert_same_tensors(single / name, single / f"dense {form}", 1e-6)
 
 
-def test_over_fp8_the_losses_are_those_over_the_whole_base(single: Path) -> None:
+def test_over_fp8_the_losses_are_those_over_the_whole_base(single):
     wanted = [row["loss"] for row in metrics(single / "dense whole")]
     far = {
         name: max(
@@ -249,8 +241,8 @@ def test_over_fp8_the_losses_are_those_over_the_whole_base(single: Path) -> None
 
 @pytest.mark.parametrize("name", METHODS)
 def test_adapter_in_peft_gives_the_merged_models_logits(
-    name: str, single: Path, model_folder: Path, dequantised_folders: dict[str, Path]
-) -> None:
+    name, single, model_folder, dequantised_folders
+):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -270,7 +262,7 @@ def test_adapter_in_peft_gives_the_merged_models_logits(
     assert (adapted - plain).abs().max() > 1e-3, "the adapter must have learned something"
 
 
-def test_checkpoints_hold_the_adapter_only(single: Path) -> None:
+def test_checkpoints_hold_the_adapter_only(single):
     metadata = FileSystemReader(single / "qdora/checkpoints/step_6").read_metadata()
     held = {key for key in metadata.state_dict_metadata if key.startswith("model.")}
     # 3 blocks, 7 layers in each.
@@ -278,9 +270,7 @@ def test_checkpoints_hold_the_adapter_only(single: Path) -> None:
     assert all(lora.DoRA({}).owns(key) for key in held)
 
 
-def test_parameters_count_as_many_weights_as_they_stand_for(
-    single: Path, world: distributed.World
-) -> None:
+def test_parameters_count_as_many_weights_as_they_stand_for(single, world):
     config = configs.load(single / "qlora/train.yaml")
     model, plain = (
         models.build(replace(config, model=lora_model(**changes)), world)
@@ -295,7 +285,7 @@ def test_parameters_count_as_many_weights_as_they_stand_for(
     assert stored / dense <= 0.54
 
 
-def test_builders_with_and_without_quantize_base(world: distributed.World) -> None:
+def test_builders_with_and_without_quantize_base(world):
     """A qlora_* builder sets it, Qwen's know no such key, and a full builder cannot use it."""
     qwen = {
         "_component_": "torchtune.models.qwen2.lora_qwen2",
@@ -347,9 +337,7 @@ def layout_config(folder: Path, name: str, model_folder: Path, dataset: Path) ->
 
 
 @pytest.fixture(scope="module")
-def layouts(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path
-) -> tuple[Path, str]:
+def layouts(tmp_path_factory, model_folder, dataset):
     """Every layout trained in two starts, and bf16 beside them; and what they said."""
     root = tmp_path_factory.mktemp("layouts")
     starts: dict[int, list[Path]] = {2: [], 4: []}
@@ -363,9 +351,7 @@ def layouts(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_curve_norm_and_weights_equal_the_single_process(
-    name: str, single: Path, layouts: tuple[Path, str]
-) -> None:
+def test_curve_norm_and_weights_equal_the_single_process(name, single, layouts):
     wanted, own = single / LAYOUTS[name][1], layouts[0] / name
     assert len(metrics(own)) == 6
     assert_same_curve(own, wanted, LOSS_TOLERANCE, NORM_TOLERANCE)
@@ -374,7 +360,7 @@ def test_curve_norm_and_weights_equal_the_single_process(
 
 
 @pytest.mark.long
-def test_bf16_follows_fp32_and_nothing_warns(single: Path, layouts: tuple[Path, str]) -> None:
+def test_bf16_follows_fp32_and_nothing_warns(single, layouts):
     root, said = layouts
     plain, short = metrics(single / "qdora"), metrics(root / "bf16")
     assert [line["loss"] for line in short] == pytest.approx(
@@ -386,8 +372,8 @@ def test_bf16_follows_fp32_and_nothing_warns(single: Path, layouts: tuple[Path, 
 
 @pytest.mark.long
 def test_a_killed_qdora_run_resumes_the_same_and_on_one_process(
-    layouts: tuple[Path, str], tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    layouts, tmp_path, model_folder, dataset
+):
     name = "qdora-tp2-fsdp2"
     whole, killed, alone = layouts[0] / name, tmp_path / "killed", tmp_path / "alone"
     path = layout_config(killed, name, model_folder, dataset)
@@ -405,7 +391,7 @@ def test_a_killed_qdora_run_resumes_the_same_and_on_one_process(
     assert_same_tensors(alone, whole, WEIGHT_TOLERANCE)
 
 
-def test_blocks_that_the_ranks_do_not_divide_are_refused() -> None:
+def test_blocks_that_the_ranks_do_not_divide_are_refused():
     with torch.device("meta"):
         model = models.empty_module(lora_model(quantize_base=True))
     found = tensor_parallel.faults(model, 4)

@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(tmp_path_factory):
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     return write_pairs(path)
 
@@ -57,7 +57,7 @@ def config(
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pairs: Path) -> Path:
+def root(tmp_path_factory, model_folder, pairs):
     """The folder in which every run lies by its name."""
     folder = tmp_path_factory.mktemp("preference")
     lines = {
@@ -75,7 +75,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pairs: Pa
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_begins_at_its_reference_and_learns(name: str, root: Path) -> None:
+def test_it_begins_at_its_reference_and_learns(name, root):
     first, *_, last = metrics(root / name)
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
     # Kept log-probabilities, and those of another layout, differ by rounding.
@@ -86,7 +86,7 @@ def test_it_begins_at_its_reference_and_learns(name: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
-def test_every_kind_of_reference_gives_the_same_run(name: str, root: Path) -> None:
+def test_every_kind_of_reference_gives_the_same_run(name, root):
     wanted = root / str(RUNS[name][1])
     assert_same_curve(root / name, wanted, 2e-5, 1e-4)
     for own, other in zip(metrics(root / name), metrics(wanted), strict=True):
@@ -96,7 +96,7 @@ def test_every_kind_of_reference_gives_the_same_run(name: str, root: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def texts(tmp_path_factory):
     """What benchmarks.preference gave TRL: model, adapter, pairs and labelled answers."""
     folder = tmp_path_factory.mktemp("trl")
     model = preference.make_model(folder / "model")
@@ -110,7 +110,7 @@ CURVES = json.loads(preference.CURVES.read_text())["losses"]
 
 
 @pytest.mark.parametrize("name", [name for name in CURVES if "gkd" not in name])
-def test_its_curves_are_those_of_trl(name: str, texts: Path, tmp_path: Path) -> None:
+def test_its_curves_are_those_of_trl(name, texts, tmp_path):
     """20 steps in fp32; python -m benchmarks.preference curves writes TRL's."""
     method, _, kind = name.partition("-")
     data = texts / ("labelled.jsonl" if method == "kto" else "pairs.jsonl")
@@ -122,7 +122,7 @@ def test_its_curves_are_those_of_trl(name: str, texts: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["orpo", "kto"])
-def test_packed_equals_padded(name: str, tmp_path: Path, model_folder: Path, pairs: Path) -> None:
+def test_packed_equals_padded(name, tmp_path, model_folder, pairs):
     """Figures of one pass over dataset_val: a packed row holds other samples together."""
     component = UNPAIRED if name == "kto" else PAIRS
     module = f"trainer.train {'kto' if name == 'kto' else 'dpo'}"
@@ -140,9 +140,7 @@ def test_packed_equals_padded(name: str, tmp_path: Path, model_folder: Path, pai
         assert found[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
 
 
-def test_figures_of_labelled_answers_are_means_over_their_label(
-    tmp_path: Path, model_folder: Path, pairs: Path
-) -> None:
+def test_figures_of_labelled_answers_are_means_over_their_label(tmp_path, model_folder, pairs):
     """Whatever the share of a label is, in the training data and in dataset_val."""
     rows = [json.loads(line) for line in pairs.read_text().splitlines()[:6]]
     own = [{"prompt": r["prompt"], "completion": r["chosen"], "label": True} for r in rows]
@@ -172,8 +170,8 @@ def test_figures_of_labelled_answers_are_means_over_their_label(
 
 @pytest.mark.long
 def test_kept_log_probs_are_made_once_and_a_killed_run_resumes_by_them(
-    tmp_path: Path, model_folder: Path, pairs: Path
-) -> None:
+    tmp_path, model_folder, pairs
+):
     changes, module = SLOW | {"batch_size": 2, "max_steps": 6}, "trainer.train kto"
     whole, killed = (
         config(tmp_path / name, model_folder, pairs, UNPAIRED, **changes)
@@ -198,9 +196,7 @@ def test_kept_log_probs_are_made_once_and_a_killed_run_resumes_by_them(
     assert_same_curve(other, whole.parent, 2e-5, 1e-4)
 
 
-def test_a_part_of_the_kept_log_probs_goes_on(
-    tmp_path: Path, model_folder: Path, pairs: Path
-) -> None:
+def test_a_part_of_the_kept_log_probs_goes_on(tmp_path, model_folder, pairs):
     """A start that is killed in the pass over the data leaves what it wrote."""
     path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
     finish(start(path, module="trainer.train dpo"))
@@ -221,7 +217,7 @@ def test_a_part_of_the_kept_log_probs_goes_on(
     assert not part.exists()
 
 
-def test_kept_log_probs_of_which_a_bit_has_changed_are_refused(tmp_path: Path) -> None:
+def test_kept_log_probs_of_which_a_bit_has_changed_are_refused(tmp_path):
     path, values = tmp_path / "kept.npy", np.arange(6, dtype=np.float32).reshape(3, 2)
     reference.write(path, values)
     assert (reference.read(path, (3, 2)) == values).all()
@@ -232,9 +228,7 @@ def test_kept_log_probs_of_which_a_bit_has_changed_are_refused(tmp_path: Path) -
             reference.read(path, (3, 2))
 
 
-def test_a_reference_that_is_not_the_policy_ends_the_run(
-    tmp_path: Path, model_folder: Path, pairs: Path
-) -> None:
+def test_a_reference_that_is_not_the_policy_ends_the_run(tmp_path, model_folder, pairs):
     path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
     finish(start(path, module="trainer.train dpo"))
     for kept in (tmp_path / "tokens").rglob("reference_*.npy"):
@@ -245,9 +239,7 @@ def test_a_reference_that_is_not_the_policy_ends_the_run(
 
 
 @pytest.mark.parametrize("kind", ["log_probs", "adapter_off", "model"])
-def test_the_closed_form_knows_each_kind_of_reference(
-    kind: str, tmp_path: Path, model_folder: Path, pairs: Path
-) -> None:
+def test_the_closed_form_knows_each_kind_of_reference(kind, tmp_path, model_folder, pairs):
     wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
     changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "reference": kind}
     content = read_yaml(config(tmp_path, model_folder, pairs, **changes))

@@ -74,23 +74,19 @@ ASKED = "<|user|>Q?<|end|><|assistant|>"
     ],
     ids=["texts", "messages", "message", "whole", "whole with prompt", "ranked"],
 )
-def test_every_form_gives_the_same_pair(
-    row: dict[str, Any], tmp_path: Path, model_folder: Path
-) -> None:
+def test_every_form_gives_the_same_pair(row, tmp_path, model_folder):
     texts, wrong, _ = shown(tmp_path, model_folder, [row])
     assert wrong == [] and texts == [[ASKED, "A.<|end|>"], [ASKED, "B.<|end|>"]]
 
 
-def test_texts_share_their_prompt(tmp_path: Path, model_folder: Path) -> None:
+def test_texts_share_their_prompt(tmp_path, model_folder):
     row = {"chosen": "Human: hi Assistant: Good day", "rejected": "Human: hi Assistant: Go"}
     texts, wrong, _ = shown(tmp_path, model_folder, [row])
     asked = "Human: hi Assistant: "
     assert wrong == [] and texts == [[asked, "Good day<|end|>"], [asked, "Go<|end|>"]]
 
 
-def test_answers_of_several_turns_begin_where_they_differ(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_answers_of_several_turns_begin_where_they_differ(tmp_path, model_folder):
     start = [USER, answer("Same."), USER]
     row = {
         "chosen": [*start, answer("A."), USER, answer("More.")],
@@ -102,9 +98,7 @@ def test_answers_of_several_turns_begin_where_they_differ(
     assert texts == [[before, "A.<|end|>", ASKED, "More.<|end|>"], [before, "B.<|end|>"]]
 
 
-def test_labelled_answers_come_with_another_records_answer(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_labelled_answers_come_with_another_records_answer(tmp_path, model_folder):
     rows = [
         {"prompt": "Q?", "completion": "A.", "label": True},
         {"prompt": "R?", "completion": "B.", "label": False},
@@ -125,7 +119,7 @@ def test_labelled_answers_come_with_another_records_answer(
     assert [text for _, text in texts] == [f"{text}<|end|>" for text in answers]
 
 
-def test_the_other_answer_is_to_another_prompt(tmp_path: Path, model_folder: Path) -> None:
+def test_the_other_answer_is_to_another_prompt(tmp_path, model_folder):
     """Answers to a prompt stand beside each other; as texts, whole conversations, and pairs."""
     asked = "QQQRRS"
     rows = [{"prompt": p, "completion": f"{p}{n}", "label": True} for n, p in enumerate(asked)]
@@ -190,14 +184,8 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": NaN}'}
 )
 @pytest.mark.parametrize("split", ["train", "train[:100%]"])
 def test_a_number_that_is_not_finite_is_named_by_its_line(
-    component: str,
-    row: dict[str, Any],
-    more: dict[str, Any],
-    words: str,
-    split: str,
-    tmp_path: Path,
-    model_folder: Path,
-) -> None:
+    component, row, more, words, split, tmp_path, model_folder
+):
     path = tmp_path / "rows.jsonl"
     good = json.loads(json.dumps(row).replace("NaN", "2.0").replace("-Infinity", "0.5"))
     good = json.loads(json.dumps(good).replace("Infinity", "0.5"))
@@ -211,7 +199,7 @@ def test_a_number_that_is_not_finite_is_named_by_its_line(
     assert f"dataset: {path}, line 2: " in str(told.value)
 
 
-def test_a_samples_number_must_be_finite() -> None:
+def test_a_samples_number_must_be_finite():
     """Also that of somebody else's component."""
     made = {"tokens": [1], "labels": [1], "margin": INF}
     with pytest.raises(ConfigError, match="its margin is inf; it must be a finite number"):
@@ -235,9 +223,7 @@ def test_a_samples_number_must_be_finite() -> None:
         ),
     ],
 )
-def test_a_wrong_record_is_named_by_its_line(
-    row: dict[str, Any], words: str, tmp_path: Path, model_folder: Path
-) -> None:
+def test_a_wrong_record_is_named_by_its_line(row, words, tmp_path, model_folder):
     rows = [row]
     texts, (wrong,), _ = shown(tmp_path, model_folder, rows)
     assert texts == [] and f"{tmp_path}/rows.jsonl, line 1: " in wrong and words in wrong
@@ -250,7 +236,7 @@ def test_a_wrong_record_is_named_by_its_line(
         assert any(words in note and "1 of 2" in note and "line 2" in note for note in notes)
 
 
-def test_other_columns_are_named_and_labels_are_checked(tmp_path: Path, model_folder: Path) -> None:
+def test_other_columns_are_named_and_labels_are_checked(tmp_path, model_folder):
     row = {"prompt": "Q?", "better": "A.", "worse": "B."}
     names = {"column_map": {"chosen": "better", "rejected": "worse"}}
     texts, wrong, _ = shown(tmp_path, model_folder, [row], dataset=names)
@@ -265,9 +251,7 @@ def test_other_columns_are_named_and_labels_are_checked(tmp_path: Path, model_fo
     assert [text for _, text in texts] == [f"{each}.<|end|>" for each in ("B", "C", "C", "B")]
 
 
-def test_a_prompt_that_fills_the_row_is_counted_and_left_out(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_a_prompt_that_fills_the_row_is_counted_and_left_out(tmp_path, model_folder):
     rows = [
         {"prompt": "Q?", "chosen": "A.", "rejected": "B."},
         {"prompt": "word " * 300, "chosen": "A.", "rejected": "B."},
@@ -283,7 +267,7 @@ def test_a_prompt_that_fills_the_row_is_counted_and_left_out(
     assert texts == notes == [] and "no sample can be trained: the prompt leaves no room" in fault
 
 
-def test_documents_are_cut_at_one_length() -> None:
+def test_documents_are_cut_at_one_length():
     assert cut_at([3, 9], 10) == 7 and cut_at([9, 9], 10) == 5
     assert cut_at([3, 4], 10) == 4 and cut_at([1, 5, 9], 9) == 4 and cut_at([8, 8], 1) == 1
 
@@ -304,9 +288,7 @@ def test_documents_are_cut_at_one_length() -> None:
         ({"component": UNPAIRED, "batch_size": 1}, "batch_size: KTO compares with the other"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(
-    changes: dict[str, Any], words: str, tmp_path: Path, model_folder: Path
-) -> None:
+def test_keys_that_do_not_go_together_are_refused(changes, words, tmp_path, model_folder):
     component = changes.pop("component", PAIRS)
     content = read_yaml(config(tmp_path, model_folder, tmp_path / "a", component, **changes))
     method = UnpairedPreferenceTuning if component == UNPAIRED else PreferenceTuning
@@ -314,7 +296,7 @@ def test_keys_that_do_not_go_together_are_refused(
     assert words in found
 
 
-def test_the_cheapest_reference_is_chosen() -> None:
+def test_the_cheapest_reference_is_chosen():
     def kind(**content: Any) -> str:
         return DpoConfig.reference_of(content)
 
@@ -327,7 +309,7 @@ def test_the_cheapest_reference_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("loss", ["dpo", "hinge"])
-def test_losses_and_gradients_are_torchtunes(loss: str) -> None:
+def test_losses_and_gradients_are_torchtunes(loss):
     from torchtune.rlhf import loss as stock
 
     torch.manual_seed(0)
@@ -346,7 +328,7 @@ def test_losses_and_gradients_are_torchtunes(loss: str) -> None:
     assert (0.3 * (sums - before)).detach().allclose(torch.stack([chosen, rejected], 1))
 
 
-def test_odds_are_finite_for_certain_answers() -> None:
+def test_odds_are_finite_for_certain_answers():
     sums = torch.tensor([[0.0, -2000.0], [-1e-7, -0.1]], requires_grad=True)
     answers = losses.Answers(sums, torch.zeros(2, 2), torch.ones(2, 2))
     loss = losses.orpo(answers, 0.1)

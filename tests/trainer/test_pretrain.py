@@ -53,7 +53,7 @@ CORPUS = {kind: [document(kind, n) for n in range(60)] for kind in ("web", "code
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     """Three sources: Parquet with small row groups, JSON lines, compressed text."""
     folder = tmp_path_factory.mktemp("corpus")
     for part in range(2):
@@ -67,7 +67,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sources(corpus: Path) -> list[dict[str, Any]]:
+def sources(corpus):
     return [
         {"name": "web", "data_files": str(corpus / "web-*.parquet"), "weight": 0.6},
         {"name": "code", "data_files": str(corpus / "code.jsonl"), "column": "content"},
@@ -76,7 +76,7 @@ def sources(corpus: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def empty_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+def empty_folder(tmp_path_factory, model_folder):
     """A model folder without weights."""
     folder = tmp_path_factory.mktemp("scratch") / "llama"
     shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -117,7 +117,7 @@ def built(path: Path) -> tuple[PretrainConfig, stream.StreamBatches]:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory, empty_folder: Path, sources: Any) -> Path:
+def one(tmp_path_factory, empty_folder, sources):
     """The run of one process that all others must equal."""
     folder = tmp_path_factory.mktemp("pretrain") / "one"
     output = pretrain(config(folder, empty_folder, sources))
@@ -142,9 +142,7 @@ def documents_of(rows: list[Any], begin: int, end: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("streams", [1, 4, 16])
-def test_every_document_is_read_once_in_each_pass(
-    streams: int, sources: Any, empty_folder: Path, tmp_path: Path
-) -> None:
+def test_every_document_is_read_once_in_each_pass(streams, sources, empty_folder, tmp_path):
     for seed in (None, 3):
         for block, texts in zip(sources, CORPUS.values(), strict=True):
             (source,) = stream.stream_dataset(None, sources=[block]).sources
@@ -164,9 +162,7 @@ def test_every_document_is_read_once_in_each_pass(
                 assert (order[0] == texts) == (seed is None)
 
 
-def test_long_documents_go_on_and_no_token_is_lost(
-    empty_folder: Path, sources: Any, tmp_path: Path
-) -> None:
+def test_long_documents_go_on_and_no_token_is_lost(empty_folder, sources, tmp_path):
     path = config(tmp_path / "run", empty_folder, sources[:1], shuffle=False)
     _, data = built(path)
     tokenizer = data.mixture.tokenizer
@@ -183,7 +179,7 @@ def test_long_documents_go_on_and_no_token_is_lost(
     assert read == wanted
 
 
-def test_tokens_come_by_weight(empty_folder: Path, sources: Any, tmp_path: Path) -> None:
+def test_tokens_come_by_weight(empty_folder, sources, tmp_path):
     _, data = built(config(tmp_path / "run", empty_folder, sources))
     total = torch.zeros(3)
     for number in data.own:
@@ -195,9 +191,7 @@ def test_tokens_come_by_weight(empty_folder: Path, sources: Any, tmp_path: Path)
     torch.testing.assert_close(shares, torch.tensor([0.3, 0.5, 0.2]), atol=0.01, rtol=0)
 
 
-def test_what_is_wrong_with_sources_is_said(
-    corpus: Path, empty_folder: Path, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_sources_is_said(corpus, empty_folder, tmp_path):
     (tmp_path / "a.bin").write_text("x")
     (tmp_path / "bad.jsonl").write_text('{"text": "a b c"}\nno json\n')
     (tmp_path / "few.txt").write_text("one document\n")
@@ -241,9 +235,7 @@ def test_what_is_wrong_with_sources_is_said(
         load(config(tmp_path / "sft", empty_folder, [], from_scratch=None, z_loss=None))
 
 
-def test_a_token_without_a_row_is_refused_where_a_text_has_it_only(
-    empty_folder: Path, sources: Any, tmp_path: Path
-) -> None:
+def test_a_token_without_a_row_is_refused_where_a_text_has_it_only(empty_folder, sources, tmp_path):
     """As Gemma 3 1B's tokenizer has one for images, whose number is the model's vocab_size."""
     folder = tmp_path / "model"
     shutil.copytree(empty_folder, folder)
@@ -266,9 +258,7 @@ def test_a_token_without_a_row_is_refused_where_a_text_has_it_only(
 # Runs -------------------------------------------------------------------------------------------
 
 
-def test_its_losses_equal_a_plain_loops(
-    one: Path, empty_folder: Path, sources: Any, tmp_path: Path
-) -> None:
+def test_its_losses_equal_a_plain_loops(one, empty_folder, sources, tmp_path):
     """transformers' model, AdamW and schedule; each part of a document is a row of its own."""
     found, data = built(config(tmp_path / "run", empty_folder, sources))
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(empty_folder))
@@ -307,9 +297,7 @@ def test_its_losses_equal_a_plain_loops(
         torch.testing.assert_close(exported[name], value, rtol=0, atol=1e-5)
 
 
-def test_a_killed_run_goes_on_bit_by_bit(
-    one: Path, empty_folder: Path, sources: Any, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_bit_by_bit(one, empty_folder, sources, tmp_path):
     path = config(tmp_path / "run", empty_folder, sources, num_workers=2)
     kill_at(path, 3, module="trainer.train pretrain")
     assert "resuming from checkpoints/step_" in pretrain(path, attempt=1)
@@ -318,9 +306,7 @@ def test_a_killed_run_goes_on_bit_by_bit(
     assert all(own[name].equal(value) for name, value in wanted.items())
 
 
-def test_it_goes_on_from_trained_weights(
-    model_folder: Path, sources: Any, corpus: Path, tmp_path: Path
-) -> None:
+def test_it_goes_on_from_trained_weights(model_folder, sources, corpus, tmp_path):
     changes = {"from_scratch": False, "max_steps": 2, "z_loss": None, "num_workers": 1}
     path = config(tmp_path / "run", model_folder, sources, **changes)
     content = yaml.safe_load(path.read_text())
@@ -341,9 +327,7 @@ def test_it_goes_on_from_trained_weights(
     assert last["val_loss"] < first["val_loss"] < 7.2
 
 
-def test_a_check_shows_the_first_documents(
-    empty_folder: Path, sources: Any, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_check_shows_the_first_documents(empty_folder, sources, corpus, tmp_path):
     path = config(tmp_path / "run", empty_folder, sources)
     (shown,), faults = previews(load(path, PretrainConfig), 2)
     assert not faults and shown["read"] == 8 + 60 + 60
@@ -357,7 +341,7 @@ def test_a_check_shows_the_first_documents(
     ]
 
 
-def test_the_estimate_is_of_all_steps() -> None:
+def test_the_estimate_is_of_all_steps():
     for name, tokens in (("llama100m_pretrain", 8000 * 2**18), ("llama8b_pretrain", 2000 * 2**19)):
         recipe = recipes.load(name)
         found = Estimate.of(recipe, Path("/root"), "h100-80")

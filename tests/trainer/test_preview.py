@@ -3,8 +3,6 @@
 import base64
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -68,7 +66,7 @@ KINDS: dict[str, tuple[dict, dict]] = {
 
 
 @pytest.fixture
-def config_of(tmp_path: Path, model_folder: Path, dataset: Path) -> Any:
+def config_of(tmp_path, model_folder, dataset):
     def of(block: dict, rows: list[dict], tokenizer: dict | None = None) -> TrainConfig:
         path = write_config(tmp_path / "run", model_folder, dataset)
         content = read_yaml(path)
@@ -113,9 +111,7 @@ def assert_as_trained(config: TrainConfig, world: distributed.World) -> list[dic
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_shown_is_what_is_trained(
-    name: str, config_of: Any, world: distributed.World
-) -> None:
+def test_what_is_shown_is_what_is_trained(name, config_of, world):
     """Whole, and cut at each of several tokens, some of them within a character."""
     block, row = KINDS[name]
     shown = assert_as_trained(config_of(block, [row, row], {"max_seq_len": 1024}), world)
@@ -129,9 +125,7 @@ def test_what_is_shown_is_what_is_trained(
 
 
 @pytest.mark.parametrize("form", ["messages", "text"])
-def test_a_prepared_set_is_shown(
-    form: str, config_of: Any, tmp_path: Path, world: distributed.World
-) -> None:
+def test_a_prepared_set_is_shown(form, config_of, tmp_path, world):
     folder = tmp_path / "prepared/mine/1/data/train"
     folder.mkdir(parents=True)
     row = {"messages": OPENAI} if form == "messages" else {"text": "Knoten"}
@@ -143,7 +137,7 @@ def test_a_prepared_set_is_shown(
     assert first["spans"][-1] == {"trained": True, "text": f"{expected}<|end|>"}
 
 
-def test_a_character_is_whole_where_its_training_begins_within(model_folder: Path) -> None:
+def test_a_character_is_whole_where_its_training_begins_within(model_folder):
     """Without a begin token the first of three tokens of 節 is never predicted."""
     tokenizer = hugging_face_tokenizer(str(model_folder))
     tokens = tokenizer.encode("節點 ist")
@@ -158,9 +152,7 @@ def test_a_character_is_whole_where_its_training_begins_within(model_folder: Pat
     assert spans(tokenizer, tokens[1:], labels[1:])[0] == {"trained": True, "text": names}
 
 
-def test_torchtunes_tokenizers_are_decoded_with_their_special_tokens(
-    config_of: Any, tmp_path: Path
-) -> None:
+def test_torchtunes_tokenizers_are_decoded_with_their_special_tokens(config_of, tmp_path):
     lines = [f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256)]
     (tmp_path / "tokenizer.model").write_text("".join(lines))
     block, row = KINDS["sharegpt"]
@@ -180,9 +172,7 @@ def test_torchtunes_tokenizers_are_decoded_with_their_special_tokens(
     assert answer["trained"] and answer["text"].startswith(said)
 
 
-def test_spaces_and_control_tokens_of_sentencepiece_are_shown(
-    config_of: Any, tmp_path: Path
-) -> None:
+def test_spaces_and_control_tokens_of_sentencepiece_are_shown(config_of, tmp_path):
     sentences = ["ein Knoten ist ein Rechner", "ein Rang ist ein Prozess", "Slurm hat Knoten"]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences * 20),
@@ -205,7 +195,7 @@ def test_spaces_and_control_tokens_of_sentencepiece_are_shown(
     assert answer["text"].split() == ["ein", "Knoten", "ist", "節<eos>"] and answer["trained"]
 
 
-def test_every_fault_of_the_first_samples_is_named(config_of: Any) -> None:
+def test_every_fault_of_the_first_samples_is_named(config_of):
     block, row = KINDS["instruct"]
     rows = [row, {"q": "Warum?", "a": None}, row, {"q": None, "a": "Darum."}]
     (found,), faults = previews(config_of(block, rows), 1)
@@ -219,7 +209,7 @@ def test_every_fault_of_the_first_samples_is_named(config_of: Any) -> None:
     assert faults[-1] == "dataset: 10 more of its first 31 samples cannot be tokenised"
 
 
-def test_counts_are_of_the_first_thousand(config_of: Any) -> None:
+def test_counts_are_of_the_first_thousand(config_of):
     """A sample without an answer is dropped, a longer one truncated."""
     block, _ = KINDS["openai"]
     question = {"messages": OPENAI[:1]}
@@ -231,7 +221,7 @@ def test_counts_are_of_the_first_thousand(config_of: Any) -> None:
     assert [sample["trained_tokens"] > 0 for sample in found["shown"]] == [False, True]
 
 
-def test_splits_that_share_samples_are_the_fault_that_ends_the_run(config_of: Any) -> None:
+def test_splits_that_share_samples_are_the_fault_that_ends_the_run(config_of):
     block, _ = KINDS["instruct"]
     config = config_of(block, [{"q": f"Warum {n}?", "a": "Darum."} for n in range(40)])
     overlapping = {**config.dataset, "split": "train[50%:]"}
@@ -239,7 +229,7 @@ def test_splits_that_share_samples_are_the_fault_that_ends_the_run(config_of: An
     assert fault.startswith("dataset_val: shares 20 samples with dataset (split train[50%:] and ")
 
 
-def test_validation_samples_that_are_trained_are_counted(tmp_path: Path, config_of: Any) -> None:
+def test_validation_samples_that_are_trained_are_counted(tmp_path, config_of):
     block, _ = KINDS["instruct"]
     rows = [{"q": f"Warum {number}?", "a": "Darum."} for number in range(40)]
     config = config_of(block, rows)

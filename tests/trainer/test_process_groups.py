@@ -1,6 +1,5 @@
 """How many process groups a rank of 512 belongs to, and how often torch makes them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+def experts(tmp_path_factory, model_folder):
     folder = tmp_path_factory.mktemp("models") / "moe"
     return write("qwen3-moe", folder, model_folder, num_experts=64)
 
@@ -52,14 +51,7 @@ def groups() -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_of_512_has_few_groups(
-    name: str,
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    experts: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_of_512_has_few_groups(name, tmp_path, model_folder, dataset, experts, monkeypatch):
     changes, own, made = CASES[name]
     source = {"checkpointer": {"checkpoint_dir": str(experts)}} if "model" in changes else {}
     config = load(write_config(tmp_path, model_folder, dataset, **changes | source))

@@ -50,9 +50,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def folders(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path
-) -> dict[str, Path]:
+def folders(tmp_path_factory, model_folder, dataset):
     """The uninterrupted runs on one rank, and every case: saved at step 3, resumed to step 6."""
     root = tmp_path_factory.mktemp("reshard")
 
@@ -91,7 +89,7 @@ def folders(
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_resumed_elsewhere_is_the_same_training(case: Case, folders: dict[str, Path]) -> None:
+def test_resumed_elsewhere_is_the_same_training(case, folders):
     whole, own = folders[f"whole-{case.lora}"], folders[case.name]
     assert len(curve(own)) == STEPS
     assert_same_curve(own, whole, LOSS_TOLERANCE, 1e-3)

@@ -38,7 +38,6 @@ from tests.trainer.runs import (
 from trainer.config import load
 from trainer.loop import Trainer
 from trainer.methods.sft import SupervisedFineTuning
-from trainer.parallel.world import World
 
 STEPS = 30
 
@@ -74,7 +73,7 @@ def config(
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, dataset: Path) -> Path:
+def two_ranks(tmp_path_factory, model_folder, dataset):
     """The folder of an uninterrupted full run on 2 ranks."""
     folder = tmp_path_factory.mktemp("whole") / "two"
     train(config(folder, model_folder, dataset, ranks=2), ranks=2)
@@ -82,9 +81,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, data
 
 
 @pytest.mark.long
-def test_kill_then_stop_file_then_sigterm(
-    two_ranks: Path, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_kill_then_stop_file_then_sigterm(two_ranks, tmp_path, model_folder, dataset):
     """One run, interrupted three times in three ways on 2 ranks, ends like the whole one.
 
     It saves beside its training, the whole one does not. Its first start is torchrun's, as a job's.
@@ -127,8 +124,8 @@ def test_kill_then_stop_file_then_sigterm(
 
 @pytest.mark.long
 def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    tmp_path, model_folder, dataset
+):
     """Neither a validation pass nor workers change what the run that has none of them does."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(config(whole, model_folder, dataset, ranks=1, lora=True, row_length=96))
@@ -196,7 +193,7 @@ def mean_answer_loss(export: Path) -> float:
 
 
 @pytest.mark.long
-def test_killed_at_a_random_step(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+def test_killed_at_a_random_step(tmp_path, model_folder, dataset):
     changes = {"gradient_accumulation_steps": 2, "row_length": 96, "batch_size": 1}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(config(whole, model_folder, dataset, 4, **changes), ranks=4)
@@ -209,9 +206,7 @@ def test_killed_at_a_random_step(tmp_path: Path, model_folder: Path, dataset: Pa
     assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(
-    two_ranks: Path, model_folder: Path
-) -> None:
+def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(two_ranks, model_folder):
     before = curve(two_ranks)
     newest = two_ranks / "checkpoints/step_30"
     shard = next(newest.glob("__1_*"))
@@ -234,9 +229,7 @@ def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(
     assert curve(two_ranks) == before, "a refused start must leave the metrics alone"
 
 
-def test_a_key_that_the_optimizers_state_lacks_is_named(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_a_key_that_the_optimizers_state_lacks_is_named(tmp_path, model_folder, dataset):
     adam = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
     path = write_config(tmp_path, model_folder, dataset, max_steps=1, optimizer=adam)
     train(path)
@@ -250,7 +243,7 @@ def test_a_key_that_the_optimizers_state_lacks_is_named(
     assert error_record(tmp_path, attempt=1)["type"] == "ConfigError"
 
 
-def test_another_config_does_not_resume(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+def test_another_config_does_not_resume(tmp_path, model_folder, dataset):
     other_base = tmp_path / "other_base"
     shutil.copytree(model_folder, other_base)
     weights = load_file(other_base / "model.safetensors")
@@ -288,12 +281,8 @@ def test_another_config_does_not_resume(tmp_path: Path, model_folder: Path, data
 
 
 def test_a_checkpoint_is_saved_when_its_minutes_have_passed(
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, model_folder, dataset, world, monkeypatch
+):
     """On a clock by which each step takes 25 s: saved in the step that begins after a minute."""
     path = write_config(
         tmp_path,
@@ -319,12 +308,8 @@ COSINE = {
 
 
 def test_what_may_change_at_resume_changes_and_is_told(
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: World,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path, model_folder, dataset, world, capsys
+):
     """The schedule goes on as if it had been the new one from the start; each case 2 steps more."""
     adam = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
     lower = adam | {"lr": 1e-3, "weight_decay": 0.5, "betas": [0.8, 0.9]}
@@ -365,8 +350,8 @@ def test_what_may_change_at_resume_changes_and_is_told(
 
 
 def test_a_run_that_has_done_more_steps_than_it_is_given_is_refused(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    tmp_path, model_folder, dataset
+):
     path = write_config(tmp_path, model_folder, dataset, max_steps=3)
     train(path)
     reopen(tmp_path)
@@ -375,9 +360,7 @@ def test_a_run_that_has_done_more_steps_than_it_is_given_is_refused(
     assert "give 2 steps, and checkpoints/step_3 has done more; set max_steps=3" in output
 
 
-def test_a_full_disk_on_one_rank_stops_all_and_keeps_what_is_there(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_a_full_disk_on_one_rank_stops_all_and_keeps_what_is_there(tmp_path, model_folder, dataset):
     """The save that fails is beside the training: all ranks stop at one step soon after it."""
     path = write_config(
         tmp_path,
@@ -409,7 +392,7 @@ def test_a_full_disk_on_one_rank_stops_all_and_keeps_what_is_there(
     assert metrics(tmp_path)[-1]["step"] <= kept[1] + 20, "the run must stop at the next save"
 
 
-def test_an_older_start_stops_by_itself(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+def test_an_older_start_stops_by_itself(tmp_path, model_folder, dataset):
     """Once the job script has recorded a newer attempt, which it does before its ranks run."""
     steps = {"max_steps": 3000, "epochs": 3000, "save_every_n_steps": 3000}
     path = write_config(tmp_path, model_folder, dataset, **steps)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +36,6 @@ from trainer.data import batches
 from trainer.methods.reward import RewardModelling, document_scores, pair_loss
 from trainer.models import build
 from trainer.parallel import world as distributed
-from trainer.parallel.world import World
 
 MODULE = "trainer.train reward"
 FULL = {"_component_": TRANSFORMERS}
@@ -61,14 +59,14 @@ TRL = (
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def world():
     """For one test: a trace of another one starts a world of its own."""
     yield distributed.start("cpu")
     distributed.stop()
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(tmp_path_factory):
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     return write_pairs(path, margin=lambda i: 0.5 * (i % 2))
 
@@ -85,7 +83,7 @@ def config(folder: Path, model_folder: Path, pairs: Path, **changes: Any) -> Pat
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pairs: Path) -> Path:
+def root(tmp_path_factory, model_folder, pairs):
     """The folder in which every run lies by its name."""
     folder = tmp_path_factory.mktemp("reward")
     for name, (ranks, changes) in RUNS.items():
@@ -95,7 +93,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pairs: Pa
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_learns_which_answer_is_chosen(name: str, root: Path) -> None:
+def test_it_learns_which_answer_is_chosen(name, root):
     first, *_, last = metrics(root / name)
     assert last["loss"] < first["loss"] < 1.5
     assert last["rewards/margins"] > first["rewards/margins"] + 0.1
@@ -105,7 +103,7 @@ def test_it_learns_which_answer_is_chosen(name: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("centre", [0.0, 0.01])
-def test_loss_and_gradients_are_trls(centre: float) -> None:
+def test_loss_and_gradients_are_trls(centre):
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(3, 8, generator=generator, dtype=torch.float64) * 3
     ours, theirs = ([row.clone().requires_grad_() for row in values[:2]] for _ in range(2))
@@ -121,7 +119,7 @@ def test_loss_and_gradients_are_trls(centre: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def reward_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+def reward_folder(tmp_path_factory, model_folder):
     """A reward model as transformers saves it."""
     folder = tmp_path_factory.mktemp("rewards") / "model"
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -134,7 +132,7 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) 
     return folder
 
 
-def test_the_curve_is_trls(tmp_path: Path, reward_folder: Path, pairs: Path) -> None:
+def test_the_curve_is_trls(tmp_path, reward_folder, pairs):
     changes = dict.fromkeys(("dataset_val", "run_val_every_n_steps", "save_every_n_steps"))
     changes |= {"max_steps": len(TRL), "batch_size": 8, "shuffle": False}
     changes["optimizer"] = {"_component_": "torch.optim.AdamW", "lr": 3e-4, "weight_decay": 0.0}
@@ -146,9 +144,7 @@ def test_the_curve_is_trls(tmp_path: Path, reward_folder: Path, pairs: Path) -> 
     assert [line["loss"] for line in metrics(tmp_path)] == pytest.approx(TRL, abs=1e-5)
 
 
-def test_it_goes_on_from_a_reward_model_as_a_plain_loop_does(
-    tmp_path: Path, reward_folder: Path, pairs: Path, world: World
-) -> None:
+def test_it_goes_on_from_a_reward_model_as_a_plain_loop_does(tmp_path, reward_folder, pairs, world):
     """Its score head stays; the curve is that of transformers' own class."""
     reference = AutoModelForSequenceClassification.from_pretrained(reward_folder)
     assert isinstance(reference, LlamaForSequenceClassification)
@@ -176,9 +172,7 @@ def test_it_goes_on_from_a_reward_model_as_a_plain_loop_does(
         assert line["rewards/accuracies"] == (chosen > rejected).float().mean().item()
 
 
-def test_packed_scores_equal_padded_ones(
-    tmp_path: Path, reward_folder: Path, pairs: Path, world: World
-) -> None:
+def test_packed_scores_equal_padded_ones(tmp_path, reward_folder, pairs, world):
     found: dict[str, dict[int, torch.Tensor]] = {}
     for name, more in (("padded", {"max_steps": 6}), ("packed", {"row_length": 160})):
         path = config(tmp_path / name, reward_folder, pairs, **more)
@@ -215,9 +209,7 @@ def scores_of(model: torch.nn.Module, folder: Path, pairs: Path) -> dict[str, fl
 
 
 @pytest.mark.parametrize("name", ["full-tensor", "lora-fsdp"])
-def test_the_export_scores_as_the_run_did(
-    name: str, root: Path, model_folder: Path, pairs: Path
-) -> None:
+def test_the_export_scores_as_the_run_did(name, root, model_folder, pairs):
     export, last = root / name / "export", metrics(root / name)[-1]
     content = json.loads((export / "config.json").read_text())
     assert content["architectures"] == ["LlamaForSequenceClassification"]
@@ -235,9 +227,7 @@ def test_the_export_scores_as_the_run_did(
             assert score == pytest.approx(last[f"val_rewards/{answer}"], abs=1e-5)
 
 
-def test_it_goes_on_from_an_adapter_with_its_score_head(
-    root: Path, tmp_path: Path, model_folder: Path, pairs: Path
-) -> None:
+def test_it_goes_on_from_an_adapter_with_its_score_head(root, tmp_path, model_folder, pairs):
     own = {
         "checkpoint_dir": str(model_folder),
         "adapter_checkpoint": str(root / "lora-fsdp/export/adapter"),
@@ -250,9 +240,7 @@ def test_it_goes_on_from_an_adapter_with_its_score_head(
     assert after["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6)
 
 
-def test_what_cannot_be_a_reward_model_is_refused(
-    tmp_path: Path, model_folder: Path, pairs: Path
-) -> None:
+def test_what_cannot_be_a_reward_model_is_refused(tmp_path, model_folder, pairs):
     path = config(tmp_path, model_folder, pairs, model=lora_model(apply_lora_to_output=True))
     found = faults(read_yaml(path), RewardModelling)
     assert [fault.partition(":")[0] for fault in found] == ["model.apply_lora_to_output", "model"]
@@ -278,7 +266,7 @@ class Tokens(NamedTuple):
         (Tokens({"</s>": 2}, 2, None, frozenset({2})), None),
     ],
 )
-def test_no_document_ends_by_the_padding_token(tokens: Tokens, wanted: int | None) -> None:
+def test_no_document_ends_by_the_padding_token(tokens, wanted):
     assert pad_token(tokens)[1] == wanted
 
 
@@ -287,7 +275,7 @@ def test_no_document_ends_by_the_padding_token(tokens: Tokens, wanted: int | Non
     [(8, {"model": LORA}), (8, {"tensor_parallel_dim": 2})],
     ids=["lora", "full-tensor"],
 )
-def test_the_estimate_has_no_logits(ranks: int, changes: dict[str, Any]) -> None:
+def test_the_estimate_has_no_logits(ranks, changes):
     content = {
         "output_dir": "run",
         "dtype": "bf16",

@@ -5,7 +5,6 @@ import io
 import json
 from contextlib import redirect_stdout
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,13 @@ from trainer.config import load, parse, read_yaml
 from trainer.data import batches
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
-from trainer.parallel import world as distributed
 
 ALPACA = {"instruction": "Name a state.", "input": "Slurm", "output": "PENDING"}
 ROW = 64
 
 
 @pytest.fixture
-def build(tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World) -> Any:
+def build(tmp_path, model_folder, dataset, world):
     """The training data of rows in a file, and what the log says of them."""
 
     def of(rows: list[dict], block: dict, tokenizer: dict | None = None) -> Any:
@@ -45,7 +43,7 @@ def build(tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.
 
 
 @pytest.fixture
-def texts(model_folder: Path) -> Any:
+def texts(model_folder):
     """Decode the trained tokens of each sample."""
     tokenizer = hugging_face_tokenizer(str(model_folder))
 
@@ -62,7 +60,7 @@ def texts(model_folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one_gpu", "four_gpus"])
-def test_the_shipped_sweeps_train_the_answers_only(name: str, build: Any, texts: Any) -> None:
+def test_the_shipped_sweeps_train_the_answers_only(name, build, texts):
     shipped = sweep.load(name)
     recipe = recipes.load(shipped.recipe, shipped.cells[0].overrides)
     assert recipe.notes == []
@@ -70,7 +68,7 @@ def test_the_shipped_sweeps_train_the_answers_only(name: str, build: Any, texts:
     assert texts(build([ALPACA], given).rows.samples) == ["PENDING<|end|>"]
 
 
-def test_a_stock_config_keeps_torchtunes_meaning_and_says_so(tmp_path: Path) -> None:
+def test_a_stock_config_keeps_torchtunes_meaning_and_says_so(tmp_path):
     name = "llama3_2/1B_lora_single_device"
     recipe = recipes.load(name)
     assert recipe.config["dataset"]["train_on_input"] is True
@@ -95,7 +93,7 @@ def test_a_stock_config_keeps_torchtunes_meaning_and_says_so(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "alone"])
-def test_no_token_of_a_long_text_is_left_out(packed: bool, build: Any, model_folder: Path) -> None:
+def test_no_token_of_a_long_text_is_left_out(packed, build, model_folder):
     """Every token but the first of a text is predicted once, as it is without a limit."""
     tokenizer = hugging_face_tokenizer(str(model_folder))
     rng = np.random.default_rng(0)
@@ -126,7 +124,7 @@ def test_no_token_of_a_long_text_is_left_out(packed: bool, build: Any, model_fol
     assert samples.origin(len(samples) - 1).endswith("rows.jsonl, line 7")
 
 
-def test_what_is_cut_off_an_answer_is_counted(build: Any) -> None:
+def test_what_is_cut_off_an_answer_is_counted(build):
     block = {
         "_component_": "torchtune.datasets.instruct_dataset",
         "column_map": {"input": "q", "output": "a"},
@@ -141,7 +139,7 @@ def test_what_is_cut_off_an_answer_is_counted(build: Any) -> None:
     ]
 
 
-def test_torchtunes_tokenizer_cuts_in_its_own_way(build: Any, tmp_path: Path) -> None:
+def test_torchtunes_tokenizer_cuts_in_its_own_way(build, tmp_path):
     """Llama 3's ends what it cuts with its end token, as in torchtune's own recipes."""
     lines = [f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256)]
     (tmp_path / "tokenizer.model").write_text("".join(lines))
@@ -189,9 +187,7 @@ def turns(*weights: Any) -> list[dict]:
         ((0, 1), "last", "Answer 2.<|end|>"),
     ],
 )
-def test_an_answer_with_the_weight_0_is_not_trained(
-    weights: tuple, train_on: str, expected: str, build: Any, texts: Any
-) -> None:
+def test_an_answer_with_the_weight_0_is_not_trained(weights, train_on, expected, build, texts):
     block = {"_component_": "trainer.data.conversations.conversation_dataset"}
     rows = [{"messages": turns(*weights)}, {"messages": turns(1)}]
     samples = build(rows, block | {"train_on": train_on}).rows.samples
@@ -207,16 +203,14 @@ def test_an_answer_with_the_weight_0_is_not_trained(
         ([QUESTION | {"weight": 1}, *turns(1)[1:]], "message 1 (user) has the weight 1; only"),
     ],
 )
-def test_another_weight_is_refused_by_file_and_line(
-    messages: list[dict], told: str, build: Any
-) -> None:
+def test_another_weight_is_refused_by_file_and_line(messages, told, build):
     plain = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Hm."}]
     with pytest.raises(ConfigError) as caught:
         build([{"messages": plain}, {"messages": messages}], CHAT)
     assert f"rows.jsonl, line 2: {told}" in str(caught.value)
 
 
-def test_a_weight_that_torchtune_would_not_see_is_refused(build: Any) -> None:
+def test_a_weight_that_torchtune_would_not_see_is_refused(build):
     with pytest.raises(ConfigError) as caught:
         build([{"messages": turns(1, 0)}], CHAT | {"train_on_input": True})
     assert "line 1: message 4 (assistant) has the weight 0, which torchtune's" in str(caught.value)
@@ -231,9 +225,7 @@ def test_a_weight_that_torchtune_would_not_see_is_refused(build: Any) -> None:
         ("instruct", {"q": " \n", "a": "So."}, "the question is empty"),
     ],
 )
-def test_what_stops_torchtunes_classes_is_named_by_line(
-    block: str, row: dict, told: str, build: Any
-) -> None:
+def test_what_stops_torchtunes_classes_is_named_by_line(block, row, told, build):
     if block == "instruct":
         column_map = {"input": "q", "output": "a"}
         given = {"_component_": "torchtune.datasets.instruct_dataset", "column_map": column_map}

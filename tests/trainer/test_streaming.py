@@ -104,7 +104,7 @@ def write_model(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_no_rank_holds_the_whole_model(tmp_path: Path, dataset: Path) -> None:
+def test_no_rank_holds_the_whole_model(tmp_path, dataset):
     folder = tmp_path / "model"
     write_model(folder)
     sizes = {"num_layers": LAYERS, "embed_dim": WIDTH, "intermediate_dim": HIDDEN}

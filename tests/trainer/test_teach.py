@@ -4,7 +4,6 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ KEPT = {"teacher_log_probs": "kept"}
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
+def many(tmp_path_factory, dataset):
     """The samples of `dataset` and variants of them: enough for several parts."""
     path = tmp_path_factory.mktemp("many") / "many.jsonl"
     lines = [json.loads(line) for line in dataset.read_text().splitlines()]
@@ -55,9 +54,7 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def root(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, many: Path, teacher: Path
-) -> Path:
+def root(tmp_path_factory, model_folder, many, teacher):
     """A folder of runs in which the teacher's pass is done, in a packed and batched way."""
     folder = tmp_path_factory.mktemp("teach")
     more = PACKED | {"teacher": str(teacher)}
@@ -67,7 +64,7 @@ def root(
     return folder
 
 
-def test_it_keeps_so_many_bytes_per_token(root: Path) -> None:
+def test_it_keeps_so_many_bytes_per_token(root):
     kept = files(root)
     parts = [content for name, content in kept.items() if name.endswith(".bin")]
     assert record(32).itemsize == 260 and len(parts) > 2
@@ -81,9 +78,7 @@ def test_it_keeps_so_many_bytes_per_token(root: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_write_the_same(
-    root: Path, tmp_path: Path, model_folder: Path, many: Path, teacher: Path
-) -> None:
+def test_ranks_write_the_same(root, tmp_path, model_folder, many, teacher):
     """Two replicas of two ranks that split the layers."""
     more = PACKED | {"teacher": str(teacher), "tensor_parallel_dim": 2}
     path = write_config(tmp_path / "teach", model_folder, many, **more)
@@ -99,8 +94,8 @@ def test_ranks_write_the_same(
 
 
 def test_a_killed_pass_goes_on_by_part_and_writes_the_same(
-    root: Path, tmp_path: Path, model_folder: Path, many: Path, teacher: Path
-) -> None:
+    root, tmp_path, model_folder, many, teacher
+):
     more = PACKED | {"teacher": str(teacher)}
     path = write_config(tmp_path / "teach", model_folder, many, **more)
     (path.parent / ".stop").touch()
@@ -121,8 +116,8 @@ def test_a_killed_pass_goes_on_by_part_and_writes_the_same(
 
 
 def test_the_kept_whole_vocabulary_is_the_online_teacher(
-    tmp_path: Path, model_folder: Path, dataset: Path, many: Path, teacher: Path
-) -> None:
+    tmp_path, model_folder, dataset, many, teacher
+):
     """In training and in validation."""
     shared = STEP | PACKED | {"teacher": str(teacher), "teacher_top_k": 2000, "temperature": 1.5}
     shared |= {"dataset_val": {"data_files": str(many), "split": "train[:20]"}}
@@ -142,8 +137,8 @@ def test_the_kept_whole_vocabulary_is_the_online_teacher(
 
 @pytest.mark.long
 def test_a_killed_distillation_on_two_ranks_equals_an_uninterrupted_one_on_one(
-    root: Path, model_folder: Path, many: Path, teacher: Path
-) -> None:
+    root, model_folder, many, teacher
+):
     changes = STEP | KEPT | PACKED | {"max_steps": 12, "save_every_n_steps": 2}
     changes |= {"teacher": str(teacher)}
     one, two = (
@@ -157,9 +152,7 @@ def test_a_killed_distillation_on_two_ranks_equals_an_uninterrupted_one_on_one(
     assert_same_curve(root / "two", root / "one", 2e-5, 1e-4)
 
 
-def test_what_is_missing_or_does_not_match_is_refused(
-    root: Path, tmp_path: Path, model_folder: Path, many: Path, teacher: Path
-) -> None:
+def test_what_is_missing_or_does_not_match_is_refused(root, tmp_path, model_folder, many, teacher):
     changes = KEPT | PACKED | {"teacher": str(teacher)}
     assert not check.faults(
         read_yaml(write_config(root / "ok", model_folder, many, **changes)), Distillation
@@ -191,9 +184,7 @@ def test_what_is_missing_or_does_not_match_is_refused(
     assert f"{part} is damaged" in said
 
 
-def test_the_estimate_counts_no_teacher(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
-) -> None:
+def test_the_estimate_counts_no_teacher(tmp_path, model_folder, dataset, teacher):
     changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "teacher": str(teacher)}
     content = read_yaml(write_config(tmp_path, model_folder, dataset, **changes | KEPT))
     content["model"] |= {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
@@ -209,13 +200,8 @@ def test_the_estimate_counts_no_teacher(
 )
 @pytest.mark.long
 def test_the_estimate_of_the_pass_is_that_of_its_trace(
-    ranks: int,
-    more: dict[str, Any],
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    teacher: Path,
-) -> None:
+    ranks, more, tmp_path, model_folder, dataset, teacher
+):
     content = wide_content(tmp_path, model_folder, dataset, teacher, more)
     step = step_of(content | {"entry": "teach"}, 1, ranks)
     found = StepMemory(step)

@@ -89,9 +89,7 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizers(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path
-) -> dict[str, HuggingFaceTokenizer]:
+def tokenizers(tmp_path_factory, model_folder):
     """A tokenizer for each template, with the template's special tokens."""
     made = {}
     for name, ends in ENDS.items():
@@ -143,7 +141,7 @@ def trained(
     ]
 
 
-def test_each_shipped_model_has_its_template() -> None:
+def test_each_shipped_model_has_its_template():
     for path in (ROOT / "configs/base/models").glob("*.yaml"):
         name = yaml.safe_load(path.read_text())["hub"]["model"].partition("/")[2]
         assert any(name.startswith(family) for family in FAMILIES), name
@@ -152,9 +150,7 @@ def test_each_shipped_model_has_its_template() -> None:
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", ENDS)
-def test_answers_are_trained_or_refused(
-    template: str, conversation: str, tokenizers: dict[str, HuggingFaceTokenizer]
-) -> None:
+def test_answers_are_trained_or_refused(template, conversation, tokenizers):
     tokenizer, messages = tokenizers[template], CONVERSATIONS[conversation]
     expected = EXPECTED[template][conversation]
     if "refused" in expected:
@@ -183,9 +179,7 @@ def test_answers_are_trained_or_refused(
 
 
 @pytest.mark.parametrize("template", ENDS)
-def test_reasoning_left_out_of_training(
-    template: str, tokenizers: dict[str, HuggingFaceTokenizer]
-) -> None:
+def test_reasoning_left_out_of_training(template, tokenizers):
     messages = CONVERSATIONS["reasoning"]
     texts = trained(tokenizers[template], messages, reasoning=False)
     assert not any("ponder" in text for text in texts)
@@ -193,9 +187,7 @@ def test_reasoning_left_out_of_training(
         assert message["content"] in text
 
 
-def test_system_prompt_stands_where_it_does_in_the_prompt(
-    tokenizers: dict[str, HuggingFaceTokenizer],
-) -> None:
+def test_system_prompt_stands_where_it_does_in_the_prompt(tokenizers):
     """Mistral 7B's template renders it only if no answer follows; it stands there all the same."""
     tokenizer, messages = tokenizers["mistral_v3"], CONVERSATIONS["system"]
     asked = tokenizer.render(messages[:-1])
@@ -206,7 +198,7 @@ def test_system_prompt_stands_where_it_does_in_the_prompt(
     assert "".join(text.split()) == "".join(f"{asked} A process.</s>".split())
 
 
-def test_first_word_after_a_space_is_trained(tokenizers: dict[str, HuggingFaceTokenizer]) -> None:
+def test_first_word_after_a_space_is_trained(tokenizers):
     """The space before an answer and its first word are one token."""
     tokenizer = tokenizers["mistral_v3"]
     tokens, mask = tokenizer.tokenize_turns(CONVERSATIONS["system"], [2, 4])
@@ -226,9 +218,7 @@ def test_first_word_after_a_space_is_trained(tokenizers: dict[str, HuggingFaceTo
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}|{% endfor %}", "leaves out"),
     ],
 )
-def test_spans_that_cannot_be_verified_are_refused(
-    template: str, text: str, tokenizers: dict[str, HuggingFaceTokenizer], tmp_path: Path
-) -> None:
+def test_spans_that_cannot_be_verified_are_refused(template, text, tokenizers, tmp_path):
     folder = tokenizers["phi4"]._folder
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((folder / file).read_bytes())
@@ -249,9 +239,7 @@ def test_spans_that_cannot_be_verified_are_refused(
         "a",
     ],
 )
-def test_odd_texts_are_found(
-    text: str, template: str, tokenizers: dict[str, HuggingFaceTokenizer]
-) -> None:
+def test_odd_texts_are_found(text, template, tokenizers):
     """Questions have the same texts, so that only its place tells an answer."""
     messages = [said("user", text), said("assistant", text), TURNS[2], said("assistant", text)]
     shown = trained(tokenizers[template], messages)
@@ -261,9 +249,7 @@ def test_odd_texts_are_found(
         assert "".join(found.split()) == "".join(known.replace(answer["content"], text).split())
 
 
-def test_a_switch_in_the_system_prompt_is_no_text(
-    tokenizers: dict[str, HuggingFaceTokenizer],
-) -> None:
+def test_a_switch_in_the_system_prompt_is_no_text(tokenizers):
     """SmolLM3's template looks for it, and a mark within it would hide it."""
     tokenizer = tokenizers["smollm3"]
     texts = trained(tokenizer, [said("system", "/no_think"), *TURNS])

@@ -67,7 +67,7 @@ PAIRS = [(name, reference) for name, (_, reference, _) in RUNS.items() if refere
 
 
 @pytest.fixture(scope="module")
-def tied_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+def tied_folder(tmp_path_factory, model_folder):
     """The demo model with its embedding as its output, as Llama 3.2 has it."""
     folder = tmp_path_factory.mktemp("model") / "tied"
     shutil.copytree(model_folder, folder)
@@ -80,9 +80,7 @@ def tied_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) ->
 
 
 @pytest.fixture(scope="module")
-def folders(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, tied_folder: Path, dataset: Path
-) -> tuple[dict[str, Path], dict[int, str]]:
+def folders(tmp_path_factory, model_folder, tied_folder, dataset):
     """Every run trained in three starts; and what each start said, by its number of ranks."""
     root = tmp_path_factory.mktemp("tensor_parallel")
     configs: dict[int, list[Path]] = {}
@@ -101,9 +99,7 @@ def folders(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
-def test_curve_norm_and_weights_equal_the_single_process(
-    name: str, reference: str, folders: tuple[dict[str, Path], dict[int, str]]
-) -> None:
+def test_curve_norm_and_weights_equal_the_single_process(name, reference, folders):
     wanted, own = folders[0][reference], folders[0][name]
     assert len(curve(own)) == 6
     assert_same_curve(own, wanted, LOSS_TOLERANCE, NORM_TOLERANCE)
@@ -116,9 +112,7 @@ def test_curve_norm_and_weights_equal_the_single_process(
 
 
 @pytest.mark.long
-def test_tokens_per_second_are_shared_by_all_gpus(
-    folders: tuple[dict[str, Path], dict[int, str]],
-) -> None:
+def test_tokens_per_second_are_shared_by_all_gpus(folders):
     """Two ranks that split the layers see the same tokens, and count them once."""
     lines = metrics(folders[0]["full-tp2"])
     for before, line in zip([{"tokens": 0}, *lines], lines, strict=False):
@@ -128,9 +122,7 @@ def test_tokens_per_second_are_shared_by_all_gpus(
 
 
 @pytest.mark.long
-def test_the_layout_is_told_and_nothing_warns(
-    folders: tuple[dict[str, Path], dict[int, str]],
-) -> None:
+def test_the_layout_is_told_and_nothing_warns(folders):
     said = folders[1]
     assert "tensor parallel over 2" in said[2] and "FSDP" not in said[2]
     assert "FSDP over 2, tensor parallel over 2" in said[4]
@@ -139,9 +131,7 @@ def test_the_layout_is_told_and_nothing_warns(
     assert "sequential all_gather" not in said[4]
 
 
-def test_a_model_that_cannot_be_split_is_refused_on_every_rank(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_a_model_that_cannot_be_split_is_refused_on_every_rank(tmp_path, model_folder, dataset):
     path = write_config(
         tmp_path,
         model_folder,
@@ -157,7 +147,7 @@ def test_a_model_that_cannot_be_split_is_refused_on_every_rank(
         assert length.startswith("tensor_parallel_dim 2 does not divide the model's max_seq_len")
 
 
-def test_every_size_that_does_not_divide_is_named() -> None:
+def test_every_size_that_does_not_divide_is_named():
     with torch.device("meta"):
         model = empty_module(TIED | {"vocab_size": 1001, "intermediate_dim": 500})
     found = tensor_parallel.faults(model, 3)
@@ -166,14 +156,14 @@ def test_every_size_that_does_not_divide_is_named() -> None:
     assert tensor_parallel.faults(model, 1) == []
 
 
-def test_ranks_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_divide_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="tensor_parallel_dim 3 does not divide 4 ranks"):
         distributed.start("cpu", {"tensor_parallel_dim": 3})
     assert not torch.distributed.is_initialized()
 
 
-def test_flash_attention_takes_what_a_fused_layer_computes() -> None:
+def test_flash_attention_takes_what_a_fused_layer_computes():
     """Heads whose features are neighbours in memory."""
     with fake_world({"tensor_parallel_dim": 2}, 2) as world:
         layer = torch.nn.Linear(8, 24)

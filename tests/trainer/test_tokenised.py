@@ -3,7 +3,6 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,7 @@ from trainer.errors import ConfigError
 from trainer.parallel import world as distributed
 
 
-def test_a_second_start_reads_what_the_first_has_made(
-    build: Any, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_reads_what_the_first_has_made(build, dataset, tmp_path, monkeypatch):
     copy, cache = tmp_path / "copy.jsonl", tmp_path / "cache"
     copy.write_bytes(dataset.read_bytes())
     changes = {"dataset": {"data_files": str(copy)}, "data_cache_dir": str(cache)}
@@ -44,9 +41,7 @@ def test_a_second_start_reads_what_the_first_has_made(
         build(**changes)
 
 
-def test_the_slower_of_two_runs_takes_the_quicker_ones_folder(
-    build: Any, tmp_path: Path, world: distributed.World
-) -> None:
+def test_the_slower_of_two_runs_takes_the_quicker_ones_folder(build, tmp_path, world):
     cache = tmp_path / "cache"
     folder = build(data_cache_dir=str(cache)).training.rows.samples.folder
     before = (folder / "meta.json").stat().st_mtime_ns
@@ -78,13 +73,8 @@ class OfThreads(distributed.World):
 # Some of many ranks have no sample, or are more than tokenise.
 @pytest.mark.parametrize(("ranks", "written"), [(50, 44), (6, 4)])
 def test_what_many_ranks_have_tokenised_is_in_few_files(
-    build: Any,
-    tmp_path: Path,
-    world: distributed.World,
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: int,
-    written: int,
-) -> None:
+    build, tmp_path, world, monkeypatch, ranks, written
+):
     wanted = build(data_cache_dir=str(tmp_path / "one")).training.rows.samples
     assert len(wanted) == 44
     folder = tmp_path / "many" / wanted.folder.name

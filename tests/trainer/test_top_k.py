@@ -43,9 +43,7 @@ def plain_top_k(teacher: torch.Tensor, k: int, heat: float) -> TopK:
         (VOCABULARY - 4, (None, 3.0), 4),
     ],
 )
-def test_it_is_the_plain_formula_in_fp64(
-    k: int, heat: float, share: float, vocabulary: int, caps: Any, chunks: int | None
-) -> None:
+def test_it_is_the_plain_formula_in_fp64(k, heat, share, vocabulary, caps, chunks):
     tensors, how = inputs(vocabulary), Divergence(0.0, heat, share)
     student, teacher = logits(tensors, caps)
     wanted, found = plain_top_k(teacher, k, heat), kept(tensors, k, heat, caps[1], chunks=chunks)
@@ -66,7 +64,7 @@ def test_it_is_the_plain_formula_in_fp64(
 
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, VOCABULARY + 3, VOCABULARY - 4])
-def test_the_whole_vocabulary_is_the_online_loss(vocabulary: int) -> None:
+def test_the_whole_vocabulary_is_the_online_loss(vocabulary):
     tensors, how = inputs(vocabulary, torch.float32), Divergence(0.0, 1.5, 0.3)
     found, wanted = loss(tensors, kept(tensors, 100, 1.5), how), ours(tensors, how)
     for own, other in zip(found, wanted, strict=True):
@@ -75,7 +73,7 @@ def test_the_whole_vocabulary_is_the_online_loss(vocabulary: int) -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_an_online_loss_has_more_than_the_kept_one() -> None:
+def test_an_online_loss_has_more_than_the_kept_one():
     """The measured error is the difference of both for a student with noise in its logits."""
     tensors = inputs(dtype=torch.float32)
     hidden, head = tensors[4], tensors[5]
@@ -92,7 +90,7 @@ def test_an_online_loss_has_more_than_the_kept_one() -> None:
     assert over.item() == pytest.approx(of_kept.item(), rel=1e-4) and over < whole
 
 
-def test_probabilities_that_are_zero_give_numbers() -> None:
+def test_probabilities_that_are_zero_give_numbers():
     hidden = torch.tensor([[300.0, -300.0, 0.0]])
     own = (hidden.clone().requires_grad_(), torch.eye(3))
     other = Factors([(hidden, torch.eye(3)[[1, 0, 2]])])
@@ -113,7 +111,7 @@ def of_kind(kind: str, student: Factors, teacher: Factors, targets: torch.Tensor
 
 
 @pytest.mark.parametrize("kind", ["online", "kept"])
-def test_logits_do_not_exist_as_a_whole(kind: str) -> None:
+def test_logits_do_not_exist_as_a_whole(kind):
     generator = torch.Generator().manual_seed(3)
     own, other = (
         (torch.randn(2048, dim, generator=generator), torch.randn(768, dim, generator=generator))
@@ -127,7 +125,7 @@ def test_logits_do_not_exist_as_a_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["online", "kept"])
-def test_no_token_gives_zero_gradients(kind: str) -> None:
+def test_no_token_gives_zero_gradients(kind):
     tensors = inputs(dtype=torch.float32)
     student, teacher = (Factors([(tensors[i][:0], tensors[i + 1])]) for i in (0, 4))
     total = of_kind(kind, student, teacher, TARGETS[:0])
@@ -163,8 +161,6 @@ def split(rank: int, store: str, vocabulary: int, heat: float, k: int) -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "heat", "k"), [(30, 1.0, 4), (26, 1.5, 20), (34, 1.0, 30)])
-def test_a_split_vocabulary_gives_the_same(
-    vocabulary: int, heat: float, k: int, tmp_path: Any
-) -> None:
+def test_a_split_vocabulary_gives_the_same(vocabulary, heat, k, tmp_path):
     arguments = (str(tmp_path / "store"), vocabulary, heat, k)
     mp.start_processes(split, arguments, 2, start_method="fork")

@@ -1,6 +1,5 @@
 """A decoder of the user's own (toy_decoder.py) trains like any other; the kit does not change."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ PAIRS = [(name, reference) for name, (_, reference, _) in RUNS.items() if refere
 
 
 @pytest.fixture(scope="module", autouse=True)
-def allowed() -> Iterator[None]:
+def allowed():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COOKBOOK_COMPONENTS", MODULE)
         # Not the usual compiler, whose code for CPUs takes long.
@@ -59,7 +58,7 @@ def allowed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+def toy_folder(tmp_path_factory, model_folder):
     return write_folder(tmp_path_factory.mktemp("model") / "toy", model_folder)
 
 
@@ -71,7 +70,7 @@ def toy_config(folder: Path, toy_folder: Path, dataset: Path, **changes: Any) ->
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, toy_folder: Path, dataset: Path) -> Path:
+def root(tmp_path_factory, toy_folder, dataset):
     """The folder in which every run lies by its name."""
     folder = tmp_path_factory.mktemp("toy")
     starts: dict[int, list[Path]] = {}
@@ -85,7 +84,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, toy_folder: Path, dataset: Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
-def test_every_layout_equals_the_single_process(name: str, reference: str, root: Path) -> None:
+def test_every_layout_equals_the_single_process(name, reference, root):
     own, wanted = root / name, root / reference
     assert len(metrics(own)) == 6
     assert_same_curve(own, wanted, 2e-5, 5e-5)
@@ -94,7 +93,7 @@ def test_every_layout_equals_the_single_process(name: str, reference: str, root:
 
 
 @pytest.mark.long
-def test_weights_come_back_by_the_hubs_names(root: Path, toy_folder: Path) -> None:
+def test_weights_come_back_by_the_hubs_names(root, toy_folder):
     """Bit for bit if nothing is trained; and the adapter's, in the order of their rows."""
     before = load_file(toy_folder / "model.safetensors")
     after = load_file(root / "unchanged/export/model.safetensors")
@@ -111,9 +110,7 @@ def test_weights_come_back_by_the_hubs_names(root: Path, toy_folder: Path) -> No
     assert metrics(root / "qdora")[-1]["loss"] < metrics(root / "qdora")[0]["loss"]
 
 
-def test_what_does_not_fit_is_refused(
-    tmp_path: Path, toy_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_refused(tmp_path, toy_folder, dataset, monkeypatch):
     told = "no layer qeury; has back, down, key, mix, output_head, query"
     with pytest.raises(ConfigError, match=told):
         empty_module(LORA | {"lora_modules": ["qeury", "key"]})

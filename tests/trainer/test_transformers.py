@@ -56,18 +56,15 @@ from trainer.methods.sft import SupervisedFineTuning
 from trainer.metrics import model_flops
 from trainer.model import Decoder, Inputs
 from trainer.models import build as models
-from trainer.parallel import world as distributed
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
+def sources(tmp_path_factory, model_folder):
     return write_sources(tmp_path_factory.mktemp("families"), model_folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers_and_export_is_exact(
-    family: str, tmp_path: Path, sources: dict[str, Path], dataset: Path, world: distributed.World
-) -> None:
+def test_logits_equal_transformers_and_export_is_exact(family, tmp_path, sources, dataset, world):
     source = sources[family]
     config = load(config_of(tmp_path, source, dataset))
     model = models.build(config, world)
@@ -109,9 +106,7 @@ OWN_BACKWARD = ("qwen3-moe", "gpt-oss", "deepseek-v3", "llama4", "qwen3.5-moe")
 @pytest.mark.parametrize(
     "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.long) for f in OWN_BACKWARD)]
 )
-def test_losses_and_gradients_equal_a_plain_loops(
-    family: str, tmp_path: Path, sources: dict[str, Path], dataset: Path, world: distributed.World
-) -> None:
+def test_losses_and_gradients_equal_a_plain_loops(family, tmp_path, sources, dataset, world):
     """20 steps on two rows, without full logits here and with transformers' own loss there.
 
     Before each step both have the same weights. Two loops of their own would part: AdamW gives the
@@ -164,13 +159,8 @@ def test_losses_and_gradients_equal_a_plain_loops(
     ],
 )
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
-    family: str,
-    use_dora: bool,
-    tmp_path: Path,
-    sources: dict[str, Path],
-    dataset: Path,
-    world: distributed.World,
-) -> None:
+    family, use_dora, tmp_path, sources, dataset, world
+):
     from peft import PeftModel
 
     source = sources[family]
@@ -192,14 +182,7 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "kinds"), [("gemma3", 2), ("phi4-mini", 1), ("qwen3-moe", 1)])
-def test_blocks_compile_without_graph_breaks(
-    family: str,
-    kinds: int,
-    tmp_path: Path,
-    sources: dict[str, Path],
-    dataset: Path,
-    world: distributed.World,
-) -> None:
+def test_blocks_compile_without_graph_breaks(family, kinds, tmp_path, sources, dataset, world):
     """One graph for the first length, one for all lengths, one for documents, of each kind."""
     graphs = []
 
@@ -221,9 +204,7 @@ def test_blocks_compile_without_graph_breaks(
 
 
 @pytest.mark.parametrize("name", LARGER)
-def test_the_text_part_of_a_larger_model(
-    name: str, tmp_path: Path, dataset: Path, world: distributed.World
-) -> None:
+def test_the_text_part_of_a_larger_model(name, tmp_path, dataset, world):
     """Its tensors among the others of the folder, which the export has as they were."""
     from peft import PeftModel
 
@@ -265,13 +246,8 @@ def test_the_text_part_of_a_larger_model(
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_config_json(
-    kind: str,
-    settings: dict[str, Any],
-    told: str,
-    tmp_path: Path,
-    dataset: Path,
-    model_folder: Path,
-) -> None:
+    kind, settings, told, tmp_path, dataset, model_folder
+):
     """By `cookbook check`, which asks trainer.check; weights are not looked at."""
     source = tmp_path / "model"
     source.mkdir()
@@ -310,18 +286,14 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
         ),
     ],
 )
-def test_what_a_family_cannot_do_is_refused(
-    family: str, changes: dict[str, Any], told: str, tmp_path: Path, sources: dict, dataset: Path
-) -> None:
+def test_what_a_family_cannot_do_is_refused(family, changes, told, tmp_path, sources, dataset):
     faults = check.faults(
         read_yaml(config_of(tmp_path, sources[family], dataset, **changes)), SupervisedFineTuning
     )
     assert any(told in fault for fault in faults), faults
 
 
-def test_linear_attention_of_another_kind_is_neither_packed_nor_split(
-    tmp_path: Path, sources: dict[str, Path], dataset: Path
-) -> None:
+def test_linear_attention_of_another_kind_is_neither_packed_nor_split(tmp_path, sources, dataset):
     source = write("qwen3.5", tmp_path / "source", sources["llama3"], hidden_act="gelu")
     config = config_of(tmp_path / "run", source, dataset, row_length=64, **TP)
     faults = check.faults(read_yaml(config), SupervisedFineTuning)
@@ -368,14 +340,14 @@ PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, sources: dict[str, Path], dataset: Path) -> Path:
+def root(tmp_path_factory, sources, dataset):
     """The folder in which every run lies by its name."""
     return train_all(tmp_path_factory.mktemp("runs"), RUNS, sources, dataset)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
-def test_every_layout_equals_the_single_process(name: str, reference: str, root: Path) -> None:
+def test_every_layout_equals_the_single_process(name, reference, root):
     assert_same_training(root / name, root / reference)
 
 
@@ -386,8 +358,8 @@ SPLIT += ("qwen3.5", "qwen3-next", "qwen3.5-moe")
 @pytest.mark.named
 @pytest.mark.parametrize("family", SPLIT)
 def test_other_families_under_tensor_parallelism_equal_the_single_process(
-    family: str, tmp_path: Path, sources: dict[str, Path], dataset: Path
-) -> None:
+    family, tmp_path, sources, dataset
+):
     # A single head of keys in some layers cannot be split.
     heads = {"num_key_value_heads": 4, "num_global_key_value_heads": 2}
     sizes = heads if family == "gemma4" else {}
@@ -406,7 +378,7 @@ def test_other_families_under_tensor_parallelism_equal_the_single_process(
 
 
 @pytest.mark.long
-def test_sharded_fp8_follows_bf16(root: Path) -> None:
+def test_sharded_fp8_follows_bf16(root):
     eight, wanted = ([row["loss"] for row in metrics(root / name)] for name in ("fp8", "bf16"))
     assert eight == pytest.approx(wanted, abs=FP8_TOLERANCE) and eight != wanted
     assert eight[-1] < eight[0]

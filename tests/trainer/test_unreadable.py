@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +20,7 @@ from trainer.checkpoint.weights import read_hf_config
 from trainer.data.tokenizers import hugging_face_tokenizer
 
 
-def test_a_first_read_that_fails_changes_nothing(
-    tmp_path: Path, model_folder: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_read_that_fails_changes_nothing(tmp_path, model_folder, dataset, monkeypatch):
     """Each file of the model, the data, the run and its export can be read at the second try."""
     inputs = tmp_path / "inputs"
     shutil.copytree(model_folder, inputs / "model")
@@ -62,9 +59,7 @@ def test_a_first_read_that_fails_changes_nothing(
         (endpoint.ENDPOINT, lambda folder: Endpoint(folder).facts),
     ],
 )
-def test_what_cannot_be_read_is_not_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: object
-) -> None:
+def test_what_cannot_be_read_is_not_missing(tmp_path, monkeypatch, name, read):
     monkeypatch.setenv("STORAGE_WAIT_S", "0")
     # A link to itself cannot be read by root either.
     os.symlink(name, tmp_path / name)
@@ -72,7 +67,7 @@ def test_what_cannot_be_read_is_not_missing(
         read(tmp_path)  # type: ignore[operator]
 
 
-def test_a_table_is_cut_alike_when_the_storage_is_back(tmp_path: Path) -> None:
+def test_a_table_is_cut_alike_when_the_storage_is_back(tmp_path):
     table, storage = tmp_path / "table.csv", FailingStorage(tmp_path)
     table.write_text("question;answer\na;00042\n")
     storage.fail("table.csv", once=True)

@@ -48,13 +48,8 @@ def adapted(
 )
 @torch.inference_mode()
 def test_it_begins_as_its_text_before_each_document(
-    family: str,
-    kind: str,
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: distributed.World,
-) -> None:
+    family, kind, tmp_path, model_folder, dataset, world
+):
     source = write(family, tmp_path / "model", model_folder)
     model = adapted(tmp_path, source, dataset, world, adapter=kind)
     text = torch.tensor(model.adapter._text).expand(2, -1)
@@ -83,13 +78,8 @@ def test_it_begins_as_its_text_before_each_document(
 )
 @torch.inference_mode()
 def test_peft_gives_the_same_logits_in_each_family(
-    family: str,
-    kind: str,
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: distributed.World,
-) -> None:
+    family, kind, tmp_path, model_folder, dataset, world
+):
     source = write(family, tmp_path / "model", model_folder)
     block: dict[str, Any] = {"_component_": "transformers", "adapter": kind}
     if (kind, family) == ("ia3", "phi4-mini"):
@@ -137,9 +127,7 @@ def by_document(
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt-oss"])
-def test_kernels_give_what_the_mask_gives(
-    family: str, tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
-) -> None:
+def test_kernels_give_what_the_mask_gives(family, tmp_path, model_folder, dataset, world):
     source = write(family, tmp_path / "model", model_folder)
     model = adapted(tmp_path, source, dataset, world, adapter="prefix", prefix_init="random")
 
@@ -174,7 +162,7 @@ def test_kernels_give_what_the_mask_gives(
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_blocks_hold_the_prefix_behind_the_row(window: int | None) -> None:
+def test_blocks_hold_the_prefix_behind_the_row(window):
     length, prefix = 300, 150
     ids = (torch.arange(length) >= 200).int()[None]
     mask = flex.block_masks(ids, {window}, prefix).by_window[window]
@@ -187,7 +175,7 @@ def test_blocks_hold_the_prefix_behind_the_row(window: int | None) -> None:
     assert not seen[:, length:384].any()
 
 
-def test_places_are_those_of_documents_with_virtual_tokens() -> None:
+def test_places_are_those_of_documents_with_virtual_tokens():
     bounds = torch.tensor([0, 2, 3, 7], dtype=torch.int32)
     places = virtual.Places.of(bounds, 7, 2)
     joined = places.joined(torch.tensor([-1, -2]), torch.arange(7))
@@ -204,16 +192,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_a_prefix_cannot_be_put_before_is_said(
-    family: str, tmp_path: Path, dataset: Path, world: distributed.World, model_folder: Path
-) -> None:
+def test_what_a_prefix_cannot_be_put_before_is_said(family, tmp_path, dataset, world, model_folder):
     kind, reason = REFUSED[family]
     source = write(family, tmp_path / "model", model_folder)
     with pytest.raises(ConfigError, match=reason):
         adapted(tmp_path, source, dataset, world, adapter=kind)
 
 
-def test_layers_that_share_keys_are_refused(model_folder: Path) -> None:
+def test_layers_that_share_keys_are_refused(model_folder):
     with torch.device("meta"):
         model = models.empty_module({"_component_": "transformers"}, model_folder)
     model.config.num_kv_shared_layers = 1
