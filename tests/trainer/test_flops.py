@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.trainer.test_loss import CPU, LINEAR, MODELS, batch, random_model, token_loss
+from tests.trainer.layers.test_loss import CPU, LINEAR, MODELS, batch, random_model, token_loss
 from trainer.metrics import Work, known_tflops, model_flops
 
 
