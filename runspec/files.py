@@ -49,13 +49,13 @@ EXIT_STATUS = ".exit_status"
 PROGRESS = "progress.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
-# Of rollout replicas: where they listen, and what became of them (plugins/rl/slurm/rollout.py).
+# Of samplers: where they listen, and what became of them (plugins/rl/slurm/samplers.py).
 ROLLOUT = ".rollout"
-REPLICA = "replica_{}.json"
+SAMPLER = "sampler_{}.json"
 WEIGHTS = "weights_{}.safetensors"
 WEIGHTS_FOLDER = "weights_{}"
 ROLLOUT_SECRET = "secret"
-NO_REPLICA = "failed.json"
+NO_SAMPLER = "failed.json"
 ROLLOUT_STATE = "rollout.json"
 ROLLOUTS = "rollouts.jsonl"  # of reinforcement learning: some answers of each step
 TENSORBOARD = "tensorboard"

@@ -224,7 +224,7 @@ def on_nodes(
     """Return the errors with Slurm's name of the node, found by the rank or the node's number.
 
     Several nodes may be on one host, and a host may have other names. A rank's record may name
-    another node, or none, whose fault it is: that of a rollout replica.
+    another node, or none, whose fault it is: that of a sampler.
     """
     named = []
     for error in errors:

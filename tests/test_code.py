@@ -23,7 +23,9 @@ FLOORS = [
     ["launcher.do"],
     ["launcher.cli", "launcher.remote", "launcher.__main__", "launcher"],
     ["trainer.errors", "trainer.config", "trainer.sharded"],
-    ["trainer.layers", "trainer.parallel", "trainer.model"],
+    ["trainer.model"],
+    ["trainer.layers"],
+    ["trainer.parallel"],
     [
         "trainer.models",
         "trainer.data",

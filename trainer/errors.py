@@ -81,7 +81,7 @@ class StorageError(TrainerError):
 class RolloutError(TrainerError):
     """The rollout nodes do not answer; a later attempt may find others.
 
-    node: that of the replica at fault; None if it is not one replica's.
+    node: that of the sampler at fault; None if it is not one sampler's.
     """
 
     permanent = False

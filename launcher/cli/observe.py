@@ -29,7 +29,7 @@ _COUNT = IntRange(min=0)
 )
 @click.option("--rank", "ranks", multiple=True, metavar="N", help="Logs of ranks: 3, 0-3,8, all.")
 @flag("--job", help="Also the job script's log.")
-@flag("--rollouts", help="Logs of the replicas that generate answers.")
+@flag("--rollouts", help="Logs of the samplers, which generate answers.")
 @click.option("--attempt", type=_COUNT, help="An earlier attempt. [default: the newest]")
 @click.option(
     "--tail",

@@ -17,8 +17,8 @@ from launcher.do.submit import context, plan
 from launcher.errors import CookbookError, UsageFault
 from launcher.look.text import duration
 from launcher.plugins import hook
+from launcher.recipe import entries, own, own_data
 from launcher.recipe import load as recipes
-from launcher.recipe import own, own_data
 from launcher.recipe.model import Recipe
 from launcher.recipe.needs import Needs, needs
 from launcher.site import Site
@@ -26,7 +26,6 @@ from launcher.slurm import render
 from launcher.slurm.executors import Executor
 from runspec import prepared
 from runspec.keys.key import NAME, NAME_RULE
-from runspec.keys.preference import DpoConfig
 
 MODEL = "Qwen/Qwen3-0.6B"
 # Rows are at most so long unless the recipe is changed: longer ones need much more memory.
@@ -101,7 +100,9 @@ def draft(
     block, form, questions = _data(data)
     if file.exists():
         raise UsageFault(f"{file} exists: choose another name with --output, or remove it")
-    method = {DpoConfig.pairs: "dpo", own_data.PROMPTS: "grpo"}.get(block["_component_"], "")
+    name = entries.for_data(block["_component_"])
+    method = entries.find(name).method if name else None
+    samples_answers = method is not None and method.samples_answers
     config: dict[str, Any] = {}
     _, faults = own.use(config, (), None, model, "lora")
     if faults:
@@ -117,7 +118,9 @@ def draft(
         "form": form,
         "dataset": block,
         "questions": questions,
-        "method": method,
+        "method": name,
+        "goal": f"{method.goal} by " if method else "",
+        "samples_answers": samples_answers,
         "reward": str(file.parent / "reward.py"),
         "new_tokens": _NEW_TOKENS,
         "time": "04:00:00",
@@ -125,7 +128,6 @@ def draft(
     with TemporaryDirectory() as place:
         drafts = _Drafts(Path(place) / file.name, values, Path(folder).name, site)
         findings, datasets = drafts.samples(executor, shown)
-        samples_answers = method == "grpo"
         answer = _NEW_TOKENS * samples_answers
         settings = drafts.fitting(_by_data(_Settings(), datasets, answer))
         tokens = None
@@ -134,7 +136,7 @@ def draft(
             tokens = settings.epochs * _tokens(datasets[0])
         found = drafts.needs(settings, tokens)
         text = drafts.text(settings)
-    reward = file.parent / "reward.py" if method == "grpo" else None
+    reward = file.parent / "reward.py" if samples_answers else None
     return Draft(
         file, text, form, downloads, reward, found, settings.gpus, tokens, datasets, findings
     )
@@ -171,9 +173,7 @@ class _Drafts:
 
     def text(self, settings: _Settings) -> str:
         method = {"hub_lora": "LoRA", "hub_qlora": "QLoRA"}[settings.base]
-        goal = {"dpo": "preference tuning by ", "grpo": "reinforcement learning by "}
-        method = goal.get(self.values["method"], "") + method
-        title = f"{method} of {self.model} on {self.path.stem}"
+        title = f"{self.values['goal']}{method} of {self.model} on {self.path.stem}"
         return render.template("start.yaml.j2").render(**vars(settings), **self.values, title=title)
 
     def load(self, settings: _Settings, *overrides: str) -> Recipe:
@@ -183,7 +183,7 @@ class _Drafts:
     def samples(self, executor: Executor, shown: int) -> tuple[list[Finding], list[dict[str, Any]]]:
         """The first samples, whole: their lengths decide."""
         overrides = ["~tokenizer.max_seq_len"]
-        if self.values["method"] == "grpo":
+        if self.values["samples_answers"]:
             # The user's own is not written yet.
             column = self.values["dataset"]["column_map"]["prompt"]
             overrides.append(f"rewards={{any: {{function: exact_match, column: {column}}}}}")

@@ -26,7 +26,7 @@ class Wanted:
     """Which logs of a run are asked for.
 
     ranks: such as "0", "0-3,8" or "all". nodes: their places or names, or "all". job: the job
-    script's own log too. rollouts: those of replicas. attempt: None for the newest.
+    script's own log too. rollouts: those of samplers. attempt: None for the newest.
     """
 
     ranks: tuple[str, ...] = ()
@@ -63,10 +63,10 @@ def choose(run: Run, wanted: Wanted) -> list[Source]:
     ranks, nodes = _numbers(folder, "rank"), _numbers(folder, "node")
     sources = [job] if wanted.job else []
     if wanted.rollouts:
-        # A replica outlives attempts: its log is in the folder of the one that it began in.
+        # A sampler outlives attempts: its log is in the folder of the one that it began in.
         paths = {path.name: path for each in attempts(run) for path in each.glob("rollout_*.log")}
         if not paths:
-            raise UsageFault(f"--rollouts: {run.name} has no rollout replicas, or none has started")
+            raise UsageFault(f"--rollouts: {run.name} has no samplers, or none has started")
         sources += [Source(path, path.stem.replace("_", " ")) for path in paths.values()]
     for number in _picked(wanted.nodes, nodes, "node", names, run, folder):
         sources.append(Source(folder / f"node_{number}.log", _node(number, names)))

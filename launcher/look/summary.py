@@ -38,17 +38,17 @@ def story(run: Run, state: State) -> Iterator[str]:
 
 
 def _rollouts(run: Run) -> Iterator[str]:
-    """Yield how each rollout replica of a run is, and the last ones that ended early."""
+    """Yield how each sampler of a run is, and the last ones that ended early."""
     state = files.peek(run.path / files.ROLLOUT_STATE)
     if not state:
         return
-    for each in state.get("replicas", []):
+    for each in state.get("samplers", []):
         again = each["restarts"]
         often = f", restarted {again} time{'s' if again != 1 else ''}" if again else ""
-        yield plain(f"replica {each['replica']} on {each['node']}: {each['state']}{often}")
+        yield plain(f"sampler {each['sampler']} on {each['node']}: {each['state']}{often}")
     for each in state.get("deaths", [])[-3:]:
         when = _clock(each["time"])
-        yield plain(f"{when} replica {each['replica']} on {each['node']} ended: {each['reason']}")
+        yield plain(f"{when} sampler {each['sampler']} on {each['node']} ended: {each['reason']}")
 
 
 def _headline(run: Run, state: State) -> str:

@@ -129,6 +129,28 @@ def of(config: Mapping[str, Any]) -> Entry:
     return find(str(config.get("entry") or COMMON["entry"].default))
 
 
+def like_torchtune(script: str) -> str:
+    """Return the method for the purpose of a script of torchtune's, "" if there is none."""
+    named = ((name, row.method.torchtune) for name, row in rows().items() if row.method)
+    return next((name for name, part in named if part and part in script), "")
+
+
+def for_data(component: str) -> str:
+    """Return the method whose data a component reads, "" if any other may; UsageFault for prompts
+    that none answers.
+    """
+    from launcher.recipe.own_data import PROMPTS  # hardly any command reads data
+
+    for name, row in rows().items():
+        if row.method and row.method.pairs == component:
+            return name
+        if row.method and row.method.samples_answers and component == PROMPTS:
+            return name
+    if component == PROMPTS:
+        raise UsageFault("the data are prompts without answers, and no method here samples them")
+    return ""
+
+
 def recognised(content: Content) -> str | None:
     """Return the entry whose config a file is, by its keys; None for a file of nobody."""
     known = ((name, row.recognises) for name, row in rows().items() if row.recognises)

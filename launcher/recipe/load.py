@@ -148,7 +148,9 @@ def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) ->
     if row := _row(config):
         _add_dependencies(config, row)
     if not config.get("entry"):
-        config["entry"] = torchtune.entry_of(path, config) or COMMON["entry"].default
+        config["entry"] = (
+            torchtune.entry_of(path, config, entries.like_torchtune) or COMMON["entry"].default
+        )
     functions.use_whole_paths(config, _method(config), path.parent)
     if torchtune.config_name(path):
         # It means what torchtune says, wherever the kit's own default is another.
@@ -170,7 +172,11 @@ def _own_inputs(
     model: str | None,
 ) -> tuple[Inputs, list[str]]:
     """Put the user's data and model into config; return what was found, and the faults."""
-    entry = config.get("entry") or torchtune.entry_of(path, config) or COMMON["entry"].default
+    entry = (
+        config.get("entry")
+        or torchtune.entry_of(path, config, entries.like_torchtune)
+        or COMMON["entry"].default
+    )
     if not _method({"entry": entry}):
         named = [option for option, name in (("--data", data), ("--model", model)) if name]
         message = f"{path.name} starts {entry}, which has keys of its own: leave it out"

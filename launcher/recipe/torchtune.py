@@ -4,7 +4,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +23,6 @@ _OTHERS = {
     "policy_model": "ppo",
     "tasks": "eval",
 }
-# The kit's methods of the same purpose.
-_METHODS = {"dpo": "dpo", "knowledge_distillation": "distill", "grpo": "grpo"}
 
 
 # The kit's key, and torchtune's for the same: whichever is given last counts.
@@ -96,12 +94,15 @@ def _config_folder() -> Path | None:
     return packages / "recipes" / "configs" if packages else None
 
 
-def entry_of(path: Path, config: Mapping[str, Any]) -> str | None:
+def entry_of(path: Path, config: Mapping[str, Any], own_method: Callable[[str], str]) -> str | None:
     """Return the entry of one of torchtune's configs or of a copy, None for any other file.
 
     What sft does too is its; preference tuning, distillation, quantisation, images and the
     like are torchtune's own script's: the one that lists the file, or that the file's header runs,
     as in a copy that `tune cp` made.
+
+    Args:
+        own_method: the kit's method for the purpose of a script, such as entries.like_torchtune.
 
     Raises:
         RecipeFault: the installed torchtune has no such script, or a copy does not name it.
@@ -115,7 +116,7 @@ def entry_of(path: Path, config: Mapping[str, Any]) -> str | None:
         marks = [mark for key, mark in _OTHERS.items() if config.get(key) is not None]
         marks += ["lora_dpo"] if "DPO" in _component(config, "loss") else []
         if name or marks:
-            raise RecipeFault(_lost(path, name, marks))
+            raise RecipeFault(_lost(path, name, marks, own_method))
         return None
     family = _component(config, "model").removeprefix("torchtune.models.").partition(".")[0]
     # --model puts one of transformers' models in its place.
@@ -135,7 +136,7 @@ def _has_models(family: str) -> bool:
     return folder is None or (folder / "torchtune" / "models" / family).is_dir()
 
 
-def _lost(path: Path, name: str, marks: Sequence[str]) -> str:
+def _lost(path: Path, name: str, marks: Sequence[str], own_method: Callable[[str], str]) -> str:
     """Say how a config is started whose script is missing or not named."""
     mark = next((each for each in _OTHERS.values() if each in name), name) or marks[0]
     fitting = [f"entry=torchtune:{each}" for each in recipes() if mark in each]
@@ -144,11 +145,6 @@ def _lost(path: Path, name: str, marks: Sequence[str]) -> str:
     ways = [f"add {' or '.join(fitting)} to start torchtune's own script"] if fitting else []
     ways += [f"the kit's own method is entry: {own}"] if (own := own_method(mark)) else []
     return f"{path} {what}: {'; '.join(ways) or 'tune ls shows what it has'}"
-
-
-def own_method(name: str) -> str:
-    """Return the kit's method for the purpose of a script of torchtune's, "" if it has none."""
-    return next((own for part, own in _METHODS.items() if part in name), "")
 
 
 def missing_imports(

@@ -1,4 +1,4 @@
-"""Answers of later rollouts, which replicas sample while one is trained: see max_staleness."""
+"""Answers of later rollouts, which samplers sample while one is trained: see max_staleness."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch
 
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.rewards.pool import Scores
-from plugins.rl.rollouts import Answer, PromptBatches, Sampler
+from plugins.rl.rollouts import Answer, Generation, PromptBatches
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.methods.base import Models
@@ -44,13 +44,13 @@ class Ahead:
         self,
         config: GrpoConfig,
         world: World,
-        sampler: Sampler,
+        generation: Generation,
         prompts: PromptBatches,
         draw: Callable[[list[MicroBatch], int], Drawn],
     ) -> None:
-        self._world, self._sampler, self._prompts, self._draw = world, sampler, prompts, draw
+        self._world, self._generation, self._prompts, self._draw = world, generation, prompts, draw
         self._most = config.max_staleness
-        if self._most and (sampler.replicas is None or sampler.replicas.in_turns):
+        if self._most and (generation.samplers is None or generation.samplers.in_turns):
             raise ConfigError("max_staleness: only rollout nodes work ahead; set resources.rollout")
         self._later: Iterator[tuple[int, list[MicroBatch]]] = iter(())
         self._pending: deque[Future[Drawn]] = deque()
@@ -60,12 +60,12 @@ class Ahead:
     def take(self, models: Models, given: list[MicroBatch], number: int) -> Drawn:
         """The answers of the rollout of this number; all ranks call this together."""
         if not self._most:
-            with self._sampler.holding(models, number):
+            with self._generation.holding(models, number):
                 return self._world.on_all(lambda: self._draw(given, number))
         begins = not self._pending
         drawn = None if begins else self._next()
-        self._sampler.hold(models, number)
-        self._sampler.release()
+        self._generation.hold(models, number)
+        self._generation.release()
         if begins:
             self._later = enumerate(self._prompts.inner.from_step(number), number)
         for _ in range(self._most + 1 if begins else 1):

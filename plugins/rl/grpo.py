@@ -24,9 +24,9 @@ from plugins.rl.rollout_log import Rollout, RolloutLog
 from plugins.rl.rollouts import (
     Answer,
     Asked,
+    Generation,
     PromptBatches,
     RolloutBatch,
-    Sampler,
     batches_of,
     prompt_config,
     prompts_of,
@@ -61,7 +61,7 @@ class PolicyOptimisation(Objective):
 
     config_class: ClassVar[type[TrainConfig]] = GrpoConfig
     _prompts: PromptBatches
-    _sampler: Sampler
+    _generation: Generation
     _pool: Pool
     _ahead: Ahead
     _number = 0
@@ -175,16 +175,16 @@ class PolicyOptimisation(Objective):
     def prepare(self, models: Models, data: Data) -> None:
         """Start the processes that score, and open the rows that they get."""
         config, world = self.config, self.world
-        self._sampler = Sampler(config, world)
+        self._generation = Generation(config, world)
         self._vocabulary = min(module.vocab_size for module in models.modules)
         self._weights = pool.weights_of(config.rewards)
         workers = config.reward_workers if world.data_weight else 0
         self._pool = world.on_all(lambda: Pool(config.rewards, workers, config.reward_timeout))
         self._sources = world.on_all(lambda: self._opened(data))
         self._judges = world.on_all(lambda: judges.loaded(config, world))
-        self._tail = following(self._sampler.tokenizer, []) if self._judges else []
-        self._log = RolloutLog(config, world, self._sampler.tokenizer)
-        self._ahead = Ahead(config, world, self._sampler, self._prompts, self._draw)
+        self._tail = following(self._generation.tokenizer, []) if self._judges else []
+        self._log = RolloutLog(config, world, self._generation.tokenizer)
+        self._ahead = Ahead(config, world, self._generation, self._prompts, self._draw)
         for name, block in config.rewards.items():
             world.say(f"reward     {name}: {block['function']}, weight {self._weights[name]:g}")
 
@@ -193,7 +193,7 @@ class PolicyOptimisation(Objective):
         given = [("dataset", self._prompts.inner), ("dataset_val", data.validation)]
         return {
             key: (
-                _source(key, getattr(self.config, key), self._sampler.tokenizer),
+                _source(key, getattr(self.config, key), self._generation.tokenizer),
                 of_key.rows.samples,
             )
             for key, of_key in given
@@ -208,7 +208,7 @@ class PolicyOptimisation(Objective):
             self._log.updated()
             self._prompts.current = self._sampled(models, micro_batches, step)
             self._log.updating()
-        return batches_of(self._prompts.current, self.config, self._sampler.ends.pad_id)
+        return batches_of(self._prompts.current, self.config, self._generation.ends.pad_id)
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         if not isinstance(batch, RolloutBatch) and not models.policy.module.training:
@@ -276,7 +276,7 @@ class PolicyOptimisation(Objective):
 
     def _sampled(self, models: Models, given: list[MicroBatch], step: int) -> list[Answer]:
         """This rank's answers of a step; all ranks call this together."""
-        config, world, size = self.config, self.world, self.config.group_size
+        config = self.config
         began, self._number = time.monotonic(), step // config.updates_per_rollout
         groups, scores, rewards, resampled, scored_s = self._ahead.take(models, given, self._number)
         self._log.failures(self._pool.messages)
@@ -297,18 +297,25 @@ class PolicyOptimisation(Objective):
             for group, own in enumerate(groups)
         ]
         self._log.add(step, Rollout(trained, scores, rewards, equal, resampled, self._number))
-        transfer_s = self._sampler.transfer_s
+        transfer_s = self._generation.transfer_s
         waited_s = time.monotonic() - began - transfer_s
         # Ahead, scores are made while the step before is trained.
         waited_s -= 0.0 if config.max_staleness else scored_s
         self._log.took(waited_s, scored_s, transfer_s)
-        flat = [answer for own in trained for answer in own]
-        flat += [Answer(0, [], [], [], False)] * (config.prompts_per_step * size - len(flat))
+        flat = self._flat(trained)
+        if config.updates_per_rollout > 1:
+            flat = self._with_old(models, flat)
+        return flat
+
+    def _flat(self, groups: list[list[Answer]]) -> list[Answer]:
+        """The answers of a rank's groups, as many on each; all ranks call this together."""
+        config, world = self.config, self.world
+        flat = [answer for own in groups for answer in own]
+        missing = config.prompts_per_step * config.group_size - len(flat)
+        flat += [Answer(0, [], [], [], False)] * missing
         # Ranks of a tensor-parallel group train on the same tokens, whatever their GPUs round.
         if world.tensor_parallel_dim > 1:
             flat = world.gather(flat)[world.group_leader]
-        if config.updates_per_rollout > 1:
-            flat = self._with_old(models, flat)
         return flat
 
     def _answered(
@@ -317,13 +324,13 @@ class PolicyOptimisation(Objective):
         """An answer to each, of several turns with an environment; and what it says of them."""
 
         def sample(asked: Sequence[Asked]) -> list[Answer]:
-            return self._sampler.answers(asked, self._vocabulary, greedy)
+            return self._generation.answers(asked, self._vocabulary, greedy)
 
         environments = pool.environments_of(self.config.rewards)
         if not environments:
             return sample(asked), []
         ((name, most),) = environments.items()
-        room, tokenizer = self.config.max_new_tokens, self._sampler.tokenizer
+        room, tokenizer = self.config.max_new_tokens, self._generation.tokenizer
         turns = Turns(sample, self._pool, tokenizer, name, most, room)
         return turns.play(asked, self._rows(key, {each.sample for each in asked}))
 
@@ -335,7 +342,7 @@ class PolicyOptimisation(Objective):
         self, key: str, answers: Sequence[Answer], played: Sequence[Played]
     ) -> list[Scores]:
         """The scores by all functions, reward models, and the environment in `played`."""
-        decode = self._sampler.tokenizer.decode
+        decode = self._generation.tokenizer.decode
         asked = {answer.sample: answer.prompt for answer in answers}
         prompts = {sample: decode(prompt, False) for sample, prompt in asked.items()}
         rows = self._rows(key, asked)
@@ -374,7 +381,7 @@ class PolicyOptimisation(Objective):
         module.eval()
         try:
             with torch.no_grad():
-                for batch in batches_of(counted, self.config, self._sampler.ends.pad_id):
+                for batch in batches_of(counted, self.config, self._generation.ends.pad_id):
                     on_device = batch.to(self.world.device)
                     if frozen:
                         with models.as_reference() as reference:
@@ -396,23 +403,17 @@ class PolicyOptimisation(Objective):
         self, models: Models, groups: list[list[Answer]], rewards: torch.Tensor
     ) -> torch.Tensor:
         """RLOO's rewards, less beta times each answer's log-ratio to the reference."""
-        config, world = self.config, self.world
-        flat = [answer for own in groups for answer in own]
-        flat += [Answer(0, [], [], [], False)] * (
-            config.prompts_per_step * config.group_size - len(flat)
-        )
-        if world.tensor_parallel_dim > 1:
-            flat = world.gather(flat)[world.group_leader]
+        flat = self._flat(groups)
         pairs = [self._no_grad(models, flat, frozen) for frozen in (False, True)]
         apart = [sum(own) - sum(other) for own, other in zip(*pairs, strict=True)]
         penalty = torch.tensor(apart[: rewards.numel()], dtype=torch.float64)
-        return rewards - config.beta * penalty.view_as(rewards) if rewards.numel() else rewards
+        return rewards - self.config.beta * penalty.view_as(rewards) if rewards.numel() else rewards
 
     def _validation(self, models: Models, batch: MicroBatch) -> LossSum:
         """Minus the sum of the rewards of greedy answers; one without a score counts as 0."""
-        if not self._sampler.held:
+        if not self._generation.held:
             self._ahead.rest()
-            self._sampler.hold(models, self._number)
+            self._generation.hold(models, self._number)
         asked = [Asked(sample, prompt, "") for sample, prompt in prompts_of(batch)]
 
         def sample() -> tuple[list[float], dict[str, float]]:
@@ -443,7 +444,7 @@ class PolicyOptimisation(Objective):
 
     def validated(self) -> None:
         """Free the sampler's memory."""
-        self._sampler.release()
+        self._generation.release()
 
 
 def _source(key: str, block: dict[str, Any], tokenizer: Any) -> Source:

@@ -14,7 +14,7 @@ import torch
 
 from plugins.rl import gathered
 from plugins.rl.recipe_keys import OnPolicyConfig
-from plugins.rl.rollouts import Asked, Document, Sampler, at_once, documents_of, trace
+from plugins.rl.rollouts import Asked, Document, Generation, at_once, documents_of, trace
 from runspec.keys.train import TrainConfig
 from trainer.checkpoint import weights
 from trainer.data import packing
@@ -43,7 +43,7 @@ class Student:
                 raise ConfigError(*wrong)
 
         world.on_main(check)
-        self._sampler = Sampler(config, world)
+        self._generation = Generation(config, world)
         self._clear()
 
     def _clear(self) -> None:
@@ -65,7 +65,7 @@ class Student:
         vocabulary = min(module.vocab_size for module in models.modules)
         documents = [document for batch in batches for document in documents_of(batch)]
         answered: Answers = []
-        with self._sampler.holding(models, step):
+        with self._generation.holding(models, step):
             if world.data_weight:
                 answered = self._answered(documents, step, vocabulary)
         took = time.monotonic() - began
@@ -75,7 +75,7 @@ class Student:
         self._seconds += max(seconds for _, seconds in every)
         for own in (each for rank, _ in every for each in rank if each):
             self._answers, self._tokens = self._answers + 1, self._tokens + len(own)
-            self._ended += own[-1] in self._sampler.ends.tokens
+            self._ended += own[-1] in self._generation.ends.tokens
         answers = every[world.group_leader][0]
         pairs = zip(documents, answers, strict=True)
         return self._batches([_with(*pair) for pair in pairs], batches[0])
@@ -102,7 +102,7 @@ class Student:
         # Prompts of about the same length are answered together.
         order = sorted(range(len(asked)), key=lambda index: -len(asked[index].prompt))
         answers: Answers = [[] for _ in asked]
-        found = self._sampler.answers([asked[index] for index in order], vocabulary)
+        found = self._generation.answers([asked[index] for index in order], vocabulary)
         for index, answer in zip(order, found, strict=True):
             answers[index] = answer.tokens
         return answers
@@ -131,7 +131,7 @@ class Student:
         # What fills the batches up counts for nothing.
         filler = given.inputs.tokens[0, :2].numpy(), np.zeros(2, bool)
         rows += [Row([filler], False, NONE)] * (max(1, int(count)) * size - len(rows))
-        collator = Collator(self._sampler.ends.pad_id, config.row_multiple, row_length)
+        collator = Collator(self._generation.ends.pad_id, config.row_multiple, row_length)
         return [collator.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
 
 

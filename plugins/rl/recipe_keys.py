@@ -42,9 +42,11 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     """Reinforcement learning: answers that score above others to the same prompt get likelier."""
 
     objective: ClassVar[str] = "plugins.rl.grpo.PolicyOptimisation"
+    goal: ClassVar[str] = "reinforcement learning"
+    torchtune: ClassVar[str] = "grpo"
     has_reference: ClassVar[bool] = True
     samples_answers: ClassVar[bool] = True
-    companion: ClassVar[str] = "plugins.rl.slurm.rollout:Replicas"
+    companion: ClassVar[str] = "plugins.rl.slurm.samplers:SamplerProcesses"
 
     rewards: dict[str, Any] = setting(
         "open block",
@@ -110,7 +112,7 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     rollout_timeout: float = changeable(
         "number",
         "With resources.rollout: seconds that a transfer of weights, or a batch of answers, may "
-        "take, including the restart of a replica.",
+        "take, including the restart of a sampler.",
         600.0,
     )
     rollout_engine: str = changeable(

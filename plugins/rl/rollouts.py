@@ -17,7 +17,7 @@ import torch
 
 from plugins.rl import gathered
 from plugins.rl.recipe_keys import GrpoConfig, OnPolicyConfig
-from plugins.rl.replicas import Replicas, Request, Sampled
+from plugins.rl.samplers import Request, Sampled, Samplers
 from trainer.checkpoint import weights
 from trainer.config import instantiate
 from trainer.data.batches import NONE, Batches, Collator, Row
@@ -208,12 +208,12 @@ def _row(answer: Answer) -> Row:
     return Row([(tokens, trained)], True, np.array([answer.sample]))
 
 
-class Sampler:
+class Generation:
     """The policy as transformers' class, which generates; see plugins.rl.gathered.
 
-    It is on this rank, or on replicas, which get the weights of each rollout.
+    It is on this rank, or on samplers, which get the weights of each rollout.
 
-    replicas: None without. transfer_s: how long the last weights took to them.
+    samplers: None without. transfer_s: how long the last weights took to them.
 
     Raises:
         ConfigError: that class cannot take the weights.
@@ -224,7 +224,7 @@ class Sampler:
         self.tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
         self.ends = gathered.Ends.of(self.tokenizer)
         self._whole = gathered.Copy(config.model_folder, world)
-        self.replicas = Replicas.of(config, world) if isinstance(config, GrpoConfig) else None
+        self.samplers = Samplers.of(config, world) if isinstance(config, GrpoConfig) else None
         self.held = False
         self.transfer_s = 0.0
 
@@ -242,18 +242,18 @@ class Sampler:
     def hold(self, models: Models, rollout: int) -> None:
         """Gather the policy's present weights; all ranks call this together."""
         began = time.monotonic()
-        if self.replicas is None:
+        if self.samplers is None:
             self._whole.gather(models.policy)
         else:
-            self.replicas.send(models.policy, rollout)
+            self.samplers.send(models.policy, rollout)
             self.transfer_s = time.monotonic() - began
         self.held = True
 
     def release(self) -> None:
-        """Give the memory back, also that of replicas; all ranks call this together."""
+        """Give the memory back, also that of samplers; all ranks call this together."""
         self._free()
-        if self.replicas is not None:
-            self.replicas.rest()
+        if self.samplers is not None:
+            self.samplers.rest()
 
     def _free(self) -> None:
         self._whole.free()
@@ -276,9 +276,9 @@ class Sampler:
         fits = [index for index, room in enumerate(rooms) if room > 0 and asked[index].prompt]
         longest = max((len(asked[index].prompt) + rooms[index] for index in fits), default=0)
         size = at_once(config, longest)
-        if self.replicas is not None and self.replicas.schedules:
-            # It schedules answers itself, so that each replica gets its share at once.
-            size = config.generation_batch_size or -(-len(fits) // self.replicas.count) or 1
+        if self.samplers is not None and self.samplers.schedules:
+            # It schedules answers itself, so that each sampler gets its share at once.
+            size = config.generation_batch_size or -(-len(fits) // self.samplers.count) or 1
         parts = [fits[begin : begin + size] for begin in range(0, len(fits), size)]
         requests = [
             Request(
@@ -290,8 +290,8 @@ class Sampler:
             )
             for part in parts
         ]
-        if self.replicas is not None:
-            sampled = self.replicas.sample(requests)
+        if self.samplers is not None:
+            sampled = self.samplers.sample(requests)
         else:
             sampled = [sample(self._whole, each, self.ends) for each in requests]
         for part, of_part in zip(parts, sampled, strict=True):
@@ -309,10 +309,10 @@ class Sampler:
 
 
 @torch.no_grad()
-def sample(engine: gathered.Generator, asked: Request, ends: gathered.Ends) -> Sampled:
+def sample(generator: gathered.Generator, asked: Request, ends: gathered.Ends) -> Sampled:
     """Generate what a request asks for."""
-    draw = _Draw(asked.temperature, asked.seeds, asked.vocabulary, engine.device)
-    new = engine.generate(asked.prompts, asked.room, draw, ends)
+    draw = _Draw(asked.temperature, asked.seeds, asked.vocabulary, generator.device)
+    new = generator.generate(asked.prompts, asked.room, draw, ends)
     return Sampled(new, torch.stack(draw.log_probs, 1).tolist())
 
 

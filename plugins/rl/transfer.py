@@ -1,7 +1,7 @@
-"""What the trainer writes for replicas on rollout nodes: a version of the weights.
+"""What the trainer writes for samplers on rollout nodes: a version of the weights.
 
 For transformers' class a file: the whole weights by their names there, or of an adapter the
-parameters that are trained, which the replica merges. For vLLM a folder: the adapter as PEFT reads
+parameters that are trained, which the sampler merges. For vLLM a folder: the adapter as PEFT reads
 it, or the whole weights as on the Hub, if vLLM would not answer with that adapter.
 """
 
@@ -61,7 +61,7 @@ def write(model: Model, config: GrpoConfig, world: World, path: Path) -> int:
 def make_room(folder: Path, kept: Path) -> None:
     """Remove versions that nobody asks for any more, and what a killed rank was writing.
 
-    A folder that somebody has deleted is made again, here or by plugins/rl/slurm/rollout.py.
+    A folder that somebody has deleted is made again, here or by plugins/rl/slurm/samplers.py.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     every = files.WEIGHTS_FOLDER.format("*")  # the files, too
@@ -121,7 +121,7 @@ class Sent(NamedTuple):
 
 
 def sent(model: Model, wanted: bool) -> Sent:
-    """What a replica makes the weights of: with an adapter its parameters and what is trained
+    """What a sampler makes the weights of: with an adapter its parameters and what is trained
     beside it, as they are.
 
     All ranks go through the tensors together; only those that want them get some.

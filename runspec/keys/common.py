@@ -133,7 +133,7 @@ _KEYS = (
         "resources.rollout",
         "rollout nodes",
         "What generates the answers of entry: grpo. same: the GPUs that train, in turns. A number: "
-        "that many additional nodes in the same job, with a replica on each GPU.",
+        "that many additional nodes in the same job, with a sampler on each GPU.",
         "same",
     ),
     Key("hub", "block", "What cookbook download fetches from the Hugging Face Hub."),

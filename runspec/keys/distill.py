@@ -17,6 +17,7 @@ class DistillConfig(TrainConfig):
     """Distillation: for each token of the answers, the teacher's distribution is the target."""
 
     objective: ClassVar[str] = "trainer.methods.distill.Distillation"
+    torchtune: ClassVar[str] = "knowledge_distillation"
     teacher_key: ClassVar[str] = "teacher"
     reads_teacher_logits: ClassVar[bool] = True
 

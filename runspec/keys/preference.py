@@ -47,6 +47,8 @@ class DpoConfig(PreferenceConfig):
     """Preference tuning on pairs of a chosen and a rejected answer."""
 
     objective: ClassVar[str] = "trainer.methods.dpo.PreferenceTuning"
+    goal: ClassVar[str] = "preference tuning"
+    torchtune: ClassVar[str] = "dpo"
     pairs: ClassVar[str] = "trainer.data.preferences.PreferenceDataset"
 
     loss: str = setting(

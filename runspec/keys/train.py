@@ -59,6 +59,8 @@ class TrainConfig(
         teacher_key: the key that names the folder of a frozen model that is only run forward.
         reads_teacher_logits: the loss compares all logits of both, by trainer.layers.divergence.
         runs_teacher_only: nothing is trained; the teacher runs forward over the data.
+        goal: what it does, in the title of a recipe that `cookbook start` writes.
+        torchtune: part of the names of torchtune's scripts of the same purpose.
         companion: what the supervisor calls beside the ranks, MODULE:CLASS; "" for nothing.
     """
 
@@ -72,6 +74,8 @@ class TrainConfig(
     runs_teacher_only: ClassVar[bool] = False
     streams: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
+    goal: ClassVar[str] = ""
+    torchtune: ClassVar[str] = ""
     companion: ClassVar[str] = ""
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (

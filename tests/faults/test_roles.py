@@ -33,12 +33,12 @@ PROGRAM = "trainer.train"
 
 def rollout(run: Path) -> dict[str, Any]:
     path = run / "rollout.json"
-    return json.loads(path.read_text()) if path.exists() else {"replicas": [], "deaths": []}
+    return json.loads(path.read_text()) if path.exists() else {"samplers": [], "deaths": []}
 
 
-def replica(run: Path) -> int:
-    """The process of the one replica, once it listens."""
-    path = run / ".rollout/replica_0.json"
+def sampler(run: Path) -> int:
+    """The process of the one sampler, once it listens."""
+    path = run / ".rollout/sampler_0.json"
     return int(json.loads(until(lambda: path.exists() and path.read_text(), 60))["pid"])
 
 
@@ -64,29 +64,29 @@ def assert_equal(run: Path, other: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_replica_and_then_a_rank_that_are_killed_change_no_loss(user: Kit, in_turns: Path):
+def test_a_sampler_and_then_a_rank_that_are_killed_change_no_loss(user: Kit, in_turns: Path):
     _, run = user.submit(*RUN, "resources.rollout=1")
     reaches(run, 10)
-    os.kill(replica(run), signal.SIGKILL)
+    os.kill(sampler(run), signal.SIGKILL)
     until(lambda: rollout(run)["deaths"], 30, lambda: report(run))
     assert [each["reason"] for each in rollout(run)["deaths"]] == ["killed by SIGKILL"]
     reaches(run, 30)
-    second = replica(run)
+    second = sampler(run)
     os.kill(ranks_of(run, PROGRAM)[0], signal.SIGKILL)
     lines = ended(user, run, "COMPLETED")
     assert [line["cause"] for line in lines] == ["killed", "finished"], report(run)
     status = json.loads((run / "status.json").read_text())
     assert (len(status["nodes"]), len(status["rollout_nodes"])) == (1, 1)
-    assert len(rollout(run)["deaths"]) == 1, "the replica waited for the next attempt"
+    assert len(rollout(run)["deaths"]) == 1, "the sampler waited for the next attempt"
     assert not Path(f"/proc/{second}").exists() and not (run / ".rollout").exists()
     assert_equal(run, in_turns)
 
 
 @pytest.mark.named
-def test_a_replica_that_is_stopped_is_replaced(user: Kit, in_turns: Path):
+def test_a_sampler_that_is_stopped_is_replaced(user: Kit, in_turns: Path):
     _, run = user.submit(*RUN, "resources.rollout=1")
     reaches(run, 10)
-    os.kill(replica(run), signal.SIGSTOP)
+    os.kill(sampler(run), signal.SIGSTOP)
     lines = ended(user, run, "COMPLETED", timeout=240)
     assert len(lines) == 1
     assert rollout(run)["deaths"][0]["reason"] == "did not answer for 20 s"
@@ -94,21 +94,21 @@ def test_a_replica_that_is_stopped_is_replaced(user: Kit, in_turns: Path):
 
 
 @pytest.mark.named
-def test_a_job_whose_replicas_cannot_start_gives_its_nodes_back(user: Kit, in_turns: Path):
+def test_a_job_whose_samplers_cannot_start_gives_its_nodes_back(user: Kit, in_turns: Path):
     """They are killed before they listen: three times, and the attempt fails within a minute."""
     _, run = user.submit(*RUN, "resources.rollout=1", "max_retries=0")
-    until(lambda: _kill_replicas(run) and rollout(run)["deaths"], 60, lambda: report(run))
+    until(lambda: _kill_samplers(run) and rollout(run)["deaths"], 60, lambda: report(run))
     began = time.monotonic()
-    until(lambda: _kill_replicas(run) and attempts(run), 60, lambda: report(run))
+    until(lambda: _kill_samplers(run) and attempts(run), 60, lambda: report(run))
     assert time.monotonic() - began < 60
     (line,) = ended(user, run, "FAILED")
     assert "ended 3 times before it was ready: killed by SIGKILL" in line["message"], report(run)
 
 
-def _kill_replicas(run: Path) -> bool:
+def _kill_samplers(run: Path) -> bool:
     for process in processes_of(run):
         with suppress(OSError):
-            if b"plugins.rl.replica" in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
+            if b"plugins.rl.sampler" in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
                 os.kill(process, signal.SIGKILL)
     return True
 
@@ -150,10 +150,10 @@ def slow(process: int, share: float) -> Iterator[None]:
 
 
 @pytest.mark.named
-def test_a_replica_that_is_slow_is_waited_for(user: Kit, in_turns: Path):
+def test_a_sampler_that_is_slow_is_waited_for(user: Kit, in_turns: Path):
     _, run = user.submit(*RUN, "resources.rollout=1")
     reaches(run, 10)
-    with slow(replica(run), 0.1):
+    with slow(sampler(run), 0.1):
         reaches(run, 20)
     ended(user, run, "COMPLETED", timeout=300)
     assert rollout(run)["deaths"] == [] and len(attempts(run)) == 1
@@ -162,7 +162,7 @@ def test_a_replica_that_is_slow_is_waited_for(user: Kit, in_turns: Path):
 
 @contextmanager
 def in_place_of(run: Path, does: Callable[[], None]) -> Iterator[None]:
-    """A server that says it is the run's replica, and does this when weights come to it."""
+    """A server that says it is the run's sampler, and does this when weights come to it."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -174,7 +174,7 @@ def in_place_of(run: Path, does: Callable[[], None]) -> Iterator[None]:
 
         def log_message(self, *arguments: Any) -> None: ...
 
-    path = run / ".rollout/replica_0.json"
+    path = run / ".rollout/sampler_0.json"
     before = json.loads(path.read_text())
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever).start()
@@ -238,14 +238,14 @@ def test_a_time_limit_and_a_requeue_change_no_loss(slurm, user: Kit, in_turns: P
 
 
 @pytest.mark.named
-def test_a_controller_that_is_away_as_a_replica_dies(new_cluster, root: Path, in_turns: Path):
+def test_a_controller_that_is_away_as_a_sampler_dies(new_cluster, root: Path, in_turns: Path):
     with new_cluster("roles-away", "--requeue-delay", "5") as cluster:
         user = user_of(cluster, root)
         _, run = user.submit(*RUN, "resources.rollout=1")
         reaches(run, 10)
         (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
         os.kill(controller, signal.SIGKILL)
-        os.kill(replica(run), signal.SIGKILL)
+        os.kill(sampler(run), signal.SIGKILL)
         time.sleep(12)  # longer than Slurm's own time-out of a message
         cluster.start_dead_daemons()
         lines = ended(user, run, "COMPLETED", timeout=300)
@@ -302,10 +302,10 @@ def test_a_reward_that_hangs_costs_its_answers(user: Kit, root: Path, tmp_path: 
 
 @pytest.mark.named
 def test_a_run_ahead_loses_no_step_and_keeps_its_bound(user: Kit, in_turns: Path):
-    """A replica that is killed, and then a rank: not the same losses, but all steps."""
+    """A sampler that is killed, and then a rank: not the same losses, but all steps."""
     _, run = user.submit(*RUN, "resources.rollout=1", "max_staleness=2", "importance_cap=2")
     reaches(run, 10)
-    os.kill(replica(run), signal.SIGKILL)
+    os.kill(sampler(run), signal.SIGKILL)
     until(lambda: rollout(run)["deaths"], 30, lambda: report(run))
     reaches(run, 40)
     os.kill(ranks_of(run, PROGRAM)[0], signal.SIGKILL)
@@ -348,7 +348,7 @@ def test_vllm_in_an_environment_of_its_own_is_replaced_when_it_dies(
     os.kill(ranks_of(run, PROGRAM)[0], signal.SIGKILL)
     lines = ended(user, run, "COMPLETED")
     assert [line["cause"] for line in lines] == ["killed", "finished"], report(run)
-    assert len(rollout(run)["deaths"]) == 1, "the replica waited for the next attempt"
+    assert len(rollout(run)["deaths"]) == 1, "the sampler waited for the next attempt"
     rows, same = metrics(run), metrics(in_turns)
     assert [row["step"] for row in rows] == [row["step"] for row in same]
     assert max(abs(row["kl/sampler"]) for row in rows) < 1e-4
@@ -361,7 +361,7 @@ def test_vllm_in_turns_ends_with_each_attempt(slurm, user: Kit, in_turns: Path, 
     """At the time limit, when the job is requeued, and when it is cancelled."""
     job, run = user.submit(*RUN, *vllm(tmp_path))
     reaches(run, 10)
-    first = replica(run)
+    first = sampler(run)
     slurm.run(["scancel", "--batch", "--signal=USR1", job])
     until(lambda: attempts(run), 60, lambda: report(run))
     assert not Path(f"/proc/{first}").exists()
@@ -389,10 +389,10 @@ def test_vllm_in_turns_follows_its_ranks_to_a_spare_node(new_cluster, root: Path
         own = ["resources.spare_nodes=1", "batch_size=16", *vllm(tmp_path)]
         job, run = user.submit(*RUN, "--nodes", "2", *own)
         reaches(run, 10)
-        assert [each["node"] for each in rollout(run)["replicas"]] == ["n1", "n2"]
+        assert [each["node"] for each in rollout(run)["samplers"]] == ["n1", "n2"]
         for process in processes_of_node("n2", job, cluster.state):
             os.kill(process, signal.SIGKILL)
         lost, second = ended(user, run, "COMPLETED", timeout=300)
         assert (lost["nodes"], second["nodes"]) == (["n1", "n2"], ["n1", "n3"]), report(run)
-        assert [each["node"] for each in rollout(run)["replicas"]] == ["n1", "n3"]
+        assert [each["node"] for each in rollout(run)["samplers"]] == ["n1", "n3"]
         assert [line["step"] for line in metrics(run)] == [*range(1, 121)]

@@ -184,12 +184,13 @@ def test_vllm_in_turns_is_on_the_nodes_that_train():
     own = ["rollout_engine=vllm", "environment=vllm", "resources.nodes=2", "rollout_gpus=4"]
     text = script("qwen3_8b_grpo_lora", Site(), *own, "resources.spare_nodes=1")
     assert "#SBATCH --nodes=3\n" in text and "ROLLOUT_NODES" not in text
-    turns = "export ROLLOUT_IN_TURNS=yes ROLLOUT_GPUS=4 ROLLOUT_REPLICAS=$((NODES * 2))\n"
+    turns = "export ROLLOUT_IN_TURNS=yes ROLLOUT_GPUS=4 ROLLOUT_SAMPLERS=$((NODES * 2))\n"
     assert turns in text and text.index("export NODES=") < text.index(turns)
     (beside,) = re.findall(r"export ROLLOUT_BESIDE_GIB=([\d.]+) ", text)
     assert 2 < float(beside) < 10
-    assert 'plugins.rl.replica "$RUN_DIR/train.yaml"' in text
-    assert " -m slurm.supervise --companion plugins.rl.slurm.rollout:Replicas -- \\\n" in text
+    assert 'plugins.rl.sampler "$RUN_DIR/train.yaml"' in text
+    companion = "--companion plugins.rl.slurm.samplers:SamplerProcesses"
+    assert f" -m slurm.supervise {companion} -- \\\n" in text
     apart = script("qwen3_8b_grpo_lora", Site(), *own, "resources.rollout=1")
     assert "IN_TURNS" not in apart and "ROLLOUT_NODES=1" in apart
     assert "ROLLOUT" not in script("qwen3_8b_grpo_lora", Site())

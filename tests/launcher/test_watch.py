@@ -200,14 +200,14 @@ def test_the_live_view_shows_the_newest_of_many_step_lines(tmp_path):
 
 def test_the_live_view_shows_both_roles(tmp_path):
     run = made(tmp_path, NAMES[0])
-    replicas = [{"replica": n, "node": f"n{n}", "state": "ready", "restarts": n} for n in (1, 2)]
-    death = {"replica": 2, "node": "n2", "reason": "killed by SIGKILL", "time": 1.0}
-    roles = {"replicas": [*replicas, {"state": "starting"}], "deaths": [death]}
+    samplers = [{"sampler": n, "node": f"n{n}", "state": "ready", "restarts": n} for n in (1, 2)]
+    death = {"sampler": 2, "node": "n2", "reason": "killed by SIGKILL", "time": 1.0}
+    roles = {"samplers": [*samplers, {"state": "starting"}], "deaths": [death]}
     (run.path / "rollout.json").write_text(json.dumps(roles))
     shown = Console(width=150, file=io.StringIO())
     shown.print(View(run).panel(State("RUNNING", "the job"), 150, 30))
     assert (
-        "rollout replicas: 2 ready, 1 starting; last one ended: 2 on n2, killed by SIGKILL"
+        "samplers: 2 ready, 1 starting; last one ended: 2 on n2, killed by SIGKILL"
         in shown.file.getvalue()
     )
 

@@ -61,7 +61,7 @@ def test_the_supervisor_calls_it_in_order_and_its_fault_ends_no_attempt(tmp_path
 
 def test_only_what_was_submitted_with_the_run_is_loaded(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("COOKBOOK", str(tmp_path))
-    for name in ("plugins.rl.slurm.rollout:Replicas", "no.such:Thing"):
+    for name in ("plugins.rl.slurm.samplers:SamplerProcesses", "no.such:Thing"):
         with pytest.raises(ImportError):
             companion.load(name, tmp_path)
     monkeypatch.setenv("COOKBOOK", str(ROOT))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from launcher import paths
 from launcher.errors import RecipeFault, nearest
-from launcher.recipe import torchtune
+from launcher.recipe import entries, torchtune
 from launcher.recipe.model import Content, Entry, Recipe
 from plugins.engines.launcher.engine import FOLLOWER
 from runspec.engines import Records
@@ -32,7 +32,7 @@ def _command(recipe: Recipe, config: Content) -> str:
 
 def _notes(config: Content) -> Iterable[str]:
     name = str(config.get("entry")).partition(":")[2]
-    if own := torchtune.own_method(name):
+    if own := entries.like_torchtune(name):
         yield (
             f"torchtune's own {name} runs it, and saves at the end of an epoch; the kit's own "
             f"method is entry: {own} (cookbook recipes --key entry)"

@@ -104,7 +104,7 @@ def disk(context: Context) -> Iterable[Finding]:
     transfer = 2 * transfer_bytes(step)
     needed, free = kept * checkpoint + export + transfer, shutil.disk_usage(folder).free
     shown = f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f}"
-    shown += ", weights for the replicas" if transfer else ""
+    shown += ", weights for the samplers" if transfer else ""
     shown += f" and the export, {free / GIB:.1f} GiB free in {folder}"
     if needed <= free:
         return [ok("disk space", shown)]

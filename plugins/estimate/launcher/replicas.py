@@ -67,7 +67,7 @@ def replica_host_bytes(step: StepConfig, memory: float) -> float:
 
 
 def _base_is_on_gpu(step: StepConfig, memory: float) -> bool:
-    """Whether it takes less than a third: plugins/rl/replica.py."""
+    """Whether it takes less than a third: plugins/rl/sampler.py."""
     return 3 * step.element_bytes * step.shape.parameters < memory
 
 

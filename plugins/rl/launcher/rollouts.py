@@ -97,23 +97,23 @@ def figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def live_lines(run: Run, state: State, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the figures of the newest answers, and how ranks and replicas are."""
+    """Yield the figures of the newest answers, and how ranks and samplers are."""
     yield from next((lines for row in reversed(rows) if (lines := figures(row))), [])
     if not state.ended and (line := roles(run)):
         yield line
 
 
 def roles(run: Run) -> str:
-    """Return how ranks and replicas of a run are, in a line; nothing without replicas."""
+    """Return how ranks and samplers of a run are, in a line; nothing without samplers."""
     state = files.peek(run.path / files.ROLLOUT_STATE)
     if not state:
         return ""
-    count = Counter(str(each.get("state")) for each in state.get("replicas", []))
+    count = Counter(str(each.get("state")) for each in state.get("samplers", []))
     how = ", ".join(f"{number} {name}" for name, number in count.items())
-    text = f"ranks: {run.progress.get('state', 'starting')}; rollout replicas: {how}"
+    text = f"ranks: {run.progress.get('state', 'starting')}; samplers: {how}"
     if deaths := state.get("deaths"):
         last = deaths[-1]
-        text += f"; last one ended: {last['replica']} on {last['node']}, {last['reason']}"
+        text += f"; last one ended: {last['sampler']} on {last['node']}, {last['reason']}"
     return text
 
 

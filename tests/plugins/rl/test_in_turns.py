@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from plugins.rl.replica import Replica
-from plugins.rl.replica_engines import memory_share
-from plugins.rl.replicas import Replicas, Request, Sampled
+from plugins.rl.backends import memory_share
+from plugins.rl.sampler import Sampler
+from plugins.rl.samplers import Request, Sampled, Samplers
 from runspec import files
 from tests.plugins.rl.test_grpo import MODULE, config
-from tests.plugins.rl.test_replicas import CASES, WORLD, Answer, limited, replicas, servers
+from tests.plugins.rl.test_samplers import CASES, WORLD, Answer, limited, samplers, servers
 from tests.trainer.runs import finish, metrics, start
 from tests.vllm_stand_in import vllm_python
 from trainer import demo_sums
@@ -49,13 +49,13 @@ class Engine:
         self.said.append("sleep")
 
 
-def test_a_replica_drops_its_answers_and_sleeps_until_there_are_other_weights() -> None:
+def test_a_sampler_drops_its_answers_and_sleeps_until_there_are_other_weights() -> None:
     engine: Any = Engine()
-    replica, faults = Replica(engine), []
+    sampler, faults = Sampler(engine), []
 
     def late() -> None:
         try:
-            replica.generate("0.1.0", **ASKED)
+            sampler.generate("0.1.0", **ASKED)
         except RolloutError as error:
             faults.append(str(error))
 
@@ -63,24 +63,24 @@ def test_a_replica_drops_its_answers_and_sleeps_until_there_are_other_weights() 
     asked.start()
     while "generate" not in engine.said:
         time.sleep(0.01)
-    replica.sleep("0.1.0")
+    sampler.sleep("0.1.0")
     asked.join()
     assert faults == ["dropped"] and engine.said == ["load 0.1.0", "generate", "sleep"]
     # A request that is late must not wake it up.
     with pytest.raises(RolloutError, match=r"nobody waits for answers of the weights 0\.1\.0"):
-        replica.generate("0.1.0", **ASKED)
+        sampler.generate("0.1.0", **ASKED)
     with pytest.raises(RolloutError, match="nobody waits"):
-        replica.weights("0.1.0")
+        sampler.weights("0.1.0")
     engine.dropped = False
-    assert replica.generate("0.2.1", **ASKED)["tokens"] == [[1]]
+    assert sampler.generate("0.2.1", **ASKED)["tokens"] == [[1]]
     # Nor may one for the rollout before put it to sleep.
-    replica.sleep("0.1.0")
+    sampler.sleep("0.1.0")
     assert engine.said[3:] == ["load 0.2.1", "generate"]
-    replica.sleep("0.2.1")
+    sampler.sleep("0.2.1")
     assert engine.said[5:] == ["sleep"]
 
 
-def test_a_rank_waits_until_each_replica_sleeps_or_is_gone(
+def test_a_rank_waits_until_each_sampler_sleeps_or_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLOUT_IN_TURNS", "yes")
@@ -96,27 +96,27 @@ def test_a_rank_waits_until_each_replica_sleeps_or_is_gone(
         return 500, {"error": "vLLM refused /sleep"}
 
     def state(word: str) -> None:
-        value = [{"replica": 0, "node": "n0", "state": "ready"}]
-        value += [{"replica": 1, "node": "n1", "state": word}]
-        files.write_json(tmp_path / files.ROLLOUT_STATE, {"replicas": value})
+        value = [{"sampler": 0, "node": "n0", "state": "ready"}]
+        value += [{"sampler": 1, "node": "n1", "state": word}]
+        files.write_json(tmp_path / files.ROLLOUT_STATE, {"samplers": value})
 
     answers: tuple[Answer, Answer] = (refuses_once, refuses)
     with servers(folder, *answers):
-        known = Replicas(folder, 2, world, limited(0.5))
+        known = Samplers(folder, 2, world, limited(0.5))
         known.version = "0.3.2"
-        with pytest.raises(RolloutError, match=r"replica 1 on n1 .* within 0\.5 s.*refused /sleep"):
+        with pytest.raises(RolloutError, match=r"sampler 1 on n1 .* within 0\.5 s.*refused /sleep"):
             known.rest()
         assert asked == [{"path": "/sleep", "version": "0.3.2"}] * 2
         # It is being ended: its processes still have the memory.
-        (folder / files.REPLICA.format(1)).unlink()
+        (folder / files.SAMPLER.format(1)).unlink()
         state("ready")
-        with pytest.raises(RolloutError, match=r"replica 1 .* training needs them: it does not"):
+        with pytest.raises(RolloutError, match=r"sampler 1 .* training needs them: it does not"):
             known.rest()
         state("starting")
         known.rest()
     # On nodes of their own they have nothing to give up.
     monkeypatch.delenv("ROLLOUT_IN_TURNS")
-    Replicas(folder, 2, WORLD, limited(1.0)).rest()
+    Samplers(folder, 2, WORLD, limited(1.0)).rest()
 
 
 def test_vllm_takes_what_the_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +148,10 @@ def test_vllm_in_turns_gives_the_losses_of_transformers(
     finish(start(config(tmp_path / "same", model, **own), ranks, module=MODULE))
     path = config(tmp_path / "turns", model, **own, rollout_engine="vllm")
     monkeypatch.setenv("ROLLOUT_IN_TURNS", "yes")
-    with replicas(path.parent, ranks):
-        monkeypatch.setenv("ROLLOUT_REPLICAS", str(ranks))
+    with samplers(path.parent, ranks):
+        monkeypatch.setenv("ROLLOUT_SAMPLERS", str(ranks))
         output = finish(start(path, ranks, module=MODULE))
-    assert f"{ranks} replica{'s' * (ranks > 1)} in turns with the ranks" in output
+    assert f"{ranks} sampler{'s' * (ranks > 1)} in turns with the ranks" in output
     one, other = (metrics(tmp_path / name) for name in ("turns", "same"))
     for line, same in zip(one, other, strict=True):
         assert abs(line["kl/sampler"]) < 1e-5

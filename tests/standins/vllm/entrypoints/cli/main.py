@@ -21,8 +21,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from plugins.rl import gathered
-from plugins.rl.replicas import Request
 from plugins.rl.rollouts import sample
+from plugins.rl.samplers import Request
 
 FIELDS = {
     *("model", "prompt", "seed", "temperature", "max_tokens", "stop_token_ids", "ignore_eos"),

@@ -1,8 +1,8 @@
-"""The trainer's side of replicas: weights to them, and answers from them.
+"""The trainer's side of samplers: weights to them, and answers from them.
 
-Replicas are found by files in the run's folder: plugins/rl/slurm/rollout.py starts them, and
-plugins/rl/replica.py is one. A request holds all that its answer depends on, the version of the
-weights included, so that any replica answers it alike: one that dies or hangs costs the time of its
+Samplers are found by files in the run's folder: plugins/rl/slurm/samplers.py starts them, and
+plugins/rl/sampler.py is one. A request holds all that its answer depends on, the version of the
+weights included, so that any sampler answers it alike: one that dies or hangs costs the time of its
 requests.
 """
 
@@ -26,9 +26,9 @@ from trainer.models.build import Model
 from trainer.parallel.world import World
 
 POLL_S = 0.2
-# A request that a replica answers with an error is asked so often in all.
+# A request that a sampler answers with an error is asked so often in all.
 TRIES = 3
-# How long a replica may take to say that it sleeps, before it is asked again.
+# How long a sampler may take to say that it sleeps, before it is asked again.
 SLEEP_S = 30.0
 
 
@@ -56,15 +56,15 @@ class Request(NamedTuple):
 
 
 class _Refused(Exception):
-    """A replica answered with an error."""
+    """A sampler answered with an error."""
 
 
-class Replicas:
-    """The replicas as a rank knows them.
+class Samplers:
+    """The samplers as a rank knows them.
 
     Args:
         config: rollout_timeout says how long a transfer or a batch may take, the wait for a
-            replica included.
+            sampler included.
 
     count: how many there are. in_turns: whether they have the GPUs of the ranks, and sleep while
         these compute. schedules: whether they schedule answers themselves.
@@ -80,24 +80,24 @@ class Replicas:
         self._secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
 
     @classmethod
-    def of(cls, config: GrpoConfig, world: World) -> "Replicas | None":
+    def of(cls, config: GrpoConfig, world: World) -> "Samplers | None":
         """Return those of the job; None if it has none."""
-        count = int(os.environ.get("ROLLOUT_REPLICAS") or 0)
+        count = int(os.environ.get("ROLLOUT_SAMPLERS") or 0)
         if not count:
             return None
         return world.on_all(lambda: cls(config.output_dir / files.ROLLOUT, count, world, config))
 
     def send(self, model: Model, rollout: int) -> None:
-        """Write the present weights, and have the replicas load them; all ranks call this.
+        """Write the present weights, and have the samplers load them; all ranks call this.
 
-        With an adapter these are what is trained: replicas have the base model. Requests that are
+        With an adapter these are what is trained: samplers have the base model. Requests that are
         sent from now on are for these; others may still be answered by those before.
 
         Args:
             rollout: whose weights they are; it is in the version.
 
         Raises:
-            RolloutError: a replica did not take them in time.
+            RolloutError: a sampler did not take them in time.
         """
         world, self._number = self._world, self._number + 1
         version = f"{os.environ.get('COOKBOOK_ATTEMPT', '0')}.{self._number}.{rollout}"
@@ -106,17 +106,17 @@ class Replicas:
         path = transfer.path_of(self._folder, self._config, version)
         size = transfer.write(model, self._config, world, path)
         if self._number == 1:
-            noun = f"{self.count} replica{'s' if self.count > 1 else ''}"
+            noun = f"{self.count} sampler{'s' if self.count > 1 else ''}"
             noun += " in turns with the ranks" if self.in_turns else ""
             world.say(f"rollouts   {noun}, {size / 1e6:,.2f} MB of weights in each transfer")
         if self.in_turns:
-            # Replicas have the GPUs' memory from here on: no rank computes until they rest.
+            # Samplers have the GPUs' memory from here on: no rank computes until they rest.
             world.on_all(torch.cuda.empty_cache)
         world.on_main(lambda: self._transfer(version))
         self.version = version
 
     def _transfer(self, version: str) -> None:
-        """Have the replicas load the weights. One that is starting or dies loads them with its
+        """Have the samplers load the weights. One that is starting or dies loads them with its
         first request.
         """
         deadline = time.monotonic() + self._limit_s
@@ -134,7 +134,7 @@ class Replicas:
                     )
 
     def rest(self) -> None:
-        """Take the GPUs back from replicas in turns, which answer nobody then; all ranks call this
+        """Take the GPUs back from samplers in turns, which answer nobody then; all ranks call this
         together, once each has its answers.
 
         Raises:
@@ -167,16 +167,16 @@ class Replicas:
         )
 
     def _state(self, index: int) -> str:
-        """What its starter says of a replica: ready, until its processes have ended."""
+        """What its starter says of a sampler: ready, until its processes have ended."""
         known = files.peek(self._folder.parent / files.ROLLOUT_STATE)
-        all_of_them = known.get("replicas", [])
-        return next((str(each["state"]) for each in all_of_them if each["replica"] == index), "")
+        all_of_them = known.get("samplers", [])
+        return next((str(each["state"]) for each in all_of_them if each["sampler"] == index), "")
 
     def sample(self, requests: Sequence[Request]) -> list[Sampled]:
-        """Answer each request, on as many replicas at once as there are.
+        """Answer each request, on as many samplers at once as there are.
 
         Raises:
-            RolloutError: no replica answered in time, or the requests themselves fail.
+            RolloutError: no sampler answered in time, or the requests themselves fail.
         """
         asked = _Asked([each._asdict() for each in requests], self._limit_s)
         self._ask(asked)
@@ -186,19 +186,19 @@ class Replicas:
         ]
 
     def _ask(self, asked: "_Asked") -> None:
-        """Have as many replicas as there are answer requests; RolloutError if they cannot."""
+        """Have as many samplers as there are answer requests; RolloutError if they cannot."""
         first = self._world.data_rank
         for place in range(self.count):
             index = (first + place) % self.count
             threading.Thread(target=self._work, args=[asked, index], daemon=True).start()
         while not asked.wait(POLL_S):
-            if failed := files.peek(self._folder / files.NO_REPLICA):
+            if failed := files.peek(self._folder / files.NO_SAMPLER):
                 asked.fail(str(failed.get("message")))
         if asked.failure:
             raise RolloutError(asked.failure, asked.node)
 
     def _work(self, asked: "_Asked", index: int) -> None:
-        """Let a replica answer requests until there are none."""
+        """Let a sampler answer requests until there are none."""
         while not asked.is_over:
             who = (self._named(index), self._node(index)) if self._known(index) else None
             place = asked.take(*who) if who else None
@@ -214,11 +214,11 @@ class Replicas:
                 time.sleep(POLL_S)
 
     def _known(self, index: int) -> dict[str, Any] | None:
-        """Where a replica listens; None if it does not."""
-        return files.peek(self._folder / files.REPLICA.format(index)) or None
+        """Where a sampler listens; None if it does not."""
+        return files.peek(self._folder / files.SAMPLER.format(index)) or None
 
     def _tried(self, index: int, path: str, body: dict[str, Any], deadline: float) -> Any:
-        """Return a replica's answer, or the error that there was; None if it is not ready."""
+        """Return a sampler's answer, or the error that there was; None if it is not ready."""
         if (known := self._known(index)) is None:
             return None
         try:
@@ -230,14 +230,14 @@ class Replicas:
         return (self._known(index) or {}).get("node")
 
     def _named(self, index: int) -> str:
-        return f"rollout replica {index} on {self._node(index) or 'no node'}"
+        return f"sampler {index} on {self._node(index) or 'no node'}"
 
 
 class _Asked:
-    """Requests that replicas share: each takes the next one.
+    """Requests that samplers share: each takes the next one.
 
-    failure: why they cannot be answered; "" if they can. node: of the replica whose fault that is,
-    None if it is not one replica's.
+    failure: why they cannot be answered; "" if they can. node: of the sampler whose fault that is,
+    None if it is not one sampler's.
 
     Args:
         limit_s: for all of them.
@@ -249,7 +249,7 @@ class _Asked:
         self.answers: dict[int, Any] = {}
         self.failure = ""
         self.node: str | None = None
-        # Who is at a request or was too slow, by its place: the replica's name and node.
+        # Who is at a request or was too slow, by its place: the sampler's name and node.
         self._at: dict[int, tuple[str, str | None]] = {}
         self._waiting = deque(range(len(requests)))
         self._refused: Counter[int] = Counter()
@@ -271,7 +271,7 @@ class _Asked:
             self._changed.wait_for(lambda: self.is_over, seconds)
         if not self.is_over and time.monotonic() >= self.deadline:
             late = dict(self._at.values())
-            who = ", ".join(sorted(late)) or "no rollout replica"
+            who = ", ".join(sorted(late)) or "no sampler"
             said = f"generating: {who} did not answer within {self._limit_s:g} s"
             self.fail(said if late else f"{said}: {self._fault}", [*late.values()])
         return self.is_over
@@ -285,7 +285,7 @@ class _Asked:
             self._changed.notify_all()
 
     def take(self, name: str, node: str | None) -> int | None:
-        """The place of a request that nobody answers, for this replica; None without any."""
+        """The place of a request that nobody answers, for this sampler; None without any."""
         with self._changed:
             if not self._waiting:
                 return None
@@ -300,7 +300,7 @@ class _Asked:
             self._changed.notify_all()
 
     def give_back(self, place: int, name: str, fault: Any) -> None:
-        """Let another replica answer a request; the end, if several have refused it."""
+        """Let another sampler answer a request; the end, if several have refused it."""
         with self._changed:
             self._waiting.append(place)
             if not isinstance(fault, TimeoutError):
@@ -320,7 +320,7 @@ def post(
     secret: str,
     timeout_s: float,
 ) -> Any:
-    """Return the JSON that a replica answers.
+    """Return the JSON that a sampler answers.
 
     Args:
         known: its file: host and port.

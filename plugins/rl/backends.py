@@ -1,4 +1,4 @@
-"""What generates the answers of a replica: transformers' class in this process, or a vLLM server.
+"""What generates the answers of a sampler: transformers' class in this process, or a vLLM server.
 
 Both load versions of the weights that the trainer writes (plugins/rl/transfer.py).
 """
@@ -21,8 +21,8 @@ from safetensors import safe_open
 
 from plugins.rl import gathered, transfer
 from plugins.rl.recipe_keys import GrpoConfig
-from plugins.rl.replicas import Request, Sampled
 from plugins.rl.rollouts import sample
+from plugins.rl.samplers import Request, Sampled
 from plugins.serve import backends
 from runspec import client
 from runspec.adapters import name_of
@@ -41,14 +41,14 @@ _HEALTH_S = 5.0
 _ANSWERS = 256
 
 
-def made(config: GrpoConfig, folder: Path, device: torch.device, in_turns: bool) -> "Engine":
+def made(config: GrpoConfig, folder: Path, device: torch.device, in_turns: bool) -> "Backend":
     """What the config names; `folder` is where versions are."""
     if config.rollout_engine == "vllm":
-        return VllmEngine(config, folder, device, in_turns)
-    return TransformersEngine(config, folder, device)
+        return VllmBackend(config, folder, device, in_turns)
+    return TransformersBackend(config, folder, device)
 
 
-class TransformersEngine:
+class TransformersBackend:
     """transformers' own class on one device; requests are answered one after another."""
 
     at_once = 1
@@ -57,34 +57,34 @@ class TransformersEngine:
     def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
         self._config, self._folder = config, folder
         self._adapted: Adapted | None = None
-        self._engine = gathered.Generator(device)
+        self._generator = gathered.Generator(device)
         self._ends = gathered.Ends.of(instantiate("tokenizer", config.tokenizer))
 
     def load(self, version: str) -> None:
         """Take the weights of a version."""
-        engine = self._engine
+        generator = self._generator
         if name_of(self._config.model) is not None and self._adapted is None:
-            self._adapted = Adapted(self._config, engine.device)
+            self._adapted = Adapted(self._config, generator.device)
         path = transfer.path_of(self._folder, self._config, version)
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors: Iterator[tuple[str, torch.Tensor]]
             if self._adapted is None:
                 tensors = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
             else:
-                tensors = self._adapted.tensors(file, engine.device)
+                tensors = self._adapted.tensors(file, generator.device)
             own: dict[str, torch.nn.Parameter] = {}
             for name, tensor in tensors:
-                if engine.model is None:
-                    with engine.device:
-                        engine.model = gathered.transformers_model(
+                if generator.model is None:
+                    with generator.device:
+                        generator.model = gathered.transformers_model(
                             self._config.model_folder, tensor.dtype
                         ).eval()
-                own = own or dict(engine.model.named_parameters())
-                own[name].data = tensor.to(engine.device)
+                own = own or dict(generator.model.named_parameters())
+                own[name].data = tensor.to(generator.device)
 
     def generate(self, asked: Request) -> Sampled:
         """Answer a request by the weights that were loaded last."""
-        return sample(self._engine, asked, self._ends)
+        return sample(self._generator, asked, self._ends)
 
 
 class Adapted:
@@ -124,8 +124,8 @@ class Adapted:
         return gathered.tensors(self._model, True, device)
 
 
-class VllmEngine:
-    """A vLLM server on this replica's GPUs, in the recipe's environment; concurrent requests.
+class VllmBackend:
+    """A vLLM server on this sampler's GPUs, in the recipe's environment; concurrent requests.
 
     An adapter is loaded by its files, whole weights by a reload from theirs. vLLM has the endpoints
     for that with VLLM_SERVER_DEV_MODE and VLLM_ALLOW_RUNTIME_LORA_UPDATING (0.30:
@@ -221,7 +221,7 @@ class VllmEngine:
 
     def _answers(self, process: subprocess.Popen[bytes]) -> bool:
         if (status := process.poll()) is not None:
-            raise RolloutError(f"vLLM ended with status {status}: see the replica's log")
+            raise RolloutError(f"vLLM ended with status {status}: see the sampler's log")
         with suppress(OSError):
             return self._call("/health", None, _HEALTH_S).status == 200
         return False
@@ -344,7 +344,7 @@ def memory_share(config: GrpoConfig, memory: int, in_turns: bool) -> float | Non
 
 
 def _end_with(process: subprocess.Popen[bytes]) -> None:
-    """End this process with vLLM: plugins/rl/slurm/rollout.py starts both again."""
+    """End this process with vLLM: plugins/rl/slurm/samplers.py starts both again."""
     print(f"vLLM ended with status {process.wait()}: see the lines above", flush=True)
     os._exit(1)
 
@@ -364,4 +364,4 @@ def _arguments(config: GrpoConfig, socket: Path) -> list[str]:
     return argv
 
 
-Engine = TransformersEngine | VllmEngine
+Backend = TransformersBackend | VllmBackend

@@ -1,6 +1,6 @@
-"""Starts a job's rollout replicas, and replaces those that die or hang: the companion of GRPO.
+"""Starts a job's samplers, and replaces those that die or hang: the companion of GRPO.
 
-It works in a thread beside the attempts. Without srun, the replicas are processes of this host. If
+It works in a thread beside the attempts. Without srun, the samplers are processes of this host. If
 none can be started, a record says why, and the attempt fails. Standard library only.
 """
 
@@ -27,17 +27,17 @@ from slurm.job_log import say
 from slurm.nodes import Nodes
 
 POLL_S = 1.0
-# A replica that does not answer for so long hangs; one that starts may take longer.
+# A sampler that does not answer for so long hangs; one that starts may take longer.
 SILENT_S, START_S = 20.0, 600.0
-# How often in a row a replica may end before it was ready.
+# How often in a row a sampler may end before it was ready.
 MAX_STARTS = 3
 # Seconds for one to end without help, to be ended by its node, and for all of them.
 END_S, NODE_END_S, _ENDS_S = 5.0, 20.0, 90.0
 
 
 @dataclass
-class Replica:
-    """One replica: its place, its process, and how it went so far."""
+class SamplerProcess:
+    """One sampler: its place, its process, and how it went so far."""
 
     index: int
     node: str
@@ -46,7 +46,7 @@ class Replica:
     run_dir: Path
     launch: list[str]
     script: str
-    child: Child | None = None  # srun, or the replica itself
+    child: Child | None = None  # srun, or the sampler itself
     state: str = "starting"
     failures: int = 0  # starts in a row that did not get ready
     restarts: int = -1
@@ -57,16 +57,16 @@ class Replica:
 
     @property
     def name(self) -> str:
-        return f"rollout replica {self.index} on {self.node}"
+        return f"sampler {self.index} on {self.node}"
 
     @property
     def _file(self) -> Path:
-        return self.run_dir / files.ROLLOUT / files.REPLICA.format(self.index)
+        return self.run_dir / files.ROLLOUT / files.SAMPLER.format(self.index)
 
     @property
     def _own(self) -> Path:
         """The folder of what its node script writes, and of the request to end it."""
-        return self.run_dir / files.ROLLOUT / f"replica_{self.index}"
+        return self.run_dir / files.ROLLOUT / f"sampler_{self.index}"
 
     def start(self) -> None:
         """Start it on its node, with a log in the newest attempt's folder."""
@@ -159,8 +159,8 @@ class Replica:
         self.child = None
 
 
-class Replicas(Companion):
-    """All replicas of a job, and the record of what became of them.
+class SamplerProcesses(Companion):
+    """All samplers of a job, and the record of what became of them.
 
     ROLLOUT_SCRIPT is what each runs under bash; without it there are none.
     """
@@ -171,7 +171,7 @@ class Replicas(Companion):
         # Ranks do not need it.
         self._script = os.environ.pop("ROLLOUT_SCRIPT", "")
         self._secret, self._ends = "", threading.Event()
-        self.replicas: list[Replica] = []
+        self.samplers: list[SamplerProcess] = []
         self._deaths: list[Any] = []
         self._written: Any = None
         self._thread: threading.Thread | None = None
@@ -192,8 +192,8 @@ class Replicas(Companion):
         addresses = addresses + addresses[-1:] * (len(hosts) - len(addresses))
         gpus = int(os.environ.get("ROLLOUT_GPUS") or 1)
         count = int(os.environ["RANKS_PER_NODE"]) // gpus
-        self.replicas = [
-            Replica(
+        self.samplers = [
+            SamplerProcess(
                 place * count + local,
                 node,
                 address,
@@ -208,8 +208,8 @@ class Replicas(Companion):
         before = files.peek(self.run_dir / files.ROLLOUT_STATE)  # shown, never decided by
         self._deaths, self._written = before.get("deaths", []), None
         self._secret, self._ends = secrets.token_hex(32), threading.Event()
-        for replica in self.replicas:
-            replica.end_earlier()
+        for sampler in self.samplers:
+            sampler.end_earlier()
         self.clean()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -235,25 +235,25 @@ class Replicas(Companion):
                 time.sleep(POLL_S)
 
     def _look_after(self) -> None:
-        """Look after the replicas until they are to end, or none can be started."""
+        """Look after the samplers until they are to end, or none can be started."""
         try:
-            with ThreadPoolExecutor(len(self.replicas)) as threads:
+            with ThreadPoolExecutor(len(self.samplers)) as threads:
                 while not self._asked_to_end():
                     self._make_again()
-                    reasons = list(threads.map(lambda each: each.look(self._secret), self.replicas))
-                    for replica, reason in zip(self.replicas, reasons, strict=True):
+                    reasons = list(threads.map(lambda each: each.look(self._secret), self.samplers))
+                    for sampler, reason in zip(self.samplers, reasons, strict=True):
                         if reason is not None:
-                            self._died(replica, reason)
+                            self._died(sampler, reason)
                     self._write()
-                    if all(each.failures >= MAX_STARTS for each in self.replicas):
+                    if all(each.failures >= MAX_STARTS for each in self.samplers):
                         self._give_up()
                         return
                     self._ends.wait(POLL_S)
         finally:
-            with ThreadPoolExecutor(len(self.replicas)) as threads:
-                list(threads.map(Replica.end, self.replicas))
-            for replica in self.replicas:
-                replica.state = "ended"
+            with ThreadPoolExecutor(len(self.samplers)) as threads:
+                list(threads.map(SamplerProcess.end, self.samplers))
+            for sampler in self.samplers:
+                sampler.state = "ended"
             self._write()
 
     def _asked_to_end(self) -> bool:
@@ -266,7 +266,7 @@ class Replicas(Companion):
         return False
 
     def _make_again(self) -> None:
-        """Make the folder, again if somebody has deleted it: replicas are restarted as they are
+        """Make the folder, again if somebody has deleted it: samplers are restarted as they are
         not reached any more, and ranks write their next weights there.
         """
         secret = self._folder / files.ROLLOUT_SECRET
@@ -277,19 +277,19 @@ class Replicas(Companion):
                 with open(descriptor, "w", encoding="utf-8") as file:
                     file.write(self._secret)
 
-    def _died(self, replica: Replica, reason: str) -> None:
-        death = {"time": time.time(), "replica": replica.index, "node": replica.node}
+    def _died(self, sampler: SamplerProcess, reason: str) -> None:
+        death = {"time": time.time(), "sampler": sampler.index, "node": sampler.node}
         self._deaths = [*self._deaths[-99:], {**death, "reason": reason}]
-        say(f"{replica.name} ended: {reason}; it is restarted")
+        say(f"{sampler.name} ended: {reason}; it is restarted")
 
     def _write(self) -> None:
-        replicas = [
-            {"replica": r.index, "node": r.node, "state": r.state, "restarts": max(r.restarts, 0)}
-            for r in self.replicas
+        samplers = [
+            {"sampler": r.index, "node": r.node, "state": r.state, "restarts": max(r.restarts, 0)}
+            for r in self.samplers
         ]
-        value = {"replicas": replicas, "deaths": self._deaths}
+        value = {"samplers": samplers, "deaths": self._deaths}
         if value != self._written:
-            # A disk that is full ends no replica.
+            # A disk that is full ends no sampler.
             with suppress(OSError):
                 files.write_json(self.run_dir / files.ROLLOUT_STATE, value)
                 self._written = value
@@ -298,13 +298,13 @@ class Replicas(Companion):
         """Leave a record for the attempt, and a file that ends the ranks' wait."""
         last = self._deaths[-1]
         message = (
-            f"rollout replica {last['replica']} on {last['node']} ended {MAX_STARTS} times before "
+            f"sampler {last['sampler']} on {last['node']} ended {MAX_STARTS} times before "
             f"it was ready: {last['reason']}"
         )
-        nodes = {each.node for each in self.replicas}
+        nodes = {each.node for each in self.samplers}
         host = last["node"] if len(nodes) == 1 else None
         logs = (self.run_dir / files.LATEST_LOGS).resolve()
         record = fault(message, "RolloutError", host, permanent=False)
         files.write_json(logs / "error_rollout.json", record)
-        files.write_json(self._folder / files.NO_REPLICA, {"message": message})
+        files.write_json(self._folder / files.NO_SAMPLER, {"message": message})
         say(f"{message}: the attempt cannot go on")

@@ -1,4 +1,4 @@
-"""Replicas on rollout nodes give what the GPUs that train would: without Slurm, as --local does."""
+"""Samplers on rollout nodes give what the GPUs that train would: without Slurm, as --local does."""
 
 import json
 import shutil
@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 from safetensors import safe_open
 
-from plugins.rl.replicas import Replicas, Request
-from plugins.rl.slurm import rollout
+from plugins.rl.samplers import Request, Samplers
+from plugins.rl.slurm import samplers as processes
 from runspec import files
 from slurm import faults
 from slurm.nodes import Nodes
@@ -32,13 +32,13 @@ WORLD: Any = SimpleNamespace(data_rank=0)
 
 
 def limited(seconds: float) -> Any:
-    """What replicas read of a config."""
+    """What samplers read of a config."""
     return SimpleNamespace(rollout_timeout=seconds, rollout_engine="transformers")
 
 
 @contextmanager
 def servers(folder: Path, *answers: Answer) -> Iterator[None]:
-    """A server in each replica's place, which says what its function does of a request."""
+    """A server in each sampler's place, which says what its function does of a request."""
 
     def handler(answer: Answer) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
@@ -58,7 +58,7 @@ def servers(folder: Path, *answers: Answer) -> Iterator[None]:
     for index, server in enumerate(started):
         threading.Thread(target=server.serve_forever).start()
         known = {"host": "127.0.0.1", "port": server.server_port, "node": f"n{index}"}
-        (folder / files.REPLICA.format(index)).write_text(json.dumps(known))
+        (folder / files.SAMPLER.format(index)).write_text(json.dumps(known))
     (folder / files.ROLLOUT_SECRET).write_text("secret")
     try:
         yield
@@ -68,8 +68,8 @@ def servers(folder: Path, *answers: Answer) -> Iterator[None]:
             server.server_close()
 
 
-def test_replicas_share_requests_and_one_that_dies_gives_its_own_back(tmp_path: Path) -> None:
-    """Each request is asked of one replica, and of another if that one fails."""
+def test_samplers_share_requests_and_one_that_dies_gives_its_own_back(tmp_path: Path) -> None:
+    """Each request is asked of one sampler, and of another if that one fails."""
     got: list[list[int]] = [[], []]
     both = threading.Barrier(2)
 
@@ -79,7 +79,7 @@ def test_replicas_share_requests_and_one_that_dies_gives_its_own_back(tmp_path: 
             if len(got[index]) == 1:
                 both.wait(60)  # each has one
             if index == 1:
-                (tmp_path / files.REPLICA.format(1)).unlink(missing_ok=True)
+                (tmp_path / files.SAMPLER.format(1)).unlink(missing_ok=True)
                 return 500, {"error": "it ends"}
             return 200, {"version": "0.1.7", "tokens": asked["prompts"], "log_probs": [[0.0]]}
 
@@ -87,13 +87,13 @@ def test_replicas_share_requests_and_one_that_dies_gives_its_own_back(tmp_path: 
 
     with servers(tmp_path, answer(0), answer(1)):
         asked = [Request([[number]], None, 1, 8, 1.0) for number in range(6)]
-        answers = Replicas(tmp_path, 2, WORLD, limited(60.0)).sample(asked)
+        answers = Samplers(tmp_path, 2, WORLD, limited(60.0)).sample(asked)
     assert [each.tokens for each in answers] == [[[number]] for number in range(6)]
     assert {each.version for each in answers} == {7}
     assert sorted(got[0]) == [*range(6)] and len(got[1]) == 1
 
 
-def test_a_replica_that_does_not_answer_is_named_with_its_node(tmp_path: Path) -> None:
+def test_a_sampler_that_does_not_answer_is_named_with_its_node(tmp_path: Path) -> None:
     """And not the node that trains, where the rank is that says so."""
     ends = threading.Event()
 
@@ -104,18 +104,18 @@ def test_a_replica_that_does_not_answer_is_named_with_its_node(tmp_path: Path) -
     with servers(tmp_path, hangs):
         asked = [Request([[1]], None, 1, 8, 1.0)]
         with pytest.raises(RolloutError) as told:
-            Replicas(tmp_path, 1, WORLD, limited(0.5)).sample(asked)
+            Samplers(tmp_path, 1, WORLD, limited(0.5)).sample(asked)
         ends.set()
     write_error_record(tmp_path / "logs", 0, told.value)
     (record,) = faults.on_nodes(faults.read_errors(tmp_path / "logs"), ["trains"], 1)
-    said = "generating: rollout replica 0 on n0 did not answer within 0.5 s"
+    said = "generating: sampler 0 on n0 did not answer within 0.5 s"
     assert faults.describe(record) == f"node n0: RolloutError: {said}"
 
 
 def test_a_folder_that_is_deleted_in_a_run_is_made_again(tmp_path: Path) -> None:
     folder = tmp_path / files.ROLLOUT
     secret = folder / files.ROLLOUT_SECRET
-    with replicas(tmp_path, 1, "exec sleep 600"):
+    with samplers(tmp_path, 1, "exec sleep 600"):
         until((tmp_path / files.ROLLOUT_STATE).exists, 30)
         known = secret.read_text()
         shutil.rmtree(folder)
@@ -148,8 +148,8 @@ def test_vllm_generates_by_the_weights_of_each_rollout(
     own |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3}}
     finish(start(config(tmp_path / "same", model, **own), ranks, module=MODULE))
     path = config(tmp_path / "apart", model, **own, rollout_engine="vllm")
-    with replicas(path.parent, 1):
-        monkeypatch.setenv("ROLLOUT_REPLICAS", "1")
+    with samplers(path.parent, 1):
+        monkeypatch.setenv("ROLLOUT_SAMPLERS", "1")
         finish(start(path, ranks, module=MODULE))
         written = sorted((path.parent / files.ROLLOUT).glob("weights_*"), reverse=True)
         assert (written[0] / f"{sent}.safetensors").exists() or (
@@ -175,9 +175,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @contextmanager
-def replicas(run: Path, count: int, script: str = "") -> Iterator[None]:
-    """So many replicas of a run, as its job script starts them."""
-    script = script or f"exec {sys.executable} -m plugins.rl.replica {run}/train.yaml"
+def samplers(run: Path, count: int, script: str = "") -> Iterator[None]:
+    """So many samplers of a run, as its job script starts them."""
+    script = script or f"exec {sys.executable} -m plugins.rl.sampler {run}/train.yaml"
     logs = run / "logs" / "0"
     logs.mkdir(parents=True, exist_ok=True)
     (run / files.LATEST_LOGS).symlink_to("0")
@@ -185,7 +185,7 @@ def replicas(run: Path, count: int, script: str = "") -> Iterator[None]:
     for name, value in environment(RUN_DIR=str(run), RANKS_PER_NODE="1").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("ROLLOUT_SCRIPT", script)
-    started = rollout.Replicas(run)
+    started = processes.SamplerProcesses(run)
     started.begin(0, cast(Nodes, SimpleNamespace(rollout_hosts=["here"] * count)), [])
     try:
         yield
@@ -194,12 +194,12 @@ def replicas(run: Path, count: int, script: str = "") -> Iterator[None]:
         monkeypatch.undo()
 
 
-def test_a_folder_that_cannot_be_looked_at_ends_no_replica(tmp_path: Path) -> None:
-    replicas = rollout.Replicas(tmp_path)
-    replicas._folder, replicas._secret = tmp_path / ("x" * 300), "secret"
+def test_a_folder_that_cannot_be_looked_at_ends_no_sampler(tmp_path: Path) -> None:
+    samplers = processes.SamplerProcesses(tmp_path)
+    samplers._folder, samplers._secret = tmp_path / ("x" * 300), "secret"
     with pytest.raises(OSError):
-        replicas._folder.exists()
-    replicas._make_again()
+        samplers._folder.exists()
+    samplers._make_again()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_looked_at_ends_no_replica(tmp_path: Path) -> No
         *(pytest.param(name, marks=pytest.mark.named) for name in ("tensor", "lora", "qdora")),
     ],
 )
-def test_two_replicas_give_the_losses_of_none(
+def test_two_samplers_give_the_losses_of_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     model, (ranks, changes) = tmp_path / "model", CASES[case]
@@ -217,8 +217,8 @@ def test_two_replicas_give_the_losses_of_none(
     own = {"max_steps": 3, "updates_per_rollout": 1} | changes
     finish(start(config(tmp_path / "same", model, **own), ranks, module=MODULE))
     path = config(tmp_path / "apart", model, **own)
-    with replicas(path.parent, 2):
-        monkeypatch.setenv("ROLLOUT_REPLICAS", "2")
+    with samplers(path.parent, 2):
+        monkeypatch.setenv("ROLLOUT_SAMPLERS", "2")
         finish(start(path, ranks, module=MODULE))
         names = []
         for each in (path.parent / files.ROLLOUT).glob(files.WEIGHTS.format("*")):
@@ -235,14 +235,14 @@ def test_two_replicas_give_the_losses_of_none(
     ("most", "at_once", "updates"),
     [
         pytest.param(1, 32, 1, marks=pytest.mark.long),
-        # Several updates, so that the replica has the time to be as far ahead as it may.
+        # Several updates, so that the sampler has the time to be as far ahead as it may.
         pytest.param(2, 32, 4, marks=pytest.mark.long),
         pytest.param(3, 32, 4, marks=pytest.mark.named),
         # Small requests: those of a rollout are answered by several weights.
         pytest.param(2, 4, 1, marks=pytest.mark.named),
     ],
 )
-def test_replicas_work_ahead_within_the_bound(
+def test_samplers_work_ahead_within_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, at_once: int, updates: int
 ) -> None:
     model, own = tmp_path / "model", {"max_staleness": most, "importance_cap": 2.0}
@@ -250,8 +250,8 @@ def test_replicas_work_ahead_within_the_bound(
     steps = 12 * updates
     own |= {"generation_batch_size": at_once, "updates_per_rollout": updates, "max_steps": steps}
     path = config(tmp_path / "ahead", model, **own)
-    with replicas(path.parent, 1):
-        monkeypatch.setenv("ROLLOUT_REPLICAS", "1")
+    with samplers(path.parent, 1):
+        monkeypatch.setenv("ROLLOUT_SAMPLERS", "1")
         kill_at(path, steps // 2, module=MODULE)
         output = finish(start(path, attempt=1, module=MODULE))
     first = int(output.partition("checkpoints/step_")[2].split()[0].rstrip(",;:"))

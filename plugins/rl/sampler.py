@@ -1,10 +1,10 @@
-"""A replica, which generates answers: python -m plugins.rl.replica <run>/train.yaml
+"""A sampler, which generates answers: python -m plugins.rl.sampler <run>/train.yaml
 
 It has GPUs of a rollout node, or with ROLLOUT_IN_TURNS those of ranks, while they wait for it.
 
-plugins/rl/slurm/rollout.py starts it, with ROLLOUT_INDEX, ROLLOUT_LOCAL_RANK (its GPU) and
+plugins/rl/slurm/samplers.py starts it, with ROLLOUT_INDEX, ROLLOUT_LOCAL_RANK (its GPU) and
 ROLLOUT_ADDRESS set. It says in the run's folder where it listens, and answers ranks over HTTP, with
-the run's secret: plugins/rl/replicas.py. A replica whose health nobody asks for any more exits.
+the run's secret: plugins/rl/samplers.py. A sampler whose health nobody asks for any more exits.
 """
 
 import hmac
@@ -22,30 +22,30 @@ from typing import Any
 
 import torch
 
-from plugins.rl import replica_engines
+from plugins.rl import backends
+from plugins.rl.backends import Backend, TransformersBackend
 from plugins.rl.recipe_keys import GrpoConfig
-from plugins.rl.replica_engines import Engine, TransformersEngine
-from plugins.rl.replicas import Request
+from plugins.rl.samplers import Request
 from runspec import files
 from trainer import config as configs
 from trainer.errors import RolloutError
 from trainer.parallel.device import choose
 
-# plugins/rl/slurm/rollout.py asks every few seconds.
+# plugins/rl/slurm/samplers.py asks every few seconds.
 LEASE_S = 20.0
 # How often vLLM is asked to drop answers that nobody waits for any more.
 DROP_S = 0.2
 
 
-class Replica:
-    """An engine with the weights of one version: requests for it are answered together, others
+class Sampler:
+    """A backend with the weights of one version: requests for it are answered together, others
     wait.
 
     version: of its weights; "" before it has some.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.version = engine, ""
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.version = backend, ""
         self._over: set[str] = set()
         self._changed, self._answering = threading.Condition(), 0
 
@@ -57,19 +57,19 @@ class Replica:
     def generate(self, version: str, **asked: Any) -> dict[str, Any]:
         """Answer a request by the weights of a version."""
         with self._holding(version):
-            sampled = self.engine.generate(Request(**asked))
+            sampled = self.backend.generate(Request(**asked))
         return {**sampled._asdict(), "version": version}
 
     def sleep(self, version: str) -> dict[str, Any]:
         """Give up the GPU; from now on nobody is answered by the weights of this version."""
         with self._changed:
-            if isinstance(self.engine, TransformersEngine):
+            if isinstance(self.backend, TransformersBackend):
                 raise RolloutError("only vLLM sleeps")
             if version not in self._over or self.version == version:  # else asked again, and done
                 self._over.add(version)
                 while not self._changed.wait_for(lambda: not self._answering, DROP_S):
-                    self.engine.drop()
-                self.engine.sleep()
+                    self.backend.drop()
+                self.backend.sleep()
                 self.version = ""
         return {"version": version}
 
@@ -81,14 +81,14 @@ class Replica:
                 lambda: (
                     version in self._over
                     or not self._answering
-                    or (self.version == version and self._answering < self.engine.at_once)
+                    or (self.version == version and self._answering < self.backend.at_once)
                 )
             )
             if version in self._over:
                 raise RolloutError(f"nobody waits for answers of the weights {version} any more")
             if self.version != version:
                 self.version = ""
-                self.engine.load(version)
+                self.backend.load(version)
                 self.version = version
             self._answering += 1
         try:
@@ -110,8 +110,8 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: str, replica: Replica, secret: str) -> None:
-        self.replica, self.secret, self.asked = replica, secret, time.monotonic()
+    def __init__(self, address: str, sampler: Sampler, secret: str) -> None:
+        self.sampler, self.secret, self.asked = sampler, secret, time.monotonic()
         family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self.address_family, self.host = family, str(place[0])
         super().__init__(("::" if family == socket.AF_INET6 else "0.0.0.0", 0), Handler)
@@ -127,18 +127,18 @@ class Handler(BaseHTTPRequestHandler):
             self.send(404, {"error": f"there is no {self.path}"})
         elif self.is_allowed():
             self.server.asked = time.monotonic()
-            replica = self.server.replica
-            self.send(200 if replica.engine.is_well else 503, {"version": replica.version})
+            sampler = self.server.sampler
+            self.send(200 if sampler.backend.is_well else 503, {"version": sampler.version})
 
     def do_POST(self) -> None:
         if not self.is_allowed():
             return
-        replica = self.server.replica
+        sampler = self.server.sampler
         calls: dict[str, Callable[..., dict[str, Any]]]
         calls = {
-            "/weights": replica.weights,
-            "/generate": replica.generate,
-            "/sleep": replica.sleep,
+            "/weights": sampler.weights,
+            "/generate": sampler.generate,
+            "/sleep": sampler.sleep,
         }
         if (call := calls.get(self.path)) is None:
             self.send(404, {"error": f"there is no {self.path}"})
@@ -185,13 +185,13 @@ def main(arguments: list[str]) -> int:
     folder = config.output_dir / files.ROLLOUT
     secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
     node = os.environ.get("NODE_NAME") or socket.gethostname()
-    replica = Replica(replica_engines.made(config, folder, device, in_turns))
-    server = Server(os.environ["ROLLOUT_ADDRESS"], replica, secret)
+    sampler = Sampler(backends.made(config, folder, device, in_turns))
+    server = Server(os.environ["ROLLOUT_ADDRESS"], sampler, secret)
     threading.Thread(target=_end_without_lease, args=[server], daemon=True).start()
     port = server.server_port
     known = {"host": server.host, "port": port, "node": node, "pid": os.getpid()}
-    files.write_json(folder / files.REPLICA.format(index), known)
-    print(f"rollout replica {index} on {node} listens at port {port}", flush=True)
+    files.write_json(folder / files.SAMPLER.format(index), known)
+    print(f"sampler {index} on {node} listens at port {port}", flush=True)
     server.serve_forever()
     return 0
 
@@ -199,7 +199,7 @@ def main(arguments: list[str]) -> int:
 def _end_without_lease(server: Server) -> None:
     while time.monotonic() - server.asked < LEASE_S:
         time.sleep(1)
-    print("nobody asks for this replica any more: it ends", flush=True)
+    print("nobody asks for this sampler any more: it ends", flush=True)
     os._exit(0)
 
 
