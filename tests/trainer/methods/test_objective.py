@@ -88,6 +88,7 @@ def root(tmp_path_factory, model_folder, pairs):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_it_begins_at_its_reference_and_learns(name, root):
     first, *_, last = metrics(root / name)
@@ -98,6 +99,7 @@ def test_it_begins_at_its_reference_and_learns(name, root):
     assert last["val_loss"] < 1.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
 def test_every_layout_equals_the_single_process(name, root):
     wanted = root / str(RUNS[name][1])
@@ -152,6 +154,7 @@ def test_a_prepared_set_of_pairs_is_read_by_the_methods_component(tmp_path, mode
     assert "contains preference pairs, which this method does not train on" in fault
 
 
+@pytest.mark.long
 def test_an_adapter_that_training_goes_on_from_is_in_the_reference(
     root, tmp_path, model_folder, pairs
 ):

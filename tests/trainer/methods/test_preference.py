@@ -74,6 +74,7 @@ def root(tmp_path_factory, model_folder, pairs):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_it_begins_at_its_reference_and_learns(name, root):
     first, *_, last = metrics(root / name)
@@ -85,6 +86,7 @@ def test_it_begins_at_its_reference_and_learns(name, root):
     assert last["val_loss"] < 0.65 and last["val_rewards/margins"] > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
 def test_every_kind_of_reference_gives_the_same_run(name, root):
     wanted = root / str(RUNS[name][1])
@@ -109,7 +111,17 @@ def texts(tmp_path_factory):
 CURVES = json.loads(preference.CURVES.read_text())["losses"]
 
 
-@pytest.mark.parametrize("name", [name for name in CURVES if "gkd" not in name])
+QUICK = ("dpo-lora", "kto-full")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK))
+        for name in CURVES
+        if "gkd" not in name
+    ],
+)
 def test_its_curves_are_those_of_trl(name, texts, tmp_path):
     """20 steps in fp32; python -m benchmarks.preference curves writes TRL's."""
     method, _, kind = name.partition("-")
@@ -238,6 +250,7 @@ def test_a_reference_that_is_not_the_policy_ends_the_run(tmp_path, model_folder,
     assert "before the first update it must equal the policy" in output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["log_probs", "adapter_off", "model"])
 def test_the_closed_form_knows_each_kind_of_reference(kind, tmp_path, model_folder, pairs):
     wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
