@@ -29,14 +29,23 @@ def by_document(
     key_longest: int,
     window_size: list[int],
 ) -> torch.Tensor:
-    """What torch documents of its variable-length attention, one document after the other."""
-    assert begins.dtype == torch.int32 and torch.equal(begins, key_begins)
-    assert window_size == [-1, 0] and query.shape[1] == 2 * key.shape[1], "heads are shared"
+    """What torch documents of its variable-length attention, one document after the other: the last
+    query of a document sees its last key, and window_size[0] keys before it, all if that is -1.
+    """
+    assert begins.dtype == key_begins.dtype == torch.int32
     parts = []
-    for begin, end in pairwise(begins.tolist()):
-        assert end - begin <= longest == key_longest
-        q, k, v = (t[begin:end].transpose(0, 1) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for (begin, end), (first, last) in zip(
+        pairwise(begins.tolist()), pairwise(key_begins.tolist()), strict=True
+    ):
+        assert end - begin <= longest and last - first <= key_longest
+        q = query[begin:end].transpose(0, 1)
+        k, v = (t[first:last].transpose(0, 1) for t in (key, value))
+        place = torch.arange(last - first)
+        distance = place[-(end - begin) :, None] - place
+        mask = distance >= 0
+        if window_size[0] >= 0:
+            mask &= distance <= window_size[0]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         parts.append(out.transpose(0, 1))
     return torch.cat(parts)
 
@@ -53,6 +62,7 @@ def as_operator(
     window_size: list[int],
 ) -> torch.Tensor:
     """`by_document` as the compiler meets a kernel: its inside is not seen."""
+    assert query.shape[1] == 2 * key.shape[1], "heads are shared"
     return by_document(
         query, key, value, begins, key_begins, longest, key_longest, window_size
     ).contiguous()

@@ -1,15 +1,15 @@
 """Prompt and prefix tuning in one process: any family, packed rows, every kernel, off."""
 
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 
+from tests.trainer.layers.test_documents import by_document
 from tests.trainer.models.transformers_cases import reference, write
 from tests.trainer.models.transformers_runs import (
     DOCUMENTS,
@@ -97,35 +97,6 @@ def test_peft_gives_the_same_logits_in_each_family(
         torch.testing.assert_close(reference(folder)(TOKENS).logits, own, rtol=0, atol=1e-5)
 
 
-def by_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    begins: torch.Tensor,
-    key_begins: torch.Tensor,
-    longest: int,
-    key_longest: int,
-    window: int | None,
-) -> torch.Tensor:
-    """What FlashAttention-2 documents: the last query of a document sees its last key."""
-    parts = []
-    assert begins.dtype == key_begins.dtype == torch.int32
-    for (begin, end), (first, last) in zip(
-        pairwise(begins.tolist()), pairwise(key_begins.tolist()), strict=True
-    ):
-        assert end - begin <= longest and last - first <= key_longest
-        q = query[begin:end].transpose(0, 1)
-        k, v = (t[first:last].transpose(0, 1) for t in (key, value))
-        place = torch.arange(last - first)
-        distance = place[-(end - begin) :, None] - place
-        mask = distance >= 0
-        if window is not None:
-            mask &= distance < window
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        parts.append(out.transpose(0, 1))
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt-oss"])
 def test_kernels_give_what_the_mask_gives(family, tmp_path, model_folder, dataset, world):
     source = write(family, tmp_path / "model", model_folder)
@@ -143,7 +114,8 @@ def test_kernels_give_what_the_mask_gives(family, tmp_path, model_folder, datase
     assert len(wanted) == 2 + 2 * len(model.blocks)
     if family == "mistral":
         for layer in attention.layers(model):
-            layer.varlen_attention = partial(by_document, window=layer.window)
+            window_size = [-1 if layer.window is None else layer.window - 1, 0]
+            layer.varlen_attention = partial(by_document, window_size=window_size)
         for own, other in zip(found(), wanted, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-4, atol=2e-5)
         for layer in attention.layers(model):
