@@ -28,32 +28,31 @@ NUM_VIRTUAL = "num_virtual_tokens"
 
 @dataclass(frozen=True)
 class Adapter:
-    """One kind of adapter.
+    """One kind of adapter."""
 
-    Attributes:
-        title: the method's name; over an NF4 base with a Q before it.
-        parts: by the end of a parameter's name, what it belongs to (each chosen "linear" layer, or
-            each "row" or "column" layer among them; each "block"; the "model") and its sizes:
-            "in" and "out" of the linear layer, "kv" (the width of all keys), "dim" (that of the
-            stream), or a key of the model block, such as lora_rank.
-        saved: what else each of these keeps of a token for the backward pass, in the same terms.
-        reads_input: the backward pass needs the input of the linear layers that have it.
-        keys: the keys of the model block that it reads.
-        defaults: of those that are numbers, where the model block gives none.
-        lengthens: each document has as many positions more as it has virtual tokens.
-        merges: the base weights can hold it; if not, it is exported by itself only.
-        peft_type: PEFT's name of it, in adapter_config.json.
-    """
-
+    # The method's name; over an NF4 base with a Q before it.
     title: str
+    # By the end of a parameter's name, what it belongs to (each chosen "linear" layer, or each
+    # "row" or "column" layer among them; each "block"; the "model") and its sizes: "in" and "out"
+    # of the linear layer, "kv" (the width of all keys), "dim" (that of the stream), or a key of
+    # the model block, such as lora_rank.
     parts: Mapping[str, Sizes]
+    # What else each of these keeps of a token for the backward pass, in the same terms.
     saved: tuple[Sizes, ...] = ()
+    # The backward pass needs the input of the linear layers that have it.
     reads_input: bool = True
+    # The keys of the model block that it reads.
     keys: tuple[str, ...] = ()
+    # Of those that are numbers, where the model block gives none.
     defaults: tuple[tuple[str, int], ...] = ()
+    # Each document has as many positions more as it has virtual tokens.
     lengthens: bool = False
+    # The base weights can hold it; if not, it is exported by itself only.
     merges: bool = False
+    # PEFT's name of it, in adapter_config.json.
     peft_type: str = ""
+    # Of a kind of the kit's: its class, a dotted path.
+    made_by: str = ""
 
     def parts_of(self, *owners: str) -> dict[str, Sizes]:
         """The sizes of the parameters that belong to one of `owners`, by name."""
@@ -80,6 +79,7 @@ LORA = Adapter(
     keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora", *OF_LORA),
     merges=True,
     peft_type="LORA",
+    made_by="trainer.layers.adapters.lora.LoRA",
 )
 DORA = replace(
     LORA,
@@ -87,6 +87,7 @@ DORA = replace(
     parts={**LORA.parts, "magnitude": ("linear", "out")},
     # The sum that the magnitude scales.
     saved=(*LORA.saved, ("linear", "out")),
+    made_by="trainer.layers.adapters.lora.DoRA",
 )
 IA3 = Adapter(
     "(IA)3",
@@ -97,6 +98,7 @@ IA3 = Adapter(
     keys=("target_modules",),
     merges=True,
     peft_type="IA3",
+    made_by="trainer.layers.adapters.ia3.IA3",
 )
 PROMPT = Adapter(
     "Prompt tuning",
@@ -105,6 +107,7 @@ PROMPT = Adapter(
     defaults=((NUM_VIRTUAL, VIRTUAL_TOKENS),),
     lengthens=True,
     peft_type="PROMPT_TUNING",
+    made_by="trainer.layers.adapters.prompt.Prompt",
 )
 PREFIX = Adapter(
     "Prefix tuning",
@@ -117,6 +120,7 @@ PREFIX = Adapter(
     keys=(NUM_VIRTUAL, "prefix_init", "prompt_init_text"),
     defaults=((NUM_VIRTUAL, VIRTUAL_TOKENS),),
     peft_type="PREFIX_TUNING",
+    made_by="trainer.layers.adapters.prefix.Prefix",
 )
 KINDS = {"lora": LORA, "dora": DORA, "ia3": IA3, "prompt": PROMPT, "prefix": PREFIX}
 

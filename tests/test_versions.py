@@ -14,9 +14,11 @@ ROOT = Path(__file__).parents[1]
 # What the pair runs: families with experts and linear attention, full, LoRA and QLoRA, packed rows,
 # preferences, GRPO, kill and resume, export, generate, serve.
 CASES = [
-    *("test_transformers", "test_experts", "test_adapters", "test_layouts"),
-    *("test_preference", "test_grpo", "test_resume", "test_checkpoint", "test_demo"),
+    *("models/test_transformers", "layers/test_experts", "layers/test_adapters"),
+    *("parallel/test_layouts", "methods/test_preference", "checkpoint/test_resume"),
+    *("checkpoint/test_checkpoint", "test_demo"),
 ]
+OF_PLUGINS = ["rl/test_grpo", "serve/test_protocol"]
 # These follow from the other packages' versions.
 FREE = r"^(triton|nvidia|cuda|tokenizers|sympy|fsspec|huggingface_hub|hf-xet|setuptools)\b.*\n"
 
@@ -54,9 +56,8 @@ def test_the_oldest_pair_trains_exports_and_serves(tmp_path):
     kit = f"{ROOT}[{','.join(wanted)}]"
     tools = ["pytest", "pytest-xdist", "peft", "psutil", "scipy", "scikit-learn"]
     subprocess.run([*pip, "--no-build-isolation", "--editable", kit, *tools], check=True)
-    files = [f"tests/trainer/{name}.py" for name in CASES] + [
-        "tests/plugins/serve/test_protocol.py"
-    ]
+    files = [f"tests/trainer/{name}.py" for name in CASES]
+    files += [f"tests/plugins/{name}.py" for name in OF_PLUGINS]
     argv = [python, "-m", "pytest", "-n", "0", "-q", "-m", "not named and not alone", *files]
     done = subprocess.run(
         argv, cwd=ROOT, env={**os.environ, "COOKBOOK_VENV": str(python.parents[1])}

@@ -13,22 +13,23 @@ COMBINED = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 
 
 class Figures(NamedTuple):
-    """What is to be logged of a step, on its way from this rank's device.
-
-    Attributes:
-        names: of the sums; losses: steps since the last logged one. tokens, lr: of the run, of the
-            step. more: figures that all ranks know.
-        values: the sums, the losses' sum, the gradient norm, and the updates that were left out, in
-            all and in a row; fp64 on the host, once `arrived` has happened.
-    """
+    """What is to be logged of a step, on its way from this rank's device."""
 
     step: int
+    # Of the run.
     tokens: int
+    # Of the step.
     lr: float
+    # Of the step, over all ranks.
     targets: float
+    # Of the sums.
     names: list[str]
+    # Steps since the last logged one.
     losses: int
+    # Figures that all ranks know.
     more: Mapping[str, float | None]
+    # The sums, the losses' sum, the gradient norm, and the updates that were left out, in all and
+    # in a row; fp64 on the host, once `arrived` has happened.
     values: torch.Tensor
     arrived: torch.cuda.Event | None
 

@@ -20,14 +20,11 @@ KINDS = ("norm", "bias", "embedding")
 
 
 class Trained(NamedTuple):
-    """A parameter that is trained, with its name and kind.
-
-    kind: bias; embedding (the output head, too); matrix, of a block; norm, for other vectors; or
-    other.
-    """
+    """A parameter that is trained."""
 
     parameter: torch.nn.Parameter
     name: str = ""
+    # bias; embedding (the output head, too); matrix, of a block; norm, for other vectors; or other.
     kind: str = ""
 
 

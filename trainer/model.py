@@ -417,10 +417,13 @@ class AdapterKind(ABC):
     def add(self, model: Decoder) -> None:
         """Add the parameters to a model on the meta device; raises ConfigError if it cannot."""
 
-    def fit(self, model: Decoder, config: TrainConfig) -> list[str]:
-        """Read what the rest of the config says of it; return what does not fit, a line each.
+    def fit(self, model: Decoder, tokenizer: Mapping[str, Any]) -> list[str]:
+        """Read what else it needs; return what does not fit, a line each.
 
         It is called once, on the meta device, before the model is laid out.
+
+        Args:
+            tokenizer: the config's block.
         """
         return []
 

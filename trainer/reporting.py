@@ -74,7 +74,7 @@ class Reporter:
             f"model      {model.module.title or config.model['_component_']}, {total:,} parameters",
             f"method     {model.method}, {trainable:,} trainable ({100 * trainable / total:.2f} %)",
             *self._frozen,
-            f"ranks      {world.size} on {world.device.type}, {world.described(config)}",
+            f"ranks      {world.size} on {world.device.type}, {_layout(world, config)}",
             f"data       {batches.described}, {batches.samples_per_step} per step, "
             f"{batches.steps_per_epoch} steps per epoch",
             *([] if validation is None else [f"validation {validation.described}"]),
@@ -221,3 +221,19 @@ def _frozen_line(config: TrainConfig, models: Models) -> list[str]:
     if models.teacher is not None:
         lines.append(f"teacher    frozen, {models.teacher.parameter_counts()[1]:,} parameters")
     return lines
+
+
+def _layout(world: World, config: TrainConfig) -> str:
+    """How the ranks divide the work, in words."""
+    layout = world.layout
+    masters = f" with {config.master_weights} master weights" if config.master_weights else ""
+    fp8 = f", products in fp8 ({config.fp8_recipe})" if config.fp8_recipe else ""
+    parts = {
+        config.dtype + masters + fp8: True,
+        f"FSDP over {layout.shard}": layout.shard > 1,
+        f"{layout.replicate} data-parallel replicas": layout.replicate > 1,
+        f"tensor parallel over {layout.tensor_parallel}": layout.tensor_parallel > 1,
+        f"expert parallel over {layout.expert_parallel}": layout.expert_parallel > 1,
+        "parameters and optimizer on the CPU": config.fsdp_cpu_offload,
+    }
+    return ", ".join(part for part, holds in parts.items() if holds)

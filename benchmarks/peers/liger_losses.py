@@ -1,4 +1,4 @@
-"""Liger Kernel's reference losses and their gradients, for tests/trainer/test_liger_losses.py.
+"""Liger Kernel's losses and their gradients, for tests/trainer/layers/test_liger_losses.py.
 
     pip install --no-deps --target LIGER liger-kernel==0.8.5
     PYTHONPATH=LIGER python -m benchmarks.peers.liger_losses

@@ -106,7 +106,7 @@ class FakeBuilder(Builder):
         self._layers, self._depth = layers, 0
 
     def _built(self, config: TrainConfig, frozen: bool) -> models.Model:
-        module = models.cut(models.empty(config, frozen), config)
+        module = models.cut(models.empty(config, frozen), config.first_blocks)
         if faults := models.layout_faults(module, config):
             raise ConfigError(*faults)
         self._depth = self._depth or len(module.blocks)

@@ -43,7 +43,7 @@ class Unread(Builder):
         self.config, self.world, self.fingerprints = config, world, {}
 
     def _built(self, config: TrainConfig, frozen: bool) -> models.Model:
-        module = models.cut(models.empty(config, frozen), config)
+        module = models.cut(models.empty(config, frozen), config.first_blocks)
         models.lay_out(module, config, self.world, frozen)
         offloads = config.fsdp_cpu_offload
         models.allocate(module, self.world.device, parameters_on_cpu=offloads)

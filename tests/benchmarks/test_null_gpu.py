@@ -21,9 +21,9 @@ from runspec.keys.model import TRANSFORMERS
 from tests.launcher.kit import until
 from tests.model_sizes import DEMO
 from tests.plugins.serve.test_virtual_tokens import answer
-from tests.trainer.pairs import pairs_config, write_pairs
+from tests.trainer.methods.pairs import pairs_config, write_pairs
+from tests.trainer.models.transformers_cases import write
 from tests.trainer.runs import lora_model, write_config
-from tests.trainer.transformers_cases import write
 from trainer import demo
 
 ROOT = Path(null_gpu.__path__[0]).parents[1]

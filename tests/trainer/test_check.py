@@ -1,7 +1,6 @@
 """What trainer.check finds in a config without training: components, arguments, misfits."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from trainer.parallel.fake import fake_world
 
 
 @pytest.fixture
-def content(tmp_path: Path, model_folder: Path, dataset: Path) -> dict:
+def content(tmp_path, model_folder, dataset):
     return read_yaml(write_config(tmp_path / "run", model_folder, dataset))
 
 
@@ -39,7 +38,7 @@ LARGE = {
     "name",
     [pytest.param(n, marks=[pytest.mark.long] * (n in LARGE)) for n in recipes.names()],
 )
-def test_every_recipe_of_the_catalogue_is_sound(name: str, tmp_path: Path) -> None:
+def test_every_recipe_of_the_catalogue_is_sound(name, tmp_path):
     """Without the models' files: each component is there, and the model can be built and split."""
     loaded = recipes.load(name)
     content = loaded.train_config(tmp_path, str(tmp_path / "run"))
@@ -67,7 +66,7 @@ def test_every_recipe_of_the_catalogue_is_sound(name: str, tmp_path: Path) -> No
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_fault_is_found_before_a_rank_starts(content: dict, change: dict, told: str) -> None:
+def test_a_fault_is_found_before_a_rank_starts(content, change, told):
     for key, value in change.items():
         content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
     assert any(told in fault for fault in check.faults(content, SupervisedFineTuning)), (
@@ -87,9 +86,7 @@ def test_a_fault_is_found_before_a_rank_starts(content: dict, change: dict, told
         ("LBFGS", 1, True, "missing 1 required positional argument: 'closure'"),
     ],
 )
-def test_an_optimizer_is_tried_in_its_layout(
-    content: dict, optimizer: str, shard: int, lora: bool, told: str | None
-) -> None:
+def test_an_optimizer_is_tried_in_its_layout(content, optimizer, shard, lora, told):
     content["optimizer"] = {"_component_": f"torch.optim.{optimizer}", "lr": 1e-3}
     content["data_parallel_shard_dim"] = shard
     if lora:
@@ -98,7 +95,7 @@ def test_an_optimizer_is_tried_in_its_layout(
     assert found == [] if told is None else told in found[0] and len(found) == 1
 
 
-def test_the_optimizers_that_need_whole_parameters_are_known() -> None:
+def test_the_optimizers_that_need_whole_parameters_are_known():
     """The list of the rules against torch: on a parameter of two ranks, and on a whole one."""
     failing: dict[bool, set[str]] = {True: set(), False: set()}
     with fake_world({}, 2) as world:
@@ -130,9 +127,7 @@ def test_the_optimizers_that_need_whole_parameters_are_known() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value)[:40],
 )
-def test_the_estimate_refuses_what_check_refuses(
-    name: str, changes: list[str], tmp_path: Path
-) -> None:
+def test_the_estimate_refuses_what_check_refuses(name, changes, tmp_path):
     config = recipes.load(name, changes).train_config(tmp_path, str(tmp_path / "run"))
     config["optimizer"] = {"_component_": config["optimizer"]["_component_"], "lr": 1e-5}
     ranks = max(8, config.get("expert_parallel_dim", 1))
@@ -143,17 +138,17 @@ def test_the_estimate_refuses_what_check_refuses(
     assert check.faults(config, SupervisedFineTuning) == refused.value.faults
 
 
-def test_a_sound_config_has_no_fault(content: dict) -> None:
+def test_a_sound_config_has_no_fault(content):
     assert check.faults(content, SupervisedFineTuning) == []
 
 
-def test_a_model_that_is_not_whole_is_told(content: dict, tmp_path: Path) -> None:
+def test_a_model_that_is_not_whole_is_told(content, tmp_path):
     content["checkpointer"]["checkpoint_dir"] = str(tmp_path)
     (fault, *_) = check.faults(content, SupervisedFineTuning)
     assert "has neither model.safetensors nor" in fault
 
 
-def test_the_command_answers_in_json(content: dict, tmp_path: Path) -> None:
+def test_the_command_answers_in_json(content, tmp_path):
     path = tmp_path / "train.yaml"
     content["bathc_size"] = 3
     path.write_text(yaml.safe_dump(content))
@@ -163,7 +158,7 @@ def test_the_command_answers_in_json(content: dict, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_components_of_every_stock_config_exist() -> None:
+def test_the_components_of_every_stock_config_exist():
     """Or lack a package that is not torchtune's own, and say which."""
     folder = site_packages() / "recipes" / "configs"
     lacking = []

@@ -4,7 +4,6 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -28,7 +27,7 @@ OPEN = ("dataset.packed: set",)
 
 
 @pytest.mark.parametrize("path", STOCK, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_stock_config_is_read(path: Path) -> None:
+def test_every_stock_config_is_read(path):
     try:
         configs.load(path)
     except ConfigError as error:
@@ -36,7 +35,7 @@ def test_every_stock_config_is_read(path: Path) -> None:
         assert all(fault.startswith(OPEN) for fault in error.faults), error
 
 
-def test_the_stock_configs_are_all_there() -> None:
+def test_the_stock_configs_are_all_there():
     assert len(STOCK) >= 90
 
 
@@ -99,9 +98,7 @@ def test_the_stock_configs_are_all_there() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_values_are_named(
-    changes: dict[str, Any], fault: str, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_wrong_values_are_named(changes, fault, tmp_path, model_folder, dataset):
     path = write_config(tmp_path, model_folder, dataset, **changes)
     with pytest.raises(ConfigError) as caught:
         configs.load(path)
@@ -109,14 +106,14 @@ def test_wrong_values_are_named(
     assert caught.value.faults[0].startswith(fault)
 
 
-def test_all_faults_are_reported_at_once(tmp_path: Path, model_folder: Path, dataset: Path) -> None:
+def test_all_faults_are_reported_at_once(tmp_path, model_folder, dataset):
     path = write_config(tmp_path, model_folder, dataset, batch_size=0, epochs=0, device="x", oops=1)
     with pytest.raises(ConfigError) as caught:
         configs.load(path)
     assert len(caught.value.faults) == 4
 
 
-def test_broken_yaml_is_named_by_line_and_column(tmp_path: Path) -> None:
+def test_broken_yaml_is_named_by_line_and_column(tmp_path):
     path = tmp_path / "train.yaml"
     path.write_text("a: 1\nb: [1, 2\nc: 3\n")
     with pytest.raises(ConfigError, match=r"train\.yaml, line 3, column 2: "):
@@ -167,14 +164,7 @@ def cut_short(folder: Path) -> None:
     ],
     ids=["tensors", "rope", "damaged", "config.json", "folder"],
 )
-def test_a_model_folder_that_does_not_fit(
-    harm: Any,
-    faults: tuple[str, ...],
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_folder_that_does_not_fit(harm, faults, tmp_path, model_folder, dataset, capfd):
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
     harm(folder)
@@ -219,14 +209,7 @@ def test_a_model_folder_that_does_not_fit(
         "long",
     ],
 )
-def test_components_that_do_not_work(
-    changes: dict[str, Any],
-    fault: str,
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_components_that_do_not_work(changes, fault, tmp_path, model_folder, dataset, capfd):
     path = write_config(tmp_path, model_folder, dataset)
     content = yaml.safe_load(path.read_text())
     for key, block in changes.items():
@@ -254,9 +237,7 @@ def assert_refused(path: Path, faults: tuple[str, ...], capfd: pytest.CaptureFix
     assert not (path.parent / "checkpoints").exists()
 
 
-def test_a_rank_that_fails_records_its_fault(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_a_rank_that_fails_records_its_fault(tmp_path, model_folder, dataset):
     path = write_config(tmp_path, model_folder, dataset, batch_size=0)
     output = train(path, ranks=2, attempt=7, status=1)
     # torchrun ends the other rank as soon as one has failed.
@@ -285,15 +266,15 @@ def test_a_rank_that_fails_records_its_fault(
     ids=str,
 )
 def test_one_key_says_what_torchtunes_three_say(
-    changes: dict[str, Any], recomputed: Any, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    changes, recomputed, tmp_path, model_folder, dataset
+):
     config = configs.load(write_config(tmp_path, model_folder, dataset, **changes))
     assert config.activation_checkpointing == recomputed
 
 
 def test_a_config_holds_each_key_that_is_used_and_names_those_that_are_not(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    tmp_path, model_folder, dataset
+):
     unused = {
         "optimizer_in_bwd": True,
         "metric_logger": {"_component_": "a.B"},
@@ -309,9 +290,7 @@ def test_a_config_holds_each_key_that_is_used_and_names_those_that_are_not(
 
 
 @pytest.mark.parametrize(("mode", "ranks", "count"), [("op", 2, 1), ("op", 1, 0), ("full", 2, 0)])
-def test_blocks_that_stay_uncompiled_are_told(
-    tmp_path: Path, model_folder: Path, dataset: Path, mode: str, ranks: int, count: int
-) -> None:
+def test_blocks_that_stay_uncompiled_are_told(tmp_path, model_folder, dataset, mode, ranks, count):
     changes = {"compile": True, "activation_checkpointing": mode, "expert_parallel_dim": ranks}
     config = configs.load(write_config(tmp_path, model_folder, dataset, **changes))
     assert len([note for note in config.notes if "are not compiled" in note]) == count

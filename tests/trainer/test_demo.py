@@ -17,7 +17,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_bytes(tmp_path):
     run("trainer.demo", tmp_path / "one", "--dataset", DATASET).check_returncode()
     demo.make(tmp_path / "two", DATASET, seed=0)
     demo.make(tmp_path / "three", DATASET, seed=1)
@@ -29,7 +29,7 @@ def test_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "{", '{"question": 1}\n'])
-def test_unusable_dataset_leaves_no_folder(text: str | None, tmp_path: Path) -> None:
+def test_unusable_dataset_leaves_no_folder(text, tmp_path):
     dataset = tmp_path / "data.jsonl"
     if text is not None:
         dataset.write_text(text)
@@ -38,7 +38,7 @@ def test_unusable_dataset_leaves_no_folder(text: str | None, tmp_path: Path) -> 
     assert not (tmp_path / "model").exists()
 
 
-def test_run_answers_and_generate_answers_by_hand(tmp_path: Path, model_folder: Path) -> None:
+def test_run_answers_and_generate_answers_by_hand(tmp_path, model_folder):
     """Two pairs are learned by heart, and the exported folder knows them."""
     dataset = tmp_path / "two.jsonl"
     rows = [json.loads(line) for line in DATASET.read_text().splitlines()[:2]]

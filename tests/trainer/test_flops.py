@@ -1,20 +1,16 @@
 """Model FLOPs against torch's own counter, and the rates that are made of them."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.trainer.test_loss import CPU, LINEAR, MODELS, batch, random_model, token_loss
+from tests.trainer.layers.test_loss import CPU, LINEAR, MODELS, batch, random_model, token_loss
 from trainer.metrics import Work, known_tflops, model_flops
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "lora-output", "tied"])
-def test_they_equal_torchs_counter(
-    name: str, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_they_equal_torchs_counter(name, tmp_path, model_folder, dataset):
     """3 samples of 50 tokens; only the half that is trained enters the output layer."""
     model = random_model(MODELS[name])
     loss = token_loss(tmp_path, model_folder, dataset, LINEAR)
@@ -30,7 +26,7 @@ def test_they_equal_torchs_counter(
     assert own == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_rates_are_of_all_gpus_and_mfu_of_the_known_peak() -> None:
+def test_rates_are_of_all_gpus_and_mfu_of_the_known_peak():
     work = Work(steps=2, tokens=8000, flops=4e15, seconds=2.0)
     assert work.rates(8, 500.0) == {
         "tokens_per_second_per_gpu": 500.0,
@@ -55,5 +51,5 @@ def test_rates_are_of_all_gpus_and_mfu_of_the_known_peak() -> None:
         ("Quadro T1000", None),
     ],
 )
-def test_peaks_are_found_by_the_drivers_name(name: str, peak: float | None) -> None:
+def test_peaks_are_found_by_the_drivers_name(name, peak):
     assert known_tflops(name) == peak

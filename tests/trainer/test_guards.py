@@ -36,7 +36,7 @@ def run_here(path: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def poisoned(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
+def poisoned(tmp_path_factory, model_folder):
     """A model that does not know one word, data in which it occurs once, and data without it.
 
     The word's embedding is NaN, and its sample is the last of the second step: with two ranks the
@@ -92,9 +92,7 @@ def assert_skipped(root: Path) -> None:
 @pytest.mark.parametrize(
     "optimizer", [pytest.param(FUSED, marks=pytest.mark.long), FOREACH], ids=["fused", "foreach"]
 )
-def test_a_step_that_is_not_finite_changes_nothing(
-    optimizer: dict, tmp_path: Path, poisoned: dict[str, Path]
-) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(optimizer, tmp_path, poisoned):
     for path in pair(tmp_path, poisoned, optimizer=optimizer):
         assert run_here(path) == 0
     assert_skipped(tmp_path)
@@ -102,8 +100,8 @@ def test_a_step_that_is_not_finite_changes_nothing(
 
 @pytest.mark.long
 def test_all_ranks_skip_what_one_has_seen_and_chosen_ranks_are_profiled(
-    tmp_path: Path, poisoned: dict[str, Path], model_folder: Path, dataset: Path
-) -> None:
+    tmp_path, poisoned, model_folder, dataset
+):
     profiled = write_config(
         tmp_path / "profiled",
         model_folder,
@@ -138,8 +136,8 @@ def assert_profiled(folder: Path, rank: int, steps: set[int]) -> None:
 
 
 def test_torchtunes_profiler_keys_record_the_first_rank_of_the_node(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+    tmp_path, model_folder, dataset
+):
     settings = {"wait_steps": 1, "warmup_steps": 1, "active_steps": 2, "num_cycles": 1}
     settings |= {"_component_": "torchtune.training.setup_torch_profiler", "enabled": True}
     path = write_config(tmp_path, model_folder, dataset, max_steps=5, profiler=settings)
@@ -147,9 +145,7 @@ def test_torchtunes_profiler_keys_record_the_first_rank_of_the_node(
     assert_profiled(tmp_path / "profile", rank=0, steps={3, 4})
 
 
-def test_a_rank_that_is_not_there_cannot_be_profiled(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_a_rank_that_is_not_there_cannot_be_profiled(tmp_path, model_folder, dataset):
     settings = {"enabled": True, "ranks": [0, 5]}
     config = load(write_config(tmp_path, model_folder, dataset, profiler=settings))
     world = distributed.start("cpu")
@@ -160,9 +156,7 @@ def test_a_rank_that_is_not_there_cannot_be_profiled(
         distributed.stop()
 
 
-def test_too_many_in_a_row_end_the_run_for_good(
-    tmp_path: Path, model_folder: Path, dataset: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_in_a_row_end_the_run_for_good(tmp_path, model_folder, dataset, capfd):
     """A learning rate so high that nothing is finite after the second step."""
     path = write_config(
         tmp_path,
@@ -184,9 +178,7 @@ def test_too_many_in_a_row_end_the_run_for_good(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_run_that_never_updated_has_not_completed(
-    tmp_path: Path, poisoned: dict[str, Path], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_never_updated_has_not_completed(tmp_path, poisoned, capfd):
     """Fewer steps than max_non_finite_steps, and none of them finite."""
     path = write_config(
         tmp_path, poisoned["model"], poisoned["with"], shuffle=False, max_steps=1, epochs=1
@@ -216,9 +208,7 @@ TOKENIZER_FAULTS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZER_FAULTS)
-def test_a_tokenizer_of_another_model_is_refused(
-    name: str, tmp_path: Path, model_folder: Path
-) -> None:
+def test_a_tokenizer_of_another_model_is_refused(name, tmp_path, model_folder):
     file, changes, wanted = TOKENIZER_FAULTS[name]
     tokenizer = hugging_face_tokenizer(str(model_folder))
     assert faults(tokenizer, model_folder) == []
@@ -234,7 +224,7 @@ def test_a_tokenizer_of_another_model_is_refused(
         assert text in line and "give the tokenizer that belongs to" in line
 
 
-def test_an_empty_dataset_is_refused(tmp_path: Path, model_folder: Path) -> None:
+def test_an_empty_dataset_is_refused(tmp_path, model_folder):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     world = distributed.start("cpu")
@@ -245,7 +235,7 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, model_folder: Path) -> None
         distributed.stop()
 
 
-def test_a_warm_up_that_never_ends_is_noted() -> None:
+def test_a_warm_up_that_never_ends_is_noted():
     block = {"_component_": "x", "num_warmup_steps": 100}
     assert warmup_note(None, 5) is None and warmup_note(block, 101) is None
     note = str(warmup_note(block, 5))
@@ -255,7 +245,7 @@ def test_a_warm_up_that_never_ends_is_noted() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_a_rank_ends_at_once_whatever_its_threads_do(status: int) -> None:
+def test_a_rank_ends_at_once_whatever_its_threads_do(status):
     """A thread of gloo that is alive while Python cleans up can abort a rank that has finished."""
     code = (
         "import atexit, threading, time; from trainer import start;"

@@ -23,7 +23,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_only_one_folder_imports_torchtune() -> None:
+def test_only_one_folder_imports_torchtune():
     for path in (ROOT / "trainer").rglob("*.py"):
         tops = {name.split(".")[0] for name in imported(path)}
         assert path.parent.name == "torchtune" or not tops & {"torchtune", "torchao"}, path
@@ -34,7 +34,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
 
 
-def test_compat_imports_everything_it_names_and_says_nothing() -> None:
+def test_compat_imports_everything_it_names_and_says_nothing():
     done = run(
         "from trainer.models.torchtune import compat; "
         "[getattr(compat, name) for name in dir(compat)]"
@@ -42,7 +42,7 @@ def test_compat_imports_everything_it_names_and_says_nothing() -> None:
     assert done.stdout == done.stderr == ""
 
 
-def test_checking_a_config_needs_no_torch() -> None:
+def test_checking_a_config_needs_no_torch():
     code = "import sys, trainer.config; print([m for m in sys.modules if m.startswith('torch')])"
     assert run(code).stdout == "[]\n"
 
@@ -65,7 +65,7 @@ sys.exit(start.main(sys.argv[1:], FirstStep))
 
 
 @pytest.mark.long
-def test_only_a_recipe_that_names_torchtune_imports_it(tmp_path: Path, model_folder: Path) -> None:
+def test_only_a_recipe_that_names_torchtune_imports_it(tmp_path, model_folder):
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     data = tmp_path / "data.jsonl"
     data.write_text(f"{json.dumps({'messages': turns})}\n" * 20)

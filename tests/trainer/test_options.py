@@ -106,8 +106,8 @@ def by_muon(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     ],
 )
 def test_an_optimizers_losses_equal_a_plain_loops(
-    block: Any, theirs: Any, tolerance: float, model_folder: Path, dataset: Path, tmp_path: Path
-) -> None:
+    block, theirs, tolerance, model_folder, dataset, tmp_path
+):
     path = config(tmp_path / "run", model_folder, dataset, optimizer=block)
     train(path)
     losses, model = plain_curve(path, model_folder, theirs)
@@ -118,7 +118,7 @@ def test_an_optimizers_losses_equal_a_plain_loops(
 
 
 @pytest.mark.long
-def test_muon_over_ranks_and_at_resume(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
+def test_muon_over_ranks_and_at_resume(model_folder, dataset, tmp_path):
     """Sharded it sums in another order, and rounds to bf16: 2e-3 of the loss."""
     whole = {"optimizer": MUON, "save_every_n_steps": 3}
     runs = {
@@ -141,9 +141,7 @@ def test_muon_over_ranks_and_at_resume(model_folder: Path, dataset: Path, tmp_pa
     assert all(again[name].equal(value) for name, value in first.items())
 
 
-def test_groups_are_named_by_kind_or_pattern(
-    model_folder: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_groups_are_named_by_kind_or_pattern(model_folder, dataset, tmp_path):
     module = models.empty(load(config(tmp_path / "run", model_folder, dataset)))
     trained = trained_of(module.to_empty(device="cpu"))
     free = {"no_weight_decay": ["norm", "*.q_proj.weight"]}
@@ -159,7 +157,7 @@ def test_groups_are_named_by_kind_or_pattern(
             optimizers.build(block, trained)
 
 
-def test_a_share_of_steps_becomes_their_number() -> None:
+def test_a_share_of_steps_becomes_their_number():
     def rates(block: dict[str, Any], steps: int) -> list[float]:
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
         schedule = optimizers.schedule(block, optimizer, steps)
@@ -182,7 +180,7 @@ def test_a_share_of_steps_becomes_their_number() -> None:
         rates(steps | {"warmup_ratio": 0.1}, 4)
 
 
-def test_frozen_layers_stay_as_they_are(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
+def test_frozen_layers_stay_as_they_are(model_folder, dataset, tmp_path):
     patterns = ["model.embed_tokens.*", "model.layers.0.*"]
     output = train(config(tmp_path / "one", model_folder, dataset, freeze=patterns))
     before, after = tensors(model_folder), tensors(tmp_path / "one/export")
@@ -195,9 +193,7 @@ def test_frozen_layers_stay_as_they_are(model_folder: Path, dataset: Path, tmp_p
         assert words in train(path, status=1)
 
 
-def test_a_recipe_has_its_own_chat_template(
-    model_folder: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_recipe_has_its_own_chat_template(model_folder, dataset, tmp_path):
     text = (
         "{% if not enable_thinking %}quick {% endif %}"
         "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
@@ -252,9 +248,7 @@ def test_a_recipe_has_its_own_chat_template(
         ),
     ],
 )
-def test_the_estimate_knows_what_the_optimizer_keeps(
-    changes: dict[str, Any], model_folder: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_the_estimate_knows_what_the_optimizer_keeps(changes, model_folder, dataset, tmp_path):
     """Against the same step on fake tensors, on two ranks."""
     path = config(tmp_path / "run", model_folder, dataset, row_length=64, **changes)
     content = yaml.safe_load(path.read_text())
@@ -264,9 +258,7 @@ def test_the_estimate_knows_what_the_optimizer_keeps(
 
 
 @pytest.mark.long
-def test_embedding_and_head_are_trained_beside_lora(
-    model_folder: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_embedding_and_head_are_trained_beside_lora(model_folder, dataset, tmp_path):
     """Over ranks, over a 4-bit base, and as PEFT and transformers load them."""
     lora = {"lora_rank": 4, "modules_to_save": ["embed_tokens", "lm_head"]}
     runs = {
@@ -312,9 +304,7 @@ class Stateless(torch.optim.SGD):
         vars(self).pop("state")
 
 
-def test_an_optimizer_whose_state_no_checkpoint_would_hold_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_optimizer_whose_state_no_checkpoint_would_hold_is_refused(monkeypatch):
     monkeypatch.setenv("COOKBOOK_COMPONENTS", "tests")
     block = {"_component_": f"{__name__}.Stateless", "lr": 0.1}
     with pytest.raises(ConfigError, match="has no state that a checkpoint could hold; fsdp_cpu"):

@@ -7,7 +7,7 @@ from trainer.metrics import Clock
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_the_first_step_is_not_in_the_pace(monkeypatch, every: int) -> None:
+def test_the_first_step_is_not_in_the_pace(monkeypatch, every):
     now = 0.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
     clock = Clock(10)  # a resumed run
@@ -25,7 +25,7 @@ def test_the_first_step_is_not_in_the_pace(monkeypatch, every: int) -> None:
         assert left == [None, None, None, 28.0, 24.0, 20.0]
 
 
-def test_a_line_without_it_ends_with_the_memory() -> None:
+def test_a_line_without_it_ends_with_the_memory():
     record = dict.fromkeys(("epoch", "lr", "loss", "grad_norm", "memory_rss_gb"), 1.0)
     record |= {"step": 3, "mfu": None, "peak_memory_reserved_gb": None, "left_s": None}
     record["tokens_per_second_per_gpu"] = 5.0

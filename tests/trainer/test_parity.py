@@ -19,9 +19,7 @@ from tests.trainer.runs import finish, lora_model, metrics, start, train, write_
     ],
     ids=["full", "lora", "dora"],
 )
-def test_loss_curve_equals_torchtunes_stock_recipe(
-    method: str, model: dict, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_loss_curve_equals_torchtunes_stock_recipe(method, model, tmp_path, model_folder, dataset):
     """One epoch of 11 steps of 2 x 2 samples.
 
     One, as the stock LoRA recipe's save on a CPU merges the adapter into the model it goes on with.
@@ -81,9 +79,7 @@ def stock_losses(ours: Path, folder: Path, method: str) -> list[float]:
     return [float(value) for value in re.findall(r"loss:(\S+)", text)]
 
 
-def test_tensorboard_shows_what_metrics_jsonl_holds(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_tensorboard_shows_what_metrics_jsonl_holds(tmp_path, model_folder, dataset):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     # By `python -m`, as the imports of forked ranks are not those of a job: they may not warn.

@@ -1,7 +1,6 @@
 """Learning rate schedules of torch: which work, resumed alike, and why the others are refused."""
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ def stepped(block: dict[str, Any], before: int) -> list[tuple[float, Any]]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_of_torch_is_resumed_bitwise(name: str) -> None:
+def test_a_schedule_of_torch_is_resumed_bitwise(name):
     block = {"_component_": f"{TORCH}{name}", **SCHEDULES[name]}
     whole = stepped(block, 0)
     assert len({rate for rate, _ in whole}) > 1
@@ -65,7 +64,7 @@ def test_a_schedule_of_torch_is_resumed_bitwise(name: str) -> None:
 
 
 @pytest.mark.parametrize(("warmup", "cycles"), [(3, 0.5), (0, 1.5)])
-def test_the_cosine_is_torchtunes(warmup: int, cycles: float) -> None:
+def test_the_cosine_is_torchtunes(warmup, cycles):
     from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
     name = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
@@ -89,9 +88,7 @@ def test_the_cosine_is_torchtunes(warmup: int, cycles: float) -> None:
     ],
     ids=["cosine", "cycle", "sequence"],
 )
-def test_check_takes_it(
-    block: dict[str, Any], tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_check_takes_it(block, tmp_path, model_folder, dataset):
     path = write_config(tmp_path, model_folder, dataset, lr_scheduler=block)
     assert check.faults(read_yaml(path), SupervisedFineTuning) == []
 
@@ -106,23 +103,19 @@ def test_check_takes_it(
         ({"_component_": "torch.nn.Identity"}, "LRScheduler"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    block: dict[str, Any], told: str, tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_what_cannot_work_is_refused(block, told, tmp_path, model_folder, dataset):
     path = write_config(tmp_path, model_folder, dataset, lr_scheduler=block)
     (fault,) = check.faults(read_yaml(path), SupervisedFineTuning)
     assert fault.startswith("lr_scheduler: ") and told in fault
 
 
-def test_a_cycle_that_ends_before_the_run_is_refused() -> None:
+def test_a_cycle_that_ends_before_the_run_is_refused():
     optimizer = optimizers.build(ADAMW, [torch.nn.Parameter(torch.zeros(2, 2))])
     with pytest.raises(ConfigError, match="ends after 11 steps, the run after 12; leave it out"):
         optimizers.schedule(CYCLE | {"total_steps": 11}, optimizer, STEPS)
 
 
-def test_a_run_goes_on_with_rate_and_betas(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
+def test_a_run_goes_on_with_rate_and_betas(tmp_path, model_folder, dataset):
     """OneCycleLR also changes the optimizer's betas, which no checkpoint gives back."""
     changes = {"lr_scheduler": CYCLE, "optimizer": ADAMW, "save_every_n_steps": 3}
     whole = write_config(tmp_path / "whole", model_folder, dataset, **changes)

@@ -1,8 +1,6 @@
 """What a step costs the CPU: it waits for no device, and compiles no layer again."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,19 +56,13 @@ def _by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
+def world():
     yield distributed.start("auto")
     distributed.stop()
 
 
 @pytest.fixture(params=RUNS)
-def trainer(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: distributed.World,
-) -> Trainer:
+def trainer(request, tmp_path, model_folder, dataset, world):
     settings = {"row_length": 96, "batch_size": 4, "device": "auto", "max_steps": 8}
     settings |= {"log_every_n_steps": 1, "save_every_n_steps": 4} | RUNS[request.param]
     return Trainer(
@@ -81,16 +73,14 @@ def trainer(
     )
 
 
-def test_no_step_waits(trainer: Trainer) -> None:
+def test_no_step_waits(trainer):
     with Waits(trainer) as waits:
         assert trainer.train()
     assert {step for step, _ in waits.found} == WAITS, sorted(waits.found)
     assert [line["step"] for line in metrics(trainer.config.output_dir)] == [*range(1, 9)]
 
 
-def test_a_step_on_a_cpu_has_its_own_time(
-    tmp_path: Path, model_folder: Path, dataset: Path, world: distributed.World
-) -> None:
+def test_a_step_on_a_cpu_has_its_own_time(tmp_path, model_folder, dataset, world):
     """Though it is logged after the next one, and the last one at once."""
     if world.device.type != "cpu":
         pytest.skip("a GPU works while the CPU launches the next step")
@@ -136,13 +126,8 @@ COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     "name", [pytest.param(n, marks=[] if n == "qlora" else pytest.mark.long) for n in COMPILED]
 )
 def test_layers_are_compiled_whole_and_once(
-    name: str,
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: distributed.World,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, tmp_path, model_folder, dataset, world, monkeypatch
+):
     """Two epochs, whose last batches are short, of rows with different documents."""
     # It differs from the usual one in what it makes of the code, not in what is compiled.
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
@@ -162,13 +147,8 @@ def test_layers_are_compiled_whole_and_once(
 
 
 def test_a_node_without_a_compiler_trains_without_it(
-    tmp_path: Path,
-    model_folder: Path,
-    dataset: Path,
-    world: distributed.World,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path, model_folder, dataset, world, monkeypatch, capsys
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
@@ -186,7 +166,7 @@ def test_a_node_without_a_compiler_trains_without_it(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_driver_sees_no_wait_either(trainer: Trainer) -> None:
+def test_the_driver_sees_no_wait_either(trainer):
     """Copies from memory that is not pinned and the like are seen by no operator's tag."""
     for number, batches in enumerate(trainer.batches.from_step(0)):
         torch.cuda.set_sync_debug_mode("error" if number >= 2 else "default")

@@ -15,7 +15,7 @@ from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.peft_config import REMEDY
-from trainer.model import PEFT_PREFIX, SCORE, Decoder, Loaded
+from trainer.model import PEFT_PREFIX, SCORE, Decoder, Loaded, plain_name
 from trainer.models.build import Model
 
 KEY = "checkpointer.adapter_checkpoint"
@@ -40,7 +40,7 @@ def load(model: Model, config: TrainConfig) -> Path:
         weights.fill(parameter, adapter.tensors[name])
     if model.module.score_head is not None and SCORE in adapter.tensors:
         weights.fill(model.module.score_head.weight, adapter.tensors[SCORE])
-    modules = {weights.plain_name(name): m for name, m in model.module.named_modules()}
+    modules = {plain_name(name): m for name, m in model.module.named_modules()}
     for name, attributes in adapter.attributes.items():
         for attribute, value in attributes.items():
             setattr(modules[name], attribute, value)

@@ -41,27 +41,27 @@ HINTS = {
 
 @dataclass
 class TrainerState:
-    """What a resume needs beside tensors.
-
-    `run` is the objective's identity, which must be the config's; `settings` are the keys that
-    may change at resume, and `lr` the learning rate of the next step. `val_loss` was measured on
-    the weights of this very step; None if it was not. `best_val_loss` is the lowest that a
-    checkpoint of the run had. `data`: where the data are, if the step alone
-    does not say it.
-    """
+    """What a resume needs beside tensors."""
 
     step: int = 0
+    # Of the run so far.
     tokens: int = 0
+    # The learning rate of the next step.
     lr: float | None = None
     loss_first: float | None = None
     loss_last: float | None = None
+    # Measured on the weights of this very step; None if it was not.
     val_loss: float | None = None
+    # The lowest that a checkpoint of the run had.
     best_val_loss: float | None = None
     skipped_steps: int = 0
     world_size: int = 1
     tensor_parallel_dim: int = 1
+    # The objective's identity, which must be the config's.
     run: dict[str, Any] = field(default_factory=dict)
+    # The keys that may change at resume.
     settings: dict[str, Any] = field(default_factory=dict)
+    # Where the data are, if the step alone does not say it.
     data: Any = None
 
     def check_identity(self, now: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from trainer.data.prepared import is_text
 from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
 from trainer.layers.linear import AdaptedLinear
-from trainer.model import PEFT_PREFIX, SCORE, AdapterKind
+from trainer.model import PEFT_PREFIX, SCORE, AdapterKind, plain_name
 from trainer.models.build import Model
 from trainer.parallel.world import World
 from trainer.sharded import full_tensor, gathered, local, near
@@ -115,15 +115,12 @@ def _copy(path: Path, folder: Path) -> None:
 
 
 class Step(NamedTuple):
-    """A matrix that is gathered at once: all or some rows of a tensor of the hub.
+    """A matrix that is gathered at once: all or some rows of a tensor of the hub."""
 
-    Attributes:
-        name: the plain name of `parameter`; None if another part of the folder's model has it.
-        place: of the parameter; the first number is that of an expert. () is all.
-    """
-
+    # The plain name of `parameter`; None if another part of the folder's model has it.
     name: str | None
     parameter: torch.Tensor
+    # Of the parameter; the first number is that of an expert. () is all.
     place: tuple[Any, ...] = ()
 
 
@@ -165,7 +162,7 @@ def in_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def layers_of(model: Model) -> dict[str, torch.nn.Module]:
     """The modules by their plain names."""
-    return {weights.plain_name(name): m for name, m in model.module.named_modules()}
+    return {plain_name(name): m for name, m in model.module.named_modules()}
 
 
 def write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:

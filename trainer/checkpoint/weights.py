@@ -21,8 +21,7 @@ from runspec.storage import ABSENT, patiently
 from runspec.weights import ADAPTER_CONFIG, NoWeights, weight_files
 from trainer.errors import ConfigError
 from trainer.layers import nf4
-from trainer.model import SCORE, AdapterKind, Decoder
-from trainer.model import plain_name as plain_name
+from trainer.model import SCORE, AdapterKind, Decoder, plain_name
 from trainer.sharded import local_part
 
 # The parameters, by plain name, whose rows a tensor of the hub holds; or one buffer.
@@ -226,11 +225,11 @@ class GrownSource(SafetensorsSource):
 
     The rows of new tokens, and those with which the tensors grow, are the mean of the rows of the
     tokens before them, as transformers' resize_token_embeddings draws its rows around it.
-
-    tables: the names of these tensors.
     """
 
+    # The names of these tensors.
     tables: frozenset[str]
+    # Those that they grow to.
     rows: int
     new_ids: range
 

@@ -24,13 +24,13 @@ NONE = np.zeros(0, np.int64)
 
 
 class Row(NamedTuple):
-    """Samples of one packed row, or one sample: its documents as (tokens, trained).
+    """Samples of one packed row, or one sample."""
 
-    counted: whether they count. samples: their indices.
-    """
-
+    # Its documents as (tokens, trained).
     documents: list[tuple[np.ndarray, np.ndarray]]
+    # Whether they count.
     counted: bool
+    # Their indices.
     samples: np.ndarray
 
 
@@ -348,13 +348,12 @@ class TrainingBatches(Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """The batches of a run; `validation` is one pass over dataset_val, None without it.
-
-    `mismatches`: why the tokenizer does not belong to the model.
-    """
+    """The batches of a run."""
 
     training: TrainingBatches
+    # One pass over dataset_val; None without it.
     validation: Batches | None
+    # Why the tokenizer does not belong to the model.
     mismatches: list[str]
 
     def faults(self, vocab_size: int, max_seq_len: int) -> list[str]:

@@ -12,14 +12,13 @@ class SampleForm:
     A dataset's component turns a record, whose columns it names, into a sample: a mapping. The
     documents of a sample are never apart: they are neighbours in a packed row, else rows of the
     same batch.
-
-    documents: for each document, the keys of its tokens and of its labels. number: the key of a
-        sample's number, such as a label or a margin; "" if there is none. preferences: the
-        component that reads the pairs of a set that cookbook prepare made; "" refuses such a set.
     """
 
+    # For each document, the keys of its tokens and of its labels.
     documents: tuple[tuple[str, str], ...] = (("tokens", "labels"),)
+    # The key of a sample's number, such as a label or a margin; "" if there is none.
     number: str = ""
+    # The component that reads the pairs of a set that cookbook prepare made; "" refuses such a set.
     preferences: str = ""
 
     @property

@@ -14,14 +14,12 @@ from trainer.errors import ConfigError
 
 @dataclass(frozen=True)
 class TextSource:
-    """Texts of one kind.
-
-    weight: its share of the tokens, relative to the others'.
-    """
+    """Texts of one kind."""
 
     name: str
     files: list[Path]
     column: str
+    # Its share of the tokens, relative to the others'.
     weight: float
 
     @property
@@ -202,18 +200,19 @@ class RowStream:
 
 @dataclass(frozen=True)
 class Mixture:
-    """All that the streams are made of.
-
-    parts: of each source. seed: of the order, None keeps the files' own. streams: rows of a step.
-    vocab_size: how many tokens the model knows.
-    """
+    """All that the streams are made of."""
 
     sources: list[TextSource]
+    # Of each source.
     parts: list[list[shards.Part]]
     tokenizer: Any
+    # Tokens of a row.
     length: int
+    # Of the order; None keeps the files' own.
     seed: int | None
+    # Rows of a step.
     streams: int
+    # How many tokens the model knows.
     vocab_size: float
 
     def start(self, stream: int) -> dict[str, Any]:

@@ -29,15 +29,13 @@ THREADS = 16
 
 
 class Part(NamedTuple):
-    """A part of a file that one stream reads.
-
-    begin, end: bytes of a file of lines; or row groups of a Parquet file; (0, 0): all of it.
-    stripe, stripes: of these documents the stream has every `stripes`-th, from number `stripe` on.
-    """
+    """A part of a file that one stream reads."""
 
     path: str
+    # Bytes of a file of lines, or row groups of a Parquet file; (0, 0) is all of it.
     begin: int
     end: int
+    # Of these documents the stream has every `stripes`-th, from number `stripe` on.
     stripe: int = 0
     stripes: int = 1
 

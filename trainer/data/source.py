@@ -28,17 +28,17 @@ Document = tuple[np.ndarray, np.ndarray]
 
 
 class Piece(NamedTuple):
-    """What is trained as one sample: its documents, one after the other.
+    """What is trained as one sample: its documents, one after the other."""
 
-    tokens: int32 [n]. trained: bool [n], which of them are trained, if another comes before them.
-    left_out: how many tokens of the sample were cut off behind these. lengths: tokens of each
-    document. number: the sample's, see SampleForm.
-    """
-
+    # int32 [n]
     tokens: np.ndarray
+    # bool [n], which of them are trained, if another comes before them.
     trained: np.ndarray
+    # How many tokens of the sample were cut off behind these.
     left_out: int
+    # Tokens of each document.
     lengths: tuple[int, ...]
+    # The sample's, see SampleForm.
     number: float = 0.0
 
 

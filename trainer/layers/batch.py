@@ -14,51 +14,50 @@ IGNORE_INDEX = -100
 
 
 class TopK(NamedTuple):
-    """The stored part of a teacher's distribution of each token.
+    """The stored part of a teacher's distribution of each token."""
 
-    ids: int32 [tokens, k], its likeliest tokens, the first one first. log_probs: fp32 [tokens, k],
-    theirs. tail: fp32 [tokens], the log of the mass of all other tokens; -inf for none.
-    """
-
+    # int32 [tokens, k], its likeliest tokens, the first one first.
     ids: torch.Tensor
+    # fp32 [tokens, k], theirs.
     log_probs: torch.Tensor
+    # fp32 [tokens], the log of the mass of all other tokens; -inf for none.
     tail: torch.Tensor
 
 
 @dataclass
 class MicroBatch:
-    """The rows of one forward and backward pass of one rank.
+    """The rows of one forward and backward pass of one rank."""
 
-    inputs: what the model gets. Its rows are padded to the longest sample, and on to a length that
-    the tensor-parallel ranks divide and fp8 takes; packed rows all have the same length.
-    labels: int64 [batch, sequence], already shifted: labels[b, s] is the target of position s, or
-    `IGNORE_INDEX`.
-    trained: int64 [target_count], the indices of the trained positions in the flattened labels.
-    They are counted before the batch reaches the GPU, because counting there waits for it.
-    token_count: real input tokens. target_count: trained labels. lengths: real tokens of each
-    document that counts; the documents of a sample are neighbours.
-    document_index: int64 [target_count], which of these documents a trained position belongs to.
-    documents_per_sample: how many of them are a sample. samples: int64 [samples], their indices in
-    the dataset. numbers: fp32 [samples], which the method reads with each sample; see
-    trainer.data.form. reference: fp32 [samples, documents per sample], the log-probability of each
-    document by the model before training; None if none were kept. teacher: of the trained
-    positions, what is kept of a teacher's distributions; None if nothing is read.
-    ends: int64 [documents], where the last token of each document that counts is in the flattened
-    batch; None in batches that no dataset made.
-    """
-
+    # What the model gets. Rows are padded to the longest sample, and on to a length that the
+    # tensor-parallel ranks divide and fp8 takes; packed rows all have the same length.
     inputs: Inputs
+    # int64 [batch, sequence], already shifted: labels[b, s] is the target of position s, or
+    # `IGNORE_INDEX`.
     labels: torch.Tensor
+    # int64 [target_count], the indices of the trained positions in the flattened labels. They are
+    # counted before the batch reaches the GPU, because counting there waits for it.
     trained: torch.Tensor
+    # Real input tokens.
     token_count: int
+    # Trained labels.
     target_count: int
+    # Real tokens of each document that counts; the documents of a sample are neighbours.
     lengths: tuple[int, ...]
+    # int64 [target_count], which of these documents a trained position belongs to.
     document_index: torch.Tensor
+    # int64 [samples], their indices in the dataset.
     samples: torch.Tensor
+    # fp32 [samples], which the method reads with each sample; see trainer.data.form.
     numbers: torch.Tensor
+    # How many of the documents that count are a sample.
     documents_per_sample: int = 1
+    # fp32 [samples, documents per sample], the log-probability of each document by the model before
+    # training; None if none were kept.
     reference: torch.Tensor | None = None
+    # Of the trained positions, what is kept of a teacher's distributions; None if nothing is read.
     teacher: TopK | None = None
+    # int64 [documents], where the last token of each document that counts is in the flattened
+    # batch; None in batches that no dataset made.
     ends: torch.Tensor | None = None
 
     @property

@@ -16,17 +16,16 @@ from trainer.layers.head import Factors, Group, Loss, capped, over_ranks, own_co
 
 
 class Divergence(NamedTuple):
-    """Which loss: (1 - share) * temperature^2 * divergence + share * cross-entropy.
+    """Which loss: (1 - share) * temperature^2 * divergence + share * cross-entropy."""
 
-    beta: generalised Jensen-Shannon divergence (Agarwal et al. 2023, arXiv 2306.13649): with
-    m = beta * p_t + (1 - beta) * p_s it is beta * KL(p_t | m) + (1 - beta) * KL(p_s | m); 0 is
-    KL(p_t | p_s), 1 is KL(p_s | p_t). temperature: both models' logits are divided by it, but not
-    in the cross-entropy; its square keeps the size of the gradients (Hinton et al. 2015, arXiv
-    1503.02531). cross_entropy_share: from 0 to 1.
-    """
-
+    # Of the generalised Jensen-Shannon divergence (Agarwal et al. 2023, arXiv 2306.13649): with
+    # m = beta * p_t + (1 - beta) * p_s it is beta * KL(p_t | m) + (1 - beta) * KL(p_s | m); 0 is
+    # KL(p_t | p_s), 1 is KL(p_s | p_t).
     beta: float
+    # Both models' logits are divided by it, but not in the cross-entropy; its square keeps the size
+    # of the gradients (Hinton et al. 2015, arXiv 1503.02531).
     temperature: float = 1.0
+    # From 0 to 1.
     cross_entropy_share: float = 0.0
 
 

@@ -27,20 +27,18 @@ Group: TypeAlias = dist.ProcessGroup | None
 
 
 class Factors(NamedTuple):
-    """What a model's logits are made of.
+    """What a model's logits are made of."""
 
-    pairs: (input [tokens, k], weight [this rank's vocabulary, k]), whose products add up to the
-    logits. group: the ranks that the vocabulary is split over, in equal parts in rank order; None
-    if it is whole. softcap: logits become softcap * tanh(logits / softcap). chunks: how many chunks
-    the tokens go through in; None makes a chunk's logits about as large as the hidden states, and
-    not smaller than 512 tokens' logits. compiled: few kernels are made of what is done to the
-    logits, if the vocabulary is whole.
-    """
-
+    # (input [tokens, k], weight [this rank's vocabulary, k]), whose products add up to the logits.
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    # The ranks that the vocabulary is split over, in equal parts in rank order; None: it is whole.
     group: Group = None
+    # Logits become softcap * tanh(logits / softcap).
     softcap: float | None = None
+    # How many chunks the tokens go through in; None makes a chunk's logits about as large as the
+    # hidden states, and not smaller than 512 tokens' logits.
     chunks: int | None = None
+    # Few kernels are made of what is done to the logits, if the vocabulary is whole.
     compiled: bool = False
 
     @property
@@ -119,15 +117,14 @@ Chunk = Callable[[torch.Tensor, list[Any], bool, Any], tuple[torch.Tensor, Any]]
 
 
 class Loss(NamedTuple):
-    """A sum over tokens of figures of each, by a function of their logits.
-
-    rows: what else the function gets of each token: the rows of a tensor, or the logits of a frozen
-    model. weights: of each figure in the loss.
-    """
+    """A sum over tokens of figures of each, by a function of their logits."""
 
     chunk: Chunk
+    # What else the function gets of each token: the rows of a tensor, or a frozen model's logits.
     rows: Sequence[torch.Tensor | Factors | None]
+    # What else it gets.
     settings: Any
+    # Of each figure in the loss.
     weights: Sequence[float]
 
     def summed(self, made_of: Factors) -> tuple[torch.Tensor, torch.Tensor]:

@@ -157,7 +157,7 @@ def _added(config: Any) -> dict[int, str]:
     if not (config.tokenizer.get("new_tokens") and config.model_folder.is_dir()):
         return {}
     try:
-        ids = build.new_ids(config)
+        ids = build.new_ids(config.tokenizer)
     except ConfigError:
         return {}  # other checks say what is wrong with them
     return dict(zip(ids, tokens.new_tokens(config.tokenizer), strict=True))

@@ -42,13 +42,12 @@ FROM_FOLDER = "trainer.models.transformers.source"
 
 @dataclass(frozen=True)
 class Model:
-    """A model ready to train, and what the export must know about it.
-
-    dtype: what it computes and is exported in; with master weights parameters are kept in fp32.
-    """
+    """A model ready to train, and what the export must know about it."""
 
     module: Decoder
+    # full, or an adapter's title; see trainer.layers.adapters.base.
     method: str
+    # What it computes and is exported in; with master weights parameters are kept in fp32.
     dtype: torch.dtype
 
     # Every step asks for them, and to go through all modules takes milliseconds.
@@ -91,7 +90,9 @@ def build(
     allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
     if source is None:
         world.on_all(
-            lambda: weights.initialise(module, cut(empty(config, frozen), config), config.seed)
+            lambda: weights.initialise(
+                module, cut(empty(config, frozen), config.first_blocks), config.seed
+            )
         )
     else:
         load(module, source, world)
@@ -165,7 +166,9 @@ def empty(config: TrainConfig, frozen: bool = False) -> Decoder:
     torch.set_default_dtype(DTYPES[config.dtype])
     try:
         with torch.device("meta"):
-            module = empty_module(config.model, config.model_folder, rows_of(config), frozen)
+            module = empty_module(
+                config.model, config.model_folder, rows_of(config.tokenizer), frozen
+            )
             if config.has_score_head:
                 module.use_score_head()
     finally:
@@ -176,36 +179,36 @@ def empty(config: TrainConfig, frozen: bool = False) -> Decoder:
     return module
 
 
-def cut(module: Decoder, config: TrainConfig) -> Decoder:
-    """Take off the blocks that `first_blocks` leaves out, and return the module.
+def cut(module: Decoder, first_blocks: int | None) -> Decoder:
+    """Take off the blocks behind these, and return the module; None leaves all.
 
     A frozen model beside the policy is cut like it.
     """
-    del module.blocks[config.first_blocks or len(module.blocks) :]
+    del module.blocks[first_blocks or len(module.blocks) :]
     return module
 
 
-def new_ids(config: TrainConfig) -> range:
-    """The ids of the tokens that `config` adds to the tokenizer.
+def new_ids(tokenizer: dict[str, Any]) -> range:
+    """The ids of the tokens that the config's block adds to the tokenizer.
 
     Raises:
         ConfigError: they cannot be added, or the tokenizer is missing.
     """
-    if not config.tokenizer.get("new_tokens"):
+    if not tokenizer.get("new_tokens"):
         return range(0)
-    ids: range = instantiate("tokenizer", config.tokenizer).new_ids
+    ids: range = instantiate("tokenizer", tokenizer).new_ids
     return ids
 
 
-def rows_of(config: TrainConfig) -> Callable[[int], int] | None:
+def rows_of(tokenizer: dict[str, Any]) -> Callable[[int], int] | None:
     """What `empty_module` is to make of the number of rows of the embedding."""
-    if not config.tokenizer.get("new_tokens"):
+    if not tokenizer.get("new_tokens"):
         return None
-    if not Path(str(config.tokenizer.get("path"))).is_dir():
+    if not Path(str(tokenizer.get("path"))).is_dir():
         # Before the download it is not known how many rows belong to no token yet.
-        count = len(tokens.new_tokens(config.tokenizer))
+        count = len(tokens.new_tokens(tokenizer))
         return lambda rows: tokens.grown(rows, rows + count)
-    stop = new_ids(config).stop
+    stop = new_ids(tokenizer).stop
     return lambda rows: tokens.grown(rows, stop)
 
 
@@ -361,9 +364,9 @@ def fitting(
     module = empty(config, frozen)
     module.folder_tensors = source.shapes if source else {}
     faults = module.fit(hf_config, config)
-    cut(module, config)
+    cut(module, config.first_blocks)
     if module.adapter is not None:
-        faults += module.adapter.fit(module, config)
+        faults += module.adapter.fit(module, config.tokenizer)
     names = dict(module.named_modules())
     faults += [
         f"custom_sharded_layers: the model has no layer {name}"
@@ -376,7 +379,7 @@ def fitting(
     if source is not None:
         if config.first_blocks:
             source = source.of(module)
-        source = weights.with_new_rows(source, module, new_ids(config))
+        source = weights.with_new_rows(source, module, new_ids(config.tokenizer))
         faults += weights.mismatches(module, source, config.model_folder)
     if faults:
         raise ConfigError(*faults)

@@ -26,16 +26,14 @@ SLOW = 0.6
 
 @dataclass(frozen=True)
 class Fitness:
-    """What one rank found.
-
-    tflops: speed of its matrix product. gb_per_s: bus bandwidth of the all-reduce as nccl-tests
-    define it, 2 (n - 1) / n x bytes / time.
-    """
+    """What one rank found."""
 
     node: str
     product_is_right: bool
+    # Speed of its matrix product.
     tflops: float
     sum_is_right: bool
+    # Bus bandwidth of the all-reduce as nccl-tests define it, 2 (n - 1) / n x bytes / time.
     gb_per_s: float
 
     def or_better(self, other: "Fitness") -> "Fitness":

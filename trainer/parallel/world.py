@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runspec.layout import Layout, LayoutError
-from trainer.config import TrainConfig
 from trainer.errors import ConfigError, Fault, PeerError
 from trainer.parallel.device import agree, own
 from trainer.parallel.messages import Rounds
@@ -29,18 +28,21 @@ SLOWEST_READ = 20e6
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks.
-
-    `cpu_group` carries small messages over gloo, so that they never wait for the GPU.
-    """
+    """This process among all ranks."""
 
     rank: int
+    # Number of ranks.
     size: int
+    # The rank on its node.
     local_rank: int
     device: torch.device
+    # Carries small messages over gloo, so that they never wait for the GPU.
     cpu_group: dist.ProcessGroup
+    # How the ranks divide the work.
     layout: Layout
+    # By their dimensions, those that were made.
     meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
+    # The one in the list says how long ranks may wait for each other now.
     timeouts: list[timedelta] = field(default_factory=lambda: [TIMEOUT])
 
     @property
@@ -77,21 +79,6 @@ class World:
         """Print a line on rank 0 only, at once."""
         if self.is_main:
             print(text, flush=True)
-
-    def described(self, config: TrainConfig) -> str:
-        """Return the layout in words, for the log."""
-        layout = self.layout
-        masters = f" with {config.master_weights} master weights" if config.master_weights else ""
-        fp8 = f", products in fp8 ({config.fp8_recipe})" if config.fp8_recipe else ""
-        parts = {
-            config.dtype + masters + fp8: True,
-            f"FSDP over {layout.shard}": layout.shard > 1,
-            f"{layout.replicate} data-parallel replicas": layout.replicate > 1,
-            f"tensor parallel over {layout.tensor_parallel}": layout.tensor_parallel > 1,
-            f"expert parallel over {layout.expert_parallel}": layout.expert_parallel > 1,
-            "parameters and optimizer on the CPU": config.fsdp_cpu_offload,
-        }
-        return ", ".join(part for part, holds in parts.items() if holds)
 
     def mesh(self, fsdp: bool) -> DeviceMesh | None:
         """Return the ranks as a mesh (dp_replicate, dp_shard, tp); None for one rank without FSDP.

@@ -16,8 +16,8 @@ from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.step_config import GIB
 from plugins.estimate.trace import estimate, trace
-from tests.trainer.transformers_cases import write
-from tests.trainer.transformers_runs import BY_OPERATION, EP, TP, config_of
+from tests.trainer.models.transformers_cases import write
+from tests.trainer.models.transformers_runs import BY_OPERATION, EP, TP, config_of
 from trainer import config as configs
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ from plugins.evaluate import model as models
 from plugins.evaluate import samples
 from runspec.weights import content_sha256
 from tests.trainer.forks import Ranks
-from tests.trainer.transformers_cases import write
+from tests.trainer.models.transformers_cases import write
 from trainer.errors import ConfigError
 
 SUITE = {

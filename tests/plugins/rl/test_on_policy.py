@@ -13,6 +13,8 @@ from plugins.estimate.launcher.step_time import step_time
 from plugins.estimate.trace import trace
 from plugins.rl.on_policy import OnPolicyDistillation
 from plugins.rl.recipe_keys import OnPolicyConfig
+from tests.trainer.methods.test_distill import STEP, TP, wide_content
+from tests.trainer.methods.test_distill import teacher as teacher
 from tests.trainer.runs import (
     assert_same_curve,
     curve,
@@ -23,8 +25,6 @@ from tests.trainer.runs import (
     start,
     write_config,
 )
-from tests.trainer.test_distill import STEP, TP, wide_content
-from tests.trainer.test_distill import teacher as teacher
 from trainer import check
 from trainer.config import parse, read_yaml
 

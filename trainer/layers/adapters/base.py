@@ -13,15 +13,6 @@ from trainer.errors import ConfigError
 from trainer.layers import nf4
 from trainer.model import AdapterKind, Decoder
 
-# By name, the class of each kind that is the trainer's own.
-BUILT_IN = {
-    "lora": "trainer.layers.adapters.lora.LoRA",
-    "dora": "trainer.layers.adapters.lora.DoRA",
-    "ia3": "trainer.layers.adapters.ia3.IA3",
-    "prompt": "trainer.layers.adapters.prompt.Prompt",
-    "prefix": "trainer.layers.adapters.prefix.Prefix",
-}
-
 
 def kind_of_layer(name: str) -> str:
     """A name without its layer's number."""
@@ -37,9 +28,10 @@ def kind_of(model: Mapping[str, Any]) -> AdapterKind | None:
     name = adapters.name_of(model)
     if name is None:
         return None
-    dotted = BUILT_IN.get(name, name)
+    known = adapters.KINDS.get(name)
+    dotted = name if known is None else known.made_by
     if refused := refused_path("model.adapter", dotted):
-        raise ConfigError(f"{refused}, or be one of {', '.join(BUILT_IN)}")
+        raise ConfigError(f"{refused}, or be one of {', '.join(adapters.KINDS)}")
     module, _, last = dotted.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), last)

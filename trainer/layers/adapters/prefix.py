@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from runspec import adapters
-from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import attention, flex
 from trainer.layers.adapters import virtual
@@ -76,11 +75,11 @@ class Prefix(AdapterKind):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return (args[0]._replace(positions=positions + self.virtual_tokens),), kwargs
 
-    def fit(self, model: Decoder, config: TrainConfig) -> list[str]:
+    def fit(self, model: Decoder, tokenizer: Mapping[str, Any]) -> list[str]:
         """Read the text that it begins as."""
         if self.settings.get("prefix_init", virtual.TEXT) == virtual.TEXT:
-            self._text = virtual.text_ids(self, config)
-        return virtual.faults(self, model, config)
+            self._text = virtual.text_ids(self, tokenizer)
+        return virtual.faults(self, model)
 
     def first_value(
         self, model: Decoder, name: str, shape: torch.Size, generator: torch.Generator

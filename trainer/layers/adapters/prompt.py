@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from runspec import adapters
-from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers.adapters import virtual
 from trainer.layers.adapters.ia3 import check_type
@@ -116,11 +115,11 @@ class Prompt(AdapterKind):
             return out[:, self._real]
         return out[0].index_select(0, self._real).unflatten(0, self._shape)
 
-    def fit(self, model: Decoder, config: TrainConfig) -> list[str]:
+    def fit(self, model: Decoder, tokenizer: Mapping[str, Any]) -> list[str]:
         """Read the text that it begins as."""
         if self.settings.get("prompt_init", virtual.TEXT) == virtual.TEXT:
-            self._text = virtual.text_ids(self, config)
-        return virtual.faults(self, model, config)
+            self._text = virtual.text_ids(self, tokenizer)
+        return virtual.faults(self, model)
 
     @torch.no_grad()
     def first_value(

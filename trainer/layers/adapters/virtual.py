@@ -1,10 +1,11 @@
 """Virtual tokens, which prompts and prefixes put before each document."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from trainer.config import TrainConfig, instantiate
+from trainer.config import instantiate
 from trainer.model import AdapterKind, Decoder
 
 PEFT_NAME = "prompt_embeddings"
@@ -14,15 +15,15 @@ DEFAULT_TEXT = "Read what follows, and answer it correctly, in the form that is 
 
 
 class Places(NamedTuple):
-    """Where tokens lie once each document has its virtual tokens before it.
+    """Where tokens lie once each document has its virtual tokens before it."""
 
-    real: int64 [tokens]. virtual: int64 [documents, virtual tokens]. bounds: int32 [documents + 1],
-    where each document begins with its virtual tokens, and the end. document: int64 [tokens].
-    """
-
+    # int64 [tokens]
     real: torch.Tensor
+    # int64 [documents, virtual tokens]
     virtual: torch.Tensor
+    # int32 [documents + 1], where each document begins with its virtual tokens, and the end.
     bounds: torch.Tensor
+    # int64 [tokens], which document each belongs to.
     document: torch.Tensor
 
     @classmethod
@@ -51,19 +52,19 @@ class Places(NamedTuple):
         return whole.index_copy(0, self.virtual.flatten(), each)
 
 
-def text_ids(kind: AdapterKind, config: TrainConfig) -> list[int]:
+def text_ids(kind: AdapterKind, tokenizer_block: Mapping[str, Any]) -> list[int]:
     """The tokens of the text that virtual tokens begin as, repeated or cut to their number.
 
     As PEFT's: with the token that begins a text, if the model has one.
     """
-    tokenizer = instantiate("tokenizer", config.tokenizer)
+    tokenizer = instantiate("tokenizer", dict(tokenizer_block))
     text = kind.settings.get("prompt_init_text") or DEFAULT_TEXT
     ids = tokenizer.encode(text, add_bos=True, add_eos=False)
     count = kind.virtual_tokens
     return (ids * -(-count // len(ids)))[:count]
 
 
-def faults(kind: AdapterKind, model: Decoder, config: TrainConfig) -> list[str]:
+def faults(kind: AdapterKind, model: Decoder) -> list[str]:
     """Why virtual tokens leave no room, one line per reason."""
     if kind.virtual_tokens < model.max_seq_len:
         return []

@@ -58,16 +58,17 @@ def _model_type_faults(checkpointer: dict[str, Any], hf_config: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class Setting:
-    """A number of config.json (`key`), and where a built model holds it.
+    """A number of config.json, and where a built model holds it."""
 
-    The modules of the types `owners` have it as `attribute`, to the power of `power`; a builder
-    may take it as `argument`.
-    """
-
+    # Its name in config.json.
     key: str
+    # A builder may take it as this argument.
     argument: str
+    # The types of the modules that have it.
     owners: tuple[type, ...]
+    # Their attribute.
     attribute: str
+    # The attribute is the number to this power.
     power: float = 1.0
 
     def fit(self, module: nn.Module, given: Any, arguments: Container[str]) -> list[str]:

@@ -44,21 +44,19 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of one `model_type` in config.json have in common.
+    """What the models of one `model_type` in config.json have in common."""
 
-    Attributes:
-        model_types: torchtune's names for it in `checkpointer.model_type`.
-        names: by torchtune's name of a module, the hub's.
-        interleaved: torchtune has interleaved RoPE (it rotates neighbouring features together), so
-            that the rows of q and k are in another order than on the hub, where RoPE rotates a
-            feature of a head's first half with one of its second half.
-        slides: (config.json's numbers, layer) -> whether the layer has the sliding window.
-    """
-
+    # torchtune's names for it in `checkpointer.model_type`.
     model_types: tuple[str, ...]
+    # By torchtune's name of a module, the hub's.
     names: dict[str, str] = field(default_factory=lambda: LLAMA)
+    # torchtune has interleaved RoPE (it rotates neighbouring features together), so that the rows
+    # of q and k are in another order than on the hub, where RoPE rotates a feature of a head's
+    # first half with one of its second half.
     interleaved: bool = True
+    # (config.json's numbers, layer) -> whether the layer has the sliding window.
     slides: Callable[[dict[str, Any], int], bool] = lambda numbers, layer: False
+    # Numbers that config.json may leave out.
     defaults: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,0 +1,105 @@
+"""A dataset's tokens on disk: made once, by any number of ranks, and read by those that follow."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.config import instantiate, load
+from trainer.data import tokenised
+from trainer.data.source import open_source
+from trainer.errors import ConfigError
+from trainer.parallel import world as distributed
+
+
+def test_a_second_start_reads_what_the_first_has_made(build, dataset, tmp_path, monkeypatch):
+    copy, cache = tmp_path / "copy.jsonl", tmp_path / "cache"
+    copy.write_bytes(dataset.read_bytes())
+    changes = {"dataset": {"data_files": str(copy)}, "data_cache_dir": str(cache)}
+    first = build(**changes).training.rows.samples
+    folders = {first.folder}
+    assert {p for p in cache.iterdir()} == folders
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenised, "make", lambda *_: pytest.fail("tokenised a second time"))
+        # Neither packing nor another run directory makes other tokens.
+        again = build(**changes, batch_size=3).training.rows.samples
+        assert again.folder == first.folder and again.sha256 == first.sha256
+    for changed in ({"tokenizer": {"max_seq_len": 20}}, {"dataset": {"train_on_input": True}}):
+        merged = {key: changes.get(key, {}) | value for key, value in changed.items()}
+        folders.add(build(**changes | merged).training.rows.samples.folder)
+    copy.write_bytes(dataset.read_bytes() + b'{"question": "one more?", "answer": "yes"}\n')
+    more = build(**changes).training.rows.samples
+    assert len(more) == len(first) + 1 and more.sha256 != first.sha256
+    assert {p for p in cache.iterdir()} == folders | {more.folder} and len(folders) == 3
+
+    tokens = next(more.folder.glob("tokens_*.bin"))
+    tokens.write_bytes(tokens.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match=r"tokens_0\.bin is damaged; delete its folder"):
+        build(**changes)
+
+
+def test_the_slower_of_two_runs_takes_the_quicker_ones_folder(build, tmp_path, world):
+    cache = tmp_path / "cache"
+    folder = build(data_cache_dir=str(cache)).training.rows.samples.folder
+    before = (folder / "meta.json").stat().st_mtime_ns
+    config = load(tmp_path / "run/train.yaml")
+    tokenizer = instantiate("tokenizer", config.tokenizer)
+    tokenised.make(open_source("dataset", config.dataset, tokenizer), folder, world)
+    assert list(cache.iterdir()) == [folder]
+    assert (folder / "meta.json").stat().st_mtime_ns == before
+
+
+@dataclass(frozen=True)
+class OfThreads(distributed.World):
+    """A rank that is a thread."""
+
+    meet: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
+    values: list[Any] = field(default_factory=list)
+
+    def gather(self, value: Any) -> list[Any]:
+        self.values[self.rank] = value
+        self.meet.wait(60)
+        values = list(self.values)
+        self.meet.wait(60)
+        return values
+
+    def from_main(self, task: Any) -> Any:
+        return self.gather(self.on_main(task))[0]
+
+
+# Some of many ranks have no sample, or are more than tokenise.
+@pytest.mark.parametrize(("ranks", "written"), [(50, 44), (6, 4)])
+def test_what_many_ranks_have_tokenised_is_in_few_files(
+    build, tmp_path, world, monkeypatch, ranks, written
+):
+    wanted = build(data_cache_dir=str(tmp_path / "one")).training.rows.samples
+    assert len(wanted) == 44
+    folder = tmp_path / "many" / wanted.folder.name
+    monkeypatch.setattr(tokenised, "WRITERS", 50 if ranks == 50 else 4)
+    config = load(tmp_path / "run/train.yaml")
+    meet, values = threading.Barrier(ranks), [None] * ranks
+    tokenizer = instantiate("tokenizer", config.tokenizer)
+
+    def tokenise(rank: int) -> None:
+        own = {name: getattr(world, name) for name in ("local_rank", "device", "cpu_group")}
+        of_threads = OfThreads(rank, ranks, **own, layout=world.layout, meet=meet, values=values)
+        tokenised.make(open_source("dataset", config.dataset, tokenizer), folder, of_threads)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(tokenise, range(ranks)))
+    sizes = [path.stat().st_size for path in folder.glob("tokens_*.bin")]
+    assert sum(sizes) == 4 * wanted.lengths.sum() and len(sizes) == written
+    assert {path.name for path in folder.iterdir() if path.suffix != ".bin"} == {
+        "meta.json",
+        "samples.npy",
+    }
+    monkeypatch.setattr(tokenised, "make", lambda *_: pytest.fail("tokenised again"))
+    found = build(data_cache_dir=str(folder.parent)).training.rows.samples
+    assert found.sha256 == wanted.sha256 and found.highest_token == wanted.highest_token
+    assert found.highest_origin == wanted.highest_origin
+    for index in range(44):
+        for own, other in zip(found[index], wanted[index], strict=True):
+            assert np.array_equal(own, other)

@@ -1,0 +1,226 @@
+"""(IA)3, prompt and prefix tuning: against PEFT's own, in every layout, resumed, exported."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from transformers import AutoModelForCausalLM
+
+from launcher.errors import RecipeFault
+from plugins.estimate.launcher.recipe_step import step_of
+from tests.trainer.runs import (
+    MODEL_SIZES,
+    assert_same_curve,
+    lora_model,
+    metrics,
+    tensors,
+    train,
+    write_config,
+)
+from trainer import check
+from trainer.checkpoint import adapter, weights
+from trainer.config import load
+from trainer.data import batches
+from trainer.methods.sft import SupervisedFineTuning
+from trainer.model import Inputs
+from trainer.models import build as models
+
+FOLDER = {"_component_": "transformers"}
+TORCHTUNE = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES}
+KINDS = {
+    "ia3": {"adapter": "ia3"},
+    "prompt": {"adapter": "prompt", "num_virtual_tokens": 7},
+    "prefix": {"adapter": "prefix", "num_virtual_tokens": 7},
+}
+TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
+HALF, PACKED = {"batch_size": 2}, {"row_length": 96, "batch_size": 4}
+# By name: ranks, and what changes the run of one process on packed rows.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp": (2, HALF | {"activation_checkpointing": "op", "compile": True}),
+    "hybrid": (4, {"tensor_parallel_dim": 2, "activation_checkpointing": "full", **HALF}),
+}
+
+
+def config(folder: Path, model_folder: Path, dataset: Path, kind: str, **changes: Any) -> Path:
+    model = changes.pop("source", FOLDER) | KINDS[kind] | changes.pop("model", {})
+    changes = {"save_adapter_weights_only": True} | changes
+    return write_config(folder, model_folder, dataset, model=model, **changes)
+
+
+def peft_model(kind: str, model_folder: Path, **fields: Any) -> peft.PeftModel:
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    settings = {
+        "ia3": peft.IA3Config,
+        "prompt": peft.PromptTuningConfig,
+        "prefix": peft.PrefixTuningConfig,
+    }[kind](task_type="CAUSAL_LM", **fields)
+    return peft.get_peft_model(base, settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_steps_equal_pefts_module_in_a_plain_loop(
+    kind, tmp_path, model_folder, dataset, world
+):
+    changes = {"max_steps": 20, "clip_grad_norm": None}
+    path = config(tmp_path / "own", model_folder, dataset, kind, source=TORCHTUNE, **changes)
+    train(path)
+
+    own = load(path)
+    model = models.build(own, world).module
+    first, _ = model.adapter.to_peft(model, weights.hub_tensors(model), torch.float32)
+    other = peft_model(kind, model_folder, **({} if kind == "ia3" else {"num_virtual_tokens": 7}))
+    trained = {n: p for n, p in other.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        if kind == "ia3":
+            assert {n.replace(".default", "") for n in trained} == set(first)
+            assert all((p == 1).all() for p in trained.values())
+        else:
+            [prompt] = trained.values()
+            prompt.copy_(first["prompt_embeddings"])
+    optimizer = torch.optim.AdamW(trained.values(), lr=3e-3)
+    losses = []
+    for [batch] in batches.build(own, world).training.from_step(0):
+        logits = other(input_ids=batch.inputs.tokens).logits[:, -batch.inputs.tokens.shape[1] :]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = [line["loss"] for line in metrics(tmp_path / "own")]
+    assert found == pytest.approx(losses, abs=1e-5) and len(found) == 20
+    assert found[-1] < found[0] - 0.05
+    export = tensors(tmp_path / "own/export/adapter")
+    for name, parameter in trained.items():
+        key = name.replace(".default", "") if kind == "ia3" else "prompt_embeddings"
+        torch.testing.assert_close(export[key], parameter.detach(), rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, model_folder, dataset):
+    """Every kind on one process, on packed rows."""
+    root = tmp_path_factory.mktemp("kinds")
+    for kind in KINDS:
+        given = {"save_every_n_steps": 3} | PACKED
+        train(config(root / f"{kind}-one", model_folder, dataset, kind, **given))
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(alone, model_folder, dataset):
+    """Every kind in every layout, beside those on one process."""
+    starts: dict[int, list[Path]] = {}
+    for kind in KINDS:
+        for name, (ranks, changes) in LAYOUTS.items():
+            given = {"save_every_n_steps": 3} | PACKED | changes
+            path = config(alone / f"{kind}-{name}", model_folder, dataset, kind, **given)
+            starts.setdefault(ranks, []).append(path)
+    with pytest.MonkeyPatch.context() as patch:
+        # Not the usual compiler, whose code for CPUs takes long.
+        patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+        for ranks, paths in starts.items():
+            train(*paths, ranks=ranks)
+    return alone
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_equal_one_process(kind, runs):
+    one = runs / f"{kind}-one"
+    assert metrics(one)[-1]["loss"] < metrics(one)[0]["loss"]
+    for name in LAYOUTS:
+        assert_same_curve(runs / f"{kind}-{name}", one, 2e-5, 1e-4)
+        wanted, found = (
+            tensors(folder / "export/adapter") for folder in (one, runs / f"{kind}-{name}")
+        )
+        assert wanted.keys() == found.keys()
+        for key, tensor in wanted.items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_peft_loads_the_export(kind, alone, world):
+    own = load(alone / f"{kind}-one/train.yaml")
+    folder = alone / f"{kind}-one/export/adapter"
+    base = AutoModelForCausalLM.from_pretrained(own.model_folder)
+    plain = base(TOKENS).logits
+    found = peft.PeftModel.from_pretrained(base, folder).eval()(TOKENS).logits[:, -20:]
+    assert (found - plain).abs().max() > 1e-2
+    own.checkpointer["adapter_checkpoint"] = str(folder)
+    model = models.build(own, world)
+    adapter.load(model, own)
+    torch.testing.assert_close(model.module.eval()(Inputs(TOKENS)), found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_resumes_on_other_ranks(kind, runs, tmp_path, model_folder, dataset):
+    """Four ranks' checkpoint of step 3 on two, without tensor parallelism."""
+    there, here = runs / f"{kind}-hybrid", runs / f"{kind}-one"
+    half = PACKED | HALF | {"save_every_n_steps": 3}
+    again = config(tmp_path / "c", model_folder, dataset, kind, **half)
+    shutil.copytree(there / "checkpoints/step_3", tmp_path / "c/checkpoints/step_3")
+    assert "resuming from checkpoints/step_3" in train(again, ranks=2, attempt=1)
+    wanted = [line["loss"] for line in metrics(here)]
+    assert [line["loss"] for line in metrics(tmp_path / "c")] == pytest.approx(wanted[3:], abs=2e-5)
+
+
+def test_ia3_merges_exactly(tmp_path, model_folder, dataset):
+    """Over a base in 4 bits, too: `PeftModel` and the merged folder give the same logits."""
+    for name, model in (("plain", {}), ("nf4", {"quantize_base": True})):
+        given = {"save_adapter_weights_only": False, "model": model, "source": TORCHTUNE}
+        train(config(tmp_path / name, model_folder, dataset, "ia3", **given))
+    export = tmp_path / "plain/export"
+    with torch.inference_mode():
+        merged = AutoModelForCausalLM.from_pretrained(export)(TOKENS).logits
+        base = AutoModelForCausalLM.from_pretrained(model_folder)
+        found = peft.PeftModel.from_pretrained(base, export / "adapter")(TOKENS).logits
+        other = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4/export")(TOKENS).logits
+    torch.testing.assert_close(merged, found, rtol=0, atol=1e-5)
+    assert 1e-3 < (other - merged).abs().max() < 1
+    settings = json.loads((export / "adapter/adapter_config.json").read_text())
+    assert settings["target_modules"] == ["down_proj", "k_proj", "v_proj"]
+    assert settings["feedforward_modules"] == ["down_proj"]
+
+
+def faults(path: Path) -> list[str]:
+    return check.faults(yaml.safe_load(path.read_text()), SupervisedFineTuning)
+
+
+def test_check_says_what_is_wrong(tmp_path, model_folder, dataset):
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "cannot be merged": ("prompt", {}, {"save_adapter_weights_only": False}),
+        "no layer up for (IA)3; has down_proj": ("ia3", {"target_modules": ["up"]}, {}),
+        "prompt_init must be one of": ("prompt", {"prompt_init": "noise"}, {}),
+        "leave no room": ("prefix", {"num_virtual_tokens": 5000}, {}),
+    }
+    for number, (reason, (kind, model, changes)) in enumerate(cases.items()):
+        path = config(tmp_path / str(number), model_folder, dataset, kind, model=model, **changes)
+        assert any(reason in fault for fault in faults(path)), (reason, faults(path))
+
+
+@pytest.mark.parametrize("source", [FOLDER, TORCHTUNE], ids=["folder", "torchtune"])
+@pytest.mark.parametrize("kind", [*KINDS, "lora"])
+def test_estimate_counts_what_the_trainer_trains(
+    kind, source, tmp_path, model_folder, dataset, world
+):
+    model = KINDS.get(kind, {"lora_rank": 4, "rank_pattern": {"down_proj": 8}}) | source
+    if kind == "lora" and source is TORCHTUNE:
+        model = lora_model(rank_pattern={"w2": 8})
+    given = {"model": model, "save_adapter_weights_only": True}
+    path = write_config(tmp_path, model_folder, dataset, row_length=64, **given)
+    trained, _ = models.build(load(path), world).parameter_counts()
+    content = yaml.safe_load(path.read_text()) | {"entry": "sft", "dtype": "bf16"}
+    assert step_of(content, 1, 2).trainable == trained
+    if kind in ("prompt", "prefix"):
+        # A document may fill a row, and stands behind the virtual tokens.
+        length = content["tokenizer"]["max_seq_len"] = MODEL_SIZES["max_seq_len"] - 3
+        reason = rf"{length} behind 7 virtual tokens \(model.num_virtual_tokens\) is more than"
+        with pytest.raises(RecipeFault, match=reason):
+            step_of(content, 1, 2)

@@ -1,0 +1,140 @@
+"""The distillation loss is the plain formula and torchtune's, and never holds all logits."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torchtune.modules.loss import ForwardKLLoss, ReverseKLLoss, SymmetricKLLoss
+
+from trainer.layers.divergence import Divergence, distillation_loss
+from trainer.layers.head import Factors
+
+TOKENS, VOCABULARY = 9, 30
+TARGETS = torch.randint(0, VOCABULARY - 4, (TOKENS,), generator=torch.Generator().manual_seed(2))
+Tensors = list[torch.Tensor]
+
+
+def inputs(vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> Tensors:
+    """Hidden states, head, and the two factors of LoRA on it; then those of a wider teacher."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((TOKENS, 5), (VOCABULARY, 5), (TOKENS, 2), (VOCABULARY, 2))
+    own = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+    shapes = ((TOKENS, 7), (vocabulary, 7))
+    return own + [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def logits(tensors: Tensors, caps: Any = (None, None)) -> tuple[torch.Tensor, torch.Tensor]:
+    student = tensors[0] @ tensors[1].T + tensors[2] @ tensors[3].T
+    both = (student, tensors[4] @ tensors[5].T)
+    student, teacher = (
+        x if cap is None else cap * torch.tanh(x / cap) for x, cap in zip(both, caps, strict=True)
+    )
+    common = min(student.shape[1], teacher.shape[1])
+    return student[:, :common], teacher[:, :common]
+
+
+def ours(tensors: Tensors, how: Divergence, caps: Any = (None, None), **more: Any) -> Any:
+    student = Factors([(tensors[0], tensors[1]), (tensors[2], tensors[3])], None, caps[0], **more)
+    teacher = Factors([(tensors[4], tensors[5])], softcap=caps[1])
+    return distillation_loss(student, teacher, TARGETS, how)
+
+
+def plain(
+    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, how: Divergence
+) -> torch.Tensor:
+    """The formula as it is written, summed over the tokens."""
+    b, heat, share = how
+    p_s, p_t = (F.softmax(x / heat, 1) for x in (student, teacher))
+    m = {0: p_s, 1: p_t}.get(b, b * p_t + (1 - b) * p_s)
+    weights = (1.0, 0.0) if b == 0 else (0.0, 1.0) if b == 1 else (b, 1 - b)
+    value = (weights[0] * p_t * (p_t / m).log() + weights[1] * p_s * (p_s / m).log()).sum()
+    entropy = F.cross_entropy(student, targets, reduction="sum")
+    return (1 - share) * heat**2 * value + share * entropy
+
+
+@pytest.mark.parametrize(
+    ("beta", "heat", "share"), [*product((0.0, 0.3, 1.0), (1.0, 2.5), (0.0, 0.4)), (0.5, 0.9, 0.0)]
+)
+def test_it_is_the_plain_formula_in_fp64(beta, heat, share):
+    how = Divergence(beta, heat, share)
+    cases: list[tuple[int, Any, int | None]] = [
+        (VOCABULARY, (None, None), None),
+        (VOCABULARY, (2.0, 3.0), 4),
+        (VOCABULARY + 3, (None, None), 4),
+        (VOCABULARY - 4, (None, 3.0), 4),
+    ]
+    for vocabulary, caps, chunks in cases:
+        tensors = inputs(vocabulary)
+        found = ours(tensors, how, caps, chunks=chunks)
+        student, teacher = logits(tensors, caps)
+        wanted = plain(student, teacher, TARGETS, how)
+        torch.testing.assert_close(found.total, wanted)
+        entropy = F.cross_entropy(student, TARGETS, reduction="sum")
+        torch.testing.assert_close(found.cross_entropy, entropy.detach())
+        assert found.agreement == (student.argmax(1) == teacher.argmax(1)).sum()
+        gradients = [torch.autograd.grad(each, tensors[:4]) for each in (found.total, wanted)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "symmetric"])
+def test_it_is_torchtunes_loss(kind):
+    """Its forward KL is a cross-entropy: it lacks the teacher's entropy, which has no gradient."""
+    tensors = inputs(dtype=torch.float32)
+    student, teacher = logits(tensors)
+    reference = {
+        "forward": ForwardKLLoss(),
+        "reverse": ReverseKLLoss(),
+        "symmetric": SymmetricKLLoss(sym_kd_ratio=0.3),
+    }[kind]
+    wanted = reference(student, teacher, TARGETS)
+    shares = {"forward": (1.0, 0.0), "reverse": (0.0, 1.0), "symmetric": (0.3, 0.7)}[kind]
+    each = [ours(tensors, Divergence(beta)).total / TOKENS for beta in (0.0, 1.0)]
+    found = sum(share * value for share, value in zip(shares, each, strict=True))
+    p_t = teacher.softmax(1)
+    entropy = -(p_t * p_t.log()).sum(1).mean()
+    torch.testing.assert_close(found, wanted - shares[0] * entropy)
+    gradients = [torch.autograd.grad(value, tensors[:4]) for value in (found, wanted)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_probabilities_that_are_zero_give_numbers(beta):
+    hidden = torch.tensor([[300.0, -300.0]])
+    heads = [torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]])]
+    own = (hidden.clone().requires_grad_(), heads[0])
+    found = distillation_loss(
+        Factors([own]), Factors([(hidden, heads[1])]), torch.tensor([0]), Divergence(beta)
+    )
+    wanted = 600.0 if beta in (0, 1) else torch.tensor(2.0).log().item()
+    assert found.total.item() == pytest.approx(wanted, rel=1e-4)
+    (gradient,) = torch.autograd.grad(found.total, own[:1])
+    assert gradient.isfinite().all()
+
+
+def split(rank: int, store: str, vocabulary: int, beta: float) -> None:
+    """One of two ranks, each with its rows of both heads."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
+    group, how = torch.distributed.group.WORLD, Divergence(beta, 1.5, 0.3)
+    tensors = inputs(vocabulary)
+    own = [tensors[0], tensors[1].chunk(2)[rank], tensors[2], tensors[3].chunk(2)[rank]]
+    student = Factors([(own[0], own[1]), (own[2], own[3])], group, chunks=2)
+    teacher = Factors([(tensors[4], tensors[5].chunk(2)[rank])], group)
+    found = distillation_loss(student, teacher, TARGETS, how)
+    wanted = ours(tensors, how)
+    torch.testing.assert_close(tuple(found), tuple(wanted))
+    gradients, whole = (torch.autograd.grad(each.total, tensors[:4]) for each in (found, wanted))
+    for gradient, expected in zip(gradients, whole, strict=True):
+        torch.distributed.all_reduce(gradient)
+        torch.testing.assert_close(gradient, expected)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("vocabulary", "beta"), [(30, 0.0), (26, 0.5), (34, 1.0)])
+def test_a_split_vocabulary_gives_the_same(vocabulary, beta, tmp_path):
+    mp.start_processes(split, (str(tmp_path / "store"), vocabulary, beta), 2, start_method="fork")

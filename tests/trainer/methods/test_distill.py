@@ -1,0 +1,235 @@
+"""Distillation from a larger teacher: the same in each layout, resumed, or refused."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.trace import trace
+from tests.trainer.runs import (
+    assert_same_curve,
+    curve,
+    finish,
+    kill_at,
+    lora_model,
+    metrics,
+    start,
+    write_config,
+)
+from trainer import check
+from trainer.config import parse, read_yaml
+from trainer.layers import nf4
+from trainer.methods.distill import Distillation, DistillConfig, tokenizer_faults
+
+MODULE = "trainer.train distill"
+LORA = lora_model(lora_dropout=0.0)
+STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
+LONG = pytest.mark.long
+TP = {"tensor_parallel_dim": 2}
+RUNS: dict[str, dict[str, Any]] = {
+    "full-packed": {"row_length": 96, "batch_size": 2, "shuffle": False},
+    "lora": {"model": LORA, "beta": 0.5, "temperature": 2.0},
+}
+
+
+@LONG
+def test_the_teachers_memory_is_free_when_the_export_begins(
+    tmp_path, model_folder, dataset, teacher
+):
+    path = write_config(tmp_path, model_folder, dataset, teacher=str(teacher), **STEP)
+    said = finish(start(path, 2, module="tests.trainer.methods.freed_teacher"))
+    assert re.findall(r"of (\d+) tensors of the teacher (\d+) are left", said) == [("39", "0")] * 2
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, model_folder):
+    return write_teacher(tmp_path_factory.mktemp("teacher") / "wide-llama", model_folder)
+
+
+def write_teacher(folder: Path, model_folder: Path, **changes: int) -> Path:
+    """A Llama that is wider and deeper than the student, its vocabulary padded by 32 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((model_folder / "config.json").read_text())
+    sizes = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 48}
+    sizes["vocab_size"] = settings["vocab_size"] + 32
+    torch.manual_seed(5)
+    # Further apart than at the beginning of a training: else there is little to learn.
+    sizes |= changes
+    model = LlamaForCausalLM(LlamaConfig(**settings | sizes | {"initializer_range": 0.08}))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, model_folder, dataset, teacher):
+    """The folder in which every run lies by its name."""
+    folder = tmp_path_factory.mktemp("distill")
+    for name, changes in RUNS.items():
+        path = write_config(
+            folder / name, model_folder, dataset, teacher=str(teacher), **STEP | changes
+        )
+        assert "teacher    frozen, " in finish(start(path, module=MODULE))
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_learns_from_the_teacher(name, root):
+    first, *_, last = metrics(root / name)
+    assert last["kd_loss"] < first["kd_loss"] and last["loss"] < first["loss"]
+    assert first["loss"] == pytest.approx((first["kd_loss"] + first["cross_entropy"]) / 2)
+    assert 0 <= last["top1_agreement"] <= 1
+
+
+def test_a_packed_set_has_the_loss_of_a_padded_one(tmp_path, model_folder, dataset, teacher):
+    """All samples in one step, at a learning rate that changes nothing."""
+    for name, more in {"padded": {}, "packed": {"row_length": 96}}.items():
+        more |= {"batch_size": 44, "max_steps": 1, "teacher": str(teacher)}
+        finish(start(write_config(tmp_path / name, model_folder, dataset, **more), module=MODULE))
+    assert_same_curve(tmp_path / "packed", tmp_path / "padded", 2e-5, 1e-4)
+
+
+@pytest.mark.long
+def test_a_killed_run_resumes_the_same_and_with_the_same_teacher_only(
+    tmp_path, model_folder, dataset, teacher
+):
+    changes = STEP | {"max_steps": 20, "save_every_n_steps": 2, "teacher": str(teacher)}
+    killed, whole = (
+        write_config(tmp_path / name, model_folder, dataset, **changes)
+        for name in ("killed", "whole")
+    )
+    finish(start(whole, module=MODULE))
+    kill_at(killed, 4, module=MODULE)
+    content = yaml.safe_load(killed.read_text())
+    for change, why in (
+        ({"beta": 1.0}, "beta"),
+        ({"teacher": str(model_folder)}, "teacher_weights"),
+    ):
+        killed.write_text(yaml.safe_dump(content | change))
+        said = finish(start(killed, attempt=1, module=MODULE), status=None)
+        assert f"{why} may not change at resume" in said
+    # Where the teacher lies does not matter.
+    moved = shutil.copytree(teacher, tmp_path / "moved")
+    killed.write_text(yaml.safe_dump(content | {"teacher": str(moved)}))
+    assert "resuming from checkpoints/step_" in finish(start(killed, attempt=2, module=MODULE))
+    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+    tensors = [load_file(tmp_path / n / "export/model.safetensors") for n in ("killed", "whole")]
+    assert all(tensors[0][key].equal(tensor) for key, tensor in tensors[1].items())
+
+
+@pytest.mark.long
+def test_a_teacher_in_nf4_is_the_dequantised_one_in_each_layout(
+    tmp_path, model_folder, dataset, teacher
+):
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384}
+    wide, dense = (write_teacher(tmp_path / n, model_folder, **sizes) for n in ("wide", "dense"))
+    tensors = load_file(dense / "model.safetensors")
+    for name, weight in tensors.items():
+        if "proj" in name:
+            tensors[name] = nf4.dequantise(nf4.quantise(weight), nf4.table(), torch.float32)
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    packed = {"teacher": str(wide), "teacher_quantize_base": True, "shuffle": False, **STEP}
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "dense": (1, packed | {"teacher": str(dense), "teacher_quantize_base": False}),
+        "one": (1, packed),
+        "fsdp": (2, packed | {"batch_size": 4}),
+        "tensor": (2, packed | TP),
+    }
+    for name, (ranks, changes) in runs.items():
+        path = write_config(tmp_path / "runs" / name, model_folder, dataset, **changes)
+        finish(start(path, ranks, module=MODULE))
+        assert_same_curve(path.parent, tmp_path / "runs/dense", 2e-5, 1e-4)
+    # Blocks of 64 inputs do not fit 3 of them on 2 ranks.
+    path = write_config(tmp_path / "odd", model_folder, dataset, **packed | TP)
+    content = read_yaml(path) | {"teacher": str(teacher)}
+    (fault,) = check.faults(content, Distillation)
+    assert fault.startswith("teacher: ") and "set teacher_quantize_base=False" in fault
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_teacher_with_another_tokenizer_is_refused(
+    ranks, tmp_path, model_folder, dataset, teacher
+):
+    other = shutil.copytree(teacher, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    path = write_config(tmp_path / "run", model_folder, dataset, teacher=str(other))
+    (fault,) = check.faults(read_yaml(path), Distillation)
+    assert "has another tokenizer: token 300 is" in fault and "2 of 1,024 differ" in fault
+    if ranks == 1:
+        said = finish(start(path, module=MODULE), status=None)
+        assert fault in said
+    else:
+        # Of more special tokens, or of another order of the file, nothing depends.
+        content["model"]["vocab"] = json.loads((teacher / "tokenizer.json").read_text())["model"][
+            "vocab"
+        ] | {"<|new|>": 1030}
+        (other / "tokenizer.json").write_text(json.dumps(content))
+        assert tokenizer_faults(model_folder, other) == []
+        (fault,) = tokenizer_faults(other, model_folder)
+        assert "has no token '<|new|>', which the student has" in fault
+        (other / "tokenizer.json").unlink()
+        (fault,) = tokenizer_faults(model_folder, other)
+        assert "tokenizer.json is missing" in fault
+
+
+def test_shares_above_one_are_refused(tmp_path, model_folder, dataset, teacher):
+    wrong = {"beta": 1.5, "cross_entropy_share": 2.0, "teacher": str(teacher)}
+    path = write_config(tmp_path, model_folder, dataset, **wrong)
+    found = check.faults(read_yaml(path), Distillation)
+    assert found == [
+        "beta: must be from 0 to 1, got 1.5",
+        "cross_entropy_share: must be from 0 to 1, got 2.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "more"),
+    [
+        (2, {}, {"tensor_parallel_dim": 2, "beta": 0.5, "temperature": 2.0}),
+        pytest.param(2, LORA, {"teacher_quantize_base": True, "beta": 1.0}, marks=LONG),
+    ],
+    ids=["tensor", "nf4-fsdp"],
+)
+def test_the_closed_form_counts_teacher_and_loss(
+    ranks, model, more, tmp_path, model_folder, dataset, teacher
+):
+    changes = more | ({"model": model} if model else {})
+    content = wide_content(tmp_path, model_folder, dataset, teacher, changes)
+    traced = trace(parse(content, DistillConfig), ranks)
+    step = step_of(content | {"entry": "distill"}, 1, ranks)
+    found = StepMemory(step)
+    assert found.peak == pytest.approx(traced.peak, rel=0.1)
+    assert found.terms["frozen models"] > 0
+    assert step.flops.model > 1.2 * step_of(content | {"entry": "sft"}, 1, ranks).flops.model
+
+
+def wide_content(
+    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path, more: dict[str, Any]
+) -> dict[str, Any]:
+    """A config in bf16 whose models are wide enough for estimates; the teacher has no weights."""
+    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "teacher": str(teacher)}
+    content: dict[str, Any] = read_yaml(
+        write_config(tmp_path, model_folder, dataset, **changes | more)
+    )
+    content["model"] |= {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
+    settings = json.loads((teacher / "config.json").read_text())
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "max_position_embeddings": 2048}
+    sizes["head_dim"] = 64  # in blocks of NF4
+    wide = tmp_path / "wide"
+    shutil.copytree(model_folder, wide, ignore=shutil.ignore_patterns("*.safetensors"))
+    (wide / "config.json").write_text(json.dumps(settings | sizes | {"vocab_size": 1024}))
+    content["teacher"] = str(wide)
+    return content

@@ -1,0 +1,136 @@
+"""Every method under tensor parallelism x FSDP, resumed on fewer ranks, and with experts spread."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runspec.keys.fields import STREAM
+from runspec.keys.model import TRANSFORMERS
+from tests.trainer.methods.pairs import pairs_config, write_pairs
+from tests.trainer.models.transformers_cases import write
+from tests.trainer.runs import (
+    assert_same_curve,
+    finish,
+    lora_model,
+    metrics,
+    reopen,
+    start,
+    write_config,
+)
+
+PAIRS = "trainer.data.preferences.PreferenceDataset"
+UNPAIRED = "trainer.data.preferences.UnpairedPreferenceDataset"
+SLOW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4}}
+LORA = {"model": lora_model(lora_dropout=0.0)}
+SCORES = {"model": {"_component_": TRANSFORMERS, "lora_rank": 4, "lora_alpha": 8}}
+SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.01}}
+# By name: method, component of data that are compared, changes to the config.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dpo-full": ("dpo", PAIRS, SLOW),
+    "dpo-lora": ("dpo", PAIRS, LORA | {"reference": "adapter_off"}),
+    "kto-lora": ("kto", UNPAIRED, LORA | {"reference": "log_probs"}),
+    "reward": ("reward", PAIRS, SCORES | SLOW),
+    "distill": ("distill", "", SLOW | {"row_length": 96}),
+    "pretrain": ("pretrain", "", SLOW | {"z_loss": 1e-3, "num_workers": 2}),
+}
+FOLDER, LOW = {"_component_": TRANSFORMERS}, {"lora_rank": 4, "lora_alpha": 8}
+SPREAD = {"expert_parallel_dim": 2}
+BOTH = SPREAD | {"tensor_parallel_dim": 2}
+# As CASES, and the layouts on two ranks: a frozen copy, the policy as its reference, an adapter
+# in the experts.
+EXPERTS: dict[str, tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = {
+    "dpo-full": ("dpo", PAIRS, FOLDER, [BOTH | {"reference": "model"}]),
+    "kto-lora": ("kto", UNPAIRED, FOLDER | LOW, [SPREAD]),
+    "ia3": ("sft", "", FOLDER | {"adapter": "ia3"}, [SPREAD]),
+}
+FIGURES = ("rewards/margins", "rewards/chosen", "logps/chosen", "kl", "rewards/max", "val_loss")
+FIGURES += ("val_rewards/margins", "kd_loss", "cross_entropy", "top1_agreement", "z_loss")
+
+
+def config_of(
+    folder: Path, source: Path, dataset: Path, method: str, component: str, **changes: Any
+) -> Path:
+    """The train.yaml of a method on data of its kind, which lie beside the folder."""
+    if component:
+        pairs = write_pairs(folder.parent / "pairs.jsonl")
+        return pairs_config(folder, source, pairs, component, **changes)
+    standard = {"max_steps": 4, "save_every_n_steps": 2, "shuffle": False}
+    if method == "distill":
+        standard["teacher"] = str(folder.parent / "teacher")
+    if method == "pretrain":
+        standard |= {"row_length": 64, "epochs": None}
+    path = write_config(folder, source, dataset, **standard | changes)
+    if method == "pretrain":
+        text = folder.parent / "text.jsonl"
+        lines = [json.dumps({"text": f"Node {i} is {'very ' * (i % 9)}far."}) for i in range(96)]
+        text.write_text("\n".join(lines))
+        content = yaml.safe_load(path.read_text())
+        sources = [{"name": "own", "data_files": str(text)}]
+        content["dataset"] = {"_component_": STREAM, "sources": sources}
+        path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_two_by_two_equals_one_process_and_goes_on_on_two_ranks(
+    name, tmp_path, model_folder, dataset
+):
+    method, component, changes = CASES[name]
+    if method == "distill":
+        write("llama3", tmp_path / "teacher", model_folder, vocab_size=1056)
+    split = {"tensor_parallel_dim": 2, "batch_size": 2}
+
+    def run(folder: str, ranks: int, attempt: int = 0, **more: Any) -> str:
+        given = {"batch_size": 4} | changes | more
+        path = config_of(tmp_path / folder, model_folder, dataset, method, component, **given)
+        return finish(start(path, ranks, attempt=attempt, module=f"trainer.train {method}"))
+
+    def assert_same(folder: str) -> None:
+        assert_same_curve(tmp_path / folder, tmp_path / "one", 2e-5, 1e-4)
+        lines = zip(metrics(tmp_path / folder), metrics(tmp_path / "one"), strict=True)
+        for own, wanted in lines:
+            for figure in FIGURES:
+                assert (figure in own) == (figure in wanted)
+                expected = pytest.approx(wanted.get(figure, 0), rel=2e-5, abs=2e-5)
+                assert own.get(figure, 0) == expected, figure
+
+    run("one", 1)
+    run("both", 4, **split)
+    assert_same("both")
+    # From its checkpoint of step 2, without tensor parallelism.
+    shutil.copytree(tmp_path / "both", tmp_path / "fewer")
+    shutil.rmtree(tmp_path / "fewer/checkpoints/step_4")
+    reopen(tmp_path / "fewer")
+    assert "resuming from checkpoints/step_2" in run("fewer", 2, attempt=1, batch_size=2)
+    assert_same("fewer")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_spread_in_every_method(name, tmp_path, model_folder, dataset):
+    method, component, model, layouts = EXPERTS[name]
+    source = write("qwen3-moe", tmp_path / "moe", model_folder)
+    tokenizer = {
+        "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
+        "path": str(source),
+        "max_seq_len": 64,
+    }
+    shared = SGD | {"model": model, "tokenizer": tokenizer}
+    shared |= {"checkpointer": {"checkpoint_dir": str(source)}}
+    if model.get("adapter"):
+        shared["save_adapter_weights_only"] = True
+    for index, layout in enumerate([{}, *layouts]):
+        own = shared | {"batch_size": 2 if layout is SPREAD else 4} | layout
+        path = config_of(tmp_path / str(index), source, dataset, method, component, **own)
+        finish(start(path, 2 if layout else 1, module=f"trainer.train {method}"))
+        assert_same_curve(tmp_path / str(index), tmp_path / "0", 2e-5, 1e-4)
+    first, *_, last = metrics(tmp_path / "0")
+    if method == "dpo":
+        assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+        assert last["rewards/margins"] > 1e-3
+    assert last["loss"] != first["loss"]

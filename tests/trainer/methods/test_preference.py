@@ -1,0 +1,266 @@
+"""Preference tuning: pairs and labelled answers, with each kind of reference."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from benchmarks import preference
+from plugins.estimate.launcher.memory import StepMemory
+from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.trace import trace
+from runspec.keys.preference import DpoConfig
+from tests.trainer.methods.pairs import pairs_config, write_pairs
+from tests.trainer.runs import (
+    assert_same_curve,
+    curve,
+    finish,
+    kill_at,
+    lora_model,
+    metrics,
+    reopen,
+    start,
+)
+from trainer.config import parse, read_yaml
+from trainer.errors import ConfigError
+from trainer.methods import reference
+
+LORA = lora_model(lora_dropout=0.0)
+NEVER = {"_component_": "torch.optim.AdamW", "lr": 0.0}
+SLOW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4}}
+PAIRS = "trainer.data.preferences.PreferenceDataset"
+UNPAIRED = "trainer.data.preferences.UnpairedPreferenceDataset"
+# By name: ranks, the run that it equals, changes to the config.
+RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
+    "lora": (1, None, {"model": LORA, "epochs": 1}),
+    "lora-kept": (1, "lora", {"model": LORA, "reference": "log_probs"}),
+    "lora-model": (1, "lora", {"model": LORA, "reference": "model"}),
+    "full": (1, None, SLOW),
+    "full-model": (2, "full", SLOW | {"batch_size": 2, "reference": "model"}),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    return write_pairs(path)
+
+
+def config(
+    folder: Path, model_folder: Path, pairs: Path, component: str = PAIRS, **changes: Any
+) -> Path:
+    return pairs_config(folder, model_folder, pairs, component, **{"batch_size": 4} | changes)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, model_folder, pairs):
+    """The folder in which every run lies by its name."""
+    folder = tmp_path_factory.mktemp("preference")
+    lines = {
+        "adapter_off": "the policy with its adapter off",
+        "log_probs": "log-probabilities of the policy before training",
+        "model": "frozen, 1,",
+    }
+    for name, (ranks, _, changes) in RUNS.items():
+        path = config(folder / name, model_folder, pairs, **changes)
+        output = finish(start(path, ranks, module="trainer.train dpo"))
+        kind = changes.get("reference", "adapter_off" if "lora" in name else "log_probs")
+        assert f"reference  {lines[kind]}" in output
+        assert "5.8 tokens longer than rejected ones on average" in output
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
+def test_it_begins_at_its_reference_and_learns(name, root):
+    first, *_, last = metrics(root / name)
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    # Kept log-probabilities, and those of another layout, differ by rounding.
+    assert first["rewards/accuracies"] == 0
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] == 1.0
+    assert last["val_loss"] < 0.65 and last["val_rewards/margins"] > 0.1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
+def test_every_kind_of_reference_gives_the_same_run(name, root):
+    wanted = root / str(RUNS[name][1])
+    assert_same_curve(root / name, wanted, 2e-5, 1e-4)
+    for own, other in zip(metrics(root / name), metrics(wanted), strict=True):
+        for figure in ("rewards/margins", "logps/chosen", "val_rewards/margins", "val_loss"):
+            assert (figure in own) == (figure in other)
+            assert own.get(figure, 0) == pytest.approx(other.get(figure, 0), rel=2e-5, abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """What benchmarks.preference gave TRL: model, adapter, pairs and labelled answers."""
+    folder = tmp_path_factory.mktemp("trl")
+    model = preference.make_model(folder / "model")
+    preference.make_adapter(folder / "adapter", model)
+    preference.write_pairs(folder / "pairs.jsonl")
+    preference.write_labelled(folder / "labelled.jsonl")
+    return folder
+
+
+CURVES = json.loads(preference.CURVES.read_text())["losses"]
+
+
+QUICK = ("dpo-lora", "kto-full")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK))
+        for name in CURVES
+        if "gkd" not in name
+    ],
+)
+def test_its_curves_are_those_of_trl(name, texts, tmp_path):
+    """20 steps in fp32; python -m benchmarks.preference curves writes TRL's."""
+    method, _, kind = name.partition("-")
+    data = texts / ("labelled.jsonl" if method == "kto" else "pairs.jsonl")
+    adapter = texts / "adapter" if kind == "lora" else None
+    path = preference.our_config(tmp_path, texts / "model", data, method, adapter)
+    finish(start(path, 1, module="trainer.train kto" if method == "kto" else "trainer.train dpo"))
+    losses = [row["loss"] for row in metrics(tmp_path)]
+    assert losses == pytest.approx(CURVES[name], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["orpo", "kto"])
+def test_packed_equals_padded(name, tmp_path, model_folder, pairs):
+    """Figures of one pass over dataset_val: a packed row holds other samples together."""
+    component = UNPAIRED if name == "kto" else PAIRS
+    module = f"trainer.train {'kto' if name == 'kto' else 'dpo'}"
+    rate = {"optimizer": SLOW["optimizer"] | {"lr": 0.0}}
+    found = []
+    for packed in ({}, {"row_length": 256}):
+        changes = rate | {"max_steps": 1, "run_val_every_n_steps": 1} | packed
+        changes |= {"loss": "orpo"} if name == "orpo" else {}
+        path = config(tmp_path / str(len(packed)), model_folder, pairs, component, **changes)
+        finish(start(path, module=module))
+        (row,) = metrics(path.parent)
+        found.append({key: value for key, value in row.items() if key.startswith("val_")})
+    assert found[0]["val_logps/chosen"] < -10
+    for key, value in found[0].items():
+        assert found[1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
+def test_figures_of_labelled_answers_are_means_over_their_label(tmp_path, model_folder, pairs):
+    """Whatever the share of a label is, in the training data and in dataset_val."""
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()[:6]]
+    own = [{"prompt": r["prompt"], "completion": r["chosen"], "label": True} for r in rows]
+    own += [{"prompt": r["prompt"], "completion": r["rejected"], "label": False} for r in rows]
+    found = []
+    for name, kept in (("all", own), ("few", own[:6] + own[6:8])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        changes = {"max_steps": 1, "run_val_every_n_steps": 1, "optimizer": NEVER}
+        changes |= {"dataset_val": {"data_files": str(path), "split": "train"}}
+        train = config(tmp_path / name, model_folder, pairs, UNPAIRED, **changes)
+        finish(start(train, module="trainer.train kto"))
+        found += metrics(train.parent)
+    chosen, rejected = "val_logps/chosen", "val_logps/rejected"
+    assert found[0][chosen] == pytest.approx(found[1][chosen], rel=1e-6)
+    # Of no answer there is no mean.
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own[:6]))
+    finish(
+        start(
+            config(tmp_path / "none", model_folder, pairs, UNPAIRED, **changes),
+            module="trainer.train kto",
+        )
+    )
+    (line,) = metrics(tmp_path / "none")
+    assert line[chosen] == pytest.approx(found[0][chosen], rel=1e-6) and line[rejected] is None
+
+
+@pytest.mark.long
+def test_kept_log_probs_are_made_once_and_a_killed_run_resumes_by_them(
+    tmp_path, model_folder, pairs
+):
+    changes, module = SLOW | {"batch_size": 2, "max_steps": 6}, "trainer.train kto"
+    whole, killed = (
+        config(tmp_path / name, model_folder, pairs, UNPAIRED, **changes)
+        for name in ("whole", "killed")
+    )
+    made = "log-probabilities of 48 samples of dataset ..."
+    assert made in finish(start(whole, 2, module=module))
+    kill_at(killed, 4, 2, module)
+    output = finish(start(killed, 2, attempt=1, module=module))
+    assert "resuming from checkpoints/step_" in output and made not in output
+    assert curve(killed.parent) == curve(whole.parent)
+    # On one rank, from the same checkpoint, with another kind of reference.
+    other = tmp_path / "other"
+    shutil.copytree(whole.parent, other)
+    for path in (other / "checkpoints").glob("step_6*"):
+        shutil.rmtree(path)
+    content = yaml.safe_load(whole.read_text()) | {"output_dir": str(other), "batch_size": 4}
+    (other / "train.yaml").write_text(yaml.safe_dump(content | {"reference": "model"}))
+    reopen(other)
+    output = finish(start(other / "train.yaml", attempt=1, module=module))
+    assert "resuming from checkpoints/step_4" in output and "reference  frozen, " in output
+    assert_same_curve(other, whole.parent, 2e-5, 1e-4)
+
+
+def test_a_part_of_the_kept_log_probs_goes_on(tmp_path, model_folder, pairs):
+    """A start that is killed in the pass over the data leaves what it wrote."""
+    path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
+    finish(start(path, module="trainer.train dpo"))
+    (kept,) = [
+        file for file in (tmp_path / "tokens").rglob("reference_*.npy") if len(np.load(file)) == 24
+    ]
+    values = np.load(kept)
+    kept.unlink()
+    again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
+    part = again.parent / f".{kept.parent.name}_{kept.name}"
+    # What is there is not computed again.
+    done = np.where(np.arange(24)[:, None] < 20, values - 1e-3, np.float32(np.nan))
+    reference.write(part, done)
+    output = finish(start(again, module="trainer.train dpo"))
+    assert "log-probabilities of 4 samples of dataset ..." in output
+    assert np.load(kept)[:20] == pytest.approx(done[:20])
+    assert np.load(kept)[20:] == pytest.approx(values[20:], rel=1e-5)
+    assert not part.exists()
+
+
+def test_kept_log_probs_of_which_a_bit_has_changed_are_refused(tmp_path):
+    path, values = tmp_path / "kept.npy", np.arange(6, dtype=np.float32).reshape(3, 2)
+    reference.write(path, values)
+    assert (reference.read(path, (3, 2)) == values).all()
+    content = path.read_bytes()
+    for place in (0, 140, len(content) - 1):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(ConfigError, match="is damaged: delete it and start again"):
+            reference.read(path, (3, 2))
+
+
+def test_a_reference_that_is_not_the_policy_ends_the_run(tmp_path, model_folder, pairs):
+    path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
+    finish(start(path, module="trainer.train dpo"))
+    for kept in (tmp_path / "tokens").rglob("reference_*.npy"):
+        reference.write(kept, np.load(kept) - 1.0)
+    again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
+    output = finish(start(again, module="trainer.train dpo"), None)
+    assert "before the first update it must equal the policy" in output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["log_probs", "adapter_off", "model"])
+def test_the_closed_form_knows_each_kind_of_reference(kind, tmp_path, model_folder, pairs):
+    wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
+    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "reference": kind}
+    content = read_yaml(config(tmp_path, model_folder, pairs, **changes))
+    content["model"] |= (LORA if kind == "adapter_off" else {}) | wide
+    traced = trace(parse(content, DpoConfig), 2)
+    step = step_of(content | {"entry": "dpo"}, 1, 2)
+    assert StepMemory(step).peak == pytest.approx(traced.peak, rel=0.1)
+    plain = step_of(content | {"entry": "sft"}, 1, 2)
+    assert StepMemory(step).peak <= (1.25 if kind != "model" else 2) * StepMemory(plain).peak
+    ratio = step.flops.model / plain.flops.model
+    assert ratio == (1 if kind == "log_probs" else pytest.approx(1.4, abs=0.15))

@@ -1,0 +1,440 @@
+"""Every model family against transformers: logits, export, adapters; and split over two ranks."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.trainer.runs import metrics, randomise_adapter, tensors, train, write_config
+from trainer.checkpoint import export as exports
+from trainer.checkpoint import weights
+from trainer.config import load
+from trainer.errors import ConfigError
+from trainer.model import Decoder, Documents, Inputs
+from trainer.models import build as models
+
+SIZES = {
+    "vocab_size": 1024,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "intermediate_dim": 88,
+    "max_seq_len": 256,
+}
+HF_SIZES = {
+    "vocab_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "max_position_embeddings": 256,
+    # Weights so large that a wrong mask, angle or cap shows in the logits.
+    "initializer_range": 0.1,
+    "attn_implementation": "eager",
+    # A padding token has an embedding of zeros, and behind a norm a gradient without bound.
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 4,
+}
+# Shorter than the test's sequences, as is the length from which Llama 3.1 scales its angles.
+WINDOW = {"sliding_window": 16}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 40,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+GEMMA2 = {
+    "head_dim": 20,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 2.5,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    **WINDOW,
+}
+GEMMA2_BUILDER = {
+    "head_dim": 20,
+    "query_pre_attn_scalar": 24,
+    "hidden_capping_value": 1.5,
+    "final_capping_value": 2.5,
+    "sliding_window_size": 16,
+}
+
+
+def theta(base: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
+
+
+# name: transformers' model type and numbers; torchtune's package, builder's numbers, model type
+CASES: dict[str, tuple[str, dict, str, dict, str]] = {
+    "llama2": (
+        "llama",
+        {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, **theta(10_000.0)},
+        "llama2.llama2",
+        {"num_kv_heads": 4},
+        "LLAMA2",
+    ),
+    "llama3": (
+        "llama",
+        {"rms_norm_eps": 1e-5, **theta(500_000.0)},
+        "llama3.llama3",
+        {},
+        "LLAMA3",
+    ),
+    "llama3_1": (
+        "llama",
+        {"rms_norm_eps": 1e-5, "rope_parameters": SCALED},
+        "llama3_1.llama3_1",
+        {"scale_factor": 4},
+        "LLAMA3",
+    ),
+    "llama3_2": (
+        "llama",
+        {"rms_norm_eps": 1e-5, "rope_parameters": SCALED, "tie_word_embeddings": True},
+        "llama3_2.llama3_2",
+        {"scale_factor": 4},
+        "LLAMA3_2",
+    ),
+    "mistral": (
+        "mistral",
+        {"rms_norm_eps": 1e-5, **WINDOW, **theta(10_000.0)},
+        "mistral.mistral",
+        {},
+        "MISTRAL",
+    ),
+    "qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": 1, **WINDOW, **theta(1_000_000.0)},
+        "qwen2.qwen2",
+        {"norm_eps": 1e-6},
+        "QWEN2",
+    ),
+    "qwen2-tied": (
+        "qwen2",
+        {"tie_word_embeddings": True, **theta(1_000_000.0)},
+        "qwen2.qwen2",
+        {"norm_eps": 1e-6, "tie_word_embeddings": True},
+        "QWEN2",
+    ),
+    "gemma2": ("gemma2", GEMMA2, "gemma2.gemma2", GEMMA2_BUILDER, "GEMMA2"),
+    "phi3": ("phi3", {**WINDOW, **theta(10_000.0)}, "phi3.phi3", {}, "PHI3_MINI"),
+    "phi4": ("phi3", theta(250_000.0), "phi3.phi3", {"rope_base": 250_000}, "PHI4"),
+}
+LORA = {
+    "lora_attn_modules": ["q_proj", "v_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+}
+TOKENS = torch.arange(120).reshape(2, 60) * 7 % 1024
+# Two documents in each row, both longer than the window.
+FIRST, SECOND = 25, 35
+POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(SECOND)]).expand(2, -1)
+DOCUMENTS = Documents(
+    ids=torch.tensor([0] * FIRST + [1] * SECOND, dtype=torch.int32).expand(2, -1),
+    cu_seqlens=torch.tensor([0, FIRST, 60, 60 + FIRST, 120], dtype=torch.int32),
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A random model of each family as transformers makes and saves it, in several files."""
+    root = tmp_path_factory.mktemp("sources")
+    for name, (model_type, changes, *_) in CASES.items():
+        torch.manual_seed(1)
+        settings = AutoConfig.for_model(model_type, **(HF_SIZES | changes))
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Norms and biases start alike, and would not tell which is which.
+                if parameter.dim() == 1:
+                    parameter += 0.2 * torch.randn_like(parameter)
+        model.save_pretrained(root / name, max_shard_size="100KB")
+    return {name: root / name for name in CASES}
+
+
+def builder(name: str, lora: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The `model` block of a case, plain or with LoRA."""
+    package, _, component = CASES[name][2].rpartition(".")
+    component = f"lora_{component}" if lora else component
+    return {
+        "_component_": f"torchtune.models.{package}.{component}",
+        **SIZES,
+        **CASES[name][3],
+        **(lora or {}),
+    }
+
+
+def logits(folder: Path, *batches: torch.Tensor) -> torch.Tensor:
+    """What transformers computes from a model folder, batch by batch, side by side."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        return torch.cat([model(batch).logits for batch in batches or (TOKENS,)], dim=1)
+
+
+def config_of(name: str, folder: Path, source: Path, dataset: Path, **changes: Any) -> Path:
+    checkpointer = {"checkpoint_dir": str(source), "model_type": CASES[name][4]}
+    changes = {"model": builder(name)} | changes
+    return write_config(folder, source, dataset, checkpointer=checkpointer, **changes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers_and_export_is_exact(
+    name, tmp_path, sources, dataset, world, monkeypatch
+):
+    source = sources[name]
+    config = load(config_of(name, tmp_path, source, dataset))
+    model = models.build(config, world)
+    expected = logits(source)
+    with torch.inference_mode():
+        found = model.module(Inputs(TOKENS))
+        packed = model.module(Inputs(TOKENS, DOCUMENTS, POSITIONS))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    apart = logits(source, TOKENS[:, :FIRST], TOKENS[:, FIRST:])
+    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
+    assert expected.std() > 0.1, "logits so small would hide a difference"
+
+    # Small files, so that the export has several and an index too.
+    monkeypatch.setattr(exports, "MAX_SHARD_BYTES", 150_000)
+    folder = exports.export(model, config, world)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert tensors(folder).keys() == tensors(source).keys()
+    for key, tensor in tensors(source).items():
+        assert torch.equal(tensors(folder)[key], tensor), key
+    assert torch.equal(logits(folder), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "use_dora"),
+    [(name, False) for name in ("llama3_2", "mistral", "qwen2", "gemma2", "phi3")]
+    + [("phi3", True), ("gemma2", True)],
+)
+def test_the_adapter_in_peft_gives_the_merged_models_logits(
+    name, use_dora, tmp_path, sources, dataset, world
+):
+    """With q and v alone adapted, so that a fused matrix has rows with and without an adapter."""
+    from peft import PeftModel
+
+    lora = LORA | {"use_dora": use_dora}
+    path = config_of(name, tmp_path, sources[name], dataset, model=builder(name, lora))
+    config = load(path)
+    model = models.build(config, world)
+    randomise_adapter(model.module)
+    with torch.no_grad():
+        trained = model.module(Inputs(TOKENS))
+    folder = exports.export(model, config, world)
+    base = AutoModelForCausalLM.from_pretrained(sources[name], attn_implementation="eager")
+    with torch.inference_mode():
+        plain = base(TOKENS).logits
+        adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()(TOKENS).logits
+    torch.testing.assert_close(adapted, trained, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logits(folder), trained, rtol=0, atol=2e-5)
+    assert (adapted - plain).abs().max() > 1e-2, "the adapter must do something"
+
+
+def fitted(block: dict[str, Any], hf_config: dict[str, Any]) -> tuple[Decoder, list[str]]:
+    """An empty model made to fit a config.json, and what could not be made equal."""
+    with torch.device("meta"):
+        model = models.empty_module(block)
+    return model, model.fit(hf_config, SimpleNamespace(model=block, checkpointer={}))
+
+
+def test_names_are_mapped_both_ways():
+    model, faults = fitted(builder("phi3"), HF_SIZES | {"model_type": "phi3"})
+    assert faults == []
+    held = weights.hub_tensors(model)
+    assert (
+        model.hub_name("layers.2.attn.k_proj.weight") == "model.layers.2.self_attn.qkv_proj.weight"
+    )
+    names = [name for name, _ in held["model.layers.1.mlp.gate_up_proj.weight"]]
+    assert names == ["layers.1.mlp.w1.weight", "layers.1.mlp.w3.weight"]
+    assert "model.layers.1.mlp.up_proj.weight" not in held and None not in held
+
+
+# The numbers of real models' config.json: hidden size, layers, heads, key-value heads, the others.
+REAL: dict[str, tuple[str, tuple[int, int, int, int], dict[str, Any]]] = {
+    "llama2.llama2_7b": ("llama", (4096, 32, 32, 32), {"rms_norm_eps": 1e-5}),
+    "llama3.llama3_8b": ("llama", (4096, 32, 32, 8), {"rms_norm_eps": 1e-5, "rope_theta": 5e5}),
+    "llama3_1.llama3_1_8b": (
+        "llama",
+        (4096, 32, 32, 8),
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+    ),
+    "mistral.mistral_7b": (
+        "mistral",
+        (4096, 32, 32, 8),
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "sliding_window": 4096},
+    ),
+    "qwen2_5.qwen2_5_0_5b": (
+        "qwen2",
+        (896, 24, 14, 2),
+        {
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+        },
+    ),
+    "gemma2.gemma2_2b": (
+        "gemma2",
+        (2304, 26, 8, 4),
+        {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096},
+    ),
+    "gemma2.gemma2_27b": (
+        "gemma2",
+        (4608, 46, 32, 16),
+        {"head_dim": 128, "query_pre_attn_scalar": 144, "final_logit_softcapping": 30.0},
+    ),
+    "phi3.phi3_mini": ("phi3", (3072, 32, 32, 32), {"sliding_window": 2047}),
+    "phi4.phi4_14b": ("phi3", (5120, 40, 40, 10), {"rope_theta": 250_000}),
+}
+
+
+@pytest.mark.parametrize("component", REAL)
+def test_torchtunes_builders_fit_the_real_models(component):
+    """Its Gemma 2 has the two soft caps the wrong way round, its Phi 4 the rotary base of Phi 3,
+    and its Mistral and Phi 3 no window; what they cannot be told comes from config.json."""
+    model_type, sizes, others = REAL[component]
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    hf_config = {"model_type": model_type, **dict(zip(keys, sizes, strict=True)), **others}
+    module, faults = fitted({"_component_": f"torchtune.models.{component}"}, hf_config)
+    assert faults == []
+    assert module.layers[0].attn.pos_embeddings.base == others.get("rope_theta", 10_000)
+    attention = module.layers[0].attn.core
+    if model_type == "gemma2":
+        assert (attention.softcap, module.output_softcap) == (50.0, 30.0)
+        assert attention.scale == others.get("query_pre_attn_scalar", 256) ** -0.5
+        assert module.layers[1].attn.core.window is None
+    expected = None if model_type in ("llama", "qwen2") or "phi4" in component else 4096
+    assert attention.window == others.get("sliding_window" * bool(expected), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "settings", "fault"),
+    [
+        ("llama3", {}, {"model_type": "gpt2"}, "model_type 'gpt2', which is not supported; known"),
+        ("llama3", {}, {"hidden_act": "gelu"}, "has activation silu, the model's config.json has"),
+        ("llama3", {"norm_eps": 1e-6}, {}, "rms_norm_eps 1e-06, the model's config.json has 1e-05"),
+        ("llama3", {}, {"rope_parameters": SCALED}, "has rope type default, the model's"),
+        ("llama3_1", {"scale_factor": 8}, {}, "has factor 8, the model's config.json has 4.0; set"),
+        ("mistral", {}, {"rope_parameters": {"rope_type": "yarn"}}, "has rope type 'yarn', which"),
+        ("phi3", {}, {"rope_scaling": {"type": "longrope"}}, "has rope type 'longrope', which is"),
+        ("phi3", {}, {"rope_parameters": PARTIAL}, "has partial_rotary_factor 0.75, and only"),
+        ("gemma2", {"hidden_capping_value": 50.0}, {}, "set model.hidden_capping_value=1.5"),
+        ("gemma2", {"query_pre_attn_scalar": 16}, {}, "query_pre_attn_scalar 16.0, the model's"),
+        ("gemma2", {"sliding_window_size": 8}, {}, "set model.sliding_window_size=16"),
+        (
+            "qwen2",
+            {"_component_": "torchtune.models.llama3.llama3"},
+            {},
+            "has interleaved RoPE True",
+        ),
+        (
+            "llama3",
+            {"_component_": "torchtune.models.qwen2.qwen2"},
+            {},
+            "attn.q_proj.bias is missing",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(
+    name, model, settings, fault, tmp_path, sources, dataset, world
+):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for file in sources[name].iterdir():
+        (folder / file.name).symlink_to(file)
+    hf_config = json.loads((folder / "config.json").read_text())
+    if "rope_scaling" in settings:
+        del hf_config["rope_parameters"]
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(hf_config | settings))
+    path = config_of(name, tmp_path / "run", folder, dataset, model=builder(name) | model)
+    with pytest.raises(ConfigError) as caught:
+        models.build(load(path), world)
+    assert any(fault in line for line in caught.value.faults), caught.value.faults
+    assert len(caught.value.faults) < 15, "another model is told in a few lines"
+
+
+def test_a_checkpointer_of_another_family_is_refused(tmp_path, sources, dataset, world):
+    checkpointer = {"checkpoint_dir": str(sources["qwen2"]), "model_type": "LLAMA3"}
+    path = write_config(
+        tmp_path, sources["qwen2"], dataset, model=builder("qwen2"), checkpointer=checkpointer
+    )
+    with pytest.raises(ConfigError, match="LLAMA3 does not belong to the folder's qwen2 model; s"):
+        models.build(load(path), world)
+
+
+# Ranks and changes; the batches of all are the same.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "tp": (2, {"tensor_parallel_dim": 2}),
+    "fsdp": (2, {"batch_size": 4, "enable_activation_checkpointing": True}),
+}
+# Layouts meet a tied table and biases, norms with an offset, caps and windows, fused matrices.
+TRAINED = ("qwen2-tied", "gemma2", "phi3")
+
+
+@pytest.mark.long
+def test_every_layout_trains_as_the_single_process(tmp_path, sources, model_folder, dataset):
+    """Full and LoRA: loss, gradient norm and weights after four steps."""
+    configs: dict[tuple[int, str], list[Path]] = {}
+    runs = [
+        (layout, name, method)
+        for layout in LAYOUTS
+        for name in TRAINED
+        for method in ("full", "lora")
+    ]
+    tokenizer = {
+        "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
+        "path": str(model_folder),
+    }
+    for layout, name, method in runs:
+        ranks, changes = LAYOUTS[layout]
+        path = config_of(
+            name,
+            tmp_path / layout / f"{name}-{method}",
+            sources[name],
+            dataset,
+            model=builder(name, LORA if method == "lora" else None),
+            tokenizer=tokenizer,
+            max_steps=4,
+            optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},
+            **changes,
+        )
+        configs.setdefault((ranks, method), []).append(path)
+    for (ranks, _), paths in configs.items():
+        train(*paths, ranks=ranks)
+    for layout, name, method in runs:
+        one, own = (tmp_path / of / f"{name}-{method}" for of in ("single", layout))
+        assert len(metrics(own)) == 4
+        for line, own_line in zip(metrics(one), metrics(own), strict=True):
+            place = f"{layout} {name} {method} step {line['step']}"
+            assert own_line["loss"] == pytest.approx(line["loss"], abs=2e-5), place
+            assert own_line["grad_norm"] == pytest.approx(line["grad_norm"], rel=5e-5), place
+        file = "model.safetensors" if method == "full" else "adapter/adapter_model.safetensors"
+        after = load_file(own / "export" / file)
+        for key, tensor in load_file(one / "export" / file).items():
+            torch.testing.assert_close(after[key], tensor, rtol=0, atol=2e-5)

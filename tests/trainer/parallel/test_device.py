@@ -1,0 +1,204 @@
+"""GPUs that torch cannot use end a run at its start: it would train on CPUs in silence."""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import HashStore
+
+from plugins.serve import backends
+from runspec import devices
+from trainer.errors import BadNodeError, ConfigError, PeerError
+from trainer.methods.preference import PreferenceObjective
+from trainer.methods.reward import RewardModelling
+from trainer.parallel import device
+from trainer.parallel import world as distributed
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")
+
+
+@pytest.fixture
+def gpu_node(tmp_path, monkeypatch):
+    """The device files of a node with two GPUs, and the version that its driver shows."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat\nGCC\n")
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
+    monkeypatch.setattr(device, "DRIVER", driver)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return tmp_path
+
+
+def test_auto_does_not_train_on_the_cpus_of_a_gpu_node(gpu_node):
+    with pytest.raises(ConfigError) as raised:
+        distributed.start("auto")
+    (fault,) = raised.value.faults
+    assert f"this node has GPUs ({gpu_node}/nvidia0, {gpu_node}/nvidia1)" in fault
+    assert f"torch {torch.__version__} cannot use them" in fault
+    assert "bash setup.sh --torch cu126" in fault and "device=cpu" in fault
+    assert device.choose("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "why"),
+    [
+        (None, None, "it is a build for CPUs"),
+        ("13.0", None, "it is built for CUDA 13.0, and the driver is 535.104.05"),
+        (None, "6.4", "it is built for ROCm 6.4, and the driver is 535.104.05"),
+    ],
+)
+def test_the_reason_names_build_and_driver(gpu_node, monkeypatch, cuda, hip, why):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with pytest.raises(ConfigError, match=why):
+        device.choose("auto")
+
+
+def test_a_job_without_gpus_on_such_a_node_trains_on_cpus(gpu_node, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    assert device.choose("auto") == "cpu"
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    with pytest.raises(ConfigError, match="this node has GPUs"):
+        device.choose("auto")
+
+
+def test_where_there_is_no_gpu_auto_is_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
+    assert device.choose("auto") == "cpu"
+
+
+@pytest.mark.parametrize("devices", [["cuda", "cpu", "cuda"], ["cuda"] * 3, ["cpu"] * 3])
+def test_ranks_agree_on_their_device_before_they_meet(devices, monkeypatch):
+    monkeypatch.setenv("NODE_NAME", "gpu7")
+    store = HashStore()
+
+    def ask(rank: int) -> Exception | None:
+        try:
+            return device.agree(devices[rank], store, rank, len(devices))
+        except (BadNodeError, PeerError) as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(ask, range(3)))
+    if len(set(devices)) == 1:
+        assert found == [None] * 3
+        return
+    assert [type(each) for each in found] == [PeerError, BadNodeError, PeerError]
+    told = "node gpu7 shows torch no GPU, and other nodes of this run do"
+    assert told in str(found[1]) and f"another rank failed: rank 1: {told}" in str(found[0])
+    assert not found[0].permanent, "another node can help"
+
+
+def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node, capsys, monkeypatch):
+    """Neither `trainer.generate` nor the backend of `cookbook serve`, which has its own torch."""
+    from plugins.serve.transformers_backend import main, unusable
+    from trainer import generate
+
+    assert generate.main([str(gpu_node), "a question"]) == 1
+    assert "error: device: this node has GPUs" in capsys.readouterr().err
+    reason = unusable(["m", "--device", "auto"])
+    assert f"torch {torch.__version__} of" in reason
+    monkeypatch.setattr(sys, "argv", ["", f"{gpu_node}/backend.sock", "m", "--device", "auto"])
+    with pytest.raises(SystemExit):
+        main()
+    # The replica gives it as the reason of its own end.
+    assert (gpu_node / backends.REASON).read_text() == reason
+    assert unusable(["m", "--device", "cpu"]) == ""
+    (gpu_node / "nvidia0").unlink()
+    (gpu_node / "nvidia1").unlink()
+    assert unusable(["m", "--device", "auto"]) == ""
+
+
+def test_a_served_model_is_not_offloaded_to_a_disk(monkeypatch, tmp_path):
+    """Of 2 x 79 GiB four fifths hold weights: 126 GiB, 68 billion parameters in bf16."""
+    from plugins.serve.transformers_backend import too_large
+
+    def whole(parameters: int) -> str:
+        header = {"w": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 0]}}
+        text = json.dumps(header).encode()
+        content = len(text).to_bytes(8, "little") + text
+        (tmp_path / "model.safetensors").write_bytes(content)
+        return too_large([str(tmp_path), "--device", "auto", "--dtype", "auto"])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    properties = SimpleNamespace(total_memory=79 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda each: properties)
+    assert whole(67_000_000_000) == ""
+    assert whole(70_600_000_000) == (
+        f"{tmp_path} has 132 GiB of weights and needs 3 GPUs of 79 GiB, and there are 2: use "
+        "--gpus-per-node 3, or larger GPUs"
+    )
+    assert too_large([str(tmp_path), "--device", "cpu", "--dtype", "auto"]) == ""
+    wide = too_large([str(tmp_path), "--device", "auto", "--dtype", "float32"])
+    assert "has 263 GiB of weights and needs 5 GPUs" in wide
+    (tmp_path / "model.safetensors").unlink()
+    assert too_large([str(tmp_path), "--device", "auto", "--dtype", "auto"]) == ""
+
+
+@pytest.mark.parametrize("asked", ["cuda", "auto", "cpu"])
+def test_attention_does_not_make_a_graph_for_each_length(asked, monkeypatch):
+    """cuDNN's does: torch uses it on H100, if it may."""
+    monkeypatch.setattr(devices, "gpus", list)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    device.choose(asked)
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_nor_does_that_of_a_served_model(monkeypatch):
+    import uvicorn
+    from transformers.cli import transformers as command
+    from transformers.cli.serving import model_manager, utils
+
+    from plugins.serve import transformers_backend
+
+    # What it replaces in this process is put back at the end.
+    for module, name in (
+        (uvicorn, "Config"),
+        (utils, "GenerateManager"),
+        (model_manager, "ModelManager"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    found: list[bool] = []
+    monkeypatch.setattr(
+        command, "main", lambda: found.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    monkeypatch.setattr(sys, "argv", ["serve", "socket", "model", "--device", "cpu"])
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    transformers_backend.main()
+    assert found == [False]
+
+
+def test_losses_of_answers_copy_no_numbers_to_the_gpu():
+    """The host would wait for each copy. A torch without CUDA refuses it, for fake tensors too."""
+    with FakeTensorMode():
+        scores, margins = torch.empty(4, device="cuda"), torch.empty(2, device="cuda")
+        batch: Any = SimpleNamespace(inputs=None, numbers=margins)
+        batch.documents_per_sample, batch.to = 2, lambda device: batch
+        models: Any = SimpleNamespace(policy=SimpleNamespace(module=lambda *_, **__: scores))
+        objective: Any = SimpleNamespace(world=SimpleNamespace(size=1, device=scores.device))
+        objective.config = SimpleNamespace(center_rewards_coefficient=0.01)
+        loss = RewardModelling.loss(objective, models, batch)
+        mean = PreferenceObjective.mean_over_data(objective, scores)
+    assert {mean.device, loss.total.device} == {scores.device}
+    assert all(each.device == scores.device for each in loss.metrics.values())
+
+
+def test_a_rank_computes_on_its_own_gpu(monkeypatch):
+    """Also what names none: its streams and kernels."""
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert (device.own("auto"), current) == (torch.device("cuda", 1), [1])
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="local rank 2 needs GPU 2, but this host shows 2"):
+        device.own("cuda")
