@@ -180,7 +180,7 @@ def test_losses_of_answers_copy_no_numbers_to_the_gpu():
     """The host would wait for each copy. A torch without CUDA refuses it, for fake tensors too."""
     with FakeTensorMode():
         scores, margins = torch.empty(4, device="cuda"), torch.empty(2, device="cuda")
-        batch: Any = SimpleNamespace(tokens=None, documents=None, positions=None, numbers=margins)
+        batch: Any = SimpleNamespace(inputs=None, numbers=margins)
         batch.documents_per_sample, batch.to = 2, lambda device: batch
         models: Any = SimpleNamespace(policy=SimpleNamespace(module=lambda *_, **__: scores))
         objective: Any = SimpleNamespace(world=SimpleNamespace(size=1, device=scores.device))
