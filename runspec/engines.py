@@ -12,31 +12,31 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Records:
-    """The files and the end of one engine.
-
-    checkpoint: the name of a checkpoint's folder in RUN_DIR/checkpoints, a pattern whose group is
-    the step. complete: a file, or a pattern of glob, that a complete one holds; incomplete: a file
-    that it does not hold. metrics: the file of metrics in RUN_DIR, a pattern of glob; "" if the
-    engine's own process writes the kit's progress.json. form: json (a line each), csv, or log (the
-    pattern `line` in rank 0's log). names: the kit's names of its figures, by the engine's.
-    first_step: the number that it gives to its first step. iterations: how many it counts for one
-    step. total_steps: the step at which it is finished, None if nothing says it. stop: the signal
-    that asks its ranks to save and stop, "" if the stop file does. beats: its ranks write
-    heartbeat.json; else it is made of the progress that is seen.
-    """
+    """The files and the end of one engine."""
 
     name: str
+    # The name of a checkpoint's folder in RUN_DIR/checkpoints: a pattern whose group is the step.
     checkpoint: str = ""
+    # A file, or a pattern of glob, that a complete checkpoint holds.
     complete: str = "*"
+    # A file that it does not hold.
     incomplete: str = ""
+    # The file of metrics in RUN_DIR, a pattern of glob; "" if its process writes progress.json.
     metrics: str = ""
+    # json (a line each), csv, or log (the pattern `line` in rank 0's log).
     form: str = "json"
     line: str = ""
+    # The kit's names of its figures, by its own.
     names: dict[str, str] = field(default_factory=dict)
+    # The number that it gives to its first step.
     first_step: int = 1
+    # How many it counts for one step.
     iterations: int = 1
+    # The step at which it is finished, None if nothing says it.
     total_steps: int | None = None
+    # The signal that asks its ranks to save and stop, "" if the stop file does.
     stop: str = ""
+    # Its ranks write heartbeat.json; else it is made of the progress that is seen.
     beats: bool = False
 
     def as_json(self) -> dict[str, Any]:

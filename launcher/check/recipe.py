@@ -1,16 +1,18 @@
 """What the recipe itself says: its layout, its secrets, its script, and its components."""
 
+import ast
 import contextlib
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher import paths, venv
 from launcher.check import Context, Finding, Skipped, failed, ok, unreadable
-from launcher.recipe import batch_script, torchtune
+from launcher.recipe import batch_script
 from launcher.recipe.environment import Environment
 from launcher.run import snapshot
 from launcher.run.directory import runs_root
@@ -145,9 +147,38 @@ def _imports(context: Context, script: Path, code_root: Path | None) -> list[Fin
         remedy += f"; if it is your own, put it into {code_root}"
     missing = [
         failed("script", f"{script.name} imports {name}, {lacks}", remedy.replace("{}", name))
-        for name in torchtune.missing_imports(script, folders, code_root)
+        for name in _missing_imports(script, folders, code_root)
     ]
     return missing or [ok("script", str(script))]
+
+
+def _missing_imports(
+    script: Path, packages: Sequence[Path], code_root: Path | None = None
+) -> list[str]:
+    """Return the packages that a script imports at its top and the environment does not have.
+
+    packages are the folders of the environment's packages, none if they are not known; code_root is
+    the folder of the user's own modules.
+    """
+    if not packages:
+        return []
+    try:
+        body = ast.parse(script.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    wanted = []
+    for node in body:
+        if isinstance(node, ast.Import):
+            wanted += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            wanted.append(node.module)
+    folders = [*packages, script.parent, *([code_root] if code_root else [])]
+    names = {name.partition(".")[0] for name in wanted} - sys.stdlib_module_names
+    return sorted(name for name in names if not any(_holds(folder, name) for folder in folders))
+
+
+def _holds(folder: Path, name: str) -> bool:
+    return (folder / name).is_dir() or any(folder.glob(f"{name}.*"))
 
 
 def components(context: Context) -> Iterable[Finding]:

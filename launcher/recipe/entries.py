@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher import plugins
 from launcher.errors import RecipeFault, UsageFault, nearest, nearest_key
+from launcher.recipe import absent, batch_script
 from launcher.recipe.model import Content, Entry, Recipe
 from runspec.keys.common import COMMAND, COMMON, SCRIPT
 from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
@@ -65,8 +66,6 @@ def _command_faults(config: Content) -> Iterable[Fault]:
         message = "entry: command needs the lines to run" if not lines else "they are given twice"
         yield Fault("command", f"{message}: write them under command:, or entry: command:LINE")
     else:
-        from launcher.recipe import batch_script  # most recipes run no shell lines
-
         for text in batch_script.faults(lines or entry.partition(":")[2]):
             yield Fault("command", f"command: {text}")
 
@@ -111,9 +110,6 @@ def find(name: str) -> Entry:
     prefix, colon, target = name.partition(":")
     row = rows().get(prefix + colon)
     if row is None or (colon and not target):
-        # Imported late, as in most recipes nothing is wrong.
-        from launcher.recipe import absent
-
         if why := absent.ENTRIES.get(name.lower()):
             raise RecipeFault(f"entry {name!r}: this version has no {why}")
         known = ", ".join(f"{each}..." if each.endswith(":") else each for each in rows())

@@ -6,7 +6,17 @@ from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
-from launcher.recipe import air, entries, extend, functions, override, own, torchtune, validate
+from launcher.recipe import (
+    absent,
+    air,
+    entries,
+    extend,
+    functions,
+    override,
+    own,
+    torchtune,
+    validate,
+)
 from launcher.recipe.model import Content, Entry, Inputs, Recipe, Resources, method_of
 from runspec import prepared
 from runspec.keys.common import COMMON
@@ -30,8 +40,6 @@ def find(name: str) -> Path:
         of_torchtune = torchtune.configs()
         if name in of_torchtune:
             return of_torchtune[name]
-        from launcher.recipe import absent  # most recipes are found
-
         if other := absent.file(name):
             raise RecipeFault(other)
         if hint := nearest(name, of_torchtune) if "/" in name else "":

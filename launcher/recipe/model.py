@@ -143,10 +143,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class Notify:
-    """Who is notified of a run's events. webhook: the file with its address."""
+    """Who is notified of a run's events."""
 
     events: tuple[str, ...] = ("start", "end", "failure")
     mail: str | None = None
+    # The file with its address.
     webhook: Path | None = None
 
     @classmethod

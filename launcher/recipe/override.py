@@ -6,6 +6,7 @@ from typing import Any
 
 from launcher import yamlfile
 from launcher.errors import UsageFault, nearest_key
+from launcher.recipe import absent
 from launcher.recipe.entries import all_keys, inner_keys
 from launcher.recipe.torchtune import replace_older
 from runspec import prepared
@@ -110,8 +111,6 @@ def _is_known(config: Mapping[str, Any], parts: list[str]) -> bool:
 def _unknown(
     config: Mapping[str, Any], key: str, parent: Mapping[str, Any], text: str
 ) -> UsageFault:
-    from launcher.recipe import absent  # most overrides are right
-
     if why := absent.KEYS.get(key.partition(".")[0]):
         return UsageFault(f"the override {text!r}: {why}")
     block, dot, name = key.rpartition(".")

@@ -43,18 +43,18 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file, and what was found in its first records.
-
-    source: as datasets.load_dataset takes it. form: the format in words. block: the keys of a
-    dataset block, without packing. unused: columns that are not trained. questions: the first ones,
-    as a user would ask them; empty for plain text.
-    """
+    """A file, and what was found in its first records."""
 
     path: Path
+    # As datasets.load_dataset takes it.
     source: str
+    # The format in words.
     form: str
+    # The keys of a dataset block, without packing.
     block: dict[str, Any]
+    # Columns that are not trained.
     unused: tuple[str, ...]
+    # The first ones, as a user would ask them; empty for plain text.
     questions: tuple[str, ...] = ()
 
     @property

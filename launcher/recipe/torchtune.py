@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -145,32 +144,3 @@ def _lost(path: Path, name: str, marks: Sequence[str], own_method: Callable[[str
     ways = [f"add {' or '.join(fitting)} to start torchtune's own script"] if fitting else []
     ways += [f"the kit's own method is entry: {own}"] if (own := own_method(mark)) else []
     return f"{path} {what}: {'; '.join(ways) or 'tune ls shows what it has'}"
-
-
-def missing_imports(
-    script: Path, packages: Sequence[Path], code_root: Path | None = None
-) -> list[str]:
-    """Return the packages that a script imports at its top and the environment does not have.
-
-    packages are the folders of the environment's packages, none if they are not known; code_root is
-    the folder of the user's own modules.
-    """
-    if not packages:
-        return []
-    try:
-        body = ast.parse(script.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    wanted = []
-    for node in body:
-        if isinstance(node, ast.Import):
-            wanted += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            wanted.append(node.module)
-    folders = [*packages, script.parent, *([code_root] if code_root else [])]
-    names = {name.partition(".")[0] for name in wanted} - sys.stdlib_module_names
-    return sorted(name for name in names if not any(_holds(folder, name) for folder in folders))
-
-
-def _holds(folder: Path, name: str) -> bool:
-    return (folder / name).is_dir() or any(folder.glob(f"{name}.*"))

@@ -1,8 +1,9 @@
 """What is wrong with a recipe's values: their kinds, variables, secrets and arguments."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from launcher.recipe import absent
 from launcher.recipe.environment import (
     VARIABLE,
     environment_faults,
@@ -21,7 +22,8 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
     A recipe of torchtune's may hold keys of its own; torchtune checks them.
     """
     known = entry.keys
-    missing = _absent(config.keys() - known)
+    unknown = sorted(config.keys() - known)
+    missing = {key: absent.KEYS[key] for key in unknown if key in absent.KEYS}
     yield from (Fault(key, f"{key}: {why}") for key, why in missing.items())
     given = {key: value for key, value in config.items() if key not in missing}
     yield from key_faults(
@@ -49,15 +51,6 @@ def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
         yield Fault(
             key, f"{key}: not with spare_nodes: a lost node requeues the job; leave one out"
         )
-
-
-def _absent(unknown: Set[str]) -> dict[str, str]:
-    """Return why this version has not what keys ask for, by the key."""
-    if not unknown:
-        return {}
-    from launcher.recipe import absent  # most recipes have no unknown key
-
-    return {key: absent.KEYS[key] for key in sorted(unknown) if key in absent.KEYS}
 
 
 def _secrets_faults(secrets: Any) -> Iterator[Fault]:

@@ -70,16 +70,12 @@ def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
 def _model(plan: Plan, side: str) -> dict[str, Any]:
     folder = plan.folder(side)
     name = plan.config.get(f"{side}_name") or folder.name
-    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    known = {"name": name, "folder": str(folder.resolve()), "bytes": size}
-    known["weights_sha256"] = content_sha256(folder)
+    weights_sha256 = content_sha256(folder)
     if fingerprint(folder) != plan.models[side]:
         raise ConfigError(
             f"{side}: files in {folder} changed while it was evaluated: start the evaluation again"
         )
-    template = folder / "chat_template.jinja"
-    text = template.read_text(encoding="utf-8") if template.is_file() else None
-    return {**known, "fingerprint": plan.models[side], "chat_template": text}
+    return {"name": name, "folder": str(folder.resolve()), "weights_sha256": weights_sha256}
 
 
 def _of_samples(
@@ -136,32 +132,32 @@ def _columns(
     task: dict[str, Any], data: list[Sample], rows: dict[str, list[dict[str, Any]]]
 ) -> Columns:
     """Return by metric and model (samples,) sums and (samples,) weights."""
-    if task["kind"] == "perplexity":
-        return {
-            "perplexity": {
-                side: (
-                    np.array([row["nll"] for row in own], float),
-                    np.array([row["tokens"] for row in own], float),
-                )
-                for side, own in rows.items()
-            }
+    own = {"perplexity": ["perplexity"], "pair_accuracy": ["accuracy"]}
+    return {
+        metric: {
+            side: _sums_and_weights(metric, task, data, side_rows)
+            for side, side_rows in rows.items()
         }
-    if task["kind"] == "pair_accuracy":
-        higher = {
-            side: np.array([row["chosen"] > row["rejected"] for row in own], float)
-            for side, own in rows.items()
-        }
-        return {"accuracy": {side: (own, np.ones(len(own))) for side, own in higher.items()}}
-    columns: Columns = {}
-    for metric in task["metrics"]:
-        columns[metric] = {}
-        for side, own in rows.items():
-            values = [
-                scores.of_answer(metric, row["answer"], sample.reference, task)
-                for row, sample in zip(own, data, strict=True)
-            ]
-            columns[metric][side] = np.array(values, float), np.ones(len(values))
-    return columns
+        for metric in own.get(task["kind"], task["metrics"])
+    }
+
+
+def _sums_and_weights(
+    metric: str, task: dict[str, Any], data: list[Sample], rows: list[dict[str, Any]]
+) -> tuple[np.ndarray, np.ndarray]:
+    if metric == "perplexity":
+        return (
+            np.array([row["nll"] for row in rows], float),
+            np.array([row["tokens"] for row in rows], float),
+        )
+    if metric == "accuracy":
+        sums = [float(row["chosen"] > row["rejected"]) for row in rows]
+    else:
+        sums = [
+            scores.of_answer(metric, row["answer"], sample.reference, task)
+            for row, sample in zip(rows, data, strict=True)
+        ]
+    return np.array(sums, float), np.ones(len(sums))
 
 
 def _groups(

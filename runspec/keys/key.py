@@ -140,24 +140,22 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a recipe; a dotted name is a key inside a block.
-
-    kind: a name in KINDS, or all the values that are possible, as "best | last".
-    default: REQUIRED if there is none. A value of null is the same as no value.
-    nullable: whether it may be null; False for an argument that a component is given as it is.
-    unused: not empty if the key is accepted, because torchtune's configs hold it, and changes
-        nothing; the text says what happens instead.
-    refused: not empty if no value but null and false is accepted; the text says what to do instead.
-    may_change: whether a run may resume with another value.
-    """
+    """One key of a recipe; a dotted name is a key inside a block."""
 
     name: str
+    # A name in KINDS, or all the values that are possible, as "best | last".
     kind: str
     help: str
+    # REQUIRED if there is none. A value of null is the same as no value.
     default: Any = None
+    # Whether it may be null; False for an argument that a component is given as it is.
     nullable: bool = True
+    # Not empty if the key is accepted, because torchtune's configs hold it, and changes nothing:
+    # what happens instead.
     unused: str = ""
+    # Not empty if no value but null and false is accepted: what to do instead.
     refused: str = ""
+    # Whether a run may resume with another value.
     may_change: bool = False
 
     @property

@@ -35,6 +35,11 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
         (["submit", "demo", "output_dir=/tmp"], 2, "each run has its own directory in"),
         (["submit", "demo", "checkpointer.recipe_checkpoint=x"], 2, "cannot read the state of"),
         (
+            ["submit", "llama8b_to_1b_distill", "on_policy_share=0.5"],
+            2,
+            "on_policy_share: only entry: distill_on_policy has it",
+        ),
+        (
             ["submit", "demo", "resources.rollout=2"],
             2,
             "this entry generates no answers; leave it out",

@@ -229,34 +229,6 @@ def test_a_fault_is_found_with_its_remedy(fault, injected, tmp_path, monkeypatch
     assert any(each.state == "failed" and words in each.line for each in found), found
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["apptainer", "conda"])
-def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    if kind == "apptainer" and (os.geteuid() or not shutil.which("gcc")):
-        pytest.skip("the tests' Apptainer needs root and gcc")
-    (tmp_path / "etc/profile.d").mkdir(parents=True)
-    (tmp_path / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS={tmp_path}\n{CONDA}")
-    (tmp_path / "own").symlink_to(sys.prefix)
-    own = {
-        "apptainer": "image: PLACE/image, python: PREFIX/bin/python, "
-        "setup: ['PATH=PLACE/bin:$PATH'], binds: ['/usr:/usr:ro', OWN, PREFIX, REPO]",
-        "conda": f"conda: own, conda_root: {tmp_path}",
-    }
-    block = f"{{kind: {kind}, {own[kind]}, "
-    # TRL's script alone is a stand-in.
-    block += "prefix: [env, 'PYTHONPATH=REPO/tests/faults/standins:REPO']}"
-    for name, value in injected.items():
-        block = block.replace(name, value)
-    path = tmp_path / "mine.yaml"
-    path.write_text("model_name_or_path: m\ndataset_name: d\nlearning_rte: 1\n")
-    asked = recipes.load(f"trl:{path}", ["entry=trl:sft", f"+environment={block}"])
-    context = Context(asked, Site(shared_root=str(tmp_path)), executors.choose(True))
-    *_, found = findings("environment", inside.inside, context)
-    assert found.state == "failed", found.line
-    assert "TRL has no key 'learning_rte' (did you mean learning_rate?)" in found.line
-
-
 @pytest.mark.named
 @pytest.mark.parametrize("fault", FAULTS)
 def test_check_and_submit_refuse_it(fault, injected, slurm, tmp_path):

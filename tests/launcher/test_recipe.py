@@ -2,13 +2,14 @@
 
 import collections
 import copy
+import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from launcher import check as checks
-from launcher import paths
+from launcher import paths, yamlfile
 from launcher.check import preflight
 from launcher.errors import PreflightFault, RecipeFault
 from launcher.recipe import functions, torchtune
@@ -185,6 +186,18 @@ def test_every_config_that_torchtune_ships_is_a_recipe_unchanged():
     assert sum(entries.values()) == 156 and entries["sft"] == 105
     assert entries["torchtune:lora_dpo_distributed"] == 2
     assert entries["torchtune:eleuther_eval"] == 10
+
+
+def test_recipes_and_stock_configs_resolve_to_what_is_kept():
+    """By a hash of each: cookbook recipes NAME shows the whole."""
+    found = []
+    for name in [*recipes.names(), *torchtune.configs()]:
+        recipe = recipes.load(name, resources={"nodes": 1, "gpus_per_node": 1})
+        text = yamlfile.dump(recipe.resolved(Path("/shared"), "/runs/r"))
+        text = text.replace(str(paths.REPO_ROOT), "/kit")
+        found.append(f"{name} {hashlib.sha256(text.encode()).hexdigest()[:12]}")
+    kept = Path(__file__).with_name("golden") / "resolved.txt"
+    assert kept.read_text().splitlines() == found
 
 
 @pytest.mark.parametrize("given", ["dots", "link", "name", "linked package"])

@@ -11,7 +11,7 @@ from launcher.run.directory import runs_root
 from launcher.slurm.render import generates_in_turns
 from plugins.estimate.launcher.memory import checkpoint_bytes, export_bytes, transfer_bytes
 from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.launcher.replicas import generates, vllm_share
+from plugins.estimate.launcher.samplers import generates, vllm_share
 from plugins.estimate.launcher.search import Predictor, remedies
 from plugins.estimate.launcher.step_config import GIB, StepConfig
 from runspec.weights import parameter_count, ranks_for

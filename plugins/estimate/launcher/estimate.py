@@ -15,7 +15,7 @@ from launcher import gpus, venv
 from launcher.errors import PreflightFault, UsageFault
 from launcher.recipe import entries
 from launcher.recipe.model import Recipe
-from plugins.estimate.launcher import replicas
+from plugins.estimate.launcher import samplers
 from plugins.estimate.launcher.epoch import epoch_of
 from plugins.estimate.launcher.memory import (
     StepMemory,
@@ -77,15 +77,15 @@ class Estimate:
         return StepMemory(self.step)
 
     @cached_property
-    def replica(self) -> Terms:
-        """Of a GPU while a replica generates; {} without replicas."""
-        return replicas.replica(self.step, self.gpu.memory_gib * GIB)
+    def sampler(self) -> Terms:
+        """Of a GPU while a sampler generates; {} without samplers."""
+        return samplers.sampler(self.step, self.gpu.memory_gib * GIB)
 
     @property
     def vllm_share(self) -> float:
         """What vLLM in turns takes of a GPU; 0 without it."""
         step = self.step
-        return replicas.vllm_share(step, self.gpu.memory_gib * GIB) if step.vllm_in_turns else 0.0
+        return samplers.vllm_share(step, self.gpu.memory_gib * GIB) if step.vllm_in_turns else 0.0
 
     @property
     def peak_gib(self) -> float:
@@ -93,7 +93,7 @@ class Estimate:
 
     @property
     def beside_gib(self) -> float:
-        return replicas.beside_vllm(self.step) / GIB
+        return samplers.beside_vllm(self.step) / GIB
 
     @property
     def fits(self) -> bool:
@@ -155,7 +155,7 @@ class Estimate:
 
     @property
     def hours_transfer(self) -> float:
-        """Of the transfers of weights to replicas."""
+        """Of the transfers of weights to samplers."""
         took = self.prediction.time
         return self._steps_h * took.transfer_s / took.seconds
 
@@ -198,7 +198,7 @@ class Estimate:
             "peak_gib": round(memory.peak / GIB, 3),
             "peak_phase": memory.peak_phase,
             "terms_gib": _in_gib(memory.terms),
-            "replica_gib": _in_gib(self.replica),
+            "sampler_gib": _in_gib(self.sampler),
             "vllm_share": self.vllm_share,
             "phases_gib": _in_gib({k: sum(v.values()) for k, v in memory.phases.items()}),
             "layout": vars(step.layout),

@@ -123,7 +123,7 @@ class _Phases:
             made = top_k_memory(step)
             yield "teacher's pass, top k", self._terms(0.0, self.entry, self.layer, made)
             return
-        if step.on_policy_share and not (step.replicas or step.vllm):
+        if step.on_policy_share and not (step.sampling_gpus or step.vllm):
             yield "generating answers", self.state | {"generation": self._generation()}
         for number, model in enumerate(self.frozen, 1):
             yield f"frozen model {number}, forward", self._frozen_forward(model)
@@ -262,8 +262,8 @@ def export_bytes(step: StepConfig) -> float:
 
 
 def transfer_bytes(step: StepConfig) -> float:
-    """What a transfer to replicas writes: the whole weights, or what an adapter trains."""
-    if not (step.replicas or step.vllm):
+    """What a transfer to samplers writes: the whole weights, or what an adapter trains."""
+    if not (step.sampling_gpus or step.vllm):
         return 0.0
     if step.is_full:
         return step.element_bytes * step.shape.parameters

@@ -180,7 +180,7 @@ def _on_policy(
             "keeps_sampled": True,
             "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
             "max_staleness": int(config.get("max_staleness") or 0),
-            "replicas": 0 if apart in (None, "same") else gpus_per_node * int(apart),
+            "sampling_gpus": 0 if apart in (None, "same") else gpus_per_node * int(apart),
             "vllm": config.get("rollout_engine") == "vllm",
             "vllm_share": config.get("rollout_gpu_memory_utilization"),
             "rollout_gpus": int(config.get("rollout_gpus") or 1),

@@ -16,7 +16,7 @@ from launcher.gpus import Gpu
 from plugins.estimate.launcher.compute import uncertainty
 from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.memory import StepMemory
-from plugins.estimate.launcher.replicas import generates, replica
+from plugins.estimate.launcher.samplers import generates, sampler
 from plugins.estimate.launcher.step_config import GIB, StepConfig
 from plugins.estimate.launcher.step_time import StepTime, pace_of, step_time
 from runspec.adapters import USUAL_RANK
@@ -71,7 +71,9 @@ def _to_split(step: StepConfig, nodes: int) -> StepConfig | None:
     moved = _to_layout(step, (layout.tensor_parallel, replicas), nodes)
     others = step.nodes + step.rollout_nodes - nodes
     staleness = step.max_staleness if others else 0
-    return moved and replace(moved, replicas=others * step.gpus_per_node, max_staleness=staleness)
+    return moved and replace(
+        moved, sampling_gpus=others * step.gpus_per_node, max_staleness=staleness
+    )
 
 
 # Any other move takes fields of the step.
@@ -238,7 +240,7 @@ class Predictor:
     def of(self, step: StepConfig) -> Prediction:
         """Return what is predicted of a setting."""
         memory = self.gpu.memory_gib * GIB
-        peak_gib = max(StepMemory(step).peak, sum(replica(step, memory).values())) / GIB
+        peak_gib = max(StepMemory(step).peak, sum(sampler(step, memory).values())) / GIB
         fits = peak_gib <= self.gpu.usable_gib and generates(step, memory)
         return Prediction(step, peak_gib, fits, self)
 

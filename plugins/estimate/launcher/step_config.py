@@ -69,8 +69,10 @@ class StepConfig:
     new_tokens: int = 0  # of such an answer at most
     keeps_sampled: bool = False  # log-probabilities of such answers, which no row has several of
     in_reward_models: int = 0  # numbers, all of them on each GPU
-    max_staleness: int = 0  # rollouts that replicas may be ahead
-    replicas: int = 0  # GPUs of rollout nodes, which generate the answers; 0: those of the ranks
+    max_staleness: int = 0  # rollouts that samplers may be ahead
+    sampling_gpus: int = (
+        0  # GPUs of rollout nodes, which generate the answers; 0: those of the ranks
+    )
     vllm: bool = False  # vLLM servers on these
     vllm_share: float | None = None  # of a GPU's memory, as the recipe says it
     rollout_gpus: int = 1  # of such a server
@@ -134,17 +136,17 @@ class StepConfig:
     @property
     def rollout_nodes(self) -> int:
         """Nodes that generate, beside those of the ranks."""
-        return self.replicas // self.gpus_per_node
+        return self.sampling_gpus // self.gpus_per_node
 
     @property
     def vllm_in_turns(self) -> bool:
         """Whether vLLM generates on the GPUs of the ranks."""
-        return self.vllm and not self.replicas
+        return self.vllm and not self.sampling_gpus
 
     @property
     def gpus(self) -> int:
         """All GPUs of the job."""
-        return self.layout.ranks + self.replicas
+        return self.layout.ranks + self.sampling_gpus
 
     @property
     def fsdp(self) -> bool:
@@ -190,7 +192,7 @@ class StepConfig:
         if self.vllm:
             # All of its share: vLLM decides itself for how many there is room.
             answers = self.answers_per_step * self.layout.data_parallel
-            return -(-answers * self.rollout_gpus // (self.replicas or self.layout.ranks))
+            return -(-answers * self.rollout_gpus // (self.sampling_gpus or self.layout.ranks))
         return min(self.generation_batch or own, self.answers_per_step)
 
     @property

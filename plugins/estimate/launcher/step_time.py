@@ -19,7 +19,7 @@ from plugins.estimate.launcher.activations import expert_rows
 from plugins.estimate.launcher.compute import Compute
 from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.memory import transfer_bytes
-from plugins.estimate.launcher.replicas import answers_of_vllm
+from plugins.estimate.launcher.samplers import answers_of_vllm
 from plugins.estimate.launcher.step_config import GIB, StepConfig
 from plugins.estimate.launcher.tensors import Unit, units_of
 from runspec.flops import utilisation
@@ -194,7 +194,7 @@ def step_time(
     generating = pace * generation_s(step, gpu, links, reached)
     scoring, transfer = pace * scoring_s(step, gpu, reached), transfer_s(step)
     update = parts.in_all(step) + waiting
-    # Replicas that are ahead generate and score while the ranks update.
+    # Samplers that are ahead generate and score while the ranks update.
     phases = (update, generating + scoring)
     seconds = (max(phases) if step.max_staleness else sum(phases)) + transfer
     tokens = step.rows_per_step * step.tokens // step.batch
@@ -214,7 +214,7 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     can be.
 
     It is gathered once. Each token reads all weights, or waits for the products; the prompts are
-    one forward pass, of rows as long as can be. Replicas on rollout nodes share the batches of all
+    one forward pass, of rows as long as can be. Samplers on rollout nodes share the batches of all
     ranks.
     """
     if not step.on_policy_share:
@@ -224,10 +224,10 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     products = 2 * step.shape.active_parameters / compute.flops_per_s
     prompts: float = step.accumulation * step.batch
     turns: float = step.answers_per_step / size
-    if step.replicas or step.vllm:
+    if step.sampling_gpus or step.vllm:
         apart = step.rollout_gpus
         turns = ceil(turns) * layout.data_parallel
-        turns = 1 if step.vllm else ceil(turns / step.replicas)
+        turns = 1 if step.vllm else ceil(turns / step.sampling_gpus)
         if step.vllm_in_turns:
             turns = ceil(size / max(1, answers_of_vllm(step, gpu.memory_gib * GIB)))
             size = ceil(size / turns)
@@ -254,5 +254,5 @@ def scoring_s(step: StepConfig, gpu: Gpu, reached: Reached | None = None) -> flo
 
 
 def transfer_s(step: StepConfig) -> float:
-    """Seconds per step, on average, in which weights are written for the replicas and read."""
+    """Seconds per step, on average, in which weights are written for the samplers and read."""
     return 2 * transfer_bytes(step) * step.on_policy_share / STORAGE_BYTES_PER_S

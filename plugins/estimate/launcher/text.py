@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.look.text import duration
-from plugins.estimate.launcher import replicas, step_time
+from plugins.estimate.launcher import samplers, step_time
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.memory import (
     ASLEEP,
@@ -56,7 +56,9 @@ def _model(step: StepConfig) -> Iterator[str]:
     }
     split = ", ".join(f"{word} over {size}" for word, size in sizes.items() if size > 1)
     split += ", weights and optimizer on the CPU" * step.cpu_offload
-    rollout = f"; {step.rollout_nodes} x {step.gpus_per_node} more generate" * bool(step.replicas)
+    rollout = f"; {step.rollout_nodes} x {step.gpus_per_node} more generate" * bool(
+        step.sampling_gpus
+    )
     yield (
         f"  layout      {step.nodes} x {step.gpus_per_node} GPUs: "
         f"{split or 'the whole model on each'}{rollout}"
@@ -100,19 +102,19 @@ def _memory(estimate: Estimate, traced: Mapping[str, Any] | None) -> Iterator[st
         f"{gpu.memory_gib - gpu.usable_gib:.1f} of them reserved for CUDA, NCCL and gaps: "
         f"{gpu.usable_gib:.1f} GiB usable"
     )
-    if estimate.replica:
+    if estimate.sampler:
         when = "while vLLM generates" if step.vllm_in_turns else "of the rollout nodes"
         yield f"Memory per GPU {when}; computed, not measured"
-        yield from _terms(estimate.replica, "sum")
+        yield from _terms(estimate.sampler, "sum")
     if step.vllm_in_turns:
         share = estimate.vllm_share
-        answers = replicas.answers_of_vllm(step, gpu.memory_gib * GIB)
+        answers = samplers.answers_of_vllm(step, gpu.memory_gib * GIB)
         yield (
             f"vLLM gets {share:.2f} of each GPU, {share * gpu.memory_gib:.1f} GiB: room for "
             f"{min(answers, step.answers_at_once)} of its {step.answers_at_once} answers, each as "
             "long as can be; no time below counts its sleep and wake"
         )
-    if host := replicas.replica_host_bytes(step, gpu.memory_gib * GIB):
+    if host := samplers.sampler_host_bytes(step, gpu.memory_gib * GIB):
         yield f"on the CPU of each node that generates: {host / GIB:.0f} GiB of weights"
     if host := host_bytes(step):
         yield f"on the CPU of each node: {host / GIB:.0f} GiB of weights and optimizer state"

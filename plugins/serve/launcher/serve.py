@@ -4,7 +4,6 @@ import os
 import secrets
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -149,15 +148,13 @@ def _check(recipe: Recipe, asked: Deployment) -> None:
     folder = Path(str(recipe.config["model"]))
     if gives_scores(folder):
         faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
-    faults += adapter_faults(str(recipe.config["engine"]), folder)
-    if recipe.environment is None:
-        backend, package = str(recipe.config["engine"]), package_of(recipe.config)
-        look = f"from importlib.util import find_spec; exit(not find_spec({package!r}))"
-        if subprocess.run([str(venv.python()), "-c", look], env=venv.environment()).returncode:
-            kit = backend == "transformers"
-            remedy = "bash setup.sh --with serve" if kit else f"--environment {backend}"
-            missing = f"needs the package {package}, which is not there: {remedy}"
-            faults.append(f"the backend {backend} {missing}")
+    backend, package = str(recipe.config["engine"]), package_of(recipe.config)
+    if recipe.environment is None and package not in venv.packages():
+        kit = backend == "transformers"
+        remedy = "bash setup.sh --with serve" if kit else f"--environment {backend}"
+        missing = f"needs the package {package}, which is not there: {remedy}"
+        faults.append(f"the backend {backend} {missing}")
+    faults += adapter_faults(backend, folder)
     if faults:
         raise UsageFault(faults)
 

@@ -1,6 +1,9 @@
 """Engines: whose a config is, what it starts, and how its run is followed."""
 
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ from slurm import records
 from slurm.watchdog import Watch
 from tests.faults.test_engines import CASES
 from tests.launcher.test_commands import RESOURCES, planned
+from tests.launcher.test_environments import CONDA
 from tests.launcher.test_other_tools import LITGPT, refusal, written
 
 TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d"}
@@ -322,3 +326,31 @@ def test_a_damaged_engine_json_ends_the_run_with_its_name(tmp_path, monkeypatch)
     with pytest.raises(records.Follows, match=r"engine.json does not hold JSON"):
         records.begin(tmp_path, ["n1"], prepare=engine.Follower(tmp_path).prepare)
     assert files.read_object(tmp_path / files.STATUS)["state"] == "FAILED"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["apptainer", "conda"])
+def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if kind == "apptainer" and (os.geteuid() or not shutil.which("gcc")):
+        pytest.skip("the tests' Apptainer needs root and gcc")
+    (tmp_path / "etc/profile.d").mkdir(parents=True)
+    (tmp_path / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS={tmp_path}\n{CONDA}")
+    (tmp_path / "own").symlink_to(sys.prefix)
+    own = {
+        "apptainer": "image: PLACE/image, python: PREFIX/bin/python, "
+        "setup: ['PATH=PLACE/bin:$PATH'], binds: ['/usr:/usr:ro', OWN, PREFIX, REPO]",
+        "conda": f"conda: own, conda_root: {tmp_path}",
+    }
+    block = f"{{kind: {kind}, {own[kind]}, "
+    # TRL's script alone is a stand-in.
+    block += "prefix: [env, 'PYTHONPATH=REPO/tests/faults/standins:REPO']}"
+    for name, value in injected.items():
+        block = block.replace(name, value)
+    path = tmp_path / "mine.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d\nlearning_rte: 1\n")
+    asked = recipes.load(f"trl:{path}", ["entry=trl:sft", f"+environment={block}"])
+    context = Context(asked, Site(shared_root=str(tmp_path)), executors.choose(True))
+    *_, found = findings(check.SUBJECT, check.config, context)
+    assert found.state == "failed", found.line
+    assert "TRL has no key 'learning_rte' (did you mean learning_rate?)" in found.line

@@ -142,8 +142,8 @@ def test_rollout_nodes_are_counted_and_their_split_is_tried() -> None:
     same, apart, more = of(), of("resources.rollout=1"), of("resources.rollout=4")
     assert "generating answers" in same.memory.phases.keys() - apart.memory.phases.keys()
     assert (same.step.gpus, apart.step.gpus, more.step.gpus) == (8, 16, 40)
-    assert apart.replica["weights"] == 2 * apart.step.shape.parameters and not same.replica
-    # As many replicas as ranks; more of them have no work, unless requests are smaller.
+    assert apart.sampler["weights"] == 2 * apart.step.shape.parameters and not same.sampler
+    # As many samplers as ranks; more of them have no work, unless requests are smaller.
     seconds = [each.rollout_s["generate"] for each in (same, apart, more)]
     assert seconds[1] == seconds[2] == pytest.approx(seconds[0], rel=0.02)
     assert of("resources.rollout=4", "generation_batch_size=8").rollout_s["generate"] < seconds[2]
@@ -172,9 +172,9 @@ def test_vllm_gets_all_answers_at_once_and_merges_nothing() -> None:
     assert one.step.answers_at_once == 2 * two.step.answers_at_once == one.step.answers_per_step
     assert two.rollout_s["generate"] < one.rollout_s["generate"]
     four = of("resources.rollout=1", "rollout_gpus=4")
-    assert four.replica["weights"] == one.replica["weights"] / 4
+    assert four.sampler["weights"] == one.sampler["weights"] / 4
     assert four.step.answers_at_once == 4 * one.step.answers_at_once
-    assert one.replica.keys() == {*("weights", "keys and values", "logits", "working memory")}
+    assert one.sampler.keys() == {*("weights", "keys and values", "logits", "working memory")}
 
 
 def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
@@ -185,7 +185,7 @@ def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
     turns, apart = of(), of("resources.rollout=1")
     # It keeps something of each GPU while the ranks compute, and the ranks while it generates.
     assert turns.memory.peak == apart.memory.peak + turns.memory.terms["vLLM asleep"]
-    state = turns.replica["trainer's state"]
+    state = turns.sampler["trainer's state"]
     assert 0 < state < turns.memory.peak and "generating answers" not in turns.memory.phases
     usable = turns.gpu.usable_gib * 2**30
     assert turns.vllm_share * turns.gpu.memory_gib * 2**30 + state <= usable
@@ -197,18 +197,18 @@ def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
     # A share of one's own: the sum is of the whole of it; one that holds no answer does not fit.
     half = of("rollout_gpu_memory_utilization=0.5")
     whole = 0.5 * half.gpu.memory_gib * 2**30
-    assert sum(half.replica.values()) == pytest.approx(whole + state) and half.fits
+    assert sum(half.sampler.values()) == pytest.approx(whole + state) and half.fits
     small = of("rollout_gpu_memory_utilization=0.18")
     assert not small.fits and "room for 0 of its 32 answers" in "\n".join(lines(small))
     assert small.remedies[-1].fits
     assert small.remedies[-1].overrides == "rollout_gpu_memory_utilization=null"
     large = of("rollout_gpu_memory_utilization=0.9")
-    assert not large.fits and sum(large.replica.values()) > usable
+    assert not large.fits and sum(large.sampler.values()) > usable
     # Less room: the same answers take several turns.
     some = of("rollout_gpu_memory_utilization=0.22")
     assert some.fits and some.rollout_s["generate"] > 1.1 * turns.rollout_s["generate"]
     four = of("rollout_gpus=4")
-    assert four.replica["weights"] == turns.replica["weights"] / 4
+    assert four.sampler["weights"] == turns.sampler["weights"] / 4
     one = Estimate.of(
         recipes.load("qwen3_0_6b_grpo", ["rollout_engine=vllm"]), Path("/x"), "h100-80"
     )
@@ -226,7 +226,7 @@ def test_a_reward_model_is_on_the_gpus_that_train(tmp_path: Path) -> None:
 
     beside, apart = of(), of("resources.rollout=1")
     assert beside.memory.terms["reward models"] == apart.memory.terms["reward models"] == 2 * 10**6
-    assert "reward models" not in apart.replica
+    assert "reward models" not in apart.sampler
     # A forward pass of all answers: a hundredth of what generating them takes.
     assert beside.rollout_s["score"] == pytest.approx(apart.rollout_s["score"])
     assert 0 < beside.rollout_s["score"] < beside.rollout_s["generate"] / 100

@@ -13,6 +13,7 @@ import pytest
 from launcher import yamlfile
 from launcher.do import models
 from launcher.errors import CookbookError, GateFault, RecipeFault, StoreFault, UsageFault
+from launcher.plugins import hooks
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.evaluate import samples
@@ -108,6 +109,20 @@ def test_a_run_is_imported_once_with_what_it_is_made_of(site):
     assert tracked.data.metrics["outcome/gpu_hours"] == 0.02
     assert tracked.data.tags["job_ids"] == "local-1" and tracked.info.status == "FINISHED"
     assert (data.dataset.name, data.dataset.digest) == ("train.jsonl", "d" * 36)
+
+
+def test_a_run_that_ended_is_tracked_where_its_recipe_says(site):
+    said: list[str] = []
+    run = finished_run(site.root, 9)
+    for recipe in ("{}", "tracking: mlflow", "tracking: mlflow"):
+        (run.path / "recipe.yaml").write_text(recipe)
+        for runs_ended in hooks("runs_ended"):
+            runs_ended([Run(run.path)], said.append)
+    name = f"tracking: {run.name}"
+    assert [line.partition(": 9")[0] for line in said] == [
+        f"{name} imported",
+        f"{name} is up to date",
+    ]
 
 
 def test_a_run_that_is_half_written_hinders_no_other(site):

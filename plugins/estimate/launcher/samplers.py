@@ -1,4 +1,4 @@
-"""Memory of rollout replicas, on nodes of their own or in turns with the ranks."""
+"""Memory of samplers, on nodes of their own or in turns with the ranks."""
 
 from dataclasses import replace
 from math import floor
@@ -9,8 +9,8 @@ from runspec.devices import share_beside
 from runspec.layout import Layout
 
 
-def replica(step: StepConfig, memory: float) -> Terms:
-    """Memory of a GPU of this size while a replica generates; empty without replicas."""
+def sampler(step: StepConfig, memory: float) -> Terms:
+    """Memory of a GPU of this size while a sampler generates; empty without samplers."""
     if step.vllm:
         terms = _vllm(step)
         if step.vllm_share:
@@ -19,7 +19,7 @@ def replica(step: StepConfig, memory: float) -> Terms:
         if step.vllm_in_turns:
             terms["trainer's state"] = beside_vllm(step)
         return terms
-    if not step.replicas:
+    if not step.sampling_gpus:
         return {}
     on_gpu = _base_model(step) if _base_is_on_gpu(step, memory) else 0.0
     return {**generation(step), "base model": on_gpu}
@@ -53,15 +53,15 @@ def generates(step: StepConfig, memory: float) -> bool:
     return not step.vllm_in_turns or answers_of_vllm(step, memory) > 0
 
 
-def replica_host_bytes(step: StepConfig, memory: float) -> float:
-    """CPU memory of a node that replicas take: their base models, if they are on no GPU; of vLLM
+def sampler_host_bytes(step: StepConfig, memory: float) -> float:
+    """CPU memory of a node that samplers take: their base models, if they are on no GPU; of vLLM
     that sleeps with LoRA its weights.
     """
     if step.vllm_in_turns:
         weights = step.element_bytes * step.shape.parameters
         kept = step.method == "lora"
         return kept * step.gpus_per_node / step.rollout_gpus * weights
-    if not step.replicas or step.vllm or _base_is_on_gpu(step, memory):
+    if not step.sampling_gpus or step.vllm or _base_is_on_gpu(step, memory):
         return 0.0
     return step.gpus_per_node * _base_model(step)
 
@@ -72,8 +72,8 @@ def _base_is_on_gpu(step: StepConfig, memory: float) -> bool:
 
 
 def _base_model(step: StepConfig) -> float:
-    """What a replica merges an adapter into, as it is trained."""
+    """What a sampler merges an adapter into, as it is trained."""
     if step.adapter is None:
         return 0.0
-    alone = replace(step, layout=Layout(), replicas=0, fp32_master=False, cpu_offload=False)
+    alone = replace(step, layout=Layout(), sampling_gpus=0, fp32_master=False, cpu_offload=False)
     return state_of(alone)["weights"]

@@ -1,0 +1,5 @@
+"""Containers and conda, as in the launcher's tests."""
+
+from tests.launcher.test_environments import injected
+
+__all__ = ["injected"]
