@@ -292,7 +292,7 @@ _WITHOUT_LORA = [f"~model.{key}" for key in LORA if key.startswith(("lora_", "ap
 ADDED = """
 from types import SimpleNamespace
 import torch
-from my_adapters import BlockGain
+from my_adapters import BlockScale
 from runspec.adapters import declared
 from runspec.keys.methods import config_class
 from trainer.methods.base import named
@@ -307,8 +307,8 @@ answers = Answers(torch.tensor([[-1.0, -3.0]]), torch.zeros(1, 2), torch.ones(1,
 config = SimpleNamespace(beta=0.5)
 (loss,), rewards = LOSSES["cpo"].of(answers, config)
 assert rewards.tolist() == [[-0.5, -1.5]] and abs(loss - 0.3133) < 1e-4
-assert declared("my_adapters.BlockGain") == BlockGain.declared
-assert BlockGain({"gain_init": 0.5}).first_value(None, "", (2,), None).tolist() == [0.5, 0.5]
+assert declared("my_adapters.BlockScale") == BlockScale.declared
+assert BlockScale({"scale_init": 0.5}).first_value(None, "", (2,), None).tolist() == [0.5, 0.5]
 """
 
 
