@@ -222,7 +222,7 @@ def test_a_script_started_twice_leaves_the_run_to_the_first(root, plain_env):
 
 
 # Where the job is when a TERM comes: at each of these files its log folder has just been written.
-# Before it has read a line, a supervisor cannot tell a TERM from a kill, and the script restarts it.
+# A supervisor that has read no line yet cannot tell a TERM from a kill: the script restarts it.
 @pytest.mark.parametrize(
     ("whom", "moment"),
     [
