@@ -24,8 +24,11 @@ from tests.trainer.runs import (
     train,
     write_config,
 )
+from trainer import optimizers
+from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.layers import flex
+from trainer.models import build as models
 from trainer.parallel import activations
 from trainer.parallel import world as distributed
 from trainer.parallel.activations import InputOffloading
@@ -298,6 +301,19 @@ def test_optimizers_by_name(root, tmp_path, model_folder, dataset, monkeypatch):
         assert losses[-1] < losses[0] - 0.5, name
     exact = [line["loss"] for line in metrics(root / "full")]
     assert falls["torchao.optim.AdamW8bit"] == pytest.approx(exact, abs=0.05)
+
+
+def test_an_optimizer_that_cannot_update_this_layout_is_refused(tmp_path, model_folder, dataset):
+    config = load(write_config(tmp_path, model_folder, dataset, **OFFLOAD))
+    model = models.build(config, distributed.start("cpu"))
+    try:
+        for name in ("torch.optim.Adafactor", "torch.optim.LBFGS"):
+            with pytest.raises(ConfigError, match=f"{name} cannot update .*sharded"):
+                optimizers.build({"_component_": name}, model.trainable)
+        found = optimizers.build({"_component_": "torch.optim.AdamW"}, model.trainable)
+        assert found.defaults["fused"] and not found.state, "the try must leave nothing behind"
+    finally:
+        distributed.stop()
 
 
 @pytest.mark.long
