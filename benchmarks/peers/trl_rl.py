@@ -1,4 +1,4 @@
-"""TRL's losses of policy optimisation and their gradients, for tests/plugins/rl/test_policy_losses.py.
+"""TRL's losses of policy optimisation and their gradients, for tests/plugins/rl.
 
     pip install trl==1.16.0 accelerate==1.15.0      # into an environment of its own
     python -m benchmarks.peers.trl_rl

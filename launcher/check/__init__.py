@@ -97,12 +97,10 @@ class Context:
         return not any(path.is_relative_to(each) for each in self.cluster.node_paths)
 
 
-# May raise Skipped, and CookbookError with faults.
-Check = Callable[[Context], Iterable[Finding]]
-
-
-def findings(subject: str, look: Check, context: Context) -> list[Finding]:
-    """Return what one check finds."""
+def findings(
+    subject: str, look: Callable[[Context], Iterable[Finding]], context: Context
+) -> list[Finding]:
+    """Return what one check finds; it may raise Skipped, and CookbookError with faults."""
     try:
         return list(look(context))
     except Skipped as why:

@@ -3,39 +3,31 @@
 from collections.abc import Iterator
 
 from launcher import check as checks
-from launcher.check import environment, files, inside, recipe, samples, scheduler
-from launcher.plugins import load, plugins
+from launcher.plugins import Check, load, plugins
 
-# The subject of its findings, whether it is made even with --no-check, and the check.
-CHECKS: tuple[tuple[str, bool, checks.Check], ...] = (
-    ("layout", True, recipe.layout),
-    ("secrets", True, recipe.secrets),
-    ("script", True, recipe.script),
-    ("virtual environment", True, environment.python),
-    (inside.SUBJECT, False, inside.inside),
-    ("torch build", False, environment.torch_build),
-    ("model", False, files.weights),
-    ("tokenizer", False, files.tokenizer),
-    ("dataset", False, files.dataset),
+_HERE = "launcher.check"
+# Those that start something start the trainer or another environment.
+CHECKS = (
+    Check("layout", f"{_HERE}.recipe:layout", needed=True),
+    Check("secrets", f"{_HERE}.recipe:secrets", needed=True),
+    Check("script", f"{_HERE}.recipe:script", needed=True),
+    Check("virtual environment", f"{_HERE}.environment:python", needed=True),
+    Check("environment", f"{_HERE}.inside:inside", starts=True),
+    Check("torch build", f"{_HERE}.environment:torch_build"),
+    Check("model", f"{_HERE}.files:weights"),
+    Check("tokenizer", f"{_HERE}.files:tokenizer"),
+    Check("dataset", f"{_HERE}.files:dataset"),
     # Before the components, which the same start of the trainer answers for.
-    (samples.SUBJECT, False, samples.counted),
-    ("components", False, recipe.components),
-    ("Slurm limits", False, scheduler.limits),
-    ("sbatch test", False, scheduler.test_only),
+    Check("samples", f"{_HERE}.samples:counted", starts=True),
+    Check("components", f"{_HERE}.recipe:components", starts=True),
+    Check("Slurm limits", f"{_HERE}.scheduler:limits"),
+    Check("sbatch test", f"{_HERE}.scheduler:test_only"),
 )
-# They start the trainer or another environment, which takes seconds: a dry run leaves them out.
-_START = (inside.inside, samples.counted, recipe.components)
 
 
-def every() -> Iterator[tuple[str, bool, bool, checks.Check]]:
-    """Yield subject, needed, whether it starts something, and the check: the core's own, then those
-    of plug-ins.
-    """
-    for subject, needed, look in CHECKS:
-        yield subject, needed, look in _START, look
-    for plugin in plugins():
-        for each in plugin.checks:
-            yield each.subject, each.needed, each.starts, load(each.target)
+def every() -> list[Check]:
+    """Return all checks, those of plug-ins last."""
+    return [*CHECKS, *(each for plugin in plugins() for each in plugin.checks)]
 
 
 def check(
@@ -45,13 +37,13 @@ def check(
 
     skip leaves out those that may be left out, quick those that start something.
     """
-    for subject, needed, starts, look in every():
-        if quick and starts:
+    for each in every():
+        if quick and each.starts:
             continue
-        if skip and not needed:
-            yield checks.skipped(subject, "--no-check")
+        if skip and not each.needed:
+            yield checks.skipped(each.subject, "--no-check")
         else:
-            yield from checks.findings(subject, look, context)
+            yield from checks.findings(each.subject, load(each.target), context)
 
 
 def faults(context: checks.Context, skip: bool = False, quick: bool = False) -> list[str]:
@@ -61,6 +53,6 @@ def faults(context: checks.Context, skip: bool = False, quick: bool = False) -> 
 
 def faults_after_build(context: checks.Context) -> list[str]:
     """Return the faults of the checks that ask an environment which was just built."""
-    again = [each for plugin in plugins() for each in plugin.checks if each.after_build]
+    again = [each for each in every() if each.after_build]
     found = [checks.findings(each.subject, load(each.target), context) for each in again]
     return checks.faults_of(finding for each in found for finding in each)

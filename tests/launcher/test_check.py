@@ -15,13 +15,13 @@ from launcher import site as cluster
 from launcher.check import Finding, environment, files, preflight
 from launcher.check import recipe as recipe_checks
 from launcher.check.scheduler import partition
-from launcher.plugins import Check, Plugin
+from launcher.plugins import Check, Plugin, load
 from launcher.recipe import load as recipes
 from launcher.slurm.executors import choose
 from tests.launcher.kit import Kit, until
 from trainer import demo
 
-LOOKS = {name: look for name, _, _, look in preflight.every()}
+LOOKS = {each.subject: load(each.target) for each in preflight.every()}
 
 
 def found(check: str, name: str, overrides: list[str], site=None, **options) -> list[Finding]:
@@ -412,7 +412,8 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     assert not slurm_user.runs()
     rows = json.loads(slurm_user.cookbook("check", "demo", "--json").stdout)["findings"]
     # The demo's entry is no other trainer's, and no suite.
-    made = [name for name, *_ in preflight.every() if name not in ("engine config", "suite")]
+    made = [each.subject for each in preflight.every()]
+    made = [subject for subject in made if subject not in ("engine config", "suite")]
     assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
 

@@ -1,5 +1,6 @@
-"""A user of the cookbook command, as in tests/launcher."""
+"""A user of the cookbook command, and the trainer's model and data."""
 
 from tests.launcher.conftest import cache, fast_trainer, user, venv
+from tests.trainer.conftest import dataset, model_folder
 
-__all__ = ["cache", "fast_trainer", "user", "venv"]
+__all__ = ["cache", "dataset", "fast_trainer", "model_folder", "user", "venv"]
