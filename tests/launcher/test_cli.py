@@ -1,13 +1,16 @@
 """What a user may type wrong: one clear line each, the right exit status, nothing left behind."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from launcher import paths
+from launcher.cli import cookbook
 from launcher.recipe import load as recipes
 from launcher.site import Site
 from launcher.slurm import render
@@ -25,114 +28,73 @@ def refused(kit: Kit, *arguments: str, status: int, told: str, faults: int = 1) 
     assert kit.runs() == []
 
 
+# Faults of recipes have a table in test_recipe.py, those of the checks in test_check.py.
+GRPO = "submit demo_grpo rollout_engine=vllm"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("typed", "status", "told"),
     [
-        (["submitt"], 2, "did you mean submit?"),
-        (["submit"], 2, "The recipe is missing. Give it as the first argument"),
-        (["check", "batch_size=2"], 2, "The recipe is missing"),
-        (["estimate", "demo", "--recipe", "demo"], 2, "The recipe is named twice"),
-        (["submit", "demo", "output_dir=/tmp"], 2, "each run has its own directory in"),
-        (["submit", "demo", "checkpointer.recipe_checkpoint=x"], 2, "cannot read the state of"),
+        ("submitt", 2, "did you mean submit?"),
+        ("submit", 2, "The recipe is missing. Give it as the first argument"),
+        ("submit demo output_dir=/tmp", 2, "each run has its own directory in"),
+        ("submit llama8b_to_1b_distill on_policy_share=0.5", 2, "only entry: distill_on_policy"),
+        ("submit demo resources.rollout=2", 2, "this entry generates no answers; leave it out"),
         (
-            ["submit", "llama8b_to_1b_distill", "on_policy_share=0.5"],
-            2,
-            "on_policy_share: only entry: distill_on_policy has it",
-        ),
-        (
-            ["submit", "demo", "resources.rollout=2"],
-            2,
-            "this entry generates no answers; leave it out",
-        ),
-        (
-            ["submit", "demo_grpo", "rollout_engine=vllm", "max_staleness=1", "importance_cap=2"],
+            f"{GRPO} max_staleness=1 importance_cap=2",
             2,
             "max_staleness: only rollout nodes sample ahead of the trainer; set",
         ),
         (
-            ["submit", "demo_grpo", "rollout_gpu_memory_utilization=0.4"],
+            "submit demo_grpo rollout_gpu_memory_utilization=0.4",
             2,
             "rollout_gpu_memory_utilization: only for vLLM; set rollout_engine=vllm",
         ),
+        (f"{GRPO} rollout_gpu_memory_utilization=40", 2, "a number above 0, 1 at most, got 40"),
         (
-            ["submit", "demo_grpo", "rollout_engine=vllm", "rollout_gpu_memory_utilization=40"],
-            2,
-            "rollout_gpu_memory_utilization must be a number above 0, 1 at most, got 40",
-        ),
-        (
-            [
-                *("submit", "demo_grpo", "rollout_engine=vllm"),
-                "rollout_engine_args=[--gpu-memory-utilization=0.4]",
-            ],
+            f"{GRPO} rollout_engine_args=[--gpu-memory-utilization=0.4]",
             2,
             "rollout_engine_args: set rollout_gpu_memory_utilization instead",
         ),
-        (["submit", "demo", "env=[A]"], 2, "env must be a block of 'key: value' lines"),
-        (["submit", "demo", "+env.A=null"], 2, 'env.A has no value: write A: ""'),
-        (["submit", "demo", "secrets=7"], 2, "secrets must be a list of names"),
-        (["submit", "demo", "share=all"], 2, "share must be one of private, group"),
-        (["recipes", "--key", "dataset.pakced"], 2, "did you mean dataset.packed?"),
-        (["submit", "--recipe", "demo", "--node", "2"], 2, "No such option"),
-        (["submit", "--recipe", "dmeo"], 2, "did you mean demo?"),
-        (["submit", "--recipe", "../demo"], 2, "may contain only letters"),
-        (["submit", "--recipe", "demo", "--nodes", "0"], 2, "a whole number, 1 or more, got '0'"),
+        ("recipes --key dataset.pakced", 2, "did you mean dataset.packed?"),
+        ("submit --recipe demo --node 2", 2, "No such option"),
+        ("submit demo --nodes two", 2, "a whole number, 1 or more, got 'two'"),
+        ("submit demo --time '1:00\n#SBATCH --uid=0'", 2, "a limit such as"),
+        ("submit demo --partition=-x", 2, "a partition's name"),
+        ('submit demo --qos "it\'s"', 2, "resources.qos must be"),
+        ("submit demo --name 'a\nb'", 2, "choose another --name"),
+        ("submit demo --name ../../evil", 2, "choose another --name"),
+        ("submit demo --name -rf", 2, "choose another --name"),
+        ("submit demo --name %x", 2, "choose another --name"),
+        ("submit demo --cluster nowhere", 2, "there is no cluster file"),
+        ("submit demo --local tensor_parallel_dim=3", 1, "does not divide 2 x 1 = 2 ranks"),
         (
-            ["submit", "--recipe", "demo", "--nodes", "two"],
-            2,
-            "a whole number, 1 or more, got 'two'",
-        ),
-        (["submit", "--recipe", "demo", "--time", "soon"], 2, "a limit such as"),
-        (["submit", "--recipe", "demo", "--time", "1:00\n#SBATCH --uid=0"], 2, "a limit such as"),
-        (["submit", "--recipe", "demo", "--partition=-x"], 2, "a partition's name"),
-        (["submit", "--recipe", "demo", "--account", "a$(id)"], 2, "resources.account must be"),
-        (["submit", "--recipe", "demo", "--qos", "it's"], 2, "resources.qos must be"),
-        (["submit", "--recipe", "demo", "--name", "a\nb"], 2, "choose another --name"),
-        (["submit", "--recipe", "demo", "--name", "../../evil"], 2, "choose another --name"),
-        (["submit", "--recipe", "demo", "--name", "-rf"], 2, "choose another --name"),
-        (["submit", "--recipe", "demo", "--name", "%x"], 2, "choose another --name"),
-        (["submit", "--recipe", "demo", "optimizer.lrr=1"], 2, "did you mean optimizer.lr?"),
-        (["submit", "--recipe", "demo", "batch_size=many"], 2, "must be a whole number, 1 or more"),
-        (["submit", "--recipe", "demo", "--cluster", "nowhere"], 2, "there is no cluster file"),
-        (
-            ["submit", "--recipe", "demo", "--local", "tensor_parallel_dim=3"],
-            1,
-            "tensor_parallel_dim 3 does not divide 2 x 1 = 2 ranks",
-        ),
-        (
-            ["submit", "--recipe", "demo", "--local", "dataset.data_files=/no/such.jsonl"],
-            1,
-            "does not exist",
-        ),
-        (
-            ["submit", "--recipe", "demo", "--local", "dataset_val.data_files=/no/such.jsonl"],
+            "submit demo --local dataset_val.data_files=/no/such.jsonl",
             1,
             "dataset_val.data_files /no/such.jsonl does not exist",
         ),
         (
-            ["submit", "--recipe", "demo", "--local", "+tokenizer.key=hf_" + "a" * 30],
+            f"submit demo --local +tokenizer.key=hf_{'a' * 30}",
             1,
             "contains a Hugging Face token",
         ),
-        (["status", "nothing"], 2, "list them with: cookbook status"),
-        (["logs", "last"], 2, "there is no run"),
-        (["cancel", "17"], 2, "matches '17'"),
-        (["watch", "../.."], 2, "matches '../..'"),
-        (["tensorboard"], 2, "there is no run"),
+        ("status nothing", 2, "list them with: cookbook status"),
+        ("logs last", 2, "there is no run"),
+        ("cancel 17", 2, "matches '17'"),
+        ("watch ../..", 2, "matches '../..'"),
         (
-            ["eval", "last", "--results", "--data", "mine.csv", "--nodes", "2"],
+            "eval last --results --data mine.csv --nodes 2",
             2,
             "--results starts nothing and shows the newest result: leave --data, --nodes out",
         ),
-        (["recipes", "llama9b"], 2, "there is no recipe"),
-        (["doctor", "--nodes", "1"], 2, "--nodes requires --node-check"),
-        (["doctor", "--cluster", "nowhere"], 2, "there is no cluster file"),
-        (["download", "dmeo"], 2, "did you mean demo?"),
-        (["download", "demo", "hub.modle=a/b"], 2, "did you mean hub.model?"),
-        (["download", "llama8b_lora", "hub.model=llama"], 2, "a Hub repository such as"),
+        ("recipes llama9b", 2, "there is no recipe"),
+        ("doctor --nodes 1", 2, "--nodes requires --node-check"),
+        ("download demo hub.modle=a/b", 2, "did you mean hub.model?"),
+        ("download llama8b_lora hub.model=llama", 2, "a Hub repository such as"),
     ],
 )
-def test_a_fault_is_one_line(user: Kit, arguments, status, told):
-    refused(user, *arguments, status=status, told=told)
+def test_a_fault_is_one_line(user: Kit, typed, status, told):
+    refused(user, *shlex.split(typed), status=status, told=told)
 
 
 def test_a_model_folder_that_cannot_be_read_is_named_with_all_else(user: Kit):
@@ -170,19 +132,9 @@ def test_no_slurm_at_all_and_no_cluster_configured(user: Kit, tmp_path):
 def test_what_slurm_refuses_leaves_nothing_behind(slurm_user: Kit, shared: Path):
     kit = Kit({**slurm_user.env, "COOKBOOK_ROOT": str(shared)}, slurm_user.root)
     before = sorted(shared.glob("runs/*"))
-    refused(
-        slurm_user,
-        "submit",
-        "--recipe",
-        "demo",
-        "--partition",
-        "gpus",
-        status=1,
-        told="there is no partition 'gpus' on this cluster (did you mean gpu?)",
-        faults=2,
-    )
     # What the kit found, and then what Slurm itself says of the very script.
     for options, told, faults in (
+        (["--partition", "gpus"], "no partition 'gpus' on this cluster (did you mean gpu?)", 2),
         (["--nodes", "3"], "3 nodes are asked for, and partition gpu has 2", 2),
         (["--nodes", "3", "--partition", "debug,gpu"], "partition debug has 2: the job", 3),
         (["--partition", "debug", "--time", "1:00:00"], "debug has 30:00: lower --time", 1),
@@ -222,15 +174,8 @@ def test_every_option_of_the_queue_reaches_the_script(user: Kit):
     options += ["--account", "team", "--qos", "high", "--name", "mine", "resources.mem=0"]
     script = user.cookbook("submit", "--recipe", "demo", "--dry-run", *options).stdout
     for line in (
-        "--nodes=3",
-        "--gpus-per-node=4",
-        "--cpus-per-task=4",
-        "--time=1-12",
-        "--partition=a,b",
-        "--account=team",
-        "--qos=high",
-        "--job-name=mine",
-        "--mem=0",
+        *("--nodes=3", "--gpus-per-node=4", "--cpus-per-task=4", "--time=1-12", "--partition=a,b"),
+        *("--account=team", "--qos=high", "--job-name=mine", "--mem=0"),
     ):
         assert f"#SBATCH {line}\n" in script
     assert "-mine-" in script and "RANKS_PER_NODE=4" in script
@@ -239,17 +184,16 @@ def test_every_option_of_the_queue_reaches_the_script(user: Kit):
 def test_data_that_are_no_json_or_lack_a_column_are_named(user: Kit, tmp_path):
     data = tmp_path / "data.jsonl"
     submit = ["submit", "--recipe", "demo", "--local", f"dataset.data_files={data}"]
-    data.write_text("question,answer\n")
-    refused(user, *submit, status=1, told="cannot be used: line 1 is not JSON")
-    data.write_text('{"question": "a", "reply": "b"}\n')
-    refused(
-        user,
-        *submit,
-        status=1,
-        told="has no column 'answer' of column_map, only question, reply",
-    )
-    data.write_text("")
-    refused(user, *submit, status=1, told="is empty")
+    for text, told in (
+        ("question,answer\n", "cannot be used: line 1 is not JSON"),
+        (
+            '{"question": "a", "reply": "b"}\n',
+            "has no column 'answer' of column_map, only question, reply",
+        ),
+        ("", "is empty"),
+    ):
+        data.write_text(text)
+        refused(user, *submit, status=1, told=told)
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -273,18 +217,15 @@ def test_recipes_lists_and_shows(user: Kit):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "allowed"),
+    ("typed", "allowed"),
     [
-        (["--help"], {"click"}),
-        (
-            ["submit", "--recipe", "llama70b_lora", "--dry-run"],
-            {"click", "jinja2", "markupsafe", "yaml"},
-        ),
-        (["status"], {"click", "jinja2", "markupsafe", "yaml"}),
-        (["doctor", "--nodes", "1"], {"click", "jinja2", "markupsafe", "yaml"}),
+        ("--help", {"click"}),
+        ("submit llama70b_lora --dry-run", {"click", "jinja2", "markupsafe", "yaml"}),
+        ("status", {"click", "jinja2", "markupsafe", "yaml"}),
+        ("doctor --nodes 1", {"click", "jinja2", "markupsafe", "yaml"}),
     ],
 )
-def test_the_command_imports_little(user: Kit, arguments, allowed):
+def test_the_command_imports_little(user: Kit, typed, allowed):
     program = (
         "import sys\nbefore = set(sys.modules)\nfrom launcher.cli import main\n"
         "sys.argv = ['cookbook', *sys.argv[1:]]\n"
@@ -293,7 +234,7 @@ def test_the_command_imports_little(user: Kit, arguments, allowed):
         "print(sorted(outside - set(sys.stdlib_module_names)), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, "-c", program, *typed.split()],
         env=user.env,
         capture_output=True,
         text=True,
@@ -302,34 +243,6 @@ def test_the_command_imports_little(user: Kit, arguments, allowed):
     imported = set(json.loads(done.stderr.splitlines()[-1].replace("'", '"')))
     compiled = {name for name in imported if "cython" in name or name == "_yaml"}  # of PyYAML
     assert imported - compiled <= {*allowed, "launcher", "runspec", "plugins"}
-
-
-def test_the_options_of_submit_are_these():
-    from launcher.cli.submit import submit
-
-    assert sorted(option for parameter in submit.params for option in parameter.opts) == sorted(
-        [
-            "--recipe",
-            "--nodes",
-            "--gpus-per-node",
-            "--time",
-            "--partition",
-            "--account",
-            "--qos",
-            "--environment",
-            "--profile",
-            "--name",
-            "--data",
-            "--model",
-            "--dry-run",
-            "--watch",
-            "--local",
-            "--no-check",
-            "--json",
-            "--cluster",
-            "words",
-        ]
-    )
 
 
 def test_cpus_per_gpu_are_the_gpus_share_of_the_smallest_node_that_has_them(slurm_user: Kit, slurm):
@@ -353,20 +266,12 @@ def test_cpus_per_gpu_are_the_gpus_share_of_the_smallest_node_that_has_them(slur
 
 @pytest.mark.parametrize("command", ["submit", "check", "estimate", "download"])
 def test_a_recipe_is_the_first_argument_or_an_option(command: str):
-    from click.testing import CliRunner
-
-    from launcher.cli import cookbook
-
     runner = CliRunner()
-    for arguments in (
-        ["dmeo", "seed=1"],
-        ["--recipe", "dmeo", "seed=1"],
-        ["seed=1", "--recipe=dmeo"],
-    ):
-        fault = runner.invoke(cookbook, [command, *arguments]).exception
+    for typed in ("dmeo seed=1", "--recipe dmeo seed=1", "seed=1 --recipe=dmeo"):
+        fault = runner.invoke(cookbook, [command, *typed.split()]).exception
         assert "there is no recipe 'dmeo' (did you mean demo?)" in str(fault)
-    for arguments in ([], ["seed=1"], ["~seed"], ["demo", "--recipe", "demo"]):
-        done = runner.invoke(cookbook, [command, *arguments])
+    for typed in ("", "seed=1", "~seed", "demo --recipe demo"):
+        done = runner.invoke(cookbook, [command, *typed.split()])
         assert done.exit_code == 2 and "The recipe is" in done.output
 
 

@@ -51,11 +51,16 @@ def made(
     return directory.create(planned.path, planned.contents, kit, {".": path.parent}, umask)
 
 
-def by_bash(run: Run, plain_env: dict[str, str]) -> int:
-    """Run the job script under bash, as submit --local does; return its exit status."""
+def begun(run: Run, env: dict[str, str], *argv: str) -> subprocess.Popen[bytes]:
+    """Start the job script under bash, as submit --local does, or another command as its job."""
     with (run.logs / "job.log").open("ab") as log:
-        argv = ["bash", run.path / "job.sbatch"]
-        return subprocess.run(argv, env=plain_env, stdout=log, stderr=log, timeout=120).returncode
+        whole = argv or ["bash", str(run.path / "job.sbatch")]
+        return subprocess.Popen(whole, env=env, stdout=log, stderr=log)
+
+
+def by_bash(run: Run, plain_env: dict[str, str]) -> int:
+    """Run the job script to its end; return its exit status."""
+    return begun(run, plain_env).wait(timeout=120)
 
 
 def log(run: Run) -> str:
@@ -203,9 +208,7 @@ def test_a_finished_run_says_so_and_what_to_do(root, plain_env):
 
 def test_a_script_started_twice_leaves_the_run_to_the_first(root, plain_env):
     run = made(root, "import time; time.sleep(600)\n")
-    with (run.logs / "job.log").open("ab") as output:
-        argv = ["bash", run.path / "job.sbatch"]
-        first = subprocess.Popen(argv, env=plain_env, stdout=output, stderr=output)
+    first = begun(run, plain_env)
     try:
         until(lambda: run.status, 20, lambda: report(run.path))
         assert state_of(run) == State(
@@ -234,9 +237,7 @@ def test_a_script_started_twice_leaves_the_run_to_the_first(root, plain_env):
 )
 def test_a_job_that_ends_as_its_attempt_begins_is_recorded(root, plain_env, whom, moment):
     run = made(root, "import time; time.sleep(600)\n")
-    with (run.logs / "job.log").open("ab") as output:
-        argv = ["bash", run.path / "job.sbatch"]
-        job = subprocess.Popen(argv, env=plain_env, stdout=output, stderr=output)
+    job = begun(run, plain_env)
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
     until(lambda: (run.path / moment).exists() and children.read_text(), 30)
     supervisor = int(children.read_text().split()[-1])
@@ -257,6 +258,29 @@ def test_a_job_that_ends_as_its_attempt_begins_is_recorded(root, plain_env, whom
 ENDED = "slurmstepd-n1: error: *** JOB 11 ON n1 CANCELLED AT 2026-11-24T01:56:42{} ***\n"
 
 
+def between(
+    folder: Path, plain_env: dict[str, str], status: dict, **programs: str
+) -> tuple[Run, dict[str, str]]:
+    """A run with a record, and the environment of job 11's supervisor, started again.
+
+    programs: Slurm's, each a line of shell.
+    """
+    run = Run(folder / "runs" / "20260102-030405-demo-0a1b")
+    (run.logs / "0").mkdir(parents=True)
+    run.write("status.json", {"restart_count": 0, **status})
+    for name, line in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    env = {**plain_env, "PATH": f"{folder}:{plain_env['PATH']}", "RUN_DIR": str(run.path)}
+    env |= dict.fromkeys(("COOKBOOK", "PYTHONPATH"), str(paths.REPO_ROOT))
+    env |= {"VENV": str(paths.venv_root()), "COOKBOOK_AGAIN": "yes", "SLURM_JOB_ID": "11"}
+    return run, env | {"SLURM_RESTART_COUNT": "0", "NODES": "1", "MAX_RETRIES": "3"}
+
+
+RETRYING = {"job_id": "11", "attempt": 0, "state": "RETRYING", "cause": "killed"}
+RETRYING |= {"job_log_bytes": 0}
+
+
 @pytest.mark.parametrize(
     ("why", "state", "cause"),
     [
@@ -267,62 +291,36 @@ ENDED = "slurmstepd-n1: error: *** JOB 11 ON n1 CANCELLED AT 2026-11-24T01:56:42
 )
 def test_a_job_that_ends_between_attempts_is_recorded(tmp_path, plain_env, why, state, cause):
     """While it waits for Slurm's controller, as here, or for a step to be cleared up."""
-    run = Run(tmp_path / "runs" / "20260102-030405-demo-0a1b")
-    (run.logs / "0").mkdir(parents=True)
-    status = {"job_id": "11", "restart_count": 0, "attempt": 0, "state": "RETRYING"}
-    run.write("status.json", {**status, "cause": "killed", "job_log_bytes": 0})
-    (run.path / "attempts.jsonl").write_text(json.dumps(status) + "\n")
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    env = {**plain_env, "PATH": f"{tmp_path}:{plain_env['PATH']}", "RUN_DIR": str(run.path)}
-    env |= {"COOKBOOK": str(paths.REPO_ROOT), "PYTHONPATH": str(paths.REPO_ROOT)}
-    env |= {"SLURM_JOB_ID": "11"}
-    env |= {"COOKBOOK_AGAIN": "yes", "NODES": "1", "MAX_RETRIES": "3"}
-    with (run.logs / "job.log").open("ab") as output:
-        job = subprocess.Popen(SUPERVISE, env=env, stdout=output, stderr=output)
+    run, env = between(tmp_path, plain_env, RETRYING, scontrol="exit 1")
+    (run.path / "attempts.jsonl").write_text(json.dumps(RETRYING) + "\n")
+    job = begun(run, env, *SUPERVISE)
     until(lambda: "waiting for Slurm's controller" in log(run), 30, lambda: report(run.path))
     with (run.logs / "job.log").open("a") as text:
         text.write(ENDED.format(why))
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=60) == 76, report(run.path)
     assert (run.status["state"], run.status["cause"]) == (state, cause), report(run.path)
-    assert run.attempts == [status]
+    assert run.attempts == [RETRYING]
 
 
 def test_a_warning_between_two_attempts_puts_the_job_back_into_the_queue(tmp_path, plain_env):
     """Slurm would end the next attempt at once."""
-    run = Run(tmp_path / "runs" / "20260102-030405-demo-0a1b")
-    (run.logs / "0").mkdir(parents=True)
-    status = {"job_id": "11", "restart_count": 0, "attempt": 0, "state": "RETRYING"}
-    run.write("status.json", {**status, "cause": "killed", "job_log_bytes": 0})
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    env = {**plain_env, "PATH": f"{tmp_path}:{plain_env['PATH']}", "RUN_DIR": str(run.path)}
-    env |= {"PYTHONPATH": str(paths.REPO_ROOT), "COOKBOOK_AGAIN": "yes", "COOKBOOK_WARNED": "yes"}
-    env |= {"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "0", "NODES": "1", "MAX_RETRIES": "3"}
-    done = subprocess.run(SUPERVISE, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    run, env = between(tmp_path, plain_env, RETRYING, scontrol=f'echo "$@" >>{tmp_path}/asked')
+    assert begun(run, env | {"COOKBOOK_WARNED": "yes"}, *SUPERVISE).wait(timeout=60) == 0, log(run)
     assert (run.status["state"], run.status["cause"]) == ("REQUEUED", "time_limit")
     assert "requeue 11" in (tmp_path / "asked").read_text() and not (run.logs / "1").exists()
 
 
 def test_an_older_job_leaves_the_one_that_took_its_place(tmp_path, plain_env):
     """Its node was given up, and it ends when the other one trains already."""
-    run = Run(tmp_path / "runs" / "20260102-030405-demo-0a1b")
-    (run.logs / "0").mkdir(parents=True)
-    run.write("status.json", {"job_id": "12", "restart_count": 0, "attempt": 1, "state": "RUNNING"})
-    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/cancelled\n')
-    (tmp_path / "scancel").chmod(0o755)
-    env = {**plain_env, "PATH": f"{tmp_path}:{plain_env['PATH']}", "RUN_DIR": str(run.path)}
-    env |= {"COOKBOOK": str(paths.REPO_ROOT), "VENV": str(paths.venv_root())}
-    env |= {"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "0", "NODES": "1", "MAX_RETRIES": "3"}
+    status, asked = {"job_id": "12", "attempt": 1, "state": "RUNNING"}, tmp_path / "cancelled"
+    run, env = between(tmp_path, plain_env, status, scancel=f'echo "$@" >>{asked}')
     supervisor = "Supervisor(pathlib.Path(os.environ['RUN_DIR']), ['srun', 'true'])"
     code = f"import os, pathlib; from slurm.supervise import *; job = {supervisor}; "
     code += "job._succession.job, job._attempt = '12', 0; os.environ['LOGS'] = '/nowhere'; "
     for end in ("job._end(1); exit(job._finish())", "exit(job.terminated())"):
-        argv = [sys.executable, "-P", "-c", code + end]
-        done = subprocess.run(argv, env=env | {"PYTHONPATH": str(paths.REPO_ROOT)}, timeout=60)
-        assert done.returncode in (1, 76) and not (tmp_path / "cancelled").exists()
+        done = begun(run, env, sys.executable, "-P", "-c", code + end).wait(timeout=60)
+        assert done in (1, 76) and not asked.exists(), log(run)
     assert run.status["state"] == "RUNNING" and run.attempts == []
 
 
@@ -337,9 +335,7 @@ def test_the_warning_before_the_time_limit_asks_the_ranks_to_stop(root, plain_en
         "assert stop.exists()\n"
     )
     run = made(root, script)
-    with (run.logs / "job.log").open("ab") as output:
-        argv = ["bash", run.path / "job.sbatch"]
-        job = subprocess.Popen(argv, env=plain_env, stdout=output, stderr=output)
+    job = begun(run, plain_env)
     rank = run.logs / "0" / "rank_0.log"
     until(lambda: rank.exists() and rank.read_text(), 30, lambda: report(run.path))
     job.send_signal(signal.SIGUSR1)
@@ -384,20 +380,10 @@ def test_a_run_is_private_or_open_to_the_group(root, plain_env, shared, forbidde
 # Variables that are not the recipe's ---------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["NODES", "RUN_DIR", "SLURM_NNODES", "COOKBOOK", "RANK", "UID", "SUPERVISOR"]
-)
-def test_a_recipe_may_not_set_what_the_script_owns(root, name):
-    path = project(root, PASS, env={name: "1", "NCCL_DEBUG": "WARN"})
-    with pytest.raises(RecipeFault, match=f"env sets {name}, which the job script"):
-        plan(recipes.load(str(path)), Site(), choose(True))
-    with pytest.raises(RecipeFault, match="secrets sets RANK, which the job script"):
-        plan(recipes.load(str(path), ["~env", "+secrets=[RANK]"]), Site(), choose(True))
-
-
 def test_all_owned_names_and_empty_values_are_refused_at_once(root):
     path = project(root, PASS, env={"LOGS": "x", "EMPTY": None})
     own = ["NODES", "RUN_DIR", "SLURM_NNODES", "SBATCH_PARTITION", "MASTER_PORT", "WORLD_SIZE"]
+    own += ["COOKBOOK", "RANK", "UID", "SUPERVISOR"]
     with pytest.raises(RecipeFault) as refused:
         recipes.load(str(path), [*(f"+env.{name}=1" for name in own), "+env.UNSET=null"])
     told = refused.value.faults
@@ -407,6 +393,8 @@ def test_all_owned_names_and_empty_values_are_refused_at_once(root):
         assert any(line.startswith(words) and f"'+env.{name}=1'" in line for line in told)
     for name in ("EMPTY", "UNSET"):
         assert any(line.startswith(f'env.{name} has no value: write {name}: ""') for line in told)
+    with pytest.raises(RecipeFault, match="secrets sets RANK, which the job script"):
+        recipes.load(str(path), ["~env", "+secrets=[RANK]"])
 
 
 def test_every_variable_that_the_scripts_set_is_owned_or_may_be_set():
