@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -225,25 +224,20 @@ def member(site: SlurmCluster, tmp_path) -> Kit:
 
 
 def test_submit_says_it_before_the_queue_and_leaves_nothing(member: Kit, site):
-    began = time.monotonic()
     options = ["--recipe", "demo", "--account", "teory", "--partition", "narrow"]
     done = member.cookbook("submit", *options, "--nodes", "2")
-    took = time.monotonic() - began
     assert done.returncode == 1 and not member.runs()
     assert "you have no account 'teory' (did you mean theory?)" in done.stderr
     assert "partition narrow gives a job 1" in done.stderr
     assert "Invalid account" in done.stderr  # Slurm's own words beside ours
     assert site.run(["squeue", "--noheader"]).stdout == ""
-    assert took < 60, took
 
 
 def test_the_doctor_tells_accounts_and_what_is_wrong_with_the_sites(member: Kit):
     path = paths.CLUSTERS / f"accounting-{os.getpid()}.yaml"
     path.write_text("resources: {account: teory, qos: time}\n")
     try:
-        began = time.monotonic()
         done = member.cookbook("doctor", "--json", "--cluster", path.stem)
-        took = time.monotonic() - began
     finally:
         path.unlink()
     findings = json.loads(done.stdout)["findings"]
@@ -253,7 +247,6 @@ def test_the_doctor_tells_accounts_and_what_is_wrong_with_the_sites(member: Kit)
     assert "QoS: account-gpus, " in told and told.endswith("limits are enforced")
     assert "no account 'teory' (did you mean theory?)" in found["site file", "failed"]
     assert "Invalid account" in found["sbatch test", "failed"]
-    assert took < 60, took
 
 
 def test_a_job_that_only_the_accounting_remembers(member: Kit, site):
@@ -261,13 +254,8 @@ def test_a_job_that_only_the_accounting_remembers(member: Kit, site):
     demo.make(
         member.root / "models/demo-llama", paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl"
     )
-    job_id, run = member.submit(
-        "--recipe", "demo", "--qos", "job-gpus", "--nodes", "2", "--no-check"
-    )
+    job_id, run = member.submit("--recipe", "demo", "--qos", "job-nodes", "--nodes", "2")
     waiting = "QOSMaxNodePerJobLimit"
-    job_id, run = member.submit(
-        "--recipe", "demo", "--qos", "job-nodes", "--nodes", "2", "--no-check"
-    )
     told = until(lambda: (found := member.status(run))["detail"] and found, 20)
     assert (told["state"], told["detail"][:9]) == ("PENDING", "waiting: ") and waiting in told[
         "detail"

@@ -22,42 +22,22 @@ from trainer.errors import (
     write_error_record,
 )
 
-CRASH = {
-    "rank": 3,
-    "host": "n2",
-    "time": 5.0,
-    "type": "RuntimeError",
-    "message": "boom",
-    "permanent": False,
-}
+CRASH = {"rank": 3, "host": "n2", "time": 5.0, "type": "RuntimeError", "message": "boom"}
+CRASH |= {"permanent": False}
 BROKEN_PEER = {**CRASH, "rank": 0, "time": 4.0, "message": "Connection reset by peer"}
 KILLED = {**CRASH, "rank": 2, "time": 6.0, "type": "Killed", "message": "killed by SIGKILL"}
 NO_MEMORY = {**CRASH, "rank": None, "type": "OutOfMemory", "message": "oom-kill"}
 GPU_MEMORY = {**CRASH, "type": "OutOfMemoryError", "permanent": True}
 NO_PACKAGE = {**CRASH, "type": "ImportError", "message": "cannot import name 'x' from 'y'"}
 NO_LIBRARY = "libcuda.so.1: cannot open shared object file: No such file or directory"
-CONFIG = {
-    **CRASH,
-    "rank": 1,
-    "time": 9.0,
-    "type": "ConfigError",
-    "message": "no such file",
-    "permanent": True,
-}
+CONFIG = {**CRASH, "rank": 1, "time": 9.0, "type": "ConfigError", "message": "no such file"}
+CONFIG |= {"permanent": True}
 
 
 def judged(**changes):
-    given = {
-        "exit_code": 1,
-        "progress": {"state": "running"},
-        "errors": [],
-        "stop_asked": False,
-        "cancelled": False,
-        "job_state": None,
-        "can_requeue": True,
-        "fruitless": 1,
-        "max_retries": 3,
-    }
+    given = {"exit_code": 1, "progress": {"state": "running"}, "errors": [], "fruitless": 1}
+    given |= dict.fromkeys(("stop_asked", "cancelled"), False)
+    given |= {"job_state": None, "can_requeue": True, "max_retries": 3}
     verdict = decide(AttemptEnd(**{**given, **changes}))
     return verdict.state, verdict.next, verdict.cause
 
@@ -65,72 +45,60 @@ def judged(**changes):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"exit_code": 0, "progress": {"state": "finished"}},
-            ("COMPLETED", "finished", "finished"),
-        ),
+        ({"exit_code": 0, "progress": {"state": "finished"}}, "COMPLETED finished finished"),
         # A run of a sweep that has no memory has its result.
-        (
-            {"errors": [NO_MEMORY], "memory_is_result": True},
-            ("FAILED", "failed", "out_of_memory"),
-        ),
+        ({"errors": [NO_MEMORY], "memory_is_result": True}, "FAILED failed out_of_memory"),
         (
             {"errors": [{**CRASH, "message": "CUDA error: out of memory"}]},
-            ("RETRYING", "run", "out_of_memory"),
+            "RETRYING run out_of_memory",
         ),
         # An entry of torchtune's own writes no progress: its exit status is all there is.
-        ({"exit_code": 0, "progress": {}}, ("COMPLETED", "finished", "finished")),
-        ({"errors": [CRASH]}, ("RETRYING", "run", "error")),
-        ({"errors": [BROKEN_PEER, KILLED]}, ("RETRYING", "run", "killed")),
-        ({"errors": [CRASH, CONFIG]}, ("FAILED", "failed", "user_error")),
-        ({"errors": [CRASH], "fruitless": 4}, ("FAILED", "failed", "error")),
-        ({"errors": []}, ("RETRYING", "run", "killed")),
+        ({"exit_code": 0, "progress": {}}, "COMPLETED finished finished"),
+        ({"errors": [CRASH]}, "RETRYING run error"),
+        ({"errors": [BROKEN_PEER, KILLED]}, "RETRYING run killed"),
+        ({"errors": [CRASH, CONFIG]}, "FAILED failed user_error"),
+        ({"errors": [CRASH], "fruitless": 4}, "FAILED failed error"),
+        ({"errors": []}, "RETRYING run killed"),
         (
             {"exit_code": 0, "progress": {"state": "stopped"}, "stop_asked": True},
-            ("REQUEUED", "requeue", "time_limit"),
+            "REQUEUED requeue time_limit",
         ),
         (
             {"progress": {"state": "stopped"}, "stop_asked": True, "can_requeue": False},
-            ("RETRYING", "run", "time_limit"),
+            "RETRYING run time_limit",
         ),
         # Slurm asked them itself, as for a preemption with a time of grace.
-        ({"exit_code": 0, "progress": {"state": "stopped"}}, ("REQUEUED", "requeue", "stopped")),
+        ({"exit_code": 0, "progress": {"state": "stopped"}}, "REQUEUED requeue stopped"),
         # torchrun was killed, and the other ranks stopped in order.
-        ({"exit_code": 137, "progress": {"state": "stopped"}}, ("RETRYING", "run", "killed")),
-        ({"errors": [NO_MEMORY, KILLED]}, ("RETRYING", "run", "out_of_memory")),
-        (
-            {"errors": [NO_MEMORY], "cause_before": "out_of_memory"},
-            ("FAILED", "failed", "out_of_memory"),
-        ),
-        ({"errors": [GPU_MEMORY]}, ("FAILED", "failed", "out_of_memory")),
+        ({"exit_code": 137, "progress": {"state": "stopped"}}, "RETRYING run killed"),
+        ({"errors": [NO_MEMORY, KILLED]}, "RETRYING run out_of_memory"),
+        ({"errors": [NO_MEMORY], "cause_before": "out_of_memory"}, "FAILED failed out_of_memory"),
+        ({"errors": [GPU_MEMORY]}, "FAILED failed out_of_memory"),
         # No retry installs a package; if an attempt before found it, a node's files are missing.
-        ({"errors": [NO_PACKAGE]}, ("FAILED", "failed", "missing_package")),
-        (
-            {"errors": [NO_PACKAGE], "cause_before": "killed"},
-            ("RETRYING", "run", "missing_package"),
-        ),
+        ({"errors": [NO_PACKAGE]}, "FAILED failed missing_package"),
+        ({"errors": [NO_PACKAGE], "cause_before": "killed"}, "RETRYING run missing_package"),
         (
             {"errors": [NO_PACKAGE], "cause_before": "missing_package"},
-            ("FAILED", "failed", "missing_package"),
+            "FAILED failed missing_package",
         ),
         # Another node may have the library.
-        ({"errors": [{**NO_PACKAGE, "message": NO_LIBRARY}]}, ("RETRYING", "run", "error")),
-        ({"not_started": "Unable to contact", "fruitless": 9}, ("RETRYING", "run", "controller")),
-        ({"stop_asked": True, "errors": [CRASH]}, ("REQUEUED", "requeue", "error")),
-        ({"stop_asked": True, "fruitless": 4}, ("FAILED", "failed", "time_limit")),
-        ({"cancelled": True, "errors": [KILLED]}, ("CANCELLED", "failed", "cancelled")),
-        ({"timed_out_s": 60.0, "errors": [KILLED]}, ("FAILED", "failed", "timeout")),
-        ({"job_state": "CANCELLED"}, ("CANCELLED", "failed", "cancelled")),
-        ({"job_state": "TIMEOUT"}, ("INTERRUPTED", "failed", "time_limit")),
-        ({"job_state": "PREEMPTED"}, ("INTERRUPTED", "failed", "preempted")),
-        ({"job_state": "NODE_FAIL"}, ("INTERRUPTED", "failed", "node_failure")),
-        ({"job_state": "REQUEUED"}, ("INTERRUPTED", "failed", "requeued")),
+        ({"errors": [{**NO_PACKAGE, "message": NO_LIBRARY}]}, "RETRYING run error"),
+        ({"not_started": "Unable to contact", "fruitless": 9}, "RETRYING run controller"),
+        ({"stop_asked": True, "errors": [CRASH]}, "REQUEUED requeue error"),
+        ({"stop_asked": True, "fruitless": 4}, "FAILED failed time_limit"),
+        ({"cancelled": True, "errors": [KILLED]}, "CANCELLED failed cancelled"),
+        ({"timed_out_s": 60.0, "errors": [KILLED]}, "FAILED failed timeout"),
+        ({"job_state": "CANCELLED"}, "CANCELLED failed cancelled"),
+        ({"job_state": "TIMEOUT"}, "INTERRUPTED failed time_limit"),
+        ({"job_state": "PREEMPTED"}, "INTERRUPTED failed preempted"),
+        ({"job_state": "NODE_FAIL"}, "INTERRUPTED failed node_failure"),
+        ({"job_state": "REQUEUED"}, "INTERRUPTED failed requeued"),
         # Stopped by the first signal of a preemption, judged before the state changed.
-        ({"exit_code": 0, "progress": {"state": "none"}}, ("RETRYING", "run", "killed")),
+        ({"exit_code": 0, "progress": {"state": "none"}}, "RETRYING run killed"),
     ],
 )
 def test_the_verdict(changes, expected):
-    assert judged(**changes) == expected
+    assert judged(**changes) == tuple(expected.split())
 
 
 @pytest.mark.parametrize(
@@ -358,25 +326,26 @@ def test_retries_end_when_nothing_is_gained_and_go_on_while_something_is(run_dir
     assert (run_dir / "logs" / "latest").resolve().name == "4"
 
 
-def test_an_evaluation_gains_by_its_shards(run_dir):
-    shards = run_dir / "evals" / "shards"
-    shards.mkdir(parents=True)
-    for number, gained in enumerate([True, False, True]):
+@pytest.mark.parametrize(
+    ("file", "contents", "gained"),
+    [
+        # An evaluation by its shards, a replica by the minutes for which it was ready.
+        ("evals/shards/{}.json", ["{}", None, "{}"], [True, False, True]),
+        (
+            "served.json",
+            [f'{{"minutes": {minutes}}}' for minutes in (0, 2, 2, 3)],
+            [False, True, False, True],
+        ),
+    ],
+)
+def test_what_is_no_training_gains_otherwise(run_dir, file, contents, gained):
+    (run_dir / "evals/shards").mkdir(parents=True)
+    for number, content in enumerate(contents):
         records.begin(run_dir, ["n1"])
-        if gained:
-            (shards / f"{number}.json").write_text("{}")
+        if content:
+            (run_dir / file.format(number)).write_text(content)
         records.end(run_dir, number, 1, max_retries=3)
-    told = read_json_lines(run_dir / "attempts.jsonl")
-    assert [line["gained"] for line in told] == [True, False, True]
-
-
-def test_a_replica_gains_by_the_minutes_for_which_it_was_ready(run_dir):
-    for number, minutes in enumerate([0, 2, 2, 3]):
-        records.begin(run_dir, ["n1"])
-        (run_dir / "served.json").write_text(json.dumps({"minutes": minutes}))
-        records.end(run_dir, number, 1, max_retries=3)
-    told = read_json_lines(run_dir / "attempts.jsonl")
-    assert [line["gained"] for line in told] == [False, True, False, True]
+    assert [line["gained"] for line in read_json_lines(run_dir / "attempts.jsonl")] == gained
 
 
 def test_an_attempt_that_could_not_record_its_end_gets_a_line(run_dir, monkeypatch):

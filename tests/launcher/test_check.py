@@ -18,7 +18,7 @@ from launcher.check.scheduler import partition
 from launcher.plugins import Check, Plugin
 from launcher.recipe import load as recipes
 from launcher.slurm.executors import choose
-from tests.launcher.kit import Kit, until
+from tests.launcher.kit import Kit
 from trainer import demo
 
 LOOKS = {name: look for name, _, _, look in preflight.every()}
@@ -415,26 +415,6 @@ def test_the_command_lists_all_and_queues_nothing(slurm_user: Kit):
     made = [name for name, *_ in preflight.every() if name not in ("engine config", "suite")]
     assert [row["subject"] for row in rows] == made
     assert {row["state"] for row in rows} <= {"ok", "skipped"}
-
-
-def test_a_waiting_job_says_why_in_plain_words(kit: Kit):
-    """Two nodes with eight GPUs each: a second job that wants all of one has to wait."""
-    size = ["--recipe", "demo", "--gpus-per-node", "8", "max_steps=400", "epochs=400"]
-    _, first = kit.submit(*size, "--nodes", "2", "--no-check")
-    _, second = kit.submit(*size, "--nodes", "1", "--no-check")
-    try:
-        why = until(lambda: _pending(kit, second), 30)
-        assert "the nodes that it needs are busy" in why or "other jobs come first" in why
-    finally:
-        for run in (second, first):
-            kit.cookbook("cancel", run.name)
-
-
-def _pending(kit: Kit, run: Path) -> str:
-    """Why the run waits; "" until Slurm says it, which may be after it has planned the start."""
-    status = kit.status(run)
-    waits = status["state"] == "PENDING" and status["detail"].startswith("waiting: ")
-    return status["detail"] if waits else ""
 
 
 # What Slurm says, replayed -------------------------------------------------------------------

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from launcher import check as checks
 from launcher import paths
+from launcher.check import scheduler
 from launcher.cli import cookbook
 from launcher.recipe import load as recipes
 from launcher.site import Site
@@ -133,21 +135,30 @@ def test_what_slurm_refuses_leaves_nothing_behind(slurm_user: Kit, shared: Path)
     kit = Kit({**slurm_user.env, "COOKBOOK_ROOT": str(shared)}, slurm_user.root)
     before = sorted(shared.glob("runs/*"))
     # What the kit found, and then what Slurm itself says of the very script.
-    for options, told, faults in (
-        (["--partition", "gpus"], "no partition 'gpus' on this cluster (did you mean gpu?)", 2),
-        (["--nodes", "3"], "3 nodes are asked for, and partition gpu has 2", 2),
-        (["--nodes", "3", "--partition", "debug,gpu"], "partition debug has 2: the job", 3),
-        (["--partition", "debug", "--time", "1:00:00"], "debug has 30:00: lower --time", 1),
-        (["+resources.gpu_type=h10"], "GPUs of type 'h10' (did you mean h100?): it has h100", 2),
-        (["resources.cpus_per_gpu=400"], "400 CPUs per node are asked for, and the nodes of", 2),
-        (["+resources.mem=9T"], "9437184 MiB of memory per node are asked for", 2),
-        (["--gpus-per-node", "9"], "9 GPUs per node are asked for, and the nodes of", 2),
-    ):
-        arguments = ["submit", "--recipe", "demo", *options]
-        refused(slurm_user, *arguments, status=1, told=told, faults=faults)
+    told = "3 nodes are asked for, and partition gpu has 2"
+    refused(slurm_user, "submit", "demo", "--nodes", "3", status=1, told=told, faults=2)
     done = kit.cookbook("submit", "--recipe", "demo", "--gpus-per-node", "9", "--no-check")
     assert done.returncode == 1 and "Requested node configuration is not available" in done.stderr
     assert sorted(shared.glob("runs/*")) == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"partition": "gpus"}, "no partition 'gpus' on this cluster (did you mean gpu?)"),
+        ({"nodes": 3, "partition": "debug,gpu"}, "partition debug has 2: the job"),
+        ({"partition": "debug", "time": "1:00:00"}, "debug has 30:00: lower --time"),
+        ({"gpu_type": "h10"}, "GPUs of type 'h10' (did you mean h100?): it has h100"),
+        ({"cpus_per_gpu": 400}, "400 CPUs per node are asked for, and the nodes of"),
+        ({"mem": "9T"}, "9437184 MiB of memory per node are asked for"),
+        ({"gpus_per_node": 9}, "9 GPUs per node are asked for, and the nodes of"),
+    ],
+)
+def test_what_no_node_has_is_named(slurm, monkeypatch, asked, told):
+    monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
+    loaded = recipes.load("demo", [], {"nodes": 2, "gpus_per_node": 1, **asked})
+    found = checks.findings("Slurm limits", scheduler.limits, checks.Context(loaded, Site()))
+    assert told in found[0].line and found[0].state == "failed"
 
 
 def test_an_unusable_shared_folder_is_one_line(user: Kit, tmp_path):
@@ -196,13 +207,18 @@ def test_data_that_are_no_json_or_lack_a_column_are_named(user: Kit, tmp_path):
         refused(user, *submit, status=1, told=told)
 
 
-@pytest.mark.parametrize("name", recipes.names())
-def test_the_scheduler_accepts_every_recipes_script(slurm, tmp_path, name):
-    loaded = recipes.load(name, resources={"nodes": 2})
+def test_the_scheduler_accepts_every_recipes_script(slurm, tmp_path):
+    """One script of all that ask for the same."""
+    asked = {}
+    for name in recipes.names():
+        loaded = recipes.load(name, resources={"nodes": 2})
+        text = render.job_script(loaded, Site(), tmp_path / "runs" / "r", "same")
+        asked[tuple(line for line in text.splitlines() if line.startswith("#SBATCH"))] = text
     script = tmp_path / "job.sbatch"
-    script.write_text(render.job_script(loaded, Site(), tmp_path / "runs" / "r", name))
-    answer = slurm.run(["sbatch", "--test-only", str(script)])
-    assert answer.returncode == 0, answer.stderr
+    for text in asked.values():
+        script.write_text(text)
+        answer = slurm.run(["sbatch", "--test-only", str(script)])
+        assert answer.returncode == 0, answer.stderr
 
 
 def test_recipes_lists_and_shows(user: Kit):

@@ -107,7 +107,15 @@ def test_a_cancel_ends_the_job_that_a_resume_made_after_a_killed_script(
     assert again.returncode == 2 and f"is PENDING (job {second}" in again.stderr
     assert f"cancelled {run.name} (job {second}); " in user.cookbook("cancel", run.name).stdout
     assert jobs_of(slurm, run) == {}
-    assert user.status(run.path)["state"] == "CANCELLED"
+    told = user.status(run.path)
+    assert (told["state"], told["source"]) == ("CANCELLED", "status.json")
+    assert told["detail"] == "by cookbook cancel, while it was pending"
+    # A resumed job is not what an earlier one was.
+    third = resumed(user, run)
+    told = until(lambda: (found := user.status(run.path))["detail"] and found, 20)
+    assert (told["state"], told["source"], told["job_id"]) == ("PENDING", "squeue", third)
+    assert "cancel" not in told["detail"]
+    user.cookbook("cancel", run.name)
 
 
 def test_a_cancel_ends_jobs_that_were_submitted_by_hand_too(slurm, slurm_user: Kit, closed) -> None:

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -70,13 +69,11 @@ def text_of(findings: list[dict[str, str]], check: str, state: str) -> str:
     )
 
 
-def test_a_site_in_order_is_found_so_within_seconds(slurm_user: Kit, tmp_path):
+def test_a_site_in_order_is_found_so(slurm_user: Kit, tmp_path):
     env = {key: value for key, value in slurm_user.env.items() if not key.startswith("HF_")}
-    started = time.monotonic()
     with serving({}, {FAKE_TOKEN: "alice"}) as hub:
         kit = Kit({**env, "HF_ENDPOINT": hub.address, "HF_TOKEN": FAKE_TOKEN}, slurm_user.root)
         status, findings, answer = doctor(kit)
-    took = time.monotonic() - started
     assert status == 0, findings
     found = states(findings)
     for check in (
@@ -101,8 +98,6 @@ def test_a_site_in_order_is_found_so_within_seconds(slurm_user: Kit, tmp_path):
     assert found["GPUs"] <= {"warning", "ok", "failed"}
     assert "is alice's" in text_of(findings, "hub token", "ok")
     assert FAKE_TOKEN not in json.dumps(answer)
-    # Measured: 2.1 s on two idle cores, where the target is 5 s; a busy machine takes longer.
-    assert took < 20, took
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import yaml
 from click.testing import CliRunner
 
 from launcher import check as checks
-from launcher import paths
 from launcher.check import preflight
 from launcher.cli import cookbook
 from launcher.do.submit import plan
@@ -17,7 +16,6 @@ from launcher.recipe import entries
 from launcher.recipe import load as recipes
 from launcher.recipe.model import Entry
 from launcher.site import Site
-from launcher.slurm import render
 from launcher.slurm.executors import choose
 from plugins.estimate.launcher import estimate as estimates
 from runspec.keys.common import COMMON
@@ -85,29 +83,3 @@ def test_without_its_row_it_is_not_known(tmp_path):
     known = [f"{name}..." if name.endswith(":") else name for name in entries.rows()]
     assert f": it is one of {', '.join(known)} (" in told and "command, command:..." in told
     assert told.endswith(f"in {path}, line 2")
-
-
-def test_nothing_else_compares_the_names_of_entries():
-    compared = re.compile(
-        r"""\.entry(_name)?\s*(==|!=|in\b)|entry\s*[!=]=\s*"|(startswith|removeprefix)\("(sft|script:|torchtune:)"""
-    )
-    found = [
-        f"{path.relative_to(paths.REPO_ROOT)}: {line.strip()}"
-        for path in sorted((paths.REPO_ROOT / "launcher").rglob("*.py"))
-        if path.name != "entries.py"
-        for line in path.read_text().splitlines()
-        if compared.search(line)
-    ]
-    assert found == []
-
-
-@pytest.mark.parametrize("name", ["sft", "torchtune:full_finetune_distributed", "script:a.py"])
-def test_each_row_has_a_command(name, tmp_path):
-    path = tmp_path / "mine.yaml"
-    shipped = recipes.load("llama1b_lora").config
-    config = {} if name.startswith("script:") else shipped
-    path.write_text(yaml.safe_dump({**config, "entry": name, "resources": {"nodes": 1}}))
-    recipe = recipes.load(str(path))
-    script = render.job_script(recipe, Site(), Path("/shared/runs/r"), "r")
-    assert recipe.entry.command(recipe, recipe.resolved(tmp_path, "r")) in script
-    assert recipe.max_retries == (3 if name == "sft" else 0)

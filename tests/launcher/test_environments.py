@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,6 @@ from launcher.slurm import executors, render
 from runspec import files
 from slurm import probe
 from tests.faults import containers
-from tests.launcher.kit import Kit
 
 RUN = Path("/shared/runs/20260102-030405-demo-0a1b")
 # A stand-in of conda, which reads variables that are not set, as conda does.
@@ -229,25 +228,6 @@ def test_a_fault_is_found_with_its_remedy(fault, injected, tmp_path, monkeypatch
     assert any(each.state == "failed" and words in each.line for each in found), found
 
 
-@pytest.mark.named
-@pytest.mark.parametrize("fault", FAULTS)
-def test_check_and_submit_refuse_it(fault, injected, slurm, tmp_path):
-    given, words = inject(fault, injected)
-    user = Kit({**slurm.env, "COOKBOOK_ROOT": str(tmp_path)}, tmp_path)
-    site = paths.CLUSTERS / f"gpus-{os.getpid()}.yaml"
-    site.write_text("gpu: h100-80\n")
-    given = ["--cluster" if each == "GPU" else each for each in given]
-    given += [site.stem] * ("--cluster" in given)
-    try:
-        for command in ("check", "submit"):
-            done = user.cookbook(command, "demo", *given)
-            shown = done.stdout + done.stderr
-            assert done.returncode == 1 and words in shown, shown
-    finally:
-        site.unlink()
-    assert user.runs() == []
-
-
 def test_what_the_probe_sees_inside(monkeypatch, tmp_path):
     monkeypatch.setattr(probe.site, "getusersitepackages", lambda: str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -303,34 +283,15 @@ def test_a_dependency_by_its_address_is_built_or_says_why_not(tmp_path):
     write_package(tmp_path / "own")
     write_package(tmp_path / "broken", "import not_there")
 
-    def built_of(folder: str) -> Path:
+    def built_of(folder: str, say: Callable[[str], None] = print) -> Path:
         environment = Environment(dependencies=(f"{folder} @ file://{tmp_path}/{folder}",))
-        return built.build(environment, tmp_path / "shared", lambda text: None)
+        return built.build(environment, tmp_path / "shared", say)
 
+    said: list[str] = []
     python = built_of("own") / "bin/python"
+    listed = [each.dependencies for each in built.listed(tmp_path / "shared")]
+    assert listed == [[f"own @ file://{tmp_path}/own"]]
+    assert built_of("own", said.append) == python.parents[1] and said == [], "once"
     assert subprocess.run([python, "-c", "import own; assert own.VALUE"]).returncode == 0
     with pytest.raises(PreflightFault, match="No module named 'not_there': name a wheel of it"):
         built_of("broken")
-
-
-@pytest.mark.named
-def test_dependencies_are_built_once_and_removed_if_unused(tmp_path):
-    """Needs a package index."""
-    wanted = ["humanize==4.9.0", "trl==1.16.0"]
-    one = loaded(f"{{dependencies: {wanted}}}").environment
-    assert one is not None
-    said: list[str] = []
-    path = built.build(one, tmp_path, said.append)
-    # trl needs torch, and the registry's torch needs the libraries of CUDA.
-    assert files.read_json(path / "cookbook.json")["packages"] == wanted
-    began = time.monotonic()
-    assert built.build(one, tmp_path, said.append) == path
-    assert time.monotonic() - began < 1 and len(said) == 2
-    moved = path.rename(tmp_path / "moved")
-    code = "import humanize, torch; print(humanize.__version__)"
-    done = subprocess.run([moved / "bin/python", "-c", code], capture_output=True, text=True)
-    assert done.stdout == "4.9.0\n", done.stderr
-    moved.rename(path)
-    assert [each.dependencies for each in built.listed(tmp_path)] == [wanted]
-    shutil.rmtree(path)
-    assert built.listed(tmp_path) == []

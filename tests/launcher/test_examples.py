@@ -3,14 +3,11 @@
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from launcher import paths
-from plugins.registry.launcher import importer
-from plugins.registry.launcher import store as stores
 from tests.launcher.kit import Kit
 
 
@@ -63,7 +60,7 @@ def test_support_messages_become_a_served_model_and_data_again(slurm_user: Kit):
 
 
 def whole_way(user: Kit, printed: str) -> None:
-    """Assert the results of all steps but the strategies."""
+    """Assert the results of all steps but the strategies; tests/plugins has each step's rules."""
     data = user.root / "datasets"
     planted = json.loads((data / "raw/support-truth.json").read_text())
     assert sum(planted.values()) == 500_000
@@ -73,18 +70,11 @@ def whole_way(user: Kit, printed: str) -> None:
     shares = [split["rows"] / card["rows"] for split in card["splits"].values()]
     assert shares == pytest.approx([0.1, 0.8, 0.1], abs=0.01)
     lineage = [json.loads((each / "lineage.json").read_text()) for each in (support, spark)]
-    assert {each["engine"] for each in lineage} == {"duckdb", "spark"}
     assert len({each["content_sha256"] for each in lineage}) == 1, "both engines, the same rows"
     assert lineage[0]["bad_rows"] == planted["broken"]
-    removed = {each["step"][3:]: each["rows_in"] - each["rows_out"] for each in lineage[0]["steps"]}
-    assert removed["exact_duplicates"] > 10_000 and removed["near_duplicates"] > 10_000
     deltalake = pytest.importorskip("deltalake")
     rows = deltalake.DeltaTable(str(support / "data")).to_pyarrow_dataset().to_table().to_pylist()
     assert len(rows) == 4800
-    by_intent = Counter((row["intent"], row["split"]) for row in rows)
-    tested = [by_intent[intent, "test"] for intent in {row["intent"] for row in rows}]
-    assert len(tested) == 8 and tested == pytest.approx([60] * 8, abs=6), "stratified"
-    assert len({(row["user"], row["split"]) for row in rows}) == len({row["user"] for row in rows})
 
     results = {}
     for path in sorted((user.root / "runs").glob("*support-*/evals/*.json")):
@@ -102,31 +92,13 @@ def whole_way(user: Kit, printed: str) -> None:
         progress = json.loads((run / "progress.json").read_text())
         assert progress["best_step"] and progress["best_val_loss"] < 0.4
 
-    with stores.client(stores.at(user.root)) as client:
-        for name in ("qlora", "lora"):
-            (run,) = (user.root / "runs").glob(f"*-support-{name}-*")
-            tracked = importer.find(client, run.name)
-            points = client.get_metric_history(tracked.info.run_id, "val_loss")
-            logged = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-            values = [line["val_loss"] for line in logged if "val_loss" in line]
-            assert len(values) >= 4 and [each.value for each in points] == values
-            assert (
-                tracked.info.status == "FINISHED" and tracked.data.params["model.lora_rank"] == "32"
-            )
-
     registry = json.loads(user.cookbook("registry", "support", "--json").stdout)
     aliases = {each["version"]: set(each["aliases"]) for each in registry["versions"]}
     assert aliases == {1: set(), 2: {"staging", "champion"}, 3: {"candidate"}}
     tags = {each["version"]: each["tags"] for each in registry["versions"]}
     for version, name in enumerate(("base", "qlora", "lora"), start=1):
         assert f"-support-{name}-" in tags[version]["run"]
-        assert tags[version]["commit"] and tags[version]["data_sha256"]
-    # LoRA was evaluated after it was registered, and its promotion brought the figures.
-    for version, name in ((1, "base"), (2, "qlora"), (3, "lora")):
-        told = float(tags[version]["eval.suite.intent.classification"])
-        assert told == pytest.approx(results[name][0], rel=1e-3)
     assert "is not promoted to staging: gate" in printed, "the base fails the gates"
-    assert [each["change"] for each in registry["history"]].count("champion") == 3
 
     traffic = json.loads((data / "support-traffic.json").read_text())
     asked = traffic["requests"]

@@ -329,7 +329,7 @@ def test_the_warning_before_the_time_limit_asks_the_ranks_to_stop(root, plain_en
     script = (
         "import os, pathlib, time\n"
         "stop = pathlib.Path(os.environ['COOKBOOK_STOP_FILE'])\n"
-        "deadline = time.monotonic() + 15\n"
+        "deadline = time.monotonic() + 60\n"
         "print('waiting', flush=True)\n"
         "while not stop.exists() and time.monotonic() < deadline: time.sleep(0.1)\n"
         "assert stop.exists()\n"
@@ -339,7 +339,7 @@ def test_the_warning_before_the_time_limit_asks_the_ranks_to_stop(root, plain_en
     rank = run.logs / "0" / "rank_0.log"
     until(lambda: rank.exists() and rank.read_text(), 30, lambda: report(run.path))
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=60) == 0, report(run.path)
+    assert job.wait(timeout=120) == 0, report(run.path)
     assert "the time limit is near" in log(run)
 
 
@@ -413,35 +413,7 @@ def test_every_variable_that_the_scripts_set_is_owned_or_may_be_set():
     assert owned_variables(["NCCL_DEBUG", "OMP_NUM_THREADS", "MY_NODES"]) == []
 
 
-# A job that waits ---------------------------------------------------------------------------
-
-
-def test_a_job_cancelled_while_it_waits_is_cancelled_for_good(root, slurm: SlurmCluster, kit: Kit):
-    user = Kit({**kit.env, "COOKBOOK_ROOT": str(root / "shared")}, root / "shared")
-    path = project(root, PASS)
-    slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])
-    try:
-        job, folder = user.submit("--recipe", str(path), "--nodes", "1")
-        again = user.cookbook("resume", folder.name)
-        assert again.returncode == 2
-        assert f"is PENDING (job {job}" in again.stderr and "cookbook cancel" in again.stderr
-        # As if the launcher had died before it wrote the job's id down.
-        submission = json.loads((folder / "submission.json").read_text())
-        (folder / "submission.json").write_text(json.dumps({**submission, "jobs": []}))
-        assert f"is PENDING (job {job}" in user.cookbook("resume", folder.name).stderr
-        done = user.cookbook("cancel", folder.name).stdout
-        assert done.startswith(f"cancelled {folder.name} (job {job}); continue it with: ")
-        told = user.status(folder)
-        assert (told["state"], told["source"]) == ("CANCELLED", "status.json")
-        assert told["detail"] == "by cookbook cancel, while it was pending"
-        # A resumed job is not what an earlier one was.
-        assert f"resumed {folder.name} as job " in user.cookbook("resume", folder.name).stdout
-        told = until(lambda: (found := user.status(folder))["detail"] and found, 20)
-        assert (told["state"], told["source"]) == ("PENDING", "squeue")
-        assert "cancel" not in told["detail"] and told["job_id"] != job
-        assert "cancelled" in user.cookbook("cancel", folder.name).stdout
-    finally:
-        slurm.run(["scontrol", "update", "partitionname=gpu", "state=up"])
+# A run that goes on --------------------------------------------------------------------------
 
 
 def test_a_local_process_that_is_gone_is_failed_and_resumes(root, user: Kit):

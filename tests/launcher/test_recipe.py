@@ -11,6 +11,7 @@ import pytest
 from launcher import check as checks
 from launcher import paths, yamlfile
 from launcher.check import preflight
+from launcher.check import recipe as recipe_checks
 from launcher.errors import PreflightFault, RecipeFault
 from launcher.recipe import functions, torchtune
 from launcher.recipe import load as recipes
@@ -21,64 +22,11 @@ from launcher.slurm.executors import choose
 from runspec.keys.common import COMMON
 from runspec.keys.train import recomputed
 
-MODELS = ["llama1b", "llama3b", "llama8b", "llama70b", "qwen7b", "qwen32b", "qwen72b"]
-MODELS += ["mistral7b", "gemma9b", "phi4"]
-SHIPPED = {f"{model}_{method}" for model in MODELS for method in ("full", "lora", "qlora")} | {
-    "demo",
-    "llama8b_ia3",
-    "llama8b_prefix",
-    "llama8b_prompt",
-    "qwen0_5b_full",
-    "qwen0_5b_lora",
-    # By preferences.
-    *(f"{model}_dpo" for model in ("llama8b", "qwen3_8b", "gemma3_12b", "llama70b")),
-    "qwen3_30b_a3b_dpo",
-    "llama8b_kto",
-    "qwen3_8b_reward",
-    # Distilled.
-    "llama8b_to_1b_distill",
-    "qwen3_32b_to_8b_distill",
-    # Of transformers' source.
-    "gemma3_12b_lora",
-    "gemma3_1b_full",
-    "gemma3_27b_lora",
-    "mistral_small_24b_lora",
-    "phi4_mini_lora",
-    "qwen3_0_6b_full",
-    "qwen3_32b_lora",
-    "qwen3_8b_full",
-    "qwen3_8b_lora",
-    "qwen3_8b_qlora",
-    "smollm3_3b_full",
-    "deepseek_v3_qlora",
-    "gemma4_31b_lora",
-    "glm4_5_air_lora",
-    "gpt_oss_120b_lora",
-    "gpt_oss_20b_lora",
-    "llama4_scout_lora",
-    "ministral3_8b_lora",
-    "qwen3_30b_a3b_full",
-    "qwen3_30b_a3b_lora",
-    "qwen3_5_27b_lora",
-    "qwen3_5_35b_a3b_lora",
-    # On rewards.
-    "demo_grpo",
-    "qwen3_0_6b_grpo",
-    "qwen3_8b_grpo",
-    "qwen3_8b_grpo_lora",
-    "qwen3_30b_a3b_grpo",
-    # Pre-training.
-    "llama100m_pretrain",
-    "llama8b_pretrain",
-}
-
 
 def written(
     folder: Path, change: dict | None = None, without: str = "", text: str | None = None
 ) -> str:
     """A recipe file of our own, made from a shipped one."""
-    from launcher import yamlfile
-
     config = copy.deepcopy(recipes.load("llama1b_lora").config)
     config.update(change or {})
     config.pop(without, None)
@@ -94,8 +42,7 @@ def faults_of(*args, **kwargs) -> list[str]:
     return fault.value.faults
 
 
-def test_the_catalogue_is_what_is_promised_and_loads():
-    assert set(recipes.names()) == SHIPPED
+def test_the_catalogue_loads():
     for name in recipes.names():
         recipe = recipes.load(name)
         assert recipe.description, name
@@ -189,7 +136,7 @@ def test_every_config_that_torchtune_ships_is_a_recipe_unchanged():
 
 
 def test_recipes_and_stock_configs_resolve_to_what_is_kept():
-    """By a hash of each: cookbook recipes NAME shows the whole."""
+    """By a hash of each, so that none is lost: cookbook recipes NAME shows the whole."""
     found = []
     for name in [*recipes.names(), *torchtune.configs()]:
         recipe = recipes.load(name, resources={"nodes": 1, "gpus_per_node": 1})
@@ -247,16 +194,15 @@ def test_a_stock_recipe_for_one_gpu_gets_no_more():
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed here")
-@pytest.mark.usefixtures("fast_trainer")
 def test_what_the_environment_lacks_is_found_before_the_queue():
     path = torchtune.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
-    text = "\n".join(preflight.faults(checks.Context(recipe, Site(), executor=choose(True))))
+    context = checks.Context(recipe, Site(), executor=choose(True))
+    text = "\n".join(each.line for each in recipe_checks.script(context))
     assert f"imports lm_eval, which {paths.venv_root()} lacks" in text
     assert "pip install lm_eval" in text
 
 
-@pytest.mark.usefixtures("fast_trainer")
 def test_pickled_weights_are_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     overrides = [
@@ -264,7 +210,9 @@ def test_pickled_weights_are_refused(tmp_path):
         "+checkpointer.checkpoint_files=[pytorch_model.bin]",
     ]
     recipe = recipes.load("llama1b_lora", overrides)
-    told = "\n".join(preflight.faults(checks.Context(recipe, Site(), executor=choose(True))))
+    context = checks.Context(recipe, Site(), executor=choose(True))
+    looks = {name: look for name, _, _, look in preflight.every()}
+    told = "\n".join(each.line for each in looks["model"](context))
     assert "names pytorch_model.bin, a pickle" in told
 
 

@@ -101,16 +101,6 @@ def test_a_hundred_thousand_steps_stay_below_3_mb_and_keep_every_peak(tmp_path):
     assert sorted(heights)[1] > 150
 
 
-def test_thinning_keeps_ends_and_extremes():
-    points = [(float(k), float(k % 97)) for k in range(10_000)]
-    points[5_001] = (5_001.0, -3.0)
-    found = curves.thinned(points, 100)
-    assert len(found) <= 100 and found == sorted(found)
-    assert found[0] == points[0] and found[-1] == points[-1]
-    assert (5_001.0, -3.0) in found and max(value for _, value in found) == 96
-    assert curves.thinned(points[:50], 100) == points[:50]
-
-
 @pytest.mark.parametrize(
     ("low", "high", "found"),
     [(0, 100, [0, 50, 100]), (0.1, 0.5, [0.1, 0.2, 0.3, 0.4, 0.5]), (3, 3, [3])],

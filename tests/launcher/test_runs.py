@@ -199,7 +199,7 @@ def test_a_held_job_says_why_and_is_cancelled_before_it_starts(kit: Kit, slurm) 
         stray = {"SBATCH_PARTITION": "nowhere", "SBATCH_TIMELIMIT": "x", "SLURM_JOB_ID": "7"}
         _, run = Kit({**kit.env, **stray}, kit.root).submit(*SHORT)
         told = kit.wait(run, "PENDING")
-        assert "PartitionDown" in told["detail"]
+        assert told["detail"].startswith("waiting: PartitionDown")
         assert run.name in kit.cookbook("status").stdout
         assert "cancelled" in kit.cookbook("cancel", run.name).stdout
         assert kit.wait(run, "CANCELLED")["state"] == "CANCELLED"

@@ -8,9 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from launcher import check as checks
-from launcher import paths, venv
+from launcher import paths
 from launcher.check import samples as samples_check
-from launcher.check.recipe import components
 from launcher.cli import cookbook
 from launcher.cli.samples import lines
 from launcher.errors import UsageFault
@@ -119,17 +118,6 @@ def test_a_check_reads_small_files_and_leaves_others(check, tmp_path: Path, monk
     monkeypatch.setattr(samples_check, "SMALL_BYTES", 10)
     done = check(f"dataset.data_files={file}")
     assert "skipped  samples             the data are 0.0 GiB; their first" in done.output
-
-
-def test_one_start_of_the_trainer_answers_for_components_too(model, tmp_path, monkeypatch):
-    overrides = [f"checkpointer.checkpoint_dir={model}", "optimizer.eps=7e-8"]
-    site = Site(shared_root=str(tmp_path))
-    context = checks.Context(recipes.load("demo", overrides), site, executor=choose(True))
-    found, (dataset,) = samples_check.read(context, 1)
-    assert found == [] and dataset["read"] == 416
-    monkeypatch.setattr(venv, "ask_trainer", lambda *_, **__: pytest.fail("asked again"))
-    (one,) = checks.findings("components", components, context)
-    assert one.state == "ok"
 
 
 def test_what_is_not_here_is_skipped_and_said(model: Path, tmp_path: Path):

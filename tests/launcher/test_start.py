@@ -61,6 +61,7 @@ def test_a_table_becomes_a_recipe(faq: Path, model: Path, tmp_path: Path, monkey
     assert "my_faq.yaml exists" in str(again.exception)
 
 
+@pytest.mark.long
 def test_prompts_become_a_recipe_with_a_reward_of_their_own(model: Path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
@@ -147,6 +148,7 @@ def test_wrong_inputs_leave_no_file(faq, tmp_path, monkeypatch, data, model, rea
     assert not list(tmp_path.glob("*.yaml"))
 
 
+@pytest.mark.long
 def test_rows_that_cannot_be_trained_are_named_before_the_next_step(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))

@@ -14,7 +14,6 @@ from launcher.do.cancel import cancel
 from launcher.do.resume import resume
 from launcher.errors import RunFault, UsageFault
 from launcher.look import watch as watching
-from launcher.look.logs import Tail
 from launcher.look.outcome import outcome
 from launcher.look.status import row, table
 from launcher.look.summary import story, summary
@@ -74,20 +73,6 @@ def test_watch_waits_for_the_jobs_own_last_word(tmp_path, monkeypatch):
     state = watching.watch(run, lambda line: None, poll_s=0.1)
     timer.join()
     assert (state.word, state.source) == ("COMPLETED", "status.json")
-
-
-def test_a_line_that_comes_in_parts_is_shown_once_and_whole(tmp_path):
-    run = run_of(tmp_path)
-    tail = Tail(run)
-    with (run.path / "logs/job.log").open("a") as log:
-        for part, shown in (
-            ("first\nsec", ["first"]),
-            ("ond", []),
-            ("\nthird\n", ["second", "third"]),
-        ):
-            log.write(part)
-            log.flush()
-            assert tail.new_lines() == shown
 
 
 def test_while_slurm_cannot_be_asked_nothing_is_taken_to_have_ended(tmp_path, monkeypatch):
