@@ -218,23 +218,6 @@ def test_a_cancel_that_fails_leaves_no_mark(slurm, slurm_user: Kit, tmp_path: Pa
     assert mark["job_id"] == job
 
 
-@pytest.mark.long
-def test_a_cancel_while_the_controller_is_stopped_leaves_no_mark(slurm, slurm_user: Kit) -> None:
-    user, run = slurm_user, run_of(slurm_user)
-    job = resumed(user, run)
-    until(lambda: works(run, job), 30)
-    (pid,) = [int(path.read_text()) for path in slurm.state.rglob("slurmctld.pid")]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        done = user.cookbook("cancel", run.name)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert done.returncode == 1 and "error: " in done.stderr, done.stdout
-    assert not (run.path / "cancelled.json").exists()
-    assert jobs_of(slurm, run) == {job: "RUNNING"}
-    assert f"(job {job})" in user.cookbook("cancel", run.name).stdout
-
-
 def test_two_resumes_at_once_make_one_job(slurm, slurm_user: Kit, closed) -> None:
     run = run_of(slurm_user)
     closed()

@@ -15,15 +15,8 @@ NAME = "20260102-030405-demo-0a1b"
 
 
 def event(cat: str, name: str, begin: float, end: float, tid: int = 1) -> dict:
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "ts": 1e6 + begin,
-        "dur": end - begin,
-        "pid": 1,
-        "tid": tid,
-    }
+    times = {"ts": 1e6 + begin, "dur": end - begin}
+    return {"ph": "X", "cat": cat, "name": name, **times, "pid": 1, "tid": tid}
 
 
 def gpu_step(at: float = 0.0, late: float = 0.0) -> list[dict]:

@@ -104,7 +104,7 @@ def test_what_a_site_wants_left_out_is_left_out(fixed):
     rendered = script(
         "demo", Site(gpu_request="none"), "~resources.cpus_per_gpu", "~resources.time"
     )
-    for option in (
+    for option in [
         "gpus",
         "gres",
         "cpus-per-task",
@@ -114,7 +114,7 @@ def test_what_a_site_wants_left_out_is_left_out(fixed):
         "account",
         "qos",
         "exclusive",
-    ):
+    ]:
         assert f"#SBATCH --{option}" not in rendered
 
 

@@ -68,21 +68,10 @@ def test_on_a_terminal_they_have_a_colour():
         {"trained": False, "text": "Why?\n\x1b[2J"},
         {"trained": True, "text": "So.\nAnd so. \u200d"},
     ]
-    sample = {
-        "number": 1,
-        "origin": "a.jsonl, line 1",
-        "part": [1, 2],
-        "document": None,
-        "tokens": 3,
-    }
-    sample |= {"trained_tokens": 2, "left_out_tokens": 4, "spans": spans}
-    dataset = counts | {
-        "key": "dataset",
-        "max_seq_len": 3,
-        "rows": None,
-        "notes": [],
-        "shown": [sample],
-    }
+    sample = {"number": 1, "origin": "a.jsonl, line 1", "part": [1, 2], "document": None}
+    sample |= {"tokens": 3, "trained_tokens": 2, "left_out_tokens": 4, "spans": spans}
+    dataset = counts | {"key": "dataset", "max_seq_len": 3, "rows": None, "notes": []}
+    dataset["shown"] = [sample]
     shown = list(lines([dataset], colours=True))
     head = "--- dataset 1: a.jsonl, line 1, part 1 of 2: 3 tokens, 2 trained, 4 more left out"
     green = [click.style(text, fg="black", bg="green") for text in ("So.↵", "And so. \u200d")]

@@ -17,8 +17,7 @@ from launcher.look import watch as watching
 from launcher.look.outcome import outcome
 from launcher.look.status import row, table
 from launcher.look.summary import story, summary
-from launcher.run import states as states_of_runs
-from launcher.run.directory import Run, Snapshot
+from launcher.run.directory import Run
 from launcher.run.find import find
 from launcher.run.states import state_of, states
 from launcher.slurm.executors import title
@@ -140,16 +139,6 @@ def test_resume_of_a_run_that_finished_nevertheless_starts_no_job(tmp_path):
     assert (state_of(run).word, len(run.jobs)) == ("COMPLETED", 1)
 
 
-def test_a_broken_status_is_not_overwritten(tmp_path):
-    run = run_of(tmp_path, {"state": "RUNNING", "job_id": "1"}, job_id="1")
-    (run.path / "status.json").write_text("")
-    states_of_runs._keep_cancelled(Snapshot(run.path), "1")
-    assert (run.path / "status.json").read_text() == ""
-    (run.path / "status.json").unlink()
-    states_of_runs._keep_cancelled(Snapshot(run.path), "1")
-    assert state_of(run).word == "CANCELLED"
-
-
 def test_a_finished_run_that_answers_questions_is_answering(tmp_path):
     now = time.time()
     ended = {"state": "COMPLETED", "job_id": "1", "nodes": ["n1"], "started": 100.0, "ended": 200.0}
@@ -183,6 +172,7 @@ def test_a_broken_record_is_named_and_hides_no_other_run(tmp_path, name, text):
     assert "COMPLETED" in shown[2] and list(summary(run, known[run.name]))
     with pytest.raises(RunFault, match=f"{name}.broken.*; then: cookbook resume"):
         resume(run)
+    assert path.read_bytes() == text, "what is broken is not overwritten"
     assert find(tmp_path / "runs", "whole") == whole
 
 

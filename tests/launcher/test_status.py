@@ -44,26 +44,14 @@ def test_a_line_says_how_a_run_stands(tmp_path):
     found = row(run, state_of(run))
     assert (found["recipe"], found["node_count"], found["gpus_per_node"]) == ("demo", 2, 4)
     # The newest whole line of the metrics is newer than progress.json.
-    assert (found["step"], found["total_steps"], found["loss"], found["mfu"]) == (
-        60,
-        100,
-        0.25,
-        0.5,
-    )
+    steps = (found["step"], found["total_steps"])
+    assert (steps, found["loss"], found["mfu"]) == ((60, 100), 0.25, 0.5)
     assert (found["used_s"], found["left_s"]) == (130.0, None)
     heading, line = table([found])
     columns = "RUN RECIPE STATE JOB SIZE STEP LOSS TOK/S/GPU MFU USED LEFT REASON"
     assert " ".join(heading.split()) == columns
 
-    for cell in (
-        "FAILED",
-        "2x4",
-        "60/100",
-        "0.2500",
-        "50.0 %",
-        "2 min 10 s",
-        "rank 1 on n2: Killed",
-    ):
+    for cell in ("FAILED", "2x4", "60/100", "0.2500", "50.0 %", "2 min 10 s", "n2: Killed"):
         assert cell in line
 
 
