@@ -1,4 +1,7 @@
-"""An entry is one row of a table: a toy one is added here, and no file of the kit is touched."""
+"""An entry is one row of a table: a toy one is added here, and no file of the kit is touched.
+
+The keys: their page, their kinds, and which may change when a run resumes.
+"""
 
 import re
 from pathlib import Path
@@ -8,18 +11,21 @@ import yaml
 from click.testing import CliRunner
 
 from launcher import check as checks
+from launcher import paths
 from launcher.check import preflight
 from launcher.cli import cookbook
+from launcher.cli.reference import keys
 from launcher.do.submit import plan
 from launcher.errors import RecipeFault, UsageFault
 from launcher.recipe import entries
 from launcher.recipe import load as recipes
+from launcher.recipe.entries import all_keys
 from launcher.recipe.model import Entry
 from launcher.site import Site
 from launcher.slurm.executors import choose
 from plugins.estimate.launcher import estimate as estimates
 from runspec.keys.common import COMMON
-from runspec.keys.key import REQUIRED, Key
+from runspec.keys.key import KINDS, REQUIRED, Key, may_change
 
 STEPS = Key("steps", "positive", "How many steps the toy makes.", REQUIRED)
 WORDS = Key("words", "hello | goodbye", "What it says.", "hello")
@@ -83,3 +89,40 @@ def test_without_its_row_it_is_not_known(tmp_path):
     known = [f"{name}..." if name.endswith(":") else name for name in entries.rows()]
     assert f": it is one of {', '.join(known)} (" in told and "command, command:..." in told
     assert told.endswith(f"in {path}, line 2")
+
+
+# The keys of all entries ---------------------------------------------------------------------
+
+
+def test_the_page_of_keys_is_what_the_table_says():
+    page = (paths.REPO_ROOT / "docs" / "keys.md").read_text()
+    assert page == keys(), "python -m launcher.cli.reference keys > docs/keys.md"
+    for name in all_keys():
+        assert f"| `{name}` |" in page
+
+
+def test_every_key_of_the_table_is_of_a_kind_and_in_a_block():
+    for name, key in all_keys().items():
+        assert key.choices or key.kind in KINDS, name
+        assert key.help.endswith(".") and "\n" not in key.help, name
+        assert key.default in (None, REQUIRED) or key.fault(key.default) is None, name
+        block = name.rpartition(".")[0]
+        assert not block or "block" in all_keys()[block].kind or all_keys()[block].is_open, name
+
+
+@pytest.mark.parametrize(
+    ("name", "may"),
+    [
+        ("optimizer.lr", True),
+        ("optimizer._component_", False),
+        ("epochs", True),
+        ("model.lora_rank", False),
+        ("resources.nodes", True),
+        ("profiler.ranks", True),
+        ("dataset_val.split", True),
+        ("dataset.split", False),
+        ("nothing", False),
+    ],
+)
+def test_which_keys_may_change_when_a_run_resumes(name, may):
+    assert may_change(all_keys(), name) is may

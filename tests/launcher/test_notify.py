@@ -62,8 +62,11 @@ def webhook(folder: Path, address: str) -> str:
 
 def test_start_and_end_are_told_in_order_and_the_address_stays_secret(kit: Kit, tmp_path, hook):
     told = {"webhook": webhook(tmp_path, hook.address)}
-    path = project(tmp_path, "import time; time.sleep(3)\n", notify=told)
+    wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)\n"
+    path = project(tmp_path, wait, notify=told)
     _, run = kit.submit("--recipe", str(path), "--nodes", "1", "--local")
+    until(lambda: hook.heard, 60, lambda: report(run))
+    (tmp_path / "go").touch()
     kit.wait(run, "COMPLETED", "FAILED")
     until(lambda: len(hook.heard) == 2, 30, lambda: f"{hook.heard}\n{report(run)}")
     first, last = hook.heard
@@ -74,6 +77,7 @@ def test_start_and_end_are_told_in_order_and_the_address_stays_secret(kit: Kit, 
         assert not file.is_file() or b"secret-path" not in file.read_bytes(), file
 
 
+@pytest.mark.long
 def test_a_failure_alone_is_told_if_only_failures_are_asked_for(kit: Kit, tmp_path, hook):
     told = {"webhook": webhook(tmp_path, hook.address), "events": ["failure"]}
     path = project(tmp_path, "raise ValueError('no such file')\n", notify=told)

@@ -15,7 +15,10 @@ from launcher.run.directory import Run
 BROWSER = (
     shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 )
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium"),
+]
 STEPS = 2_000
 SIZE = (1300, 1400)
 

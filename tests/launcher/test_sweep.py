@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher import paths, yamlfile
 from launcher.errors import CookbookError
 from launcher.recipe import sweep
 from launcher.run import sweeps
@@ -192,21 +191,6 @@ def test_faults_of_cells_are_told_once_and_nothing_is_left(user: Kit, study):
     assert "all cells: " in done.stderr and user.runs() == []
     wrong = user.cookbook("sweep", study, "parameters.kind=[")
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
-
-
-@pytest.mark.named
-def test_the_small_sweep_without_slurm(user: Kit, tmp_path):
-    whole = yamlfile.load(paths.SWEEPS / "demo_settings.yaml")
-    cells = [whole["list"][number] for number in (0, 2, 4)]
-    path = written(tmp_path, **{**whole, "list": cells, "parallel": 1})
-    begun = user.cookbook("sweep", path, "--local", "--json", "epochs=2", timeout=600)
-    told = json.loads(begun.stdout)
-    assert begun.returncode == 0 and told["unfinished"] == [], begun.stderr
-    rows = json.loads(user.cookbook("results", "study", "--format", "json").stdout)
-    found = {row["cell"]: row for row in rows}
-    assert found["full, lr 3e-3"]["state"] == "COMPLETED"
-    assert found["LoRA 2^40"]["state"] == "OUT_OF_MEMORY"
-    assert found["full, lr 1e-5"]["state"] == "COMPLETED"
 
 
 def killed_sweep(user: Kit, folder: Path, program: str, pattern: str) -> None:
