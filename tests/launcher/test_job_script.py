@@ -25,8 +25,7 @@ from launcher.slurm.executors import choose
 from runspec.variables import owned_variables
 from tests.conftest import SlurmCluster
 from tests.faults.kit import processes_of
-from tests.launcher.kit import Kit, report, until
-from tests.launcher.test_script import project
+from tests.launcher.kit import Kit, project, report, until
 
 PASS = "print('trained')\n"
 SUPERVISE = [sys.executable, "-P", "-m", "slurm.supervise", "--", "srun", "true"]

@@ -12,8 +12,8 @@ from launcher.recipe import load as recipes
 from launcher.site import Site, complete
 from launcher.slurm.executors import choose
 from slurm import notify
-from tests.launcher.kit import Kit, report, until
-from tests.launcher.test_script import faults, project
+from tests.launcher.kit import Kit, project, report, until
+from tests.launcher.test_script import faults
 
 
 class Hook(ThreadingHTTPServer):

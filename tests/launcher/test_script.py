@@ -16,7 +16,7 @@ from launcher.errors import RecipeFault
 from launcher.recipe import load as recipes
 from launcher.run import snapshot
 from launcher.slurm.executors import choose
-from tests.launcher.kit import Kit, ranks_of, report, until
+from tests.launcher.kit import Kit, project, ranks_of, report, until
 
 EXAMPLE = Path(__file__).parents[2] / "examples/transformers_fsdp/transformers_fsdp.yaml"
 SECRET = "a-value-that-nothing-may-show"
@@ -35,20 +35,6 @@ told = {
 }
 (Path(os.environ["RUN_DIR"]) / f"told_{os.environ['RANK']}.json").write_text(json.dumps(told))
 """
-
-
-def project(folder: Path, script: str, **keys: object) -> Path:
-    """A folder of code with a recipe in it; returns the recipe's path."""
-    (folder / "code").mkdir(parents=True)
-    (folder / "code" / "train.py").write_text(script)
-    path = folder / "code" / "mine.yaml"
-    content = {
-        "entry": "script:train.py",
-        "resources": {"nodes": 2, "gpus_per_node": 1, "cpus_per_gpu": 1, "time": "10"},
-        **keys,
-    }
-    path.write_text(json.dumps(content))
-    return path
 
 
 def faults(path: Path, *overrides: str) -> list[str]:

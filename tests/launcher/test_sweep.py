@@ -13,8 +13,7 @@ from launcher.recipe import sweep
 from launcher.run import sweeps
 from launcher.run.directory import Run
 from runspec.files import read_json_lines
-from tests.launcher.kit import Kit, report, until
-from tests.launcher.test_script import project
+from tests.launcher.kit import Kit, project, report, until
 
 NAME = "20260102-030405-study-0a1b"
 # One cell trains, one has no memory, one fails until a file is there.
