@@ -97,6 +97,7 @@ def test_what_the_run_would_end_with_is_a_fault(check, tmp_path: Path):
     assert "dataset 1" not in plain.output
 
 
+@pytest.mark.long
 def test_a_check_reads_small_files_and_leaves_others(check, tmp_path: Path, monkeypatch):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"question": "a", "answer": "b"}\n{"question": "c", "answer": ""}\n')
