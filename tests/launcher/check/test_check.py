@@ -370,7 +370,7 @@ def polite(context: checks.Context) -> list[Finding]:
 
 
 def test_checks_of_plug_ins_come_last_and_are_left_out_as_the_cores(monkeypatch):
-    here = "tests.launcher.test_check:polite"
+    here = "tests.launcher.check.test_check:polite"
     rows = (
         Check("free", here),
         Check("needed", here, needed=True),

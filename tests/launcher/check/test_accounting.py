@@ -18,7 +18,7 @@ from launcher.check import Finding, doctor, scheduler
 from launcher.recipe import load as recipes
 from launcher.slurm.render import job_script
 from tests.conftest import CLUSTER_SH, NEEDS_ACCOUNTING, SlurmCluster, running_cluster
-from tests.launcher.accounting_cases import REFUSED
+from tests.launcher.check.accounting_cases import REFUSED
 from tests.launcher.kit import Kit, report, until
 from trainer import demo
 

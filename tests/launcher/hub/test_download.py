@@ -13,7 +13,7 @@ import pytest
 from launcher import site as clusters
 from launcher.recipe import load as recipe_file
 from launcher.run import provenance
-from tests.launcher.hub_server import Hub, Repository, serving
+from tests.launcher.hub.hub_server import Hub, Repository, serving
 from tests.launcher.kit import FAKE_TOKEN, Kit, until
 
 RECIPE = """

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher import check as checks
+from launcher import paths
 from launcher import site as cluster
 from launcher.check import preflight
 from launcher.errors import RecipeFault
@@ -18,7 +19,7 @@ from launcher.run import snapshot
 from launcher.slurm.executors import choose
 from tests.launcher.kit import Kit, project, ranks_of, report, until
 
-EXAMPLE = Path(__file__).parents[2] / "examples/transformers_fsdp/transformers_fsdp.yaml"
+EXAMPLE = paths.REPO_ROOT / "examples/transformers_fsdp/transformers_fsdp.yaml"
 SECRET = "a-value-that-nothing-may-show"
 TELL = """
 import json, os, sys, yaml

@@ -199,7 +199,7 @@ ODD += ['{"step": 3, "loss": null, "time": 1e400}', '{"step": true}', f'{{"step"
         f"status {NAME}",
         "results",
         f"diff whole {NAME}",
-        f"report whole {NAME}",
+        f"report whole {NAME} --output OUT.html",
         f"watch --plain {NAME}",
         "clean",
     ],
@@ -218,7 +218,7 @@ def test_another_runs_damage_is_never_mine(tmp_path, user: Kit, command):
     for name in whole:
         (run.path / name).parent.mkdir(exist_ok=True)
         (run.path / name).write_text(DEEP)
-    done = user.cookbook(*command.split())
+    done = user.cookbook(*command.replace("OUT", f"{tmp_path}/report").split())
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 

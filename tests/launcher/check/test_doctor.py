@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from launcher.check.doctor.ask import NodeReport
 from launcher.check.doctor.slurm import CHECKS, SlurmAnswers
 from launcher.site import Site
 from launcher.venv import TorchBuild
-from tests.launcher.hub_server import serving
+from tests.launcher.hub.hub_server import serving
 from tests.launcher.kit import FAKE_TOKEN, Kit, until
 
 
@@ -257,7 +256,7 @@ def test_a_shared_folder_that_the_nodes_do_not_share(slurm_user: Kit, tmp_path):
         env={**slurm_user.env, "COOKBOOK_ROOT": str(root)},
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=paths.REPO_ROOT,
     )
     if "unshare" in done.stderr:
         pytest.skip("this machine allows no private mounts")

@@ -13,7 +13,7 @@ from launcher.site import Site, complete
 from launcher.slurm.executors import choose
 from slurm import notify
 from tests.launcher.kit import Kit, project, report, until
-from tests.launcher.test_script import faults
+from tests.launcher.run.test_script import faults
 
 
 class Hook(ThreadingHTTPServer):

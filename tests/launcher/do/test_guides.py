@@ -1,6 +1,6 @@
 """The examples made from known guides: at real size as text and sizes, at a tiny size to the end.
 
-python -m pytest -n 0 -m named tests/launcher/test_guides.py
+python -m pytest -n 0 -m named tests/launcher/do/test_guides.py
 """
 
 import json
@@ -23,8 +23,8 @@ from launcher.recipe import load as recipes
 from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.step_config import GIB
+from tests.launcher.do.test_examples import ended
 from tests.launcher.kit import Kit, losses, until
-from tests.launcher.test_examples import ended
 from tests.remote import kit as remote
 
 COURSE = paths.REPO_ROOT / "examples" / "large_models" / "course.yaml"
