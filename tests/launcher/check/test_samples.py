@@ -80,6 +80,7 @@ def test_on_a_terminal_they_have_a_colour():
     assert list(lines([dataset], colours=False))[-1] == "And so. \u200d]]"
 
 
+@pytest.mark.long
 def test_what_the_run_would_end_with_is_a_fault(check, tmp_path: Path):
     file = tmp_path / "mine.jsonl"
     rows = [{"question": "a", "answer": "b"}, {"question": "a"}, {"question": "c", "answer": None}]
@@ -110,6 +111,7 @@ def test_a_check_reads_small_files_and_leaves_others(check, tmp_path: Path, monk
     assert "skipped  samples             the data are 0.0 GiB; their first" in done.output
 
 
+@pytest.mark.long
 def test_what_is_not_here_is_skipped_and_said(model: Path, tmp_path: Path):
     def words(*overrides: str, node_paths: tuple[str, ...] = (), **options) -> str:
         recipe = recipes.load("demo", [f"checkpointer.checkpoint_dir={model}", *overrides])
