@@ -140,10 +140,7 @@ def what_slurm_does(asked: checks.Context, folder: Path) -> str:
         subprocess.run(["scancel", sent.stdout.strip()], check=True)
 
 
-@pytest.mark.parametrize(
-    ("resources", "told", "word", "meaning"),
-    REFUSED,
-)
+@pytest.mark.parametrize(("resources", "told", "word", "meaning"), REFUSED)
 def test_what_slurm_refuses_or_never_starts_is_one_fault(
     selected, tmp_path, resources, told, word, meaning
 ):

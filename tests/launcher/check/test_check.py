@@ -65,13 +65,7 @@ def test_packages_that_are_not_the_pinned_ones_are_named(tmp_path, monkeypatch):
         ("13.0", "580.65.06", "h100-80", "ok", "is built for CUDA 13.0, for h100-80"),
         ("13.0", "550.54.15", "h100-80", "failed", "needs NVIDIA driver 580 or newer, and this"),
         ("12.6", "550.54.15", "h100-80", "ok", "is built for CUDA 12.6"),
-        (
-            None,
-            None,
-            "h100-80",
-            "failed",
-            "built for CPUs, and the GPUs are h100-80: bash setup.sh",
-        ),
+        (None, None, "h100-80", "failed", "built for CPUs, and the GPUs are h100-80: bash"),
         ("13.0", "580.65.06", "mi300x", "failed", "bash setup.sh --torch rocm"),
         ("13.0", None, None, "skipped", "not known which GPUs there are"),
     ],
@@ -431,10 +425,7 @@ def test_gpus_are_read_as_sinfo_writes_them(gres, gpus):
         # Limits of accounting that the tests on a real slurmdbd do not bring about.
         ("AssocGrpCpuLimit", "your account limits the CPUs of all its jobs together"),
         ("QOSMaxMemoryPerUser", "your QoS limits the memory of one user's jobs together"),
-        (
-            "AssocGrpCPURunMinutesLimit",
-            "that your account has for all its jobs are reserved by running jobs",
-        ),
+        ("AssocGrpCPURunMinutesLimit", "has for all its jobs are reserved by running jobs"),
         ("QOSMaxGRESMinutesPerJob", "more GPUs x minutes than your QoS allows per job"),
         ("AssocMaxWallDurationPerJobLimit", "its time limit is longer than your account allows"),
         ("QOSGrpWallLimit", "the time that your QoS has for all its jobs is used up"),

@@ -141,10 +141,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "conda env list",
     ),
     "no conda": ("{kind: conda, conda: nosuch, conda_root: /no}", "set conda_root"),
-    "a module that fails": (
-        "{setup: ['module() { return 1; }'], modules: [nosuch]}",
-        "module avail",
-    ),
+    "a failing module": ("{setup: ['module() { return 1; }'], modules: [nosuch]}", "module avail"),
     "a setup line that fails": (
         "{setup: ['false']}",
         "'false' failed: correct it in environment.setup in the recipe",
@@ -152,10 +149,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "an interpreter that does not exist": ("{python: /no/python}", "correct environment.python"),
     "another architecture": ("{python: PLACE/other}", "another architecture"),
     "a stale container": ("{kind: pyxis, image: i, options: [--container-name=x]}", "stale"),
-    "a plugin of NCCL that is missing": (
-        "{variables: {NCCL_NET: nosuch}}",
-        "the NCCL plugin nosuch",
-    ),
+    "a missing plugin of NCCL": ("{variables: {NCCL_NET: nosuch}}", "the NCCL plugin nosuch"),
     "a Python without torch": ("{python: /usr/bin/python3}", "has no torch"),
     "packages in ~/.local that come first": (
         "{python: OWN/bin/python3, prefix: [env, -u, PYTHONNOUSERSITE, PYTHONUSERBASE=PLACE]}",

@@ -85,10 +85,7 @@ def test_a_cut_connection_a_broken_file_and_a_second_call(alice: Kit, hub: Hub, 
     assert record["repo"] == "acme/tiny-llama" and record["revision"] == model.sha
     own = record["files"]["model.safetensors"]
     assert own.pop("mtime_ns") == (folder / "model.safetensors").stat().st_mtime_ns
-    assert own == {
-        "size": len(WEIGHTS),
-        "sha256": hashlib.sha256(WEIGHTS).hexdigest(),
-    }
+    assert own == {"size": len(WEIGHTS), "sha256": hashlib.sha256(WEIGHTS).hexdigest()}
     assert set(record["files"]) == names
     recipe = recipe_file.load(str(tmp_path / "tiny.yaml"))
     site = clusters.Site(shared_root=str(alice.root))

@@ -102,10 +102,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least(tmp_path):
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        (
-            [event("kernel", "nccl", 0, 50), event("kernel", "gemm", 50, 100)],
-            "wait for the network",
-        ),
+        ([event("kernel", "nccl", 0, 50), event("kernel", "gemm", 50, 100)], "for the network"),
         ([event("enumerate", "enumerate(DataLoader)#", 0, 50)], "raise num_workers"),
         ([event("gpu_memcpy", "Memcpy", 0, 50)], "leave fsdp_cpu_offload"),
         ([], "the GPU waits for Python"),

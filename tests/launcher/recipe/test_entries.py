@@ -29,11 +29,7 @@ from runspec.keys.key import KINDS, REQUIRED, Key, may_change
 
 STEPS = Key("steps", "positive", "How many steps the toy makes.", REQUIRED)
 WORDS = Key("words", "hello | goodbye", "What it says.", "hello")
-TOY = Entry(
-    keys={**COMMON, "steps": STEPS, "words": WORDS},
-    module="toys.train",
-    resumes=True,
-)
+TOY = Entry(keys={**COMMON, "steps": STEPS, "words": WORDS}, module="toys.train", resumes=True)
 
 
 @pytest.fixture

@@ -45,14 +45,8 @@ def refusal(file: Path | str, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (
-            {"compute_environment": "LOCAL_MACHINE", "num_processes": 8},
-            "of accelerate launch: here",
-        ),
-        (
-            {"model": "org/m", "train_dataset": "x"},
-            "is no recipe, and not known as a config of ",
-        ),
+        ({"compute_environment": "LOCAL_MACHINE", "num_processes": 8}, "of accelerate launch"),
+        ({"model": "org/m", "train_dataset": "x"}, "is no recipe, and not known as a config of "),
     ],
 )
 def test_a_file_of_nobody_is_told_in_one_line(tmp_path, content, told):
@@ -111,10 +105,7 @@ def test_a_copy_starts_what_the_stock_config_starts(tmp_path, name):
     ("header", "told"),
     [
         ("qat_single_device", "add entry=torchtune:qat_distributed or entry=torchtune:qat_lora"),
-        (
-            "dev/grpo_full_finetune_distributed",
-            "does not have: the kit's own method is entry: grpo",
-        ),
+        ("dev/grpo_full_finetune_distributed", "the kit's own method is entry: grpo"),
         ("no_such_script", "does not have: tune ls shows what it has"),
     ],
 )
@@ -205,10 +196,7 @@ def test_only_what_cannot_run_inside_the_job_is_refused(tmp_path, lines, fault):
         ("train my.yaml", "cookbook submit my.yaml"),
         ("run my.yaml", "cookbook submit my.yaml"),
         ("torchrun --nproc-per-node 8 train.py", "echo 'entry: script:train.py' > my_train.yaml; "),
-        (
-            "accelerate launch --num_processes 8 train.py",
-            "cookbook submit my_train.yaml --nodes 1 ",
-        ),
+        ("accelerate launch --num_processes 8 train.py", "submit my_train.yaml --nodes 1 "),
         ("deepspeed", "echo 'entry: script:FILE.py'"),
         ("tune run lora_x --config llama3_1/8B_lora", "cookbook submit llama3_1/8B_lora --nodes 1"),
         ("trl dpo --config my.yaml", "cookbook submit my.yaml entry=trl:dpo --nodes 1"),

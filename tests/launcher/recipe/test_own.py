@@ -264,10 +264,7 @@ def test_another_trainers_file_is_a_recipe_as_it_is(tmp_path, content, entry):
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        (
-            "entry=orpo",
-            "no entry of its own for ORPO: use entry: dpo with loss: orpo",
-        ),
+        ("entry=orpo", "no entry of its own for ORPO: use entry: dpo with loss: orpo"),
         ("+container=my.sif", "use environment: with kind and image"),
         ("optimizer.Lr=1", "did you mean optimizer.lr?"),
     ],

@@ -27,11 +27,14 @@ CRASH |= {"permanent": False}
 BROKEN_PEER = {**CRASH, "rank": 0, "time": 4.0, "message": "Connection reset by peer"}
 KILLED = {**CRASH, "rank": 2, "time": 6.0, "type": "Killed", "message": "killed by SIGKILL"}
 NO_MEMORY = {**CRASH, "rank": None, "type": "OutOfMemory", "message": "oom-kill"}
+CUDA_MEMORY = {**CRASH, "message": "CUDA error: out of memory"}
 GPU_MEMORY = {**CRASH, "type": "OutOfMemoryError", "permanent": True}
 NO_PACKAGE = {**CRASH, "type": "ImportError", "message": "cannot import name 'x' from 'y'"}
 NO_LIBRARY = "libcuda.so.1: cannot open shared object file: No such file or directory"
 CONFIG = {**CRASH, "rank": 1, "time": 9.0, "type": "ConfigError", "message": "no such file"}
 CONFIG |= {"permanent": True}
+
+STOPPED = {"progress": {"state": "stopped"}}
 
 
 def judged(**changes):
@@ -48,10 +51,7 @@ def judged(**changes):
         ({"exit_code": 0, "progress": {"state": "finished"}}, "COMPLETED finished finished"),
         # A run of a sweep that has no memory has its result.
         ({"errors": [NO_MEMORY], "memory_is_result": True}, "FAILED failed out_of_memory"),
-        (
-            {"errors": [{**CRASH, "message": "CUDA error: out of memory"}]},
-            "RETRYING run out_of_memory",
-        ),
+        ({"errors": [CUDA_MEMORY]}, "RETRYING run out_of_memory"),
         # An entry of torchtune's own writes no progress: its exit status is all there is.
         ({"exit_code": 0, "progress": {}}, "COMPLETED finished finished"),
         ({"errors": [CRASH]}, "RETRYING run error"),
@@ -59,18 +59,12 @@ def judged(**changes):
         ({"errors": [CRASH, CONFIG]}, "FAILED failed user_error"),
         ({"errors": [CRASH], "fruitless": 4}, "FAILED failed error"),
         ({"errors": []}, "RETRYING run killed"),
-        (
-            {"exit_code": 0, "progress": {"state": "stopped"}, "stop_asked": True},
-            "REQUEUED requeue time_limit",
-        ),
-        (
-            {"progress": {"state": "stopped"}, "stop_asked": True, "can_requeue": False},
-            "RETRYING run time_limit",
-        ),
+        ({"exit_code": 0, **STOPPED, "stop_asked": True}, "REQUEUED requeue time_limit"),
+        ({**STOPPED, "stop_asked": True, "can_requeue": False}, "RETRYING run time_limit"),
         # Slurm asked them itself, as for a preemption with a time of grace.
-        ({"exit_code": 0, "progress": {"state": "stopped"}}, "REQUEUED requeue stopped"),
+        ({"exit_code": 0, **STOPPED}, "REQUEUED requeue stopped"),
         # torchrun was killed, and the other ranks stopped in order.
-        ({"exit_code": 137, "progress": {"state": "stopped"}}, "RETRYING run killed"),
+        ({"exit_code": 137, **STOPPED}, "RETRYING run killed"),
         ({"errors": [NO_MEMORY, KILLED]}, "RETRYING run out_of_memory"),
         ({"errors": [NO_MEMORY], "cause_before": "out_of_memory"}, "FAILED failed out_of_memory"),
         ({"errors": [GPU_MEMORY]}, "FAILED failed out_of_memory"),
