@@ -95,6 +95,7 @@ def test_a_fault_is_one_line(user: Kit, typed, status, told):
     refused(user, *shlex.split(typed), status=status, told=told)
 
 
+@pytest.mark.long
 def test_a_model_folder_that_cannot_be_read_is_named_with_all_else(user: Kit):
     done = user.cookbook(
         "submit", "--recipe", "llama8b_lora", "--local", "+dataset.source=/no/data"

@@ -116,7 +116,8 @@ def test_a_finished_run_is_neither_resumed_nor_cancelled_nor_trained_again(
     assert "has already ended: COMPLETED" in kit.cookbook("cancel", run.name).stdout
     before = (run / "metrics.jsonl").read_bytes()
     assert slurm.run(["sbatch", "--wait", str(run / "job.sbatch")]).returncode == 0
-    assert "finished already" in (run / "logs" / "job.log").read_text()
+    log = (run / "logs" / "job.log").read_text()
+    assert "finished already" in log and "make a new run with: cookbook submit" in log
     assert (run / "metrics.jsonl").read_bytes() == before
     assert kit.status(run)["state"] == "COMPLETED"
 

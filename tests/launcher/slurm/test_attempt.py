@@ -369,15 +369,19 @@ def test_a_fault_of_the_job_script_itself_is_permanent(run_dir):
     assert status["state"] == "FAILED" and status["message"].endswith(": fault: line 'x' failed")
 
 
-def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("step", "begins"), [(None, "the first step"), (10, "the checkpoint of step 10")]
+)
+def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsys, step, begins):
     records.begin(run_dir, ["n1"])
-    checkpoint(run_dir, 10)
+    if step:
+        checkpoint(run_dir, step)
     records.end(run_dir, 0, 1, max_retries=0)
     assert capsys.readouterr().out.count("make a new run with: cookbook submit") == 0
     monkeypatch.setenv("JOB_PID", str(os.getpid()))
     records.begin(run_dir, ["n1"])
     told = capsys.readouterr().out
-    assert f"continues the run of job local-1 in {run_dir}, from the checkpoint of step 10" in told
+    assert f"continues the run of job local-1 in {run_dir}, from {begins}" in told
     assert "make a new run with: cookbook submit" in told
 
 

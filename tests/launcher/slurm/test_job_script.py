@@ -182,29 +182,6 @@ def test_a_setup_line_that_bash_cannot_read_is_refused_before_the_queue(root, li
 # Submitted again ----------------------------------------------------------------------------
 
 
-def test_a_script_submitted_again_says_that_it_continues_an_old_run(root, plain_env):
-    run = made(root)
-    assert by_bash(run, plain_env) == 0
-    assert "make a new run" not in log(run)
-    first = run.job_id
-    assert by_bash(run, plain_env) == 0
-    told = re.search(
-        r"job (local-\d+) continues the run of job (local-\d+) in (\S+), (.*)", log(run)
-    )
-    assert told and told.groups()[1:3] == (first, str(run.path))
-    assert told.group(4) == "from the first step; make a new run with: cookbook submit"
-    assert [line["attempt"] for line in run.attempts] == [0, 1]
-
-
-def test_a_finished_run_says_so_and_what_to_do(root, plain_env):
-    run = made(root)
-    (run.path / "progress.json").write_text('{"state": "finished"}')
-    assert by_bash(run, plain_env) == 0
-    assert f"the run {run.name} is finished already" in log(run)
-    assert "make a new run with: cookbook submit" in log(run)
-    assert run.attempts == [] and state_of(run).word == "COMPLETED"
-
-
 def test_a_script_started_twice_leaves_the_run_to_the_first(root, plain_env):
     run = made(root, "import time; time.sleep(600)\n")
     first = begun(run, plain_env)
