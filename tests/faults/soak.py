@@ -17,14 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.conftest import SlurmCluster, running_cluster
 from tests.faults.conftest import user_of
 from tests.faults.kit import SHORT, attempts, parent, processes_of, processes_of_node, rank
-from tests.launcher.kit import Kit, losses
+from tests.launcher.kit import Kit, losses, report, until
 
 # SlurmdTimeout is Slurm's time until a silent node counts as down; KillWait that until it kills.
 SHAPE = ("--nodes", "3", "--requeue-delay", "5", "--set", "SlurmdTimeout=6")
@@ -61,7 +60,8 @@ class Scene:
             return {}
 
     def last_step(self) -> int:
-        return max(losses(self.run), default=0)
+        """The last logged step; 0 before the first."""
+        return max(losses(self.run), default=0) if (self.run / "metrics.jsonl").exists() else 0
 
 
 @dataclass(frozen=True)
@@ -156,37 +156,22 @@ def inject(scene: Scene, name: str) -> Cost:
     number, began = scene.attempt, time.time()
     noticed_s = FAULTS[name](scene)
     before = scene.last_step()
-    deadline = began + RECOVERED_S
-    while not (scene.beat().get("attempt", 0) > number and scene.beat().get("steps", 0) >= 1):
-        if time.time() > deadline:
-            sys.exit(f"{name}: no step within {RECOVERED_S} s\n{_evidence(scene.run)}")
-        time.sleep(0.2)
+
+    def again() -> bool:
+        beat = scene.beat()
+        return bool(beat.get("attempt", 0) > number and beat.get("steps", 0) >= 1)
+
+    until(again, RECOVERED_S, lambda: f"{name}: no step\n{report(scene.run)}")
     seconds = time.time() - began
     ended = next(line for line in attempts(scene.run) if line["attempt"] == number)
     lost = before - max(int(ended["checkpoint_step"]), 0)
     return Cost(name, str(ended["cause"]), max(lost, 0), seconds, noticed_s)
 
 
-def _evidence(run: Path) -> str:
-    """Return the ends of the newest logs, and the processes of the run."""
-    logs = [run / "logs" / "job.log", *sorted((run / "logs" / "latest").glob("*.log"))]
-    found = [f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs]
-    for pid in processes_of(run):
-        with suppress(OSError):
-            told = Path(f"/proc/{pid}/status").read_text().splitlines()[:3]
-            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            found.append(f"{pid} {told[2]} {command[:120]}")
-    return "\n".join(found)
-
-
 def trains(scene: Scene, steps: int) -> None:
     """Wait until so many more steps are done."""
-    first = scene.last_step() if (scene.run / "metrics.jsonl").exists() else 0
-    deadline = time.time() + RECOVERED_S
-    while not (scene.run / "metrics.jsonl").exists() or scene.last_step() < first + steps:
-        if time.time() > deadline:
-            sys.exit(f"{steps} steps were not done within {RECOVERED_S} s")
-        time.sleep(0.3)
+    first = scene.last_step()
+    until(lambda: scene.last_step() >= first + steps, RECOVERED_S, lambda: report(scene.run))
 
 
 def goodput(run: Path) -> float:
@@ -197,14 +182,11 @@ def goodput(run: Path) -> float:
     return sum(steps.values()) / (rows[-1]["time"] - began)
 
 
-def undisturbed_losses(user: Kit, steps: int) -> dict[int, float]:
+def undisturbed_losses(cluster: SlurmCluster, user: Kit, steps: int) -> dict[int, float]:
     """The first losses of a run that nothing happens to."""
     _, run = user.submit(*SHORT, *LONG)
-    deadline = time.time() + 1800
-    while not (run / "metrics.jsonl").exists() or max(losses(run), default=0) < steps:
-        if time.time() > deadline:
-            sys.exit(f"the undisturbed run did not reach step {steps}")
-        time.sleep(1)
+    scene = Scene(cluster, user, run)
+    until(lambda: scene.last_step() >= steps, 1800, lambda: report(run))
     user.cookbook("cancel", run.name)
     return {step: loss for step, loss in losses(run).items() if step <= steps}
 
@@ -255,7 +237,7 @@ def main() -> None:
         )
         user.cookbook("cancel", run.name)
         steps = min(max(losses(run)), 2000)
-        same = undisturbed_losses(user, steps) == {
+        same = undisturbed_losses(cluster, user, steps) == {
             step: loss for step, loss in losses(run).items() if step <= steps
         }
         left = processes_of(run)

@@ -19,8 +19,7 @@ from tests.faults.kit import (
     rank,
     trains,
 )
-from tests.launcher.kit import Kit, report, until
-from tests.launcher.test_script import project
+from tests.launcher.kit import Kit, project, report, until
 
 WAIT = "print('waiting', flush=True)\nimport time\ntime.sleep(600)\n"
 

@@ -19,8 +19,8 @@ from tests.conftest import SlurmCluster, running_cluster
 from tests.faults import containers
 from tests.faults.conftest import user_of
 from tests.faults.kit import SHORT, attempts, ended, processes_of, rank, trains
+from tests.launcher.check.test_environments import CONDA
 from tests.launcher.kit import Kit, ranks_of, report, until
-from tests.launcher.test_environments import CONDA
 
 SHORTEST = ("pyxis", "apptainer")
 KINDS = ("venv", "conda", "modules", "pyxis", "apptainer")

@@ -18,7 +18,7 @@ from slurm.watchdog import Finished
 from tests.faults.kit import SHORT, Undisturbed, attempts, ended, parent, processes_of, rank, trains
 from tests.faults.test_recorder import said, start, supervisor
 from tests.launcher.kit import Kit, report, until
-from tests.launcher.test_job_script import SUPERVISE, made
+from tests.launcher.slurm.test_job_script import SUPERVISE, made
 
 
 def test_only_this_attempts_word_counts(tmp_path: Path):

@@ -18,7 +18,7 @@ from slurm import records
 from slurm.recorder import NotRecorded, Recorder
 from tests.faults.kit import attempts, processes_of
 from tests.launcher.kit import report, until
-from tests.launcher.test_job_script import made
+from tests.launcher.slurm.test_job_script import made
 
 # The first attempt fails once the test has done its harm, the second passes.
 TWICE = """

@@ -43,28 +43,27 @@ def fast_trainer(venv, monkeypatch) -> None:
     monkeypatch.setenv("COOKBOOK_VENV", str(venv))
 
 
+def _user(env: dict[str, str], root: Path, venv: Path, **more: str) -> Kit:
+    clean = {key: value for key, value in env.items() if not key.startswith("COOKBOOK_")}
+    return Kit(clean | {"COOKBOOK_ROOT": str(root), "COOKBOOK_VENV": str(venv), **more}, root)
+
+
 @pytest.fixture(scope="session")
-def kit(slurm, shared, venv) -> Iterator[Kit]:
+def kit(slurm, shared, venv) -> Kit:
     """A user on the one-host Slurm, with a hub token that must never get out."""
-    env = {key: value for key, value in slurm.env.items() if not key.startswith("COOKBOOK_")}
-    own = {"COOKBOOK_ROOT": str(shared), "COOKBOOK_VENV": str(venv), "HF_TOKEN": FAKE_TOKEN}
-    yield Kit(env | own, shared)
+    return _user(slurm.env, shared, venv, HF_TOKEN=FAKE_TOKEN)
 
 
 @pytest.fixture
 def user(plain_env, tmp_path, venv) -> Kit:
     """A user with an empty shared folder and no Slurm configured."""
-    env = {key: value for key, value in plain_env.items() if not key.startswith("COOKBOOK_")}
-    own = {"COOKBOOK_ROOT": str(tmp_path / "shared"), "COOKBOOK_VENV": str(venv)}
-    return Kit(env | own, tmp_path / "shared")
+    return _user(plain_env, tmp_path / "shared", venv)
 
 
 @pytest.fixture
 def slurm_user(slurm, tmp_path, venv) -> Kit:
     """A user with an empty shared folder on the one-host Slurm."""
-    env = {key: value for key, value in slurm.env.items() if not key.startswith("COOKBOOK_")}
-    own = {"COOKBOOK_ROOT": str(tmp_path / "shared"), "COOKBOOK_VENV": str(venv)}
-    return Kit(env | own, tmp_path / "shared")
+    return _user(slurm.env, tmp_path / "shared", venv)
 
 
 @pytest.fixture(scope="session")

@@ -155,6 +155,20 @@ def model_folder(folder: Path, size: int = 8) -> Path:
     return folder
 
 
+def project(folder: Path, script: str, **keys: object) -> Path:
+    """A folder of code with a recipe in it; returns the recipe's path."""
+    (folder / "code").mkdir(parents=True)
+    (folder / "code" / "train.py").write_text(script)
+    path = folder / "code" / "mine.yaml"
+    content = {
+        "entry": "script:train.py",
+        "resources": {"nodes": 2, "gpus_per_node": 1, "cpus_per_gpu": 1, "time": "10"},
+        **keys,
+    }
+    path.write_text(json.dumps(content))
+    return path
+
+
 def finished_run(root: Path, number: int) -> Run:
     """A run directory as a finished fine-tune leaves it."""
     path = root / "runs" / f"20261122-10000{number}-demo-aaa{number}"

@@ -1,5 +1,5 @@
 """Containers and conda, as in the launcher's tests."""
 
-from tests.launcher.test_environments import injected
+from tests.launcher.check.test_environments import injected
 
 __all__ = ["injected"]

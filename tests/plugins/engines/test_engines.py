@@ -26,9 +26,9 @@ from runspec.engines import Records
 from slurm import records
 from slurm.watchdog import Watch
 from tests.faults.test_engines import CASES
-from tests.launcher.test_commands import RESOURCES, planned
-from tests.launcher.test_environments import CONDA
-from tests.launcher.test_other_tools import LITGPT, refusal, written
+from tests.launcher.check.test_environments import CONDA
+from tests.launcher.recipe.test_commands import RESOURCES, planned
+from tests.launcher.recipe.test_other_tools import LITGPT, refusal, written
 
 TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d"}
 AUTOMODEL = {"model": {}, "step_scheduler": {}, "dataset": {}}

@@ -1,0 +1,290 @@
+"""cookbook doctor on the one-host Slurm: what is right, what is wrong, and nothing left behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+from launcher import paths
+from launcher.check import failed, warning
+from launcher.check.doctor import nodes, report
+from launcher.check.doctor.ask import NodeReport
+from launcher.check.doctor.slurm import CHECKS, SlurmAnswers
+from launcher.site import Site
+from launcher.venv import TorchBuild
+from tests.launcher.hub.hub_server import serving
+from tests.launcher.kit import FAKE_TOKEN, Kit, until
+
+
+@pytest.fixture
+def site(request):
+    """A site's file of the kit's own folder, for as long as the test lasts."""
+    path = paths.CLUSTERS / f"doctor-{os.getpid()}.yaml"
+
+    def write(text: str) -> str:
+        path.write_text(text)
+        return path.stem
+
+    yield write
+    path.unlink(missing_ok=True)
+
+
+def doctor(kit: Kit, *arguments: str) -> tuple[int, list[dict[str, str]], dict]:
+    """The exit status, the findings, and the whole answer; nothing may be left behind."""
+    before = sorted(kit.root.parent.rglob("*"))
+    done = kit.cookbook("doctor", "--json", *arguments)
+    assert "Traceback" not in done.stderr, done.stderr
+    answer = json.loads(done.stdout)
+    assert sorted(kit.root.parent.rglob("*")) == before
+    if kit.env.get("SLURM_CONF"):
+        names = ["squeue", "--noheader", "--format=%j"]
+        queue = partial(subprocess.run, names, env=kit.env, capture_output=True, text=True)
+        # A job that has ended is in the queue for another moment.
+        until(lambda: "cookbook-doctor" not in queue().stdout, 15)
+    for finding in answer["findings"]:
+        assert finding["state"] in ("ok", "warning", "failed", "skipped")
+        # Whatever a user can fix says how.
+        says = finding["remedy"] or ": " in finding["message"]
+        assert says or finding["state"] in ("ok", "skipped"), finding
+    return done.returncode, answer["findings"], answer
+
+
+def states(findings: list[dict[str, str]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for finding in findings:
+        found.setdefault(finding["subject"], set()).add(finding["state"])
+    return found
+
+
+def text_of(findings: list[dict[str, str]], check: str, state: str) -> str:
+    return " | ".join(
+        f"{each['message']}: {each['remedy']}"
+        for each in findings
+        if (each["subject"], each["state"]) == (check, state)
+    )
+
+
+def test_a_site_in_order_is_found_so(slurm_user: Kit, tmp_path):
+    env = {key: value for key, value in slurm_user.env.items() if not key.startswith("HF_")}
+    with serving({}, {FAKE_TOKEN: "alice"}) as hub:
+        kit = Kit({**env, "HF_ENDPOINT": hub.address, "HF_TOKEN": FAKE_TOKEN}, slurm_user.root)
+        status, findings, answer = doctor(kit)
+    assert status == 0, findings
+    found = states(findings)
+    right = "Slurm,partitions,preemption,accounting,site file,sbatch test,virtual environment,"
+    for check in f"{right}shared files,clock,network,local disk,hub token".split(","):
+        assert "ok" in found[check], (check, findings)
+        assert not found[check] & {"failed", "skipped"}, (check, findings)
+    assert "2 with 8 x h100" in text_of(findings, "partitions", "ok")
+    assert "to start at" in text_of(findings, "sbatch test", "ok")
+    # The one-host cluster's GPUs are stand-ins, which a real driver would have to answer for.
+    assert found["GPUs"] <= {"warning", "ok", "failed"}
+    assert "is alice's" in text_of(findings, "hub token", "ok")
+    assert FAKE_TOKEN not in json.dumps(answer)
+
+
+@pytest.mark.parametrize(
+    ("mode", "requeue", "state"),
+    [("CANCEL", True, "warning"), ("CANCEL", False, "ok"), ("REQUEUE", True, "ok")],
+)
+def test_a_site_that_cancels_preempted_jobs_is_told(tmp_path, monkeypatch, mode, requeue, state):
+    program = tmp_path / "sinfo"
+    program.write_text(f"#!/bin/sh\nprintf 'debug|OFF\\nlow|{mode}\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    site = SlurmAnswers(Site(name="mine", requeue=requeue), {}, {}, {}, [], None)
+    (finding,) = CHECKS["preemption"](site)
+    assert finding.state == state
+    if state == "warning":
+        assert "in low Slurm cancels a preempted job" in finding.message
+        assert "requeue: false in configs/clusters/mine.yaml" in finding.remedy
+
+
+def test_no_slurm_is_one_fault_that_hides_nothing_else(user: Kit):
+    status, findings, _ = doctor(user)
+    found = states(findings)
+    assert status == 1 and found["Slurm"] == {"failed"}
+    assert found["sbatch test"] == found["nodes"] == {"skipped"}
+    assert found["virtual environment"] <= {"ok", "warning"} and "shared folder" in found
+
+
+def test_each_wrong_setting_of_the_site_is_named(slurm_user: Kit, site, tmp_path):
+    name = site(
+        "network_interface: ib7\n"
+        "resources: {partition: gpus, gpu_type: h200, time: '00:10:00'}\n"
+        f"shared_root: {tmp_path / 'elsewhere'}\n"
+    )
+    kit = Kit({**slurm_user.env, "HF_TOKEN": "hf_expired"}, slurm_user.root)
+    with serving({}, {}) as hub:
+        kit.env["HF_ENDPOINT"] = hub.address
+        status, findings, _ = doctor(kit, "--cluster", name)
+    assert status == 1
+    told = text_of(findings, "site file", "failed")
+    assert "there is no partition 'gpus' (did you mean gpu?)" in told and f"{name}.yaml" in told
+    assert "invalid partition" in text_of(findings, "sbatch test", "failed")
+    assert "does not accept the token of HF_TOKEN" in text_of(findings, "hub token", "failed")
+    assert "hf_expired" not in json.dumps(findings)
+    name = site("network_interface: ib7\nresources: {partition: gpu, gpu_type: h200}\n")
+    status, findings, _ = doctor(slurm_user, "--cluster", name)
+    assert "Requested node configuration" in text_of(findings, "sbatch test", "failed")
+    assert states(findings)["nodes"] == {"failed"}  # no such GPU anywhere: the job is refused
+    name = site("network_interface: ib7\njob_setup:\n  - export A=1\n  - module load cuda/12.8\n")
+    status, findings, _ = doctor(slurm_user, "--cluster", name)
+    assert status == 1
+    told = text_of(findings, "job_setup", "failed")
+    assert f"{name}.yaml: 'module load cuda/12.8' failed on n" in told
+    assert "exit status 127: fix that line" in told
+    assert "network_interface ib7 is not up on n" in text_of(findings, "network", "failed")
+
+
+def test_an_environment_that_the_node_cannot_use(slurm_user: Kit, tmp_path):
+    venv = tmp_path / "venv"
+    packages = venv / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
+    for package in ("torch-2.13.0.dist-info", "click-7.0.dist-info", "torch"):
+        (packages / package).mkdir(parents=True)
+    (packages / "torch" / "version.py").write_text(
+        "__version__ = '2.13.0+cu130'\ncuda: str = '13.0'\n"
+    )
+    (venv / "bin").mkdir()
+    (venv / "bin" / "python").symlink_to("/no/such/python")
+    kit = Kit({**slurm_user.env, "COOKBOOK_VENV": str(venv)}, slurm_user.root)
+    status, findings, _ = doctor(kit)
+    told = text_of(findings, "virtual environment", "failed")
+    assert status == 1 and f"there is no {venv}/bin/python" in told
+    assert "does not see" in told and "or the Python that it was made with" in told
+    (venv / "bin" / "python").unlink()
+    shutil.copy(os.path.realpath(sys.executable), venv / "bin" / "python")
+    status, findings, _ = doctor(kit)
+    told = text_of(findings, "virtual environment", "failed")
+    assert f"{venv} lacks torchtune, tensorboard: bash setup.sh" in told
+    told = text_of(findings, "virtual environment", "warning")
+    assert "setup.sh did not finish" in told and "click 7.0 (pinned" in told
+
+
+def test_a_node_without_a_compiler_is_reported(slurm_user: Kit, site):
+    name = site("environment: {CC: no-such-compiler}\n")
+    told = text_of(doctor(slurm_user, "--cluster", name)[1], "compiler", "warning")
+    assert "lacks a C compiler: recipes with compile: true run there uncompiled" in told
+
+
+def test_a_busy_cluster_is_not_waited_for(new_cluster, slurm_user: Kit):
+    with new_cluster("busy", "--nodes", "1", "--gpus", "0") as cluster:
+        cluster.run(
+            ["sbatch", "--exclusive", "--chdir=/tmp", "--output=/dev/null", "--wrap=sleep 99"]
+        )
+        kit = Kit({**slurm_user.env, "SLURM_CONF": cluster.env["SLURM_CONF"]}, slurm_user.root)
+        status, findings, _ = doctor(kit, "--wait", "1")
+        assert status == 0, findings
+        told = text_of(findings, "nodes", "skipped")
+        assert "did not start within 1 s and was cancelled" in told and "--wait" in told
+        assert "1 nodes without GPUs" in text_of(findings, "partitions", "ok")
+
+
+@pytest.mark.long
+def test_the_node_check_asks_every_node_and_adds_up_over_them(slurm_user: Kit):
+    status, findings, answer = doctor(slurm_user, "--node-check")
+    assert status == 0, [finding for finding in findings if finding["state"] == "failed"]
+    assert [row["node"] for row in answer["nodes"]] == ["n1", "n2"]
+    for row in answer["nodes"]:
+        assert (row["reached"], row["files"]) == ("yes", "shared")
+        assert row["import"].endswith(" s") and row["gpus"] == "8 by Slurm"
+    assert "2 ranks on 2 nodes: 16 MiB in" in text_of(findings, "all-reduce", "ok")
+
+
+@pytest.mark.long
+def test_a_node_that_is_out_has_its_row_and_its_reason(slurm_user: Kit, slurm):
+    slurm.run(["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=bad fan"])
+    try:
+        done = slurm_user.cookbook("doctor", "--node-check")
+    finally:
+        slurm.run(["scontrol", "update", "NodeName=n2", "State=RESUME"])
+    assert done.returncode == 0, done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.split()[:2] == ["n2", "not"] and "drained (bad fan)" in last
+    assert "ok       nodes               1 of 2 nodes of gpu asked" in done.stdout
+
+
+def test_what_the_driver_says_is_checked_against_torch_and_the_request(slurm_user: Kit, tmp_path):
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    venv = tmp_path / "venv"
+    packages = venv / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
+    (packages / "torch").mkdir(parents=True)
+    env = {
+        **slurm_user.env,
+        "PATH": f"{tool.parent}:{slurm_user.env['PATH']}",
+        "COOKBOOK_VENV": str(venv),
+    }
+
+    def gpus(driver: str, ecc: str, cuda: str) -> list[dict[str, str]]:
+        tool.write_text(f"#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 81559, {driver}, {ecc}'\n")
+        tool.chmod(0o755)
+        (packages / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\ncuda = {cuda}\n")
+        return doctor(Kit(env, slurm_user.root))[1]
+
+    found = gpus("580.65.06", "0", "'13.0'")
+    told = "1 x NVIDIA H100 80GB HBM3, 80 GiB, driver 580.65.06; torch is built for CUDA 13.0"
+    assert told in text_of(found, "GPUs", "ok") and states(found)["GPUs"] == {"ok"}
+    found = gpus("570.86.15", "3", "'13.0'")
+    told = text_of(found, "GPUs", "failed")
+    assert "needs driver 580 or newer" in told and "3 uncorrected ECC errors" in told
+    found = gpus("580.65.06", "[N/A]", "None")
+    assert "the installed torch is built for CPUs" in text_of(found, "GPUs", "failed")
+
+
+@pytest.mark.parametrize(("seen", "state"), [("0", "failed"), ("1", "failed"), ("2", "ok")])
+def test_gpus_that_torch_does_not_see_are_told(seen, state):
+    gpus = [f"{number}, NVIDIA H100 80GB HBM3, 81559, 580.65.06, 0" for number in range(2)]
+    packages = [f"torch 2.13.0+cu130 sees {seen} GPUs"]
+    values = {"gpu_tool": ["nvidia-smi"], "gpu": gpus, "packages": packages}
+    found = report._gpus(NodeReport("n1", values), TorchBuild("2.13.0", "13.0", None), 2)
+    assert found.state == state
+    assert state == "ok" or f"built for CUDA 13.0, sees {seen} of them" in found.message
+
+
+def test_a_shared_folder_that_the_nodes_do_not_share(slurm_user: Kit, tmp_path):
+    """Slurm's daemons run as this user, so a folder is hidden by being only this process's own."""
+    program = 'mount -t tmpfs none "$1" && exec "$2" -m launcher doctor --json'
+    root = tmp_path / "private"
+    root.mkdir()
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "bash", "-c", program, "-", root, sys.executable],
+        env={**slurm_user.env, "COOKBOOK_ROOT": str(root)},
+        capture_output=True,
+        text=True,
+        cwd=paths.REPO_ROOT,
+    )
+    if "unshare" in done.stderr:
+        pytest.skip("this machine allows no private mounts")
+    findings = json.loads(done.stdout)["findings"]
+    assert done.returncode == 1
+    told = text_of(findings, "shared files", "failed")
+    assert f"does not see what was written to {root}" in told and "COOKBOOK_ROOT" in told
+
+
+def test_what_several_nodes_report_alike_is_one_finding():
+    found = [
+        warning("GPUs", f"{name} has no nvidia-smi", f"exclude it: resources.exclude={name}")
+        for name in ("n1", "n2", "n10")
+    ]
+    other = failed("clock", "n10 is 70.0 s behind this machine", "ask the administrators")
+    one, same = nodes.joined([*found, other], ["n1", "n2", "n10"])
+    assert one.message == "n1,n2,n10 has no nvidia-smi" and same == other
+    assert one.remedy == "exclude it: resources.exclude=n1,n2,n10"
+
+
+def test_a_table_of_nodes_has_a_row_for_those_without_a_report():
+    values = {"finished": ["yes"], "python": ["3.11.7"], "packages": ["torch"], "gpu": []}
+    whole = NodeReport("n2", {**values, "interface": ["eth0 up", "ib0 down"]}, skew_s=1.25)
+    head, first, late, last = nodes.table(nodes.rows([whole], {"n10": "no answer", "n9": "down"}))
+    assert head.split()[:4] == ["NODE", "REACHED", "FILES", "SKEW"]
+    assert first.split()[:4] == ["n2", "yes", "NOT", "SHARED"] and first.endswith("eth0")
+    assert late.split() == ["n9", "down"] and last.split() == ["n10", "no", "answer"]
+    assert report.all_reduce([whole]).message == "the nodes did not finish it"
+    whole.values["all_reduce"] = ["4 16 0.0432 0.39"]
+    told = "4 ranks on 1 nodes: 16 MiB in 43.2 ms, 0.39 GB/s bus bandwidth"
+    assert report.all_reduce([whole]).message == told

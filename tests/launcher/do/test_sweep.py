@@ -1,0 +1,251 @@
+"""cookbook sweep: a file's cells, their predictions, and their runs as tasks of a job array."""
+
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import CookbookError
+from launcher.recipe import sweep
+from launcher.run import sweeps
+from launcher.run.directory import Run
+from runspec.files import read_json_lines
+from tests.launcher.kit import Kit, project, report, until
+
+NAME = "20260102-030405-study-0a1b"
+# One cell trains, one has no memory, one fails until a file is there.
+SCRIPT = """
+import os, sys, time, yaml
+from pathlib import Path
+kind = yaml.safe_load(Path(os.environ["COOKBOOK_PARAMETERS"]).read_text())["kind"]
+root = Path(os.environ["RUN_DIR"]).parents[1]
+with open(root / "times", "a") as file:
+    file.write(f"{kind} begins\\n")
+if kind == "large":
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1e15")
+if kind == "late" and not (root / "ready").exists():
+    raise ValueError("not ready")
+with open(root / "times", "a") as file:
+    file.write(f"{kind} ends\\n")
+"""
+
+
+def written(folder: Path, **content: object) -> str:
+    path = folder / "study.yaml"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_a_grid_is_every_combination_and_names_say_what_differs(tmp_path):
+    methods = {"full": None, "lora": {"model.lora_rank": 8, "~custom": None}}
+    grid = {"method": methods, "optimizer.lr": [1e-3, "1e-4"]}
+    cells = sweep.load(written(tmp_path, recipe="demo", set={"epochs": 2}, grid=grid)).cells
+    assert [cell.name for cell in cells] == [
+        "full, lr=0.001",
+        'full, lr="1e-4"',
+        "lora, lr=0.001",
+        'lora, lr="1e-4"',
+    ]
+    assert cells[0].overrides == ("epochs=2", "optimizer.lr=0.001")
+    assert cells[2].overrides == ("epochs=2", "model.lora_rank=8", "~custom", "optimizer.lr=0.001")
+
+
+def test_every_fault_of_a_file_is_told_at_once(tmp_path):
+    path = written(tmp_path, paralel=3, parallel=0, list=[{"set": {}}])
+    with pytest.raises(CookbookError) as caught:
+        sweep.load(path)
+    text = "\n".join(caught.value.faults)
+    for words in ("'paralel' (did you mean parallel?)", "recipe: is missing", "got 0", "cell 0"):
+        assert words in text
+    assert all(path in fault for fault in caught.value.faults) and len(caught.value.faults) == 4
+    with pytest.raises(CookbookError, match="two cells are named 'a'"):
+        sweep.load(written(tmp_path, recipe="demo", list=[{"name": "a"}, {"name": "a"}]))
+    with pytest.raises(CookbookError, match="did you mean one_gpu"):
+        sweep.load("one_gpus")
+
+
+def test_words_name_a_sweep_or_a_run(tmp_path):
+    made = []
+    for number in (0, 1):
+        run = Run(tmp_path / "runs" / f"20260102-030405-study-{number:02d}-0a1b")
+        run.path.mkdir(parents=True)
+        made.append(run)
+    cells = [{"number": n, "name": "x", "run": run.name} for n, run in enumerate(made)]
+    found = sweeps.create(tmp_path / "sweeps" / NAME, {"cells": cells}, {})
+    assert (found.path / "tasks" / "1").resolve() == made[1].path
+    assert sweeps.runs_of(tmp_path, ["study"]) == made == sweeps.runs_of(tmp_path, [NAME])
+    # A part of a run's name, and "last", mean a run.
+    assert sweeps.runs_of(tmp_path, ["study-01", "study"]) == [made[1], made[0]]
+    assert sweeps.runs_of(tmp_path, ["last"]) == [made[1]]
+    with pytest.raises(CookbookError, match="no run in"):
+        sweeps.runs_of(tmp_path, ["nothing"])
+
+
+@pytest.fixture
+def study(tmp_path) -> str:
+    """A sweep over a script: one run ends, one has no memory, one fails."""
+    path = project(tmp_path, SCRIPT, parameters={"kind": "none"}, node_check=False)
+    kinds = {"parameters.kind": ["small", "large", "late"]}
+    one = {"resources.nodes": 1}
+    return written(path.parent, recipe=str(path), parallel=1, set=one, grid=kinds)
+
+
+def states(user: Kit, name: str) -> list[str]:
+    done = user.cookbook("status", name, "--json")
+    assert done.returncode == 0, done.stderr
+    return [row["state"] for row in json.loads(done.stdout)]
+
+
+@pytest.mark.long
+def test_a_sweep_is_a_job_array_that_is_resumed_where_it_failed(slurm_user: Kit, slurm, study):
+    user = slurm_user
+    shown = user.cookbook("sweep", study, "--dry-run")
+    assert "#SBATCH --array=0-2%1" in shown.stdout and "cannot be estimated" in shown.stdout
+    assert user.runs() == []
+    begun = user.cookbook("sweep", study, "--json")
+    assert begun.returncode == 0, begun.stderr
+    told = json.loads(begun.stdout)
+    (array,), name = told["jobs"], told["sweep"]
+    runs = [user.root / "runs" / run for run in told["runs"]]
+    ended = ["COMPLETED", "OUT_OF_MEMORY", "FAILED"]
+    until(lambda: states(user, name) == ended, 90, lambda: "\n".join(map(report, runs)))
+    # One at a time, in order, and no second try for the one without memory.
+    seen = (user.root / "times").read_text().splitlines()
+    assert seen == ["small begins", "small ends", "large begins", "late begins"]
+    assert user.status(runs[1])["job_id"] == f"{array}_1"
+    assert [line["cause"] for line in read_json_lines(runs[1] / "attempts.jsonl")] == [
+        "out_of_memory"
+    ]
+    (user.root / "ready").touch()
+    again = user.cookbook("sweep", "--resume", "study")
+    assert again.returncode == 0 and "resumed 1 runs of" in again.stdout, again.stderr
+    until(lambda: states(user, name)[2] == "COMPLETED", 60, lambda: report(runs[2]))
+    assert (user.root / "times").read_text().splitlines()[4:] == ["late begins", "late ends"]
+    left = user.cookbook("sweep", "--resume", "study")
+    assert left.returncode == 2 and "every cell of" in left.stderr
+    table = user.cookbook("results", "study", "--format", "json")
+    assert {row["cell"]: row["state"] for row in json.loads(table.stdout)} == {
+        "kind=small": "COMPLETED",
+        "kind=large": "OUT_OF_MEMORY",
+        "kind=late": "COMPLETED",
+    }
+
+
+@pytest.mark.long
+def test_cells_that_ask_for_different_jobs_are_arrays_one_after_the_other(
+    slurm_user: Kit, slurm, study
+):
+    user, whole = slurm_user, json.loads(Path(study).read_text())
+    cells = [
+        {"name": f"{kind} {minutes}", "set": {"parameters.kind": kind, "resources.time": minutes}}
+        for kind, minutes in (("a", 5), ("b", 6), ("c", 5))
+    ]
+    whole.pop("grid")
+    path = written(Path(study).parent, **whole, list=cells)
+    begun = user.cookbook("sweep", path, "--json")
+    assert begun.returncode == 0, begun.stderr
+    told = json.loads(begun.stdout)
+    assert len(told["jobs"]) == 2
+    until(lambda: states(user, told["sweep"]) == ["COMPLETED"] * 3, 90)
+    # The limit of one at a time holds for both arrays together.
+    seen = (user.root / "times").read_text().splitlines()
+    assert seen == [f"{kind} {word}" for kind in "acb" for word in ("begins", "ends")]
+
+
+def test_cells_that_do_not_fit_are_left_out_on_demand(user: Kit):
+    words = ("sweep", "one_gpu", "--dry-run", "--no-check")
+    cells = json.loads(user.cookbook(*words, "--json").stdout)["cells"]
+    large = [cell["name"] for cell in cells if not cell["fits"]]
+    assert 0 < len(large) < len(cells)
+    done = user.cookbook(*words, "--fitting")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "predicted not to fit" in line]
+    assert [line.rpartition(": ")[2] for line in said] == large
+    tasks = re.search(r"--array=(\S+)%", done.stdout)[1].split(",")
+    spans = [[int(end) for end in each.split("-")] for each in tasks]
+    run = {number for span in spans for number in range(span[0], span[-1] + 1)}
+    assert run == {cell["cell"] for cell in cells if cell["fits"]}
+
+
+def test_what_waits_of_a_sweep_is_cancelled_by_its_name(slurm_user: Kit, slurm, study):
+    user = slurm_user
+    slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])
+    try:
+        begun = user.cookbook("sweep", study, "--json")
+        assert begun.returncode == 0, begun.stderr
+        assert states(user, "study") == ["PENDING"] * 3
+        done = user.cookbook("cancel", "study")
+        assert done.returncode == 0 and done.stdout.count("cancelled 2") == 3, done.stderr
+        assert states(user, "study") == ["CANCELLED"] * 3
+    finally:
+        slurm.run(["scontrol", "update", "partitionname=gpu", "state=up"])
+
+
+def test_faults_of_cells_are_told_once_and_nothing_is_left(user: Kit, study):
+    done = user.cookbook("sweep", study, "--local", "entry=script:missing.py")
+    assert done.returncode in (1, 2) and done.stderr.count("missing.py") == 1, done.stderr
+    assert "all cells: " in done.stderr and user.runs() == []
+    wrong = user.cookbook("sweep", study, "parameters.kind=[")
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+
+
+def killed_sweep(user: Kit, folder: Path, program: str, pattern: str) -> None:
+    """Start a sweep that is killed when it calls a program so for the third time."""
+    calls, tools = folder / "calls", folder / "bin"
+    tools.mkdir()
+    real = shutil.which(program, path=user.env["PATH"])
+    (tools / program).write_text(
+        f'#!/bin/bash\ncase "$*" in {pattern}) echo >>{calls} ;; esac\n'
+        f'[ -e {calls} ] && [ "$(wc -l <{calls})" -ge 3 ] && kill -KILL $PPID && exit\n'
+        f'exec {real} "$@"\n'
+    )
+    (tools / program).chmod(0o755)
+    script = project(folder, "print('trains')\n")
+    # Each asks Slurm for something else, so that there are several arrays.
+    cells = [{"name": f"k{n}", "set": {"resources.time": f"{n}"}} for n in range(10, 15)]
+    path = folder / "study.yaml"
+    path.write_text(json.dumps({"recipe": str(script), "list": cells}))
+    env = {**user.env, "PATH": f"{tools}:{user.env['PATH']}"}
+    done = Kit(env, user.root).cookbook("sweep", str(path), "--nodes", "1")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_a_sweep_killed_before_it_has_its_name_leaves_no_run(slurm_user: Kit, tmp_path):
+    runs = slurm_user.root / "runs"
+    killed_sweep(slurm_user, tmp_path, "git", "*rev-parse*")
+    assert list(runs.glob(".tmp-*")) and not list((slurm_user.root / "sweeps").glob("[!.]*"))
+    told = slurm_user.cookbook("status", "--json")
+    assert (told.returncode, json.loads(told.stdout)) == (0, [])
+
+
+def test_a_sweep_killed_before_its_runs_have_names_is_resumed(slurm_user: Kit, tmp_path):
+    runs = slurm_user.root / "runs"
+    killed_sweep(slurm_user, tmp_path, "sbatch", "*--parsable*")
+    (path,) = (slurm_user.root / "sweeps").glob("[!.]*")
+    left = [run for run in runs.iterdir() if not Run(run).all_jobs]
+    assert len(left) == 3, "two arrays were started"
+    # As if it had been killed before: what Slurm has not got has no name yet.
+    for run in left:
+        run.rename(run.with_name(f".tmp-{run.name}"))
+    assert len(json.loads(slurm_user.cookbook("status", path.name, "--json").stdout)) == 2
+    done = slurm_user.cookbook("sweep", "--resume", path.name)
+    assert done.returncode == 0 and "resumed 3 runs of" in done.stdout, done.stderr
+    assert len(list(runs.iterdir())) == 5 and not list(runs.glob(".tmp-*"))
+    slurm_user.cookbook("cancel", path.name)
+
+
+def test_a_run_whose_sweep_is_gone_says_what_to_do(slurm_user: Kit, tmp_path):
+    killed_sweep(slurm_user, tmp_path, "sbatch", "*--parsable*")
+    (path,) = (slurm_user.root / "sweeps").glob("[!.]*")
+    slurm_user.cookbook("cancel", path.name)
+    shutil.rmtree(path)
+    run = max((slurm_user.root / "runs").iterdir())
+    state = slurm_user.status(run)
+    advice = f"start it separately with: cookbook resume {run.name}, or remove it with: rm -r {run}"
+    assert state["state"] == "PENDING" and advice in state["detail"]
+    done = slurm_user.cookbook("resume", run.name)
+    assert done.returncode == 0 and f"resumed {run.name} as job " in done.stdout, done.stderr
+    assert slurm_user.cookbook("cancel", run.name).returncode == 0
