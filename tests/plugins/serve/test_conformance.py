@@ -24,12 +24,10 @@ from plugins.serve import backends, parameters
 from plugins.serve.front import Front
 from plugins.serve.journal import Journal, read
 from plugins.serve.keys import Keys, Quotas
-from plugins.serve.recipe_keys import SERVE
 from plugins.serve.upstream import Upstream
 from tests.launcher.kit import until
-from tests.plugins.serve.test_protocol import KEY, front
+from tests.plugins.serve.kit import KEY, SETTINGS, front
 
-SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "demo"}
 SYSTEM: Any = [{"role": "system", "content": "string"}]
 ASKED: Any = [{"role": "user", "content": "What is Slurm used for?"}]
 FUNCTION: Any = {"name": "name", "description": "description", "parameters": {"foo": "bar"}}
@@ -79,7 +77,13 @@ def served(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, Path]]:
     subprocess.run(argv, check=True, capture_output=True)
     template = folder / "tiny" / "chat_template.jinja"
     template.write_text(TWO_IN_A_ROW + template.read_text())
-    config = {**SETTINGS, "model": str(folder / "tiny"), "device": "cpu", "dtype": "float32"}
+    config = {
+        **SETTINGS,
+        "endpoint": "demo",
+        "model": str(folder / "tiny"),
+        "device": "cpu",
+        "dtype": "float32",
+    }
     backend = backends.command(config, folder, 0)
     with open(folder / "backend.log", "wb") as log:
         process = subprocess.Popen([*backends.python({}), *backend.argv], stdout=log, stderr=log)
@@ -272,7 +276,7 @@ def test_openais_cases_before_a_server_like_vllms(tmp_path, streamed):
     refused = {"audio", "functions", "logit_bias", "max_tokens", "max_completion_tokens"}
     refused |= {"modalities", "prediction", "store"}
 
-    async def check(http, url, backend, port) -> None:
+    async def check(http, url, backend) -> None:
         known = {key: value for key, value in EVERYTHING.items() if key not in refused}
         given = {"messages": SYSTEM, "model": "gpt-4o", "stream": streamed}
         async with openai.AsyncOpenAI(
