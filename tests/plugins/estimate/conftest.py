@@ -1,5 +1,5 @@
-"""A user of the cookbook command, as in tests/launcher."""
+"""Models and data of the trainer's tests."""
 
-from tests.launcher.conftest import cache, fast_trainer, user, venv
+from tests.trainer.conftest import dataset, model_folder, one_thread
 
-__all__ = ["cache", "fast_trainer", "user", "venv"]
+__all__ = ["dataset", "model_folder", "one_thread"]
