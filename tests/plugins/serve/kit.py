@@ -113,6 +113,13 @@ def openapi() -> dict[str, Any]:
     return {"paths": paths, "components": {"schemas": schemas}}
 
 
+async def when(look: Callable[[], Any], timeout_s: float = 30) -> None:
+    """Return once look finds something."""
+    async with asyncio.timeout(timeout_s):
+        while not look():
+            await asyncio.sleep(0.01)
+
+
 @asynccontextmanager
 async def opened(app: web.Application) -> AsyncIterator[str]:
     """Serve an application for as long as the block lasts, at the address that it gets."""

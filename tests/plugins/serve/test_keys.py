@@ -22,6 +22,7 @@ from tests.plugins.serve.kit import (
     front_of,
     gateway,
     opened,
+    when,
 )
 from tests.plugins.serve.kit import client as client_of
 
@@ -79,39 +80,28 @@ def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoi
     async def run(below: str, backend: Backend) -> None:
         backend.pause = asyncio.Event()
         proxy = front_of(endpoint.folder, below)
-        quotas = proxy.quotas
-
-        async def settled(tokens: int) -> None:
-            async with asyncio.timeout(20):
-                while quotas.own["ada"][1] != tokens or proxy.metrics.in_flight:
-                    await asyncio.sleep(0.01)
-
+        quotas, metrics = proxy.quotas, proxy.metrics
         async with opened(proxy.app()) as place, client_of(ada) as client:
             url = place + CHAT
             stream = await client.post(url, json={**prompt, "stream": True})
             await stream.content.readuntil(b"two")
             assert quotas.own["ada"] == (1, 10), "the prompt is charged when it begins"
             stream.close()
-            await settled(12)
+            await when(lambda: quotas.own["ada"][1] == 12 and not metrics.in_flight)
             given_up = asyncio.create_task(client.post(url, json=prompt))
-            async with asyncio.timeout(20):
-                while not proxy.metrics.in_flight:
-                    await asyncio.sleep(0.01)
-                # 12 and 10 are used, and 50 are held: a third one would fit, a fourth one not.
-                running = asyncio.create_task(client.post(url, json=prompt))
-                while proxy.metrics.in_flight < 2:
-                    await asyncio.sleep(0.01)
+            await when(lambda: metrics.in_flight)
+            # 12 and 10 are used, and 50 are held: a third one would fit, a fourth one not.
+            running = asyncio.create_task(client.post(url, json=prompt))
+            await when(lambda: metrics.in_flight == 2)
             async with client.post(url, json=prompt) as answer:
                 assert answer.status == 429 and answer.headers["Retry-After"] == "1"
                 assert "32 of 100 tokens" in (text := await answer.text()) and "running" in text
             given_up.cancel()
-            async with asyncio.timeout(20):
-                while quotas.own["ada"][1] != 82:
-                    await asyncio.sleep(0.01)
+            await when(lambda: quotas.own["ada"][1] == 82)
             backend.pause.set()
             assert (await running).status == 200
             # What was assumed of its prompt is replaced by the backend's count: 3 and 2.
-            await settled(77)
+            await when(lambda: quotas.own["ada"][1] == 77 and not metrics.in_flight)
             client.headers["Authorization"] = f"Bearer {eve}"
             statuses = [(await client.post(url, json={**prompt, "n": n})).status for n in (4, 3, 1)]
             assert (statuses, quotas.own["eve"][0]) == ([429, 200, 429], 3)

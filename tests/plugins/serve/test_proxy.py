@@ -32,6 +32,7 @@ from tests.plugins.serve.kit import (
     front,
     gateway,
     opened,
+    when,
 )
 
 
@@ -124,12 +125,10 @@ def test_a_client_that_hangs_up_ends_the_answer_and_is_logged(tmp_path):
         answer = await client.post(url + CHAT, json=ask(stream=True))
         await answer.content.readany()
         answer.close()
-        async with asyncio.timeout(30):
-            while not (rows := logged(tmp_path)) or rows[0]["status"] == 0:
-                await asyncio.sleep(0.05)
-            assert rows[0]["status"] == 499 and rows[0]["answer"].startswith("one")
-            while not server.hung_up:  # it does not go on for nobody
-                await asyncio.sleep(0.05)
+        await when(lambda: [row for row in logged(tmp_path) if row["status"]])
+        (row,) = logged(tmp_path)
+        assert row["status"] == 499 and row["answer"].startswith("one")
+        await when(lambda: server.hung_up)  # it does not go on for nobody
 
     front(tmp_path, check)
 
@@ -209,8 +208,7 @@ def test_a_gateway_uses_no_server_that_it_cannot_reach_and_drops_one_that_is_los
             told(machine="n17", bind="node")
             pool.refresh()
             waiting = asyncio.create_task(client.post(address, json=ask()))
-            while not server.heard:
-                await asyncio.sleep(0.01)
+            await when(lambda: server.heard)
             told(time=time.time() - 60, bind="node")
             # Its file is old and it says no word of health: it is lost, and so is what it answers.
             pool.refresh()
