@@ -7,10 +7,8 @@ import torch
 import yaml
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from launcher.errors import RecipeFault
 from launcher.recipe import load as recipes
 from launcher.venv import site_packages
-from plugins.estimate.launcher.recipe_step import step_of
 from runspec.keys.sft import SftConfig
 from runspec.layout import NEED_WHOLE_PARAMETERS
 from tests.trainer.forks import run
@@ -111,31 +109,6 @@ def test_the_optimizers_that_need_whole_parameters_are_known():
                 except Exception:
                     failing[sharded].add(f"torch.optim.{name}")
     assert failing[True] - failing[False] == set(NEED_WHOLE_PARAMETERS)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("llama8b_qlora", ["enable_fp8_training=true"]),
-        ("llama8b_lora", ["tensor_parallel_dim=8", "enable_fp8_training=true", "dtype=fp32"]),
-        ("llama8b_full", ["optimizer._component_=torch.optim.Adafactor"]),
-        ("llama8b_full", ["tokenizer.max_seq_len=262144"]),
-        ("qwen0_5b_full", ["tensor_parallel_dim=4"]),
-        ("smollm3_3b_full", ["expert_parallel_dim=2"]),
-        pytest.param("llama4_scout_lora", ["tokenizer.max_seq_len=16384"], marks=pytest.mark.long),
-        pytest.param("qwen3_30b_a3b_lora", ["expert_parallel_dim=24"], marks=pytest.mark.long),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value)[:40],
-)
-def test_the_estimate_refuses_what_check_refuses(name, changes, tmp_path):
-    config = recipes.load(name, changes).train_config(tmp_path, str(tmp_path / "run"))
-    config["optimizer"] = {"_component_": config["optimizer"]["_component_"], "lr": 1e-5}
-    ranks = max(8, config.get("expert_parallel_dim", 1))
-    shard = ranks // config.get("tensor_parallel_dim", 1)
-    config |= {"data_parallel_replicate_dim": 1, "data_parallel_shard_dim": shard}
-    with pytest.raises(RecipeFault) as refused:
-        step_of(config, 1, ranks)
-    assert check.faults(config, SupervisedFineTuning) == refused.value.faults
 
 
 def test_a_sound_config_has_no_fault(content):

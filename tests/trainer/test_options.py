@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from plugins.estimate.launcher.memory import state_bytes
-from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.trace import trace
 from runspec.keys.sft import SftConfig
 from tests.trainer.runs import (
     assert_same_curve,
@@ -225,36 +221,6 @@ def test_a_recipe_has_its_own_chat_template(model_folder, dataset, tmp_path):
     first, second = (metrics(tmp_path / name)[0] for name in ("run", "other"))
     assert first["tokens"] > second["tokens"], json.dumps([first, second])
     assert isinstance(load(path), SftConfig)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"optimizer": MUON}, id="muon"),
-        pytest.param(
-            {"model": {"lora_rank": 4, "modules_to_save": ["embed_tokens", "lm_head"]}}, id="saved"
-        ),
-        pytest.param({"freeze": ["model.layers.*.mlp.*", "lm_head.*"]}, id="frozen"),
-        pytest.param(
-            {
-                "model": {
-                    "lora_rank": 4,
-                    "lora_modules": ["q_proj", "lm_head"],
-                    "rank_pattern": {"lm_head": 2},
-                }
-            },
-            id="head",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_the_estimate_knows_what_the_optimizer_keeps(changes, model_folder, dataset, tmp_path):
-    """Against the same step on fake tensors, on two ranks."""
-    path = config(tmp_path / "run", model_folder, dataset, row_length=64, **changes)
-    content = yaml.safe_load(path.read_text())
-    step = step_of(content | {"entry": "sft"}, 1, 2)
-    traced = trace(load(path), 2)
-    assert step.trainable * state_bytes(step) / 2 == pytest.approx(traced.optimizer, rel=0.02)
 
 
 @pytest.mark.long

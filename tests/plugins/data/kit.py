@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 
 from plugins.data import pipeline
 from plugins.data.query_engines.base import QueryEngine
-from plugins.data.query_engines.duck import DuckDB
 
 
 def lines(path: Path, records: list[Any]) -> Path:
@@ -23,8 +22,9 @@ def qa(question: str, answer: str, **more: Any) -> dict[str, Any]:
     return {"question": question, "answer": answer, **more}
 
 
-def engine(folder: Path, memory: int = 2**30) -> DuckDB:
-    return DuckDB(memory, folder, 1)
+def chat(question: str, answer: str, system: str = "") -> list[dict[str, str]]:
+    turns = (("system", system), ("user", question), ("assistant", answer))
+    return [{"role": role, "content": text} for role, text in turns if text]
 
 
 def run(
@@ -39,6 +39,14 @@ def run(
 def rows(made: pipeline.Prepared, on: QueryEngine) -> list[dict[str, Any]]:
     """The rows of a result in the order of their ids."""
     return on.rows(made.rows.table.order_by("_id"))
+
+
+def answers(made: pipeline.Prepared, on: QueryEngine) -> list[str]:
+    return [row["answer"] for row in rows(made, on)]
+
+
+def ids(made: pipeline.Prepared, on: QueryEngine) -> set[int]:
+    return {row["_id"] for row in rows(made, on)}
 
 
 def written(folder: Path) -> list[dict[str, Any]]:

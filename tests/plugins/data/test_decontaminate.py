@@ -6,11 +6,7 @@ import pytest
 
 from benchmarks import contamination
 from plugins.data.errors import DataError
-from tests.plugins.data.kit import lines, qa, rows, run
-
-
-def numbers(made, on) -> set[int]:
-    return {row["_id"] for row in rows(made, on)}
+from tests.plugins.data.kit import chat, ids, lines, qa, run
 
 
 def test_planted_items_are_found_and_like_rows_stay(tmp_path, duck):
@@ -18,7 +14,7 @@ def test_planted_items_are_found_and_like_rows_stay(tmp_path, duck):
     lines(tmp_path / "data.jsonl", [row["record"] for row in corpus])
     (tmp_path / "items.jsonl").write_text(contamination.FILES["items.jsonl"])
     made = run(tmp_path, [contamination.STEP], duck, source={"format": contamination.FORMAT})
-    left = {number - 1: {} for number in numbers(made, duck)}
+    left = {number - 1: {} for number in ids(made, duck)}
     found = contamination.judged(corpus, left)
     assert all(share > 0.99 for share in found["recall"].values()), found
     assert all(share < 0.01 for share in found["false_alarms"].values()), found
@@ -37,13 +33,13 @@ def test_items_by_ngrams(tmp_path, duck):
     # JSON of any nesting, and JSON lines.
     lines(tmp_path / "eval.json", [{"data": [{"label": "bill", "turns": [{"text": test}]}]}])
     made = run(tmp_path, [{"decontaminate": "eval.json"}], duck)
-    assert numbers(made, duck) == {3}
+    assert ids(made, duck) == {3}
     lines(tmp_path / "eval.jsonl", [{"text": test}, "{"])
     step = {"decontaminate": {"against": "eval.jsonl", "min_hits": 2}}
     with pytest.raises(DataError, match=r"eval.jsonl, line 2: is not JSON: .*: fix the file"):
         run(tmp_path, [step], duck)
     lines(tmp_path / "eval.jsonl", [{"text": test}])
-    assert numbers(run(tmp_path, [step], duck), duck) == {2, 3}
+    assert ids(run(tmp_path, [step], duck), duck) == {2, 3}
 
 
 ITEMS = (
@@ -58,22 +54,13 @@ def test_short_items_by_the_forms_of_rows(tmp_path, duck, form):
     asked += ["Who wrote Faust, and when?", "42", "A", "Question: Who wrote Faust?\nAnswer:"]
     records = {
         "qa": [qa(text, "Goethe, I think.") for text in asked],
-        "messages": [
-            {
-                "messages": [
-                    {"role": "system", "content": "Be brief."},
-                    {"role": "user", "content": text},
-                    {"role": "assistant", "content": "Goethe, I think."},
-                ]
-            }
-            for text in asked
-        ],
+        "messages": [{"messages": chat(text, "Goethe, I think.", "Be brief.")} for text in asked],
         "text": [{"text": text} for text in asked],
         "preference": [{"prompt": text, "chosen": "42", "rejected": "A"} for text in asked],
     }
     lines(tmp_path / "data.jsonl", records[form])
     made = run(tmp_path, [{"decontaminate": "eval.csv"}], duck, source={"format": form})
-    assert numbers(made, duck) == ({3, 5, 6, 7, 8} if form == "text" else {3, 5, 6, 7})
+    assert ids(made, duck) == ({3, 5, 6, 7, 8} if form == "text" else {3, 5, 6, 7})
 
 
 def test_answers_need_more_words_than_questions(tmp_path, duck):
@@ -87,7 +74,7 @@ def test_answers_need_more_words_than_questions(tmp_path, duck):
     records.append({"prompt": "q", "chosen": "yes", "rejected": told})
     lines(tmp_path / "data.jsonl", records)
     made = run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck, source={"format": "preference"})
-    assert numbers(made, duck) == {2, 4}
+    assert ids(made, duck) == {2, 4}
 
 
 def test_phrases_of_many_items_are_no_items(tmp_path, duck):
@@ -96,7 +83,7 @@ def test_phrases_of_many_items_are_no_items(tmp_path, duck):
         tmp_path / "data.jsonl", [qa("None of the above", "Right."), qa("Who wrote book 3?", "I.")]
     )
     lines(tmp_path / "eval.jsonl", items)
-    assert numbers(run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck), duck) == {1}
+    assert ids(run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck), duck) == {1}
     lines(tmp_path / "eval.jsonl", [{"answer": "yes"}, {"answer": "42"}])
     with pytest.raises(DataError, match="has no text of 3 words and 10 characters or more"):
         run(tmp_path, [{"decontaminate": "eval.jsonl"}], duck)

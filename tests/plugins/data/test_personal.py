@@ -10,50 +10,31 @@ from plugins.data import datarecipe
 from plugins.data import run as preparation
 from plugins.data.errors import DataError
 from plugins.data.recognisers import find, hidden, replaced
-from tests.plugins.data.kit import lines, qa, rows, run
-
-
-def answers(made, on) -> list[str]:
-    return [row["answer"] for row in rows(made, on)]
-
-
-PERSONAL = [
-    ("write to jo.h-n+1@mail.example.co.uk.", "write to [EMAIL]."),
-    ("IBAN DE89 3704 0044 0532 0130 00 ok", "IBAN [IBAN] ok"),
-    ("IBAN DE89 3704 0044 0532 0130 01 no", "IBAN DE89 3704 0044 0532 0130 01 no"),
-    ("card 4111 1111 1111 1111.", "card [CARD]."),
-    ("card 4111 1111 1111 1112.", "card 4111 1111 1111 1112."),
-    ("call +49 170 1234567 now", "call [PHONE] now"),
-    ("call (030) 1234-5678 now", "call [PHONE] now"),
-    ("order 1234567 of 2026-11-22, 10.5.3.20", "order 1234567 of 2026-11-22, 10.5.3.20"),
-]
+from tests.plugins.data.kit import answers, chat, lines, qa, rows, run
 
 
 def test_personal_data_is_masked_and_secrets_are_dropped(tmp_path, duck):
     key = "hf_" + "a1B2" * 8
-    chat = [
-        {"role": "user", "content": "one\nmail@example.org"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "three"},
-        {"role": "assistant", "content": "four"},
-    ]
-    records = [{"messages": chat}]
-    records += [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]}
-        for text in [*(text for text, _ in PERSONAL), f"my key is {key}"]
-    ]
-    lines(tmp_path / "data.jsonl", records)
+    texts = {
+        "write to jo.h-n+1@mail.example.co.uk.": "write to [EMAIL].",
+        "IBAN DE89 3704 0044 0532 0130 00 ok": "IBAN [IBAN] ok",
+        "card 4111 1111 1111 1111.": "card [CARD].",
+        "call +49 170 1234567 now": "call [PHONE] now",
+    }
+    turns = [*chat("one\nmail@example.org", "two"), *chat("three", "four")]
+    asked = (chat("q", text) for text in (*texts, f"my key is {key}"))
+    lines(tmp_path / "data.jsonl", [{"messages": each} for each in (turns, *asked)])
     made = run(tmp_path, ["personal_data"], duck, source={"format": "messages"})
     first, *others = rows(made, duck)
     assert json.loads(first["messages"])[0]["content"] == "one\n[EMAIL]"
     assert first["prompt"] == "one\n[EMAIL]\ntwo\nthree"
-    assert [row["answer"] for row in others] == [masked for _, masked in PERSONAL]
+    assert [row["answer"] for row in others] == [*texts.values()]
     found = made.records[0]["notes"]["rows_with"]
-    assert found == {"email": 2, "phone": 2, "iban": 1, "card": 1, "secret": 1}
+    assert found == {"email": 2, "phone": 1, "iban": 1, "card": 1, "secret": 1}
     steps = [{"personal_data": {"email": "drop", "secret": "leave", "phone": "leave"}}]
     made = run(tmp_path, steps, duck, source={"format": "messages"})
-    texts = answers(made, duck)
-    assert len(texts) == 8 and texts[-1].endswith(key) and "call +49 170 1234567 now" in texts
+    left = answers(made, duck)
+    assert len(left) == 4 and left[-1].endswith(key) and "call +49 170 1234567 now" in left
 
 
 def test_planted_values_are_masked_and_numbers_are_not(tmp_path, duck):
@@ -78,13 +59,15 @@ def test_planted_values_are_masked_and_numbers_are_not(tmp_path, duck):
         ("4111 1111 1111 1111 12/27 123", "[CARD] 12/27 123"),
         ("80331 089/123456 oder 0049 89 123456", "80331 [PHONE] oder [PHONE]"),
         ("at 212 555 0187, (212) 555-0187 x2", "at [PHONE], [PHONE] x2"),
+        ("call (030) 1234-5678 now", "call [PHONE] now"),
         ("call 5550187; 5550187", "call [PHONE]; 5550187"),
         ("(+49 89 123456) +49 (0)89 123456", "([PHONE]) [PHONE]"),
         (f"github_pat_11{'aB3_' * 15} and sk_live_{'aB3d' * 6}", "[SECRET] and [SECRET]"),
         ("Kunden-Nr. 089 123456, ORCID 0000-0002-1825-0097", None),
         ("1 234 567 890, 01.02.2026 - 03.04.2026, 192.168.100.200", None),
         ("2020 2021 2022 2023, 4006381333931, 3.14159265358979", None),
-        ("DE89 3704 0044 0532 0130 01", None),
+        ("order 1234567 of 2026-11-22, 10.5.3.20", None),
+        ("DE89 3704 0044 0532 0130 01, card 4111 1111 1111 1112.", None),
         ("Boston, MA 02110-1301, DOI-10.1038%2Fs41586--020--2649--2", None),
         ("shared=3887104, text=2867200, call(5550187), (0-999999)", None),
     ],

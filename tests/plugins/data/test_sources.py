@@ -10,13 +10,9 @@ import pytest
 
 from plugins.data import formats, openers
 from plugins.data.errors import BadRow, DataError
-from tests.plugins.data.kit import lines, qa, rows, run
+from tests.plugins.data.kit import chat, lines, qa, rows, run
 
-CHAT = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "hello"},
-    {"role": "assistant", "content": "hi"},
-]
+CHAT = chat("hello", "hi", "be brief")
 FORMATS = {
     "alpaca": ({"instruction": "hello", "input": "you", "output": "hi"}, "hello\n\nyou", "hi"),
     "sharegpt": (

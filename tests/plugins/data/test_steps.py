@@ -6,11 +6,7 @@ import pytest
 
 from plugins.data import report
 from plugins.data.errors import DataError
-from tests.plugins.data.kit import lines, qa, rows, run
-
-
-def answers(made, on) -> list[str]:
-    return [row["answer"] for row in rows(made, on)]
+from tests.plugins.data.kit import answers, chat, lines, qa, rows, run
 
 
 def test_the_notes_of_a_step_are_shown_as_text():
@@ -35,11 +31,7 @@ def test_tokens_are_those_of_the_model_s_own_chat_template(tmp_path, duck):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     wanted = {}
     for number, row in enumerate(texts, 1):
-        turns = [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": row["question"]},
-            {"role": "assistant", "content": row["answer"]},
-        ]
+        turns = chat(row["question"], row["answer"], "Be brief.")
         wanted[number] = len(tokenizer.apply_chat_template(turns)["input_ids"])
     kept = {number: count for number, count in wanted.items() if 20 <= count <= 60}
     assert 0 < len(kept) < len(wanted)
@@ -64,12 +56,12 @@ def test_conditions_and_lengths(tmp_path, duck):
     ]
     lines(tmp_path / "data.jsonl", records)
     source = {"keep": {"quality": "number", "kind": "text"}}
-    steps = [{"filter": "quality >= 0.85 and not contains(kind, 'q')"}]
-    assert answers(run(tmp_path, steps, duck, source=source), duck) == ["a", "b"]
-    steps = [{"length": {"min": 10, "column": "prompt"}}]
-    assert answers(run(tmp_path, steps, duck, source=source), duck) == ["b", "c", "d"]
-    steps = [{"filter": "kind in ['x', 'z'] or 10 < len(text) * quality <= 20"}]
-    assert answers(run(tmp_path, steps, duck, source=source), duck) == ["a", "b", "d"]
+    for step, kept in (
+        ({"filter": "quality >= 0.85 and not contains(kind, 'q')"}, ["a", "b"]),
+        ({"length": {"min": 10, "column": "prompt"}}, ["b", "c", "d"]),
+        ({"filter": "kind in ['x', 'z'] or 10 < len(text) * quality <= 20"}, ["a", "b", "d"]),
+    ):
+        assert answers(run(tmp_path, [step], duck, source=source), duck) == kept
 
 
 @pytest.mark.parametrize(
@@ -119,14 +111,14 @@ def test_exact_duplicates_keep_the_first_or_the_best(tmp_path, duck):
     records = [qa("q", "a", n=1), qa("q", "A!", n=3), qa("q", "a", n=2), qa("p", "a", n=0)]
     lines(tmp_path / "data.jsonl", records)
     source = {"keep": {"n": "whole"}}
-    steps = ["exact_duplicates"]
-    assert [row["n"] for row in rows(run(tmp_path, steps, duck, source=source), duck)] == [1, 3, 0]
-    steps = [{"exact_duplicates": {"keep": "n"}}]
-    assert [row["n"] for row in rows(run(tmp_path, steps, duck, source=source), duck)] == [3, 2, 0]
-    steps = [{"exact_duplicates": {"normalise": True, "keep": "n"}}]
-    assert [row["n"] for row in rows(run(tmp_path, steps, duck, source=source), duck)] == [3, 0]
-    steps = [{"exact_duplicates": {"columns": ["answer"], "keep": "-n"}}]
-    assert [row["n"] for row in rows(run(tmp_path, steps, duck, source=source), duck)] == [3, 0]
+    for options, kept in (
+        ({}, [1, 3, 0]),
+        ({"keep": "n"}, [3, 2, 0]),
+        ({"normalise": True, "keep": "n"}, [3, 0]),
+        ({"columns": ["answer"], "keep": "-n"}, [3, 0]),
+    ):
+        made = run(tmp_path, [{"exact_duplicates": options}], duck, source=source)
+        assert [row["n"] for row in rows(made, duck)] == kept, options
 
 
 def test_templates_set_prompt_and_system_and_cannot_reach_the_system(tmp_path, duck):

@@ -1,6 +1,5 @@
-"""A user of the cookbook command, and the trainer's model and data."""
+"""Models and data of the trainer's tests."""
 
-from tests.launcher.conftest import cache, fast_trainer, user, venv
-from tests.trainer.conftest import dataset, model_folder
+from tests.trainer.conftest import dataset, model_folder, one_thread
 
-__all__ = ["cache", "dataset", "fast_trainer", "model_folder", "user", "venv"]
+__all__ = ["dataset", "model_folder", "one_thread"]

@@ -38,6 +38,15 @@ enable_activation_checkpointing: false
 """
 
 
+SMALLER = [
+    *("--nodes=2", "--gpu=h200-141", "batch_size=2", "enable_activation_checkpointing=true"),
+    "model._component_=torchtune.models.llama3_3.lora_llama3_3_70b",
+    "+model.lora_attn_modules=[q_proj, v_proj]",
+]
+BY_QLORA = ["--gpus-per-node=4", "batch_size=1", "activation_checkpointing=full"]
+BY_QLORA += ["tensor_parallel_dim=4"]
+
+
 @pytest.fixture
 def recipe(tmp_path) -> str:
     path = tmp_path / "big.yaml"
@@ -55,17 +64,7 @@ def estimated(kit: Kit, *arguments: str) -> dict:
     ("golden", "arguments"),
     [
         ("estimate_that_does_not_fit.txt", []),
-        (
-            "estimate_that_fits.txt",
-            [
-                "--nodes=2",
-                "--gpu=h200-141",
-                "model._component_=torchtune.models.llama3_3.lora_llama3_3_70b",
-                "+model.lora_attn_modules=[q_proj, v_proj]",
-                "batch_size=2",
-                "enable_activation_checkpointing=true",
-            ],
-        ),
+        ("estimate_that_fits.txt", SMALLER),
     ],
 )
 def test_what_is_printed(user: Kit, recipe, golden, arguments):
@@ -74,19 +73,7 @@ def test_what_is_printed(user: Kit, recipe, golden, arguments):
     assert done.stdout == (GOLDEN / golden).read_text()
 
 
-@pytest.mark.parametrize(
-    "smaller",
-    [
-        [],
-        [
-            "--gpus-per-node=4",
-            "batch_size=1",
-            "activation_checkpointing=full",
-            "tensor_parallel_dim=4",
-        ],
-    ],
-    ids=["by layout", "by QLoRA"],
-)
+@pytest.mark.parametrize("smaller", [[], BY_QLORA], ids=["by layout", "by QLoRA"])
 def test_each_remedy_gives_the_figure_that_its_overrides_give(user: Kit, recipe, smaller):
     found = estimated(user, recipe, *smaller)
     assert not found["fits"] and found["remedies"]
@@ -155,9 +142,7 @@ def test_the_samples_of_every_local_file_are_counted(tmp_path, suffix):
     rows = [{"Question": "z" * 17, "Answer": answer}] * 30
     if suffix in (".csv", ".tsv"):
         with file.open("w", newline="") as table:
-            writer = csv.DictWriter(
-                table, ["Question", "Answer"], delimiter=",\t"[suffix == ".tsv"]
-            )
+            writer = csv.DictWriter(table, rows[0], delimiter=",\t"[suffix == ".tsv"])
             writer.writeheader()
             writer.writerows(rows)
     elif suffix == ".txt":
@@ -242,24 +227,21 @@ def test_a_model_that_the_trainer_refuses_is_refused(user: Kit, mixtral, tmp_pat
         (["--gpu=h100-8"], "there is no GPU 'h100-8' (did you mean h100-80?)"),
         (["tokenizer.max_seq_len=null"], "tokenizer.max_seq_len is not set"),
         (["tensor_parallel_dim=3"], "tensor_parallel_dim 3 does not divide 1 x 8 = 8 ranks"),
-        (
-            ["tensor_parallel_dim=16", "--gpus-per-node=16"],
-            "tensor_parallel_dim 16 does not divide the model's num_kv_heads 8",
-        ),
-        (
-            ["model._component_=torchtune.models.llama3_3.llama3_3_7b"],
-            "(did you mean llama3_3_70b?)",
-        ),
-        (
-            ["entry=torchtune:full_finetune_distributed"],
-            "only the kit's own training methods can be computed",
-        ),
+        (["tensor_parallel_dim=16", "--gpus-per-node=16"], "not divide the model's num_kv_heads 8"),
+        (["model._component_=torchtune.models.llama3_3.llama3_3_7b"], "did you mean llama3_3_70b?"),
+        (["entry=torchtune:full_finetune_distributed"], "only the kit's own training methods can"),
     ],
 )
 def test_a_fault_is_one_line(user: Kit, recipe, arguments, line):
     done = user.cookbook("estimate", recipe, *arguments)
     assert done.returncode == 2 and done.stdout == "", done.stdout
     assert line in done.stderr and done.stderr.count("error: ") == 1, done.stderr
+
+
+def test_an_estimate_of_pretraining_is_of_all_steps():
+    for name, tokens in (("llama100m_pretrain", 8000 * 2**18), ("llama8b_pretrain", 2000 * 2**19)):
+        found = Estimate.of(recipes.load(name), Path("/root"), "h100-80")
+        assert found.fits and found.epoch[0] == tokens
 
 
 @pytest.mark.parametrize(

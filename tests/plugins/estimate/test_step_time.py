@@ -13,7 +13,7 @@ from launcher import gpus, paths
 from launcher import site as cluster
 from launcher.cli import cookbook
 from launcher.errors import RecipeFault
-from launcher.gpus import REACHED, Reached
+from launcher.gpus import Reached
 from launcher.recipe import load as recipes
 from launcher.recipe.shapes import shape_of
 from plugins.estimate.launcher.compute import DENSE, OTHER, Compute, grouped_by
@@ -39,21 +39,6 @@ LORA = replace(
     layout=Layout(shard=8, replicate=2),
 )
 STEPS = [FULL, SPLIT, LORA, replace(LORA, accumulation=3), replace(FULL, accumulation=2)]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stride", "gbs", "latency_us"),
-    [
-        # Seven hops of NVLink; eight GPUs leave their node together; one alone has its own link.
-        (8, 1, 450, 8.4 + 7 * 3.4),
-        (16, 1, 400, 8.4 + 14 * 3.4 + 9.6),
-        (2, 8, 50, 8.4 + 9.6),
-        (4, 2, 450, 8.4 + 3 * 3.4),
-    ],
-)
-def test_a_message_takes_a_rings_time(ranks, stride, gbs, latency_us):
-    seconds = 2e9 / (REACHED * gbs * 1e9) + latency_us / 1e6
-    assert LINKS.ring_s(2e9, ranks, stride) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("step", STEPS)

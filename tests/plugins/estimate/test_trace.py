@@ -50,6 +50,7 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "ranks", "changes"),
     [
@@ -101,6 +102,7 @@ def test_two_depths_tell_the_whole_model(ranks) -> None:
     assert told.weights == pytest.approx(whole.weights, abs=64)
 
 
+@pytest.mark.long
 def test_the_first_trace_of_a_process_is_as_the_next(tmp_path) -> None:
     """An operator that is not yet imported when a layer is prepared would be recomputed."""
     by_operation = {"enable_activation_checkpointing": False, "ac_mode": "selective"}

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +19,18 @@ from plugins.estimate.launcher.tuning import SHOWN, Tuning
 from tests.launcher.kit import Kit
 
 
-def tuned(
-    name: str,
-    *overrides: str,
-    kind: str = "h100-80",
-    nodes: int | None = None,
-    mfu: float | None = None,
-) -> Tuning:
-    recipe = recipes.load(name, overrides, {"nodes": nodes} if nodes else {})
-    return Tuning(Estimate.of(recipe, Path("/x"), kind, mfu=mfu).predictor)
+def estimated(
+    name: str, *overrides: str, kind: str = "h100-80", mfu: float | None = None, **resources: int
+) -> Estimate:
+    return Estimate.of(recipes.load(name, overrides, resources), Path("/x"), kind, mfu=mfu)
+
+
+def tuned(name: str, *overrides: str, **more: Any) -> Tuning:
+    return Tuning(estimated(name, *overrides, **more).predictor)
+
+
+def by_vllm(*overrides: str) -> Estimate:
+    return estimated("qwen3_8b_grpo_lora", "rollout_engine=vllm", *overrides)
 
 
 def mfu_while_computing(found: Prediction) -> float:
@@ -122,14 +126,12 @@ def test_tune_is_printed_and_given_as_json(user: Kit):
 
 
 def test_for_a_recipe_that_does_not_fit_the_fastest_that_does_is_named():
-    recipe = recipes.load("qwen32b_full", resources={"nodes": 1, "gpus_per_node": 4})
-    found = Tuning(Estimate.of(recipe, Path("/nowhere"), "h100-80").predictor)
+    found = tuned("qwen32b_full", nodes=1, gpus_per_node=4)
     lines = list(found.lines())
     assert not found.own.fits and found.faster[0].fits
     assert lines[4] == "the recipe does not fit; these settings do, the fastest first:"
     assert "activation_checkpointing=" in lines[5]
-    alone = recipes.load("qwen32b_full", resources={"nodes": 1, "gpus_per_node": 1})
-    nothing = Tuning(Estimate.of(alone, Path("/nowhere"), "h100-80").predictor)
+    nothing = tuned("qwen32b_full", nodes=1, gpus_per_node=1)
     assert nothing.faster == []
     assert list(nothing.lines())[-1].startswith("neither the recipe nor a setting near it fits")
 
@@ -137,7 +139,7 @@ def test_for_a_recipe_that_does_not_fit_the_fastest_that_does_is_named():
 @pytest.mark.long
 def test_rollout_nodes_are_counted_and_their_split_is_tried() -> None:
     def of(*given: str) -> Estimate:
-        return Estimate.of(recipes.load("qwen3_8b_grpo_lora", given), Path("/x"), "h100-80")
+        return estimated("qwen3_8b_grpo_lora", *given)
 
     same, apart, more = of(), of("resources.rollout=1"), of("resources.rollout=4")
     assert "generating answers" in same.memory.phases.keys() - apart.memory.phases.keys()
@@ -164,25 +166,17 @@ def test_rollout_nodes_are_counted_and_their_split_is_tried() -> None:
 
 
 def test_vllm_gets_all_answers_at_once_and_merges_nothing() -> None:
-    def of(*given: str) -> Estimate:
-        own = ["rollout_engine=vllm", *given]
-        return Estimate.of(recipes.load("qwen3_8b_grpo_lora", own), Path("/x"), "h100-80")
-
-    one, two = of("resources.rollout=1"), of("resources.rollout=2")
+    one, two = by_vllm("resources.rollout=1"), by_vllm("resources.rollout=2")
     assert one.step.answers_at_once == 2 * two.step.answers_at_once == one.step.answers_per_step
     assert two.rollout_s["generate"] < one.rollout_s["generate"]
-    four = of("resources.rollout=1", "rollout_gpus=4")
+    four = by_vllm("resources.rollout=1", "rollout_gpus=4")
     assert four.sampler["weights"] == one.sampler["weights"] / 4
     assert four.step.answers_at_once == 4 * one.step.answers_at_once
     assert one.sampler.keys() == {*("weights", "keys and values", "logits", "working memory")}
 
 
 def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
-    def of(*given: str) -> Estimate:
-        own = ["rollout_engine=vllm", *given]
-        return Estimate.of(recipes.load("qwen3_8b_grpo_lora", own), Path("/x"), "h100-80")
-
-    turns, apart = of(), of("resources.rollout=1")
+    turns, apart = by_vllm(), by_vllm("resources.rollout=1")
     # It keeps something of each GPU while the ranks compute, and the ranks while it generates.
     assert turns.memory.peak == apart.memory.peak + turns.memory.terms["vLLM asleep"]
     state = turns.sampler["trainer's state"]
@@ -193,38 +187,31 @@ def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
     assert f"vLLM gets {turns.vllm_share:.2f} of each GPU" in text
     assert "Memory per GPU while vLLM generates" in text
     assert "on the CPU of each node that generates: 122 GiB of weights" in text
-    assert "that generates" not in "\n".join(lines(of("model.lora_rank=null")))
+    assert "that generates" not in "\n".join(lines(by_vllm("model.lora_rank=null")))
     # A share of one's own: the sum is of the whole of it; one that holds no answer does not fit.
-    half = of("rollout_gpu_memory_utilization=0.5")
+    half = by_vllm("rollout_gpu_memory_utilization=0.5")
     whole = 0.5 * half.gpu.memory_gib * 2**30
     assert sum(half.sampler.values()) == pytest.approx(whole + state) and half.fits
-    small = of("rollout_gpu_memory_utilization=0.18")
+    small = by_vllm("rollout_gpu_memory_utilization=0.18")
     assert not small.fits and "room for 0 of its 32 answers" in "\n".join(lines(small))
     assert small.remedies[-1].fits
     assert small.remedies[-1].overrides == "rollout_gpu_memory_utilization=null"
-    large = of("rollout_gpu_memory_utilization=0.9")
+    large = by_vllm("rollout_gpu_memory_utilization=0.9")
     assert not large.fits and sum(large.sampler.values()) > usable
     # Less room: the same answers take several turns.
-    some = of("rollout_gpu_memory_utilization=0.22")
+    some = by_vllm("rollout_gpu_memory_utilization=0.22")
     assert some.fits and some.rollout_s["generate"] > 1.1 * turns.rollout_s["generate"]
-    four = of("rollout_gpus=4")
+    four = by_vllm("rollout_gpus=4")
     assert four.sampler["weights"] == turns.sampler["weights"] / 4
-    one = Estimate.of(
-        recipes.load("qwen3_0_6b_grpo", ["rollout_engine=vllm"]), Path("/x"), "h100-80"
-    )
-    assert turns.fits and one.fits
+    assert turns.fits and estimated("qwen3_0_6b_grpo", "rollout_engine=vllm").fits
 
 
 def test_a_reward_model_is_on_the_gpus_that_train(tmp_path: Path) -> None:
     save_file({"score.weight": torch.zeros(1, 10**6)}, tmp_path / "model.safetensors")
     judge = ["+rewards.judge.function=reward_model", f"+rewards.judge.model={tmp_path}"]
-
-    def of(*given: str) -> Estimate:
-        return Estimate.of(
-            recipes.load("qwen3_8b_grpo_lora", [*judge, *given]), Path("/x"), "h100-80"
-        )
-
-    beside, apart = of(), of("resources.rollout=1")
+    beside, apart = (
+        estimated("qwen3_8b_grpo_lora", *judge, *given) for given in ((), ("resources.rollout=1",))
+    )
     assert beside.memory.terms["reward models"] == apart.memory.terms["reward models"] == 2 * 10**6
     assert "reward models" not in apart.sampler
     # A forward pass of all answers: a hundredth of what generating them takes.

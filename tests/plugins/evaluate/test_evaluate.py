@@ -204,14 +204,29 @@ def test_a_batch_is_answered_in_order_by_any_number_of_workers(tmp_path, suite, 
     assert [each["answer"] for each in answers] == wanted
 
 
-def test_a_line_of_a_batch_that_cannot_be_asked_is_told(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "rows", "told"),
+    [
+        (
+            "batch",
+            ['{"prompt": "a", "max_tokens": 3}', '{"text": "b"}', '{"messages": []}'],
+            ["line 1: it sets max_tokens, which", "has no messages, prompt or question", "line 3"],
+        ),
+        (
+            "generation",
+            ['{"question": "a"}', "not json", '{"question": "b", "answer": "c"}'],
+            ["line 1: it has no 'answer'", "line 2"],
+        ),
+    ],
+)
+def test_all_lines_that_cannot_be_asked_are_told_at_once(tmp_path, kind, rows, told):
     data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "a", "max_tokens": 3}\n{"text": "b"}\n{"messages": []}\n')
+    data.write_text("\n".join(rows) + "\n")
     with pytest.raises(ConfigError) as error:
-        samples.read("answers", {"kind": "batch", "data": str(data)})
-    first, second, third = error.value.faults
-    assert "line 1: it sets max_tokens, which a job has for all lines" in first
-    assert "has no messages, prompt or question" in second and "line 3" in third
+        samples.read("answers", {"kind": kind, "data": str(data)})
+    assert [words in fault for words, fault in zip(told, error.value.faults, strict=True)] == [
+        True
+    ] * len(told), error.value.faults
 
 
 def test_a_stop_file_ends_it_and_keeps_what_is_answered(tmp_path, suite):
@@ -270,12 +285,3 @@ def test_a_prompt_that_leaves_no_room_is_counted_and_not_cut(model_folder):
     given = [samples.Sample(0, "word " * 900, "x", ""), samples.Sample(1, "short", "x", "")]
     long, short = answerer.answers(given, {})
     assert long["too_long"] and not long["answer"] and short["new_tokens"] > 0
-
-
-def test_all_faults_of_the_data_are_told_at_once(tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"question": "a"}\nnot json\n{"question": "b", "answer": "c"}\n')
-    with pytest.raises(ConfigError) as error:
-        samples.read("answers", {"data": str(data)})
-    first, second = error.value.faults
-    assert re.search(r"line 1: it has no 'answer'", first) and "line 2" in second

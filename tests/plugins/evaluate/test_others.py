@@ -1,11 +1,9 @@
 """Tasks that others answer: lm-evaluation-harness on local files, a judge that the kit serves."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from plugins.evaluate import main as evaluate
 from plugins.evaluate.model import Answerer
 from plugins.serve import endpoint as endpoints
 from plugins.serve.journal import read
+from tests.launcher.kit import until
 
 HARNESS = """
 task: slurm_yes_no
@@ -85,11 +84,8 @@ def judge(tmp_path, model_folder):
     (run / "train.yaml").write_text(json.dumps(config))
     argv = [sys.executable, "-m", "plugins.serve.server", str(run / "train.yaml")]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
     try:
-        while not any(each["state"] == "ready" for each in endpoints.servers(folder)):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
+        until(lambda: "ready" in [each["state"] for each in endpoints.servers(folder)], 120)
         yield endpoints.servers(folder)[0]["url"], folder
     finally:
         process.send_signal(signal.SIGTERM)
@@ -115,7 +111,6 @@ def test_a_judge_that_the_kit_serves_is_asked_twice_with_the_answers_exchanged(
     asked = list(read(folder / endpoints.REQUESTS))
     assert len(asked) == 6 and {row["status"] for row in asked} == {200}
     assert all("Reply with one letter" in row["messages"] for row in asked)
-    os.chmod(folder / "key", 0o600)
     (folder / "wrong").write_text("no-key")
     task["judge_key_file"] = str(folder / "wrong")
     with pytest.raises(Exception, match="401 Unauthorized: check judge_url and its key"):

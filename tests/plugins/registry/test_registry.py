@@ -6,7 +6,9 @@ import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,21 +60,21 @@ def evaluated(
     export = run.path / "export"
     folder = run.path / "evals"
     folder.mkdir(exist_ok=True)
-    figures: dict = {"candidate": {"value": f1}}
+    number, figures = len(list(folder.glob("*.json"))), {"candidate": {"value": f1}}
     if against is not None:
         figures["difference"] = {"value": f1 - 0.8, "p": p}
     task = {"kind": "generation", "samples": count, "data_sha256": data}
     settings = {key: EVAL[key].default for key in COMPARED} | {"max_new_tokens": tokens}
     result = {
         "suite": suite,
-        "run": f"eval-of-{run.name[-4:]}-{len(list(folder.glob('*.json')))}",
-        "created": float(len(list(folder.glob("*.json")))),
+        "run": f"eval-of-{run.name[-4:]}-{number}",
+        "created": float(number),
         "settings": settings,
         "candidate": {"folder": str(export.resolve()), "weights_sha256": content_sha256(export)},
         "against": {"weights_sha256": content_sha256(against)} if against else None,
         "tasks": {"answers": {**task, "settings": {}, "metrics": {"f1": {"all": figures}}}},
     }
-    name = f"{suite}--{len(list(folder.glob('*.json')))}"
+    name = f"{suite}--{number}"
     (folder / f"{name}.json").write_text(json.dumps(result))
     sample = {"task": "answers", "index": 0, "candidate": {"answer": answer}}
     (folder / f"{name}.samples.jsonl").write_text(json.dumps(sample) + "\n")
@@ -87,12 +89,21 @@ def site(tmp_path_factory) -> Site:
         yield Site()
 
 
-def promote(site: Site, alias: str = "champion", **more) -> registry.Version:
-    told: list[str] = []
-    file = site.root / "gates.yaml"
-    return workflow.promote(
-        site, "intent", alias, more.get("number"), file, "a reason", told.append
-    )
+def registered(site: Site, run: Run, name: str, copy: bool = False) -> registry.Version:
+    return workflow.register(site, models.resolve(site, run.name), name, copy=copy)
+
+
+def promote(
+    site: Site,
+    name: str = "intent",
+    to: str = "champion",
+    number: int | None = None,
+    gates: str | Path | None = "gates.yaml",
+    say: Callable[[str], None] = lambda line: None,
+    **more: Any,
+) -> registry.Version:
+    file = site.root / gates if gates else None
+    return workflow.promote(site, name, to, number, file, "a reason", say, **more)
 
 
 def test_a_run_is_imported_once_with_what_it_is_made_of(site):
@@ -138,10 +149,10 @@ def test_a_run_that_is_half_written_hinders_no_other(site):
 def test_gates_let_through_or_say_why_and_rollback_goes_back(site):
     first, second = finished_run(site.root, 3), finished_run(site.root, 4)
     evaluated(first, 0.8, "fine")
-    one = workflow.register(site, models.resolve(site, first.name), "intent", copy=False)
+    one = registered(site, first, "intent")
     assert (one.number, one.aliases, one.tags["gpu_hours"]) == (1, ("candidate",), "0.02")
     assert promote(site).number == 1
-    two = workflow.register(site, models.resolve(site, second.name), "intent", copy=True)
+    two = registered(site, second, "intent", copy=True)
     assert two.folder != second.path / "export" and (two.folder / "config.json").is_file()
     with pytest.raises(GateFault) as error:
         promote(site)
@@ -182,18 +193,17 @@ def test_the_gates_of_a_name_judge_its_next_version(site):
     file, told = site.root / "own.yaml", []
     file.write_text(GATES)
 
-    def promote(gates: Path | None = None, **more) -> int:
+    def asked(gates: Path | None = None, **more) -> int:
         told.clear()
-        say = told.append
-        return workflow.promote(site, "own", "champion", None, gates, None, say, **more).number
+        return promote(site, "own", gates=gates, say=told.append, **more).number
 
     evaluated(good, 0.8)
-    workflow.register(site, models.resolve(site, good.name), "own", copy=False)
-    assert promote(file) == 1 and f"the gates of own are from now on {file}" in told[0]
+    registered(site, good, "own")
+    assert asked(file) == 1 and f"the gates of own are from now on {file}" in told[0]
     file.unlink()
-    workflow.register(site, models.resolve(site, bad.name), "own", copy=False)
+    registered(site, bad, "own")
     with pytest.raises(GateFault, match="own v2 has no evaluation of suite"):
-        promote()
+        asked()
     assert told[0] == f"gates of own: {file}"
     endpoint = Endpoint(site.root / "endpoints" / "garden")
     endpoint.folder.mkdir(parents=True)
@@ -204,7 +214,7 @@ def test_the_gates_of_a_name_judge_its_next_version(site):
     serving.write("submission.json", {"jobs": [entry]})
     serving.write("status.json", {"state": "RUNNING", "job_id": job})
     endpoint.write([Deployment("models:/own@champion", "own v1", runs=[serving.name])])
-    assert promote(without=True) == 2 and "no gate is asked this once" in told[0]
+    assert asked(without=True) == 2 and "no gate is asked this once" in told[0]
     swap = "endpoint garden still serves own v1; swap it with: cookbook serve --keep garden --once"
     assert told[-1] == swap
     last = registry.history(stores.at(site.root), "own")[-1]
@@ -217,13 +227,11 @@ def test_the_gates_of_a_name_judge_its_next_version(site):
 
 def test_only_the_evaluation_that_a_gate_asks_for_counts(site):
     run = finished_run(site.root, 5)
-    workflow.register(site, models.resolve(site, run.name), "easy", copy=False)
+    registered(site, run, "easy")
 
     def refused() -> str:
         with pytest.raises(GateFault) as error:
-            workflow.promote(
-                site, "easy", "champion", None, site.root / "gates.yaml", None, lambda _: None
-            )
+            promote(site, "easy")
         return error.value.faults[0]
 
     assert "v1 has no evaluation of suite.answers: make it with: cookbook eval " in refused()
@@ -239,26 +247,23 @@ def test_only_the_evaluation_that_a_gate_asks_for_counts(site):
     weights.write_bytes(content)
     # A later evaluation of other data hides no earlier one that counts.
     evaluated(run, 1.0, data="d2")
-    made = workflow.promote(
-        site, "easy", "champion", None, site.root / "gates.yaml", None, lambda _: None
-    )
-    assert made.number == 1
+    assert promote(site, "easy").number == 1
 
 
 def test_a_champion_whose_files_were_replaced_is_no_measure(site):
     """The same folder, registered again with other weights, is not the champion itself."""
-    run, told = finished_run(site.root, 6), lambda _: None
-    export, file = run.path / "export", site.root / "gates.yaml"
+    run = finished_run(site.root, 6)
+    export = run.path / "export"
     evaluated(run, 0.9)
-    workflow.register(site, models.resolve(site, run.name), "same", copy=False)
-    workflow.promote(site, "same", "champion", None, file, None, told)
-    workflow.promote(site, "same", "staging", 1, file, None, told)
+    registered(site, run, "same")
+    promote(site, "same")
+    promote(site, "same", to="staging", number=1)
     weights = export / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"w")
     evaluated(run, 0.6, against=export)
-    workflow.register(site, models.resolve(site, run.name), "same", copy=False)
+    registered(site, run, "same")
     with pytest.raises(GateFault) as error:
-        workflow.promote(site, "same", "champion", None, file, None, told)
+        promote(site, "same")
     (fault,) = error.value.faults
     assert f"{export}, the champion, has changed since it was promoted: restore it" in fault
     assert "cookbook promote same --rollback champion" in fault
@@ -266,8 +271,8 @@ def test_a_champion_whose_files_were_replaced_is_no_measure(site):
 
 def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site):
     run, told = finished_run(site.root, 8), []
-    workflow.register(site, models.resolve(site, run.name), "faq", copy=False)
-    made = workflow.promote(site, "faq", "champion", None, None, None, told.append)
+    registered(site, run, "faq")
+    made = promote(site, "faq", gates=None, say=told.append)
     assert made.number == 1
     for task in ("likelihood", "answers"):
         assert sum(f"slurm_qa.{task}" in line for line in told) == 1, told
@@ -275,10 +280,10 @@ def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site):
     assert "passed  size" in told[2] and told[3].startswith("note: no gate has judged the answers")
     # An evaluation that does not count is no reason to pass.
     again = finished_run(site.root, 9)
-    workflow.register(site, models.resolve(site, again.name), "faq", copy=False)
+    registered(site, again, "faq")
     evaluated(again, 1.0, suite="slurm_qa")
     with pytest.raises(GateFault, match="does not count: its samples are others"):
-        workflow.promote(site, "faq", "champion", None, None, None, told.append)
+        promote(site, "faq", gates=None, say=told.append)
 
 
 def test_an_evaluation_is_printed_as_gates(tmp_path):

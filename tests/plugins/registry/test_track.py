@@ -6,9 +6,9 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from launcher.do import models
 from launcher.site import Site
 from plugins.registry.launcher import promote as workflow
-from tests.launcher.kit import Kit, finished_run
+from tests.launcher.kit import Kit, finished_run, until
 
 # Importing MLflow and W&B takes seconds.
 pytestmark = pytest.mark.long
@@ -36,15 +36,14 @@ def server(tmp_path) -> Iterator[str]:
     with open(tmp_path / "server.log", "w") as log:
         host, _, port = address.partition(":")
         process = subprocess.Popen([*argv, "--host", host, "--port", port], stdout=log, stderr=log)
+
+    def answers() -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"http://{address}/health", timeout=5):
+            return True
+        return False
+
     try:
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"http://{address}/health", timeout=5)
-                break
-            except OSError:
-                assert time.monotonic() < deadline, (tmp_path / "server.log").read_text()
-                time.sleep(0.5)
+        until(answers, 120, (tmp_path / "server.log").read_text)
         yield f"http://{address}"
     finally:
         process.terminate()
@@ -76,12 +75,20 @@ def test_a_server_has_the_run_with_its_files_and_is_the_registry(server, tmp_pat
     assert models.resolve(site, "models:/intent@champion").run.name == run.name
 
 
-def test_a_server_that_is_away_is_told(tmp_path):
+@pytest.mark.parametrize(
+    ("uri", "status", "words"),
+    [
+        ("http://127.0.0.1:9", 1, "the MLflow server http://127.0.0.1:9: it does not answer"),
+        ("wandb", 1, "nobody is logged in: run: wandb login"),
+        ("mlfow", 2, "tracking: 'mlfow' is not mlflow, an MLflow server's"),
+    ],
+)
+def test_a_place_that_takes_nothing_is_told(tmp_path, uri, status, words):
     finished_run(tmp_path, 1)
-    away = user_of(tmp_path).cookbook("track", "--uri", "http://127.0.0.1:9")
-    assert away.returncode == 1
-    assert "the MLflow server http://127.0.0.1:9: it does not answer" in away.stderr
-    assert "Traceback" not in away.stderr
+    user = user_of(tmp_path, HOME=str(tmp_path), WANDB_MODE="online", WANDB_API_KEY="")
+    done = user.cookbook("track", "--uri", uri)
+    assert (done.returncode, words in done.stderr) == (status, True), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def records(folder: Path) -> list:
@@ -134,19 +141,3 @@ def test_wandb_has_each_step_once_with_its_time(tmp_path):
     settings = {item.key: json.loads(item.value_json) for each in configs for item in each.update}
     assert settings["optimizer.lr"] == 0.001
     assert settings["cookbook/data"][0]["sha256"] == "d" * 64
-
-
-def test_wandb_without_a_login_says_what_to_do(tmp_path):
-    finished_run(tmp_path, 1)
-    user = user_of(tmp_path, HOME=str(tmp_path), WANDB_MODE="online", WANDB_API_KEY="")
-    done = user.cookbook("track", "--uri", "wandb")
-    assert done.returncode == 1
-    assert "nobody is logged in: run: wandb login" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_place_that_is_none_is_refused(tmp_path):
-    finished_run(tmp_path, 1)
-    done = user_of(tmp_path).cookbook("track", "--uri", "mlfow")
-    assert done.returncode == 2
-    assert "tracking: 'mlfow' is not mlflow, an MLflow server's" in done.stderr

@@ -1,6 +1,18 @@
-"""The trainer's model and data are those of this plug-in's tests, too."""
+"""Models and data of the trainer's tests, and the demo's of sums."""
 
-from tests.trainer.conftest import cache as cache
-from tests.trainer.conftest import dataset as dataset
-from tests.trainer.conftest import model_folder as model_folder
-from tests.trainer.conftest import one_thread as one_thread
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.conftest import dataset, model_folder, one_thread
+from trainer import demo_sums
+
+__all__ = ["dataset", "model_folder", "one_thread"]
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model, hardly trained, and its prompts."""
+    folder = tmp_path_factory.mktemp("sums") / "model"
+    demo_sums.make(folder, steps=40)
+    return folder

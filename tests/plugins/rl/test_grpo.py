@@ -21,14 +21,6 @@ RECIPE = Path(__file__).parents[3] / "configs/recipes/demo_grpo.yaml"
 TP = {"tensor_parallel_dim": 2, "batch_size": 32}
 
 
-@pytest.fixture(scope="session")
-def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model, hardly trained, and its prompts."""
-    folder = tmp_path_factory.mktemp("sums") / "model"
-    demo_sums.make(folder, steps=40)
-    return folder
-
-
 def config(folder: Path, made: Path, **changes: Any) -> Path:
     """A run of the demo's recipe in `folder`; returns its train.yaml."""
     text = RECIPE.read_text().replace("${checkpointer.checkpoint_dir}", str(made))
@@ -160,7 +152,7 @@ def test_several_turns_and_a_reward_model(tmp_path: Path, sums: Path) -> None:
     # As transformers scores one document alone.
     judge = Scorer(folder, {"dtype": "fp32"}, torch.device("cpu"))
     prompt, answer = next(each for each in answers if each[1]["turns"] == 1)
-    tokens = judge_tokens(folder, prompt + answer["answer"])
+    tokens = hugging_face_tokenizer(str(folder)).encode(prompt + answer["answer"])
     ended = tokens if answer["cut"] else [*tokens, 1]
     assert judge.value(ended) == pytest.approx(answer["scores"]["model"], abs=1e-5)
     content = read_yaml(path)
@@ -176,11 +168,6 @@ def test_several_turns_and_a_reward_model(tmp_path: Path, sums: Path) -> None:
     assert broken.startswith("rewards.broken: ") and "a text or messages" in broken
     content["rewards"] = {"model": {"function": "reward_model", "model": str(sums)}}
     assert "has no reward model" in check.faults(content, PolicyOptimisation)[0]
-
-
-def judge_tokens(folder: Path, text: str) -> list[int]:
-    """The tokens of a text that begins by its own first token."""
-    return hugging_face_tokenizer(str(folder)).encode(text)
 
 
 @pytest.mark.named

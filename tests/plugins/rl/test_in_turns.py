@@ -13,10 +13,18 @@ from plugins.rl.sampler import Sampler
 from plugins.rl.samplers import Request, Sampled, Samplers
 from runspec import files
 from tests.plugins.rl.test_grpo import MODULE, config
-from tests.plugins.rl.test_samplers import CASES, WORLD, Answer, limited, samplers, servers
-from tests.trainer.runs import finish, metrics, start
+from tests.plugins.rl.test_samplers import (
+    FAST,
+    WORLD,
+    Answer,
+    assert_as_alone,
+    limited,
+    samplers,
+    servers,
+    trained_alone,
+)
+from tests.trainer.runs import finish, start
 from tests.vllm_stand_in import vllm_python
-from trainer import demo_sums
 from trainer.errors import ConfigError, RolloutError
 
 ASKED = Request([[1]], None, 1, 8, 1.0)._asdict()
@@ -138,28 +146,20 @@ def test_vllm_takes_what_the_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.named
 @pytest.mark.parametrize("case", ["full", "lora", "qdora", "fsdp"])
 def test_vllm_in_turns_gives_the_losses_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    tmp_path: Path, sums: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.setenv("COOKBOOK_BACKEND", str(vllm_python(tmp_path)))
-    model, (ranks, changes) = tmp_path / "model", CASES[case]
-    demo_sums.make(model, steps=10)
-    own = {"max_steps": 6, "updates_per_rollout": 1} | changes
-    own |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3}}
-    finish(start(config(tmp_path / "same", model, **own), ranks, module=MODULE))
-    path = config(tmp_path / "turns", model, **own, rollout_engine="vllm")
+    ranks, own = trained_alone(tmp_path, sums, case, max_steps=6, optimizer=FAST)
+    path = config(tmp_path / "turns", sums, **own, rollout_engine="vllm")
     monkeypatch.setenv("ROLLOUT_IN_TURNS", "yes")
     with samplers(path.parent, ranks):
         monkeypatch.setenv("ROLLOUT_SAMPLERS", str(ranks))
         output = finish(start(path, ranks, module=MODULE))
     assert f"{ranks} sampler{'s' * (ranks > 1)} in turns with the ranks" in output
-    one, other = (metrics(tmp_path / name) for name in ("turns", "same"))
-    for line, same in zip(one, other, strict=True):
-        assert abs(line["kl/sampler"]) < 1e-5
-        assert line["reward"] == same["reward"]
-        assert line["loss"] == pytest.approx(same["loss"], abs=1e-4)
+    steps = assert_as_alone(tmp_path, "turns")
     level = 1 if case == "lora" else 2
     for index in range(ranks):
         log = (tmp_path / f"turns/logs/0/rollout_{index}.log").read_text()
-        assert log.count(f"asleep at level {level}") == len(one)
+        assert log.count(f"asleep at level {level}") == steps
         woken = "awake: all" if level == 1 else "awake: weights"
-        assert log.count(woken) == len(one) - 1, "it starts awake"
+        assert log.count(woken) == steps - 1, "it starts awake"

@@ -13,7 +13,8 @@ from plugins.estimate.launcher.step_time import step_time
 from plugins.estimate.trace import trace
 from plugins.rl.on_policy import OnPolicyDistillation
 from plugins.rl.recipe_keys import OnPolicyConfig
-from tests.trainer.methods.test_distill import STEP, TP, wide_content
+from tests.plugins.estimate.test_methods import wide_content
+from tests.trainer.methods.test_distill import STEP, TP
 from tests.trainer.methods.test_distill import teacher as teacher
 from tests.trainer.runs import (
     assert_same_curve,
@@ -94,12 +95,10 @@ def test_what_cannot_generate_is_refused(
 
 @pytest.mark.long
 def test_the_estimate_counts_answers_that_are_generated(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path
+    tmp_path: Path, model_folder: Path, dataset: Path
 ) -> None:
-    content = wide_content(tmp_path, model_folder, dataset, teacher, {}) | {
-        "entry": "distill_on_policy",
-        "on_policy_share": 0.0,
-    }
+    content = wide_content(tmp_path, model_folder, dataset)
+    content |= {"entry": "distill_on_policy", "on_policy_share": 0.0}
     own = {"on_policy_share": 0.5, "max_new_tokens": 64}
     step = step_of(content | own, 1, 2)
     phase = StepMemory(step).phases["generating answers"]

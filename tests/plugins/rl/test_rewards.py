@@ -84,7 +84,7 @@ def test_a_program_has_limits(program: str, monkeypatch: pytest.MonkeyPatch) -> 
         text = program.replace("PORT", str(server.getsockname()[1]))
         assert not builtin.run_program(text, 0.4, 256)
         if "PORT" in program:
-            assert builtin.run_program(text, 5, 256, network=True)
+            assert builtin.run_program(text, 60, 256, network=True)
 
 
 def test_faults_of_the_key(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from tests.plugins.rl.test_grpo import MODULE, TP, config
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start
 from tests.vllm_stand_in import vllm_python
-from trainer import demo_sums
 from trainer.errors import RolloutError, write_error_record
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
@@ -140,14 +139,10 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("vllm")
 def test_vllm_generates_by_the_weights_of_each_rollout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, sent: str
+    tmp_path: Path, sums: Path, monkeypatch: pytest.MonkeyPatch, case: str, sent: str
 ) -> None:
-    model, (ranks, changes) = tmp_path / "model", CASES[case]
-    demo_sums.make(model, steps=10)
-    own = {"max_steps": 4, "updates_per_rollout": 1} | changes
-    own |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3}}
-    finish(start(config(tmp_path / "same", model, **own), ranks, module=MODULE))
-    path = config(tmp_path / "apart", model, **own, rollout_engine="vllm")
+    ranks, own = trained_alone(tmp_path, sums, case, max_steps=4, optimizer=FAST)
+    path = config(tmp_path / "apart", sums, **own, rollout_engine="vllm")
     with samplers(path.parent, 1):
         monkeypatch.setenv("ROLLOUT_SAMPLERS", "1")
         finish(start(path, ranks, module=MODULE))
@@ -155,12 +150,7 @@ def test_vllm_generates_by_the_weights_of_each_rollout(
         assert (written[0] / f"{sent}.safetensors").exists() or (
             written[0] / f"{sent}_model.safetensors"
         ).exists()
-    one, other = (metrics(tmp_path / name) for name in ("apart", "same"))
-    for line, same in zip(one, other, strict=True):
-        # By older weights, or another softmax, they would differ by far more.
-        assert abs(line["kl/sampler"]) < 1e-5
-        assert line["reward"] == same["reward"]
-        assert line["loss"] == pytest.approx(same["loss"], abs=1e-4)
+    assert_as_alone(tmp_path, "apart")
 
 
 LORA = {"model": {"lora_rank": 4, "quantize_base": False}, "generation_batch_size": 16}
@@ -172,6 +162,26 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "qdora": (1, LORA | {"model": {"lora_rank": 4, "use_dora": True, "quantize_base": True}}),
     "lora-fsdp": (2, LORA | {"batch_size": 16}),
 }
+FAST = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
+
+
+def trained_alone(folder: Path, model: Path, case: str, **own: Any) -> tuple[int, dict[str, Any]]:
+    """Train a case without samplers, in `same`; return its ranks and its keys."""
+    ranks, changes = CASES[case]
+    own = {"updates_per_rollout": 1} | changes | own
+    finish(start(config(folder / "same", model, **own), ranks, module=MODULE))
+    return ranks, own
+
+
+def assert_as_alone(folder: Path, name: str) -> int:
+    """Compare a run with the one without samplers; return the number of their steps."""
+    one, other = (metrics(folder / each) for each in (name, "same"))
+    for line, same in zip(one, other, strict=True):
+        # By older weights, or another softmax, they would differ by far more.
+        assert abs(line["kl/sampler"]) < 1e-5
+        assert line["reward"] == same["reward"]
+        assert line["loss"] == pytest.approx(same["loss"], abs=1e-4)
+    return len(one)
 
 
 @contextmanager
@@ -210,13 +220,10 @@ def test_a_folder_that_cannot_be_looked_at_ends_no_sampler(tmp_path: Path) -> No
     ],
 )
 def test_two_samplers_give_the_losses_of_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    tmp_path: Path, sums: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    model, (ranks, changes) = tmp_path / "model", CASES[case]
-    demo_sums.make(model, steps=10)
-    own = {"max_steps": 3, "updates_per_rollout": 1} | changes
-    finish(start(config(tmp_path / "same", model, **own), ranks, module=MODULE))
-    path = config(tmp_path / "apart", model, **own)
+    ranks, own = trained_alone(tmp_path, sums, case, max_steps=3)
+    path = config(tmp_path / "apart", sums, **own)
     with samplers(path.parent, 2):
         monkeypatch.setenv("ROLLOUT_SAMPLERS", "2")
         finish(start(path, ranks, module=MODULE))
@@ -243,13 +250,16 @@ def test_two_samplers_give_the_losses_of_none(
     ],
 )
 def test_samplers_work_ahead_within_the_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, at_once: int, updates: int
+    tmp_path: Path,
+    sums: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+    at_once: int,
+    updates: int,
 ) -> None:
-    model, own = tmp_path / "model", {"max_staleness": most, "importance_cap": 2.0}
-    demo_sums.make(model, steps=10)
-    steps = 12 * updates
+    steps, own = 12 * updates, {"max_staleness": most, "importance_cap": 2.0}
     own |= {"generation_batch_size": at_once, "updates_per_rollout": updates, "max_steps": steps}
-    path = config(tmp_path / "ahead", model, **own)
+    path = config(tmp_path / "ahead", sums, **own)
     with samplers(path.parent, 1):
         monkeypatch.setenv("ROLLOUT_SAMPLERS", "1")
         kill_at(path, steps // 2, module=MODULE)

@@ -24,12 +24,10 @@ from plugins.serve import backends, parameters
 from plugins.serve.front import Front
 from plugins.serve.journal import Journal, read
 from plugins.serve.keys import Keys, Quotas
-from plugins.serve.recipe_keys import SERVE
 from plugins.serve.upstream import Upstream
 from tests.launcher.kit import until
-from tests.plugins.serve.test_protocol import KEY, front
+from tests.plugins.serve.kit import KEY, SETTINGS, front
 
-SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "demo"}
 SYSTEM: Any = [{"role": "system", "content": "string"}]
 ASKED: Any = [{"role": "user", "content": "What is Slurm used for?"}]
 FUNCTION: Any = {"name": "name", "description": "description", "parameters": {"foo": "bar"}}
@@ -162,8 +160,8 @@ def test_openais_cases(served):
         assert refused.value.param == name and name in refused.value.message
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="any", input="hello")
-    assert [each.id for each in client.models.list()] == ["demo"]
-    assert client.models.retrieve("demo").id == "demo"
+    assert [each.id for each in client.models.list()] == ["e"]
+    assert client.models.retrieve("e").id == "e"
     done = client.completions.create(model="any", prompt=["Slurm", "A GPU"], n=2, max_tokens=3)
     assert [each.index for each in done.choices] == [0, 1, 2, 3]
     with pytest.raises(openai.BadRequestError, match="prompt as text only"):
@@ -272,7 +270,7 @@ def test_openais_cases_before_a_server_like_vllms(tmp_path, streamed):
     refused = {"audio", "functions", "logit_bias", "max_tokens", "max_completion_tokens"}
     refused |= {"modalities", "prediction", "store"}
 
-    async def check(http, url, backend, port) -> None:
+    async def check(http, url, backend) -> None:
         known = {key: value for key, value in EVERYTHING.items() if key not in refused}
         given = {"messages": SYSTEM, "model": "gpt-4o", "stream": streamed}
         async with openai.AsyncOpenAI(

@@ -80,37 +80,39 @@ def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
         os.kill(facts["pid"], signal.SIGKILL)
 
 
+LORA = {"r": 8, "lora_alpha": 16}
+PREFIX, IA3 = {"peft_type": "PREFIX_TUNING"}, {"peft_type": "IA3"}
+# As the kit exports a matrix of three: three times the rank and the alpha.
+OF_THREE = {"rank_pattern": {"qkv_proj": 24}, "alpha_pattern": {"qkv_proj": 48}}
+
+
 @pytest.mark.parametrize(
-    ("settings", "backend", "field"),
+    ("settings", "backend", "base", "words"),
     [
-        ({"use_rslora": True}, "sglang", "use_rslora"),
-        ({"use_rslora": True}, "vllm", None),
-        ({"alpha_pattern": {"q_proj": 4}}, "vllm", "alpha_pattern"),
-        ({"alpha_pattern": {"q_proj": 4}}, "transformers", None),
-        # As the kit exports a matrix of three: three times the rank and the alpha.
-        ({"rank_pattern": {"qkv_proj": 24}, "alpha_pattern": {"qkv_proj": 48}}, "sglang", None),
+        (LORA | {"use_rslora": True}, "sglang", "llama", "ignores the adapter's use_rslora, so"),
+        (LORA | {"use_rslora": True}, "vllm", "llama", None),
+        (LORA | {"alpha_pattern": {"q_proj": 4}}, "vllm", "llama", "adapter's alpha_pattern, so"),
+        (LORA | {"alpha_pattern": {"q_proj": 4}}, "transformers", "llama", None),
+        (LORA | OF_THREE, "sglang", "llama", None),
+        (
+            IA3,
+            "vllm",
+            "llama",
+            "=vllm serves no IA3 adapters; set engine=transformers, or serve the",
+        ),
+        (PREFIX, "sglang", "llama", "no PREFIX_TUNING adapters; set engine=transformers"),
+        (PREFIX, "transformers", "llama", None),
+        (PREFIX, "transformers", "gemma2", "PEFT 0.18 cannot put a prefix before Gemma 2 and 3"),
     ],
 )
-def test_an_adapter_whose_scale_is_ignored(tmp_path, settings, backend, field):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16} | settings))
-    faults = serve.adapter_faults(backend, tmp_path)
-    assert [f"ignores the adapter's {field}, so" in fault for fault in faults] == [True] * (
-        field is not None
-    )
-
-
-def test_an_adapter_that_is_no_lora_is_refused(tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
-    (fault,) = serve.adapter_faults("vllm", tmp_path)
-    assert "engine=vllm serves no IA3 adapters" in fault and "the merged model" in fault
-    settings = {"peft_type": "PREFIX_TUNING", "base_model_name_or_path": str(tmp_path)}
+def test_an_adapter_that_a_backend_would_serve_wrongly_is_refused(
+    tmp_path, settings, backend, base, words
+):
+    settings = settings | {"base_model_name_or_path": str(tmp_path)}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    (fault,) = serve.adapter_faults("sglang", tmp_path)
-    assert "engine=sglang serves no PREFIX_TUNING adapters; set engine=transformers" in fault
-    assert serve.adapter_faults("transformers", tmp_path) == []
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2"}))
-    (fault,) = serve.adapter_faults("transformers", tmp_path)
-    assert "PEFT 0.18 cannot put a prefix before Gemma 2 and 3" in fault
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": base}))
+    faults = serve.adapter_faults(backend, tmp_path)
+    assert [words in fault for fault in faults] == [True] * (words is not None), faults
 
 
 def served_run(endpoint: Endpoint, limit: str, began_s_ago: float) -> Run:

@@ -3,23 +3,28 @@
 import asyncio
 import json
 
-import aiohttp
 import pytest
-from aiohttp import web
 
 from launcher.errors import EndpointFault, UsageFault
 from plugins.serve import endpoint as endpoints
 from plugins.serve.client import Client, Refused
 from plugins.serve.faults import Faults
-from plugins.serve.front import Front
-from plugins.serve.gateway import Gateway
-from plugins.serve.journal import Journal, read
+from plugins.serve.journal import read
 from plugins.serve.keys import Keys, Quotas
 from plugins.serve.launcher import keys as access
 from plugins.serve.launcher.endpoint import Endpoint
-from plugins.serve.parameters import Parameters
-from plugins.serve.upstream import Upstream
-from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Backend, opened
+from tests.plugins.serve.kit import (
+    CHAT,
+    KEY,
+    SAID,
+    Backend,
+    before_a_backend,
+    front_of,
+    gateway,
+    opened,
+    when,
+)
+from tests.plugins.serve.kit import client as client_of
 
 
 @pytest.fixture
@@ -72,91 +77,60 @@ def test_tokens_are_charged_when_a_request_begins_and_when_it_is_given_up(endpoi
     eve = access.add(endpoint, "eve", {"tokens_per_day": None, "requests_per_day": 3})
     prompt = {"messages": [{"role": "user", "content": "word " * 10}], "max_tokens": 50}
 
-    async def run() -> None:
-        backend, app = Backend(), web.Application()
+    async def run(below: str, backend: Backend) -> None:
         backend.pause = asyncio.Event()
-        app.router.add_route("*", "/{path:.*}", backend.answer)
-        below, port = await opened(app)
-        keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, "a")
-        journal, takes = Journal(endpoint.folder / endpoints.REQUESTS), Parameters("vllm", "m")
-        own = Upstream("a", f"http://127.0.0.1:{port}", ready=True)
-        words = (lambda text: len(text.split()), 1000)
-        proxy = Front(SETTINGS, keys, own, takes, journal, quotas, *words)
-        runner, place = await opened(proxy.app())
-        url = f"http://127.0.0.1:{place}{CHAT}"
-
-        async def settled(tokens: int) -> None:
-            async with asyncio.timeout(20):
-                while quotas.own["ada"][1] != tokens or proxy.metrics.in_flight:
-                    await asyncio.sleep(0.01)
-
-        head = {"Authorization": f"Bearer {ada}"}
-        async with aiohttp.ClientSession(headers=head) as client:
+        proxy = front_of(endpoint.folder, below)
+        quotas, metrics = proxy.quotas, proxy.metrics
+        async with opened(proxy.app()) as place, client_of(ada) as client:
+            url = place + CHAT
             stream = await client.post(url, json={**prompt, "stream": True})
             await stream.content.readuntil(b"two")
             assert quotas.own["ada"] == (1, 10), "the prompt is charged when it begins"
             stream.close()
-            await settled(12)
+            await when(lambda: quotas.own["ada"][1] == 12 and not metrics.in_flight)
             given_up = asyncio.create_task(client.post(url, json=prompt))
-            async with asyncio.timeout(20):
-                while not proxy.metrics.in_flight:
-                    await asyncio.sleep(0.01)
-                # 12 and 10 are used, and 50 are held: a third one would fit, a fourth one not.
-                running = asyncio.create_task(client.post(url, json=prompt))
-                while proxy.metrics.in_flight < 2:
-                    await asyncio.sleep(0.01)
+            await when(lambda: metrics.in_flight)
+            # 12 and 10 are used, and 50 are held: a third one would fit, a fourth one not.
+            running = asyncio.create_task(client.post(url, json=prompt))
+            await when(lambda: metrics.in_flight == 2)
             async with client.post(url, json=prompt) as answer:
                 assert answer.status == 429 and answer.headers["Retry-After"] == "1"
                 assert "32 of 100 tokens" in (text := await answer.text()) and "running" in text
             given_up.cancel()
-            async with asyncio.timeout(20):
-                while quotas.own["ada"][1] != 82:
-                    await asyncio.sleep(0.01)
+            await when(lambda: quotas.own["ada"][1] == 82)
             backend.pause.set()
             assert (await running).status == 200
             # What was assumed of its prompt is replaced by the backend's count: 3 and 2.
-            await settled(77)
+            await when(lambda: quotas.own["ada"][1] == 77 and not metrics.in_flight)
             client.headers["Authorization"] = f"Bearer {eve}"
             statuses = [(await client.post(url, json={**prompt, "n": n})).status for n in (4, 3, 1)]
             assert (statuses, quotas.own["eve"][0]) == ([429, 200, 429], 3)
-        for each in (runner, below):
-            await each.cleanup()
 
-    asyncio.run(run())
+    before_a_backend(run)
 
 
 def test_users_are_limited_over_all_servers_and_revoked(endpoint):
     ada = access.add(endpoint, "ada", {"requests_per_day": 4, "tokens_per_day": None})
     bob = access.add(endpoint, "bob", {"requests_per_day": None, "tokens_per_day": 9})
 
-    async def run() -> None:
-        backend, app = Backend(), web.Application()
-        app.router.add_route("*", "/{path:.*}", backend.answer)
-        below, port = await opened(app)
-        runners, fronts, takes = [below], [], Parameters("vllm", "m")
-        for name in ("a", "b"):
-            own = Upstream("a", f"http://127.0.0.1:{port}", ready=True)
-            keys, quotas = Keys(KEY, endpoint.folder), Quotas(endpoint.folder, name)
-            journal = Journal(endpoint.folder / endpoints.REQUESTS)
-            front = Front(SETTINGS, keys, own, takes, journal, quotas)
-            runner, place = await opened(front.app())
-            facts = {"state": "ready", "url": f"http://127.0.0.1:{place}", "version": name}
-            endpoints.tell(endpoint.folder, name, facts)
-            runners.append(runner)
-            fronts.append((keys, quotas))
-        keys = Keys(KEY, endpoint.folder)
-        proxy = Gateway(SETTINGS, keys, endpoint.folder)
-        proxy.pool.refresh()
-        gateway, place = await opened(proxy.app())
-
-        async with aiohttp.ClientSession() as client:
+    async def run(below: str, backend: Backend) -> None:
+        fronts = {name: front_of(endpoint.folder, below, name) for name in ("a", "b")}
+        async with (
+            opened(fronts["a"].app()) as one,
+            opened(fronts["b"].app()) as other,
+            gateway(endpoint.folder) as (proxy, client, url),
+        ):
+            for name, place in (("a", one), ("b", other)):
+                facts = {"state": "ready", "url": place, "version": name}
+                endpoints.tell(endpoint.folder, name, facts)
+            proxy.pool.refresh()
 
             async def ask(key: str, **more: object) -> tuple[int, str]:
-                for _, quotas in fronts * 2:
-                    quotas.refresh()
+                for each in (*fronts.values(), *fronts.values()):
+                    each.quotas.refresh()
                 head = {"Authorization": f"Bearer {key}", "X-Cookbook-User": "eve"}
                 head["X-Cookbook-Request-Id"] = "forged"
-                url, body = f"http://127.0.0.1:{place}{CHAT}", {"messages": SAID, **more}
+                body = {"messages": SAID, **more}
                 async with client.post(url, headers=head, json=body) as answer:
                     return answer.status, await answer.text()
 
@@ -170,15 +144,13 @@ def test_users_are_limited_over_all_servers_and_revoked(endpoint):
             assert [(await ask(bob, stream=True))[0] for _ in range(3)] == [200, 200, 429]
             assert [(await ask(key))[0] for key in (KEY, "nobody's", "")] == [200, 401, 401]
             head = {"Authorization": f"Bearer {bob}"}
-            async with client.get(f"http://127.0.0.1:{place}/metrics", headers=head) as answer:
+            async with client.get(url.replace(CHAT, "/metrics"), headers=head) as answer:
                 assert answer.status == 403
             access.revoke(endpoint, "ada")
-            keys.refresh()
+            proxy.keys.refresh()
             assert (await ask(ada))[0] == 401
-        for runner in (gateway, *runners):
-            await runner.cleanup()
 
-    asyncio.run(run())
+    before_a_backend(run)
     rows = list(read(endpoint.folder / endpoints.REQUESTS))
     users = sorted(row["user"] or "" for row in rows)
     assert users == ["", "ada", "ada", "ada", "ada", "bob", "bob"]

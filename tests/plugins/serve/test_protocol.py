@@ -5,129 +5,18 @@ import gzip
 import json
 from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
 
 from plugins.serve import parameters
 from plugins.serve.answers import Cutter
-from plugins.serve.front import Front
-from plugins.serve.journal import Journal, read
-from plugins.serve.keys import Keys, Quotas
-from plugins.serve.recipe_keys import SERVE
+from plugins.serve.journal import read
 from plugins.serve.request import BadRequest, parsed
-from plugins.serve.upstream import Upstream
-
-KEY = "right-key"
-SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "e", "version": "v1"}
-CHAT = "/v1/chat/completions"
-# Some of the names of ChatCompletionRequest and CompletionRequest in vLLM's protocol.py.
-VLLM = (
-    *("model", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "seed", "stop"),
-    *("presence_penalty", "response_format", "stream", "stream_options", "temperature", "top_p"),
-    *("user", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("skip_special_tokens", "prompt_logprobs", "priority", "request_id", "structured_outputs"),
-)
-OF_CHATS = ("messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice")
-OF_CHATS += ("reasoning_effort", "parallel_tool_calls", "chat_template_kwargs")
-SAID = [{"role": "user", "content": "hello"}]
+from tests.plugins.serve.kit import CHAT, KEY, SAID, front
 
 
-class Backend:
-    """Answers all paths, redirects those with a slash at the end as FastAPI does."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, str, Any]] = []
-        self.headers: Any = None
-        self.status, self.words = 200, ("one ", "two")
-        # What an answer, or the end of a stream, waits for.
-        self.pause: asyncio.Event | None = None
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/openapi.json":
-            return web.json_response(openapi())
-        body = await request.read()
-        if request.path.endswith("/"):
-            raise web.HTTPTemporaryRedirect(request.path.rstrip("/"))
-        asked = json.loads(body) if body else None
-        self.heard.append((request.method, request.path, asked))
-        self.headers = request.headers
-        if self.status != 200:
-            error = {"object": "error", "message": "the backend's own words", "code": self.status}
-            place = {"Location": "http://elsewhere.example/v1"} if self.status < 400 else {}
-            return web.json_response(error, status=self.status, headers=place)
-        usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-        head = {"id": "x", "object": "chat.completion", "created": 1, "model": "/models/m"}
-        if not asked.get("stream"):
-            await self.paused()
-            message = {"role": "assistant", "content": "".join(self.words)}
-            choice = {"index": 0, "message": message, "finish_reason": "length"}
-            return web.json_response({**head, "choices": [choice], "usage": usage})
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        head["object"] = "chat.completion.chunk"
-        for number, word in enumerate(self.words):
-            end = "length" if number == len(self.words) - 1 else None
-            choice = {"index": 0, "delta": {"content": word}, "finish_reason": end}
-            await stream.write(f"data: {json.dumps({**head, 'choices': [choice]})}\n\n".encode())
-        await self.paused()
-        if "generation_config" in asked or asked["stream_options"]["include_usage"]:
-            last = json.dumps({**head, "choices": [], "usage": usage})
-            await stream.write(f"data: {last}\n\n".encode())
-        await stream.write(b"data: [DONE]\n\n")
-        return stream
-
-    async def paused(self) -> None:
-        if self.pause is not None:
-            await self.pause.wait()
-
-
-def openapi() -> dict[str, Any]:
-    """An OpenAPI document as FastAPI writes it."""
-    paths, schemas = {}, {}
-    for path, name, names in (
-        (CHAT, "ChatCompletionRequest", (*VLLM, *OF_CHATS)),
-        ("/v1/completions", "CompletionRequest", (*VLLM, "prompt", "echo", "suffix")),
-    ):
-        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-        paths[path] = {"post": {"requestBody": {"content": body}}}
-        schemas[name] = {"properties": {each: {} for each in names}}
-    return {"paths": paths, "components": {"schemas": schemas}}
-
-
-async def opened(app: web.Application) -> tuple[web.AppRunner, int]:
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return runner, runner.addresses[0][1]
-
-
-def front(tmp_path, check, kind: str = "vllm", **facts: Any) -> None:
-    """Run `check(client, url, backend, port)` on a front with a log before one backend."""
-
-    async def run() -> None:
-        backend, app = Backend(), web.Application()
-        app.router.add_route("*", "/{path:.*}", backend.answer)
-        server, port = await opened(app)
-        below = Upstream("a", f"http://127.0.0.1:{port}", key="the backend's own", ready=True)
-        names = parameters.names_of(await below.get("/openapi.json"))
-        takes = parameters.Parameters(kind, "/models/m", None if kind == "transformers" else names)
-        takes = parameters.Parameters(**{**vars(takes), **facts})
-        log, quotas = Journal(tmp_path / "requests"), Quotas(tmp_path, "a")
-        words = (lambda text: len(text.split()), 100)
-        proxy = Front(SETTINGS, Keys(KEY), below, takes, log, quotas, *words)
-        runner, port = await opened(proxy.app())
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
-            await check(client, f"http://127.0.0.1:{port}", backend, port)
-        await runner.cleanup()
-        await server.cleanup()
-
-    asyncio.run(run())
-
-
-async def raw(port: int, method: str, path: str, body: bytes = b"", *headers: str) -> int:
+async def raw(url: str, method: str, path: str, body: bytes = b"", *headers: str) -> int:
     """Send a request as it is written, and return the status of its answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     given = (*headers, f"Content-Length: {len(body)}", "Connection: close", "Host: e")
     if not any(each.startswith("Authorization") for each in headers):
         given += (f"Authorization: Bearer {KEY}",)
@@ -155,38 +44,32 @@ OTHERS = [
 
 
 def test_nothing_else_reaches_an_backend(tmp_path):
-    async def check(client, url, backend, port):
+    async def check(client, url, backend):
         for method, path, status in OTHERS:
-            assert await raw(port, method, path, BODY) == status, (method, path)
+            assert await raw(url, method, path, BODY) == status, (method, path)
         for more in ("Content-Encoding: gzip", "Content-Length: x"):
-            assert await raw(port, "POST", CHAT, BODY, more) == 400
+            assert await raw(url, "POST", CHAT, BODY, more) == 400
         assert not backend.heard and not list(read(tmp_path / "requests"))
         # What a client offers, such as Java's with each request, may be ignored.
         for offer in ("Upgrade: h2c", "Upgrade: websocket"):
-            assert await raw(port, "POST", CHAT, BODY, offer, "Connection: Upgrade") == 200
+            assert await raw(url, "POST", CHAT, BODY, offer, "Connection: Upgrade") == 200
             assert "Upgrade" not in backend.headers
         assert len(list(read(tmp_path / "requests"))) == 2
-        assert await raw(port, "POST", CHAT, BODY.decode().encode("utf-16")) == 400
+        assert await raw(url, "POST", CHAT, BODY.decode().encode("utf-16")) == 400
         packed = "Content-Encoding: gzip"
-        assert await raw(port, "POST", CHAT, gzip.compress(BODY), packed) == 200
-        assert await raw(port, "POST", CHAT, gzip.compress(b" " * 2**21 + BODY), packed) == 413
+        assert await raw(url, "POST", CHAT, gzip.compress(BODY), packed) == 200
+        assert await raw(url, "POST", CHAT, gzip.compress(b" " * 2**21 + BODY), packed) == 413
         sent = {"X-Cookbook-Request-Id", "Cookie", "X-Forwarded-For", "Upgrade"}
-        assert await raw(port, "POST", CHAT, BODY, "Cookie: a=b", "X-Forwarded-For: 1.2.3.4") == 200
+        assert await raw(url, "POST", CHAT, BODY, "Cookie: a=b", "X-Forwarded-For: 1.2.3.4") == 200
         assert not sent & set(backend.headers)
 
     front(tmp_path, check)
 
 
 def test_a_redirect_of_a_backend_is_not_passed_on(tmp_path):
-    async def check(client, url, backend, port):
-        for status, told in (
-            (307, 502),
-            (302, 502),
-            (400, 400),
-            (422, 400),
-            (500, 500),
-            (503, 503),
-        ):
+    async def check(client, url, backend):
+        wanted = {307: 502, 302: 502, 400: 400, 422: 400, 500: 500, 503: 503}
+        for status, told in wanted.items():
             backend.status = status
             for stream in (False, True):
                 body = {"messages": SAID, "stream": stream}
@@ -248,7 +131,7 @@ VALUES = {
 
 
 def test_client_errors_are_told_as_such_by_name(tmp_path):
-    async def check(client, url, backend, port):
+    async def check(client, url, backend):
         made = [
             (json.dumps({"messages": SAID, name: value}).encode(), name)
             for name, values in VALUES.items()
@@ -263,27 +146,27 @@ def test_client_errors_are_told_as_such_by_name(tmp_path):
             async with client.post(f"{url}/v1/completions", json=body) as answer:
                 assert answer.status == 400 and "lower n" in await answer.text()
         for key in ("Bearer schlüssel", "Bearer \xff\xfe", "", "Basic eDp5"):
-            assert await raw(port, "GET", "/v1/models", b"", f"Authorization: {key}") == 401
-        assert await raw(port, "POST", CHAT, BODY, "X-Request-Id: é") == 400
+            assert await raw(url, "GET", "/v1/models", b"", f"Authorization: {key}") == 401
+        assert await raw(url, "POST", CHAT, BODY, "X-Request-Id: é") == 400
         assert not backend.heard and not list(read(tmp_path / "requests"))
 
     front(tmp_path, check)
 
 
 def test_models_are_told_by_the_front_itself(tmp_path):
-    async def check(client, url, backend, port):
+    async def check(client, url, backend):
         async with client.get(f"{url}/v1/models") as answer:
             (model,) = (await answer.json())["data"]
             assert (model["id"], model["object"]) == ("e", "model")
         for name, status in (("e", 200), ("other", 404)):
-            assert await raw(port, "GET", f"/v1/models/{name}") == status
+            assert await raw(url, "GET", f"/v1/models/{name}") == status
         assert not backend.heard
 
     front(tmp_path, check)
 
 
 def test_what_vllm_has_a_name_for_is_passed_on_and_nothing_else(tmp_path):
-    async def check(client, url, backend, port):
+    async def check(client, url, backend):
         passed = {
             "temperature": 0.5, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2, "top_k": 5,
             "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required",
@@ -294,13 +177,8 @@ def test_what_vllm_has_a_name_for_is_passed_on_and_nothing_else(tmp_path):
         async with client.post(url + CHAT, json={"messages": SAID, **passed, **dropped}) as answer:
             assert answer.status == 200, await answer.text()
         assert backend.heard[-1][2] == {"messages": SAID, "model": "/models/m", **passed}
-        refused = {
-            "store": True,
-            "prediction": {},
-            "temprature": 1,
-            "request_id": "mine",
-            "suffix": "x",
-        }
+        refused = {"store": True, "prediction": {}, "temprature": 1, "request_id": "mine"}
+        refused["suffix"] = "x"
         for name, value in refused.items():
             async with client.post(url + CHAT, json={"messages": SAID, name: value}) as answer:
                 error = (await answer.json())["error"]
@@ -371,24 +249,21 @@ def test_transformers_is_asked_by_its_own_names():
 
 
 def test_stop_strings_end_a_stream_though_they_span_its_pieces(tmp_path):
-    async def check(client, url, backend, port):
-        backend.words = ("to be, ", "or n", "ot to", " be, th", "at is")
-        for stop, text in (
-            ("not to", "to be, or "),
-            ("that", "to be, or not to be, "),
-            ("x", None),
-        ):
+    async def check(client, url, backend):
+        stops = {"not to": "to be, or ", "that": "to be, or not to be, ", "x": None}
+        for stop, text in stops.items():
             for stream in (False, True):
                 body = {"messages": SAID, "stop": [stop, "zzz"], "stream": stream}
                 body |= {"stream_options": {"include_usage": True}} if stream else {}
                 async with client.post(url + CHAT, json=body) as answer:
                     said, end, usage = told(await answer.text(), stream)
                 assert said == (text or "".join(backend.words))
-                assert end == ("stop" if text else "length") and usage["completion_tokens"] == 2
+                assert end == ("stop" if text else "length") and usage["completion_tokens"] == 5
         rows = list(read(tmp_path / "requests"))
         assert [row["answer"] for row in rows].count("to be, or ") == 2
 
-    front(tmp_path, check, "transformers")
+    words = ("to be, ", "or n", "ot to", " be, th", "at is")
+    front(tmp_path, check, *words, kind="transformers")
 
 
 def told(text: str, stream: bool) -> tuple[str, str | None, dict[str, int]]:

@@ -3,18 +3,14 @@
 import asyncio
 import json
 
-import aiohttp
 import pytest
-from aiohttp import web
 
 from launcher.errors import EndpointFault, UsageFault
 from plugins.serve import endpoint as endpoints
 from plugins.serve.cli.serve import _range
-from plugins.serve.gateway import Gateway
-from plugins.serve.keys import Keys
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
 from plugins.serve.scale import Scaler
-from tests.plugins.serve.test_protocol import CHAT, KEY, SAID, SETTINGS, Backend, opened
+from tests.plugins.serve.kit import CHAT, SAID, Backend, gateway, opened
 
 
 def served(folder, least: int, most: int | None, *more: str) -> None:
@@ -74,34 +70,23 @@ def test_a_request_waits_for_the_first_server_but_not_for_ever(tmp_path):
     served(tmp_path, 0, 1)
 
     async def run() -> None:
-        backend, app = Backend(), web.Application()
-        app.router.add_route("*", "/{path:.*}", backend.answer)
-        below, port = await opened(app)
-        made, gateways = [], {}
-        for limit_s in (60, 0.2):
-            settings = {**SETTINGS, "cold_start_s": limit_s}
-            made.append(proxy := Gateway(settings, Keys(KEY), tmp_path))
-            proxy.scaler.decide(0, 0, 0.0)
-            gateways[limit_s] = await opened(proxy.app())
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client:
-
-            def ask(limit_s: float) -> asyncio.Task:
-                url = f"http://127.0.0.1:{gateways[limit_s][1]}{CHAT}"
-                return asyncio.create_task(client.post(url, json={"messages": SAID}))
-
-            late = await ask(0.2)
-            assert (late.status, late.headers["Retry-After"]) == (503, "30")
-            async with client.get(f"http://127.0.0.1:{gateways[60][1]}/health") as answer:
+        async with (
+            opened(Backend().app()) as below,
+            gateway(tmp_path, cold_start_s=60) as (proxy, client, url),
+            gateway(tmp_path, cold_start_s=0.2) as (hasty, _, other),
+        ):
+            for each in (proxy, hasty):
+                each.scaler.decide(0, 0, 0.0)
+            async with client.post(other, json={"messages": SAID}) as late:
+                assert (late.status, late.headers["Retry-After"]) == (503, "30")
+            async with client.get(url.replace(CHAT, "/health")) as answer:
                 assert answer.status == 200, "a request would be answered"
-            waiting = ask(60)
+            waiting = asyncio.create_task(client.post(url, json={"messages": SAID}))
             await asyncio.sleep(0.3)
             assert not waiting.done()
-            facts = {"state": "ready", "url": f"http://127.0.0.1:{port}", "version": "v1"}
-            endpoints.tell(tmp_path, "a", facts)
-            made[0].pool.refresh()
+            endpoints.tell(tmp_path, "a", {"state": "ready", "url": below, "version": "v1"})
+            proxy.pool.refresh()
             assert (await waiting).status == 200
-        for runner in (below, *(each for each, _ in gateways.values())):
-            await runner.cleanup()
 
     asyncio.run(run())
 

@@ -12,12 +12,9 @@ import torch.nn.functional as F
 import yaml
 from transformers import AutoModelForCausalLM
 
-from launcher.errors import RecipeFault
-from plugins.estimate.launcher.recipe_step import step_of
 from tests.trainer.runs import (
     MODEL_SIZES,
     assert_same_curve,
-    lora_model,
     metrics,
     tensors,
     train,
@@ -203,24 +200,3 @@ def test_check_says_what_is_wrong(tmp_path, model_folder, dataset):
     for number, (reason, (kind, model, changes)) in enumerate(cases.items()):
         path = config(tmp_path / str(number), model_folder, dataset, kind, model=model, **changes)
         assert any(reason in fault for fault in faults(path)), (reason, faults(path))
-
-
-@pytest.mark.parametrize("source", [FOLDER, TORCHTUNE], ids=["folder", "torchtune"])
-@pytest.mark.parametrize("kind", [*KINDS, "lora"])
-def test_estimate_counts_what_the_trainer_trains(
-    kind, source, tmp_path, model_folder, dataset, world
-):
-    model = KINDS.get(kind, {"lora_rank": 4, "rank_pattern": {"down_proj": 8}}) | source
-    if kind == "lora" and source is TORCHTUNE:
-        model = lora_model(rank_pattern={"w2": 8})
-    given = {"model": model, "save_adapter_weights_only": True}
-    path = write_config(tmp_path, model_folder, dataset, row_length=64, **given)
-    trained, _ = models.build(load(path), world).parameter_counts()
-    content = yaml.safe_load(path.read_text()) | {"entry": "sft", "dtype": "bf16"}
-    assert step_of(content, 1, 2).trainable == trained
-    if kind in ("prompt", "prefix"):
-        # A document may fill a row, and stands behind the virtual tokens.
-        length = content["tokenizer"]["max_seq_len"] = MODEL_SIZES["max_seq_len"] - 3
-        reason = rf"{length} behind 7 virtual tokens \(model.num_virtual_tokens\) is more than"
-        with pytest.raises(RecipeFault, match=reason):
-            step_of(content, 1, 2)

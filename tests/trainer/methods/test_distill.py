@@ -11,9 +11,6 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from plugins.estimate.launcher.memory import StepMemory
-from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.trace import trace
 from tests.trainer.runs import (
     assert_same_curve,
     curve,
@@ -25,9 +22,9 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer import check
-from trainer.config import parse, read_yaml
+from trainer.config import read_yaml
 from trainer.layers import nf4
-from trainer.methods.distill import Distillation, DistillConfig, tokenizer_faults
+from trainer.methods.distill import Distillation, tokenizer_faults
 
 MODULE = "trainer.train distill"
 LORA = lora_model(lora_dropout=0.0)
@@ -193,43 +190,3 @@ def test_shares_above_one_are_refused(tmp_path, model_folder, dataset, teacher):
         "beta: must be from 0 to 1, got 1.5",
         "cross_entropy_share: must be from 0 to 1, got 2.0",
     ]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "model", "more"),
-    [
-        (2, {}, {"tensor_parallel_dim": 2, "beta": 0.5, "temperature": 2.0}),
-        pytest.param(2, LORA, {"teacher_quantize_base": True, "beta": 1.0}, marks=LONG),
-    ],
-    ids=["tensor", "nf4-fsdp"],
-)
-def test_the_closed_form_counts_teacher_and_loss(
-    ranks, model, more, tmp_path, model_folder, dataset, teacher
-):
-    changes = more | ({"model": model} if model else {})
-    content = wide_content(tmp_path, model_folder, dataset, teacher, changes)
-    traced = trace(parse(content, DistillConfig), ranks)
-    step = step_of(content | {"entry": "distill"}, 1, ranks)
-    found = StepMemory(step)
-    assert found.peak == pytest.approx(traced.peak, rel=0.1)
-    assert found.terms["frozen models"] > 0
-    assert step.flops.model > 1.2 * step_of(content | {"entry": "sft"}, 1, ranks).flops.model
-
-
-def wide_content(
-    tmp_path: Path, model_folder: Path, dataset: Path, teacher: Path, more: dict[str, Any]
-) -> dict[str, Any]:
-    """A config in bf16 whose models are wide enough for estimates; the teacher has no weights."""
-    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "teacher": str(teacher)}
-    content: dict[str, Any] = read_yaml(
-        write_config(tmp_path, model_folder, dataset, **changes | more)
-    )
-    content["model"] |= {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
-    settings = json.loads((teacher / "config.json").read_text())
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "max_position_embeddings": 2048}
-    sizes["head_dim"] = 64  # in blocks of NF4
-    wide = tmp_path / "wide"
-    shutil.copytree(model_folder, wide, ignore=shutil.ignore_patterns("*.safetensors"))
-    (wide / "config.json").write_text(json.dumps(settings | sizes | {"vocab_size": 1024}))
-    content["teacher"] = str(wide)
-    return content

@@ -10,10 +10,6 @@ import pytest
 import yaml
 
 from benchmarks import preference
-from plugins.estimate.launcher.memory import StepMemory
-from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.trace import trace
-from runspec.keys.preference import DpoConfig
 from tests.trainer.methods.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (
     assert_same_curve,
@@ -25,7 +21,6 @@ from tests.trainer.runs import (
     reopen,
     start,
 )
-from trainer.config import parse, read_yaml
 from trainer.errors import ConfigError
 from trainer.methods import reference
 
@@ -248,19 +243,3 @@ def test_a_reference_that_is_not_the_policy_ends_the_run(tmp_path, model_folder,
     again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
     output = finish(start(again, module="trainer.train dpo"), None)
     assert "before the first update it must equal the policy" in output
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["log_probs", "adapter_off", "model"])
-def test_the_closed_form_knows_each_kind_of_reference(kind, tmp_path, model_folder, pairs):
-    wide = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
-    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "reference": kind}
-    content = read_yaml(config(tmp_path, model_folder, pairs, **changes))
-    content["model"] |= (LORA if kind == "adapter_off" else {}) | wide
-    traced = trace(parse(content, DpoConfig), 2)
-    step = step_of(content | {"entry": "dpo"}, 1, 2)
-    assert StepMemory(step).peak == pytest.approx(traced.peak, rel=0.1)
-    plain = step_of(content | {"entry": "sft"}, 1, 2)
-    assert StepMemory(step).peak <= (1.25 if kind != "model" else 2) * StepMemory(plain).peak
-    ratio = step.flops.model / plain.flops.model
-    assert ratio == (1 if kind == "log_probs" else pytest.approx(1.4, abs=0.15))

@@ -17,8 +17,6 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, get_wsd_schedule
 
 from launcher.check import files
-from launcher.recipe import load as recipes
-from plugins.estimate.launcher.estimate import Estimate
 from runspec.keys.fields import STREAM
 from runspec.keys.pretrain import PretrainConfig
 from tests.trainer.runs import (
@@ -339,10 +337,3 @@ def test_a_check_shows_the_first_documents(empty_folder, sources, corpus, tmp_pa
         str(corpus / "code.jsonl"),
         str(corpus / "books.txt.gz"),
     ]
-
-
-def test_the_estimate_is_of_all_steps():
-    for name, tokens in (("llama100m_pretrain", 8000 * 2**18), ("llama8b_pretrain", 2000 * 2**19)):
-        recipe = recipes.load(name)
-        found = Estimate.of(recipe, Path("/root"), "h100-80")
-        assert found.fits and found.epoch[0] == tokens

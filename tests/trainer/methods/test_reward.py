@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +16,6 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from plugins.estimate.launcher.memory import StepMemory
-from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.trace import trace
 from runspec.keys.model import TRANSFORMERS
 from runspec.keys.reward import RewardConfig
 from tests.trainer.methods.pairs import pairs_config, write_pairs
@@ -35,7 +31,6 @@ from trainer.config import parse, read_yaml
 from trainer.data import batches
 from trainer.methods.reward import RewardModelling, document_scores, pair_loss
 from trainer.models import build
-from trainer.parallel import world as distributed
 
 MODULE = "trainer.train reward"
 FULL = {"_component_": TRANSFORMERS}
@@ -56,13 +51,6 @@ TRL = (
     *(0.0227960, 0.0212240, 0.0196572, 0.0183866, 0.0172627),
     *(0.0162303, 0.0151644, 0.0142559, 0.0134173, 0.0126558),
 )
-
-
-@pytest.fixture
-def world():
-    """For one test: a trace of another one starts a world of its own."""
-    yield distributed.start("cpu")
-    distributed.stop()
 
 
 @pytest.fixture(scope="module")
@@ -268,28 +256,3 @@ class Tokens(NamedTuple):
 )
 def test_no_document_ends_by_the_padding_token(tokens, wanted):
     assert pad_token(tokens)[1] == wanted
-
-
-@pytest.mark.parametrize(
-    ("ranks", "changes"),
-    [(8, {"model": LORA}), (8, {"tensor_parallel_dim": 2})],
-    ids=["lora", "full-tensor"],
-)
-def test_the_estimate_has_no_logits(ranks, changes):
-    content = {
-        "output_dir": "run",
-        "dtype": "bf16",
-        "model": FULL,
-        "tokenizer": {"_component_": "trainer.none", "max_seq_len": 4096},
-        "checkpointer": {"checkpoint_dir": "Qwen3-8B"},
-        "dataset": {"_component_": "trainer.none", "packed": True},
-        "batch_size": 2,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4, "foreach": False},
-        "clip_grad_norm": 1.0,
-        "enable_activation_checkpointing": True,
-    } | changes
-    step = step_of(content | {"entry": "reward"}, 1, ranks)
-    step = replace(step, shape=step.shape.cut(3))
-    traced, found = trace(parse(content, RewardConfig), ranks, 3), StepMemory(step)
-    assert found.peak == pytest.approx(traced.peak, rel=0.1), (found.phases, traced.phases)
-    assert found.terms["weights"] == pytest.approx(traced.weights, rel=1e-3)

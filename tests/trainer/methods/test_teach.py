@@ -8,12 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plugins.estimate.launcher.memory import StepMemory
-from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.trace import estimate, trace
 from runspec.keys.distill import TeachConfig
 from tests.trainer.methods.test_distill import teacher as teacher
-from tests.trainer.methods.test_distill import wide_content
 from tests.trainer.runs import (
     assert_same_curve,
     finish,
@@ -24,11 +20,11 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer import check
-from trainer.config import parse, read_yaml
+from trainer.config import read_yaml
 from trainer.data.teacher import KeptTeacher, parts_of, record
 from trainer.data.tokenised import TokenisedDataset
 from trainer.errors import ConfigError
-from trainer.methods.distill import Distillation, DistillConfig
+from trainer.methods.distill import Distillation
 from trainer.methods.teach import Teaching
 
 MODULE = "trainer.train teach"
@@ -75,6 +71,10 @@ def test_it_keeps_so_many_bytes_per_token(root):
     meta = json.loads(kept["meta.json"])
     count, tail, whole, over = meta["compared"]
     assert 0 < tail < count and 0 < over < whole
+    content = read_yaml(root / "teach/train.yaml")
+    assert [*TeachConfig.key_notes(content)] == []
+    (note,) = TeachConfig.key_notes(content | {"teacher_top_k": 38})
+    assert "38 keeps 308 bytes" in note and "up to 37 it is at most 300" in note
 
 
 @pytest.mark.long
@@ -182,33 +182,3 @@ def test_what_is_missing_or_does_not_match_is_refused(root, tmp_path, model_fold
     path = write_config(tmp_path / "cut", model_folder, many, **changes)
     said = finish(start(path, module="trainer.train distill"), status=1)
     assert f"{part} is damaged" in said
-
-
-def test_the_estimate_counts_no_teacher(tmp_path, model_folder, dataset, teacher):
-    changes = {"dtype": "bf16", "row_length": 2048, "batch_size": 2, "teacher": str(teacher)}
-    content = read_yaml(write_config(tmp_path, model_folder, dataset, **changes | KEPT))
-    content["model"] |= {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
-    found = StepMemory(step_of(content | {"entry": "distill"}, 1, 2))
-    assert "frozen models" not in found.terms or not found.terms["frozen models"]
-    assert found.peak == pytest.approx(trace(parse(content, DistillConfig), 2).peak, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "more"),
-    [(1, {}), (2, {"tensor_parallel_dim": 2}), (2, {"teacher_quantize_base": True})],
-    ids=["one", "tensor", "nf4-fsdp"],
-)
-@pytest.mark.long
-def test_the_estimate_of_the_pass_is_that_of_its_trace(
-    ranks, more, tmp_path, model_folder, dataset, teacher
-):
-    content = wide_content(tmp_path, model_folder, dataset, teacher, more)
-    step = step_of(content | {"entry": "teach"}, 1, ranks)
-    found = StepMemory(step)
-    traced = estimate(parse(content, TeachConfig), ranks)
-    assert found.peak == pytest.approx(traced.peak, rel=0.1)
-    online = step_of(content | {"entry": "distill"}, 1, ranks)
-    assert [*TeachConfig.key_notes(content)] == []
-    (note,) = TeachConfig.key_notes(content | {"teacher_top_k": 38})
-    assert "38 keeps 308 bytes" in note and "up to 37 it is at most 300" in note
-    assert step.flops.model == online.flops.frozen and step.trainable == 0

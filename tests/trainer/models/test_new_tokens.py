@@ -10,9 +10,6 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from plugins.estimate.launcher.memory import state_bytes
-from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.trace import trace
 from plugins.evaluate.model import Answerer
 from runspec.keys.fields import STREAM
 from runspec.tokens import grown, new_tokens
@@ -110,17 +107,6 @@ def test_what_a_recipe_adds_is_read_and_checked(folders, tagged, tmp_path):
     assert "leave model._component_ out" in faults(
         model={"_component_": "torchtune.models.llama3.llama3"}
     )
-
-
-@pytest.mark.long
-def test_the_estimate_counts_the_new_rows(folders, tagged, tmp_path):
-    """Against the same step on fake tensors, on two ranks."""
-    for number, (name, model) in enumerate(((UNTIED, saved(UNTIED)), (TIED, saved(TIED)))):
-        path = config_of(tmp_path / str(number), folders[name], tagged, model=model)
-        step = step_of(yaml.safe_load(path.read_text()) | {"entry": "sft"}, 1, 2)
-        assert step.shape.vocab == grown(1024, 1024 + len(NEW))
-        traced = trace(load(path), 2)
-        assert step.trainable * state_bytes(step) / 2 == pytest.approx(traced.optimizer, rel=0.02)
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 """GPUs that torch cannot use end a run at its start: it would train on CPUs in silence."""
 
-import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +9,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
 
-from plugins.serve import backends
 from runspec import devices
 from trainer.errors import BadNodeError, ConfigError, PeerError
 from trainer.methods.preference import PreferenceObjective
@@ -96,51 +93,11 @@ def test_ranks_agree_on_their_device_before_they_meet(devices, monkeypatch):
     assert not found[0].permanent, "another node can help"
 
 
-def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node, capsys, monkeypatch):
-    """Neither `trainer.generate` nor the backend of `cookbook serve`, which has its own torch."""
-    from plugins.serve.transformers_backend import main, unusable
+def test_nothing_answers_on_the_cpus_of_a_gpu_node(gpu_node, capsys):
     from trainer import generate
 
     assert generate.main([str(gpu_node), "a question"]) == 1
     assert "error: device: this node has GPUs" in capsys.readouterr().err
-    reason = unusable(["m", "--device", "auto"])
-    assert f"torch {torch.__version__} of" in reason
-    monkeypatch.setattr(sys, "argv", ["", f"{gpu_node}/backend.sock", "m", "--device", "auto"])
-    with pytest.raises(SystemExit):
-        main()
-    # The replica gives it as the reason of its own end.
-    assert (gpu_node / backends.REASON).read_text() == reason
-    assert unusable(["m", "--device", "cpu"]) == ""
-    (gpu_node / "nvidia0").unlink()
-    (gpu_node / "nvidia1").unlink()
-    assert unusable(["m", "--device", "auto"]) == ""
-
-
-def test_a_served_model_is_not_offloaded_to_a_disk(monkeypatch, tmp_path):
-    """Of 2 x 79 GiB four fifths hold weights: 126 GiB, 68 billion parameters in bf16."""
-    from plugins.serve.transformers_backend import too_large
-
-    def whole(parameters: int) -> str:
-        header = {"w": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 0]}}
-        text = json.dumps(header).encode()
-        content = len(text).to_bytes(8, "little") + text
-        (tmp_path / "model.safetensors").write_bytes(content)
-        return too_large([str(tmp_path), "--device", "auto", "--dtype", "auto"])
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    properties = SimpleNamespace(total_memory=79 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda each: properties)
-    assert whole(67_000_000_000) == ""
-    assert whole(70_600_000_000) == (
-        f"{tmp_path} has 132 GiB of weights and needs 3 GPUs of 79 GiB, and there are 2: use "
-        "--gpus-per-node 3, or larger GPUs"
-    )
-    assert too_large([str(tmp_path), "--device", "cpu", "--dtype", "auto"]) == ""
-    wide = too_large([str(tmp_path), "--device", "auto", "--dtype", "float32"])
-    assert "has 263 GiB of weights and needs 5 GPUs" in wide
-    (tmp_path / "model.safetensors").unlink()
-    assert too_large([str(tmp_path), "--device", "auto", "--dtype", "auto"]) == ""
 
 
 @pytest.mark.parametrize("asked", ["cuda", "auto", "cpu"])
@@ -150,30 +107,6 @@ def test_attention_does_not_make_a_graph_for_each_length(asked, monkeypatch):
     torch.backends.cuda.enable_cudnn_sdp(True)
     device.choose(asked)
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
-
-
-def test_nor_does_that_of_a_served_model(monkeypatch):
-    import uvicorn
-    from transformers.cli import transformers as command
-    from transformers.cli.serving import model_manager, utils
-
-    from plugins.serve import transformers_backend
-
-    # What it replaces in this process is put back at the end.
-    for module, name in (
-        (uvicorn, "Config"),
-        (utils, "GenerateManager"),
-        (model_manager, "ModelManager"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    found: list[bool] = []
-    monkeypatch.setattr(
-        command, "main", lambda: found.append(torch.backends.cuda.cudnn_sdp_enabled())
-    )
-    monkeypatch.setattr(sys, "argv", ["serve", "socket", "model", "--device", "cpu"])
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    transformers_backend.main()
-    assert found == [False]
 
 
 def test_losses_of_answers_copy_no_numbers_to_the_gpu():
