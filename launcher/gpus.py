@@ -78,7 +78,7 @@ def smallest(gib: float) -> str | None:
     return f"{min(_LABELS_GB, key=lambda label: abs(label - min(fitting)))} GB"
 
 
-# What is reached of a data sheet ------------------------------------------------------------------
+# Shares of a data sheet that kernels and links reach ---------------------------------------------
 
 # Of a link's data sheet, what NCCL reaches with large messages. Its developers name 370 of NVLink's
 # 450 GB/s on H100 (NVIDIA/nccl-tests issue 212) and 46 to 48 of the 50 of a 400 Gbit/s port (290);

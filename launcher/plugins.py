@@ -1,9 +1,9 @@
 """The one seam between the kit and its plug-ins: commands, checks, entries, methods and hooks.
 
 A plug-in is a package with an entry point in the group "slurm_cookbook.plugins" that names a
-Plugin. The kit's own are in plugins/, those of others in packages of theirs. The core imports none
-of them: it asks here, and works without them. What a plug-in names is text, MODULE:NAME, and is
-imported only when it is used.
+Plugin. The kit's own plug-ins are in plugins/; other people's are packages that they install. The
+core imports no plug-in: it asks this module, and works without any. A plug-in names its parts as
+text, MODULE:NAME, and each part is imported only when it is used.
 """
 
 from collections.abc import Callable, Iterator, Mapping
