@@ -95,11 +95,9 @@ QUICK = ["--recipe", "demo", "--nodes", "2", "--gpus-per-node", "1", "max_steps=
 
 
 @pytest.mark.long
-def test_answers_take_one_node_and_can_be_given_up(user: Kit):
-    job, run = user.submit(*QUICK)
+def test_answers_can_be_given_up(user: Kit):
+    _, run = user.submit(*QUICK)
     user.wait(run, "ANSWERING")
-    size = ["squeue", "--noheader", f"--jobs={job}", "--format=%D"]
-    until(lambda: subprocess.check_output(size, env=user.env, text=True) == "1\n", 30)
     done = user.cookbook("cancel", run.name)
     assert done.returncode == 0 and "is COMPLETED and stays so" in done.stdout, done.stdout
     status = until(lambda: answered(run), 60, lambda: report(run))

@@ -269,7 +269,7 @@ def test_a_champion_whose_files_were_replaced_is_no_measure(site):
     assert "cookbook promote same --rollback champion" in fault
 
 
-def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site):
+def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site, tmp_path):
     run, told = finished_run(site.root, 8), []
     registered(site, run, "faq")
     made = promote(site, "faq", gates=None, say=told.append)
@@ -279,7 +279,7 @@ def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site):
     assert told[0].startswith("not applicable  slurm_qa.likelihood: faq v1 has no evaluation of ")
     assert "passed  size" in told[2] and told[3].startswith("note: no gate has judged the answers")
     # An evaluation that does not count is no reason to pass.
-    again = finished_run(site.root, 9)
+    again = finished_run(tmp_path, 9)
     registered(site, again, "faq")
     evaluated(again, 1.0, suite="slurm_qa")
     with pytest.raises(GateFault, match="does not count: its samples are others"):

@@ -82,6 +82,14 @@ def test_what_many_ranks_have_tokenised_is_in_few_files(
     config = load(tmp_path / "run/train.yaml")
     meet, values = threading.Barrier(ranks), [None] * ranks
     tokenizer = instantiate("tokenizer", config.tokenizer)
+    # transformers keeps one compiled chat template per process, which only one thread may use.
+    lock, tokens_of = threading.Lock(), type(tokenizer).__call__
+
+    def by_one_thread(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return tokens_of(*args, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", by_one_thread)
 
     def tokenise(rank: int) -> None:
         own = {name: getattr(world, name) for name in ("local_rank", "device", "cpu_group")}

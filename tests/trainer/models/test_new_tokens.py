@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plugins.evaluate.model import Answerer
+from plugins.rl.on_policy import OnPolicyDistillation
 from runspec.keys.fields import STREAM
 from runspec.tokens import grown, new_tokens
 from tests.trainer.methods.pairs import write_pairs
@@ -29,7 +30,6 @@ from trainer import check
 from trainer.config import load
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
-from trainer.methods.distill import Distillation
 from trainer.models import build as models
 
 NEW = ["<ask>", "<very>", "<unused>"]
@@ -202,7 +202,7 @@ def test_other_methods_train_new_tokens(folders, tagged, tmp_path):
     assert {line["on_policy/steps"] for line in lines} == {0, 1}
     assert_same_curve(tmp_path / "distil/two", tmp_path / "distil/one", 2e-5, 1e-4)
     (fault,) = check.faults(
-        yaml.safe_load(path.read_text()) | {"teacher": str(source)}, Distillation
+        yaml.safe_load(path.read_text()) | {"teacher": str(source)}, OnPolicyDistillation
     )
     assert "has no token '<ask>' and 2 more" in fault and "train the teacher" in fault
     # `cookbook eval` takes the adapter alone, too.
