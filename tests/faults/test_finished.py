@@ -102,7 +102,7 @@ def test_answers_can_be_given_up(user: Kit):
     assert done.returncode == 0 and "is COMPLETED and stays so" in done.stdout, done.stdout
     status = until(lambda: answered(run), 60, lambda: report(run))
     assert "the questions were given up; the run is finished" in status["message"]
-    assert status["answers"]["gpus"] == 1 and status["answers"]["seconds"] > 0
+    assert status["answers"]["gpus"] == 2 and status["answers"]["seconds"] > 0
     assert status["state"] == "COMPLETED" and (run / "export/config.json").is_file()
     assert not (run / "samples.jsonl").exists() and not (run / "cancelled.json").exists()
     (line,) = attempts(run)

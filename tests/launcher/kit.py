@@ -171,7 +171,7 @@ def project(folder: Path, script: str, **keys: object) -> Path:
 
 def finished_run(root: Path, number: int) -> Run:
     """A run directory as a finished fine-tune leaves it."""
-    path = root / "runs" / f"20261122-10000{number}-demo-aaa{number}"
+    path = root / "runs" / f"20261122-1000{number:02}-demo-aa{number:02}"
     model_folder(path / "export", size=8 + number)
     jobs = {"run": path.name, "recipe": "demo", "site": "default", "jobs": [{"job_id": "local-1"}]}
     (path / "submission.json").write_text(json.dumps(jobs))

@@ -182,8 +182,8 @@ def test_gates_let_through_or_say_why_and_rollback_goes_back(site):
         ("champion", 1),
     ]
     assert changes[3]["why"] == "a reason" and all(each["user"] for each in changes)
-    assert changes[3]["evaluations"] == ["eval-of-aaa3-0"]
-    assert changes[6]["evaluations"] == ["eval-of-aaa4-1"]
+    assert changes[3]["evaluations"] == ["eval-of-aa03-0"]
+    assert changes[6]["evaluations"] == ["eval-of-aa04-1"]
     assert [each.get("gates") for each in changes[2:4]] == [str(site.root / "gates.yaml")] * 2
 
 
@@ -269,7 +269,7 @@ def test_a_champion_whose_files_were_replaced_is_no_measure(site):
     assert "cookbook promote same --rollback champion" in fault
 
 
-def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site, tmp_path):
+def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site):
     run, told = finished_run(site.root, 8), []
     registered(site, run, "faq")
     made = promote(site, "faq", gates=None, say=told.append)
@@ -279,7 +279,7 @@ def test_the_default_gates_do_not_apply_to_a_model_of_another_suite(site, tmp_pa
     assert told[0].startswith("not applicable  slurm_qa.likelihood: faq v1 has no evaluation of ")
     assert "passed  size" in told[2] and told[3].startswith("note: no gate has judged the answers")
     # An evaluation that does not count is no reason to pass.
-    again = finished_run(tmp_path, 9)
+    again = finished_run(site.root, 10)
     registered(site, again, "faq")
     evaluated(again, 1.0, suite="slurm_qa")
     with pytest.raises(GateFault, match="does not count: its samples are others"):
