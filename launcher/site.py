@@ -179,13 +179,11 @@ def with_site_defaults(resources: Resources, site: Site) -> Resources:
     return replace(filled, mem="0") if filled.exclusive and filled.mem is None else filled
 
 
-def slurm_options(resources: Resources, site: Site, keys: Iterable[str], gpus: int) -> list[str]:
-    """Return Slurm's options for some of a job's resources, and for its GPUs per node.
-
-    keys: options of Slurm that Resources has too; what is not asked for is left out.
-    """
-    given = ((key, getattr(resources, key)) for key in keys)
-    options = [f"--{key}={value}" for key, value in given if value is not None]
+def slurm_options(
+    resources: Resources, site: Site, gpus: int, without: Iterable[str] = ()
+) -> list[str]:
+    """Return Slurm's options for a job's resources, and for its GPUs per node."""
+    options = [f"--{key}={value}" for key, value in resources.options(without).items()]
     request = {"gres": "--gres=gpu:", "gpus-per-node": "--gpus-per-node="}.get(site.gpu_request)
     kind = f"{resources.gpu_type}:" if resources.gpu_type else ""
     return [*options, f"{request}{kind}{gpus}"] if gpus and request else options

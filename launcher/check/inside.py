@@ -57,8 +57,8 @@ def start(environment: Environment, context: Context, *argv: str) -> tuple[int, 
         return _here(script)
     resources = context.resources
     options = ["--job-name=cookbook-probe", "--nodes=1"]
-    keys = ("partition", "account", "qos", "constraint", "reservation")
-    options += slurm_options(resources, context.cluster, keys, resources.gpus_per_node)
+    without = ("mem", "time", "switches")
+    options += slurm_options(resources, context.cluster, resources.gpus_per_node, without)
     step = slurm.run_on_nodes(options, script, _WAIT_S, _LIMIT_S)
     if not step.pending:
         lines = [*(line for _, line in step.lines), *step.message.split(" | ")]

@@ -172,8 +172,8 @@ def _parts(
 
 def _srun(site: Site, resources: Resources) -> list[str]:
     """Slurm's options for one node as the recipe asks for it."""
-    keys = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem")
-    options = sites.slurm_options(resources, site, keys, resources.gpus_per_node)
+    without = ("time", "switches")
+    options = sites.slurm_options(resources, site, resources.gpus_per_node, without)
     if resources.cpus_per_gpu:
         options.append(f"--cpus-per-task={resources.cpus_per_gpu * resources.gpus_per_node}")
     return options + ["--exclusive"] * resources.exclusive

@@ -6,7 +6,7 @@ launcher/recipe/load.py reads one from its file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +95,11 @@ class Entry:
         return 3 if self.resumes else 0
 
 
+def _option() -> Any:
+    """Return a field that is an option of sbatch and srun, of the same name."""
+    return field(default=None, metadata={"slurm": True})
+
+
 @dataclass(frozen=True)
 class Resources:
     """What one run asks of Slurm; None leaves the choice to the cluster."""
@@ -105,15 +110,15 @@ class Resources:
     gpus_per_node: int = 1
     gpu_type: str | None = None
     cpus_per_gpu: int | None = None
-    mem: str | None = None
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    switches: str | None = None
-    exclude: str | None = None
+    mem: str | None = _option()
+    time: str | None = _option()
+    partition: str | None = _option()
+    account: str | None = _option()
+    qos: str | None = _option()
+    constraint: str | None = _option()
+    reservation: str | None = _option()
+    switches: str | None = _option()
+    exclude: str | None = _option()
     exclusive: bool = False
 
     @classmethod
@@ -124,6 +129,12 @@ class Resources:
         given["rollout_nodes"] = 0 if rollout == "same" else rollout
         given |= {key: str(given[key]) for key in ("mem", "time", "switches") if key in given}
         return cls(**given)
+
+    def options(self, without: Iterable[str] = ()) -> dict[str, str]:
+        """Return the options of sbatch and srun that are given, by name."""
+        names = (item.name for item in fields(self) if item.metadata.get("slurm"))
+        given = {name: getattr(self, name) for name in names if name not in without}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def world_size(self) -> int:

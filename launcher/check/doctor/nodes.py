@@ -13,8 +13,8 @@ from launcher.recipe.model import Resources
 from launcher.site import slurm_options
 from launcher.slurm import Node
 
-# What the job asks of Slurm as the site file says it.
-_ASKED = ("partition", "account", "qos", "constraint", "reservation")
+# What the job does not ask of Slurm, whatever the site file says.
+_NOT_ASKED = ("mem", "time", "switches", "exclude")
 # Stands for the node's name in what several nodes report alike.
 _NODE = "\0"
 
@@ -33,7 +33,7 @@ def findings(site: SlurmAnswers, options: Options) -> tuple[list[Finding], list[
     gpus = min(sum(node.gpus.values()) for node in (chosen or usable))
     gpus = gpus if chosen else min(1, gpus)
     asked = replace(Resources.of(site.cluster.resources), partition=site.partition)
-    srun = slurm_options(asked, site.cluster, _ASKED, gpus)
+    srun = slurm_options(asked, site.cluster, gpus, _NOT_ASKED)
     if chosen:
         srun.append(f"--nodelist={','.join(node.name for node in chosen)}")
     question = Question(site.cluster, srun, count, gpus, venv.torch_build(), options)

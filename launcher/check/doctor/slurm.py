@@ -132,10 +132,9 @@ def _site_file(site: SlurmAnswers) -> list[Finding]:
 def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
     """Ask sbatch itself about a job on one whole node, with all that the site file asks for."""
     gpus = max((sum(node.gpus.values()) for node in site.own_nodes), default=0)
-    keys = ("partition", "account", "qos", "constraint", "reservation", "exclude", "mem", "time")
     asked = Resources.of(site.cluster.resources)
     options = ["--nodes=1", "--ntasks-per-node=1"]
-    options += slurm_options(asked, site.cluster, keys, gpus) + ["--exclusive"] * asked.exclusive
+    options += slurm_options(asked, site.cluster, gpus) + ["--exclusive"] * asked.exclusive
     script = "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "true\n"])
     try:
         return [ok("sbatch test", slurm.test_only(script).removeprefix("sbatch: "))]
