@@ -257,7 +257,11 @@ _WITHOUT_LORA = [f"~model.{key}" for key in LORA if key.startswith(("lora_", "ap
 ADDED = """
 from types import SimpleNamespace
 import torch
+from launcher.recipe import entries
+from launcher.recipe.model import Resources
+from launcher.slurm.render import template
 from my_adapters import BlockScale
+from plugins.engines.schema import SCHEMAS, unknown
 from runspec.adapters import declared
 from runspec.keys.methods import config_class
 from trainer.methods.base import named
@@ -274,15 +278,23 @@ config = SimpleNamespace(beta=0.5)
 assert rewards.tolist() == [[-0.5, -1.5]] and abs(loss - 0.3133) < 1e-4
 assert declared("my_adapters.BlockScale") == BlockScale.declared
 assert BlockScale({"scale_init": 0.5}).first_value(None, "", (2,), None).tolist() == [0.5, 0.5]
+assert entries.find("mytrainer:own.yaml").title == "MyTrainer"
+assert unknown({"lr": 1, "lrr": 2}, SCHEMAS["mytrainer"]("", {})) == {"lrr": "lr"}
+resources = Resources.of({"licenses": "matlab:2"})
+text = template("parts/options.j2").render(resources=resources)
+assert text.splitlines() == ["#SBATCH --licenses=matlab:2"]
 """
 
 
 def test_the_worked_examples_of_contributing_can_be_applied(tmp_path):
-    for folder in ("runspec", "trainer"):
+    for folder in ("launcher", "plugins", "runspec", "templates", "trainer"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for found in re.findall(r"  ```diff\n(  diff .*?)  ```\n", text, re.DOTALL):
         given = re.sub("^  ", "", found, flags=re.MULTILINE)
         subprocess.run(["git", "apply"], cwd=tmp_path, input=given, text=True, check=True)
+    arguments = "import dataclasses\n\n@dataclasses.dataclass\nclass Arguments:\n    lr: float\n"
+    (tmp_path / "mytrainer").mkdir()
+    (tmp_path / "mytrainer" / "config.py").write_text(arguments)
     own = os.environ | {"PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-P", "-c", ADDED], env=own, check=True)
