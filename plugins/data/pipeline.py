@@ -91,7 +91,7 @@ def run(
         name, options = step_name(step), step_options(step)
         if options.get("tokenizer"):
             options["tokenizer"] = str(base / os.path.expanduser(str(options["tokenizer"])))
-        print_ = _fingerprint(print_, name, options, _used_files(options, base), seed)
+        print_ = _fingerprint(print_, name, options, _used_files(options), seed)
         key, where = f"{number:02d}-{name}", f"steps.{number - 1}.{name}"
         folder = folders[key] = work / f"{key}-{print_}"
         of_sets = root if name == "split" else base
@@ -182,8 +182,6 @@ def _ingest(
         # If a source changed while it was read, the shards are not valid.
         try:
             sources.unchanged(inputs)
-            if limit is None:
-                sources.check_counts(inputs, tasks)
         except DataError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -220,17 +218,13 @@ def _place(bad: Mapping[str, Any]) -> str:
     return f"{bad['file']}, line {bad['line']}: {bad['reason']}"
 
 
-def _used_files(options: Mapping[str, Any], base: Path) -> list[str]:
-    """Return the hashes of a step's files: an evaluation set, a tokenizer."""
-    hashes = []
-    named = options.get("against") or []
-    for name in [named] if isinstance(named, str) else named:
-        hashes += [files.sha256(path) for path in sources.matches({"path": name}, base, "against")]
-    if options.get("tokenizer"):
-        folder = Path(str(options["tokenizer"]))
-        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        hashes += [files.sha256(folder / name) for name in names if (folder / name).is_file()]
-    return hashes
+def _used_files(options: Mapping[str, Any]) -> list[str]:
+    """Return the hashes of the files of a step's tokenizer."""
+    if not options.get("tokenizer"):
+        return []
+    folder = Path(str(options["tokenizer"]))
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    return [files.sha256(folder / name) for name in names if (folder / name).is_file()]
 
 
 def _fingerprint(*parts: Any) -> str:

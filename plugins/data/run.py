@@ -71,7 +71,7 @@ def prepare(
     config, root = settings["recipe"], Path(settings["root"])
     name, base = str(settings["name"]), Path(settings["base"])
     folder = output.folder_of(root, name)
-    output.check(config)
+    output.output_format(config)
     threads = int(config.get("threads") or len(os.sched_getaffinity(0)))
     if preview is not None:
         return _previewed(settings, threads, master, preview)
