@@ -103,7 +103,6 @@ STEPS = {
         (Key("keep", "any", "Languages.", REQUIRED), _COLUMN),
         adds={"language": "string"},
     ),
-    "quality": Step("scores:quality", (_LIMITS[1], _COLUMN), adds={"quality_score": "float64"}),
     "exact_duplicates": Step(
         "exact:exact_duplicates",
         (
@@ -161,7 +160,6 @@ STEPS = {
             Key("shares", "open block", "By split.", REQUIRED),
             Key("stratify", "any", "Columns of strata."),
             Key("group", "any", "Columns of groups."),
-            Key("like", "any", "An earlier set."),
         ),
         adds={"split": "string"},
         mapping_first=True,

@@ -17,8 +17,6 @@ from plugins.data.formats import turns_of
 from plugins.data.pipeline import FORMAT, Prepared, versions
 from plugins.data.query_engines.base import QueryEngine, finished, shards
 from plugins.data.rows import Rows
-from plugins.data.sources import unchanged
-from plugins.data.steps.splits import SIDES
 from runspec import files, prepared, publish
 from runspec.prepared import BAD_ROWS, CARD, CURRENT, DATA, LINEAGE, REMOVED, REPORT
 
@@ -89,9 +87,6 @@ def write(
         _write_records(temporary, made, card, lineage)
         page = report.page(folder.name, card, lineage, shown)
         files.write_text(temporary / REPORT, page, mode=0o600)
-        if made.start.folder is None:
-            # The rows came straight from the sources' files.
-            unchanged(made.inputs)
         version = str(card["content_sha256"])[:16]
         return _publish(temporary, folder, version), card
     finally:
@@ -117,8 +112,7 @@ def _lineage(
 def _write_records(
     target: Path, made: Prepared, card: Mapping[str, Any], lineage: Mapping[str, Any]
 ) -> None:
-    """Write the card, the lineage, the bad rows, and for a later set the ids of removed rows and
-    the splits of groups."""
+    """Write the card, the lineage, the bad rows, and the ids of removed rows."""
     files.write_json(target / CARD, card)
     files.write_json(target / LINEAGE, lineage)
     text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in made.bad)
@@ -127,8 +121,6 @@ def _write_records(
     for key, folder in made.folders.items():
         if finished(folder / "removed"):
             shutil.copytree(folder / "removed", target / REMOVED / key)
-        if finished(folder / SIDES) is not None:
-            shutil.copytree(folder / SIDES, target / SIDES)
 
 
 def _publish(temporary: Path, folder: Path, version: str) -> Path:

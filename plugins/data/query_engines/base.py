@@ -46,10 +46,6 @@ class QueryEngine:
         """Return the finished share of the running query, 0 to 1; None if it is unknown."""
         raise NotImplementedError
 
-    def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
-        """Return sources that need no reader as a table, with their texts' lengths, else None."""
-        return None
-
     def _run(self, tasks: Sequence[Task]) -> list[str]:
         """Run tasks; return their faults."""
         raise NotImplementedError

@@ -27,8 +27,6 @@ def records() -> list:
             text.append(
                 f"mail me at u{n}@müller.de or ring 089/1234{n:02d}, DE89370400440532013000"
             )
-        if n % 50 == 1:
-            text = chance.choices(["123", "##", "99"], k=30)
         made.append(qa(" ".join(text), f"answer {n % 90}", user=f"u{n % 70}", **more))
     return made
 
@@ -38,7 +36,6 @@ STEPS = [
     {"length": {"min": 40, "max": 2000}},
     {"exact_duplicates": {"columns": ["prompt"], "keep": "quality"}},
     "personal_data",
-    {"quality": 0.5},
     {"near_duplicates": {"ngram": 3, "column": "prompt", "keep": "quality"}},
     {"template": {"prompt": "[{{ kind }}] {{ prompt }}", "system": "Be brief."}},
     {"mixture": {"data": 2, "more": 1}},
@@ -71,7 +68,7 @@ def test_both_engines_give_the_same_rows(tmp_path, duck):
         counts = [record["rows_out"] for record in one.records]
         assert counts == [record["rows_out"] for record in other.records]
         worked = {r["step"][3:] for r in one.records if r["rows_in"] > r["rows_out"]}
-        assert {"filter", "near_duplicates", "quality", "mixture"} <= worked
+        assert {"filter", "near_duplicates", "mixture"} <= worked
         assert min(
             one.records[3]["notes"]["rows_with"][kind] for kind in ("email", "phone", "iban")
         )
