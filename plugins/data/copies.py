@@ -118,7 +118,9 @@ def _delta(source: Mapping[str, Any], base: Path, where: str) -> Rows:
     try:
         table = DeltaTable(path, version=source.get("version"))
     except Exception as error:
-        raise DataError(f"{where}: {path} is not a Delta table: {first_line(error)}") from None
+        raise DataError(
+            f"{where}: {path} cannot be read as a Delta table: {first_line(error)}"
+        ) from None
 
     def batches() -> Iterator[Any]:
         import pyarrow as pa

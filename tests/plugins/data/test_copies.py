@@ -68,8 +68,8 @@ def test_versions_of_a_delta_table(tmp_path, duck, monkeypatch):
     limited = run(tmp_path, [], duck, work="limited", source={**old, "max_rows": 2})
     assert limited.rows.count == 2
     for name, more, words in (
-        ("none", {"version": 9}, "is not a Delta table: "),
-        ("none", {"path": "nothing"}, "nothing is not a Delta table: "),
+        ("none", {"version": 9}, "table cannot be read as a Delta table: "),
+        ("none", {"path": "nothing"}, "nothing cannot be read as a Delta table: "),
         ("file", {"type": None}, f"{path} is a Delta table: set path={path} and type=delta"),
     ):
         with pytest.raises(DataError, match=words):
