@@ -10,7 +10,7 @@ import pytest
 from plugins.data import copies
 from plugins.data.errors import DataError
 from plugins.data.launcher import prepared
-from tests.plugins.data.kit import qa, rows, run
+from tests.plugins.data.kit import chat, qa, rows, run
 
 ROWS = [qa("q1", "a1", n=1), qa("q2", "a2", n=2), qa("q3", None, n=3)]
 
@@ -88,10 +88,10 @@ DELETED |= {"sizeInBytes": 36, "cardinality": 2}
 
 
 def test_deleted_rows_of_a_delta_table(tmp_path, duck):
-    """Deletion vectors are read by deltalake, which does not write them."""
+    """Deletion vectors are read by deltalake, which does not write them; and nested texts."""
     deltalake = pytest.importorskip("deltalake")
     path = tmp_path / "table"
-    table = pa.Table.from_pylist([qa(f"q{n}", "a") for n in range(6)])
+    table = pa.Table.from_pylist([{"messages": chat(f"q{n}", "a")} for n in range(6)])
     deltalake.write_deltalake(str(path), table)
     (log,) = (path / "_delta_log").glob("*.json")
     actions = [json.loads(line) for line in log.read_text().splitlines()]
@@ -102,8 +102,8 @@ def test_deleted_rows_of_a_delta_table(tmp_path, duck):
         if "add" in action:
             action["add"]["deletionVector"] = DELETED
     log.write_text("\n".join(map(json.dumps, actions)))
-    made = run(tmp_path, [], duck, source={"path": "table", "type": "delta"})
-    assert prompts(made, duck) == ["q1", "q2", "q4", "q5"]
+    source = {"path": "table", "type": "delta", "format": "messages"}
+    assert prompts(run(tmp_path, [], duck, source=source), duck) == ["q1", "q2", "q4", "q5"]
 
 
 def test_rows_of_a_query(tmp_path, duck):
