@@ -68,7 +68,7 @@ def read_blocks(
                 if block["type"] == "parquet":
                     seen = _columns(writer, source, block, faulty, limit)
                 else:
-                    read = islice(records(block), limit)
+                    read = islice(_RECORDS[block["type"]](block), limit)
                     seen = _records(writer, source, block, read, faulty)
             except (pa.ArrowInvalid, OSError) as error:
                 if getattr(error, "errno", None) and not isinstance(error, FileNotFoundError):
@@ -164,11 +164,6 @@ _CONVERTED: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def records(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
-    """Yield (line, record, fault) of a block; a record with a fault is its text."""
-    yield from {"jsonl": _json_lines, "json": _json_array, "csv": _csv}[block["type"]](block)
-
-
 def _json_lines(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
     encoding = str(block["encoding"])
     # Lines of other encodings come as UTF-8, and the mark is not part of a block.
@@ -239,6 +234,14 @@ def _csv(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
                 f"{block['file']}: the record that begins in line {line}: {error}: fix the file; "
                 "a quote may be open"
             ) from None
+
+
+# Each yields (line, record, fault) of a block; a record with a fault is its text.
+_RECORDS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[tuple[int, Any, str]]]] = {
+    "jsonl": _json_lines,
+    "json": _json_array,
+    "csv": _csv,
+}
 
 
 def _columns(
