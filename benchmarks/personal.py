@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-FORMAT, FILES = "text", dict[str, str]()
+FORMAT = "text"
 # Rows with secrets are dropped otherwise.
 STEP = {"personal_data": {"secret": "mask"}}
 _BEFORE = ("we wrote yesterday", "my details are", "as agreed", "bitte nutzen Sie", "so it is")

@@ -1,10 +1,9 @@
-"""Plants what data preparation must find: python -m benchmarks.planted personal
+"""Plants personal data that data preparation must find: python -m benchmarks.planted
 
-Personal data in the forms in which people write it, beside numbers that are none; or evaluation
-items among other rows (contamination). cookbook prepare runs on them as a user's recipe does. It
-prints recall by kind and form, false alarms, and rows per CPU second of the step, which is what a
-run takes longer than one without the step. --beside FOLDER runs the code of another checkout in
-turns with this one.
+In the forms in which people write it, beside numbers that are none. cookbook prepare runs on them
+as a user's recipe does. It prints recall by kind and form, false alarms, and rows per CPU second of
+the step, which is what a run takes longer than one without the step. --beside FOLDER runs the code
+of another checkout in turns with this one.
 """
 
 import argparse
@@ -14,46 +13,41 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks import contamination, personal
+from benchmarks import personal
 
 ROOT = Path(__file__).resolve().parent.parent
-_WHAT: dict[str, ModuleType] = {"personal": personal, "contamination": contamination}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planted")
-    parser.add_argument("what", choices=_WHAT)
     parser.add_argument("--each", type=int, default=200, help="rows of each form")
     parser.add_argument("--count", type=int, default=100_000, help="rows whose time is measured")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--beside", type=Path, help="a checkout of the code to compare with")
     given = parser.parse_args()
     sides = {"here": ROOT} | ({"beside": given.beside.resolve()} if given.beside else {})
-    found = measure(_WHAT[given.what], sides, given.each, given.count, given.rounds)
+    found = measure(sides, given.each, given.count, given.rounds)
     print(json.dumps(found, indent=1, sort_keys=True))
 
 
-def measure(
-    corpus: ModuleType, sides: dict[str, Path], each: int, count: int, rounds: int
-) -> dict[str, Any]:
+def measure(sides: dict[str, Path], each: int, count: int, rounds: int) -> dict[str, Any]:
     """What each side finds in the same rows, and its rows per CPU second, the sides in turn."""
-    rows = list(corpus.rows(each))
+    rows = list(personal.rows(each))
     made: dict[str, Any] = {}
     for name, code in sides.items():
-        left, _ = prepared(code, corpus, [row["record"] for row in rows], [corpus.STEP])
-        made[name] = corpus.judged(rows, left)
-    many = list(corpus.many(count, rows))
+        left, _ = prepared(code, [row["record"] for row in rows], [personal.STEP])
+        made[name] = personal.judged(rows, left)
+    many = list(personal.many(count, rows))
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, code in sides.items():
-            _, without = prepared(code, corpus, many, [])
-            _, seconds = prepared(code, corpus, many, [corpus.STEP])
+            _, without = prepared(code, many, [])
+            _, seconds = prepared(code, many, [personal.STEP])
             rates[name].append(count / max(seconds - without, 0.01))
     made["rows_per_cpu_s"] = {
         name: [round(each) for each in found] for name, found in rates.items()
@@ -65,16 +59,14 @@ def measure(
 
 
 def prepared(
-    code: Path, corpus: ModuleType, records: list[dict[str, Any]], steps: list[Any]
+    code: Path, records: list[dict[str, Any]], steps: list[Any]
 ) -> tuple[dict[int, dict[str, Any]], float]:
     """Take steps as cookbook prepare does; return the rows by number, and the CPU seconds."""
     with tempfile.TemporaryDirectory(prefix="cookbook-planted-") as name:
         folder = Path(name)
         numbered = [{**record, "number": number} for number, record in enumerate(records)]
         pq.write_table(pa.Table.from_pylist(numbered), folder / "rows.parquet")
-        for file, text in corpus.FILES.items():
-            (folder / file).write_text(text, encoding="utf-8")
-        source = {"path": "rows.parquet", "format": corpus.FORMAT, "keep": {"number": "whole"}}
+        source = {"path": "rows.parquet", "format": personal.FORMAT, "keep": {"number": "whole"}}
         recipe = {"sources": [source], "steps": steps, "threads": 1, "memory": "1G"}
         settings = {"name": "planted", "root": name, "base": name, "engine": "duckdb"}
         file = folder / "settings.yaml"

@@ -44,6 +44,15 @@ step_prepare() { # filter, duplicates, personal data, stratified split; a Delta 
   needs base "$model"
   cookbook prepare support
   cookbook data show support
+  python - "$data/prepared/support/current/data" "$data/support-table" <<'END'
+import sys
+
+import pyarrow.dataset as dataset
+from deltalake import write_deltalake
+
+rows = dataset.dataset(sys.argv[1], partitioning=["split"]).scanner().to_reader()
+write_deltalake(sys.argv[2], rows, partition_by=["split"], mode="overwrite")
+END
 }
 
 content_of() { # the hash of a prepared set's rows

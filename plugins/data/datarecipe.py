@@ -1,10 +1,7 @@
 """A data recipe: sources, steps and outputs; its keys and the check of what is given."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +31,6 @@ KINDS = ("text", "number", "whole", "flag")
 PERSONAL = ("email", "phone", "iban", "card", "secret")
 # Columns that the kit uses itself.
 OWN_COLUMNS = ("id", "_id", "source", "prompt", "answer", "messages", "rejected", "text", "split")
-# What the rows of a set can be.
-_SHAPES = "messages | text | preference"
 
 _TOP = (
     Key("description", "text", "One line about the training set."),
@@ -48,8 +43,7 @@ _TOP = (
     Key("sources", "list", "List of sources.", REQUIRED),
     Key("steps", "list", "List of steps, in their order."),
     Key("output", "block", "Default: the shape of the sources."),
-    Key("output.format", f"{_SHAPES} | delta", "delta: a Delta table.", "messages"),
-    Key("output.rows", _SHAPES, "Of a Delta table."),
+    Key("output.format", "messages | text | preference", "What the rows are.", "messages"),
     Key("resources", "open block", "What a job requests, as in a training recipe."),
 )
 _SOURCE = (
@@ -57,7 +51,7 @@ _SOURCE = (
     Key("path", "text", "File, folder or pattern."),
     Key(
         "type",
-        "json | jsonl | csv | parquet | hub | sql | delta | iceberg",
+        "json | jsonl | csv | parquet | hub | sql | delta",
         "Default: by the file's suffix.",
     ),
     Key("format", " | ".join(FORMATS), "What its records are.", REQUIRED),
@@ -67,10 +61,7 @@ _SOURCE = (
     Key("split", "text", "Split of a dataset on the Hub. Default: train."),
     Key("url", "text", "Address of a database, for ibis: postgres://user@host/name."),
     Key("query", "any", "SELECT statement for a database."),
-    Key("partition_by", "text", "Numeric column; its ranges are read in parallel."),
-    Key("partitions", "positive", "Ranges. Default: one per 500,000 rows, at most 256."),
-    Key("version", "count", "Of a Delta table, or snapshot of an Iceberg table."),
-    Key("timestamp", "any", "Read a table as of this time: 2026-01-31T12:00:00Z."),
+    Key("version", "count", "Of a Delta table. Default: the newest."),
     Key("encoding", "text", "Default: from the file's byte order mark, else utf-8."),
     Key("max_rows", "positive", "Maximum number of rows to read from the source."),
 )
@@ -79,15 +70,11 @@ _ONLY: dict[str, tuple[str | None, ...]] = {
     # None: a folder or a pattern, whose files have types of their own.
     "encoding": ("json", "jsonl", "csv", None),
     "query": ("sql",),
-    "partition_by": ("sql",),
-    "partitions": ("sql",),
     "split": ("hub",),
-    "version": ("delta", "iceberg"),
-    "timestamp": ("delta", "iceberg"),
+    "version": ("delta",),
 }
 _COLUMN = Key("column", "text", "Another column than the text.")
 _KEEP = Key("keep", "text", "first, or the column whose highest value is kept.")
-_NGRAM = Key("ngram", "positive", "Words that are compared together.")
 _LIMITS = (Key("max", "rate", "The most."), Key("min", "rate", "The least."))
 
 
@@ -116,7 +103,6 @@ STEPS = {
         (Key("keep", "any", "Languages.", REQUIRED), _COLUMN),
         adds={"language": "string"},
     ),
-    "quality": Step("scores:quality", (_LIMITS[1], _COLUMN), adds={"quality_score": "float64"}),
     "exact_duplicates": Step(
         "exact:exact_duplicates",
         (
@@ -129,20 +115,12 @@ STEPS = {
         "near:near_duplicates",
         (
             Key("jaccard", "share", "From which similarity on."),
-            _NGRAM,
+            Key("ngram", "positive", "Words that are compared together."),
             Key("bands", "positive", "Bands of MinHash."),
             Key("rows_per_band", "positive", "Hashes in a band."),
             _KEEP,
             Key("action", "remove | mark", "What becomes of them."),
             _COLUMN,
-        ),
-    ),
-    "decontaminate": Step(
-        "decontaminate:decontaminate",
-        (
-            Key("against", "any", "Files of evaluations.", REQUIRED),
-            _NGRAM,
-            Key("min_hits", "positive", "n-grams that must be found."),
         ),
     ),
     "personal_data": Step(
@@ -182,7 +160,6 @@ STEPS = {
             Key("shares", "open block", "By split.", REQUIRED),
             Key("stratify", "any", "Columns of strata."),
             Key("group", "any", "Columns of groups."),
-            Key("like", "any", "An earlier set."),
         ),
         adds={"split": "string"},
         mapping_first=True,
@@ -213,9 +190,6 @@ def faults(config: Mapping[str, Any]) -> list[str]:
         texts.append(
             "steps: split must be the last step, so that its shares are those of the result"
         )
-    output = config.get("output")
-    if isinstance(output, dict) and output.get("rows") and output.get("format") != "delta":
-        texts.append("output.rows is used only with output.format=delta: leave it out")
     return texts
 
 
@@ -264,16 +238,6 @@ def _reading_faults(source: Mapping[str, Any], where: str) -> Iterator[str]:
         if source.get(key) is not None and kind not in kinds:
             names = " or ".join(filter(None, kinds))
             yield f"{where}.{key} is used only for the type {names}: leave it out"
-    if source.get("partitions") and not source.get("partition_by"):
-        yield f"{where}.partitions needs partition_by: the column whose ranges are read"
-    column = source.get("partition_by")
-    if column is not None and not re.fullmatch(r"[A-Za-z_]\w*", str(column)):
-        yield f"{where}.partition_by must be a column of the query, got {column!r}"
-    moment = source.get("timestamp")
-    if moment is not None and source.get("version") is not None:
-        yield f"{where} must have version or timestamp, not both"
-    elif moment is not None and not _is_moment(moment):
-        yield f"{where}.timestamp must be a time such as 2026-01-31T12:00:00Z, got {moment!r}"
     encoding = source.get("encoding")
     if encoding is not None:
         try:
@@ -281,12 +245,6 @@ def _reading_faults(source: Mapping[str, Any], where: str) -> Iterator[str]:
         except (LookupError, UnicodeError):
             expected = "must be one that Python supports, such as utf-8"
             yield f"{where}.encoding {expected}, got {encoding!r}"
-
-
-def _is_moment(value: Any) -> bool:
-    with suppress(TypeError, ValueError):
-        return isinstance(value, date) or bool(datetime.fromisoformat(value))
-    return False
 
 
 def _step_faults(step: Any, where: str) -> Iterator[str]:

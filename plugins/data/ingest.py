@@ -13,7 +13,7 @@ from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
-from plugins.data import databases, openers, parquet
+from plugins.data import openers, parquet
 from plugins.data.datarecipe import FORMATS
 from plugins.data.errors import BadRow, DataError
 from plugins.data.formats import reader, text_columns
@@ -68,16 +68,15 @@ def read_blocks(
                 if block["type"] == "parquet":
                     seen = _columns(writer, source, block, faulty, limit)
                 else:
-                    read = islice(records(block), limit)
+                    read = islice(_RECORDS[block["type"]](block), limit)
                     seen = _records(writer, source, block, read, faulty)
             except (pa.ArrowInvalid, OSError) as error:
                 if getattr(error, "errno", None) and not isinstance(error, FileNotFoundError):
                     raise  # the disk's fault; a damaged page has no number
                 reason = str(error).splitlines()[0].rstrip(".")
-                how = (
-                    "run it on the table's newest version" if "layout" in block else "copy it again"
-                )
-                raise DataError(f"{block['file']}: cannot be read: {reason}: {how}") from None
+                raise DataError(
+                    f"{block['file']}: cannot be read: {reason}: copy it again"
+                ) from None
             limit = None if limit is None else limit - seen
     text = "".join(json.dumps(each) + "\n" for each in faulty)
     Path(bad).write_text(text, encoding="utf-8")
@@ -165,15 +164,6 @@ _CONVERTED: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def records(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
-    """Yield (line, record, fault) of a block; a record with a fault is its text."""
-    if block["type"] == "sql":
-        for number, record in enumerate(databases.rows(block), 1):
-            yield number, record, ""
-        return
-    yield from {"jsonl": _json_lines, "json": _json_array, "csv": _csv}[block["type"]](block)
-
-
 def _json_lines(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
     encoding = str(block["encoding"])
     # Lines of other encodings come as UTF-8, and the mark is not part of a block.
@@ -244,6 +234,14 @@ def _csv(block: Mapping[str, Any]) -> Iterator[tuple[int, Any, str]]:
                 f"{block['file']}: the record that begins in line {line}: {error}: fix the file; "
                 "a quote may be open"
             ) from None
+
+
+# Each yields (line, record, fault) of a block; a record with a fault is its text.
+_RECORDS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[tuple[int, Any, str]]]] = {
+    "jsonl": _json_lines,
+    "json": _json_array,
+    "csv": _csv,
+}
 
 
 def _columns(

@@ -1,4 +1,4 @@
-"""The parts of a source: files, files of a table, or ranges of a query's rows."""
+"""The files of a source."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,21 +7,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Input:
-    """One part of a source."""
+    """One file of a source."""
 
     source: str
-    # Its path; for a query, its range.
+    # Its path.
     file: str
     type: str
     bytes: int = 0
     sha256: str = ""
-    # The table, query or dataset to which it belongs.
+    # The table, query or dataset of which it is a copy.
     origin: str = ""
     # Their number if it is known without reading them.
     rows: int | None = None
     # The number in its origin of its first row, if it is a copy.
     first: int | None = None
-    # 0 if nothing can change the part.
     mtime_ns: int = 0
     # One or more tasks of a reader, each with the arguments of openers.
     blocks: tuple[Mapping[str, Any], ...] = ()
@@ -30,5 +29,4 @@ class Input:
 
     def record(self) -> dict[str, Any]:
         """Return its entry in the lineage."""
-        # blocks have tables' schemas and the address of a database.
         return {key: value for key, value in vars(self).items() if key != "blocks"}

@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from plugins.data.formats import turns_of
 from plugins.data.pipeline import FORMAT, Prepared, versions
 from plugins.data.query_engines.base import QueryEngine, finished, shards
 from plugins.data.rows import Rows
-from plugins.data.sources import unchanged
-from plugins.data.steps.splits import SIDES
 from runspec import files, prepared, publish
 from runspec.prepared import BAD_ROWS, CARD, CURRENT, DATA, LINEAGE, REMOVED, REPORT
 
@@ -28,8 +25,7 @@ _ROWS = "plugins.data.output:final_rows"
 
 def output_format(config: Mapping[str, Any]) -> str:
     """Return messages, text or preference: as requested, else by the sources' formats."""
-    output = config.get("output") or {}
-    asked = output.get("rows") if output.get("format") == "delta" else output.get("format")
+    asked = (config.get("output") or {}).get("format")
     formats = {source["format"] for source in config["sources"]}
     if asked:
         if asked == "preference" and formats != {"preference"}:
@@ -46,15 +42,6 @@ def output_format(config: Mapping[str, Any]) -> str:
             exit_code=2,
         )
     return "text" if formats == {"text"} else "messages"
-
-
-def check(config: Mapping[str, Any]) -> None:
-    """Raise DataError if the set cannot be written in the requested format."""
-    output_format(config)
-    if (config.get("output") or {}).get("format") == "delta" and not find_spec("deltalake"):
-        raise DataError(
-            "output.format=delta: the package deltalake is missing: bash setup.sh --with tables"
-        )
 
 
 def write(
@@ -86,8 +73,6 @@ def write(
         lost = rows.count - sum(each["rows"] for each in splits.values())
         if lost:
             raise DataError(f"{lost} rows were lost on the way to {folder}: report this")
-        if (config.get("output") or {}).get("format") == "delta":
-            _write_delta_log(temporary / DATA, splits, folder.name)
         card = {
             "format": form,
             "created": time.time(),
@@ -102,9 +87,6 @@ def write(
         _write_records(temporary, made, card, lineage)
         page = report.page(folder.name, card, lineage, shown)
         files.write_text(temporary / REPORT, page, mode=0o600)
-        if made.start.folder is None:
-            # The rows came straight from the sources' files.
-            unchanged(made.inputs)
         version = str(card["content_sha256"])[:16]
         return _publish(temporary, folder, version), card
     finally:
@@ -130,8 +112,7 @@ def _lineage(
 def _write_records(
     target: Path, made: Prepared, card: Mapping[str, Any], lineage: Mapping[str, Any]
 ) -> None:
-    """Write the card, the lineage, the bad rows, and for a later set the ids of removed rows and
-    the splits of groups."""
+    """Write the card, the lineage, the bad rows, and the ids of removed rows."""
     files.write_json(target / CARD, card)
     files.write_json(target / LINEAGE, lineage)
     text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in made.bad)
@@ -140,34 +121,6 @@ def _write_records(
     for key, folder in made.folders.items():
         if finished(folder / "removed"):
             shutil.copytree(folder / "removed", target / REMOVED / key)
-        if finished(folder / SIDES) is not None:
-            shutil.copytree(folder / SIDES, target / SIDES)
-
-
-def _write_delta_log(folder: Path, splits: Mapping[str, Any], name: str) -> None:
-    """Make the files a Delta table in place: version 0, partitioned by split."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    from deltalake import Schema
-    from deltalake.transaction import AddAction, create_table_with_add_actions
-
-    parts = [(split, each) for split, facts in splits.items() for each in facts["files"]]
-    adds = [
-        AddAction(
-            path=str(Path(each["file"]).relative_to(DATA)),
-            size=each["bytes"],
-            partition_values={"split": split},
-            modification_time=each["mtime_ns"] // 10**6,
-            data_change=True,
-            stats=json.dumps({"numRecords": each["rows"]}),
-        )
-        for split, each in parts
-    ]
-    schema = pq.read_schema(folder.parent / parts[0][1]["file"]).remove_metadata()
-    schema = schema.append(pa.field("split", pa.string()))
-    create_table_with_add_actions(
-        str(folder), Schema.from_arrow(schema), adds, mode="error", partition_by="split", name=name
-    )
 
 
 def _publish(temporary: Path, folder: Path, version: str) -> Path:

@@ -30,7 +30,7 @@ from runspec import files
 from runspec.files import patient_json
 
 # Incremented when the same recipe may give other rows, or another hash of them.
-FORMAT = 4
+FORMAT = 5
 SAMPLES = 5
 _RECORD = "_step.json"
 _BAD_SHARE = 0.01
@@ -52,8 +52,6 @@ class Prepared:
     bad: list[dict[str, Any]]
     # Of each step, whose tables lie there.
     folders: dict[str, Path] = field(default_factory=dict)
-    # Number of texts by length, if reading them gave it.
-    lengths: dict[int, int] | None = None
 
 
 def run(
@@ -61,7 +59,6 @@ def run(
     engine: QueryEngine,
     work: Path,
     base: Path,
-    root: Path,
     threads: int,
     say: Callable[[str], None],
     limit: int | None = None,
@@ -71,7 +68,6 @@ def run(
     Args:
         work: folder for intermediate rows.
         base: the base folder of relative paths.
-        root: the datasets folder, for the sets that a step names.
         limit: maximum number of rows of each source.
 
     Raises:
@@ -81,9 +77,7 @@ def run(
     columns.check(config, all_keep)
     inputs = sources.find(config, base, work / "sources", threads, say, limit)
     first = _fingerprint(FORMAT, [each.sha256 for each in inputs], config["sources"], limit)
-    rows, bad, lengths = _ingest(
-        config, engine, work / f"00-read-{first}", inputs, all_keep, limit, say
-    )
+    rows, bad = _ingest(config, engine, work / f"00-read-{first}", inputs, all_keep, limit, say)
     start, records, folders = rows, [], {}
     engine.progress.step()
     print_, seed = first, int(config.get("seed") or 0)
@@ -91,16 +85,13 @@ def run(
         name, options = step_name(step), step_options(step)
         if options.get("tokenizer"):
             options["tokenizer"] = str(base / os.path.expanduser(str(options["tokenizer"])))
-        print_ = _fingerprint(print_, name, options, _used_files(options, base), seed)
+        print_ = _fingerprint(print_, name, options, _used_files(options), seed)
         key, where = f"{number:02d}-{name}", f"steps.{number - 1}.{name}"
         folder = folders[key] = work / f"{key}-{print_}"
-        of_sets = root if name == "split" else base
-        here = Work(engine, folder, options, where, seed, say, of_sets)
+        here = Work(engine, folder, options, where, seed, say)
         rows, record = _step(key, name, rows, here)
         records.append(record)
-        if start.folder is None:
-            sources.unchanged(inputs)
-    return Prepared(rows, start, inputs, records, bad, folders, lengths)
+    return Prepared(rows, start, inputs, records, bad, folders)
 
 
 def _step(key: str, name: str, before: Rows, here: Work) -> tuple[Rows, dict[str, Any]]:
@@ -164,16 +155,7 @@ def _ingest(
     all_keep: Mapping[str, str],
     limit: int | None,
     say: Callable[[str], None],
-) -> tuple[Rows, list[dict[str, Any]], dict[int, int] | None]:
-    if (
-        limit is None
-        and finished(folder) is None
-        and (scanned := engine.scan(config, inputs, all_keep)) is not None
-    ):
-        table, lengths = scanned
-        count = sum(lengths.values())
-        say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files, where they lie")
-        return Rows(table, count), [], lengths
+) -> tuple[Rows, list[dict[str, Any]]]:
     if finished(folder) is None:
         tasks = sources.tasks(config, inputs, folder, all_keep, limit)
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,8 +164,6 @@ def _ingest(
         # If a source changed while it was read, the shards are not valid.
         try:
             sources.unchanged(inputs)
-            if limit is None:
-                sources.check_counts(inputs, tasks)
         except DataError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -213,24 +193,20 @@ def _ingest(
     if count == 0:
         raise DataError("the sources have no rows: check path and format of each source")
     say(f"{'00-read':24} {'':>12}    {count:>12,} rows of {len(inputs)} files  ({len(bad):,} bad)")
-    return Rows(engine.read(folder), count, folder), bad, None
+    return Rows(engine.read(folder), count, folder), bad
 
 
 def _place(bad: Mapping[str, Any]) -> str:
     return f"{bad['file']}, line {bad['line']}: {bad['reason']}"
 
 
-def _used_files(options: Mapping[str, Any], base: Path) -> list[str]:
-    """Return the hashes of a step's files: an evaluation set, a tokenizer."""
-    hashes = []
-    named = options.get("against") or []
-    for name in [named] if isinstance(named, str) else named:
-        hashes += [files.sha256(path) for path in sources.matches({"path": name}, base, "against")]
-    if options.get("tokenizer"):
-        folder = Path(str(options["tokenizer"]))
-        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        hashes += [files.sha256(folder / name) for name in names if (folder / name).is_file()]
-    return hashes
+def _used_files(options: Mapping[str, Any]) -> list[str]:
+    """Return the hashes of the files of a step's tokenizer."""
+    if not options.get("tokenizer"):
+        return []
+    folder = Path(str(options["tokenizer"]))
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    return [files.sha256(folder / name) for name in names if (folder / name).is_file()]
 
 
 def _fingerprint(*parts: Any) -> str:

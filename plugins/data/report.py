@@ -28,7 +28,7 @@ def figures(
         version: the folder of the set, whose rows are written already.
         columns: those of the rows.
     """
-    before = lengths(engine, made.start.table) if made.lengths is None else made.lengths
+    before = lengths(engine, made.start.table)
     return {
         "lengths": _bars(before, _written_lengths(version)),
         "counts": [each for each in _counts(engine, made, version, columns) if each["rows"]],

@@ -36,8 +36,6 @@ class Work:
     where: str
     seed: int
     say: Callable[[str], None]
-    # Of relative paths; for a split, the folder of all sets.
-    base: Path
     # Figures for its record.
     notes: dict[str, Any] = field(default_factory=dict)
 

@@ -71,7 +71,7 @@ def prepare(
     config, root = settings["recipe"], Path(settings["root"])
     name, base = str(settings["name"]), Path(settings["base"])
     folder = output.folder_of(root, name)
-    output.check(config)
+    output.output_format(config)
     threads = int(config.get("threads") or len(os.sched_getaffinity(0)))
     if preview is not None:
         return _previewed(settings, threads, master, preview)
@@ -85,7 +85,7 @@ def prepare(
         engine = _engine(settings, threads, master)
         engine.progress = progress
         try:
-            made = pipeline.run(config, engine, work_folder, base, root, threads, say)
+            made = pipeline.run(config, engine, work_folder, base, threads, say)
             progress.begin("write", made.rows.count)
             target, card = output.write(config, made, engine, folder, work_folder)
             progress.step()
@@ -115,13 +115,13 @@ def _previewed(
     from plugins.data import pipeline
 
     began, config = time.monotonic(), settings["recipe"]
-    root, base = Path(settings["root"]), Path(settings["base"])
+    base = Path(settings["base"])
     with ExitStack() as stack:
         work = spill.make("preview", spill.parent_of(config.get("temp_dir")))
         stack.callback(spill.remove, work)
         engine = _engine(settings, threads, master)
         stack.callback(engine.close)
-        made = pipeline.run(config, engine, work, base, root, threads, say, most)
+        made = pipeline.run(config, engine, work, base, threads, say, most)
         rows = engine.rows(made.rows.table.order_by("_id").limit(3))
     return {
         "name": str(settings["name"]),

@@ -1,4 +1,4 @@
-"""Finds the inputs of sources: files, files of tables, ranges of a query; and makes their tasks."""
+"""Finds the files of sources, and makes the tasks that read them."""
 
 import glob
 import hashlib
@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plugins.data import databases, hub, openers, parquet, tables
+from plugins.data import copies, openers, parquet
 from plugins.data.datarecipe import SUFFIXES, source_name, source_type
 from plugins.data.errors import DataError
 from plugins.data.ingest import BAD_SUFFIX
 from plugins.data.inputs import Input
 from plugins.data.query_engines.tasks import Task
-from runspec import files
 
 _SUFFIXES = tuple(SUFFIXES)
 
@@ -32,7 +31,7 @@ def find(
 
     Args:
         base: the base folder of relative paths.
-        store: a folder for copies of hub datasets, and for the flags of deleted rows.
+        store: a folder for copies of datasets, tables and queries.
         limit: if it is given, only the first rows are read, and no file is hashed.
 
     Raises:
@@ -46,13 +45,9 @@ def find(
         where = f"source {name!r}"
         try:
             kind = source_type(source)
-            if kind in tables.READERS:
-                inputs += _of_table(kind, source, name, base, store / name, where)
-            elif kind == "sql":
-                first = limit is not None or source.get("max_rows") is not None
-                inputs += databases.ranges(source, name, where, first)
-            elif kind == "hub":
-                inputs += hub.copied(source, name, store / name, where, limit, say)
+            if kind is not None and kind in copies.READERS:
+                most = _least(limit, source.get("max_rows"))
+                inputs += copies.copied(kind, source, name, base, store / name, where, most, say)
             else:
                 for each in _files(source, name, base, where):
                     if each.type != "parquet":
@@ -74,21 +69,6 @@ def find(
 
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(surveyed, enumerate(inputs)))
-
-
-def _of_table(
-    kind: str, source: Mapping[str, Any], name: str, base: Path, store: Path, where: str
-) -> list[Input]:
-    package, reader = tables.READERS[kind]
-    try:
-        made = reader(source, name, base, store, where)
-    except ImportError:
-        raise DataError(
-            f"{where}: the package {package} is missing: bash setup.sh --with tables"
-        ) from None
-    if not made:
-        raise DataError(f"{where}: the table has no rows")
-    return made
 
 
 def _files(source: Mapping[str, Any], name: str, base: Path, where: str) -> Iterator[Input]:
@@ -124,8 +104,11 @@ def _surveyed(each: Input, encoding: str | None, limit: int | None) -> Input:
     return replace(each, sha256=digest, blocks=each.blocks or tuple(blocks))
 
 
-# What the log of a table matches.
-_TABLES = {"delta": "_delta_log/*.json", "iceberg": "metadata/*.metadata.json"}
+# What the log of a table matches, and how to read the table.
+_TABLES = {
+    "_delta_log/*.json": "a Delta table: set path={} and type=delta",
+    "metadata/*.metadata.json": "an Iceberg table: write its rows as Parquet (docs/data.md)",
+}
 
 
 def matches(source: Mapping[str, Any], base: Path, where: str) -> list[Path]:
@@ -139,11 +122,11 @@ def matches(source: Mapping[str, Any], base: Path, where: str) -> list[Path]:
         paths = [p for p in paths if not p.name.startswith((".", "_"))]
         if not paths:
             raise DataError(f"{where}: the folder {path} has no files of {', '.join(_SUFFIXES)}")
-        for kind, mark in _TABLES.items():
+        for mark, how in _TABLES.items():
             # Its files include rows that were deleted, and its log.
             if table := next((p for p in paths if p.match(mark)), None):
                 folder = table.parent.parent
-                raise DataError(f"{where}: {folder} is a table: set path={folder} and type={kind}")
+                raise DataError(f"{where}: {folder} is {how.format(folder)}")
         return paths
     if path.is_file():
         return [path]
@@ -182,8 +165,7 @@ def tasks(
             if each.source == name
             for block in each.blocks
         ]
-        caps = [cap for cap in (limit, source.get("max_rows")) if cap is not None]
-        for group, most in _capped(blocks, min(caps) if caps else None):
+        for group, most in _capped(blocks, _least(limit, source.get("max_rows"))):
             target = folder / f"part-{len(made):05d}.parquet"
             bad = str(folder / f"_{target.stem}{BAD_SUFFIX}")
             known = [block.get("rows", block.get("lines")) for block in group]
@@ -191,6 +173,10 @@ def tasks(
             given = {"source": options, "blocks": group, "bad": bad, "limit": most}
             made.append(Task("plugins.data.ingest:read_blocks", str(target), given, rows))
     return made
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((each for each in limits if each is not None), default=None)
 
 
 def _capped(
@@ -210,26 +196,6 @@ def _capped(
             return
         yield [{**block, "rows": min(cap, block["rows"])}], cap
         cap -= block["rows"]
-
-
-def check_counts(inputs: Sequence[Input], finished: Sequence[Task]) -> None:
-    """Raise DataError for a query whose ranges gave another number of rows than its count."""
-    counted = {x.source: x.blocks[0]["of"] for x in inputs if x.type == "sql" and x.blocks[0]["of"]}
-    read = dict.fromkeys(counted, 0)
-    import pyarrow.parquet as pq
-
-    for task in finished:
-        if (name := task.options["source"]["name"]) in read:
-            read[name] += pq.read_metadata(task.output).num_rows
-            read[name] += len(list(files.read_json_lines(Path(task.options["bad"]))))
-    faults = [
-        f"source {name!r}: the query had {count:,} rows and its ranges gave {read[name]:,}: run it "
-        "again once nothing writes to its tables"
-        for name, count in counted.items()
-        if read[name] != count
-    ]
-    if faults:
-        raise DataError(*faults)
 
 
 def unchanged(inputs: Sequence[Input]) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 # Scripts without spaces between words: each of their characters is a word.
 _UNSPACED = r"([\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}])"
 _GAPS = r"[^\pL\pN\pM]+"
-_NO_SIGNS = r"[^\pL\pN\pM+*/^=<>%×÷\x{2212}]+"
 # Odd multipliers, so that a sum of products depends on the order of words.
 _PRIME = 0x9E3779B97F4A7C15
 
@@ -34,34 +33,7 @@ def split(values: Any) -> Any:
     return pc.split_pattern(spaced, " ")
 
 
-def plain(values: Any) -> Any:
-    """Return each text as lower-case words and arithmetic signs, separated by spaces.
-
-    2 + 2 and 2 - 2 stay different; other punctuation and white space are ignored.
-    """
-    import pyarrow.compute as pc
-
-    made = pc.utf8_lower(pc.utf8_normalize(values, form="NFKC"))
-    made = pc.replace_substring_regex(made, _UNSPACED, r" \1 ")
-    made = pc.replace_substring_regex(made, r"[-\x{2013}\x{2212}]\s*(\pN)", " \u2212 \\1")
-    made = pc.replace_substring_regex(made, r"([+*/^=<>%×÷])", r" \1 ")
-    return pc.utf8_trim(pc.replace_substring_regex(made, _NO_SIGNS, " "), " ")
-
-
-def weight(values: Any) -> tuple[Any, Any]:
-    """Return the words and the characters of plain texts, as two numpy arrays.
-
-    A character of a script without spaces counts as three.
-    """
-    import pyarrow.compute as pc
-
-    words = pc.add(pc.count_substring(values, " "), pc.cast(pc.not_equal(values, ""), "int32"))
-    letters = pc.count_substring_regex(values, r"\S")
-    letters = pc.add(letters, pc.multiply(pc.count_substring_regex(values, _UNSPACED), 2))
-    return words.to_numpy(zero_copy_only=False), letters.to_numpy(zero_copy_only=False)
-
-
-def hashes_of(values: Any) -> Any:
+def _hashes_of(values: Any) -> Any:
     """Return a hash of each text, as uint64."""
     import numpy as np
     import xxhash
@@ -83,7 +55,7 @@ def shingles(values: Any, ngram: int) -> tuple[Any, Any]:
     import xxhash
 
     lists = split(values)
-    words = hashes_of(lists.flatten())
+    words = _hashes_of(lists.flatten())
     offsets = lists.offsets.to_numpy().astype(np.int64)
     offsets = offsets - offsets[0]
     lengths = np.diff(offsets)

@@ -112,16 +112,11 @@ def origin(one: PreparedSet, row: int) -> str:
     if source.get("first"):
         # It was read from a copy, which is gone.
         return f"row {source['first'] - 1 + line} of {source['origin']}"
-    if source["type"] == "sql":
-        return (
-            f"row {line} of {source['file']}, as the database returned them, of {source['origin']}"
-        )
-    where = f"{source['file']}, {'row' if source['type'] == 'parquet' else 'line'} {line}"
-    return f"{where} (from {source['origin']})" if source["origin"] else where
+    return f"{source['file']}, {'row' if source['type'] == 'parquet' else 'line'} {line}"
 
 
 def _parts(one: PreparedSet) -> dict[str, list[dict[str, Any]]]:
-    """Return the inputs of a set: each file, and the parts of each table, query or dataset."""
+    """Return the inputs of a set: each file, and the copies of each table, query or dataset."""
     by_origin: dict[str, list[dict[str, Any]]] = {}
     for each in one.lineage["inputs"]:
         by_origin.setdefault(each["origin"] or each["file"], []).append(each)

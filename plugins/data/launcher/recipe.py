@@ -15,7 +15,7 @@ from runspec.keys.key import faults as key_faults
 
 DATA = paths.REPO_ROOT / "configs" / "data"
 # Options whose value is a path: one that is typed counts from the shell's folder.
-_PATHS = ("path", "against", "tokenizer", "temp_dir")
+_PATHS = ("path", "tokenizer", "temp_dir")
 _RESOURCES = {name: key for name, key in COMMON.items() if name.startswith("resources")}
 # What a recipe of a training run asks for, and the preparation of data does not use.
 _NO_USE = ("gpus_per_node", "gpu_type", "spare_nodes")

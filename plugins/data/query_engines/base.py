@@ -46,37 +46,36 @@ class QueryEngine:
         """Return the finished share of the running query, 0 to 1; None if it is unknown."""
         raise NotImplementedError
 
-    def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
-        """Return sources that need no reader as a table, with their texts' lengths, else None."""
-        return None
-
     def _run(self, tasks: Sequence[Task]) -> list[str]:
         """Run tasks; return their faults."""
         raise NotImplementedError
 
     def run(self, tasks: Sequence[Task], name: str) -> None:
-        """Run the tasks whose output, in one folder, does not exist; DataError with all faults.
+        """Run the tasks whose output does not exist; DataError with all faults.
 
         name: the part's name in the progress.
         """
-        folder = Path(tasks[0].output).parent
-        folder.mkdir(parents=True, exist_ok=True)
+        # A set has a folder for each split.
+        folders = {Path(task.output).parent for task in tasks}
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
         # If a task has no number of rows, all tasks count the same.
         known = all(task.rows is not None for task in tasks)
-        weights = {Path(t.output).name: t.rows or 0 if known else 1 for t in tasks}
-        total, seen = sum(weights.values()), set[str]()
+        weights = {Path(t.output): t.rows or 0 if known else 1 for t in tasks}
+        total, seen = sum(weights.values()), set[Path]()
 
         def share() -> float:
             """Count the new outputs, each of which appears whole."""
             with suppress(OSError):  # of a shared filesystem: the next look counts them
-                new = (weights.keys() & set(os.listdir(folder))) - seen
+                there = {path for folder in folders for path in folder.iterdir()}
+                new = (weights.keys() & there) - seen
                 seen.update(new)
                 for _ in new:
                     self.progress.piece()
             return sum(weights[each] for each in seen) / total if total else 0.0
 
         first = share()
-        if left := [task for task in tasks if Path(task.output).name not in seen]:
+        if left := [task for task in tasks if Path(task.output) not in seen]:
             with self.progress.part(name, share, total if known else None, first):
                 faults = self._run(left)
             if faults:

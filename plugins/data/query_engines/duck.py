@@ -7,7 +7,6 @@ from typing import Any
 from plugins.data.errors import DataError, first_line
 from plugins.data.query_engines import spill, tasks
 from plugins.data.query_engines.base import QueryEngine
-from plugins.data.query_engines.scan import scanned
 from plugins.data.query_engines.tasks import Task
 
 # About 0.4 million rows of chats: small enough to be one task of an Arrow function.
@@ -74,9 +73,6 @@ class DuckDB(QueryEngine):
                 f"DuckDB: {first_line(error)}: set temp_dir= to a disk with more room (now "
                 f"{self._spill.parent}), or memory= to more"
             ) from None
-
-    def scan(self, config: Any, inputs: Any, all_keep: Any) -> Any:
-        return scanned(self, config, inputs, all_keep)
 
     def rows(self, expression: Any) -> list[dict[str, Any]]:
         # From DuckDB itself: ibis would import pandas, which is slow.

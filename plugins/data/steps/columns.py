@@ -7,10 +7,10 @@ from typing import Any
 from plugins.data.datarecipe import STEPS, step_name, step_options
 from plugins.data.errors import DataError
 from plugins.data.expressions import column, condition
-from plugins.data.query_engines.scan import TYPES
 from plugins.data.steps.personal import region_faults
 from plugins.data.steps.templates import template_faults
 
+TYPES = {"number": "float64", "whole": "int64", "flag": "boolean", "text": "string"}
 _OWN = ("source", "prompt", "answer", "messages", "rejected")
 
 

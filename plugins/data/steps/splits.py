@@ -2,22 +2,16 @@
 
 A group's split depends on a hash of the seed and the group's key, and does not change when rows are
 added. With stratify the groups of each stratum are sorted by that hash and cut at the shares, so
-that each stratum has these shares; then new rows may move the cuts, unless `like` names an earlier
-set whose groups keep their splits.
+that each stratum has these shares; then new rows may move the cuts.
 """
 
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
-from plugins.data.errors import DataError
 from plugins.data.expressions import column, text_of
 from plugins.data.rows import Rows, Work
 from plugins.data.steps.components import components
-from runspec import prepared
-
-SIDES = "sides"
 
 
 def split(rows: Rows, work: Work) -> Rows:
@@ -29,17 +23,17 @@ def split(rows: Rows, work: Work) -> Rows:
     if "near_group" in rows.table.columns and "near_duplicates" not in names:
         names.append("near_duplicates")
     names = ["near_group" if name == "near_duplicates" else name for name in names]
-    if not options.get("stratify") and not options.get("like"):
+    if not options.get("stratify"):
         if (key := _own_key(rows.table, work, names)) is not None:
             return rows.kept(rows.table.mutate(split=_by_hash(key, shares, work.seed)), rows.count)
         keyed = _keyed(rows, work, names)
-        placed = keyed.select("_id", "_key", split=_by_hash(keyed["_key"], shares, work.seed))
+        placed = keyed.select("_id", split=_by_hash(keyed["_key"], shares, work.seed))
     else:
         # It is read several times.
         keyed = work.remember("keys", _keyed(rows, work, names))
         placed = _laid_out(rows, work, keyed, shares)
-    sides = work.remember(SIDES, placed)
-    return rows.kept(rows.table.inner_join(sides.select("_id", "split"), "_id"), rows.count)
+    sides = work.remember("sides", placed)
+    return rows.kept(rows.table.inner_join(sides, "_id"), rows.count)
 
 
 def _own_key(table: Any, work: Work, names: list[str]) -> Any:
@@ -96,13 +90,11 @@ def _side(shares: dict[str, float], is_below: Callable[[float], Any]) -> Any:
 
 
 def _laid_out(rows: Rows, work: Work, keyed: Any, shares: dict[str, float]) -> Any:
-    """(_id, _key, split) with the shares in each stratum; groups of an earlier set stay."""
+    """(_id, split) with the shares in each stratum."""
     import ibis
 
-    name = work.options.get("stratify")
-    table = rows.table
-    stratum = column(table, name, work.where) if name else ibis.literal("")
-    strata = table.select("_id", _stratum=stratum.cast("string").fill_null(""))
+    stratum = column(rows.table, work.options["stratify"], work.where)
+    strata = rows.table.select("_id", _stratum=stratum.cast("string").fill_null(""))
     both = work.remember("strata", keyed.inner_join(strata, "_id"))
     # A group's stratum is the one of most of its rows.
     counts = both.group_by("_key", "_stratum").agg(n=both.count())
@@ -112,10 +104,6 @@ def _laid_out(rows: Rows, work: Work, keyed: Any, shares: dict[str, float]) -> A
     chosen = counts.select("_key", stratum=counts["_stratum"].first().over(best)).distinct()
     sizes = both.group_by("_key").agg(n=both.count())
     groups = sizes.inner_join(chosen, "_key")
-    known = _earlier(work)
-    if known is not None:
-        stayed = groups.inner_join(known, "_key").select("_key", "split")
-        groups = groups.anti_join(known, "_key")
     groups = groups.mutate(_hash=_hash(groups["_key"], work.seed))
     laid = ibis.window(
         group_by=groups.stratum, order_by=[groups["_hash"].asc(), groups["_key"].asc()], following=0
@@ -129,32 +117,5 @@ def _laid_out(rows: Rows, work: Work, keyed: Any, shares: dict[str, float]) -> A
     side = _side(
         shares, lambda end: placed["_middle"] * million < placed["_all"] * round(end * million)
     )
-    sided = placed.select("_key", split=side)
-    if known is not None:
-        sided = sided.union(stayed)
-    sides = work.remember("group_sides", sided)
-    return keyed.inner_join(sides, "_key").select("_id", "_key", "split")
-
-
-def _earlier(work: Work) -> Any:
-    """(_key, split) of the earlier set that `like` names, None without one."""
-    name = work.options.get("like")
-    if not name:
-        return None
-    folder = Path(work.base) / prepared.FOLDER / str(name) / prepared.CURRENT / SIDES
-    if not folder.is_dir():
-        raise DataError(
-            f"{work.where}: like: there is no prepared set {name!r} whose split keeps its groups' "
-            "sides (one with stratify, or several groups): list the sets with: cookbook data show",
-            exit_code=2,
-        )
-    sides = work.engine.read(folder)
-    unknown = work.engine.rows(
-        sides.filter(~sides.split.isin(list(work.options["shares"]))).select("split").distinct()
-    )
-    if unknown:
-        raise DataError(
-            f"{work.where}: like: {name} has the split {unknown[0]['split']!r}, which shares lacks",
-            exit_code=2,
-        )
-    return sides.select("_key", "split").distinct()
+    sides = work.remember("group_sides", placed.select("_key", split=side))
+    return keyed.inner_join(sides, "_key").select("_id", "split")

@@ -33,7 +33,7 @@ def run(
     """Take the steps on the questions and answers in data.jsonl."""
     source = {"path": "data.jsonl", "format": "qa", **more.pop("source", {})}
     config = {"sources": [source], "steps": steps, **more}
-    return pipeline.run(config, on, folder / work, folder, folder, 1, lambda text: None)
+    return pipeline.run(config, on, folder / work, folder, 1, lambda text: None)
 
 
 def rows(made: pipeline.Prepared, on: QueryEngine) -> list[dict[str, Any]]:

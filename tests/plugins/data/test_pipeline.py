@@ -21,7 +21,7 @@ from plugins.data.query_engines import tasks
 from plugins.data.query_engines.duck import DuckDB
 from runspec import prepared
 from slurm import history
-from tests.plugins.data.kit import lines, qa, written
+from tests.plugins.data.kit import chat, lines, qa, written
 
 STEPS = ["exact_duplicates", "personal_data", {"split": {"train": 0.8, "val": 0.2}}]
 
@@ -73,17 +73,21 @@ def test_what_a_set_holds(raw):
     ("form", "record", "columns"),
     [
         ("text", {"text": "a text"}, {"text"}),
+        ("messages", {"messages": chat("q", "yes", "Be brief.")}, {"messages"}),
         ("preference", {"prompt": "q", "chosen": "yes", "rejected": "no"}, {"chosen", "rejected"}),
     ],
 )
 def test_a_set_of_each_form_is_written_whole(tmp_path, form, record, columns):
-    lines(tmp_path / "data.jsonl", [record])
-    given = settings(tmp_path, sources=[{"path": "data.jsonl", "format": form}], steps=[])
-    folder = Path(preparation.prepare(given)["folder"])
-    (row,) = written(folder / "data")
-    assert columns <= row.keys() and "messages" not in row
+    lines(tmp_path / "data.jsonl", [{**record, "user": f"u{n}"} for n in range(20)])
+    source = {"path": "data.jsonl", "format": form, "keep": {"user": "text"}}
+    steps = [{"split": {"shares": {"train": 0.5, "val": 0.5}, "group": "user"}}]
+    folder = Path(preparation.prepare(settings(tmp_path, sources=[source], steps=steps))["folder"])
+    found = written(folder / "data")
+    assert len(found) == 20 and len(list((folder / "data").glob("*/*.parquet"))) == 2
+    assert {"text", "messages", "chosen", "rejected"} & found[0].keys() == columns
+    assert found[0].get("messages") in (None, record.get("messages"))
     page = (folder / "report.html").read_text()
-    assert (record.get("text") or record["rejected"]) in page
+    assert (record.get("text") or record.get("rejected") or "Be brief.") in page
 
 
 def test_the_hash_is_of_the_rows_and_not_of_their_order_or_files(tmp_path):

@@ -42,9 +42,7 @@ def test_limits_of_rows(tmp_path, duck, kind):
     made = run(tmp_path, [], duck, source={"path": name, "max_rows": 7})
     assert [row["prompt"] for row in rows(made, duck)] == [f"q{n}" for n in range(7)]
     config = {"sources": [{"path": name, "format": "qa"}], "steps": []}
-    preview = pipeline.run(
-        config, duck, tmp_path / "preview", tmp_path, tmp_path, 1, lambda text: None, 5
-    )
+    preview = pipeline.run(config, duck, tmp_path / "preview", tmp_path, 1, lambda text: None, 5)
     assert preview.rows.count == 5
 
 

@@ -199,21 +199,6 @@ def test_columns_that_are_all_null(tmp_path, duck):
         run(tmp_path, [], duck, work="other", source=source)
 
 
-def test_rows_scanned_where_they_lie_are_those_that_a_reader_gives(tmp_path, duck, monkeypatch):
-    many = [qa(f"q{n}", f"a{n}", n=n) for n in range(500)]
-    (tmp_path / "in").mkdir()
-    for part in range(2):
-        table = pa.Table.from_pylist(many[part * 250 : part * 250 + 250])
-        pq.write_table(table, tmp_path / "in" / f"{part}.parquet", row_group_size=40)
-    source = {"path": "in", "keep": {"n": "whole"}}
-    scanned = run(tmp_path, ["exact_duplicates"], duck, source=source)
-    assert scanned.start.folder is None
-    monkeypatch.setattr(type(duck), "scan", lambda *given: None)
-    read = run(tmp_path, ["exact_duplicates"], duck, work="other", source=source)
-    assert read.start.folder is not None
-    assert rows(read, duck) == rows(scanned, duck)
-
-
 def test_a_file_that_changes_while_it_is_read(tmp_path, duck, monkeypatch):
     path = lines(tmp_path / "data.jsonl", [qa("q", "a")])
     before = type(duck).run

@@ -2,13 +2,11 @@
 
 import random
 
-import pyarrow as pa
 import pytest
 
-from plugins.data import output, progress
+from plugins.data import output
 from plugins.data.errors import DataError
 from plugins.data.query_engines import java
-from tests.plugins.data import lake
 from tests.plugins.data.kit import lines, qa, rows, run, written
 
 
@@ -29,8 +27,6 @@ def records() -> list:
             text.append(
                 f"mail me at u{n}@müller.de or ring 089/1234{n:02d}, DE89370400440532013000"
             )
-        if n % 50 == 1:
-            text = chance.choices(["123", "##", "99"], k=30)
         made.append(qa(" ".join(text), f"answer {n % 90}", user=f"u{n % 70}", **more))
     return made
 
@@ -40,9 +36,7 @@ STEPS = [
     {"length": {"min": 40, "max": 2000}},
     {"exact_duplicates": {"columns": ["prompt"], "keep": "quality"}},
     "personal_data",
-    {"quality": 0.5},
     {"near_duplicates": {"ngram": 3, "column": "prompt", "keep": "quality"}},
-    {"decontaminate": {"against": "eval.jsonl", "ngram": 4}},
     {"template": {"prompt": "[{{ kind }}] {{ prompt }}", "system": "Be brief."}},
     {"mixture": {"data": 2, "more": 1}},
     {"cap": {"by": "kind", "rows": 40}},
@@ -56,13 +50,8 @@ def test_both_engines_give_the_same_rows(tmp_path, duck):
     from plugins.data.query_engines.spark import Spark
 
     made = records()
-    items = [made[7]["question"]]
-    for n in range(3, 300, 30):
-        items.append(f"Which short question has the number {n}?")
-        made[n] |= {"question": items[-1].upper(), "quality": 0.9}
     lines(tmp_path / "data.jsonl", made[:200])
     lines(tmp_path / "more.jsonl", made[200:])
-    lines(tmp_path / "eval.jsonl", [{"text": text} for text in items])
     keep = {"quality": "number", "kind": "text", "user": "text"}
     sources = [{"path": f"{name}.jsonl", "format": "qa", "keep": keep} for name in ("data", "more")]
     spark = Spark(2**30, tmp_path, 2, None, None)
@@ -79,7 +68,7 @@ def test_both_engines_give_the_same_rows(tmp_path, duck):
         counts = [record["rows_out"] for record in one.records]
         assert counts == [record["rows_out"] for record in other.records]
         worked = {r["step"][3:] for r in one.records if r["rows_in"] > r["rows_out"]}
-        assert {"filter", "near_duplicates", "quality", "decontaminate", "mixture"} <= worked
+        assert {"filter", "near_duplicates", "mixture"} <= worked
         assert min(
             one.records[3]["notes"]["rows_with"][kind] for kind in ("email", "phone", "iban")
         )
@@ -95,53 +84,6 @@ def test_both_engines_give_the_same_rows(tmp_path, duck):
         assert card["content_sha256"] == card_2["content_sha256"]
     finally:
         spark.close()
-
-
-@pytest.mark.long
-def test_executors_read_tables_and_queries(tmp_path, duck, monkeypatch):
-    """A Delta table with deleted rows, and ranges of a query: the same rows on both engines."""
-    pytest.importorskip("pyspark")
-    pytest.importorskip("deltalake")
-    import sqlite3
-
-    from plugins.data.query_engines.spark import Spark
-
-    made = [qa(f"q{n}", f"a{n}", n=n) for n in range(200)]
-    fields = [lake.string("question", 1), lake.string("answer", 2), lake.mapped("n", "long", 3)]
-    names = {"question": "c-1", "answer": "c-2", "n": "c-3"}
-    files = []
-    for part in range(4):
-        records = [{names[k]: v for k, v in row.items()} for row in made[part * 50 :][:50]]
-        files.append((pa.Table.from_pylist(records), {}))
-    files[1][1]["deletionVector"] = lake.deletion_vector([3, 4])
-    lake.write(tmp_path / "table", files, fields)
-    with sqlite3.connect(tmp_path / "db") as con:
-        con.execute("CREATE TABLE t (n INTEGER, question TEXT, answer TEXT)")
-        con.executemany("INSERT INTO t VALUES (?, ?, ?)", [(n, f"s{n}", "a") for n in range(90)])
-    con.close()
-    keep = {"format": "qa", "keep": {"n": "whole"}}
-    url = f"sqlite://{tmp_path}/db"
-    query = {"url": url, "query": "SELECT * FROM t", "partition_by": "n", "partitions": 3}
-    sources = [{"path": "table", "type": "delta", **keep}, {**query, "name": "db", **keep}]
-    spark = Spark(2**30, tmp_path, 2, None, None)
-    said: list[str] = []
-    monkeypatch.setattr(progress, "_EVERY_S", 0.05)
-    monkeypatch.setattr(progress, "_PRINT_EVERY_S", 0.1)
-    try:
-        spark.progress = progress.Progress(3, said.append)
-        found = [
-            rows(run(tmp_path, [], on, work=on.name, sources=sources), on) for on in (duck, spark)
-        ]
-    finally:
-        spark.close()
-    assert found[0] == found[1] and len(found[0]) == 288
-    # What takes longer says how far it is.
-    assert any(line.startswith("00-read rows: ") and " of 288 rows" in line for line in said)
-    expected = {row["n"] for row in made} - {53, 54}
-    assert {row["n"] for row in found[1] if row["source"] == "table"} == expected
-    assert {row["prompt"] for row in found[1] if row["source"] == "db"} == {
-        f"s{n}" for n in range(90)
-    }
 
 
 def test_no_java(monkeypatch):

@@ -1,13 +1,10 @@
 """Splits: shares, strata, groups that stay together, and sides that stay when data is added."""
 
 import random
-import shutil
 from collections import Counter
 
 import pytest
 
-from plugins.data.errors import DataError
-from plugins.data.query_engines.base import finished
 from tests.plugins.data.kit import lines, qa, rows, run
 
 SHARES = {"train": 0.8, "val": 0.1, "test": 0.1}
@@ -86,18 +83,3 @@ def test_near_duplicates_and_users_are_never_on_two_sides(tmp_path, duck):
                 where.setdefault(row[column], set()).add(row["split"])
         assert all(len(each) == 1 for each in where.values()) and len(where) >= 100
     assert {row["split"] for row in found} == {"train", "test"}
-
-
-def test_groups_of_an_earlier_set_stay(tmp_path, duck):
-    lines(tmp_path / "data.jsonl", records(1000))
-    options = {"shares": SHARES, "stratify": "kind", "group": "user"}
-    made = run(tmp_path, [{"split": options}], duck, source=KEEP)
-    first = {row["user"]: row["split"] for row in rows(made, duck)}
-    (folder,) = (tmp_path / "work").glob("01-split-*")
-    assert finished(folder / "sides") == 1000
-    shutil.copytree(folder / "sides", tmp_path / "prepared" / "old" / "current" / "sides")
-    lines(tmp_path / "data.jsonl", [*records(500, seed=9), *records(1000)])
-    again = sides(tmp_path, duck, {**options, "like": "old"}, work="work2")
-    assert all(first.get(row["user"], row["split"]) == row["split"] for row in again.values())
-    with pytest.raises(DataError, match="no prepared set 'none'"):
-        sides(tmp_path, duck, {**options, "like": "none"})

@@ -89,8 +89,8 @@ def test_faults_of_all_steps_are_told_before_a_row_is_read(tmp_path, duck):
         {"filter": "qualty > 1"},
         {"exact_duplicates": {"columns": ["prompt", "kind"], "keep": "-stars"}},
         {"template": {"prompt": "{{ question }}"}},
-        {"quality": {"min": 0.5}},
-        {"filter": "quality_score > 0.7"},
+        {"language": "de"},
+        {"filter": "language == 'de'"},
         {"cap": {"by": "sourc", "rows": 3}},
         {"split": {"shares": {"train": 1.0}, "group": ["user", "near_duplicates"]}},
     ]
@@ -152,15 +152,6 @@ def test_languages(tmp_path, duck):
     assert made.records[0]["notes"]["languages"] == {"de": 1, "en": 1}
     with pytest.raises(DataError, match="'german' is not known"):
         run(tmp_path, [{"language": "german"}], duck)
-
-
-def test_quality_is_the_share_of_rules_met(tmp_path, duck):
-    good = "The parcel was sent on Monday, and it arrives within two days."
-    bad = "## ## 12 34 56 ## ... ... 99 ## ## 1 2 3 ##"
-    lines(tmp_path / "data.jsonl", [qa("Where is it?", good), qa("??", bad)])
-    made = run(tmp_path, [{"quality": 0.7}], duck)
-    (row,) = rows(made, duck)
-    assert row["answer"] == good and row["quality_score"] == 1.0
 
 
 def test_mixtures_and_caps(tmp_path, duck):
