@@ -5,8 +5,7 @@ answer), answer, feedback and label. Feedback is joined by the request's id from
 the endpoint: lines of {"request_id": ..., "feedback": ..., "label": ...}; a later line replaces an
 earlier one, and a label replaces the answer in messages. A line with client_id instead of
 request_id applies to all requests with this id of the client. An answer whose feedback is not one
-of APPROVED, and that has no label, is left out. With --delta the rows are merged into the Delta
-table requests_delta of the target: new requests are added, new feedback replaces or removes a row.
+of APPROVED, and that has no label, is left out.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from plugins.serve import journal
 from runspec import files, since
 
 FEEDBACK = "feedback.jsonl"
-TABLE = "requests_delta"
 # The words of feedback, in lower case, with which an answer may be trained on as it is.
 APPROVED = {"up", "yes", "good", "like", "correct", "true", "positive", "1", "+1"}
 COLUMNS = ("request_id", "time", "model", "messages", "answer", "feedback", "label")
@@ -104,50 +101,22 @@ def rows_of(folder: Path, begin: float, feedback: Feedback) -> list[dict[str, An
     return sorted(rows, key=lambda row: (row["time"], row["request_id"]))
 
 
-def write(rows: list[dict[str, Any]], target: Path, delta: bool = False) -> Path:
-    """Write rows to a folder: as Parquet or into a Delta table, and as JSON lines of messages."""
+def write(rows: list[dict[str, Any]], target: Path) -> Path:
+    """Write rows to a folder, as Parquet and as JSON lines of messages."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     kept = [row for row in rows if row["messages"] is not None]
     kinds = {name: pa.float64() if name == "time" else pa.string() for name in COLUMNS}
-
-    def table(rows: list[dict[str, Any]]) -> Any:
-        return pa.Table.from_pylist(rows, pa.schema(kinds.items()))
-
-    file = target / (TABLE if delta else "requests.parquet")
-    if delta:
-        _merge(table(kept), table(rows), file)
-    else:
-        with files.replacing(file) as temporary:
-            pq.write_table(table(kept), temporary)
+    file = target / "requests.parquet"
+    with files.replacing(file) as temporary:
+        pq.write_table(pa.Table.from_pylist(kept, pa.schema(kinds.items())), temporary)
     chats = [
         json.dumps({"messages": json.loads(row["messages"])}, ensure_ascii=False) for row in kept
     ]
     files.write_text(target / "messages.jsonl", "".join(f"{line}\n" for line in chats))
     return file
-
-
-def _merge(kept: Any, rows: Any, folder: Path) -> None:
-    """Merge rows into a Delta table by request_id; a row that is the same is not written again.
-
-    A row without messages, which `kept` lacks, is removed from the table.
-    """
-    from deltalake import DeltaTable, write_deltalake
-
-    if not DeltaTable.is_deltatable(str(folder)):
-        write_deltalake(str(folder), kept)
-        return
-    changed = " OR ".join(
-        f"coalesce(old.{name}, '') <> coalesce(new.{name}, '')" for name in ("feedback", "label")
-    )
-    merger = DeltaTable(str(folder)).merge(
-        rows, "old.request_id = new.request_id", source_alias="new", target_alias="old"
-    )
-    merger.when_matched_delete("new.messages IS NULL").when_matched_update_all(
-        changed
-    ).when_not_matched_insert_all("new.messages IS NOT NULL").execute()
 
 
 def main() -> None:
@@ -158,7 +127,6 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("--since", type=since.seconds, default=0.0)
     parser.add_argument("--feedback", type=Path)
-    parser.add_argument("--delta", action="store_true")
     options = parser.parse_args()
     path, name = options.feedback or options.folder / FEEDBACK, options.folder.name
     if options.feedback is not None and not path.is_file():
@@ -171,9 +139,7 @@ def main() -> None:
     if not trained_on:
         rejected = f"all {len(rows):,} answers of {name} were rejected and have no label"
         sys.exit(f"error: {rejected}: add labels to the lines of {path}")
-    if options.delta and not find_spec("deltalake"):
-        sys.exit("error: --delta: the package deltalake is missing: bash setup.sh --with tables")
-    file = write(rows, options.target, options.delta)
+    file = write(rows, options.target)
     answer = {
         "rows": trained_on,
         "with_feedback": sum(bool(row["feedback"] or row["label"]) for row in rows),

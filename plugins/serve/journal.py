@@ -7,7 +7,6 @@ next one starts or reads the log. A disk that is full costs lines of the log, an
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -29,7 +28,7 @@ REDACTED = (
     r"\b(?:sk|hf|ghp|xox[abp])[-_][A-Za-z0-9_-]{16,}",
 )
 # The columns of the log, with their Arrow types.
-COLUMNS = dict.fromkeys(("request_id", "client_id", "user"), "string")
+COLUMNS = dict.fromkeys(("request_id", "client_id"), "string")
 COLUMNS |= {"time": "double"}
 COLUMNS |= dict.fromkeys(("endpoint", "model", "messages", "answer", "answers"), "string")
 COLUMNS |= {"status": "int64", "stream": "bool", "latency_s": "double", "first_token_s": "double"}
@@ -45,8 +44,8 @@ class Journal:
     written.
     """
 
-    def __init__(self, folder: Path, share: float = 1.0, redact: Iterable[str] = ()) -> None:
-        self.folder, self.share = folder, share
+    def __init__(self, folder: Path, redact: Iterable[str] = ()) -> None:
+        self.folder = folder
         self._patterns = [re.compile(each) for each in (*REDACTED, *redact)]
         self._open: dict[str, dict[str, Any]] = {}
         self._file: int | None = None
@@ -72,11 +71,6 @@ class Journal:
         self.path, self._file, self._torn = path, file, False
         self.since, self.rows = time.time(), 0
         return file
-
-    def wants(self, request_id: str) -> bool:
-        """Whether a request is logged; the same for the same id."""
-        place = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big")
-        return place < self.share * 2**64
 
     def accepted(self, row: Mapping[str, Any]) -> bool:
         """Write a request before it is answered; return whether it is in the log."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from launcher import site as sites
-from launcher.cli.common import cluster_option, flag, json_option, note, since_option
+from launcher.cli.common import cluster_option, json_option, note, since_option
 from launcher.look.text import plain
 from plugins.serve.launcher import endpoint as endpoints
 from plugins.serve.launcher import from_requests as workflow
@@ -21,25 +21,22 @@ _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 @click.option(
     "--feedback", type=_FILE, help="JSON lines with request_id or client_id, feedback and label."
 )
-@flag("--delta", help="Merge them into a Delta table, which keeps what the log has dropped.")
 @json_option
 @cluster_option
 def from_requests(
     name: str,
     since: str | None,
     feedback: Path | None,
-    delta: bool,
     as_json: bool,
     cluster: str | None,
 ) -> None:
     """Make a data source and a data recipe from the logged requests of the endpoint NAME.
 
     A label replaces the answer. An answer without one whose feedback is not up, yes, good, like,
-    correct, true, positive or 1 is left out. With --delta each call adds the requests that the
-    table has not, and replaces or removes those that got other feedback since.
+    correct, true, positive or 1 is left out.
     """
     site = sites.load(cluster)
-    made = workflow.export(site, endpoints.find(site, name), since, feedback, delta)
+    made = workflow.export(site, endpoints.find(site, name), since, feedback)
     counts = made.counts
     if as_json:
         answer = {"folder": str(made.folder), "recipe": str(made.recipe)}

@@ -35,8 +35,6 @@ class Deployment:
     replicas: int = 1
     # Those that have ended stay here until the version is replaced.
     runs: Sequence[str] = ()
-    # The gateway wants between `replicas` and this number, by the load; None: always the same.
-    max_replicas: int | None = None
 
     @property
     def queued(self) -> bool:

@@ -24,14 +24,13 @@ class MadeOfRequests:
 
 
 def export(
-    site: Site, endpoint: Endpoint, since: str | None, feedback: Path | None, delta: bool = False
+    site: Site, endpoint: Endpoint, since: str | None, feedback: Path | None
 ) -> MadeOfRequests:
     """Write the answered requests of an endpoint as Parquet, and a data recipe that reads them.
 
     Args:
         since: 90m, 12h, 3d or a date; None for all.
         feedback: JSON lines with request_id, feedback and label; None for the endpoint's own.
-        delta: merge them into a Delta table in place of the Parquet file.
 
     Raises:
         EndpointFault: nothing is logged, or it cannot be read.
@@ -39,7 +38,6 @@ def export(
     folder = site.root / "datasets" / f"requests-{endpoint.name}"
     argv = ["--since", since] if since else []
     argv += ["--feedback", str(feedback.absolute())] if feedback else []
-    argv += ["--delta"] if delta else []
     told = output_of("plugins.serve.from_requests", str(endpoint.folder), str(folder), *argv)
     answer = json.loads(told.splitlines()[-1])
     recipe = folder / f"requests-{endpoint.name}.yaml"
@@ -51,14 +49,10 @@ def export(
 
 
 def data_recipe(name: str, place: Path) -> dict[str, Any]:
-    """Return a data recipe that makes a training set of an endpoint's log.
-
-    place: a Parquet file, or the folder of a Delta table.
-    """
+    """Return a data recipe that makes a training set of an endpoint's log, a Parquet file."""
     source = {
         "name": f"requests-{name}",
         "path": str(place),
-        **({} if place.suffix else {"type": "delta"}),
         "format": "messages",
         "keep": {"request_id": "text", "feedback": "text", "label": "text"},
     }

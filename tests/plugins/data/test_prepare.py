@@ -156,8 +156,7 @@ def test_a_killed_command_leaves_no_folder_in_tmp(user, tmp_path, number):
     assert b"Warning" not in done.stderr
 
 
-@pytest.mark.parametrize("delta", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_log_of_an_endpoint_becomes_a_training_set(user, tmp_path, delta):
+def test_the_log_of_an_endpoint_becomes_a_training_set(user, tmp_path):
     asked = {"model": "m", "feedback": None, "label": None}
     log = []
     for n in range(60):
@@ -165,22 +164,12 @@ def test_the_log_of_an_endpoint_becomes_a_training_set(user, tmp_path, delta):
         answer = {"role": "assistant", "content": f"answer {n % 40}"}
         turns = json.dumps([question, answer])
         log.append({**asked, "request_id": f"r{n}", "time": n, "answer": "", "messages": turns})
-    if delta:
-        deltalake = pytest.importorskip("deltalake")
-        from_requests.write(log[:50], tmp_path, delta)
-        log[0]["label"] = "corrected"
-        # Rejected since: its row goes. A rejected one that the table has not does not come.
-        log += [{**log[1], "request_id": each, "messages": None} for each in ("r1", "r99")]
-        del log[1]
-    place = from_requests.write(log, tmp_path, delta)
+    place = from_requests.write(log, tmp_path)
     path = tmp_path / "requests-helper.yaml"
     path.write_text(yamlfile.dump(data_recipe("helper", place)))
     done = user.cookbook("prepare", str(path), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"] == 40
-    if delta:
-        ids = set(deltalake.DeltaTable(str(place)).to_pyarrow_table()["request_id"].to_pylist())
-        assert "r0" in ids and not ids & {"r1", "r99"}
     folder = user.root / "datasets/prepared/requests-helper/current/data/train"
     block = by_files({"_component_": "x", "data_dir": str(folder), "train_on_input": False})
     (shard,) = block["data_files"]

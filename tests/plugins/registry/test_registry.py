@@ -40,15 +40,12 @@ gates:
     at_least: 0.5
   - metric: suite.answers.f1
     not_worse_than: champion
-  - task: suite.answers
-    forbidden: ['hf_[A-Za-z0-9]{4,}']
 """
 
 
 def evaluated(
     run: Run,
     f1: float,
-    answer: str = "fine",
     against: Path | None = None,
     p: float = 1.0,
     data: str = "d1",
@@ -76,8 +73,6 @@ def evaluated(
     }
     name = f"{suite}--{number}"
     (folder / f"{name}.json").write_text(json.dumps(result))
-    sample = {"task": "answers", "index": 0, "candidate": {"answer": answer}}
-    (folder / f"{name}.samples.jsonl").write_text(json.dumps(sample) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +143,7 @@ def test_a_run_that_is_half_written_hinders_no_other(site):
 
 def test_gates_let_through_or_say_why_and_rollback_goes_back(site):
     first, second = finished_run(site.root, 3), finished_run(site.root, 4)
-    evaluated(first, 0.8, "fine")
+    evaluated(first, 0.8)
     one = registered(site, first, "intent")
     assert (one.number, one.aliases, one.tags["gpu_hours"]) == (1, ("candidate",), "0.02")
     assert promote(site).number == 1
@@ -156,15 +151,15 @@ def test_gates_let_through_or_say_why_and_rollback_goes_back(site):
     assert two.folder != second.path / "export" and (two.folder / "config.json").is_file()
     with pytest.raises(GateFault) as error:
         promote(site)
-    assert len(error.value.faults) == 2, "each kind of gate lacks its figure, said once"
+    assert len(error.value.faults) == 1, "both gates lack their figure, said once"
     assert "cookbook eval models:/intent/2 --suite suite" in error.value.faults[0]
-    evaluated(second, 0.6, "hf_secret1", against=first.path / "export", p=0.01)
+    evaluated(second, 0.4, against=first.path / "export", p=0.01)
     with pytest.raises(GateFault) as error:
         promote(site)
-    worse, forbidden = error.value.faults
-    assert "differs from the champion by -0.2 (p 0.01, alpha 0.05)" in worse
-    assert "1 of 1 answers match a forbidden pattern" in forbidden
-    evaluated(second, 0.79, "fine", against=first.path / "export", p=0.4)
+    low, worse = error.value.faults
+    assert "suite.answers.f1 is 0.4, at least 0.5" in low
+    assert "differs from the champion by -0.4 (p 0.01, alpha 0.05)" in worse
+    evaluated(second, 0.79, against=first.path / "export", p=0.4)
     two = promote(site)
     # It was evaluated after it was registered.
     assert two.number == 2 and "0.79" in [v for k, v in two.tags.items() if k.startswith("eval.")]

@@ -110,12 +110,6 @@ def test_private_things_stay_out_and_ids_stay_whole(tmp_path):
     assert found["request_id"] == "9" * 32
 
 
-def test_a_share_of_the_requests_is_logged(tmp_path):
-    journal = Journal(tmp_path, share=0.25)
-    wanted = sum(journal.wants(f"id-{k}") for k in range(4000))
-    assert 850 < wanted < 1150
-
-
 def test_the_log_becomes_a_data_source_with_feedback(tmp_path):
     journal = Journal(tmp_path / "requests")
     for k in range(5):
@@ -150,24 +144,6 @@ def test_the_log_becomes_a_data_source_with_feedback(tmp_path):
     feedback = from_requests.Feedback(tmp_path / "feedback.jsonl")
     rows = from_requests.rows_of(tmp_path, 1001.0, feedback)
     assert (rows[0]["request_id"], feedback.unmatched) == ("r1", [9])
-
-
-def words(texts: list[str]) -> stats.Texts:
-    found = stats.Texts()
-    for text in texts:
-        found.add(text)
-    return found
-
-
-def test_drift_is_small_for_the_same_texts_and_large_for_others():
-    before = [f"my order {k} has not arrived " + "please " * (k % 9) for k in range(300)]
-    known = words(before)
-    same = stats.drift(known, words(before[::2]))
-    unlike = ["completely different words of another language " * 8] * 50
-    other = stats.drift(known, words(unlike))
-    assert same["verdict"] == "little" and same["unknown_words"] == 0
-    assert other["verdict"] == "much" and other["unknown_words"] > 0.9
-    assert 0 <= same["words_js"] < 0.25 < other["words_js"] <= 1
 
 
 def test_figures_of_a_log():
