@@ -200,19 +200,16 @@ def test_a_job_is_replaced_before_its_time_limit_without_a_failed_request(
 
 # As many questions as take long enough to be killed between the first answers and the last.
 @pytest.mark.named
-def test_a_file_is_answered_by_a_job_that_is_killed_and_cancelled(
-    user: Kit, tmp_path: Path, model: Path
-):
-    questions, alone = tmp_path / "questions.jsonl", tmp_path / "alone.jsonl"
-    questions.write_text("".join(json.dumps(f"job {k}") + "\n" for k in range(6000)))
-    argv = ["eval", str(model), f"tasks.answers.data={questions}", "max_new_tokens=16"]
-    argv += ["--suite", "batch"]
-    alone_too = f"tasks.answers.output={alone}"
-    done = user.cookbook(*argv, alone_too, "--local", "--watch", timeout=600)
+def test_an_evaluation_that_is_killed_and_cancelled_goes_on(user: Kit, tmp_path: Path, model: Path):
+    questions = tmp_path / "questions.jsonl"
+    rows = ({"question": f"job {k}", "answer": "a job"} for k in range(6000))
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["eval", str(model), f"--data={questions}", "~tasks.likelihood", "max_new_tokens=16"]
+    argv += ["tasks.answers.limit=6000"]
+    done = user.cookbook(*argv, "--local", "--watch", timeout=600)
     assert done.returncode == 0, done.stderr + words_of(user)
-    answers = tmp_path / "answers.jsonl"
-    size = ["--nodes=2", "--gpus-per-node=1", "--json"]
-    told = user.cookbook(*argv, f"tasks.answers.output={answers}", *size)
+    (alone,) = user.runs()
+    told = user.cookbook(*argv, "--nodes=2", "--gpus-per-node=1", "--json")
     assert told.returncode == 0, told.stderr
     run = Path(json.loads(told.stdout)["path"])
 
@@ -227,9 +224,11 @@ def test_a_file_is_answered_by_a_job_that_is_killed_and_cancelled(
     until(lambda: saved() >= before + 2, 120, lambda: report(run))
     assert user.cookbook("cancel", run.name).returncode == 0
     user.wait(run, "CANCELLED")
-    assert not answers.exists(), "it appears whole"
     resumed = user.cookbook("resume", run.name)
     assert resumed.returncode == 0, resumed.stderr
     assert len(ended(user, run, "COMPLETED")) == 3
-    assert answers.read_bytes() == alone.read_bytes()
+    first, second = (
+        (each / "evals" / "validation.samples.jsonl").read_bytes() for each in (alone, run)
+    )
+    assert first == second
     assert all(path.stat().st_mtime_ns == when for path, when in kept.items())

@@ -38,11 +38,7 @@ def query(
     as_json: bool,
     cluster: str | None,
 ) -> None:
-    """Send one PROMPT to the endpoint NAME, and print the answer.
-
-    A job answers a file of prompts, without a server:
-    cookbook eval MODEL --suite batch tasks.answers.data=FILE tasks.answers.output=FILE
-    """
+    """Send one PROMPT to the endpoint NAME, and print the answer."""
     given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     body: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": prompt}]}
     body |= {key: value for key, value in given.items() if value is not None}
