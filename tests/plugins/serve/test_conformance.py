@@ -274,13 +274,17 @@ def test_openais_cases_before_a_server_like_vllms(tmp_path, streamed):
             base_url=f"{url}/v1", api_key=KEY, max_retries=0, _strict_response_validation=True
         ) as client:
             create: Any = client.chat.completions.create
-            found = await create(**given, **known)
+            # The front's own id tells requests apart.
+            more = {"top_k": 5, "structured_outputs": {"choice": ["a"]}}
+            found = await create(**given, **known, extra_body={**more, "request_id": "mine"})
             if streamed:
                 texts = [each.choices[0].delta.content async for each in found]
                 assert "".join(texts) == "one two"
             else:
                 assert found.choices[0].message.content == "one two"
-            assert known.items() <= backend.heard[-1][2].items()
+            asked = backend.heard[-1][2]
+            assert {**known, **more}.items() <= asked.items() and asked["model"] == "/models/m"
+            assert "request_id" not in asked
             for name in refused:
                 with pytest.raises(openai.BadRequestError) as error:
                     await create(**given, **{name: EVERYTHING[name]})

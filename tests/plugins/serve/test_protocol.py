@@ -167,23 +167,6 @@ def test_models_are_told_by_the_front_itself(tmp_path):
     front(tmp_path, check)
 
 
-def test_vllm_gets_all_parameters_and_the_fronts_own_id(tmp_path):
-    async def check(client, url, backend):
-        passed = {
-            "temperature": 0.5, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2, "top_k": 5,
-            "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required",
-            "response_format": {"type": "json_object"}, "stop": ["x"], "presence_penalty": 1,
-            "user": "ada", "reasoning_effort": "low", "structured_outputs": {"choice": ["a"]},
-        }  # fmt: skip
-        own = {"model": "any", "request_id": "mine"}
-        async with client.post(url + CHAT, json={"messages": SAID, **passed, **own}) as answer:
-            assert answer.status == 200, await answer.text()
-            assert backend.headers["X-Request-Id"] == answer.headers["X-Request-Id"]
-        assert backend.heard[-1][2] == {"messages": SAID, "model": "/models/m", **passed}
-
-    front(tmp_path, check)
-
-
 REFUSED = {
     "logprobs": True, "presence_penalty": 0.5, "frequency_penalty": 0.5, "top_logprobs": 2,
     "response_format": {"type": "json_object"}, "parallel_tool_calls": False, "functions": [],
