@@ -3,16 +3,14 @@
 Writes Parquet with one row per answered request: request_id, time, model, messages (JSON, with the
 answer), answer, feedback and label. Feedback is joined by the request's id from feedback.jsonl of
 the endpoint: lines of {"request_id": ..., "feedback": ..., "label": ...}; a later line replaces an
-earlier one, and a label replaces the answer in messages. A line with client_id instead of
-request_id applies to all requests with this id of the client. An answer whose feedback is not one
-of APPROVED, and that has no label, is left out.
+earlier one, and a label replaces the answer in messages. An answer whose feedback is not one of
+APPROVED, and that has no label, is left out.
 """
 
 import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +27,16 @@ COLUMNS = ("request_id", "time", "model", "messages", "answer", "feedback", "lab
 class Feedback:
     """The lines of a file of feedback, and what they say of each request.
 
-    unreadable: the numbers of the lines that have no request_id or client_id as a text, or whose
-    label is no text. rejected: the answers that are left out, by their word of feedback.
+    unreadable: the numbers of the lines that have no request_id as a text, or whose label is no
+    text. rejected: the answers that are left out, by their word of feedback.
     """
 
     def __init__(self, path: Path) -> None:
         self.unreadable: list[int] = []
         self.rejected: Counter[str] = Counter()
-        self._lines: dict[int, set[tuple[str, str]]] = {}
-        self._said: dict[tuple[str, str], dict[str, Any]] = {}
-        self._found: set[tuple[str, str]] = set()
+        self._lines: dict[int, str] = {}
+        self._said: dict[str, dict[str, Any]] = {}
+        self._found: set[str] = set()
         # Not splitlines: a text may hold other characters that it takes for ends of lines.
         lines = path.read_bytes().split(b"\n") if path.exists() else []
         for number, text in enumerate(lines, 1):
@@ -48,29 +46,22 @@ class Feedback:
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 line = None
-            ids = set(_ids(line)) if isinstance(line, dict) else set()
-            if not ids or not isinstance(line.get("label"), str | None):
+            told = line if isinstance(line, dict) else {}
+            name = told.get("request_id")
+            if not isinstance(name, str) or not isinstance(told.get("label"), str | None):
                 self.unreadable.append(number)
                 continue
-            self._lines[number] = ids
-            self._said |= dict.fromkeys(ids, line)
+            self._lines[number], self._said[name] = name, told
 
     def of(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return what is said of a logged request: its own line before that of a client's id."""
-        ids = list(_ids(row))
-        self._found.update(ids)
-        return next((self._said[each] for each in ids if each in self._said), {})
+        """Return what is said of a logged request."""
+        self._found.add(row["request_id"])
+        return self._said.get(row["request_id"], {})
 
     @property
     def unmatched(self) -> list[int]:
         """The numbers of the lines whose request is not in the log."""
-        return [number for number, ids in self._lines.items() if not ids & self._found]
-
-
-def _ids(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for key in ("request_id", "client_id"):
-        if isinstance(values.get(key), str) and values[key]:
-            yield key, values[key]
+        return [number for number, name in self._lines.items() if name not in self._found]
 
 
 def rows_of(folder: Path, begin: float, feedback: Feedback) -> list[dict[str, Any]]:

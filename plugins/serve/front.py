@@ -14,7 +14,7 @@ from plugins.serve.answers import END, Answers, message_of, sse
 from plugins.serve.journal import Journal
 from plugins.serve.outcome import Outcome
 from plugins.serve.parameters import Parameters, Plan
-from plugins.serve.proxy import CLIENT_ID, ID, BrokenOff, ClientRequest, Proxy
+from plugins.serve.proxy import ID, BrokenOff, ClientRequest, Proxy
 from plugins.serve.request import BadRequest, parsed, prompts
 from plugins.serve.upstream import Upstream
 from runspec.files import parse_json
@@ -80,7 +80,7 @@ class Front(Proxy):
         finally:
             self.journal.answered(asked.id, outcome.row())
         if not response.prepared:
-            response.headers.update(_ids(asked))
+            response.headers[ID] = asked.id
         return response
 
     async def _answered(
@@ -90,7 +90,7 @@ class Front(Proxy):
         if not self.backend.ready:
             return self.error(503, "no server is ready: try again in a moment")
         answers = Answers(asked.path, plan, asked.id, self.name, outcome)
-        sent = web.StreamResponse(headers={**_ids(asked), "Content-Type": "text/event-stream"})
+        sent = web.StreamResponse(headers={ID: asked.id, "Content-Type": "text/event-stream"})
         sent.headers["Cache-Control"] = "no-cache"
         try:
             async with contextlib.aclosing(self._told(asked, plan)) as told:
@@ -193,10 +193,6 @@ def _refused(status: int, text: bytes) -> BackendError:
     return BackendError(500 if status >= 500 else 502, f"the backend {answer}")
 
 
-def _ids(asked: ClientRequest) -> dict[str, str]:
-    return {ID: asked.id} | ({CLIENT_ID: asked.client_id} if asked.client_id else {})
-
-
 def _row(
     asked: ClientRequest, body: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -208,7 +204,6 @@ def _row(
     known = {k: v for k, v in body.items() if k not in ("messages", "prompt", "model")}
     return {
         "request_id": asked.id,
-        "client_id": asked.client_id or None,
         "time": time.time(),
         "endpoint": settings["endpoint"],
         "model": settings.get("version") or settings["endpoint"],

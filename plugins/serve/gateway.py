@@ -20,7 +20,7 @@ from aiohttp import web
 
 from plugins.serve.endpoint import ENDPOINT, GATEWAY
 from plugins.serve.faults import Faults, stop_event
-from plugins.serve.proxy import CLIENT_ID, OWN_ID, ClientRequest, Proxy, runner
+from plugins.serve.proxy import OWN_ID, ClientRequest, Proxy, runner
 from plugins.serve.recipe_keys import SERVE
 from plugins.serve.upstream import Pool, Upstream
 from runspec import files
@@ -30,7 +30,7 @@ from runspec.states import process_start
 # How often its file is renewed; plugins.serve.endpoint.STALE_S is several times as long.
 _RENEWED_S = 5.0
 # Headers of an answer that are passed on to the client.
-_OF_ANSWERS = {"content-type", "retry-after", "x-request-id", "x-client-request-id"}
+_OF_ANSWERS = {"content-type", "retry-after", "x-request-id"}
 
 
 class Gateway(Proxy):
@@ -48,8 +48,7 @@ class Gateway(Proxy):
 
     async def answer(self, request: web.Request, asked: ClientRequest) -> web.StreamResponse:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        headers |= {"Authorization": f"Bearer {self.key}"}
-        headers |= {CLIENT_ID: asked.client_id, OWN_ID: asked.id}
+        headers |= {"Authorization": f"Bearer {self.key}", OWN_ID: asked.id}
         tried: set[str] = set()
         refusal = None
         while (upstream := self.pool.choose(tried)) is not None:

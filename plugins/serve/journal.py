@@ -28,8 +28,7 @@ REDACTED = (
     r"\b(?:sk|hf|ghp|xox[abp])[-_][A-Za-z0-9_-]{16,}",
 )
 # The columns of the log, with their Arrow types.
-COLUMNS = dict.fromkeys(("request_id", "client_id"), "string")
-COLUMNS |= {"time": "double"}
+COLUMNS = {"request_id": "string", "time": "double"}
 COLUMNS |= dict.fromkeys(("endpoint", "model", "messages", "answer", "answers"), "string")
 COLUMNS |= {"status": "int64", "stream": "bool", "latency_s": "double", "first_token_s": "double"}
 COLUMNS |= {"prompt_tokens": "int64", "answer_tokens": "int64", "parameters": "string"}

@@ -22,7 +22,8 @@ from plugins.serve.request import CHAT, COMPLETIONS
 from plugins.serve.upstream import Upstream
 
 _MODELS = "/v1/models"
-ID, CLIENT_ID = "X-Request-Id", "X-Client-Request-Id"
+# Of an answer: its row in the log.
+ID = "X-Request-Id"
 # The id that a gateway gives a request, which it may send to several fronts.
 OWN_ID = "X-Cookbook-Request-Id"
 # A lost node does not refuse a connection, it only does not answer.
@@ -45,10 +46,8 @@ class ClientRequest:
 
     path: str
     body: bytes
-    # The log's own.
+    # Its row in the log.
     id: str
-    # The client's.
-    client_id: str
 
 
 class Proxy:
@@ -163,9 +162,6 @@ class Proxy:
         if request.query_string:
             names = ", ".join(sorted(set(request.query)))
             return self.error(400, f"{path} takes no query ({names}): put it into the body")
-        client_id = given.get(CLIENT_ID) or given.get(ID) or ""
-        if len(client_id) > 128 or not (client_id.isascii() and client_id.isprintable()):
-            return self.error(400, f"{ID} must be at most 128 printable ASCII characters")
         request_id = uuid.uuid4().hex
         if self.behind_gateway:
             request_id = given.get(OWN_ID, request_id)
@@ -182,7 +178,7 @@ class Proxy:
             return self.error(400, "the body cannot be read")
         self.in_flight += 1
         try:
-            return await self.answer(request, ClientRequest(path, body, request_id, client_id))
+            return await self.answer(request, ClientRequest(path, body, request_id))
         finally:
             self.in_flight -= 1
 

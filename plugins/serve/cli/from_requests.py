@@ -11,16 +11,14 @@ from launcher.look.text import plain
 from plugins.serve.launcher import endpoint as endpoints
 from plugins.serve.launcher import from_requests as workflow
 
-_UNREADABLE = "are no JSON object with request_id or client_id, and with a text as label if any"
+_UNREADABLE = "are no JSON object with request_id, and with a text as label if any"
 _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
 @click.command("from-requests")
 @click.argument("name")
 @since_option("Only requests since")
-@click.option(
-    "--feedback", type=_FILE, help="JSON lines with request_id or client_id, feedback and label."
-)
+@click.option("--feedback", type=_FILE, help="JSON lines with request_id, feedback and label.")
 @json_option
 @cluster_option
 def from_requests(

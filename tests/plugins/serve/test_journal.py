@@ -113,12 +113,12 @@ def test_private_things_stay_out_and_ids_stay_whole(tmp_path):
 def test_the_log_becomes_a_data_source_with_feedback(tmp_path):
     journal = Journal(tmp_path / "requests")
     for k in range(5):
-        journal.accepted({**row(k, f"question {k}", when=1000.0 + k), "client_id": f"c{k}"})
+        journal.accepted(row(k, f"question {k}", when=1000.0 + k))
         journal.answered(f"r{k}", answer(f"answer {k}", 500 if k == 2 else 200))
     lines = [
         {"request_id": "r0", "feedback": "bad", "label": "better"},
         {"request_id": "r1", "feedback": "Up"},
-        {"client_id": "c3", "feedback": "down"},
+        {"request_id": "r3", "feedback": "down"},
         {"request_id": "r4", "feedback": False},
         {"request_id": "r9", "feedback": "down", "label": "never"},
         {"requestid": "r1", "feedback": "down"},

@@ -148,7 +148,6 @@ def test_client_errors_are_told_as_such_by_name(tmp_path):
                 assert answer.status == 400 and "lower n" in await answer.text()
         for key in ("Bearer schlüssel", "Bearer \xff\xfe", "", "Basic eDp5"):
             assert await raw(url, "GET", "/v1/models", b"", f"Authorization: {key}") == 401
-        assert await raw(url, "POST", CHAT, BODY, "X-Request-Id: é") == 400
         assert not backend.heard and not list(read(tmp_path / "requests"))
 
     front(tmp_path, check)

@@ -48,13 +48,12 @@ def ask(text: str = "hello", **more) -> dict:
 
 
 def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
-    """And a client's id that is used twice, here and before a gateway, is as many rows."""
+    """And a client's id that is used twice is no row's id."""
 
     async def check(client, url, server):
         given = {"X-Request-Id": "mine"}
         async with client.post(url + CHAT, json=ask(), headers=given) as answer:
             assert (await answer.json())["choices"][0]["message"]["content"] == "one two"
-            assert answer.headers["X-Client-Request-Id"] == "mine"
         async with client.post(url + CHAT, json=ask(stream=True), headers=given) as answer:
             text = await answer.text()
         assert text.endswith("data: [DONE]\n\n") and server.heard[0][2]["model"] == "/models/m"
@@ -69,7 +68,6 @@ def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
                     assert answer.status == 200
                     last = answer.headers["X-Request-Id"]
         rows = logged(tmp_path)
-        assert [row["client_id"] for row in rows] == ["mine"] * 4
         ids = {row["request_id"] for row in rows}
         assert len(ids) == 4 and last in ids, "the answer names the row of the log"
 
