@@ -39,7 +39,7 @@ _INSTEAD = {
     "functions": "use tools",
     "function_call": "use tool_choice",
     "suffix": "put it into the prompt in the form that the model was trained on",
-    "store": "requests are logged by log_share of the endpoint",
+    "store": "requests are logged unless the endpoint has log=false",
     "reasoning_effort": "use chat_template_kwargs, if the chat template has such a key",
 }
 # Arguments of apply_chat_template that are not passed to the template.
