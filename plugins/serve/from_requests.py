@@ -75,9 +75,8 @@ def rows_of(folder: Path, begin: float, feedback: Feedback) -> list[dict[str, An
         known = feedback.of(row)
         if row["status"] != 200 or not row["answer"] or (row["time"] or 0) < begin:
             continue
-        label, word = known.get("label"), (journal.as_text(known.get("feedback")) or "").strip()
-        turns = json.loads(row["messages"])
-        turns.append({"role": "assistant", "content": label or row["answer"]})
+        label, word = known.get("label"), _as_text(known.get("feedback")).strip()
+        turns = [*row["messages"], {"role": "assistant", "content": label or row["answer"]}]
         rejected = bool(word) and not label and word.lower() not in APPROVED
         if rejected:
             feedback.rejected[word] += 1
@@ -90,6 +89,11 @@ def rows_of(folder: Path, begin: float, feedback: Feedback) -> list[dict[str, An
             }
         )
     return sorted(rows, key=lambda row: (row["time"], row["request_id"]))
+
+
+def _as_text(value: Any) -> str:
+    """Return a text as it is, nothing for null, and another value as JSON."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
 def write(rows: list[dict[str, Any]], target: Path) -> Path:

@@ -23,7 +23,7 @@ from plugins.serve import backends, parameters
 from plugins.serve import endpoint as endpoints
 from plugins.serve.faults import Faults, stop_event
 from plugins.serve.front import Front
-from plugins.serve.journal import Journal, recover
+from plugins.serve.journal import Journal
 from plugins.serve.proxy import runner
 from plugins.serve.recipe_keys import SERVE
 from plugins.serve.upstream import BEAT_S, Upstream
@@ -35,8 +35,6 @@ from runspec.variables import without_torchrun
 
 # A backend that dies more often than this, within a minute each time, is not restarted.
 _DEATHS, _SHORT_S = 5, 60.0
-# A journal of so many requests, or so old, becomes Parquet.
-_LOG_ROWS, _LOG_S = 1000, 600.0
 
 
 class ServeError(Exception):
@@ -96,7 +94,7 @@ class Server:
                 # In a thread: a shared filesystem may be slow.
                 asked = await asyncio.to_thread(self._tell)
                 await self._look_after(ended)
-                await self._look_at(self.proxy.journal)
+                self._look_at(self.proxy.journal)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), 1.0)
             # The requests in flight are answered; new ones go to another server.
@@ -114,8 +112,8 @@ class Server:
             await self._end_backend()
             shutil.rmtree(self.place, ignore_errors=True)
 
-    async def _look_at(self, journal: Journal) -> None:
-        """Convert the journal when it is time, and say what the log lacks.
+    def _look_at(self, journal: Journal) -> None:
+        """Say what the log lacks.
 
         Raises:
             OSError: requests cannot be logged, and they have to be.
@@ -124,10 +122,6 @@ class Server:
             raise journal.fault
         text = f"{journal.fault}; {journal.unlogged:,} lines are missing by now: free some space"
         self.faults.tell("the log of requests", text if journal.fault else "")
-        late = time.time() - journal.since > _LOG_S
-        if journal.rows >= (1 if late else _LOG_ROWS):
-            self.faults.trying("a new journal", journal.switch)
-            await asyncio.to_thread(recover, journal.folder)
 
     async def _open(self, server: web.AppRunner) -> None:
         node = self.config["bind"] == "node"

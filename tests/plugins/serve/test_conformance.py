@@ -188,8 +188,8 @@ def test_temperature_and_seed_do_what_they_say(served):
     assert parts[0].rstrip("\ufffd") == other.rstrip("\ufffd") and usage.completion_tokens == 12
 
     def row() -> dict[str, Any]:
-        words = '"seed": 2', '"include_usage": true'
-        return next(row for row in read(log) if all(each in row["parameters"] for each in words))
+        asked = {"seed": 2, "stream_options": {"include_usage": True}}
+        return next(row for row in read(log) if (row["parameters"] | asked) == row["parameters"])
 
     until(lambda: row()["status"] == 200, 30)
     assert row()["answer_tokens"] == 12
