@@ -1,18 +1,10 @@
-"""Latency, errors and tokens from an endpoint's log: python -m plugins.serve.stats FOLDER"""
+"""Latency, errors and tokens from an endpoint's log."""
 
-import argparse
-import json
 import math
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from plugins.serve import endpoint as endpoints
-from plugins.serve import journal
-from runspec import since
 
 _SECONDS = ("latency_s", "first_token_s", "per_token_s")
 
@@ -81,20 +73,3 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
         if figures[name]["p50"] is not None:
             shown = ", ".join(f"{key} {1000 * each:,.1f} ms" for key, each in figures[name].items())
             yield f"{name[:-2].replace('_', ' '):<12} {shown}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m plugins.serve.stats", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--since", type=since.seconds, default=0.0)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    rows = journal.read(options.folder / endpoints.REQUESTS, options.since)
-    figures = summary(rows)
-    if not figures["requests"]:
-        sys.exit(f"error: no request of {options.folder.name} is logged in that time")
-    print(json.dumps(figures, indent=1) if options.json else "\n".join(lines(figures)))
-
-
-if __name__ == "__main__":
-    main()

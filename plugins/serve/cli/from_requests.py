@@ -35,20 +35,23 @@ def from_requests(
     """
     site = sites.load(cluster)
     made = workflow.export(site, endpoints.find(site, name), since, feedback)
-    counts = made.counts
+    said = made.feedback
     if as_json:
-        answer = {"folder": str(made.folder), "recipe": str(made.recipe)}
-        click.echo(json.dumps({**counts, **answer}))
+        counts = {"rows": made.rows, "with_feedback": made.with_feedback}
+        lines = {"unmatched_lines": said.unmatched, "unreadable_lines": said.unreadable}
+        places = {"file": str(made.file), "recipe": str(made.recipe)}
+        click.echo(json.dumps({**counts, "rejected": dict(said.rejected), **lines, **places}))
         return
-    click.echo(
-        f"{counts['rows']:,} requests, {counts['with_feedback']:,} with feedback: {made.folder}"
-    )
-    if rejected := counts["rejected"]:
-        words = ", ".join(f"{word} {count:,}" for word, count in rejected.items())
-        note(plain(f"  left out       {sum(rejected.values()):,} rejected answers ({words})"))
-    for kind, why in (("unmatched", "match no request of the log"), ("unreadable", _UNREADABLE)):
-        if lines := counts[f"{kind}_lines"]:
-            shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
-            note(f"  not used       {len(lines):,} lines {why}: {shown} of {counts['feedback']}")
+    click.echo(f"{made.rows:,} requests, {made.with_feedback:,} with feedback: {made.file}")
+    if said.rejected:
+        words = ", ".join(f"{word} {count:,}" for word, count in said.rejected.items())
+        note(plain(f"  left out       {said.rejected.total():,} rejected answers ({words})"))
+    for numbers, why in (
+        (said.unmatched, "match no request of the log"),
+        (said.unreadable, _UNREADABLE),
+    ):
+        if numbers:
+            shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+            note(f"  not used       {len(numbers):,} lines {why}: {shown} of {said.path}")
     note(f"  prepare it     cookbook prepare {made.recipe}")
-    note(f"  training data  dataset.data_files={made.folder / 'messages.jsonl'}")
+    note(f"  training data  dataset.data_files={made.file}")

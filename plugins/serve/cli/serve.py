@@ -18,6 +18,7 @@ from launcher.look.servers import listening, tunnel
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm.executors import choose, title
+from plugins.serve import stats
 from plugins.serve.endpoint import reachable
 from plugins.serve.launcher import endpoint as endpoints
 from plugins.serve.launcher import gateway
@@ -79,9 +80,7 @@ def serve(
 _ACTIONS: dict[str, Callable[[Site, Endpoint, Mapping[str, Any]], None]] = {
     "url": lambda site, one, given: _print_url(site, one, given["as_json"]),
     "stop": lambda site, one, given: workflow.stop(site, one, note),
-    "stats": lambda site, one, given: click.echo(
-        workflow.figures(one, given["since"], given["as_json"]), nl=False
-    ),
+    "stats": lambda site, one, given: _stats(one, given["since"], given["as_json"]),
     "keep": lambda site, one, given: maintenance.maintain(site, one, note, given["once"]),
 }
 _NAMED = "--list, --url, --stop, --stats, --keep"
@@ -198,6 +197,11 @@ def _print_url(
         note(f"  at home   {tunnel(port, site.jump_host, node)}")
     if not node:
         note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
+
+
+def _stats(endpoint: Endpoint, since: str | None, as_json: bool) -> None:
+    figures = workflow.figures(endpoint, since)
+    click.echo(json.dumps(figures, indent=1) if as_json else "\n".join(stats.lines(figures)))
 
 
 def _list(site: Site, as_json: bool) -> None:

@@ -16,8 +16,7 @@ import pytest
 from launcher import yamlfile
 from launcher.check import files
 from launcher.recipe import load as recipes
-from plugins.serve import from_requests
-from plugins.serve.launcher.from_requests import data_recipe
+from plugins.serve.launcher import from_requests
 from tests.launcher.kit import until
 from tests.plugins.data.kit import lines, qa
 from trainer.data.prepared import by_files
@@ -157,16 +156,16 @@ def test_a_killed_command_leaves_no_folder_in_tmp(user, tmp_path, number):
 
 
 def test_the_log_of_an_endpoint_becomes_a_training_set(user, tmp_path):
-    asked = {"model": "m", "feedback": None, "label": None}
+    asked = {"model": "m", "feedback": "", "label": ""}
     log = []
     for n in range(60):
         question = {"role": "user", "content": f"question {n % 40}, mail me{n % 40}@x.org"}
         answer = {"role": "assistant", "content": f"answer {n % 40}"}
-        turns = json.dumps([question, answer])
+        turns = [question, answer]
         log.append({**asked, "request_id": f"r{n}", "time": n, "answer": "", "messages": turns})
-    place = from_requests.write(log, tmp_path)
-    path = tmp_path / "requests-helper.yaml"
-    path.write_text(yamlfile.dump(data_recipe("helper", place)))
+    path, file = tmp_path / "requests-helper.yaml", tmp_path / "requests.jsonl"
+    from_requests.write(log, file)
+    path.write_text(yamlfile.dump(from_requests.data_recipe("helper", file)))
     done = user.cookbook("prepare", str(path), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"] == 40

@@ -24,7 +24,7 @@ def test_the_example_goes_from_data_to_a_champion_and_back(slurm_user: Kit):
     for words in ("champion of support-intent is v1", "intent      classification", "latency"):
         assert words in done.stdout
     data = slurm_user.root / "datasets"
-    logged = (data / "requests-support-intent" / "messages.jsonl").read_text().splitlines()
+    logged = (data / "requests-support-intent" / "requests.jsonl").read_text().splitlines()
     assert len(logged) == 21, "each request is logged once"
     key = slurm_user.root / "endpoints" / "support-intent" / "key"
     assert key.stat().st_mode & 0o077 == 0

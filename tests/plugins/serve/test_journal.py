@@ -8,10 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
-from plugins.serve import from_requests, stats
+from plugins.serve import stats
 from plugins.serve.journal import Journal, read
+from plugins.serve.launcher import from_requests
 
 # Accepts a request, says so, answers it, says so; and again.
 WRITER = """
@@ -107,17 +106,12 @@ def test_the_log_becomes_a_data_source_with_feedback(tmp_path):
     (tmp_path / "feedback.jsonl").write_text("\n\n".join(texts) + "\n")
     feedback = from_requests.Feedback(tmp_path / "feedback.jsonl")
     rows = from_requests.rows_of(tmp_path, 0, feedback)
-    assert [each["request_id"] for each in rows] == ["r0", "r1", "r3", "r4"], "r2 failed"
-    assert json.loads(rows[0]["messages"])[-1] == {"role": "assistant", "content": "better"}
-    assert (rows[0]["feedback"], rows[1]["label"]) == ("bad", None)
+    assert [each["request_id"] for each in rows] == ["r0", "r1"], "r2 failed"
+    assert rows[0]["messages"][-1] == {"role": "assistant", "content": "better"}
+    assert (rows[0]["feedback"], rows[1]["label"]) == ("bad", "")
     assert feedback.rejected == {"down": 1, "false": 1}
     assert feedback.unmatched == [9]
     assert feedback.unreadable == [11, 13, 15, 17, 19, 21]
-    table = pq.read_table(from_requests.write(rows, tmp_path / "out"))
-    assert tuple(table.column_names) == from_requests.COLUMNS
-    assert table["request_id"].to_pylist() == ["r0", "r1"]
-    targets = (tmp_path / "out" / "messages.jsonl").read_text()
-    assert targets.count("\n") == 2 and "answer 3" not in targets
     # A line about an earlier request is no wrong id.
     feedback = from_requests.Feedback(tmp_path / "feedback.jsonl")
     rows = from_requests.rows_of(tmp_path, 1001.0, feedback)
