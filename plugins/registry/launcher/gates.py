@@ -20,7 +20,6 @@ _EVALUATION = table(
     Key("data_sha256", "text", "Hash of the samples.", REQUIRED),
     Key("min_samples", "positive", "Fewest samples that the model answered.", REQUIRED),
     Key("settings", "open block", "Settings of the suite; the others have their defaults."),
-    Key("required", "flag", "Whether a version without it fails; else they do not apply.", True),
 )
 _GATE = table(
     Key("metric", "text", "suite.task.metric of an evaluation."),
@@ -44,8 +43,6 @@ class Evidence:
     min_samples: int
     # Of the suite and the task; those that are not listed have their defaults.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    # False if its gates do not apply to a version that was never evaluated on the task.
-    required: bool = True
 
 
 @dataclass(frozen=True)

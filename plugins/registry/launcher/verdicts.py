@@ -18,8 +18,7 @@ _SHOWN_OF_HASH = 12
 class Verdict:
     """One gate's answer."""
 
-    # None if the gate does not apply.
-    passed: bool | None
+    passed: bool
     # With the figures, and the next command if it failed.
     text: str
     # The run of the evaluation that it follows from.
@@ -119,8 +118,6 @@ def _missing(name: str, version: JudgedVersion, evidence: Evidence) -> Verdict:
             text = f"{name}: the evaluation by {result.get('run')} does not count: {why}"
             return Verdict(False, f"{text}: {hint}")
     text = f"{version.name} v{version.number} has no evaluation of {task}"
-    if not evidence.required:
-        return Verdict(None, f"{task}: {text}, so its gates do not apply; {hint}")
     return Verdict(False, f"{name}: {text}: {hint}")
 
 
