@@ -200,7 +200,7 @@ class Server:
                     f"the backend ended with status {code}",
                 )
                 raise ServeError(why.read_text() if why.exists() else f"{ended_so}: see above")
-            if await self.proxy.backend.get("/health") is not None:
+            if await self.proxy.backend.healthy():
                 self.proxy.backend.ready = True
                 return
             if time.monotonic() > deadline:

@@ -46,13 +46,13 @@ class Upstream:
             await self._session.close()
             self._session = None
 
-    async def get(self, path: str, timeout_s: float = 5) -> bytes | None:
-        """Return what a path answers with status 200, else None."""
-        url, timeout = self.url + path, aiohttp.ClientTimeout(total=timeout_s)
+    async def healthy(self) -> bool:
+        """Whether it answers that it can take requests."""
+        timeout = aiohttp.ClientTimeout(total=5)
         with suppress(aiohttp.ClientError, OSError):
-            async with self.session.get(url, timeout=timeout) as answer:
-                return await answer.read() if answer.status == 200 else None
-        return None
+            async with self.session.get(f"{self.url}/health", timeout=timeout) as answer:
+                return answer.status == 200
+        return False
 
 
 class Pool:
@@ -88,7 +88,7 @@ class Pool:
         gone, self.gone = self.gone, []
         for upstream in gone:
             there = endpoint.server_file(self.folder, upstream.name).exists()
-            if there and await upstream.get("/health") is not None:
+            if there and await upstream.healthy():
                 self.known.setdefault(upstream.name, upstream)
             else:
                 await upstream.close()

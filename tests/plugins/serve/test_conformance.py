@@ -83,7 +83,7 @@ def served(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, Path]]:
 
     async def serve() -> None:
         upstream = Upstream("a", "http://backend", socket=str(backend.socket), ready=True)
-        while await upstream.get("/health") is None:
+        while not await upstream.healthy():
             assert process.poll() is None, (folder / "backend.log").read_text()
             await asyncio.sleep(0.2)
         takes = parameters.parameters_of(config, backend.model)
