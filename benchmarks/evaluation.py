@@ -70,8 +70,6 @@ def evaluated(run: Path, settings: dict[str, Any], world: int, kills: int) -> di
         after = shards(run)
         again += sum(after[name] != when for name, when in before.items())
     result = json.loads((run / "evals" / "suite.json").read_text())["tasks"]
-    for task in result.values():
-        task.pop("speed", None)
     seconds = round(time.monotonic() - began, 1)
     told = {"workers": world, "kills": kills, "shards": total, "seconds": seconds}
     return {**told, "saved_shards_made_again": again, "table": result}

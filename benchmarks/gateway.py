@@ -1,7 +1,7 @@
 """What the front and the gateway of a served model add: python benchmarks/gateway.py
 
 A server that answers at once stands for the backend, in a process of its own; so do the front (key,
-log, metrics) and the gateway. Requests go to each in turn, so that the busy machine is the same for
+log) and the gateway. Requests go to each in turn, so that the busy machine is the same for
 all. Then so many streams are held at the same time through both.
 """
 
@@ -27,7 +27,6 @@ from plugins.serve import parameters  # noqa: E402
 from plugins.serve.front import Front  # noqa: E402
 from plugins.serve.gateway import Gateway  # noqa: E402
 from plugins.serve.journal import Journal, read  # noqa: E402
-from plugins.serve.keys import Keys, Quotas  # noqa: E402
 from plugins.serve.recipe_keys import SERVE  # noqa: E402
 from plugins.serve.upstream import Upstream  # noqa: E402
 
@@ -65,10 +64,9 @@ def serve(kind: str, folder: str, below: str, told: Any) -> None:
         elif kind == "front":
             journal = Journal(Path(folder) / "requests")
             takes = parameters.Parameters("vllm", "m")
-            backend, quotas = Upstream("a", below, ready=True), Quotas(Path(folder), "a")
-            app = Front(SETTINGS, Keys(KEY), backend, takes, journal, quotas).app()
+            app = Front(SETTINGS, KEY, Upstream("a", below, ready=True), takes, journal).app()
         else:
-            proxy = Gateway(SETTINGS, Keys(KEY), Path(folder))
+            proxy = Gateway(SETTINGS, KEY, Path(folder))
             proxy.pool.refresh()
             app = proxy.app()
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)

@@ -33,14 +33,13 @@ cookbook register "$tuned" --as support-intent
 cookbook promote support-intent --to champion --gates "$here/gates.yaml" --why "the first one"
 cookbook registry support-intent
 
-step "serve, query, query with a file"
+step "serve, query"
 cookbook serve models:/support-intent@champion --time 01:00:00 "${how[@]}"
 trap 'cookbook serve --stop support-intent' EXIT
 cookbook query support-intent "My order has not arrived" --max-tokens 6
-head -n 20 "$data/test.jsonl" >"$data/questions.jsonl"
-rm -f "$data/answers.jsonl"
-cookbook query support-intent --input "$data/questions.jsonl" --output "$data/answers.jsonl" --max-tokens 6
-head -n 3 "$data/answers.jsonl"
+while read -r question; do
+  cookbook query support-intent "$question" --max-tokens 6
+done < <(head -n 20 "$data/test.jsonl" | python -c 'import json, sys; [print(json.loads(x)["question"]) for x in sys.stdin]')
 
 step "monitor, and use the log as data"
 cookbook serve --stats support-intent

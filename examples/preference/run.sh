@@ -28,16 +28,9 @@ tuned=$(cookbook submit "$here/dpo.yaml" "checkpointer.checkpoint_dir=$root/runs
   --name answers-dpo --json "${how[@]}" | run_of)
 cookbook watch "$tuned" --plain
 
-step "evaluation against the base: accuracy on pairs, and a judge"
-port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-python "$here/judge.py" "$port" &
-judge=$!
-trap 'kill $judge' EXIT
-cookbook eval "$tuned" --suite "$here/suite.yaml" --against base --watch --samples 2 \
-  "tasks.pairs.data=$raw/test.jsonl" "tasks.judged.data=$raw/test.jsonl" \
-  "tasks.judged.judge_url=http://127.0.0.1:$port/v1" "${how[@]}"
-kill "$judge"
-trap - EXIT
+step "evaluation against the base: accuracy on pairs"
+cookbook eval "$tuned" --suite "$here/suite.yaml" --against base --watch \
+  "tasks.pairs.data=$raw/test.jsonl" "${how[@]}"
 
 step "registry: candidate, gates, champion"
 cookbook register "$tuned" --as answers

@@ -99,22 +99,20 @@ step_registry() { # candidate, gates, staging, champion, tags; a successor; roll
   cookbook registry support
 }
 
-step_serve() { # champion and candidate, 90 to 10; no replica without requests
+step_serve() { # the champion, asked by its customers
   needs eval "$data/support-questions.jsonl"
-  local scale=(--name support --replicas 0-1 bind=node scale_idle_minutes=0.25 --time 00:30:00)
-  cookbook serve models:/support@champion "${scale[@]}" "${how[@]}"
+  cookbook serve models:/support@champion --name support bind=node --time 00:30:00 "${how[@]}"
   trap 'cookbook serve --stop support' EXIT
-  cookbook serve models:/support@candidate --share 0.1 "${scale[@]}" "${how[@]}"
   python "$here/traffic.py" "$data"
   cookbook serve --stats support
   cookbook serve --stop support
   trap - EXIT
 }
 
-step_log() { # requests and the customers' corrections as a Delta table, and as a training set
+step_log() { # requests and the customers' corrections as a training set
   needs serve "$data/support-feedback.jsonl"
   cp "$data/support-feedback.jsonl" "$root/endpoints/support/feedback.jsonl"
-  cookbook prepare from-requests support --delta
+  cookbook prepare from-requests support
   cookbook prepare "$data/requests-support/requests-support.yaml"
   cookbook data show requests-support
 }

@@ -62,8 +62,10 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
     over = f", one model over {ranks} ranks" if ranks > 1 else ""
     print(f"rank {rank}: {len(mine)} of {len(plan.shards)} shards to do{over}", flush=True)
     for side in plan.sides:
-        left = [shard for shard in mine if shard.side == side and shard.needs_model]
-        answerer = model_of(plan.folder(side), config, device, ranks) if left else None
+        left = [shard for shard in mine if shard.side == side]
+        if not left:
+            continue
+        answerer = model_of(plan.folder(side), config, device, ranks)
         for shard in left:
             if pipeline.from_first_rank((run_dir / files.STOP).exists(), ranks):
                 return _stopped(progress, run_dir, rank)
@@ -73,13 +75,6 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
         del answerer
     if ranks > 1 and rank > 0:
         return True
-    # What compares both sides' answers waits for all of them.
-    for shard in [shard for shard in mine if not shard.needs_model]:
-        while not plan.ready(shard):
-            if (run_dir / files.STOP).exists():
-                return _stopped(progress, run_dir, rank)
-            time.sleep(_POLL_S)
-        plan.compute(shard, None)
     while rank == 0 and plan.missing():
         if (run_dir / files.STOP).exists():
             return _stopped(progress, run_dir, rank)

@@ -1,7 +1,6 @@
 """One model that answers: a folder as transformers reads it, or an adapter with its base."""
 
 import hashlib
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,7 @@ class Answerer:
         """Answer a batch of samples.
 
         Returns:
-            answer, new_tokens, seconds of the batch, and too_long if the prompt leaves no room.
+            answer, and too_long if the prompt leaves no room.
         """
         # The batch's own seed, so that an answer depends on no other batch.
         torch.manual_seed(self.settings["seed"] * 1_000_003 + samples[0].index)
@@ -95,13 +94,10 @@ class Answerer:
         ids = [self._ids(text) for text in texts]
         room = self.limit - self.settings["max_new_tokens"]
         fits = [k for k, each in enumerate(ids) if len(each) <= room]
-        rows: list[dict[str, Any]] = [
-            {"answer": "", "new_tokens": 0, "seconds": 0.0, "too_long": True} for _ in ids
-        ]
+        rows: list[dict[str, Any]] = [{"answer": "", "too_long": True} for _ in ids]
         if not fits:
             return rows
         batch = self.tokenizer.pad({"input_ids": [ids[k] for k in fits]}, return_tensors="pt")
-        began = time.perf_counter()
         hot = {"do_sample": True, **{key: self.settings[key] for key in ("temperature", "top_p")}}
         generated = self.model.generate(
             **batch.to(self.device),
@@ -111,12 +107,9 @@ class Answerer:
             **pipeline.generate_options(self.model, self.ranks),
             **(hot if self.settings["temperature"] > 0 else {}),
         )
-        seconds = time.perf_counter() - began
         width = batch["input_ids"].shape[1]
         for k, row in zip(fits, generated[:, width:].tolist(), strict=True):
-            text = self.tokenizer.decode(row, skip_special_tokens=True).strip()
-            count = sum(token != self.tokenizer.pad_token_id for token in row)
-            rows[k] = {"answer": text, "new_tokens": count, "seconds": seconds}
+            rows[k] = {"answer": self.tokenizer.decode(row, skip_special_tokens=True).strip()}
         return rows
 
     def likelihoods(self, samples: list[Sample], task: dict[str, Any]) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ EVAL = table(
 TASK = table(
     Key(
         "kind",
-        "perplexity | generation | pair_accuracy | judge | lm_eval | batch",
+        "perplexity | generation | pair_accuracy | lm_eval",
         "Kind of the task. pair_accuracy: the share of pairs whose chosen answer gets the higher "
         "score of a reward model, or the higher log-probability of a language model.",
         REQUIRED,
@@ -71,10 +71,6 @@ TASK = table(
     Key("labels", "texts", "For classification: the labels. Default: those of the references."),
     Key("regex", "text", "For the metric regex: pattern that an answer must contain."),
     Key("schema", "any", "For the metric schema: a JSON schema, or its path."),
-    Key("output", "text", "For batch: JSON lines file for the answers, in order."),
-    Key("judge_url", "text", "For judge: URL of an OpenAI server, such as http://host:8000/v1."),
-    Key("judge_model", "text", "For judge: the model's name on the server."),
-    Key("judge_key_file", "text", "For judge: file of the API key."),
     Key("tasks", "texts", "For lm_eval: names of tasks."),
     Key("include_path", "text", "For lm_eval: folder of your own task YAML files."),
     Key("num_fewshot", "count", "For lm_eval: examples before each prompt."),
@@ -86,8 +82,7 @@ COMPARED = (
     *("resamples", "confidence"),
 )
 COMPARED_OF_TASK = (
-    *("system", "labels", "regex", "schema", "judge_url", "judge_model"),
-    *("tasks", "num_fewshot", "include_path"),
+    *("system", "labels", "regex", "schema", "tasks", "num_fewshot", "include_path"),
 )
 
 
@@ -112,14 +107,10 @@ def task_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
 
 def _needs(where: str, task: Mapping[str, Any]) -> Iterator[Fault]:
     kind, metrics = task.get("kind"), task.get("metrics") or []
-    of_samples = ("perplexity", "generation", "pair_accuracy", "judge", "batch")
+    of_samples = ("perplexity", "generation", "pair_accuracy")
     if kind in of_samples and bool(task.get("data")) == bool(task.get("dataset")):
         given = "and a dataset: leave one out" if task.get("data") else "is missing: name a file"
         yield Fault(f"{where}.data", f"{where}.data {given}")
-    if kind == "batch" and not task.get("output"):
-        yield Fault(f"{where}.output", f"{where}.output is missing: name the file of the answers")
-    if kind == "judge" and not (task.get("judge_url") and task.get("judge_model")):
-        yield Fault(where, f"{where} needs judge_url and judge_model")
     if kind == "lm_eval" and not task.get("tasks"):
         yield Fault(where, f"{where}.tasks is missing: name tasks of lm-evaluation-harness")
     for name in metrics if isinstance(metrics, list) else ():

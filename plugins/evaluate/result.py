@@ -14,7 +14,7 @@ from plugins.evaluate.model import fingerprint
 from plugins.evaluate.recipe_keys import COMPARED
 from plugins.evaluate.samples import Sample
 from plugins.evaluate.shards import Plan
-from plugins.evaluate.statistics import difference, interval, sign_test
+from plugins.evaluate.statistics import difference, interval
 from runspec import files
 from runspec.files import patient_json
 from runspec.weights import content_sha256
@@ -22,8 +22,6 @@ from trainer.errors import ConfigError
 
 # Samples whose answers differ that the result itself shows; all are in the file of samples.
 _SHOWN = 20
-# Kinds of tasks that ask a model for no text.
-_WITHOUT_ANSWERS = ("perplexity", "pair_accuracy")
 
 
 def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
@@ -38,8 +36,6 @@ def write(plan: Plan, config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     for name, task in config["tasks"].items():
         if task["kind"] == "lm_eval":
             tasks[name] = _of_harness(plan, name)
-        elif task["kind"] == "batch":
-            tasks[name] = _of_batch(plan, name, task)
         else:
             tasks[name], own_lines = _of_samples(plan, name, task, config)
             lines += own_lines
@@ -91,18 +87,9 @@ def _of_samples(
     if config.get("training_data"):
         result["contamination"] = samples.contamination(data, config["training_data"])
     columns = _columns(task, data, rows)
-    if task["kind"] == "judge":
-        result["metrics"] = {"win_rate": _wins(plan.all_rows(name, "both"), data, config)}
-    else:
-        result["metrics"] = {
-            metric: _groups(metric, sides, data, config) for metric, sides in columns.items()
-        }
-    if task["kind"] not in _WITHOUT_ANSWERS:
-        result["speed"] = {side: _speed(rows[side]) for side in plan.sides}
-        if "classification" in task["metrics"]:
-            result["classification"] = {
-                side: _report(rows[side], data, task["labels"]) for side in plan.sides
-            }
+    result["metrics"] = {
+        metric: _groups(metric, sides, data, config) for metric, sides in columns.items()
+    }
     lines = []
     for k, sample in enumerate(data):
         line: dict[str, Any] = {"task": name, "index": sample.index, "group": sample.group}
@@ -112,7 +99,7 @@ def _of_samples(
                 metric: float(values[side][0][k]) for metric, values in columns.items()
             }
         lines.append(line)
-    if len(plan.sides) == 2 and task["kind"] not in _WITHOUT_ANSWERS:
+    if len(plan.sides) == 2 and task["kind"] == "generation":
         differ = [
             line for line in lines if line["candidate"]["answer"] != line["against"]["answer"]
         ]
@@ -197,51 +184,6 @@ def _figures(
         if metric == "perplexity":
             figures["difference"]["of"] = "mean negative log likelihood per token, in nats"
     return figures
-
-
-def _wins(rows: list[dict[str, Any]], data: list[Sample], config: dict[str, Any]) -> dict[str, Any]:
-    values = np.array([row["win"] for row in rows], float)
-    sides = {"candidate": (values, np.ones(len(values)))}
-    groups = _groups("win_rate", sides, data, config)
-    wins, losses = int((values == 1).sum()), int((values == 0).sum())
-    counted = {"wins": wins, "losses": losses, "ties": len(values) - wins - losses}
-    groups["all"] |= counted | {"p": sign_test(wins, losses), "test": "sign test"}
-    return groups
-
-
-def _speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return seconds per answer, p50 and p95 of the batches, and new tokens per second."""
-    seconds = [row["seconds"] for row in rows if row["new_tokens"]]
-    if not seconds:
-        return {}
-    batches = sorted(set(seconds))
-    tokens = sum(row["new_tokens"] for row in rows)
-    p50, p95 = (float(np.quantile(seconds, q)) for q in (0.5, 0.95))
-    return {
-        "latency_p50_s": p50,
-        "latency_p95_s": p95,
-        "tokens_per_second": tokens / sum(batches),
-    }
-
-
-def _report(rows: list[dict[str, Any]], data: list[Sample], labels: list[str]) -> dict[str, Any]:
-    predicted = [scores.label_of(row["answer"], labels) for row in rows]
-    return scores.classification(predicted, [each.reference for each in data], labels)
-
-
-def _of_batch(plan: Plan, name: str, task: dict[str, Any]) -> dict[str, Any]:
-    """Write the answers as the client of a server does, in the order of the questions."""
-    rows, target = plan.all_rows(name, "candidate"), Path(task["output"]).expanduser()
-    lines = []
-    for number, row in enumerate(rows, 1):
-        long = row.get("too_long")
-        error = {"error": "the prompt leaves no room for an answer"} if long else {}
-        lines.append({"line": number, "answer": None if long else row["answer"], **error})
-    target.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(target, "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in lines))
-    too_long = sum(bool(row.get("too_long")) for row in rows)
-    known = {"kind": "batch", "samples": len(rows), "output": str(target)}
-    return {**known, "too_long": {"candidate": too_long}, "speed": {"candidate": _speed(rows)}}
 
 
 def _of_harness(plan: Plan, name: str) -> dict[str, Any]:

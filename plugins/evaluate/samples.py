@@ -107,12 +107,8 @@ def sha256(samples: Iterable[Sample]) -> str:
 def _of_line(index: int, row: Any, task: dict[str, Any]) -> Sample:
     """Return the sample of a line; KeyError names the column that it lacks."""
     kind, group = task.get("kind"), task.get("group")
-    if kind == "batch" and isinstance(row, str):
-        row = {"prompt": row}
     if not isinstance(row, dict):
         raise TypeError("it is no JSON object")
-    if kind == "batch":
-        return _request(index, row)
     sample = _pair(index, row) if kind == "pair_accuracy" else _question(index, row, task)
     return replace(sample, group=str(row[group])) if group else sample
 
@@ -139,28 +135,6 @@ def _pair(index: int, row: dict[str, Any]) -> Sample:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-# What a line may set for itself when a server is asked; a job has one of each for all lines.
-_JOB_SETTINGS = ("max_tokens", "temperature", "top_p", "seed")
-
-
-def _request(index: int, row: dict[str, Any]) -> Sample:
-    """Return a line as a server is asked it: messages, prompt or question."""
-    if own := [key for key in _JOB_SETTINGS if key in row]:
-        raise TypeError(f"it sets {', '.join(own)}, which a job has for all lines: leave it out")
-    messages = row.get("messages")
-    if messages is None:
-        text = row.get("prompt", row.get("question"))
-        messages = [{"role": "user", "content": text}]
-    known = isinstance(messages, list) and messages
-    if not known or not all(isinstance(_content(each), str) for each in messages):
-        raise TypeError("it has no messages, prompt or question of text")
-    return Sample(index, str(messages[-1]["content"]), "", messages=tuple(messages))
-
-
-def _content(message: Any) -> Any:
-    return message.get("content") if isinstance(message, dict) else None
 
 
 def contamination(samples: list[Sample], block: dict[str, Any]) -> dict[str, Any]:

@@ -113,34 +113,6 @@ def label_of(answer: str, labels: Sequence[str]) -> str | None:
     return min(places)[2] if places else None
 
 
-def classification(
-    predicted: Sequence[str | None], right: Sequence[str], labels: Sequence[str]
-) -> dict[str, Any]:
-    """Return precision, recall, F1 and support of each label, accuracy and macro F1.
-
-    An answer without a label counts against recall, and against no label's precision.
-    """
-    report: dict[str, Any] = {}
-    for label in labels:
-        true = sum(p == r == label for p, r in zip(predicted, right, strict=True))
-        said, support = sum(p == label for p in predicted), sum(r == label for r in right)
-        report[label] = {
-            "precision": true / said if said else 0.0,
-            "recall": true / support if support else 0.0,
-            "f1": 2 * true / (said + support) if said + support else 0.0,
-            "support": support,
-        }
-    correct = sum(p == r for p, r in zip(predicted, right, strict=True))
-    macro = sum(each["f1"] for each in report.values()) / len(report) if report else 0.0
-    unlabelled = sum(p is None for p in predicted)
-    return {
-        "labels": report,
-        "accuracy": correct / len(right) if right else 0.0,
-        "macro_f1": macro,
-        "without_label": unlabelled,
-    }
-
-
 def of_answer(metric: str, answer: str, reference: str, task: dict[str, Any]) -> float:
     """Return one metric of one answer."""
     if metric == "classification":

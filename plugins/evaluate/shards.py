@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plugins.evaluate import harness, judge, pairs, samples
+from plugins.evaluate import harness, pairs, samples
 from plugins.evaluate.model import Answerer, fingerprint
 from plugins.evaluate.recipe_keys import COMPARED_OF_TASK
 from plugins.evaluate.samples import Sample
@@ -23,7 +23,7 @@ from runspec.weights import gives_scores
 from trainer.errors import ConfigError
 
 # What a task says of its answers, and not of how they are made.
-_SHOWN = ("group", "metrics", "labels", "output")
+_SHOWN = ("group", "metrics", "labels")
 _DEPENDS = ("seed", "dtype", "batch_size", "max_new_tokens", "temperature", "top_p", "template")
 
 
@@ -34,15 +34,11 @@ class Shard:
     # Among all shards.
     number: int
     task: str
-    # candidate, against, or both for a judge.
+    # candidate or against.
     side: str
     # Of the samples; last is not among them.
     first: int
     last: int
-
-    @property
-    def needs_model(self) -> bool:
-        return self.side != "both"
 
     @property
     def file(self) -> str:
@@ -88,15 +84,9 @@ class Plan:
 
     def _shards(self) -> Iterator[Shard]:
         size, number = int(self.config["shard_samples"]), 0
-        for name, task in self.config["tasks"].items():
-            sides = list(self.sides)
-            if task["kind"] == "judge":
-                if len(sides) < 2:
-                    message = f"tasks.{name} compares two models, and there is one"
-                    raise ConfigError(f"{message}: give the other with --against")
-                sides.append("both")
+        for name in self.config["tasks"]:
             count = max(1, len(self.data[name]))
-            for side in sides:
+            for side in self.sides:
                 for first in range(0, count, size):
                     yield Shard(number, name, side, first, min(first + size, count))
                     number += 1
@@ -108,8 +98,7 @@ class Plan:
         settings = {key: self.config[key] for key in _DEPENDS}
         asked = {key: task[key] for key in task if key not in _SHOWN}
         common = json.dumps([settings, asked, content], sort_keys=True)
-        marks = {side: _hash(common + self.models[side]) for side in self.sides}
-        return {**marks, "both": _hash(common + "".join(self.models.values()))}
+        return {side: _hash(common + self.models[side]) for side in self.sides}
 
     def folder(self, side: str) -> Path:
         return Path(str(self.config[side])).expanduser()
@@ -137,26 +126,12 @@ class Plan:
         done = {path.name for path in self.folder_of_shards.glob("*.json")}
         return sum(shard.last - shard.first for shard in self.shards if shard.file in done)
 
-    def ready(self, shard: Shard) -> bool:
-        """Whether both models have answered the samples of a judge's shard."""
-        return all(self.rows(each) is not None for each in self._answers(shard))
-
-    def _answers(self, shard: Shard) -> list[Shard]:
-        return [
-            each
-            for side in self.sides
-            for each in self.shards
-            if (each.task, each.side, each.first) == (shard.task, side, shard.first)
-        ]
-
     def all_rows(self, task: str, side: str) -> list[dict[str, Any]]:
         """Return what a model did with all samples of a task, in order."""
         own = [each for each in self.shards if (each.task, each.side) == (task, side)]
         return [row for shard in own for row in self.rows(shard) or []]
 
-    def compute(
-        self, shard: Shard, answerer: Answerer | pairs.Scorer | None, writes: bool = True
-    ) -> None:
+    def compute(self, shard: Shard, answerer: Answerer | pairs.Scorer, writes: bool = True) -> None:
         """Make a shard's file.
 
         Args:
@@ -165,14 +140,7 @@ class Plan:
         task = self.config["tasks"][shard.task]
         chosen = self.data[shard.task][shard.first : shard.last]
         rows: list[dict[str, Any]] = []
-        if answerer is None:
-            ours, theirs = (self.rows(each) or [] for each in self._answers(shard))
-            asked = [
-                (sample.prompt, sample.reference, own["answer"], other["answer"])
-                for sample, own, other in zip(chosen, ours, theirs, strict=True)
-            ]
-            rows = [{"win": win} for win in judge.verdicts(task, asked)]
-        elif isinstance(answerer, pairs.Scorer) or task["kind"] == "pair_accuracy":
+        if isinstance(answerer, pairs.Scorer) or task["kind"] == "pair_accuracy":
             rows = pairs.values(answerer, chosen)
         elif task["kind"] == "lm_eval":
             rows = [harness.evaluate(answerer, task, self.config)]

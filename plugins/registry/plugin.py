@@ -1,4 +1,4 @@
-"""Registered models, and tracking with MLflow or W&B."""
+"""Registered models, and tracking with MLflow."""
 
 from launcher.plugins import Command, Plugin
 
@@ -22,12 +22,12 @@ PLUGIN = Plugin(
         ),
         "track": Command(
             "plugins.registry.cli.track:track",
-            "Write runs to MLflow or W&B.",
+            "Write runs to MLflow.",
             "Look",
         ),
     },
     hooks={
-        "runs_ended": "plugins.registry.launcher.tracking:import_ended",
+        "runs_ended": "plugins.registry.launcher.importer:import_ended",
         "registered_model": "plugins.registry.launcher.registered:model",
         "registered_uris": "plugins.registry.launcher.registered:uris",
     },

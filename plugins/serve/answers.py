@@ -1,4 +1,4 @@
-"""Converts a backend's answers for the client: cut at stop strings, combined, streamed."""
+"""Converts a backend's answers for the client: cut at stop strings, whole or streamed."""
 
 import json
 from collections.abc import Mapping
@@ -60,38 +60,34 @@ class Answers:
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + request_id
         self.created = 0
         self._cutters: dict[int, Cutter] = {}
-        self._usages: dict[int, Any] = {}
 
-    def whole(self, values: list[dict[str, Any]]) -> dict[str, Any]:
-        """Combine the backend's answers."""
-        choices: list[dict[str, Any]] = []
-        for number, value in enumerate(values):
-            self._count(number, value.get("usage"))
-            offset = len(choices)
-            for choice in value.get("choices") or []:
-                index = offset + int(choice.get("index") or 0)
-                choices.append(choice := {"logprobs": None, **choice, "index": index})
-                place, field, cutter = choice, "text", Cutter(self.plan.stops)
-                if self.chat:
-                    # The protocol requires these keys; their value may be null.
-                    place = {"content": None, "refusal": None, **(choice.get("message") or {})}
-                    choice["message"], field = place, "content"
-                if isinstance(place.get(field), str):
-                    place[field] = cutter.feed(place[field]) + cutter.rest()
-                self.outcome.texts[index] = place.get(field) or ""
-                if cutter.cut:
-                    choice["finish_reason"] = "stop"
-        head = {**values[0], "id": self.id, "model": self.name, "choices": choices}
-        return {**head, "usage": self.outcome.usage} if self.outcome.usage else head
+    def whole(self, value: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the client's answer for the backend's."""
+        self.outcome.usage = value.get("usage") or {}
+        choices = [self._whole_choice({"index": 0, **choice}) for choice in value["choices"]]
+        return {**value, "id": self.id, "model": self.name, "choices": choices}
 
-    def event(self, number: int, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the events to send for one event of the stream of one of the plan's bodies."""
+    def _whole_choice(self, choice: dict[str, Any]) -> dict[str, Any]:
+        choice = {"logprobs": None, **choice}
+        place, field, cutter = choice, "text", Cutter(self.plan.stops)
+        if self.chat:
+            # The protocol requires these keys; their value may be null.
+            place = {"content": None, "refusal": None, **(choice.get("message") or {})}
+            choice["message"], field = place, "content"
+        if isinstance(place.get(field), str):
+            place[field] = cutter.feed(place[field]) + cutter.rest()
+        self.outcome.texts[choice["index"]] = place.get(field) or ""
+        if cutter.cut:
+            choice["finish_reason"] = "stop"
+        return choice
+
+    def event(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the events to send for one event of the backend's stream."""
         self.created = self.created or int(value.get("created") or 0)
         # vLLM may send the usage so far with each event.
-        if value.get("usage"):
-            self._usages[number] = value["usage"]
+        self.outcome.usage = value.get("usage") or self.outcome.usage
         choices = [
-            self._choice(number + int(choice.get("index") or 0), dict(choice))
+            self._choice(int(choice.get("index") or 0), dict(choice))
             for choice in value.get("choices") or []
         ]
         event = {**value, "id": self.id, "model": self.name, "created": self.created}
@@ -117,23 +113,11 @@ class Answers:
 
     def last(self) -> list[dict[str, Any]]:
         """Return the event with the usage, if it was requested."""
-        for number, usage in self._usages.items():
-            self._count(number, usage)
         if not self.plan.usage:
             return []
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.name}
         return [{**head, "choices": [], "usage": self.outcome.usage}]
-
-    def _count(self, number: int, usage: Any) -> None:
-        if not isinstance(usage, dict):
-            return
-        total, counted = dict(self.outcome.usage), {"prompt_tokens": number in self.plan.counted}
-        for key in ("prompt_tokens", "completion_tokens"):
-            tokens = int(usage.get(key) or 0) * counted.get(key, True)
-            total[key] = total.get(key, 0) + tokens
-        total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-        self.outcome.usage = {**usage, **total} if len(self.plan.bodies) == 1 else total
 
 
 def sse(value: Any) -> bytes:

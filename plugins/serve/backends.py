@@ -1,20 +1,16 @@
 """How each backend is started, for serving and for rollouts: its command and its address.
 
-A backend listens on a Unix socket in a private folder if it can: on a port, every user of the node
-could use it without a key. SGLang has no option for a socket, and gets its own key.
+A backend listens on a Unix socket in a private folder: on a port, every user of the node could use
+it without a key.
 """
 
-import json
 import os
-import secrets
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec import files
 from runspec.files import patient_json
 
 # The lines are the words of a command that starts Python in the recipe's environment.
@@ -27,16 +23,13 @@ REASON = "reason.txt"
 
 @dataclass(frozen=True)
 class Backend:
-    """How a backend is started and addressed: by a socket or a port."""
+    """How a backend is started and addressed."""
 
     # The arguments of what python() starts.
     argv: list[str]
     # Its name of the model.
     model: str
-    socket: Path | None
-    port: int = 0
-    # Its API key, None for none.
-    key: str | None = None
+    socket: Path
 
 
 @dataclass(frozen=True)
@@ -65,39 +58,22 @@ def command(config: Mapping[str, Any], folder: Path, gpus: int) -> Backend:
         gpus: number of GPUs for the backend.
     """
     model, name = Model.of(Path(str(config["model"]))), str(config["endpoint"])
-    place, size = folder / "backend.sock", str(max(1, gpus))
+    place = folder / "backend.sock"
     own = ["--dtype", str(config["dtype"]), *map(str, config.get("engine_args") or [])]
     if config["engine"] == "transformers":
         name = str(model.adapter or model.base)
         argv = ["-m", "plugins.serve.transformers_backend", str(place), name]
         return Backend([*argv, "--device", str(config["device"]), *own], name, place)
-    if config["engine"] == "vllm":
-        argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
-        argv += ["--uds", str(place), "--tensor-parallel-size", size]
-        # The base and the adapter need different names, or the base would answer for the adapter.
-        argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
-        if model.adapter:
-            argv += [*vllm_lora(model.rank), "--lora-modules", f"{name}={model.adapter}"]
-            if (model.adapter / "generation_config.json").is_file():
-                # The adapter may have learnt to end its answers by another token than the base.
-                argv += ["--generation-config", str(model.adapter)]
-        return Backend([*argv, *own], name, place)
-    key, port, settings = secrets.token_urlsafe(24), _free_port(), folder / "sglang.yaml"
-    # In a file, because every user of the node can read a process's arguments. JSON is YAML.
-    files.write_text(settings, json.dumps({"api-key": key}) + "\n", mode=0o600)
-    argv = ["-m", "sglang.launch_server", "--config", str(settings)]
-    argv += ["--model-path", str(model.base), "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--served-model-name", name, "--tp-size", size]
+    argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(model.base)]
+    argv += ["--uds", str(place), "--tensor-parallel-size", str(max(1, gpus))]
+    # The base and the adapter need different names, or the base would answer for the adapter.
+    argv += ["--served-model-name", f"{name}-base" if model.adapter else name]
     if model.adapter:
-        argv += ["--enable-lora", "--lora-paths", f"adapter={model.adapter}"]
-        # SGLang's name of an adapter in OpenAI's protocol is BASE:ADAPTER.
-        name = f"{name}:adapter"
-    return Backend([*argv, *own], name, None, port, key)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+        argv += [*vllm_lora(model.rank), "--lora-modules", f"{name}={model.adapter}"]
+        if (model.adapter / "generation_config.json").is_file():
+            # The adapter may have learnt to end its answers by another token than the base.
+            argv += ["--generation-config", str(model.adapter)]
+    return Backend([*argv, *own], name, place)
 
 
 def python(variables: Mapping[str, str]) -> list[str]:

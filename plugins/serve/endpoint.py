@@ -2,18 +2,13 @@
 
 endpoint.json   which versions are served, by which runs, and the settings of the fronts
 key             the API key; only its owner may read it
-users.json      the keys of users, as hashes, with their limits
-usage/          what each server has counted of the users' requests today
 backends/       one file per server, which the server renews; .drain-<server> asks it to drain
-shares.json     the share of the traffic of each version
-scale.json      how many servers of each version the gateway wants, if they follow the load
 gateway.json    the address and process of the gateway
 requests/       the log of requests and answers
 
 What reads a file raises OSError if it cannot be read, and files.DamagedFile if it is damaged.
 """
 
-import hashlib
 import socket
 import time
 from collections.abc import Mapping
@@ -23,9 +18,8 @@ from typing import Any
 from runspec import files
 from runspec.states import process_start
 
-ENDPOINT, KEY, GATEWAY, SHARES = "endpoint.json", "key", "gateway.json", "shares.json"
-SCALE = "scale.json"
-BACKENDS, REQUESTS, USERS, USAGE = "backends", "requests", "users.json", "usage"
+ENDPOINT, KEY, GATEWAY = "endpoint.json", "key", "gateway.json"
+BACKENDS, REQUESTS = "backends", "requests"
 # A server renews its file every second or so, a gateway every few; one that does not is gone.
 STALE_S = 20.0
 
@@ -95,64 +89,3 @@ def address(folder: Path) -> str | None:
 def drain_mark(folder: Path, name: str) -> Path:
     """Return the file whose presence asks a server to take no more requests."""
     return folder / BACKENDS / f".drain-{name}"
-
-
-def shares(folder: Path) -> dict[str, float]:
-    """Return the share of the traffic that each version gets, {} for an even spread."""
-    content = files.read_object(folder / SHARES) or {}
-    return {str(key): float(value) for key, value in content.items()}
-
-
-def ranges(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the least and the most servers of each version whose number follows the load."""
-    served = (files.read_object(folder / ENDPOINT) or {}).get("served")
-    return {
-        str(each["version"]): (int(each["replicas"]), int(each["max_replicas"]))
-        for each in served or []
-        if each.get("max_replicas") is not None
-    }
-
-
-def wanted(folder: Path) -> dict[str, int]:
-    """Return how many servers of each version the gateway wants."""
-    content = files.read_object(folder / SCALE) or {"wanted": {}}
-    return {str(key): int(value) for key, value in content["wanted"].items()}
-
-
-def users(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the users of an endpoint by name: sha256, created, revoked, and their limits."""
-    return files.read_object(folder / USERS) or {}
-
-
-def key_hash(key: str) -> str:
-    """Return what is kept of a user's key; it is random, and needs no salt."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def used_today(folder: Path, without: str = "") -> dict[str, tuple[int, int]]:
-    """Return the requests and tokens of each user on this day (UTC).
-
-    Args:
-        without: the server whose own count is left out.
-    """
-    used: dict[str, tuple[int, int]] = {}
-    for path in (folder / USAGE).glob("*.json"):
-        if path.stem == without:
-            continue
-        for user, (requests, tokens) in used_by(path).items():
-            before = used.get(user, (0, 0))
-            used[user] = (before[0] + requests, before[1] + tokens)
-    return used
-
-
-def used_by(path: Path) -> dict[str, tuple[int, int]]:
-    """Return what one server has counted on this day (UTC), {} if its file is of another day."""
-    content = files.read_object(path) or {}
-    if content.get("day") != today():
-        return {}
-    return {str(user): (int(pair[0]), int(pair[1])) for user, pair in content["users"].items()}
-
-
-def today() -> str:
-    """Return the date in UTC."""
-    return time.strftime("%Y-%m-%d", time.gmtime())

@@ -1,8 +1,7 @@
 """One address for an endpoint whose servers come and go: python -m plugins.serve.gateway FOLDER
 
-It reads the files of the servers, spreads requests over those that are ready, by the shares of
-their versions, and asks another one if one does not answer. cookbook serve starts it on the login
-node; it listens on 127.0.0.1.
+It reads the files of the servers, spreads requests over those that are ready, and asks another one
+if one does not answer. cookbook serve starts it on the login node; it listens on 127.0.0.1.
 """
 
 import argparse
@@ -21,11 +20,8 @@ from aiohttp import web
 
 from plugins.serve.endpoint import ENDPOINT, GATEWAY
 from plugins.serve.faults import Faults, stop_event
-from plugins.serve.keys import Keys
-from plugins.serve.outcome import Outcome
-from plugins.serve.proxy import CLIENT_ID, OWN_ID, OWN_USER, ClientRequest, Proxy, runner
+from plugins.serve.proxy import OWN_ID, ClientRequest, Proxy, runner
 from plugins.serve.recipe_keys import SERVE
-from plugins.serve.scale import Scaler
 from plugins.serve.upstream import Pool, Upstream
 from runspec import files
 from runspec.files import patient_json
@@ -33,52 +29,29 @@ from runspec.states import process_start
 
 # How often its file is renewed; plugins.serve.endpoint.STALE_S is several times as long.
 _RENEWED_S = 5.0
-# Retry-After of requests that are refused while the first server starts, in seconds.
-_COLD_S = 30
 # Headers of an answer that are passed on to the client.
-_OF_ANSWERS = {"content-type", "retry-after", "x-request-id", "x-client-request-id"}
+_OF_ANSWERS = {"content-type", "retry-after", "x-request-id"}
 
 
 class Gateway(Proxy):
-    """Passes requests on; if servers follow the load, a request waits for the first of them."""
+    """Passes requests on to the servers of an endpoint."""
 
-    def __init__(self, settings: Mapping[str, Any], keys: Keys, folder: Path) -> None:
-        super().__init__(settings, keys)
+    def __init__(self, settings: Mapping[str, Any], key: str, folder: Path) -> None:
+        super().__init__(settings, key)
         self.pool = Pool(folder)
-        idle_s = 60 * float(settings["scale_idle_minutes"])
-        self.scaler = Scaler(folder, int(settings["scale_in_flight"]), idle_s)
 
     def upstreams(self) -> Iterable[Upstream]:
         return list(self.pool.known.values())
 
     def available(self) -> bool:
-        return bool(self.scaler.wanted or self.pool.choose(set()))
-
-    def retry_s(self) -> int:
-        return _COLD_S if self.scaler.wanted and not self.pool.choose(set()) else 1
+        return self.pool.choose(set()) is not None
 
     async def answer(self, request: web.Request, asked: ClientRequest) -> web.StreamResponse:
-        outcome = Outcome()
-        return await self.counted(self._passed_on(request, asked, outcome), outcome, 1)
-
-    async def _next(self, tried: set[str]) -> Upstream | None:
-        """Return where a request goes next, None if there is nothing left to try."""
-        upstream = self.pool.choose(tried)
-        deadline = time.monotonic() + float(self.settings["cold_start_s"])
-        while upstream is None and self.scaler.wanted and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
-            upstream = self.pool.choose(tried)
-        return upstream
-
-    async def _passed_on(
-        self, request: web.Request, asked: ClientRequest, outcome: Outcome
-    ) -> web.StreamResponse:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        headers |= {"Authorization": f"Bearer {self.keys.key}", CLIENT_ID: asked.client_id}
-        headers |= {OWN_ID: asked.id, OWN_USER: asked.user}
+        headers |= {"Authorization": f"Bearer {self.key}", OWN_ID: asked.id}
         tried: set[str] = set()
         refusal = None
-        while (upstream := await self._next(tried)) is not None:
+        while (upstream := self.pool.choose(tried)) is not None:
             tried.add(upstream.name)
             upstream.in_flight += 1
             sent: web.StreamResponse | None = None
@@ -96,12 +69,11 @@ class Gateway(Proxy):
                     known = {k: v for k, v in answer.headers.items() if k.lower() in _OF_ANSWERS}
                     if answer.content_type != "text/event-stream":
                         # Not streamed: if it breaks off, another server is asked.
-                        outcome.raw(body := await answer.read())
+                        body = await answer.read()
                         return web.Response(body=body, status=answer.status, headers=known)
                     sent = web.StreamResponse(status=answer.status, headers=known)
                     await sent.prepare(request)
                     async for chunk in answer.content.iter_any():
-                        outcome.raw(chunk)
                         await sent.write(chunk)
                     await sent.write_eof()
                     return sent
@@ -121,8 +93,8 @@ async def run(folder: Path, port: int, host: str) -> int:
     settings: dict[str, Any] = {key: entry.default for key, entry in SERVE.items()}
     settings |= (patient_json(folder / ENDPOINT) or {})["settings"]
     # The fronts of the servers see every request: they log.
-    keys = Keys(Path(settings["key_file"]).read_text(encoding="utf-8").strip(), folder)
-    gateway = Gateway(settings, keys, folder)
+    key = Path(settings["key_file"]).read_text(encoding="utf-8").strip()
+    gateway = Gateway(settings, key, folder)
     gateway.pool.refresh()
     ended, server = stop_event(), runner(gateway)
     await server.setup()
@@ -148,7 +120,6 @@ async def run(folder: Path, port: int, host: str) -> int:
     def look() -> None:
         """Read what changes; what cannot be read now stays as it was."""
         faults.trying("the gateway's file", renew)
-        faults.trying("the users' keys", keys.refresh)
         faults.trying("the servers' files", gateway.pool.refresh)
 
     print(f"gateway of {folder.name}: {url}", flush=True)
@@ -156,7 +127,6 @@ async def run(folder: Path, port: int, host: str) -> int:
         # In a thread: a shared filesystem may be slow.
         await asyncio.to_thread(look)
         await gateway.pool.dismiss()
-        await gateway.scaler.look(gateway.metrics.in_flight, gateway.metrics.take_peak())
         with suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), 0.5)
     await gateway.drained()

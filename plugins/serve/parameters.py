@@ -1,7 +1,7 @@
 """Parameters of requests: which ones a backend has, and which ones the front implements.
 
-No parameter is dropped silently: it is passed on, implemented by the front, without effect by its
-value, or refused by name.
+For transformers no parameter is dropped silently: it is passed on, implemented by the front,
+without effect by its value, or refused by name. vLLM gets all, and refuses wrong values itself.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from plugins.serve.backends import Model
 from plugins.serve.request import CHAT, BadRequest, prompts, stops
-from runspec.files import parse_json, patient_json
+from runspec.files import patient_json
 from runspec.hints import nearest
 from runspec.storage import ABSENT, patiently
 
@@ -26,14 +26,12 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,), "modalities": (["text"],), "store": (False,),
     "service_tier": ("auto", "default"), "function_call": ("none",),
 }  # fmt: skip
-_DONE_HERE = {"model", "stream", "stream_options", "n", "stop"}
+_DONE_HERE = {"model", "stream", "stream_options", "stop"}
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"}
 _LENGTHS = {"max_tokens", "max_completion_tokens"}
 _OF_CHATS = {"messages", "tools", "tool_choice", "chat_template_kwargs"}
-# The names of OpenAI's protocol, for a backend that does not list its parameters.
-_PROTOCOL = {*_WITHOUT_EFFECT, *_DESCRIPTIVE, *_DONE_HERE, *_LENGTHS, *_OF_CHATS, "temperature"}
-_PROTOCOL |= {"top_p", "seed", "logit_bias", "prompt", "suffix", "reasoning_effort"}
 _INSTEAD = {
+    "n": "send the request again, with another seed, or serve it with engine=vllm",
     "frequency_penalty": "use repetition_penalty",
     "presence_penalty": "use repetition_penalty",
     "response_format": "serve it with engine=vllm, or say in the prompt what form the answer has",
@@ -41,8 +39,7 @@ _INSTEAD = {
     "functions": "use tools",
     "function_call": "use tool_choice",
     "suffix": "put it into the prompt in the form that the model was trained on",
-    "best_of": "use n",
-    "store": "requests are logged by log_share of the endpoint",
+    "store": "requests are logged unless the endpoint has log=false",
     "reasoning_effort": "use chat_template_kwargs, if the chat template has such a key",
 }
 # Arguments of apply_chat_template that are not passed to the template.
@@ -59,37 +56,30 @@ _NEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """The requests to a backend for one request of a client."""
+    """The request to a backend for one request of a client."""
 
-    # One for each request to the backend; their choices are combined in this order.
-    bodies: list[dict[str, Any]]
+    body: dict[str, Any]
     stream: bool
     # Whether a stream ends with the usage.
     usage: bool
     # Strings at which the front cuts the text.
     stops: list[str] = field(default_factory=list)
-    # The bodies whose prompt tokens count.
-    counted: frozenset[int] = frozenset({0})
 
 
 @dataclass(frozen=True)
 class Parameters:
     """The parameters of a backend."""
 
-    # transformers, vllm or sglang.
+    # transformers or vllm.
     backend: str
     # Its name of the model.
     model: str
-    # Of each path, None if the backend does not say.
-    names: Mapping[str, frozenset[str]] | None = None
     # The model's config.json.
     facts: Mapping[str, Any] = field(default_factory=dict)
     # The model's generation_config.json.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Its chat template, None if nobody knows.
     template: str | None = None
-    # transformers' continuous batching, which has the same sampling for all requests.
-    batching: bool = False
     # Of one answer at most, None for no limit.
     seconds: float | None = None
 
@@ -100,7 +90,15 @@ class Parameters:
 
     def plan(self, path: str, asked: Mapping[str, Any]) -> Plan:
         """Return the plan of a valid request; BadRequest names an unsupported parameter."""
-        return (self._transformers if self.backend == "transformers" else self._other)(path, asked)
+        if self.backend == "transformers":
+            return self._transformers(path, asked)
+        # Two requests of one id would be one for vLLM; the front's are unique.
+        body = {key: value for key, value in asked.items() if key != "request_id"}
+        body["model"] = self.model
+        if asked.get("stream"):
+            # The log has the backend's counts.
+            body["stream_options"] = {"include_usage": True}
+        return Plan(body, *_streamed(asked))
 
     def _supported(self, asked: Mapping[str, Any], supported: set[str]) -> dict[str, Any]:
         """Return the supported parameters; refuse others that have an effect."""
@@ -117,29 +115,13 @@ class Parameters:
         shown = f"{name}={shown}" if len(shown) < 40 else name
         hint = nearest(name, supported).strip(" ()")
         instead = _INSTEAD.get(name) or hint or "leave it out"
-        if self.batching and name in (_SAMPLING | {"stop", "logit_bias"}):
-            instead = "continuous batching has the same sampling for all: leave it out"
         return f"the backend {self.backend} does not do {shown}: {instead}"
 
-    def _other(self, path: str, asked: Mapping[str, Any]) -> Plan:
-        """vLLM and SGLang implement every parameter that they list."""
-        known = (self.names or {}).get(path)
-        supported = set(known) if known else _PROTOCOL - {"prompt" if path == CHAT else "messages"}
-        kept = self._supported(asked, supported - {"request_id", "rid"} | {"model"})
-        body = {**kept, "model": self.model}
-        if asked.get("stream"):
-            # The log and the quotas use the backend's counts.
-            body["stream_options"] = {"include_usage": True}
-        return Plan([body], *_streamed(asked))
-
     def _transformers(self, path: str, asked: Mapping[str, Any]) -> Plan:
-        supported = _DONE_HERE | _LENGTHS | (_OF_CHATS if path == CHAT else {"prompt"})
-        if self.batching:
-            supported.discard("stop")
-        else:
-            supported |= _SAMPLING | {"logit_bias"}
+        supported = _DONE_HERE | _LENGTHS | _SAMPLING | {"logit_bias"}
+        supported |= _OF_CHATS if path == CHAT else {"prompt"}
         kept = self._supported(asked, supported)
-        (stream, usage), count = _streamed(asked), int(asked.get("n", 1))
+        stream, usage = _streamed(asked)
         body: dict[str, Any] = {"model": self.model, "stream": stream}
         for name in kept.get("chat_template_kwargs", ()):
             if name in _OF_TEMPLATES or (self.template and name not in self.template):
@@ -156,20 +138,15 @@ class Parameters:
         size = self.facts.get("vocab_size")
         if isinstance(size, int) and any(int(each) >= size for each in kept.get("logit_bias", ())):
             raise BadRequest(f"logit_bias: the model has {size:,} tokens", "logit_bias")
-        texts = self._texts(path, asked)
-        made = [self._generation(kept, choice) for choice in range(count)]
-        bodies = [{**body, **text, **config} for text in texts for config in made]
-        counted = frozenset(range(0, len(bodies), count))
-        return Plan(bodies, stream, usage, stops(kept), counted)
+        body |= {**self._text(path, asked), "generation_config": self._generation(kept)}
+        return Plan(body, stream, usage, stops(kept))
 
-    def _generation(self, kept: Mapping[str, Any], choice: int) -> dict[str, Any]:
+    def _generation(self, kept: Mapping[str, Any]) -> str:
         """Return generation_config, which is JSON in a request to transformers serve.
 
         plugins.serve.transformers_backend reads its keys seed and stop_texts.
         """
         most = kept.get("max_completion_tokens", kept.get("max_tokens"))
-        if self.batching:
-            return {} if most is None else {"max_tokens": most}
         config: dict[str, Any] = {"max_new_tokens": self.length if most is None else most}
         if self.seconds is not None:
             # Nobody waits any more, and the next request waits for this one.
@@ -190,17 +167,17 @@ class Parameters:
                 config |= {"temperature": heat, "top_k": max(0, top)}
                 config |= {key: float(kept[key]) for key in ("top_p", "min_p") if key in kept}
         if "seed" in kept:
-            config["seed"] = (int(kept["seed"]) + choice + 2**63) % 2**64 - 2**63
-        return {"generation_config": json.dumps(config)}
+            config["seed"] = int(kept["seed"])
+        return json.dumps(config)
 
-    def _texts(self, path: str, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _text(self, path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
         if path == CHAT:
             messages = [self._message(k, each) for k, each in enumerate(asked["messages"])]
-            return [{"messages": messages}]
-        given = prompts(asked)
-        if not isinstance(given[0], str):
-            raise BadRequest("the backend transformers takes a prompt as text only", "prompt")
-        return [{"prompt": each} for each in given]
+            return {"messages": messages}
+        prompt, *others = prompts(asked)
+        if others or not isinstance(prompt, str):
+            raise BadRequest("the backend transformers takes one prompt, as text", "prompt")
+        return {"prompt": prompt}
 
     def _message(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         known = {key: value for key, value in message.items() if value is not None}
@@ -239,23 +216,20 @@ def _without_effect(name: str, value: Any) -> bool:
     )
 
 
-def parameters_of(config: Mapping[str, Any], name: str, schema: bytes | None = None) -> Parameters:
+def parameters_of(config: Mapping[str, Any], name: str) -> Parameters:
     """Return the parameters of an endpoint's backend.
 
     Args:
         name: the backend's name of the model.
-        schema: the backend's own /openapi.json, None if it has none.
     """
     model, backend = Path(str(config["model"])), str(config["engine"])
     base = Model.of(model).base
     return Parameters(
         backend,
         name,
-        None if backend == "transformers" else names_of(schema),
         patient_json(base / "config.json") or {},
         patient_json(model / _DEFAULTS) or patient_json(base / _DEFAULTS) or {},
         _template(model, base),
-        "--continuous-batching" in map(str, config.get("engine_args") or []),
         float(config["request_timeout_s"]),
     )
 
@@ -272,20 +246,3 @@ def _template(*folders: Path) -> str | None:
         if isinstance(template, str):
             return template
     return None
-
-
-def names_of(schema: bytes | None) -> dict[str, frozenset[str]]:
-    """Return the parameters of each path of an OpenAPI document in a JSON body."""
-    names: dict[str, frozenset[str]] = {}
-    try:
-        document = parse_json(schema or b"{}")
-        for path, methods in document["paths"].items():
-            body = methods.get("post", {}).get("requestBody", {}).get("content", {})
-            body = body.get("application/json", {}).get("schema", {})
-            if "$ref" in body:
-                body = document["components"]["schemas"][body["$ref"].rpartition("/")[2]]
-            if body.get("properties"):
-                names[path] = frozenset(body["properties"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {}
-    return names

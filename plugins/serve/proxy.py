@@ -5,10 +5,11 @@ are passed on chunk by chunk. Nothing but the listed paths passes, and of a requ
 """
 
 import asyncio
+import hmac
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,26 +18,21 @@ import aiohttp
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from plugins.serve.keys import OWNER, Keys
-from plugins.serve.metrics import Metrics
-from plugins.serve.outcome import Outcome
 from plugins.serve.request import CHAT, COMPLETIONS
 from plugins.serve.upstream import Upstream
 
 _MODELS = "/v1/models"
-ID, CLIENT_ID = "X-Request-Id", "X-Client-Request-Id"
-# Headers from a gateway to a front, which ignores them from other clients.
-OWN_ID, OWN_USER = "X-Cookbook-Request-Id", "X-Cookbook-User"
+# Of an answer: its row in the log.
+ID = "X-Request-Id"
+# The id that a gateway gives a request, which it may send to several fronts.
+OWN_ID = "X-Cookbook-Request-Id"
 # A lost node does not refuse a connection, it only does not answer.
 CONNECT_S = 3
 # For how long half a request holds its connection: without all headers, or without all of its body.
 # Connections of a client that waits for nothing are closed after the first, too.
 HEADERS_S, BODY_S = 30.0, 60.0
 _NO_KEY = "the API key is wrong or missing: send it as Authorization: Bearer KEY"
-# Of a response: whether it is counted with what it took.
-_COUNTED = "counted"
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_TYPES |= {429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _TYPES |= dict.fromkeys((400, 405, 408, 413, 415), "invalid_request_error")
 
 
@@ -50,11 +46,8 @@ class ClientRequest:
 
     path: str
     body: bytes
-    # The log's own.
+    # Its row in the log.
     id: str
-    # The client's.
-    client_id: str
-    user: str
 
 
 class Proxy:
@@ -62,22 +55,21 @@ class Proxy:
 
     Args:
         settings: the values of the keys of `entry: serve`.
-        keys: a request needs one of them.
+        key: the endpoint's API key.
     """
 
     body_s = BODY_S
-    # Whether requests with the endpoint's own key may come from a gateway, with an id and a user.
+    # Whether requests may come from a gateway, with an id.
     behind_gateway = False
     # What answers what is let through.
     below = "server"
 
-    def __init__(self, settings: Mapping[str, Any], keys: Keys) -> None:
-        self.settings, self.keys = settings, keys
+    def __init__(self, settings: Mapping[str, Any], key: str) -> None:
+        self.settings, self.key = settings, key
         self.name = str(settings["endpoint"])
-        self.metrics = Metrics()
         self.started = int(time.time())
-        self._allowed = max(1.0, float(settings.get("rate_per_s") or 0))
-        self._refilled = time.monotonic()
+        # The requests that are being answered.
+        self.in_flight = 0
 
     def upstreams(self) -> Iterable[Upstream]:
         """Return where requests go."""
@@ -91,17 +83,8 @@ class Proxy:
         """Answer a request that may be passed on."""
         raise NotImplementedError
 
-    @property
-    def unlogged(self) -> int:
-        """How many lines the log lacks."""
-        return 0
-
-    def retry_s(self) -> int:
-        """Return after how many seconds a request that was refused may be sent again."""
-        return 1
-
     def app(self) -> web.Application:
-        """Return the application; its paths are those of OpenAI's protocol, /health, /metrics."""
+        """Return the application; its paths are those of OpenAI's protocol, and /health."""
 
         @web.middleware
         async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -112,7 +95,6 @@ class Proxy:
         )
         for path, handler in (
             ("/health", self._health),
-            ("/metrics", self._metrics),
             (_MODELS, self._models),
             (f"{_MODELS}/{{name}}", self._models),
         ):
@@ -130,44 +112,36 @@ class Proxy:
         self, status: int, message: str, param: str | None = None, headers: Any = None
     ) -> web.Response:
         """Return an error in the form of OpenAI's protocol."""
-        known = {"Retry-After": str(self.retry_s())} if status in (429, 503) else {}
+        known = {"Retry-After": "1"} if status in (429, 503) else {}
         error = {"message": message, "type": _TYPES.get(status, "server_error"), "param": param}
         body = {"error": {**error, "code": status}}
         return web.json_response(body, status=status, headers={**known, **(headers or {})})
 
-    def user(self, request: web.Request) -> str | None:
-        """Return who asks, by the key; None without a valid one."""
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        return self.keys.who(key.strip() if scheme.lower() == "bearer" else "")
+    def _has_key(self, request: web.Request) -> bool:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        # A header may hold any bytes.
+        key = given.strip().encode("utf-8", "surrogateescape")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key, self.key.encode())
 
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Let a handler answer whoever may ask; tell in the protocol's form what is not there."""
         path = request.path
-        answer: web.StreamResponse
         try:
-            if path != "/health" and self.user(request) is None:
-                answer = self.error(401, _NO_KEY, headers={"WWW-Authenticate": "Bearer"})
-            else:
-                answer = await handler(request)
+            if path != "/health" and not self._has_key(request):
+                return self.error(401, _NO_KEY, headers={"WWW-Authenticate": "Bearer"})
+            answer: web.StreamResponse = await handler(request)
+            return answer
         except web.HTTPNotFound:
             known = ", ".join([CHAT, COMPLETIONS, _MODELS])
-            answer = self.error(404, f"there is no {path} here: there are {known}")
+            return self.error(404, f"there is no {path} here: there are {known}")
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             message = f"{path} takes {allowed}, not {request.method}"
-            answer = self.error(405, message, headers={"Allow": allowed})
-        if answer.status >= 400 and path != "/health" and _COUNTED not in answer:
-            self.metrics.requests[answer.status] += 1
-        return answer
+            return self.error(405, message, headers={"Allow": allowed})
 
     async def _health(self, request: web.Request) -> web.Response:
         ok = self.available()
         return web.json_response({"status": "ok" if ok else "not ready"}, status=200 if ok else 503)
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        if self.user(request) != OWNER:
-            return self.error(403, "/metrics is for the endpoint's own key")
-        return web.Response(text=self.metrics.text(self.name, self.unlogged))
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": self.name, "object": "model", "created": self.started}
@@ -180,40 +154,17 @@ class Proxy:
             return self.error(404, message, "model")
         return web.json_response(card)
 
-    def _over_rate(self) -> bool:
-        rate = self.settings.get("rate_per_s")
-        if not rate:
-            return False
-        now = time.monotonic()
-        # Bursts of one second's requests are allowed.
-        self._allowed = min(max(1.0, rate), self._allowed + (now - self._refilled) * rate)
-        self._refilled = now
-        if self._allowed < 1:
-            return True
-        self._allowed -= 1
-        return False
-
-    def take(self, count: int) -> None:
-        """Count an accepted request as this many more; later ones wait for them."""
-        self._allowed -= count
-
     async def _accepted(self, request: web.Request) -> web.StreamResponse:
         """Read a request whose path is listed, and answer it."""
         given, path = request.headers, request.path
-        if self.metrics.in_flight >= int(self.settings["max_in_flight"]):
+        if self.in_flight >= int(self.settings["max_in_flight"]):
             return self.error(503, "too many requests at a time: try again in a moment")
-        if self._over_rate():
-            rate = f"{self.settings['rate_per_s']:g} requests per second"
-            return self.error(429, f"more than {rate}: try again in a moment")
         if request.query_string:
             names = ", ".join(sorted(set(request.query)))
             return self.error(400, f"{path} takes no query ({names}): put it into the body")
-        client_id = given.get(CLIENT_ID) or given.get(ID) or ""
-        if len(client_id) > 128 or not (client_id.isascii() and client_id.isprintable()):
-            return self.error(400, f"{ID} must be at most 128 printable ASCII characters")
-        request_id, user = uuid.uuid4().hex, self.user(request) or OWNER
-        if self.behind_gateway and user == OWNER and OWN_ID in given:
-            request_id, user = given[OWN_ID], given.get(OWN_USER, OWNER)
+        request_id = uuid.uuid4().hex
+        if self.behind_gateway:
+            request_id = given.get(OWN_ID, request_id)
         try:
             async with asyncio.timeout(self.body_s):
                 body = await request.read()
@@ -225,28 +176,11 @@ class Proxy:
             return self.error(413, f"the request has more than {limit:,} bytes")
         except (ValueError, web.RequestPayloadError, web.HTTPException):
             return self.error(400, "the body cannot be read")
-        return await self.answer(request, ClientRequest(path, body, request_id, client_id, user))
-
-    async def counted(
-        self, answering: Awaitable[web.StreamResponse], outcome: Outcome, count: int
-    ) -> web.StreamResponse:
-        """Count a request with this many answers while it is answered, and its outcome."""
-        self.metrics.began(count)
+        self.in_flight += 1
         try:
-            response = await answering
-            outcome.status = outcome.status or response.status
-            response[_COUNTED] = True
-            return response
-        except asyncio.CancelledError:
-            outcome.status = 499  # the client hung up
-            raise
-        except ConnectionResetError as error:
-            # 502: the server went away in the middle of a stream.
-            outcome.status = 502 if isinstance(error, BrokenOff) else 499
-            raise
+            return await self.answer(request, ClientRequest(path, body, request_id))
         finally:
-            self.metrics.in_flight -= count
-            self.metrics.ended(outcome.row())
+            self.in_flight -= 1
 
     def failed(
         self, request: web.Request, sent: web.StreamResponse | None, upstream: Upstream, error: Any
@@ -279,7 +213,7 @@ class Proxy:
     async def drained(self) -> None:
         """Wait until no request is in flight, at most 20 s."""
         deadline = time.monotonic() + 20
-        while self.metrics.in_flight and time.monotonic() < deadline:
+        while self.in_flight and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
 
 

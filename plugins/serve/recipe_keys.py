@@ -6,7 +6,7 @@ from typing import Any
 from runspec.keys.key import REQUIRED, Key, table
 
 # The package that each backend needs in its environment.
-BACKENDS = {"transformers": "uvicorn", "vllm": "vllm", "sglang": "sglang"}
+BACKENDS = {"transformers": "uvicorn", "vllm": "vllm"}
 
 
 def package_of(config: Mapping[str, Any]) -> str:
@@ -19,9 +19,8 @@ SERVE = table(
     Key("endpoint_dir", "text", "Folder of the endpoint's files.", REQUIRED),
     Key("model", "text", "Folder of the model; cookbook serve sets it.", REQUIRED),
     Key("version", "text", "Name of the served version, such as support-intent v2."),
-    Key("engine", "transformers | vllm | sglang", "Backend that serves the model.", "transformers"),
+    Key("engine", "transformers | vllm", "Backend that serves the model.", "transformers"),
     Key("engine_args", "texts", "Additional arguments of the backend.", []),
-    Key("replicas_per_node", "positive", "Copies of the model that share a node's GPUs.", 1),
     Key("device", "text", "For the backend transformers: auto, cpu, cuda:0.", "auto"),
     Key("dtype", "text", "Data type of the weights, in the backend's spelling.", "auto"),
     Key("bind", "loopback | node", "Who can reach the port: its node, or the cluster.", "loopback"),
@@ -31,36 +30,7 @@ SERVE = table(
     Key("request_timeout_s", "positive", "Maximum time of one request.", 600),
     Key("max_request_bytes", "positive", "Maximum size of a request.", 1048576),
     Key("max_in_flight", "positive", "Maximum concurrent requests; others get status 503.", 512),
-    Key(
-        "max_answers",
-        "positive",
-        "Maximum answers of one request, prompts times n; it counts as that many requests.",
-        128,
-    ),
-    Key(
-        "rate_per_s",
-        "number",
-        "Maximum requests per second; others get status 429. Default: no limit.",
-    ),
-    Key(
-        "scale_in_flight",
-        "positive",
-        "With --replicas MIN-MAX: concurrent requests per server.",
-        4,
-    ),
-    Key(
-        "scale_idle_minutes",
-        "number",
-        "With --replicas MIN-MAX: a server that is not needed for this time ends.",
-        10,
-    ),
-    Key(
-        "cold_start_s",
-        "positive",
-        "Maximum time that a request waits for the first server; then it gets status 503.",
-        300,
-    ),
-    Key("log_share", "rate", "Share of the requests to log, 0 to 1.", 1.0),
+    Key("log", "flag", "Whether requests and answers are logged.", True),
     Key(
         "log_required",
         "flag",
@@ -68,7 +38,5 @@ SERVE = table(
         "and says so.",
         False,
     ),
-    Key("log_rows", "positive", "Requests per Parquet file.", 1000),
-    Key("log_minutes", "number", "Maximum time between two Parquet files.", 10),
     Key("redact", "texts", "Regular expressions whose matches are removed from the log."),
 )

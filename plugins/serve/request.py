@@ -120,8 +120,8 @@ _REQUESTS: dict[str, type[_Object]] = {
     CHAT: create_model("Chat", __base__=_Object, messages=(_MESSAGES, ...), **_COMMON),
     COMPLETIONS: create_model("Completion", __base__=_Object, prompt=(_PROMPT, ...), **_COMMON),
 }
-# What a line of a file of questions may say of its own request.
-OF_A_LINE = frozenset(_VALUES) - {"model", "stream", "stream_options", "n", "best_of", "user"}
+# Of one request, which must not keep all others waiting.
+_MOST_ANSWERS = 128
 
 
 def parsed(path: str, body: bytes) -> dict[str, Any]:
@@ -160,6 +160,14 @@ def parsed(path: str, body: bytes) -> dict[str, Any]:
     ):
         if name in asked and not met:
             raise BadRequest(f"{name} needs {needed}", name)
+    choices = max(int(asked.get(name, 1)) for name in ("n", "best_of"))
+    count = choices * (len(prompts(asked)) if "prompt" in asked else 1)
+    if count > _MOST_ANSWERS:
+        raise BadRequest(
+            f"the request asks for {count:,} answers (prompts times n), of at most "
+            f"{_MOST_ANSWERS:,}: lower n, or send fewer prompts",
+            "n",
+        )
     return asked
 
 
@@ -177,12 +185,6 @@ def prompts(asked: Mapping[str, Any]) -> list[str] | list[list[int]]:
     """Return the prompts of a valid completion, as texts or as token ids."""
     given = asked["prompt"]
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
-
-
-def answers(asked: Mapping[str, Any]) -> int:
-    """Return how many answers a valid request asks for: prompts times choices."""
-    choices = max(int(asked.get(name, 1)) for name in ("n", "best_of"))
-    return choices * (len(prompts(asked)) if "prompt" in asked else 1)
 
 
 def stops(asked: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """One server of an endpoint, its backend and its front: -m plugins.serve.server <run>/train.yaml
 
-torchrun starts it as each rank. The first rank of a server starts the backend on a Unix socket,
-waits until it answers, opens the front on a port and writes the server's file; the other ranks of
-a server of several GPUs only hold their GPU. A backend that dies is restarted.
+torchrun starts it as each rank. The first rank of a node starts the backend on a Unix socket, waits
+until it answers, opens the front on a port and writes the server's file; the node's other ranks
+only hold their GPU. A backend that dies is restarted.
 """
 
 import asyncio
@@ -23,14 +23,12 @@ from plugins.serve import backends, parameters
 from plugins.serve import endpoint as endpoints
 from plugins.serve.faults import Faults, stop_event
 from plugins.serve.front import Front
-from plugins.serve.journal import Journal, recover
-from plugins.serve.keys import Keys, Quotas
+from plugins.serve.journal import Journal
 from plugins.serve.proxy import runner
 from plugins.serve.recipe_keys import SERVE
 from plugins.serve.upstream import BEAT_S, Upstream
 from runspec import failure, files, progress
 from runspec.devices import VISIBLE, visible
-from runspec.files import patient_json
 from runspec.processes import end_with_parent, end_with_torchrun
 from runspec.storage import OF_A_DISK
 from runspec.variables import without_torchrun
@@ -60,22 +58,14 @@ class Server:
         key_file = Path(config["key_file"])
         if key_file.stat().st_mode & 0o077:
             raise ServeError(f"others may read {key_file}: chmod 600 {key_file}")
-        keys = Keys(key_file.read_text(encoding="utf-8").strip(), self.endpoint)
         self.place = Path(tempfile.mkdtemp(prefix="serve-", dir=os.environ.get("RANK_SOCKETS")))
-        self.backend = made = backends.command(config, self.place, len(gpus))
-        url = "http://backend" if made.socket else f"http://127.0.0.1:{made.port}"
-        where = str(made.socket) if made.socket else None
-        journal = Journal(
-            self.endpoint / endpoints.REQUESTS, float(config["log_share"]), config["redact"] or ()
-        )
+        self.backend = backends.command(config, self.place, len(gpus))
         self.proxy = Front(
             config,
-            keys,
-            Upstream(self.name, url, socket=where, key=self.backend.key),
+            key_file.read_text(encoding="utf-8").strip(),
+            Upstream(self.name, "http://backend", socket=str(self.backend.socket)),
             parameters.parameters_of(config, self.backend.model),
-            journal,
-            Quotas(self.endpoint, self.name),
-            *_tokenizer(Path(config["model"])),
+            Journal(self.endpoint / endpoints.REQUESTS, config["redact"] or ()),
         )
         self.faults = Faults()
         self.process: asyncio.subprocess.Process | None = None
@@ -104,7 +94,7 @@ class Server:
                 # In a thread: a shared filesystem may be slow.
                 asked = await asyncio.to_thread(self._tell)
                 await self._look_after(ended)
-                await self._look_at(self.proxy.journal)
+                self._look_at(self.proxy.journal)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), 1.0)
             # The requests in flight are answered; new ones go to another server.
@@ -122,8 +112,8 @@ class Server:
             await self._end_backend()
             shutil.rmtree(self.place, ignore_errors=True)
 
-    async def _look_at(self, journal: Journal) -> None:
-        """Convert the journal when it is time, and say what the log lacks.
+    def _look_at(self, journal: Journal) -> None:
+        """Say what the log lacks.
 
         Raises:
             OSError: requests cannot be logged, and they have to be.
@@ -132,10 +122,6 @@ class Server:
             raise journal.fault
         text = f"{journal.fault}; {journal.unlogged:,} lines are missing by now: free some space"
         self.faults.tell("the log of requests", text if journal.fault else "")
-        late = time.time() - journal.since > 60 * float(self.config["log_minutes"])
-        if journal.rows >= (1 if late else int(self.config["log_rows"])):
-            self.faults.trying("a new journal", journal.switch)
-            await asyncio.to_thread(recover, journal.folder)
 
     async def _open(self, server: web.AppRunner) -> None:
         node = self.config["bind"] == "node"
@@ -157,8 +143,6 @@ class Server:
         A filesystem that fails meanwhile does not end the service.
         """
         self.faults.trying("the server's file", self._renew)
-        self.faults.trying("the users' keys", self.proxy.keys.refresh)
-        self.faults.trying("the users' quotas", self.proxy.quotas.refresh)
         self.faults.trying("the minutes of service", self._count_minutes)
         return os.path.exists(self.run_dir / files.STOP)
 
@@ -176,8 +160,8 @@ class Server:
             "version": self.config.get("version"),
             "start_s": round(self.start_s, 1),
             "model": self.config["model"],
-            "in_flight": self.proxy.metrics.in_flight,
-            "unlogged": self.proxy.unlogged,
+            "in_flight": self.proxy.in_flight,
+            "unlogged": self.proxy.journal.unlogged,
             "bind": self.config["bind"],
         }
         endpoints.tell(self.endpoint, self.name, facts)
@@ -198,8 +182,7 @@ class Server:
         """Start the backend and wait until it answers."""
         own = {"HF_HUB_OFFLINE": "1"}
         own[VISIBLE] = visible(self.gpus, os.environ.get(VISIBLE))
-        if self.backend.socket is not None:
-            self.backend.socket.unlink(missing_ok=True)
+        self.backend.socket.unlink(missing_ok=True)
         self.process = await asyncio.create_subprocess_exec(
             *backends.python(own),
             *self.backend.argv,
@@ -217,11 +200,7 @@ class Server:
                     f"the backend ended with status {code}",
                 )
                 raise ServeError(why.read_text() if why.exists() else f"{ended_so}: see above")
-            if await self.proxy.backend.get("/health") is not None:
-                schema = await self.proxy.backend.get("/openapi.json", 20)
-                self.proxy.parameters = await asyncio.to_thread(
-                    parameters.parameters_of, self.config, self.backend.model, schema
-                )
+            if await self.proxy.backend.healthy():
                 self.proxy.backend.ready = True
                 return
             if time.monotonic() > deadline:
@@ -268,20 +247,6 @@ def _asked_at(run_dir: Path) -> float:
     return float(status.get("started") or time.time())
 
 
-def _tokenizer(model: Path) -> tuple[Any, ...]:
-    """Return a function that counts tokens, and the model's context length; () if unknown."""
-    base = backends.Model.of(model).base
-    settings = patient_json(base / "config.json") or {}
-    # A larger model's text part has settings of its own.
-    limit = (settings.get("text_config") or settings).get("max_position_embeddings")
-    if not (base / "tokenizer.json").is_file() or not isinstance(limit, int):
-        return ()
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    return (lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)), limit
-
-
 def main(arguments: list[str]) -> int:
     """Serve by the given train.yaml; return the exit status."""
     end_with_torchrun()
@@ -293,18 +258,12 @@ def main(arguments: list[str]) -> int:
     )
     try:
         config = load(path)
-        size, rest = divmod(per_node, int(config["replicas_per_node"]))
-        if rest:
-            raise ServeError(
-                f"replicas_per_node={config['replicas_per_node']} does not divide {per_node} GPUs "
-                "per node: each server needs the same number"
-            )
-        if local % size:
-            # The server's first rank serves; this one holds its GPU until that ends.
+        if local:
+            # The node's first rank serves; this one holds its GPU until that ends.
             while not os.path.exists(run_dir / files.STOP):
                 time.sleep(1)
             return 0
-        server = Server(config, run_dir, rank // size, list(range(local, local + size)))
+        server = Server(config, run_dir, rank // per_node, list(range(per_node)))
         state = asyncio.run(server.run())
     except (ServeError, OSError, ValueError) as error:
         print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)

@@ -3,8 +3,8 @@
 transformers serve itself listens on a port, without a key. It seeds the one generator of all
 requests when a request comes in, while another one may draw from it, ends a text at a stop string
 that began in the prompt, and generates beyond what the model takes. Here each request has its own
-seed and its own stop strings, and ends there. Virtual tokens of prompt and prefix tuning, which
-transformers cannot load by itself, are PEFT's to add.
+seed and its own stop strings, and ends there; one that is too long is refused. Virtual tokens of
+prompt and prefix tuning, which transformers cannot load by itself, are PEFT's to add.
 """
 
 import itertools
@@ -49,6 +49,10 @@ class Stops(StoppingCriteria):
         return torch.tensor(ended, device=input_ids.device)
 
 
+class TooLong(Exception):
+    """A request has more tokens than the model takes."""
+
+
 class Manager(utils.GenerateManager):
     """Generates answers one at a time on one thread, each with its own seed and stop strings."""
 
@@ -72,10 +76,12 @@ class Manager(utils.GenerateManager):
         self._seed = getattr(gen_config, "seed", None)
         prompt = inputs["input_ids"].shape[-1]
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if isinstance(positions, int) and gen_config.max_new_tokens is not None:
+        if isinstance(positions, int):
             before = getattr(getattr(model, "active_peft_config", None), adapters.NUM_VIRTUAL, 0)
-            room = max(1, positions - before - prompt)
-            gen_config.max_new_tokens = min(gen_config.max_new_tokens, room)
+            if (room := positions - before - prompt) < 1:
+                most = f"the model takes {positions - before:,} with its answer"
+                raise TooLong(f"the request has {prompt:,} tokens, and {most}: shorten it")
+            gen_config.max_new_tokens = min(gen_config.max_new_tokens or room, room)
         if not (texts := getattr(gen_config, "stop_texts", None)):
             return inputs
         stops = Stops(getattr(processor, "tokenizer", processor), texts, prompt)
@@ -133,9 +139,11 @@ def _seeded(fn: Callable[..., Any], seed: int | None) -> Callable[..., Any]:
     return call
 
 
-async def _not_by_the_template(request: Request, error: Exception) -> JSONResponse:
-    """Return the chat template's error to the client, such as two answers in a row."""
-    return JSONResponse({"detail": f"messages: the chat template refuses them: {error}"}, 400)
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    """Return to the client why its messages are refused, such as two answers in a row."""
+    by_template = isinstance(error, TemplateError)
+    why = f"messages: the chat template refuses them: {error}" if by_template else str(error)
+    return JSONResponse({"detail": why}, 400)
 
 
 def unusable(arguments: list[str]) -> str:
@@ -186,7 +194,8 @@ def main() -> None:
     config = uvicorn.Config
 
     def on_socket(app: Any, **more: Any) -> uvicorn.Config:
-        app.add_exception_handler(TemplateError, _not_by_the_template)
+        for kind in (TemplateError, TooLong):
+            app.add_exception_handler(kind, _refused)
         return config(app, uds=socket, **more)
 
     uvicorn.Config = on_socket  # type: ignore[misc,assignment]

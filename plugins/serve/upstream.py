@@ -21,11 +21,7 @@ class Upstream:
 
     name: str
     url: str
-    # Of the model that it serves.
-    version: str = ""
     socket: str | None = None
-    # Its own API key, None for the key of the endpoint.
-    key: str | None = None
     # Whether it takes new requests.
     ready: bool = False
     # The requests that this process has sent to it.
@@ -50,14 +46,13 @@ class Upstream:
             await self._session.close()
             self._session = None
 
-    async def get(self, path: str, timeout_s: float = 5) -> bytes | None:
-        """Return what a path answers with status 200, else None."""
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        url, timeout = self.url + path, aiohttp.ClientTimeout(total=timeout_s)
+    async def healthy(self) -> bool:
+        """Whether it answers that it can take requests."""
+        timeout = aiohttp.ClientTimeout(total=5)
         with suppress(aiohttp.ClientError, OSError):
-            async with self.session.get(url, timeout=timeout, headers=headers) as answer:
-                return await answer.read() if answer.status == 200 else None
-        return None
+            async with self.session.get(f"{self.url}/health", timeout=timeout) as answer:
+                return answer.status == 200
+        return False
 
 
 class Pool:
@@ -66,7 +61,6 @@ class Pool:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.known: dict[str, Upstream] = {}
-        self.shares: dict[str, float] = {}
         # Those whose file was removed or is not renewed.
         self.gone: list[Upstream] = []
 
@@ -76,15 +70,14 @@ class Pool:
         Raises:
             OSError: a file cannot be read; what is known stays.
         """
-        shares, present = endpoint.shares(self.folder), {}
+        present = {}
         for facts in endpoint.servers(self.folder):
             if facts.get("state") in ("ready", "draining") and endpoint.reachable(facts):
                 name, url = facts["name"], str(facts["url"])
                 present[name] = upstream = self.known.get(name) or Upstream(name, url)
-                upstream.url, upstream.version = url, str(facts.get("version") or "")
-                upstream.ready = facts["state"] == "ready"
+                upstream.url, upstream.ready = url, facts["state"] == "ready"
         self.gone += [each for name, each in self.known.items() if name not in present]
-        self.known, self.shares = present, shares
+        self.known = present
 
     async def dismiss(self) -> None:
         """Close the connections to servers that are gone, so that their requests go elsewhere.
@@ -95,21 +88,14 @@ class Pool:
         gone, self.gone = self.gone, []
         for upstream in gone:
             there = endpoint.server_file(self.folder, upstream.name).exists()
-            if there and await upstream.get("/health") is not None:
+            if there and await upstream.healthy():
                 self.known.setdefault(upstream.name, upstream)
             else:
                 await upstream.close()
 
     def choose(self, tried: set[str]) -> Upstream | None:
-        """Return the least busy server of a version drawn by its share, None if there is none."""
+        """Return the least busy server, None if there is none."""
         usable = [b for b in self.known.values() if b.ready and b.name not in tried]
-        if not usable:
-            return None
         # One that has just failed is asked last.
         fresh = [b for b in usable if time.monotonic() - b.failed_at > BEAT_S] or usable
-        versions = sorted({b.version for b in fresh})
-        weights = [self.shares.get(version, 0.0 if self.shares else 1.0) for version in versions]
-        if len(versions) > 1 and sum(weights) > 0:
-            (chosen,) = random.choices(versions, weights)
-            fresh = [b for b in fresh if b.version == chosen]
-        return min(fresh, key=lambda b: (b.in_flight, random.random()))
+        return min(fresh, key=lambda b: (b.in_flight, random.random()), default=None)

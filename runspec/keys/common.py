@@ -67,9 +67,8 @@ _KEYS = (
     Key(
         "tracking",
         "tracker",
-        "Where cookbook watch writes the run at its end: mlflow, for a store beside the runs, "
-        "the address of an MLflow server, or wandb, wandb:PROJECT, wandb:ENTITY/PROJECT. cookbook "
-        "track writes any run.",
+        "Where cookbook watch writes the run at its end: mlflow, for a store beside the runs, or "
+        "the address of an MLflow server. cookbook track writes any run.",
     ),
     Key(
         "share",

@@ -129,8 +129,8 @@ KINDS = {
         _text(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:@[A-Za-z0-9][A-Za-z0-9._-]*)?"),
     ),
     "tracker": Kind(
-        "mlflow, an MLflow server's http(s) address, wandb, wandb:PROJECT or wandb:ENTITY/PROJECT",
-        _text(r"mlflow|https?://\S+|sqlite:///\S+|wandb(?::(?:[\w.-]+/)?[\w.-]+)?"),
+        "mlflow, or an MLflow server's http(s) address",
+        _text(r"mlflow|https?://\S+|sqlite:///\S+"),
     ),
     "interface": Kind(
         "a network interface such as ib0", _text(r"[A-Za-z0-9=^][A-Za-z0-9_.,=^-]{0,63}")

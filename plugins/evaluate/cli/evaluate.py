@@ -85,13 +85,11 @@ def evaluate(
                 "--results starts nothing and shows the newest result: leave "
                 f"{', '.join(unused)} out, or --results"
             )
-        results = workflow.results(site, models.resolve(site, model))
-        if not results:
-            raise UsageFault(f"{model} has no result yet: make one with: cookbook eval {model}")
+        newest = _newest(site, model)
         if as_gates:
-            click.echo("\n".join(shown.as_gates(results[0])))
+            click.echo("\n".join(shown.as_gates(newest)))
         else:
-            _show(results[0], as_json, samples)
+            _show(newest, as_json, samples)
         return
     planned = workflow.plan(site, model, suite, against, overrides, resources, data)
     for line in (*planned.notes, *planned.recipe.notes):
@@ -114,6 +112,13 @@ def evaluate(
         raise RunFault(f"{run.name} wrote no result: see cookbook logs --first-error {run.name}")
     _show(result, as_json, samples)
     sys.exit(code)
+
+
+def _newest(site: sites.Site, model: str) -> dict[str, Any]:
+    results = workflow.results(site, models.resolve(site, model))
+    if not results:
+        raise UsageFault(f"{model} has no result yet: make one with: cookbook eval {model}")
+    return results[0]
 
 
 def _followed(run: Run) -> int:

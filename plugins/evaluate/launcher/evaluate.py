@@ -66,12 +66,11 @@ def plan(
         raise UsageFault(list(dict.fromkeys(faults)))
     recipe, notes = found
     settings: dict[str, Any] = {"candidate_name": candidate.name}
-    if {str(task.get("kind")) for task in _tasks(recipe).values()} != {"batch"}:
-        settings["results"] = str(results_folder(site, candidate))
-        if other is not None:
-            settings |= {"against": str(other.folder), "against_name": other.name}
-        if candidate.run is not None and not recipe.config.get("training_data"):
-            settings["training_data"] = suite_data.training_of(candidate.run)
+    settings["results"] = str(results_folder(site, candidate))
+    if other is not None:
+        settings |= {"against": str(other.folder), "against_name": other.name}
+    if candidate.run is not None and not recipe.config.get("training_data"):
+        settings["training_data"] = suite_data.training_of(candidate.run)
     return Evaluation(replace(recipe, config={**recipe.config, **settings}), notes)
 
 
@@ -82,10 +81,6 @@ def _tried(faults: list[str], make: Callable[[], T]) -> T | None:
     except CookbookError as error:
         faults += error.faults
         return None
-
-
-def _tasks(recipe: Recipe) -> dict[str, Any]:
-    return recipe.config.get("tasks") or {}
 
 
 def _suite(
@@ -107,12 +102,6 @@ def _suite(
             f"{recipe.path} is not a suite: its entry is {recipe.entry_name}, not eval"
         )
     config, faults = suite_data.with_absolute_paths(recipe, set(map(override.key_of, given)), site)
-    again = "choose another file; to continue a job that did not complete: cookbook resume RUN"
-    faults += [
-        f"tasks.{name}.output: {task['output']} already exists: {again}"
-        for name, task in config["tasks"].items()
-        if task.get("kind") == "batch" and Path(str(task.get("output") or "")).is_file()
-    ]
     if faults:
         raise UsageFault(list(dict.fromkeys(faults)))
     return replace(recipe, config=config), notes

@@ -104,7 +104,6 @@ def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:
                 if theirs:
                     row += _compared(figures)
                 rows.append(row)
-    yield from _batches(result)
     if len(rows) == 1:
         return
     yield ""
@@ -117,17 +116,6 @@ def lines(result: Mapping[str, Any], samples: int = 0) -> Iterator[str]:
 
 
 _COMPARED = ["OTHER MODEL", "DIFFERENCE", "P"]
-
-
-def _batches(result: Mapping[str, Any]) -> Iterator[str]:
-    for task, block in (result.get("tasks") or {}).items():
-        if block.get("kind") != "batch":
-            continue
-        speed = ((block.get("speed") or {}).get("candidate") or {}).get("tokens_per_second")
-        rate = f", {speed:.4g} tokens/s" if speed else ""
-        left = int((block.get("too_long") or {}).get("candidate") or 0)
-        note = f"; {left:,} are too long and are not answered" if left else ""
-        yield f"{task}: {block['samples']:,} prompts{rate}: {block['output']}{note}"
 
 
 def _versus(theirs: Mapping[str, Any] | None) -> str:

@@ -17,9 +17,9 @@ from runspec.keys.preference import DpoConfig
 
 # The suites of the kit whose samples are the run's own.
 OF_ANSWERS, OF_PAIRS = "validation", "pairs"
-_ASKING = ("perplexity", "generation", "judge", "pair_accuracy")
+_ASKING = ("perplexity", "generation", "pair_accuracy")
 # Keys of a task that name a file or folder.
-_PATHS = ("data", "include_path", "judge_key_file", "schema", "output")
+_PATHS = ("data", "include_path", "schema")
 _INSTRUCT = "torchtune.datasets.instruct_dataset"
 _GIVE = "give a file of questions and answers: --data FILE"
 

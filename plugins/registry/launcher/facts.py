@@ -1,42 +1,20 @@
-"""What tracking says of a run: its steps, its figures, its evaluations, its tags and its data.
-
-The importers of MLflow and of W&B write the same facts.
-"""
+"""What tracking says of a run: its steps, its figures, its evaluations, its tags and its data."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import CookbookError
 from launcher.look.outcome import outcome
 from launcher.look.text import is_number
 from launcher.run.directory import Run
-from launcher.run.states import State, judged
+from launcher.run.states import State
 from plugins.evaluate.launcher import evaluation
 from runspec import files
 
 _ARTEFACTS = (files.RECIPE, files.JOB_SCRIPT, files.PROVENANCE, files.ATTEMPTS, files.SAMPLES)
 # Fields of a logged step that are no measurement.
 _NOT_METRICS = ("step", "time", "epoch_step", "attempt")
-
-
-def import_each(
-    runs: Iterable[Run], write: Callable[[Run, State], str]
-) -> Iterator[tuple[str, str]]:
-    """Write each run; yield its name and what was done or why not.
-
-    One run that cannot be read keeps no other from being imported.
-    """
-    for run, state in judged(runs):
-        if run.torn or not run.submission:
-            yield run.name, "skipped: it is not a complete run directory"
-            continue
-        try:
-            done = write(run, state)
-        except (CookbookError, OSError, ValueError, KeyError, TypeError) as error:
-            done = f"skipped: {str(error).splitlines()[0] if str(error) else type(error)}"
-        yield run.name, done
 
 
 def artefacts(run: Run) -> list[Path]:

@@ -1,6 +1,5 @@
 """Files of gates, in configs/gates/: what a version must show before it gets an alias."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,6 @@ _EVALUATION = table(
     Key("data_sha256", "text", "Hash of the samples.", REQUIRED),
     Key("min_samples", "positive", "Fewest samples that the model answered.", REQUIRED),
     Key("settings", "open block", "Settings of the suite; the others have their defaults."),
-    Key("required", "flag", "Whether a version without it fails; else they do not apply.", True),
 )
 _GATE = table(
     Key("metric", "text", "suite.task.metric of an evaluation."),
@@ -31,11 +29,8 @@ _GATE = table(
     Key("higher_is_better", "flag", "Of not_worse_than.", True),
     Key("alpha", "number", "Of not_worse_than: a worse mean passes if p is above it.", 0.05),
     Key("size_gib_at_most", "number", "Size of the weights."),
-    Key("latency_p95_s_at_most", "number", "Of the answers of `task`."),
-    Key("task", "text", "suite.task, of latency and forbidden."),
-    Key("forbidden", "texts", "Regular expressions that no answer of `task` may have."),
 )
-_KINDS = ("metric", "size_gib_at_most", "latency_p95_s_at_most", "forbidden")
+_KINDS = ("metric", "size_gib_at_most")
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,6 @@ class Evidence:
     min_samples: int
     # Of the suite and the task; those that are not listed have their defaults.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    # False if its gates do not apply to a version that was never evaluated on the task.
-    required: bool = True
 
 
 @dataclass(frozen=True)
@@ -113,9 +106,7 @@ def of_text(text: str, origin: str) -> Gates:
 
 def task_of(gate: Mapping[str, Any]) -> str:
     """Return the suite.task that a gate is about, '' for one about the weights alone."""
-    if gate.get("metric"):
-        return ".".join(str(gate["metric"]).split(".", 2)[:2])
-    return str(gate.get("task") or "")
+    return ".".join(str(gate.get("metric") or "").split(".", 2)[:2])
 
 
 def _faults_of_evaluation(task: str, block: Any) -> Iterator[str]:
@@ -142,14 +133,6 @@ def _faults_of_gate(where: str, gate: Mapping[str, Any]) -> Iterator[str]:
         yield f"{where} must have one of {', '.join(_KINDS)}, and has {len(kinds)}"
     elif kinds == ["metric"] and not {"at_least", "at_most", "not_worse_than"} & set(gate):
         yield f"{where} needs at_least, at_most or not_worse_than"
-    elif kinds[0] in ("forbidden", "latency_p95_s_at_most") and not gate.get("task"):
-        yield f"{where} needs task: suite.task"
     for key in ("at_least", "at_most"):
         if key in gate and type(gate[key]) not in (int, float):
             yield f"{where}: {key} must be a number, got {gate[key]!r}"
-    patterns = gate.get("forbidden")
-    for pattern in patterns if isinstance(patterns, list) else []:
-        try:
-            re.compile(str(pattern))
-        except re.error as error:
-            yield f"{where}: forbidden has {pattern!r}: {error}"

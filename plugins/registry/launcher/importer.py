@@ -5,14 +5,17 @@ repeated at any time, and writes what is new.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher import site as sites
+from launcher.errors import CookbookError
 from launcher.look.outcome import configuration
 from launcher.run.directory import Run
-from launcher.run.states import State
+from launcher.run.states import State, judged
 from plugins.registry.launcher import facts
+from plugins.registry.launcher import store as stores
 from plugins.registry.launcher.store import Store
 from runspec import files
 
@@ -28,8 +31,36 @@ RUN_TAG = "cookbook.run"
 
 
 def import_runs(client: Any, store: Store, runs: Iterable[Run]) -> Iterator[tuple[str, str]]:
-    """Write runs into the store; yield each run's name and what was done or why not."""
-    return facts.import_each(runs, lambda run, state: _import(client, store, run, state))
+    """Write runs into the store; yield each run's name and what was done or why not.
+
+    One run that cannot be read keeps no other from being imported.
+    """
+    for run, state in judged(runs):
+        if run.torn or not run.submission:
+            yield run.name, "skipped: it is not a complete run directory"
+            continue
+        try:
+            done = _import(client, store, run, state)
+        except (CookbookError, OSError, ValueError, KeyError, TypeError) as error:
+            done = f"skipped: {str(error).splitlines()[0] if str(error) else type(error)}"
+        yield run.name, done
+
+
+def import_ended(runs: Iterable[Run], say: Callable[[str], None]) -> None:
+    """Write runs that have ended where their recipe or site says, if one does."""
+    for run in runs:
+        site = sites.load(run.submission.get("site"))
+        where = configuration(run).get("tracking") or site.tracking
+        if not where:
+            continue
+        store = stores.at(site.root, str(where))
+        try:
+            with stores.client(store) as client:
+                for name, done in import_runs(client, store, [run]):
+                    say(f"tracking: {name} {done}")
+        except CookbookError as error:
+            # The run's own end counts; it can be imported at any time.
+            say(f"warning: not tracked: {error.faults[0]}; then: cookbook track {run.name}")
 
 
 def find(client: Any, run_name: str) -> Any:

@@ -128,13 +128,9 @@ def _passed(
     )
     judged = list(verdicts.judge(rules, version))
     # What failed is in the error.
-    for text in dict.fromkeys(
-        f"{'passed ' if each.passed else 'not applicable '} {each.text}"
-        for each in judged
-        if each.passed is not False
-    ):
-        say(text)
-    if failed := dict.fromkeys(each.text for each in judged if each.passed is False):
+    for text in dict.fromkeys(each.text for each in judged if each.passed):
+        say(f"passed  {text}")
+    if failed := dict.fromkeys(each.text for each in judged if not each.passed):
         head = f"{name} v{chosen.number} is not promoted to {alias}: gate"
         raise GateFault([f"{head} {text}" for text in failed])
     evaluations = list(dict.fromkeys(each.evaluation for each in judged if each.evaluation))

@@ -30,8 +30,6 @@ class Store:
     folder: Path
     # What MLflow opens.
     uri: str
-    # The setting that names W&B, such as wandb:ENTITY/PROJECT; "" if runs go to MLflow.
-    wandb: str = ""
 
     @property
     def embedded(self) -> bool:
@@ -59,8 +57,7 @@ def at(root: Path, given: str | None = None) -> Store:
 
     Args:
         root: the site's shared folder.
-        given: a tracking setting; None for mlflow, the file beside the runs. With wandb the
-            registry, which W&B does not keep, is that file, too.
+        given: a tracking setting; None for mlflow, the file beside the runs.
 
     Raises:
         UsageFault: given is no tracking setting.
@@ -68,10 +65,7 @@ def at(root: Path, given: str | None = None) -> Store:
     folder, where = root / "tracking", given or "mlflow"
     if not KINDS["tracker"].test(where):
         raise UsageFault(f"tracking: {given!r} is not {KINDS['tracker'].description}")
-    beside = f"sqlite:///{folder / 'mlflow.db'}"
-    if where.startswith("wandb"):
-        return Store(folder, beside, where)
-    return Store(folder, beside if where == "mlflow" else where)
+    return Store(folder, f"sqlite:///{folder / 'mlflow.db'}" if where == "mlflow" else where)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What each gate says of a version, from the evaluations that count for it."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +9,6 @@ from typing import Any
 from launcher.errors import nearest
 from plugins.evaluate.launcher.evaluation import answered, compared_settings, figures
 from plugins.registry.launcher.gates import Evidence, Gates, task_of
-from runspec.files import parse_json
 from runspec.weights import content_sha256
 
 _SHOWN_OF_HASH = 12
@@ -20,8 +18,7 @@ _SHOWN_OF_HASH = 12
 class Verdict:
     """One gate's answer."""
 
-    # None if the gate does not apply.
-    passed: bool | None
+    passed: bool
     # With the figures, and the next command if it failed.
     text: str
     # The run of the evaluation that it follows from.
@@ -63,14 +60,7 @@ def judge(gates: Gates, version: JudgedVersion) -> Iterator[Verdict]:
         counting = [
             each for each in version.results if not _differences(evidence, task, each, version)
         ]
-        if "forbidden" in gate:
-            verdict = _forbidden(gate, counting)
-        elif "latency_p95_s_at_most" in gate:
-            verdict = _latency(gate, counting)
-        else:
-            yield from _metric(gate, version, evidence, counting)
-            continue
-        yield verdict or _missing(task, version, evidence)
+        yield from _metric(gate, version, evidence, counting)
 
 
 def _block(result: Mapping[str, Any], task: str) -> Mapping[str, Any] | None:
@@ -128,8 +118,6 @@ def _missing(name: str, version: JudgedVersion, evidence: Evidence) -> Verdict:
             text = f"{name}: the evaluation by {result.get('run')} does not count: {why}"
             return Verdict(False, f"{text}: {hint}")
     text = f"{version.name} v{version.number} has no evaluation of {task}"
-    if not evidence.required:
-        return Verdict(None, f"{task}: {text}, so its gates do not apply; {hint}")
     return Verdict(False, f"{name}: {text}: {hint}")
 
 
@@ -212,41 +200,3 @@ def _compared(
     worse = value < 0 if up else value > 0
     text = f"{name} differs from the {alias} by {value:+.4g} (p {p:.3g}, alpha {alpha:g})"
     return Verdict(not (worse and p <= alpha), text, run)
-
-
-def _latency(gate: Mapping[str, Any], counting: Sequence[Mapping[str, Any]]) -> Verdict | None:
-    task, limit = str(gate["task"]), gate["latency_p95_s_at_most"]
-    for result in counting:
-        speed = ((_block(result, task) or {}).get("speed") or {}).get("candidate")
-        if speed:
-            value = float(speed["latency_p95_s"])
-            text = f"{task}: latency p95 is {value:.3g} s, at most {limit:g}"
-            return Verdict(value <= limit, text, _name(result))
-    return None
-
-
-def _forbidden(gate: Mapping[str, Any], counting: Sequence[Mapping[str, Any]]) -> Verdict | None:
-    if not counting:
-        return None
-    name, result = str(gate["task"]), counting[0]
-    path = Path(str(result.get("file", ""))).with_suffix("")
-    samples = path.with_name(f"{path.name}.samples.jsonl")
-    patterns, count, hits, first = [re.compile(p) for p in gate["forbidden"]], 0, 0, ""
-    try:
-        with open(samples, encoding="utf-8") as file:
-            for line in file:
-                row = parse_json(line)
-                if row.get("task") != name.partition(".")[2]:
-                    continue
-                count += 1
-                answer = str((row.get("candidate") or {}).get("answer", ""))
-                match = next((p.pattern for p in patterns if p.search(answer)), None)
-                if match is not None:
-                    hits += 1
-                    first = first or f", first in sample {row['index']}: {match!r}"
-    except (OSError, ValueError) as error:
-        return Verdict(False, f"{name}: {samples} cannot be read: {error}")
-    if not count:
-        return Verdict(False, f"{name}: {samples} has no answer")
-    text = f"{name}: {hits} of {count} answers match a forbidden pattern{first}"
-    return Verdict(hits == 0, text, _name(result))

@@ -1,74 +1,80 @@
 """cookbook query"""
 
-import subprocess
-import sys
-from pathlib import Path
+import json
+import time
 from typing import Any
 
 import click
 
-from launcher import paths, venv
 from launcher import site as sites
-from launcher.cli.common import cluster_option, flag, json_option
+from launcher.cli.common import cluster_option, json_option
 from launcher.cli.number import FloatRange, IntRange
-from launcher.errors import UsageFault
+from launcher.errors import EndpointFault
+from plugins.serve.endpoint import address
 from plugins.serve.launcher import endpoint as endpoints
+from plugins.serve.launcher.endpoint import Endpoint
+from runspec import client
+from runspec.files import parse_json
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
+CHAT = "/v1/chat/completions"
+# How long a backend may take to restart, and to answer.
+_PATIENCE_S, _TIMEOUT_S = 120.0, 600.0
 
 
 @click.command()
 @click.argument("name")
-@click.argument("prompt", required=False)
-@click.option("--input", "source", type=_FILE, help="JSON lines with messages, prompt or question.")
-@click.option(
-    "--output", "target", type=_FILE, help="File for one JSON line per question, in order."
-)
-@click.option("--in-flight", type=IntRange(min=1), help="Concurrent requests. [default: 16]")
+@click.argument("prompt")
 @click.option("--max-tokens", type=IntRange(min=1), help="Maximum answer length.")
 @click.option("--temperature", type=FloatRange(min=0), help="0: greedy decoding.")
 @click.option("--seed", type=IntRange(min=0), help="Seed of the sampling.")
-@flag("--stream", help="Print the answer while it is generated.")
 @json_option
 @cluster_option
 def query(
     name: str,
-    prompt: str | None,
-    source: Path | None,
-    target: Path | None,
-    in_flight: int | None,
+    prompt: str,
     max_tokens: int | None,
     temperature: float | None,
     seed: int | None,
-    stream: bool,
     as_json: bool,
     cluster: str | None,
 ) -> None:
-    """Send one PROMPT, or a file of prompts, to the endpoint NAME.
+    """Send one PROMPT to the endpoint NAME, and print the answer."""
+    given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    body: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": prompt}]}
+    body |= {key: value for key, value in given.items() if value is not None}
+    answer = ask(endpoints.find(sites.load(cluster), name), body)
+    click.echo(json.dumps({"answer": answer}) if as_json else answer)
 
-    A partly answered file is continued. Failed requests are retried. Without a server a job answers
-    a file: cookbook eval MODEL --suite batch tasks.answers.data=FILE tasks.answers.output=FILE
+
+def ask(endpoint: Endpoint, body: dict[str, Any]) -> str:
+    """Return the text of an answer; the endpoint's address is read again before every try.
+
+    Raises:
+        EndpointFault: nothing serves it, or it refuses the request.
     """
-    if (prompt is None) == (source is None) or (source is None) != (target is None):
-        raise UsageFault("give PROMPT, or both --input FILE and --output FILE")
-    site = sites.load(cluster)
-    if source is not None and (stream or as_json):
-        raise UsageFault("--stream and --json require one PROMPT: leave them out")
-    endpoint = endpoints.find(site, name)
-    endpoint.url  # noqa: B018  # reports an endpoint that nothing serves at once
-    given: dict[str, Any] = {
-        "input": source,
-        "output": target,
-        "prompt": prompt,
-        "in-flight": in_flight,
-    }
-    given |= {"max-tokens": max_tokens, "temperature": temperature, "seed": seed}
-    argv = [str(venv.python()), "-m", "plugins.serve.client", str(endpoint.folder.absolute())]
-    for key, value in given.items():
-        if value is not None:
-            text = str(value.absolute()) if isinstance(value, Path) else str(value)
-            argv.append(f"--{key}={text}")
-    argv += ["--stream"] if stream else []
-    argv += ["--json"] if as_json else []
-    done = subprocess.run(argv, cwd=paths.REPO_ROOT, env=venv.environment())
-    sys.exit(done.returncode)
+    key = endpoint.key_file.read_text(encoding="utf-8").strip()
+    headers, deadline = {"Authorization": f"Bearer {key}"}, time.monotonic() + _PATIENCE_S
+    url = endpoint.url
+    while True:
+        try:
+            answer = client.send(f"{url}{CHAT}", body, headers, timeout_s=_TIMEOUT_S)
+            if answer.status == 200:
+                text = parse_json(answer.body)["choices"][0]["message"]["content"]
+                return str(text or "")
+            reason = f"it answered {answer.status}: {_message(answer.body)}"
+            if answer.status < 500 and answer.status != 429:
+                break
+        except OSError as error:
+            reason = f"it does not answer ({type(error).__name__})"
+        if time.monotonic() > deadline:
+            break
+        time.sleep(1.0)
+        url = address(endpoint.folder) or url
+    raise EndpointFault(f"{endpoint.name}: {reason}")
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(parse_json(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:200]

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from launcher import venv
 from launcher.errors import EndpointFault, UsageFault, nearest
 from launcher.run import directory
 from launcher.run.directory import Run
@@ -35,8 +34,6 @@ class Deployment:
     replicas: int = 1
     # Those that have ended stay here until the version is replaced.
     runs: Sequence[str] = ()
-    # The gateway wants between `replicas` and this number, by the load; None: always the same.
-    max_replicas: int | None = None
 
     @property
     def queued(self) -> bool:
@@ -152,16 +149,3 @@ def find(site: Site, name: str) -> Endpoint:
         )
         raise UsageFault(f"there is no endpoint {name!r}{nearest(name, known)}: {listed}")
     return Endpoint(site.root / "endpoints" / name)
-
-
-def output_of(module: str, *given: str) -> str:
-    """Return what a module of serving prints in the environment that has its packages.
-
-    Raises:
-        EndpointFault: what it says of its fault.
-    """
-    done = venv.run_module(module, *given)
-    if done.returncode:
-        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise EndpointFault(message.removeprefix("error: "))
-    return done.stdout

@@ -62,8 +62,7 @@ def _started(site: Site, endpoint: Endpoint, port: int) -> str:
         process = subprocess.Popen(
             [*argv, str(endpoint.folder), "--port", str(port)],
             cwd=paths.REPO_ROOT,
-            # Of the commands that it starts to follow the load.
-            env={**venv.environment(), "COOKBOOK_CLUSTER": site.name},
+            env=venv.environment(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace as changed
 
 from launcher.do import models
 from launcher.errors import CookbookError, EndpointFault
@@ -48,9 +49,10 @@ def look(site: Site, endpoint: Endpoint, say: Say) -> None:
     if endpoint.gateway is None:
         say(f"{endpoint.name}: gateway {gateway.start(site, endpoint)}")
     for deployment in endpoint.deployments:
+        moved = _moved(site, deployment)
         living = endpoint.living(site.root, deployment)
-        going, count, reason = due(site, endpoint, deployment, living)
-        if not reason:
+        going, count, reason = due(endpoint, deployment, living)
+        if not (reason := moved or reason):
             continue
         if fault := serve.failed_start(site, endpoint):
             raise EndpointFault(
@@ -59,21 +61,26 @@ def look(site: Site, endpoint: Endpoint, say: Say) -> None:
             )
         say(f"{endpoint.name}: {reason}")
         with endpoint.alone(60):
+            if moved:
+                serve.replace(site, endpoint, changed(deployment, runs=()), say)
+                return
             serve.renew(site, endpoint, deployment, going, count, say)
 
 
+def _moved(site: Site, deployment: Deployment) -> str:
+    """Say that a version's alias names another one now, "" if it does not."""
+    if not deployment.model.startswith("models:/"):
+        return ""
+    version = models.registered(site, deployment.model).name
+    now = version.rpartition(" ")[2]
+    moved = f"{deployment.model} is {now} now, and {deployment.version} is served"
+    return "" if deployment.version == version else moved
+
+
 def due(
-    site: Site, endpoint: Endpoint, deployment: Deployment, living: Sequence[Run]
+    endpoint: Endpoint, deployment: Deployment, living: Sequence[Run]
 ) -> tuple[Sequence[Run], int, str]:
     """Return which runs have to be replaced, by how many, and why; "" if nothing has to be done."""
-    if deployment.model.startswith("models:/"):
-        version = models.registered(site, deployment.model).name
-        if deployment.version != version:
-            now = version.rpartition(" ")[2]
-            reason = f"{deployment.model} is {now} now, and {deployment.version} is served"
-            return living, serve.successors(deployment, living), reason
-    if deployment.max_replicas is not None:
-        return (), 0, ""  # the gateway looks after the jobs
     if deployment.queued and (soon := near_limit(endpoint, living)):
         left = f"{min(soon.values()):.0f} s"
         reason = f"the time limit of {', '.join(soon)} is near: Slurm warns of it in {left}"

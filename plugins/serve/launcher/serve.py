@@ -5,7 +5,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace as changed
 from math import isclose
@@ -26,10 +26,12 @@ from launcher.run.states import state_of
 from launcher.site import Site
 from launcher.slurm import executors
 from plugins.serve import endpoint as endpoints
-from plugins.serve.launcher.endpoint import Deployment, Endpoint, output_of
+from plugins.serve import journal, stats
+from plugins.serve.launcher.endpoint import Deployment, Endpoint
 from plugins.serve.recipe_keys import package_of
 from runspec import adapters, files
 from runspec.keys.key import NAME, NAME_RULE
+from runspec.since import seconds
 from runspec.weights import gives_scores
 
 Say = Callable[[str], None]
@@ -50,31 +52,25 @@ def name_of(model: models.Model, wanted: str | None) -> str:
     return wanted
 
 
-def start(
-    site: Site, asked: Deployment, name: str | None, say: Say, add: bool = False
-) -> tuple[Endpoint, list[Run]]:
+def start(site: Site, asked: Deployment, name: str | None, say: Say) -> tuple[Endpoint, list[Run]]:
     """Submit the jobs that serve a model; return the endpoint and the runs.
 
     Args:
         asked: the model and how it is served; its version and runs are not known yet.
-        add: beside the versions that the endpoint serves now.
 
     Raises:
         UsageFault: the endpoint is served already, or what was given is wrong.
     """
     model = models.resolve(site, asked.model)
     endpoint = Endpoint(site.root / "endpoints" / name_of(model, name))
-    if not add and (busy := endpoint.living(site.root)):
+    if busy := endpoint.living(site.root):
         raise UsageFault(
             f"{endpoint.name} is already served by {busy[-1].name}: replace it without "
-            "interruption with --replace, add a version beside it with --share 0.1, or stop it "
-            f"with: cookbook serve --stop {endpoint.name}"
+            "interruption with --replace, choose another --name, or stop it with: "
+            f"cookbook serve --stop {endpoint.name}"
         )
-    before = endpoint.deployments if add else []
-    if not add:
-        (endpoint.folder / endpoints.SCALE).unlink(missing_ok=True)
     new, runs, settings = launch(site, endpoint, asked, asked.replicas, say)
-    endpoint.write([*before, new], settings)
+    endpoint.write([new], settings)
     return endpoint, runs
 
 
@@ -102,7 +98,7 @@ def launch(
         )
     executor = executors.named(asked.executor)
     recipe = sites.complete(recipe, site, executor)
-    _check(recipe, asked)
+    _check(recipe)
     runs: list[Run] = []
     is_new = not endpoint.folder.exists()
     try:
@@ -128,23 +124,9 @@ def launch(
     return changed(asked, model=meant, version=model.name, runs=names), runs, settings
 
 
-def _check(recipe: Recipe, asked: Deployment) -> None:
-    """Raise UsageFault if the servers of a node cannot share it, or the backend is not there."""
-    copies = int(recipe.config.get("replicas_per_node") or 1)
-    gpus, port = recipe.resources.gpus_per_node, recipe.config.get("port")
+def _check(recipe: Recipe) -> None:
+    """Raise UsageFault if the model cannot be served, or the backend is not there."""
     faults = []
-    if gpus % copies:
-        faults.append(
-            f"replicas_per_node={copies} does not divide {gpus} GPUs per node: each server needs "
-            "the same number; change it or --gpus-per-node"
-        )
-    if copies > 1 and port:
-        faults.append(f"port={port}: {copies} servers of one node cannot share it: leave it out")
-    if asked.max_replicas is not None and asked.queued and recipe.config.get("bind") != "node":
-        faults.append(
-            f"--replicas {asked.replicas}-{asked.max_replicas}: the gateway must reach servers "
-            "on any node: add bind=node"
-        )
     folder = Path(str(recipe.config["model"]))
     if gives_scores(folder):
         faults.append(f"{folder} is a reward model, which gives no text: use it in cookbook eval")
@@ -154,6 +136,12 @@ def _check(recipe: Recipe, asked: Deployment) -> None:
         remedy = "bash setup.sh --with serve" if kit else f"--environment {backend}"
         missing = f"needs the package {package}, which is not there: {remedy}"
         faults.append(f"the backend {backend} {missing}")
+    arguments = [str(each) for each in recipe.config.get("engine_args") or []]
+    if backend == "transformers" and "--continuous-batching" in arguments:
+        faults.append(
+            "engine_args: transformers' continuous batching samples alike for all requests: set "
+            "engine=vllm"
+        )
     faults += adapter_faults(backend, folder)
     if faults:
         raise UsageFault(faults)
@@ -166,8 +154,7 @@ WITHOUT_PREFIX = ("gemma2", "gemma3_text")
 def adapter_faults(backend: str, folder: Path) -> list[str]:
     """Return why a backend would answer with another model than this adapter over its base.
 
-    vLLM (lora/peft_helper.py) scales all layers alike, and SGLang (srt/lora/lora.py) by
-    lora_alpha / r whatever else the adapter's settings say.
+    vLLM (lora/peft_helper.py) scales all layers alike.
     """
     if (adapter := files.read_object(folder / "adapter_config.json")) is None:
         return []
@@ -194,15 +181,12 @@ def adapter_faults(backend: str, folder: Path) -> list[str]:
         float(alphas.get(name, alpha)) / float(ranks.get(name, rank)) ** power
         for name in {*ranks, *alphas}
     )
-    fields = []
-    if any(not isclose(factor, alpha / rank**power) for factor in factors):
-        fields = ["alpha_pattern" if alphas else "rank_pattern"]
-    if backend == "sglang" and adapter.get("use_rslora"):
-        fields.append("use_rslora")
+    if all(isclose(factor, alpha / rank**power) for factor in factors):
+        return []
+    ignored = "alpha_pattern" if alphas else "rank_pattern"
     return [
-        f"{folder}: engine={backend} ignores the adapter's {field}, so its answers would be wrong: "
-        "set engine=transformers, or serve the merged model (of a run: its export folder)"
-        for field in fields
+        f"{folder}: engine={backend} ignores the adapter's {ignored}, so its answers would be "
+        "wrong: set engine=transformers, or serve the merged model (of a run: its export folder)"
     ]
 
 
@@ -244,50 +228,32 @@ def await_ready(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
 def replace(site: Site, endpoint: Endpoint, asked: Deployment, say: Say) -> list[Run]:
     """Let one version take the place of all that an endpoint serves, without a gap."""
     before, going = endpoint.deployments, endpoint.living(site.root)
-    new, runs, settings = launch(site, endpoint, asked, successors(asked, going), say)
+    new, runs, settings = launch(site, endpoint, asked, asked.replicas, say)
     endpoint.write([*before, new], settings)
-    _tell_place(runs, going, say)
-    await_ready(endpoint, runs, say)
-    (endpoint.folder / endpoints.SHARES).unlink(missing_ok=True)
-    drain(endpoint, going, say)
+    _take_over(endpoint, runs, going, say)
     endpoint.write([new])
     return runs
-
-
-def successors(asked: Deployment, going: Sequence[Run]) -> int:
-    """Return how many jobs take the place of those that go."""
-    if asked.max_replicas is None:
-        return asked.replicas
-    return min(max(asked.replicas, len(going)), asked.max_replicas)
 
 
 def renew(
     site: Site, endpoint: Endpoint, old: Deployment, going: Sequence[Run], count: int, say: Say
 ) -> None:
-    """Let this many new jobs with the settings of a version replace some of its runs.
-
-    If its alias names another version by now, that one gets its share of the traffic.
-    """
+    """Let this many new jobs with the settings of a version take the place of some of its runs."""
     new, runs, settings = launch(site, endpoint, changed(old, runs=()), count, say)
     others = [each for each in endpoint.deployments if each != old]
-    same = new.version == old.version
-    kept = [name for name in old.runs if name not in {run.name for run in going}]
-    both = changed(old, runs=[*old.runs, *new.runs]) if same else old
-    endpoint.write([*others, both, *([] if same else [new])], settings)
-    _tell_place(runs, going, say)
-    await_ready(endpoint, runs, say)
-    if not same:
-        shares = endpoints.shares(endpoint.folder)
-        if old.version in shares:
-            share(endpoint, {**shares, new.version: shares[old.version]})
-    drain(endpoint, going, say)
-    now = changed(old, runs=[*kept, *new.runs]) if same else new
-    endpoint.write([*others, now])
+    endpoint.write([*others, changed(old, runs=[*old.runs, *new.runs])], settings)
+    _take_over(endpoint, runs, going, say)
+    ended = {run.name for run in going}
+    kept = [name for name in old.runs if name not in ended]
+    endpoint.write([*others, changed(old, runs=[*kept, *new.runs])])
 
 
-def _tell_place(runs: Sequence[Run], going: Sequence[Run], say: Say) -> None:
+def _take_over(endpoint: Endpoint, runs: Sequence[Run], going: Sequence[Run], say: Say) -> None:
+    """Wait for new runs, and end those whose place they take."""
     new, old = (", ".join(run.name for run in each) for each in (runs, going))
     say(f"{new} will replace {old}" if old else f"{new} will serve")
+    await_ready(endpoint, runs, say)
+    drain(endpoint, going, say)
 
 
 def drain(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
@@ -309,22 +275,16 @@ def drain(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
             say(cancel(run, resumed=False))
 
 
-def share(endpoint: Endpoint, versions: Mapping[str, float]) -> None:
-    """Set the share of the traffic of each version."""
-    files.write_json(endpoint.folder / endpoints.SHARES, dict(versions), mode=0o600)
-
-
 def stop(site: Site, endpoint: Endpoint, say: Say) -> None:
     """End an endpoint's jobs and its gateway; its log and its key stay."""
     gateway = endpoint.gateway
     here = gateway is not None and gateway["host"] == socket.gethostname()
     if gateway is not None and here:
-        # First, because it starts jobs by the load.
         with suppress(ProcessLookupError):
             os.kill(int(gateway["pid"]), 15)
         say(f"the gateway {gateway['url']} has stopped")
     with ExitStack() as stack:
-        # What follows the load or replaces a job may be about to submit one; it names it first.
+        # What replaces a job may be about to submit one; it names it first.
         with suppress(EndpointFault):
             stack.enter_context(endpoint.alone(10))
         for run in endpoint.living(site.root):
@@ -345,25 +305,10 @@ def failed_start(site: Site, endpoint: Endpoint) -> str:
     return ""
 
 
-def figures(
-    site: Site, endpoint: Endpoint, since: str | None, say: Say, as_json: bool = False
-) -> str:
-    """Return an endpoint's figures as lines, or as JSON; EndpointFault if it has no requests."""
-    argv = ["--since", since] if since else []
-    for file in _trained_on(site, endpoint, say):
-        argv += ["--training-data", file]
-    return output_of("plugins.serve.stats", str(endpoint.folder), *argv, *["--json"] * as_json)
-
-
-def _trained_on(site: Site, endpoint: Endpoint, say: Say) -> list[str]:
-    """Return the files that the newest served model was trained on."""
-    try:
-        model = (
-            models.resolve(site, endpoint.deployments[-1].model) if endpoint.deployments else None
-        )
-    except CookbookError as error:
-        say(f"warning: no drift is computed: {error.faults[0]}")
-        return []
-    listed = model.run.provenance.get("data") if model and model.run else None
-    names = [str(each.get("file")) for each in listed or [] if isinstance(each, dict)]
-    return [name for name in names if name.endswith((".jsonl", ".json")) and Path(name).is_file()]
+def figures(endpoint: Endpoint, since: str | None) -> dict[str, Any]:
+    """Return an endpoint's figures; EndpointFault if it has no requests."""
+    begin = seconds(since) if since else 0.0
+    found = stats.summary(journal.read(endpoint.folder / endpoints.REQUESTS, begin))
+    if not found["requests"]:
+        raise EndpointFault(f"no request of {endpoint.name} is logged in that time")
+    return found

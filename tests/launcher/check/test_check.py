@@ -217,7 +217,7 @@ def large_model(folder: Path, billions: int) -> Path:
     ("name", "key", "given"),
     [
         ("serve/default.yaml", "model", ["endpoint=e", "endpoint_dir=/e", "key_file=/k"]),
-        ("evals/batch.yaml", "candidate", ["tasks.answers.data=/d", "tasks.answers.output=/o"]),
+        ("evals/pairs.yaml", "candidate", ["tasks.pairs.data=/d"]),
     ],
 )
 def test_a_model_that_answers_and_is_larger_than_its_gpus_is_told_before_the_queue(

@@ -100,14 +100,10 @@ def whole_way(user: Kit, printed: str) -> None:
         assert f"-support-{name}-" in tags[version]["run"]
     assert "is not promoted to staging: gate" in printed, "the base fails the gates"
 
-    traffic = json.loads((data / "support-traffic.json").read_text())
-    asked = traffic["requests"]
-    assert traffic["failed"] == 0 and sum(asked.values()) == 200
-    assert 0.82 < asked["support v2"] / 200 < 0.97, "90 of 100 to the champion"
-    assert traffic["to_zero_s"] > 0
-    table = deltalake.DeltaTable(str(data / "requests-support" / "requests_delta"))
-    logged = table.to_pyarrow_dataset().to_table().to_pylist()
-    assert len(logged) >= 200 and sum(row["label"] is not None for row in logged) > 150
+    assert "requests     200 (200: 200)" in printed
+    lines = (data / "requests-support" / "requests.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    assert len(logged) == 200 and sum(bool(row["label"]) for row in logged) > 150
     again = json.loads((data / "prepared/requests-support/current/card.json").read_text())
     assert again["rows"] > 150
     listed = json.loads(user.cookbook("serve", "--list", "--json").stdout)

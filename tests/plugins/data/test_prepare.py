@@ -16,8 +16,7 @@ import pytest
 from launcher import yamlfile
 from launcher.check import files
 from launcher.recipe import load as recipes
-from plugins.serve import from_requests
-from plugins.serve.launcher.from_requests import data_recipe
+from plugins.serve.launcher import from_requests
 from tests.launcher.kit import until
 from tests.plugins.data.kit import lines, qa
 from trainer.data.prepared import by_files
@@ -131,31 +130,20 @@ def test_a_killed_command_leaves_no_folder_in_tmp(user, tmp_path, number):
     assert b"Warning" not in done.stderr
 
 
-@pytest.mark.parametrize("delta", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_log_of_an_endpoint_becomes_a_training_set(user, tmp_path, delta):
-    asked = {"model": "m", "feedback": None, "label": None}
+def test_the_log_of_an_endpoint_becomes_a_training_set(user, tmp_path):
+    asked = {"model": "m", "feedback": "", "label": ""}
     log = []
     for n in range(60):
         question = {"role": "user", "content": f"question {n % 40}, mail me{n % 40}@x.org"}
         answer = {"role": "assistant", "content": f"answer {n % 40}"}
-        turns = json.dumps([question, answer])
+        turns = [question, answer]
         log.append({**asked, "request_id": f"r{n}", "time": n, "answer": "", "messages": turns})
-    if delta:
-        deltalake = pytest.importorskip("deltalake")
-        from_requests.write(log[:50], tmp_path, delta)
-        log[0]["label"] = "corrected"
-        # Rejected since: its row goes. A rejected one that the table has not does not come.
-        log += [{**log[1], "request_id": each, "messages": None} for each in ("r1", "r99")]
-        del log[1]
-    place = from_requests.write(log, tmp_path, delta)
-    path = tmp_path / "requests-helper.yaml"
-    path.write_text(yamlfile.dump(data_recipe("helper", place)))
+    path, file = tmp_path / "requests-helper.yaml", tmp_path / "requests.jsonl"
+    from_requests.write(log, file)
+    path.write_text(yamlfile.dump(from_requests.data_recipe("helper", file)))
     done = user.cookbook("prepare", str(path), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"] == 40
-    if delta:
-        ids = set(deltalake.DeltaTable(str(place)).to_pyarrow_table()["request_id"].to_pylist())
-        assert "r0" in ids and not ids & {"r1", "r99"}
     folder = user.root / "datasets/prepared/requests-helper/current/data/train"
     block = by_files({"_component_": "x", "data_dir": str(folder), "train_on_input": False})
     (shard,) = block["data_files"]

@@ -1,9 +1,6 @@
-"""Tasks that others answer: lm-evaluation-harness on local files, a judge that the kit serves."""
+"""Tasks of lm-evaluation-harness on local files."""
 
 import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +8,6 @@ import torch
 
 from plugins.evaluate import main as evaluate
 from plugins.evaluate.model import Answerer
-from plugins.serve import endpoint as endpoints
-from plugins.serve.journal import read
-from tests.launcher.kit import until
 
 HARNESS = """
 task: slurm_yes_no
@@ -69,49 +63,3 @@ def test_a_harness_task_of_ones_own_is_taken_as_it_is(tmp_path, model_folder):
     assert groups["samples"] == 12
     assert figures["high"] - figures["low"] == pytest.approx(2 * wide, rel=1e-3)
     assert found["harness"]["samples"] == 12 and len(found["harness"]["data_sha256"]) == 64
-
-
-@pytest.fixture
-def judge(tmp_path, model_folder):
-    """The kit's own server with a tiny model: its address, and the endpoint's folder."""
-    folder, run = tmp_path / "judge", tmp_path / "serving"
-    run.mkdir()
-    folder.mkdir()
-    (folder / "key").write_text("judges-key\n")
-    (folder / "key").chmod(0o600)
-    config = {"endpoint": "judge", "endpoint_dir": str(folder), "model": str(model_folder)}
-    config |= {"key_file": str(folder / "key"), "device": "cpu", "dtype": "float32"}
-    (run / "train.yaml").write_text(json.dumps(config))
-    argv = [sys.executable, "-m", "plugins.serve.server", str(run / "train.yaml")]
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
-    try:
-        until(lambda: "ready" in [each["state"] for each in endpoints.servers(folder)], 120)
-        yield endpoints.servers(folder)[0]["url"], folder
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-
-
-@pytest.mark.long
-def test_a_judge_that_the_kit_serves_is_asked_twice_with_the_answers_exchanged(
-    tmp_path, model_folder, judge
-):
-    url, folder = judge
-    data = tmp_path / "data.jsonl"
-    rows = [{"question": f"What is job {k}?", "answer": "a job"} for k in range(3)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"kind": "judge", "data": str(data), "judge_url": f"{url}/v1", "judge_model": "judge"}
-    task |= {"judge_key_file": str(folder / "key")}
-    models = {"candidate": str(model_folder), "against": str(model_folder)}
-    found = evaluated(tmp_path / "run", {"wins": task}, **models)["wins"]
-    figures = found["metrics"]["win_rate"]["all"]
-    assert figures["wins"] + figures["losses"] + figures["ties"] == 3
-    # Both answers are the same, so whatever the judge says, it contradicts itself or says a tie.
-    assert figures["candidate"]["value"] == 0.5 and figures["p"] == 1
-    asked = list(read(folder / endpoints.REQUESTS))
-    assert len(asked) == 6 and {row["status"] for row in asked} == {200}
-    assert all("Reply with one letter" in row["messages"] for row in asked)
-    (folder / "wrong").write_text("no-key")
-    task["judge_key_file"] = str(folder / "wrong")
-    with pytest.raises(Exception, match="401 Unauthorized: check judge_url and its key"):
-        evaluated(tmp_path / "again", {"wins": task}, **models)

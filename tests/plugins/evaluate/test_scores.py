@@ -37,23 +37,6 @@ def test_a_label_is_the_answer_or_comes_first_in_it():
     assert scores.label_of("refunds", labels) is None
 
 
-def test_the_classification_report_is_that_of_scikit_learn():
-    from sklearn.metrics import classification_report
-
-    generator = np.random.default_rng(0)
-    labels = ["a", "b", "c"]
-    right = generator.choice(labels, 200).tolist()
-    predicted = generator.choice([*labels, "none"], 200).tolist()
-    found = scores.classification([None if p == "none" else p for p in predicted], right, labels)
-    theirs = classification_report(
-        right, predicted, labels=labels, output_dict=True, zero_division=0
-    )
-    for label in labels:
-        for ours, name in (("precision",) * 2, ("recall",) * 2, ("f1", "f1-score")):
-            assert found["labels"][label][ours] == pytest.approx(theirs[label][name])
-    assert found["macro_f1"] == pytest.approx(theirs["macro avg"]["f1-score"])
-
-
 def test_regex_and_schema():
     schema = '{"type": "object", "properties": {"intent": {"type": "string"}}}'
     strict = '{"type": "object", "required": ["intent"]}'

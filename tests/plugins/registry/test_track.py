@@ -1,8 +1,6 @@
-"""cookbook track: a real MLflow server, and the files that W&B writes without a network."""
+"""cookbook track: a real MLflow server."""
 
-import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -18,12 +16,12 @@ from launcher.site import Site
 from plugins.registry.launcher import promote as workflow
 from tests.launcher.kit import Kit, finished_run, until
 
-# Importing MLflow and W&B takes seconds.
+# Importing MLflow takes seconds.
 pytestmark = pytest.mark.long
 
 
-def user_of(root: Path, **environment: str) -> Kit:
-    return Kit({**os.environ, "COOKBOOK_ROOT": str(root), **environment}, root)
+def user_of(root: Path) -> Kit:
+    return Kit({**os.environ, "COOKBOOK_ROOT": str(root)}, root)
 
 
 @pytest.fixture
@@ -79,65 +77,11 @@ def test_a_server_has_the_run_with_its_files_and_is_the_registry(server, tmp_pat
     ("uri", "status", "words"),
     [
         ("http://127.0.0.1:9", 1, "the MLflow server http://127.0.0.1:9: it does not answer"),
-        ("wandb", 1, "nobody is logged in: run: wandb login"),
         ("mlfow", 2, "tracking: 'mlfow' is not mlflow, an MLflow server's"),
     ],
 )
 def test_a_place_that_takes_nothing_is_told(tmp_path, uri, status, words):
     finished_run(tmp_path, 1)
-    user = user_of(tmp_path, HOME=str(tmp_path), WANDB_MODE="online", WANDB_API_KEY="")
-    done = user.cookbook("track", "--uri", uri)
+    done = user_of(tmp_path).cookbook("track", "--uri", uri)
     assert (done.returncode, words in done.stderr) == (status, True), done.stderr
     assert "Traceback" not in done.stderr
-
-
-def records(folder: Path) -> list:
-    """What `wandb sync` would upload, in the order in which it was written."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
-    found = []
-    for path in sorted(folder.glob("offline-run-*/*.wandb"), key=os.path.getmtime):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            found.append(record)
-    return found
-
-
-def test_wandb_has_each_step_once_with_its_time(tmp_path):
-    run, user = finished_run(tmp_path, 1), user_of(tmp_path, WANDB_MODE="offline")
-
-    def track() -> str:
-        done = user.cookbook("track", "--uri", "wandb:team/intents")
-        assert done.returncode == 0, done.stderr
-        assert "wandb sync" in done.stderr
-        return done.stdout
-
-    assert re.fullmatch(rf"{run.name}: imported: \d+ values\n", track())
-    assert track() == f"{run.name}: is up to date\n"
-    lines = (run.path / "metrics.jsonl").read_text().splitlines()[:5]
-    row = json.dumps({"step": 6, "time": 6.0, "loss": 0.25})
-    (run.path / "metrics.jsonl").write_text("\n".join([*lines, row]) + "\n")
-    assert re.fullmatch(rf"{run.name}: updated: \d+ values\n", track())
-
-    found = records(tmp_path / "tracking" / "wandb")
-    begun = [each.run for each in found if each.WhichOneof("record_type") == "run"]
-    assert {(each.entity, each.project, each.run_id) for each in begun} == {
-        ("team", "intents", run.name)
-    }
-    history = [each.history for each in found if each.WhichOneof("record_type") == "history"]
-    steps = [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in each.item}
-        for each in history
-    ]
-    assert [(each["_step"], each["loss"], each["_timestamp"]) for each in steps] == [
-        *((step, 2.0 / step, step) for step in range(1, 6)),
-        (6, 0.25, 6),
-    ]
-    configs = [each.config for each in found if each.WhichOneof("record_type") == "config"]
-    settings = {item.key: json.loads(item.value_json) for each in configs for item in each.update}
-    assert settings["optimizer.lr"] == 0.001
-    assert settings["cookbook/data"][0]["sha256"] == "d" * 64

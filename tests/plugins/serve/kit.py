@@ -14,7 +14,6 @@ from plugins.serve import parameters
 from plugins.serve.front import Front
 from plugins.serve.gateway import Gateway
 from plugins.serve.journal import Journal
-from plugins.serve.keys import Keys, Quotas
 from plugins.serve.recipe_keys import SERVE
 from plugins.serve.upstream import Upstream
 
@@ -22,15 +21,6 @@ KEY = "right-key"
 SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "e", "version": "v1"}
 CHAT = "/v1/chat/completions"
 SAID = [{"role": "user", "content": "hello"}]
-# Some of the names of ChatCompletionRequest and CompletionRequest in vLLM's protocol.py.
-VLLM = (
-    *("model", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "seed", "stop"),
-    *("presence_penalty", "response_format", "stream", "stream_options", "temperature", "top_p"),
-    *("user", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("skip_special_tokens", "prompt_logprobs", "priority", "request_id", "structured_outputs"),
-)
-OF_CHATS = ("messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice")
-OF_CHATS += ("reasoning_effort", "parallel_tool_calls", "chat_template_kwargs")
 
 
 class Backend:
@@ -45,8 +35,6 @@ class Backend:
         self.pause: asyncio.Event | None = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/openapi.json":
-            return web.json_response(openapi())
         body = await request.read()
         if request.path.endswith("/"):
             raise web.HTTPTemporaryRedirect(request.path.rstrip("/"))
@@ -100,19 +88,6 @@ class Backend:
         return app
 
 
-def openapi() -> dict[str, Any]:
-    """An OpenAPI document as FastAPI writes it."""
-    paths, schemas = {}, {}
-    for path, name, names in (
-        (CHAT, "ChatCompletionRequest", (*VLLM, *OF_CHATS)),
-        ("/v1/completions", "CompletionRequest", (*VLLM, "prompt", "echo", "suffix")),
-    ):
-        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-        paths[path] = {"post": {"requestBody": {"content": body}}}
-        schemas[name] = {"properties": {each: {} for each in names}}
-    return {"paths": paths, "components": {"schemas": schemas}}
-
-
 async def when(look: Callable[[], Any], timeout_s: float = 30) -> None:
     """Return once look finds something."""
     async with asyncio.timeout(timeout_s):
@@ -136,15 +111,6 @@ def client(key: str = KEY) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"})
 
 
-def front_of(folder: Path, backend: str, name: str = "a", **settings: Any) -> Front:
-    """A front before the backend at an address; a token is a word, and 100 are the most."""
-    own = Upstream("a", backend, key="the backend's own", ready=True)
-    journal, quotas = Journal(folder / "requests"), Quotas(folder, name)
-    takes = parameters.Parameters("vllm", "/models/m")
-    words = (lambda text: len(text.split()), 100)
-    return Front({**SETTINGS, **settings}, Keys(KEY, folder), own, takes, journal, quotas, *words)
-
-
 def front(
     folder: Path,
     check: Callable[[aiohttp.ClientSession, str, Backend], Awaitable[None]],
@@ -155,10 +121,9 @@ def front(
     """Run `check(client, url, backend)` on a front, its log in requests, before one backend."""
 
     async def run(below: str, backend: Backend) -> None:
-        made = front_of(folder, below, **settings)
-        names = parameters.names_of(await made.backend.get("/openapi.json"))
-        takes = (kind, "/models/m", None if kind == "transformers" else names)
-        made.parameters = parameters.Parameters(*takes)
+        upstream, journal = Upstream("a", below, ready=True), Journal(folder / "requests")
+        takes = parameters.Parameters(kind, "/models/m")
+        made = Front({**SETTINGS, **settings}, KEY, upstream, takes, journal)
         async with opened(made.app()) as url, client() as asking:
             await check(asking, url, backend)
 
@@ -177,11 +142,9 @@ def before_a_backend(check: Callable[[str, Backend], Awaitable[None]], *words: s
 
 
 @asynccontextmanager
-async def gateway(
-    folder: Path, **settings: Any
-) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession, str]]:
+async def gateway(folder: Path) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession, str]]:
     """A gateway, a client, and the address of chat completions."""
-    proxy = Gateway({**SETTINGS, **settings}, Keys(KEY, folder), folder)
+    proxy = Gateway(SETTINGS, KEY, folder)
     proxy.pool.refresh()
     async with opened(proxy.app()) as url, client() as asking:
         yield proxy, asking, url + CHAT

@@ -1,4 +1,4 @@
-"""The commands of the backends, by their documentation: vLLM 0.30 and SGLang's server arguments."""
+"""The command of vLLM by the documentation of 0.30, and the environment of a backend."""
 
 import json
 import sys
@@ -42,22 +42,6 @@ def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_pa
         *("--generation-config", str(tmp_path / "a"), "--dtype", "auto", "--max-model-len", "4096"),
     ]
     assert parameters.parameters_of(config, "intent").defaults == {"eos_token_id": 7}
-
-
-def test_sglangs_key_stands_in_a_private_file(tmp_path):
-    config = {**SETTINGS, "engine": "sglang", "model": str(adapter(tmp_path / "a"))}
-    found = backends.command(config, tmp_path, 1)
-    assert found.key and found.key not in " ".join(found.argv)
-    settings = tmp_path / "sglang.yaml"
-    assert json.loads(settings.read_text()) == {"api-key": found.key}
-    assert settings.stat().st_mode & 0o077 == 0
-    assert found.argv[:6] == [
-        *("-m", "sglang.launch_server", "--config", str(settings)),
-        *("--model-path", "/models/base"),
-    ]
-    assert f"--host 127.0.0.1 --port {found.port} " in " ".join(found.argv)
-    assert f"--lora-paths adapter={tmp_path / 'a'} --dtype auto" in " ".join(found.argv)
-    assert (found.model, found.socket) == ("intent:adapter", None)
 
 
 def test_each_server_sees_its_own_gpus():

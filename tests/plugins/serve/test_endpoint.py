@@ -54,6 +54,15 @@ def test_a_port_in_use_is_told_before_anything_is_submitted(endpoint):
     gateway.check_port(endpoint, port)
 
 
+def test_two_commands_do_not_change_an_endpoint_at_the_same_time(endpoint):
+    with (
+        endpoint.alone(),
+        pytest.raises(EndpointFault, match=r"is changing .* \(process "),
+        endpoint.alone(),
+    ):
+        raise AssertionError
+
+
 def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
     key = endpoint.key_file
     key.write_text("a key")
@@ -89,18 +98,17 @@ OF_THREE = {"rank_pattern": {"qkv_proj": 24}, "alpha_pattern": {"qkv_proj": 48}}
 @pytest.mark.parametrize(
     ("settings", "backend", "base", "words"),
     [
-        (LORA | {"use_rslora": True}, "sglang", "llama", "ignores the adapter's use_rslora, so"),
         (LORA | {"use_rslora": True}, "vllm", "llama", None),
         (LORA | {"alpha_pattern": {"q_proj": 4}}, "vllm", "llama", "adapter's alpha_pattern, so"),
         (LORA | {"alpha_pattern": {"q_proj": 4}}, "transformers", "llama", None),
-        (LORA | OF_THREE, "sglang", "llama", None),
+        (LORA | OF_THREE, "vllm", "llama", None),
         (
             IA3,
             "vllm",
             "llama",
             "=vllm serves no IA3 adapters; set engine=transformers, or serve the",
         ),
-        (PREFIX, "sglang", "llama", "no PREFIX_TUNING adapters; set engine=transformers"),
+        (PREFIX, "vllm", "llama", "no PREFIX_TUNING adapters; set engine=transformers"),
         (PREFIX, "transformers", "llama", None),
         (PREFIX, "transformers", "gemma2", "PEFT 0.18 cannot put a prefix before Gemma 2 and 3"),
     ],
@@ -138,15 +146,15 @@ def test_a_successor_is_due_before_the_time_limit(endpoint, limit, began_s_ago, 
     run, deployment = served_run(endpoint, limit, began_s_ago), Deployment("m", "m", runs=["x"])
     facts = {"state": "ready", "run": run.name, "start_s": 55}
     endpoints.tell(endpoint.folder, "a", facts)
-    going, count, reason = maintain.due(Site(), endpoint, deployment, [run])
+    going, count, reason = maintain.due(endpoint, deployment, [run])
     assert (list(going) == [run], count == 1, "time limit" in reason) == (near, near, near)
 
 
 def test_a_slow_start_makes_it_due_earlier_and_a_missing_job_is_made_up_for(endpoint):
     run, deployment = served_run(endpoint, "04:00:00", 3 * 3600), Deployment("m", "m", replicas=2)
-    assert maintain.due(Site(), endpoint, deployment, [run])[1:] == (1, "1 of 2 jobs serve m")
+    assert maintain.due(endpoint, deployment, [run])[1:] == (1, "1 of 2 jobs serve m")
     endpoints.tell(endpoint.folder, "a", {"state": "ready", "run": run.name, "start_s": 1500})
-    going, count, reason = maintain.due(Site(), endpoint, deployment, [run])
+    going, count, reason = maintain.due(endpoint, deployment, [run])
     assert (list(going), count) == ([run], 1) and f"the time limit of {run.name} is" in reason
 
 
@@ -154,7 +162,8 @@ def test_a_slow_start_makes_it_due_earlier_and_a_missing_job_is_made_up_for(endp
     ("given", "words"),
     [
         ("environment={kind: venv, python: /nowhere/bin/python}", "/nowhere/bin/python"),
-        ("engine=sglang", "needs the package sglang, which is not there: --environment sglang"),
+        ("engine=vllm", "needs the package vllm, which is not there: --environment vllm"),
+        ("engine_args=[--continuous-batching]", "samples alike for all requests: set engine=vllm"),
     ],
 )
 def test_what_cannot_be_served_leaves_no_endpoint(user, model, given, words):

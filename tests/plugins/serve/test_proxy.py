@@ -13,14 +13,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientPayloadError, web
 
 from plugins.serve import endpoint as endpoints
 from plugins.serve import proxy as proxies
-from plugins.serve.client import BrokenOff, Client
 from plugins.serve.gateway import Gateway
 from plugins.serve.journal import read
-from plugins.serve.keys import Keys
 from plugins.serve.proxy import runner as runner_of
 from tests.launcher.kit import until
 from tests.plugins.serve.kit import (
@@ -36,9 +34,9 @@ from tests.plugins.serve.kit import (
 )
 
 
-def tell(folder: Path, name: str, url: str, version: str = "v") -> None:
+def tell(folder: Path, name: str, url: str) -> None:
     """A server that is ready, as it would say."""
-    endpoints.tell(folder, name, {"state": "ready", "url": url, "version": version})
+    endpoints.tell(folder, name, {"state": "ready", "url": url})
 
 
 def logged(folder: Path) -> list[dict]:
@@ -50,23 +48,19 @@ def ask(text: str = "hello", **more) -> dict:
 
 
 def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
-    """And a client's id that is used twice, here and before a gateway, is as many rows."""
+    """And a client's id that is used twice is no row's id."""
 
     async def check(client, url, server):
         given = {"X-Request-Id": "mine"}
         async with client.post(url + CHAT, json=ask(), headers=given) as answer:
             assert (await answer.json())["choices"][0]["message"]["content"] == "one two"
-            assert answer.headers["X-Client-Request-Id"] == "mine"
-        assert server.headers["Authorization"] == "Bearer the backend's own"
         async with client.post(url + CHAT, json=ask(stream=True), headers=given) as answer:
             text = await answer.text()
         assert text.endswith("data: [DONE]\n\n") and server.heard[0][2]["model"] == "/models/m"
-        assert server.headers["Authorization"] == "Bearer the backend's own"
+        assert "Authorization" not in server.headers
         whole, stream = sorted(logged(tmp_path), key=lambda row: row["time"])
         assert whole["answer_tokens"] == 2
         assert stream["answer"] == "one two" and stream["first_token_s"] is not None
-        metrics = await (await client.get(f"{url}/metrics")).text()
-        assert 'cookbook_requests_total{endpoint="e",status="200"} 2' in metrics
         tell(tmp_path, "a", url)
         async with gateway(tmp_path) as (_, asking, address):
             for _ in range(2):
@@ -74,7 +68,6 @@ def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
                     assert answer.status == 200
                     last = answer.headers["X-Request-Id"]
         rows = logged(tmp_path)
-        assert [row["client_id"] for row in rows] == ["mine"] * 4
         ids = {row["request_id"] for row in rows}
         assert len(ids) == 4 and last in ids, "the answer names the row of the log"
 
@@ -84,7 +77,7 @@ def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
 def test_nobody_gets_in_without_the_key(tmp_path):
     async def check(client, url, server):
         for key in ("", "Bearer wrong", f"Bearer {KEY}x"):
-            for method, path in (("POST", CHAT), ("POST", "/v1/models"), ("GET", "/metrics")):
+            for method, path in (("POST", CHAT), ("POST", "/v1/models"), ("GET", "/v1/models")):
                 head, body = {"Authorization": key}, ask() if method == "POST" else None
                 async with client.request(method, url + path, json=body, headers=head) as answer:
                     assert answer.status == 401 and KEY not in await answer.text()
@@ -94,11 +87,9 @@ def test_nobody_gets_in_without_the_key(tmp_path):
 
 
 def test_too_much_is_refused_in_words(tmp_path):
-    """Of many bytes before they are read whole, of many tokens before the backend hears of them."""
+    """Many bytes before they are read whole."""
     cases = [
         ({"data": json.dumps(ask("job " * 1_000_000))}, 413, "1,048,576 bytes"),
-        ({"json": ask("job " * 200_000)}, 400, "has 200,000 tokens, and the model takes 100"),
-        ({"json": ask("job") | {"max_tokens": 101}}, 400, "max_tokens is 101, and the model takes"),
         ({"data": "{", "headers": {"Content-Type": "x/y"}}, 400, "not JSON"),
     ]
 
@@ -109,14 +100,6 @@ def test_too_much_is_refused_in_words(tmp_path):
         assert not server.heard and not logged(tmp_path)
 
     front(tmp_path, check)
-
-
-def test_the_rate_is_limited(tmp_path):
-    async def check(client, url, server):
-        statuses = [(await client.post(url + CHAT, json=ask())).status for _ in range(3)]
-        assert statuses == [200, 429, 429]
-
-    front(tmp_path, check, rate_per_s=1e-6)
 
 
 def test_a_client_that_hangs_up_ends_the_answer_and_is_logged(tmp_path):
@@ -168,28 +151,25 @@ def test_a_full_disk_costs_lines_of_the_log_and_no_answer(small_disk, required):
                 statuses.append(answer.status)
         assert statuses == ([200, 503, 503, 200] if required else [200] * 4)
         rows = sorted(logged(small_disk), key=lambda row: row["time"])
-        assert [json.loads(row["messages"])[0]["content"][0] for row in rows] == ["a", "d"]
+        assert [row["messages"][0]["content"][0] for row in rows] == ["a", "d"]
         assert [row["status"] for row in rows] == [200, 200]
-        metrics = await (await client.get(f"{url}/metrics")).text()
-        assert 'cookbook_unlogged_total{endpoint="e"} 2' in metrics
 
     front(small_disk, check, log_required=required)
 
 
-def test_a_stream_that_breaks_off_is_no_answer_and_is_told(tmp_path, capsys):
+def test_a_stream_that_breaks_off_is_no_answer_and_is_told(tmp_path):
     async def check(client, url, server):
         server.breaks_off = True
         tell(tmp_path, "a", url)
-        asking = Client(tmp_path, KEY)
-        with pytest.raises(BrokenOff, match="the answer broke off: the server went away"):
-            await asking.ask({"messages": ask()["messages"]}, stream=True)
-        await asking.session.close()
-        assert len(server.heard) == 1, "what is printed cannot be taken back by another try"
+        async with gateway(tmp_path) as (_, asking, address):
+            answer = await asking.post(address, json=ask(stream=True))
+            with pytest.raises(ClientPayloadError):
+                await answer.read()
+        assert len(server.heard) == 1, "what is sent cannot be taken back by another try"
         (row,) = logged(tmp_path)
         assert row["status"] == 502 and row["answer"] == "one "
 
     front(tmp_path, check)
-    assert capsys.readouterr().out == "one \n"
 
 
 def test_a_gateway_uses_no_server_that_it_cannot_reach_and_drops_one_that_is_lost(tmp_path):
@@ -221,7 +201,7 @@ def test_a_gateway_uses_no_server_that_it_cannot_reach_and_drops_one_that_is_los
 
 def test_half_a_request_holds_no_connection_and_a_malformed_one_is_not_logged(tmp_path, caplog):
     async def run() -> None:
-        proxy = Gateway(SETTINGS, Keys(KEY), tmp_path)
+        proxy = Gateway(SETTINGS, KEY, tmp_path)
         proxy.body_s = 0.1
         server = runner_of(proxy, headers_s=0.1)
         await server.setup()
@@ -326,7 +306,7 @@ def test_an_answer_that_breaks_off_is_asked_of_another_server(tmp_path, monkeypa
     before_a_backend(check)
 
 
-def test_a_gateway_spreads_asks_another_and_keeps_to_the_shares(tmp_path):
+def test_a_gateway_spreads_requests_and_asks_another_server(tmp_path):
     async def check(one: str, server: Backend) -> None:
         async with gateway(tmp_path) as (proxy, client, url):
 
@@ -339,15 +319,13 @@ def test_a_gateway_spreads_asks_another_and_keeps_to_the_shares(tmp_path):
                         found.append((await answer.json())["choices"][0]["message"]["content"])
                 return found
 
-            tell(tmp_path, "a", one, version="v-a")
+            tell(tmp_path, "a", one)
             async with opened(Backend("from b").app()) as other:
-                tell(tmp_path, "b", other, version="v-b")
+                tell(tmp_path, "b", other)
                 assert 5 < (await said(40)).count("one two") < 35
                 endpoints.tell(tmp_path, "b", {"state": "draining", "url": other})
                 assert set(await said(10)) == {"one two"}
-                tell(tmp_path, "b", other, version="v-b")
-                (tmp_path / endpoints.SHARES).write_text('{"v-a": 0.9, "v-b": 0.1}')
-                assert 5 <= (await said(200)).count("from b") <= 40
+                tell(tmp_path, "b", other)
             assert set(await said(30)) == {"one two"}, "no request failed although b is gone"
 
     before_a_backend(check)

@@ -53,8 +53,6 @@ def test_a_first_read_that_fails_changes_nothing(tmp_path, model_folder, dataset
         (files.SUBMISSION, clean._is_left),
         (code.ORIGIN, code.git_state),
         (query_engine.DONE, query_engine.finished),
-        (endpoint.USERS, endpoint.users),
-        (endpoint.SHARES, endpoint.shares),
         (endpoint.GATEWAY, endpoint.gateway),
         (endpoint.ENDPOINT, lambda folder: Endpoint(folder).facts),
     ],
