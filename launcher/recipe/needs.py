@@ -23,10 +23,6 @@ class Needs(Protocol):
         """Memory of a rank's GPU at the peak of a step."""
 
     @property
-    def beside_gib(self) -> float:
-        """Memory of a rank's GPU while another process generates on it in turns with the ranks."""
-
-    @property
     def step_s(self) -> float:
         """Seconds of a step."""
 

@@ -15,7 +15,6 @@ from launcher import gpus, venv
 from launcher.errors import PreflightFault, UsageFault
 from launcher.recipe import entries
 from launcher.recipe.model import Recipe
-from plugins.estimate.launcher import samplers
 from plugins.estimate.launcher.epoch import epoch_of
 from plugins.estimate.launcher.memory import (
     StepMemory,
@@ -23,12 +22,12 @@ from plugins.estimate.launcher.memory import (
     checkpoint_bytes,
     export_bytes,
     host_bytes,
+    sampler,
 )
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.search import Prediction, Predictor, Remedy, remedies
 from plugins.estimate.launcher.step_config import GIB
 from plugins.estimate.launcher.step_time import mfu_of
-from runspec.step import kept_bytes
 
 
 class Estimate:
@@ -78,22 +77,12 @@ class Estimate:
 
     @cached_property
     def sampler(self) -> Terms:
-        """Of a GPU while a sampler generates; {} without samplers."""
-        return samplers.sampler(self.step, self.gpu.memory_gib * GIB)
-
-    @property
-    def vllm_share(self) -> float:
-        """What vLLM in turns takes of a GPU; 0 without it."""
-        step = self.step
-        return samplers.vllm_share(step, self.gpu.memory_gib * GIB) if step.vllm_in_turns else 0.0
+        """Of a GPU of the rollout nodes; {} without them."""
+        return sampler(self.step)
 
     @property
     def peak_gib(self) -> float:
         return self.memory.peak / GIB
-
-    @property
-    def beside_gib(self) -> float:
-        return samplers.beside_vllm(self.step) / GIB
 
     @property
     def fits(self) -> bool:
@@ -179,13 +168,6 @@ class Estimate:
         phases |= {"transfer": took.transfer_s, "update": took.update_s}
         return {name: s / self.step.on_policy_share for name, s in phases.items() if s}
 
-    # Disk ----------------------------------------------------------------------------------------
-
-    @property
-    def kept_bytes(self) -> int:
-        """What a teacher's pass keeps of a token, if every token is trained; else 0."""
-        return kept_bytes(self.step.top_k) if self.step.top_k else 0
-
     def as_json(self) -> dict[str, Any]:
         """Return everything, sizes in GiB."""
         step, memory, gpu, time = self.step, self.memory, self.gpu, self.prediction.time
@@ -199,7 +181,6 @@ class Estimate:
             "peak_phase": memory.peak_phase,
             "terms_gib": _in_gib(memory.terms),
             "sampler_gib": _in_gib(self.sampler),
-            "vllm_share": self.vllm_share,
             "phases_gib": _in_gib({k: sum(v.values()) for k, v in memory.phases.items()}),
             "layout": vars(step.layout),
             "step": fields,
@@ -209,7 +190,6 @@ class Estimate:
             "host_memory_per_node_gib": round(host_bytes(step) / GIB, 3),
             "checkpoint_gib": round(checkpoint_bytes(step) / GIB, 3),
             "export_gib": round(export_bytes(step) / GIB, 3),
-            "kept_gib": round(self.kept_bytes * self.epoch[0] / GIB, 3),
             "mfu": time.mfu,
             "hfu": time.hfu,
             "tokens_per_second_per_gpu": self.rate,

@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from plugins.estimate.launcher.activations import kept_by_layer, working
-from plugins.estimate.launcher.step_config import FP32, GIB, StepConfig
-from plugins.estimate.launcher.tensors import loss_memory, top_k_memory, units_of
+from plugins.estimate.launcher.step_config import FP32, StepConfig
+from plugins.estimate.launcher.tensors import loss_memory, units_of
 from runspec.layout import Layout
 
 Terms = dict[str, float]
-ASLEEP = "vLLM asleep"
 
 
 class StepMemory:
@@ -89,10 +88,6 @@ class _Phases:
             self.state["frozen models"] = sum(f.state[p] for f in self.frozen for p in parts)
         if step.in_reward_models:
             self.state["reward models"] = e * step.in_reward_models
-        if step.vllm_in_turns:
-            # CUDA's context, graphs, NCCL's buffers: an assumption. Others report 0.8 GiB of 1 B on
-            # one GPU, up to 7.2 on two (NVIDIA-NeMo/RL#223), 7 on eight (vllm-project/vllm#47654).
-            self.state[ASLEEP] = GIB * (2.0 if step.rollout_gpus == 1 else 7.0)
         # Of the teacher the loss needs the last hidden states, and FSDP's copy of its output layer.
         self.imitated = 0.0
         if step.teacher_logits and step.teacher is not None:
@@ -118,12 +113,7 @@ class _Phases:
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         step = self.step
-        if step.top_k:
-            yield "teacher's pass, layers", self._frozen_forward(self) | {"logits and loss": 0.0}
-            made = top_k_memory(step)
-            yield "teacher's pass, top k", self._terms(0.0, self.entry, self.layer, made)
-            return
-        if step.on_policy_share and not (step.sampling_gpus or step.vllm):
+        if step.on_policy_share and not step.sampling_gpus:
             yield "generating answers", self.state | {"generation": self._generation()}
         for number, model in enumerate(self.frozen, 1):
             yield f"frozen model {number}, forward", self._frozen_forward(model)
@@ -246,6 +236,19 @@ def generation(step: StepConfig) -> Terms:
     }
 
 
+def sampler(step: StepConfig) -> Terms:
+    """Memory of a GPU of the rollout nodes while it generates; empty without them.
+
+    Of vLLM what it needs for one answer: the rest of its memory serves more answers.
+    """
+    if not step.sampling_gpus:
+        return {}
+    if not step.vllm:
+        return generation(step)
+    one = generation(replace(step, vllm=False, generation_batch=1))
+    return {name: size / step.rollout_gpus for name, size in one.items()}
+
+
 # Outside the GPUs ---------------------------------------------------------------------------------
 
 
@@ -262,12 +265,12 @@ def export_bytes(step: StepConfig) -> float:
 
 
 def transfer_bytes(step: StepConfig) -> float:
-    """What a transfer to samplers writes: the whole weights, or what an adapter trains."""
-    if not (step.sampling_gpus or step.vllm):
+    """What a transfer to samplers writes: the whole weights, or for vLLM what LoRA trains."""
+    if not step.sampling_gpus:
         return 0.0
-    if step.is_full:
-        return step.element_bytes * step.shape.parameters
-    return step.weight_bytes * step.trainable
+    if step.vllm and step.method == "lora":
+        return step.weight_bytes * step.trainable
+    return step.element_bytes * step.shape.parameters
 
 
 def host_bytes(step: StepConfig) -> float:

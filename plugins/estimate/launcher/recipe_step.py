@@ -56,10 +56,6 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         **_frozen_models(config, method),
         **_on_policy(config, method, gpus_per_node),
     )
-    if method.runs_teacher_only:
-        step = _of_teacher(
-            step, int(config.get("teacher_top_k") or method.keys()["teacher_top_k"].default)
-        )
     if faults := faults + step.faults():
         raise RecipeFault(faults)
     return step
@@ -147,23 +143,6 @@ def _frozen_models(config: Mapping[str, Any], method: type[TrainConfig]) -> dict
     }
 
 
-def _of_teacher(step: StepConfig, top_k: int) -> StepConfig:
-    """The pass of a step's teacher alone, which keeps nothing for a backward pass."""
-    (teacher,) = replace(step, has_reference=False, keeps_reference=False).frozen_models
-    return replace(
-        teacher,
-        builder=TRANSFORMERS,
-        checkpointing="full",
-        optimizer="none",
-        on_policy_share=0.0,
-        own=None,
-        own_sizes=(),
-        dropout=False,
-        activation_offload=False,
-        top_k=top_k,
-    )
-
-
 def _on_policy(
     config: Mapping[str, Any], method: type[TrainConfig], gpus_per_node: int
 ) -> dict[str, Any]:
@@ -182,7 +161,6 @@ def _on_policy(
             "max_staleness": int(config.get("max_staleness") or 0),
             "sampling_gpus": 0 if apart in (None, "same") else gpus_per_node * int(apart),
             "vllm": config.get("rollout_engine") == "vllm",
-            "vllm_share": config.get("rollout_gpu_memory_utilization"),
             "rollout_gpus": int(config.get("rollout_gpus") or 1),
         }
     keys, own = method.keys(), ("on_policy_share", "max_new_tokens")

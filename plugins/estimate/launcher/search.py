@@ -15,8 +15,7 @@ from typing import Any
 from launcher.gpus import Gpu
 from plugins.estimate.launcher.compute import uncertainty
 from plugins.estimate.launcher.links import Links
-from plugins.estimate.launcher.memory import StepMemory
-from plugins.estimate.launcher.samplers import generates, sampler
+from plugins.estimate.launcher.memory import StepMemory, sampler
 from plugins.estimate.launcher.step_config import GIB, StepConfig
 from plugins.estimate.launcher.step_time import StepTime, pace_of, step_time
 from runspec.adapters import USUAL_RANK
@@ -29,7 +28,7 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 # Moves: one change of a step; None if it cannot be made ------------------------------------------
 
 
-def _to_layout(step: StepConfig, sizes: tuple[int, ...], nodes: int = 0) -> StepConfig | None:
+def _to_layout(step: StepConfig, sizes: tuple[int, ...]) -> StepConfig | None:
     """A layout: ranks of tensor parallelism, number of replicas, ranks that share the experts.
 
     Without the third they stay as they are.
@@ -41,9 +40,8 @@ def _to_layout(step: StepConfig, sizes: tuple[int, ...], nodes: int = 0) -> Step
         "data_parallel_replicate_dim": replicas,
         "expert_parallel_dim": spread,
     }
-    ranks = nodes * step.gpus_per_node or step.layout.ranks
     try:
-        layout = Layout.of(keys, ranks, step.gpus_per_node)
+        layout = Layout.of(keys, step.layout.ranks, step.gpus_per_node)
     except LayoutError:
         return None
     return replace(step, layout=layout)
@@ -58,27 +56,8 @@ def spreads(step: StepConfig) -> list[int]:
     return sorted(size for size in sizes if not any(n % size for n in step.shape.experts))
 
 
-def _to_split(step: StepConfig, nodes: int) -> StepConfig | None:
-    """So many of the job's nodes train, and the others generate; all of them take turns.
-
-    One replica per node, or per GPU, stays so; else there is one replica.
-    """
-    layout, replicas = step.layout, 1
-    if layout.replicate > 1 and layout.shard == 1:
-        replicas = nodes * step.gpus_per_node // layout.tensor_parallel
-    elif layout.replicate == step.nodes > 1:
-        replicas = nodes
-    moved = _to_layout(step, (layout.tensor_parallel, replicas), nodes)
-    others = step.nodes + step.rollout_nodes - nodes
-    staleness = step.max_staleness if others else 0
-    return moved and replace(
-        moved, sampling_gpus=others * step.gpus_per_node, max_staleness=staleness
-    )
-
-
 # Any other move takes fields of the step.
 _MOVES: dict[str, Callable[[StepConfig, Any], StepConfig | None]] = {
-    "split": _to_split,
     "layout": _to_layout,
 }
 Choices = Iterable[Any] | Callable[[StepConfig], Iterable[Any]]
@@ -118,8 +97,6 @@ def _keys(step: StepConfig) -> Iterator[str]:
     yield f"batch_size={step.batch}"
     if step.teacher_quantised:
         yield "teacher_quantize_base=true"
-    if step.top_k:
-        return
     yield f"gradient_accumulation_steps={step.accumulation}"
     if not step.cpu_offload:
         yield f"sync_each_micro_batch={str(step.sync_each).lower()}"
@@ -130,12 +107,8 @@ def _keys(step: StepConfig) -> Iterator[str]:
     if step.keeps_sampled:
         if step.vllm:
             yield f"rollout_gpus={step.rollout_gpus}"
-            yield f"rollout_gpu_memory_utilization={step.vllm_share or 'null'}"
         if step.generation_batch:
             yield f"generation_batch_size={step.generation_batch}"
-        yield f"resources.nodes={step.nodes}"
-        yield f"resources.rollout={step.rollout_nodes or 'same'}"
-        yield f"max_staleness={step.max_staleness}"
 
 
 def _base(step: StepConfig) -> str:
@@ -239,10 +212,8 @@ class Predictor:
 
     def of(self, step: StepConfig) -> Prediction:
         """Return what is predicted of a setting."""
-        memory = self.gpu.memory_gib * GIB
-        peak_gib = max(StepMemory(step).peak, sum(sampler(step, memory).values())) / GIB
-        fits = peak_gib <= self.gpu.usable_gib and generates(step, memory)
-        return Prediction(step, peak_gib, fits, self)
+        peak_gib = max(StepMemory(step).peak, sum(sampler(step).values())) / GIB
+        return Prediction(step, peak_gib, peak_gib <= self.gpu.usable_gib, self)
 
 
 # What to change if a recipe does not fit ---------------------------------------------------------
@@ -263,14 +234,6 @@ class Remedy:
 
 def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     """What may help, in the order in which it is tried: what costs the least time first."""
-    if step.top_k:
-        yield {"layout": [(step.layout.tensor_parallel, 1)]}
-        yield {"fields": [{"batch": 1}]}
-        yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
-        yield {"fields": [{"method": "qfull", "teacher_quantised": True}]}
-        return
-    if step.vllm_in_turns and step.vllm_share:
-        yield {"fields": [{"vllm_share": None}]}
     yield {"layout": [(step.layout.tensor_parallel, 1)]}
     yield {"fields": [{"checkpointing": "full"}]}
     if step.accumulation > 1 and step.fsdp:
@@ -280,7 +243,7 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     if step.batch > 1:
         rows = step.batch * step.accumulation
         yield {"fields": [{"batch": 1, "accumulation": rows, "sync_each": step.fsdp}]}
-    if step.vllm_in_turns and step.rollout_gpus < step.gpus_per_node:
+    if step.vllm and step.rollout_gpus < step.gpus_per_node:
         yield {"fields": [{"rollout_gpus": step.gpus_per_node}]}
     if step.shape.experts:
         yield {"layout": [(step.layout.tensor_parallel, 1, n) for n in spreads(step)[1:]]}
@@ -304,10 +267,8 @@ def remedies(predictor: Predictor) -> Iterator[Remedy]:
             if step == now.step:
                 continue
             tried = predictor.of(step)
-            # A share of vLLM's that is too small makes nothing larger.
-            fits = tried.fits and not now.fits
-            helps = fits or tried.peak_gib < now.peak_gib * 0.99
-            yield Remedy(overrides(step, now.step), tried.peak_gib, helps, fits)
-            if fits:
+            helps = tried.peak_gib < now.peak_gib * 0.99
+            yield Remedy(overrides(step, now.step), tried.peak_gib, helps, tried.fits)
+            if tried.fits:
                 return
             now = tried if helps else now

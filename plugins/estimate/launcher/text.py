@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.look.text import duration
-from plugins.estimate.launcher import samplers, step_time
+from plugins.estimate.launcher import step_time
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.memory import (
-    ASLEEP,
     checkpoint_bytes,
     export_bytes,
     host_bytes,
@@ -73,8 +72,6 @@ def _model(step: StepConfig) -> Iterator[str]:
     base = f" over a base in {'fp8' if step.fp8_base else 'NF4'}" * step.is_quantised
     what = f"{step.method.removeprefix('q')}{base}, activation_checkpointing={step.checkpointing}, "
     what += "score head" if step.loss == "score" else f"{step.loss} cross-entropy"
-    if step.top_k:
-        what = f"the teacher's forward pass{base}, top {step.top_k} and tail"
     yield f"  settings    {what}, {step.optimizer}, {dtype}\n"
 
 
@@ -92,7 +89,7 @@ def _memory(estimate: Estimate, traced: Mapping[str, Any] | None) -> Iterator[st
     yield from _terms(memory.terms, "peak")
     if traced:
         peak = traced["peak"]
-        off = 100 * ((memory.peak - memory.terms.get(ASLEEP, 0)) / peak - 1)
+        off = 100 * (memory.peak / peak - 1)
         yield (
             f"  {'traced':<20} {peak / GIB:8.2f} GiB   the same step on fake tensors; the "
             f"formulas give {off:+.1f} %"
@@ -103,19 +100,8 @@ def _memory(estimate: Estimate, traced: Mapping[str, Any] | None) -> Iterator[st
         f"{gpu.usable_gib:.1f} GiB usable"
     )
     if estimate.sampler:
-        when = "while vLLM generates" if step.vllm_in_turns else "of the rollout nodes"
-        yield f"Memory per GPU {when}; computed, not measured"
+        yield "Memory per GPU of the rollout nodes; computed, not measured"
         yield from _terms(estimate.sampler, "sum")
-    if step.vllm_in_turns:
-        share = estimate.vllm_share
-        answers = samplers.answers_of_vllm(step, gpu.memory_gib * GIB)
-        yield (
-            f"vLLM gets {share:.2f} of each GPU, {share * gpu.memory_gib:.1f} GiB: room for "
-            f"{min(answers, step.answers_at_once)} of its {step.answers_at_once} answers, each as "
-            "long as can be; no time below counts its sleep and wake"
-        )
-    if host := samplers.sampler_host_bytes(step, gpu.memory_gib * GIB):
-        yield f"on the CPU of each node that generates: {host / GIB:.0f} GiB of weights"
     if host := host_bytes(step):
         yield f"on the CPU of each node: {host / GIB:.0f} GiB of weights and optimizer state"
 
@@ -163,9 +149,6 @@ def _time(estimate: Estimate, cost: str) -> Iterator[str]:
 def _disk(estimate: Estimate) -> Iterator[str]:
     step = estimate.step
     yield "Disk"
-    if estimate.kept_bytes:
-        yield f"  {'kept at most':<20} {_size(estimate.kept_bytes * estimate.epoch[0])}"
-        return
     exported = "adapter"
     if step.exports_model:
         exported = "model" if step.adapter is None else "merged model"

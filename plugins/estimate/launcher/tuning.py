@@ -1,9 +1,8 @@
 """Faster settings of the same step, by their predicted time: cookbook estimate --tune.
 
 Tried are layouts, with and without each kind of activation checkpointing, and every way to split a
-step's rows into micro-steps; with sampled answers also how many of the job's nodes train, and how
-many generate. The rows per step, and so what is learned, stay the same. Nothing is measured: what
-is close in this table is for a benchmark to decide.
+step's rows into micro-steps. The rows per step, and so what is learned, stay the same. Nothing is
+measured: what is close in this table is for a benchmark to decide.
 """
 
 from collections.abc import Iterator
@@ -43,7 +42,7 @@ class Tuning:
         self.own = predictor.of(predictor.own)
         modes = [{"checkpointing": mode} for mode in CHECKPOINTING]
         candidates = search.settings(
-            predictor.own, split=_splits, layout=layouts, rows=self._rows, checkpointing=modes
+            predictor.own, layout=layouts, rows=self._rows, checkpointing=modes
         )
         fitting = [each for each in map(predictor.of, candidates) if each.fits]
         fitting.sort(key=lambda each: -each.rate)
@@ -104,12 +103,6 @@ class Tuning:
                 "neither the recipe nor a setting near it fits: use more GPUs (--nodes), LoRA or "
                 "QLoRA"
             )
-
-
-def _splits(step: StepConfig) -> Iterator[int]:
-    """How many of the job's nodes may train, if others can generate."""
-    nodes = step.nodes + step.rollout_nodes
-    return iter(range(nodes, 0, -1) if step.keeps_sampled else (nodes,))
 
 
 def _line(prediction: Prediction, text: str) -> str:

@@ -14,7 +14,6 @@ from launcher.recipe import load as recipes
 from plugins.estimate.launcher.estimate import Estimate
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.search import Prediction, settings
-from plugins.estimate.launcher.text import lines
 from plugins.estimate.launcher.tuning import SHOWN, Tuning
 from tests.launcher.kit import Kit
 
@@ -137,7 +136,7 @@ def test_for_a_recipe_that_does_not_fit_the_fastest_that_does_is_named():
 
 
 @pytest.mark.long
-def test_rollout_nodes_are_counted_and_their_split_is_tried() -> None:
+def test_rollout_nodes_are_counted() -> None:
     def of(*given: str) -> Estimate:
         return estimated("qwen3_8b_grpo_lora", *given)
 
@@ -152,14 +151,12 @@ def test_rollout_nodes_are_counted_and_their_split_is_tried() -> None:
     # A transfer is written and read: fp32 for bf16 would be twice as much.
     full = of("resources.rollout=1", "model.lora_rank=null")
     assert full.rollout_s["transfer"] == pytest.approx(4e-9 * full.step.shape.parameters)
-    assert apart.rollout_s["transfer"] < full.rollout_s["transfer"] / 90
-    # The trainer waits for the answers: with all GPUs in both phases each of them is shorter.
-    found = Tuning(apart.predictor)
-    assert found.changes(found.faster[0]).endswith("resources.nodes=2 resources.rollout=same")
-    assert found.faster[0].step.gpus == 16
+    assert apart.rollout_s["transfer"] == full.rollout_s["transfer"]
+    by_lora = by_vllm("resources.rollout=1").rollout_s["transfer"]
+    assert by_lora < full.rollout_s["transfer"] / 90
     # If it goes on meanwhile, the longer phase is what a rollout takes.
     ahead = of("resources.rollout=1", "max_staleness=1", "importance_cap=2")
-    took = Tuning(ahead.predictor).own.time.seconds
+    took = ahead.step_s
     phases = ahead.rollout_s
     assert took == pytest.approx(max(phases["generate"], phases["update"]) + phases["transfer"])
     assert ahead.hours < 0.6 * apart.hours
@@ -173,37 +170,6 @@ def test_vllm_gets_all_answers_at_once_and_merges_nothing() -> None:
     assert four.sampler["weights"] == one.sampler["weights"] / 4
     assert four.step.answers_at_once == 4 * one.step.answers_at_once
     assert one.sampler.keys() == {*("weights", "keys and values", "logits", "working memory")}
-
-
-def test_vllm_in_turns_has_what_the_trainer_leaves() -> None:
-    turns, apart = by_vllm(), by_vllm("resources.rollout=1")
-    # It keeps something of each GPU while the ranks compute, and the ranks while it generates.
-    assert turns.memory.peak == apart.memory.peak + turns.memory.terms["vLLM asleep"]
-    state = turns.sampler["trainer's state"]
-    assert 0 < state < turns.memory.peak and "generating answers" not in turns.memory.phases
-    usable = turns.gpu.usable_gib * 2**30
-    assert turns.vllm_share * turns.gpu.memory_gib * 2**30 + state <= usable
-    text = "\n".join(lines(turns))
-    assert f"vLLM gets {turns.vllm_share:.2f} of each GPU" in text
-    assert "Memory per GPU while vLLM generates" in text
-    assert "on the CPU of each node that generates: 122 GiB of weights" in text
-    assert "that generates" not in "\n".join(lines(by_vllm("model.lora_rank=null")))
-    # A share of one's own: the sum is of the whole of it; one that holds no answer does not fit.
-    half = by_vllm("rollout_gpu_memory_utilization=0.5")
-    whole = 0.5 * half.gpu.memory_gib * 2**30
-    assert sum(half.sampler.values()) == pytest.approx(whole + state) and half.fits
-    small = by_vllm("rollout_gpu_memory_utilization=0.18")
-    assert not small.fits and "room for 0 of its 32 answers" in "\n".join(lines(small))
-    assert small.remedies[-1].fits
-    assert small.remedies[-1].overrides == "rollout_gpu_memory_utilization=null"
-    large = by_vllm("rollout_gpu_memory_utilization=0.9")
-    assert not large.fits and sum(large.sampler.values()) > usable
-    # Less room: the same answers take several turns.
-    some = by_vllm("rollout_gpu_memory_utilization=0.22")
-    assert some.fits and some.rollout_s["generate"] > 1.1 * turns.rollout_s["generate"]
-    four = by_vllm("rollout_gpus=4")
-    assert four.sampler["weights"] == turns.sampler["weights"] / 4
-    assert turns.fits and estimated("qwen3_0_6b_grpo", "rollout_engine=vllm").fits
 
 
 def test_a_reward_model_is_on_the_gpus_that_train(tmp_path: Path) -> None:
