@@ -94,8 +94,6 @@ def _step(context: Context) -> StepConfig:
 
 def disk(context: Context) -> Iterable[Finding]:
     step, config = _step(context), context.config
-    if step.top_k:
-        raise Skipped("the pass writes beside the tokens; cookbook estimate says how much")
     folder = existing_parent(runs_root(context.cluster.root))
     # One more than is kept is there while it is written, and the best one beside those.
     kept = int(config.get("keep_last_n_checkpoints") or 2) + 1 + bool(config.get("dataset_val"))

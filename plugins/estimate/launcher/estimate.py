@@ -28,7 +28,6 @@ from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.search import Prediction, Predictor, Remedy, remedies
 from plugins.estimate.launcher.step_config import GIB
 from plugins.estimate.launcher.step_time import mfu_of
-from runspec.step import kept_bytes
 
 
 class Estimate:
@@ -179,13 +178,6 @@ class Estimate:
         phases |= {"transfer": took.transfer_s, "update": took.update_s}
         return {name: s / self.step.on_policy_share for name, s in phases.items() if s}
 
-    # Disk ----------------------------------------------------------------------------------------
-
-    @property
-    def kept_bytes(self) -> int:
-        """What a teacher's pass keeps of a token, if every token is trained; else 0."""
-        return kept_bytes(self.step.top_k) if self.step.top_k else 0
-
     def as_json(self) -> dict[str, Any]:
         """Return everything, sizes in GiB."""
         step, memory, gpu, time = self.step, self.memory, self.gpu, self.prediction.time
@@ -209,7 +201,6 @@ class Estimate:
             "host_memory_per_node_gib": round(host_bytes(step) / GIB, 3),
             "checkpoint_gib": round(checkpoint_bytes(step) / GIB, 3),
             "export_gib": round(export_bytes(step) / GIB, 3),
-            "kept_gib": round(self.kept_bytes * self.epoch[0] / GIB, 3),
             "mfu": time.mfu,
             "hfu": time.hfu,
             "tokens_per_second_per_gpu": self.rate,

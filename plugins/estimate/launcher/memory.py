@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from plugins.estimate.launcher.activations import kept_by_layer, working
 from plugins.estimate.launcher.step_config import FP32, GIB, StepConfig
-from plugins.estimate.launcher.tensors import loss_memory, top_k_memory, units_of
+from plugins.estimate.launcher.tensors import loss_memory, units_of
 from runspec.layout import Layout
 
 Terms = dict[str, float]
@@ -118,11 +118,6 @@ class _Phases:
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         step = self.step
-        if step.top_k:
-            yield "teacher's pass, layers", self._frozen_forward(self) | {"logits and loss": 0.0}
-            made = top_k_memory(step)
-            yield "teacher's pass, top k", self._terms(0.0, self.entry, self.layer, made)
-            return
         if step.on_policy_share and not (step.sampling_gpus or step.vllm):
             yield "generating answers", self.state | {"generation": self._generation()}
         for number, model in enumerate(self.frozen, 1):

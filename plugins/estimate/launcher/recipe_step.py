@@ -56,10 +56,6 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         **_frozen_models(config, method),
         **_on_policy(config, method, gpus_per_node),
     )
-    if method.runs_teacher_only:
-        step = _of_teacher(
-            step, int(config.get("teacher_top_k") or method.keys()["teacher_top_k"].default)
-        )
     if faults := faults + step.faults():
         raise RecipeFault(faults)
     return step
@@ -145,23 +141,6 @@ def _frozen_models(config: Mapping[str, Any], method: type[TrainConfig]) -> dict
         "teacher_quantised": config.get("teacher_quantize_base") is True,
         "teacher_logits": method.reads_teacher_logits and bool(teacher),
     }
-
-
-def _of_teacher(step: StepConfig, top_k: int) -> StepConfig:
-    """The pass of a step's teacher alone, which keeps nothing for a backward pass."""
-    (teacher,) = replace(step, has_reference=False, keeps_reference=False).frozen_models
-    return replace(
-        teacher,
-        builder=TRANSFORMERS,
-        checkpointing="full",
-        optimizer="none",
-        on_policy_share=0.0,
-        own=None,
-        own_sizes=(),
-        dropout=False,
-        activation_offload=False,
-        top_k=top_k,
-    )
 
 
 def _on_policy(

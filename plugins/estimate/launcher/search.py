@@ -118,8 +118,6 @@ def _keys(step: StepConfig) -> Iterator[str]:
     yield f"batch_size={step.batch}"
     if step.teacher_quantised:
         yield "teacher_quantize_base=true"
-    if step.top_k:
-        return
     yield f"gradient_accumulation_steps={step.accumulation}"
     if not step.cpu_offload:
         yield f"sync_each_micro_batch={str(step.sync_each).lower()}"
@@ -263,12 +261,6 @@ class Remedy:
 
 def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     """What may help, in the order in which it is tried: what costs the least time first."""
-    if step.top_k:
-        yield {"layout": [(step.layout.tensor_parallel, 1)]}
-        yield {"fields": [{"batch": 1}]}
-        yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
-        yield {"fields": [{"method": "qfull", "teacher_quantised": True}]}
-        return
     if step.vllm_in_turns and step.vllm_share:
         yield {"fields": [{"vllm_share": None}]}
     yield {"layout": [(step.layout.tensor_parallel, 1)]}

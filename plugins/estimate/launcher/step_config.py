@@ -77,7 +77,6 @@ class StepConfig:
     vllm_share: float | None = None  # of a GPU's memory, as the recipe says it
     rollout_gpus: int = 1  # of such a server
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
-    top_k: int = 0  # of a teacher's pass, which trains nothing: what is kept of each token
     teacher_logits: bool = False  # the loss compares all of its logits with the policy's
 
     def faults(self) -> list[str]:
@@ -306,8 +305,6 @@ class StepConfig:
     @property
     def trainable(self) -> int:
         """Parameters of the whole model that the optimizer updates."""
-        if self.top_k:
-            return 0
         if self.is_full:
             return round(self.shape.parameters * self.trained_share) + self.score_head
         added = self.table_adapter("output")
@@ -383,16 +380,15 @@ class TokenFlops:
     def __init__(self, step: StepConfig) -> None:
         ranks = {name: step.rank_of(name) for name in step.lora_targets}
         ranks["output"] = step.lora_rank if step.lora_output else 0
-        own = of_shape(step.shape, step.is_full, ranks, backward=not step.top_k)
+        own = of_shape(step.shape, step.is_full, ranks)
         again = of_shape(step.shape, step.is_full, ranks, backward=False)
         self.once = _forward(step.shape, step.length) if step.keeps_log_probs else 0.0
         self.frozen = sum(_forward(shape, step.length) for shape in step.frozen_passes)
         # A score head's products are few.
         output = 0.0 if step.loss == "score" else own.target
         self.model = own.token + output + own.attention((step.length,)) / step.length + self.frozen
-        recomputed = 0.0 if step.top_k else step.recomputed_share
         layers = again.token + again.attention((step.length,)) / step.length
-        self.hardware = self.model + recomputed * layers
+        self.hardware = self.model + step.recomputed_share * layers
 
 
 def _forward(shape: Shape, length: int) -> float:

@@ -79,9 +79,8 @@ def computing(
     compute, depth = Compute(step, gpu, reached), step.shape.layers
     layers = [(count, compute.layer(block)) for block, count in step.shape.blocks]
     forward, backward = (sum(count * each[way] for count, each in layers) / depth for way in (0, 1))
-    trains = not step.top_k
-    once, update = compute.ends() + sum(compute.frozen()), trains * compute.optimizer()
-    parts = (forward, trains * backward, once, update, compute.host_s())
+    once = compute.ends() + sum(compute.frozen())
+    parts = (forward, backward, once, compute.optimizer(), compute.host_s())
     return Computing(*(pace * seconds for seconds in parts))
 
 
@@ -149,15 +148,15 @@ class Sending:
         back. All of it forward and backward; the exchanges again if they are recomputed.
         """
         step, tp, ep = self.step, self.step.layout.tensor_parallel, self.step.layout.expert_parallel
-        hidden, took, passes = step.element_bytes * step.shape.dim, 0.0, 1 if step.top_k else 2
+        hidden, took = step.element_bytes * step.shape.dim, 0.0
         each = self.links.ring_s(hidden * step.tokens * (tp - 1) / tp, tp)
         again = step.recomputed_share
         for block, count in step.shape.blocks:
-            took += count * (passes + again) * (2 if block.experts else 4) * each
+            took += count * (2 + again) * (2 if block.experts else 4) * each
             if block.experts and ep > 1:
                 rows = self.links.all_to_all_s(hidden * expert_rows(step, block), ep)
-                took += count * (passes + (again or step.checkpointing == "op")) * 2 * rows
-        return took + 2 * passes * each
+                took += count * (2 + (again or step.checkpointing == "op")) * 2 * rows
+        return took + 4 * each
 
 
 def _waiting(step: StepConfig, parts: Computing, sent: Sending) -> float:
@@ -174,8 +173,6 @@ def _waiting(step: StepConfig, parts: Computing, sent: Sending) -> float:
         return (depth - 1) * more
 
     forward = sent.gather_ends + sent.gather + beside(parts.forward, sent.gather) + sent.exchanges
-    if step.top_k:
-        return micro_steps * forward
     again = sent.gather * step.reshard
     each = sent.reduce * step.sync_each
     last = sent.reduce + sent.across

@@ -73,8 +73,6 @@ def _model(step: StepConfig) -> Iterator[str]:
     base = f" over a base in {'fp8' if step.fp8_base else 'NF4'}" * step.is_quantised
     what = f"{step.method.removeprefix('q')}{base}, activation_checkpointing={step.checkpointing}, "
     what += "score head" if step.loss == "score" else f"{step.loss} cross-entropy"
-    if step.top_k:
-        what = f"the teacher's forward pass{base}, top {step.top_k} and tail"
     yield f"  settings    {what}, {step.optimizer}, {dtype}\n"
 
 
@@ -163,9 +161,6 @@ def _time(estimate: Estimate, cost: str) -> Iterator[str]:
 def _disk(estimate: Estimate) -> Iterator[str]:
     step = estimate.step
     yield "Disk"
-    if estimate.kept_bytes:
-        yield f"  {'kept at most':<20} {_size(estimate.kept_bytes * estimate.epoch[0])}"
-        return
     exported = "adapter"
     if step.exports_model:
         exported = "model" if step.adapter is None else "merged model"
