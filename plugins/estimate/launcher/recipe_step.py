@@ -160,7 +160,7 @@ def _on_policy(
             "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
             "max_staleness": int(config.get("max_staleness") or 0),
             "sampling_gpus": 0 if apart in (None, "same") else gpus_per_node * int(apart),
-            "vllm": config.get("rollout_engine") == "vllm",
+            "vllm": config.get("rollout_engine") == "vllm" and apart not in (None, "same"),
             "rollout_gpus": int(config.get("rollout_gpus") or 1),
         }
     keys, own = method.keys(), ("on_policy_share", "max_new_tokens")

@@ -9,10 +9,7 @@ from typing import NamedTuple
 
 from plugins.estimate.launcher.step_config import FP32, StepConfig
 from runspec.shape import Block, Matrix
-from runspec.step import kept_bytes, loss_tokens
-
-# As in trainer.methods.teach: the number of tokens whose logits are all compared.
-COMPARED_TOKENS = 128
+from runspec.step import loss_tokens
 
 
 class Unit(NamedTuple):
@@ -154,14 +151,3 @@ def _linear(step: StepConfig, hidden: float) -> float:
     product = e * columns * step.shape.dim if step.trains_table("output") and e < FP32 else 0.0
     chunk = max(part * _logits_bytes(step), e * part + product)
     return (1 + 1 / tp + (not step.is_full)) * hidden + chunk
-
-
-def top_k_memory(step: StepConfig) -> float:
-    """Of a teacher's pass: top k and tail of all tokens, one chunk of logits, or the logits of both
-    models that are compared; the last hidden states three times.
-    """
-    vocab, hidden = step.shape.vocab, 3 * step.element_bytes * step.tokens * step.shape.dim
-    part = linear_loss_rows(step) * vocab / step.layout.tensor_parallel
-    compared = 4 * FP32 * min(COMPARED_TOKENS, step.tokens) * vocab
-    made = max(part * _logits_bytes(step), compared)
-    return hidden + step.tokens * kept_bytes(step.top_k) + made
