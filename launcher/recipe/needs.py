@@ -27,10 +27,6 @@ class Needs(Protocol):
         """Seconds of a step."""
 
     @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation of a GPU while it waits for no other."""
-
-    @property
     def rate(self) -> float:
         """Tokens per second per GPU."""
 

@@ -8,7 +8,7 @@ from launcher.check import Context, Finding, Skipped, existing_parent, failed, o
 from launcher.check.environment import kind_of_gpu
 from launcher.errors import RecipeFault
 from launcher.run.directory import runs_root
-from plugins.estimate.launcher.memory import checkpoint_bytes, export_bytes, transfer_bytes
+from plugins.estimate.launcher.memory import checkpoint_bytes, export_bytes
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.search import Predictor, remedies
 from plugins.estimate.launcher.step_config import GIB, StepConfig
@@ -78,11 +78,11 @@ def disk(context: Context) -> Iterable[Finding]:
     # One more than is kept is there while it is written, and the best one beside those.
     kept = int(config.get("keep_last_n_checkpoints") or 2) + 1 + bool(config.get("dataset_val"))
     checkpoint, export = checkpoint_bytes(step), export_bytes(step)
-    # A version stays until the next one is there.
-    transfer = 2 * transfer_bytes(step)
-    needed, free = kept * checkpoint + export + transfer, shutil.disk_usage(folder).free
+    # A version of the weights for the rollout nodes stays until the next one is there.
+    sent = 2 * step.element_bytes * step.shape.parameters * step.apart
+    needed, free = kept * checkpoint + export + sent, shutil.disk_usage(folder).free
     shown = f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f}"
-    shown += ", weights for the samplers" if transfer else ""
+    shown += ", weights for the rollout nodes" if sent else ""
     shown += f" and the export, {free / GIB:.1f} GiB free in {folder}"
     if needed <= free:
         return [ok("disk space", shown)]

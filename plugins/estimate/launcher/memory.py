@@ -113,7 +113,7 @@ class _Phases:
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         step = self.step
-        if step.on_policy_share and not step.sampling_gpus:
+        if step.on_policy_share and not step.apart:
             yield "generating answers", self.state | {"generation": self._generation()}
         for number, model in enumerate(self.frozen, 1):
             yield f"frozen model {number}, forward", self._frozen_forward(model)
@@ -236,19 +236,6 @@ def generation(step: StepConfig) -> Terms:
     }
 
 
-def sampler(step: StepConfig) -> Terms:
-    """Memory of a GPU of the rollout nodes while it generates; empty without them.
-
-    Of vLLM what it needs for one answer: the rest of its memory serves more answers.
-    """
-    if not step.sampling_gpus:
-        return {}
-    if not step.vllm:
-        return generation(step)
-    one = generation(replace(step, vllm=False, generation_batch=1))
-    return {name: size / step.rollout_gpus for name, size in one.items()}
-
-
 # Outside the GPUs ---------------------------------------------------------------------------------
 
 
@@ -262,15 +249,6 @@ def export_bytes(step: StepConfig) -> float:
     if not step.exports_model:
         return step.trainable * step.element_bytes
     return step.shape.parameters * step.element_bytes
-
-
-def transfer_bytes(step: StepConfig) -> float:
-    """What a transfer to samplers writes: the whole weights, or for vLLM what LoRA trains."""
-    if not step.sampling_gpus:
-        return 0.0
-    if step.vllm and step.method == "lora":
-        return step.weight_bytes * step.trainable
-    return step.element_bytes * step.shape.parameters
 
 
 def host_bytes(step: StepConfig) -> float:

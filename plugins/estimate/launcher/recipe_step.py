@@ -54,7 +54,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         **optimizer_of(_block(config, "optimizer")),
         **_loss(_block(config, "loss"), method),
         **_frozen_models(config, method),
-        **_on_policy(config, method, gpus_per_node),
+        **_on_policy(config, method),
     )
     if faults := faults + step.faults():
         raise RecipeFault(faults)
@@ -143,9 +143,7 @@ def _frozen_models(config: Mapping[str, Any], method: type[TrainConfig]) -> dict
     }
 
 
-def _on_policy(
-    config: Mapping[str, Any], method: type[TrainConfig], gpus_per_node: int
-) -> dict[str, Any]:
+def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
     """How answers are sampled, if they are."""
     at_once = config.get("generation_batch_size")
     batch = {"generation_batch": at_once and int(at_once)}
@@ -158,10 +156,7 @@ def _on_policy(
             "new_tokens": int(most),
             "keeps_sampled": True,
             "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
-            "max_staleness": int(config.get("max_staleness") or 0),
-            "sampling_gpus": 0 if apart in (None, "same") else gpus_per_node * int(apart),
-            "vllm": config.get("rollout_engine") == "vllm" and apart not in (None, "same"),
-            "rollout_gpus": int(config.get("rollout_gpus") or 1),
+            "apart": apart not in (None, "same"),
         }
     keys, own = method.keys(), ("on_policy_share", "max_new_tokens")
     if own[0] not in keys:

@@ -15,23 +15,22 @@ from typing import Any
 from launcher.gpus import Gpu
 from plugins.estimate.launcher.compute import uncertainty
 from plugins.estimate.launcher.links import Links
-from plugins.estimate.launcher.memory import StepMemory, sampler
+from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.step_config import GIB, StepConfig
-from plugins.estimate.launcher.step_time import StepTime, pace_of, step_time
+from plugins.estimate.launcher.step_time import StepTime, step_time
 from runspec.adapters import USUAL_RANK
 from runspec.keys.model import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
-
-
-# Moves: one change of a step; None if it cannot be made ------------------------------------------
+# What predicted times rest on, in words.
+BASIS = "kernels' published speeds, and messages (docs/measurements.md)"
 
 
 def _to_layout(step: StepConfig, sizes: tuple[int, ...]) -> StepConfig | None:
     """A layout: ranks of tensor parallelism, number of replicas, ranks that share the experts.
 
-    Without the third they stay as they are.
+    Without the third they stay as they are. None if the layout does not exist.
     """
     tensor, replicas = sizes[:2]
     spread = sizes[2] if len(sizes) > 2 else step.layout.expert_parallel
@@ -56,18 +55,14 @@ def spreads(step: StepConfig) -> list[int]:
     return sorted(size for size in sizes if not any(n % size for n in step.shape.experts))
 
 
-# Any other move takes fields of the step.
-_MOVES: dict[str, Callable[[StepConfig, Any], StepConfig | None]] = {
-    "layout": _to_layout,
-}
 Choices = Iterable[Any] | Callable[[StepConfig], Iterable[Any]]
 
 
 def settings(own: StepConfig, **choices: Choices) -> Iterator[StepConfig]:
     """Yield every combination of these choices that can be trained, in the order of the choices.
 
-    A choice is a move with its values, or with a function of the step that gives them. Moves are
-    made from left to right.
+    A choice has values, or a function of the step that gives them: sizes of `layout`, else fields of
+    the step. Changes are made from left to right.
     """
     if not choices:
         if not own.faults():
@@ -75,7 +70,7 @@ def settings(own: StepConfig, **choices: Choices) -> Iterator[StepConfig]:
         return
     (move, values), *rest = choices.items()
     for value in values(own) if callable(values) else values:
-        moved = _MOVES[move](own, value) if move in _MOVES else replace(own, **value)
+        moved = _to_layout(own, value) if move == "layout" else replace(own, **value)
         if moved is not None:
             yield from settings(moved, **dict(rest))
 
@@ -104,11 +99,8 @@ def _keys(step: StepConfig) -> Iterator[str]:
     yield _method_keys(step)
     if step.cpu_offload:
         yield "fsdp_cpu_offload=true"
-    if step.keeps_sampled:
-        if step.vllm:
-            yield f"rollout_gpus={step.rollout_gpus}"
-        if step.generation_batch:
-            yield f"generation_batch_size={step.generation_batch}"
+    if step.keeps_sampled and step.generation_batch:
+        yield f"generation_batch_size={step.generation_batch}"
 
 
 def _base(step: StepConfig) -> str:
@@ -152,7 +144,7 @@ class Prediction:
     def time(self) -> StepTime:
         """Seconds of a step, and what follows from them."""
         predictor = self.predictor
-        return step_time(self.step, predictor.gpu, predictor.links, predictor.pace)
+        return step_time(self.step, predictor.gpu, predictor.links)
 
     @property
     def rate(self) -> float:
@@ -177,16 +169,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicts settings near a recipe's own.
-
-    Every setting is predicted to be as much slower or faster than its terms say as that one is.
-    """
+    """Predicts settings near a recipe's own."""
 
     own: StepConfig
     gpu: Gpu
-    # Of the recipe's own step while no GPU waits for another, as a run has shown it; None: as
-    # `plugins.estimate.launcher.compute` computes it.
-    mfu: float | None = None
     # Per GPU between nodes; None for what is usual with the GPU.
     network_gbits: float | None = None
 
@@ -195,24 +181,9 @@ class Predictor:
         """How the GPUs are connected."""
         return Links.of(self.gpu, self.own.gpus_per_node, self.network_gbits)
 
-    @cached_property
-    def pace(self) -> float:
-        """Time over that of the terms; UsageFault if products were faster than the data sheet."""
-        return 1.0 if self.mfu is None else pace_of(self.own, self.gpu, self.mfu)
-
-    @property
-    def basis(self) -> str:
-        """The basis of the times, in words."""
-        if self.mfu is None:
-            return "kernels' published speeds, and messages (docs/measurements.md)"
-        return (
-            f"{100 * self.mfu:.0f} % MFU in the recipe's own step without waiting: "
-            f"{self.pace:.2f} times the time by kernels' published speeds"
-        )
-
     def of(self, step: StepConfig) -> Prediction:
         """Return what is predicted of a setting."""
-        peak_gib = max(StepMemory(step).peak, sum(sampler(step).values())) / GIB
+        peak_gib = StepMemory(step).peak / GIB
         return Prediction(step, peak_gib, peak_gib <= self.gpu.usable_gib, self)
 
 
@@ -238,13 +209,11 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     yield {"fields": [{"checkpointing": "full"}]}
     if step.accumulation > 1 and step.fsdp:
         yield {"fields": [{"sync_each": True}]}
-    if step.keeps_sampled and step.answers_at_once > 1 and not step.vllm:
+    if step.keeps_sampled and step.answers_at_once > 1 and not step.apart:
         yield {"fields": [{"generation_batch": step.answers_at_once // 2}]}
     if step.batch > 1:
         rows = step.batch * step.accumulation
         yield {"fields": [{"batch": 1, "accumulation": rows, "sync_each": step.fsdp}]}
-    if step.vllm and step.rollout_gpus < step.gpus_per_node:
-        yield {"fields": [{"rollout_gpus": step.gpus_per_node}]}
     if step.shape.experts:
         yield {"layout": [(step.layout.tensor_parallel, 1, n) for n in spreads(step)[1:]]}
     yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}

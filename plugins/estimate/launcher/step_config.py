@@ -69,10 +69,7 @@ class StepConfig:
     new_tokens: int = 0  # of such an answer at most
     keeps_sampled: bool = False  # log-probabilities of such answers, which no row has several of
     in_reward_models: int = 0  # numbers, all of them on each GPU
-    max_staleness: int = 0  # rollouts that samplers may be ahead
-    sampling_gpus: int = 0  # of rollout nodes, which generate the answers; 0: those of the ranks
-    vllm: bool = False  # vLLM servers on these
-    rollout_gpus: int = 1  # of such a server
+    apart: bool = False  # rollout nodes generate them, of which nothing is computed
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
     teacher_logits: bool = False  # the loss compares all of its logits with the policy's
 
@@ -130,16 +127,6 @@ class StepConfig:
         return max(1, self.layout.ranks // self.gpus_per_node)
 
     @property
-    def rollout_nodes(self) -> int:
-        """Nodes that generate, beside those of the ranks."""
-        return self.sampling_gpus // self.gpus_per_node
-
-    @property
-    def gpus(self) -> int:
-        """All GPUs of the job."""
-        return self.layout.ranks + self.sampling_gpus
-
-    @property
     def fsdp(self) -> bool:
         """Whether FSDP2 shards the model; on one rank for features that only FSDP2 has.
 
@@ -180,10 +167,6 @@ class StepConfig:
         the recipe says how many.
         """
         own = self._filling if self.packed else self.batch
-        if self.vllm:
-            # All of its share: vLLM decides itself for how many there is room.
-            answers = self.answers_per_step * self.layout.data_parallel
-            return -(-answers * self.rollout_gpus // self.sampling_gpus)
         return min(self.generation_batch or own, self.answers_per_step)
 
     @property

@@ -4,15 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.look.text import duration
-from plugins.estimate.launcher import step_time
 from plugins.estimate.launcher.estimate import Estimate
-from plugins.estimate.launcher.memory import (
-    checkpoint_bytes,
-    export_bytes,
-    host_bytes,
-    transfer_bytes,
-)
-from plugins.estimate.launcher.search import Remedy
+from plugins.estimate.launcher.memory import checkpoint_bytes, export_bytes, host_bytes
+from plugins.estimate.launcher.search import BASIS, Remedy
 from plugins.estimate.launcher.step_config import GIB, StepConfig
 
 
@@ -55,12 +49,9 @@ def _model(step: StepConfig) -> Iterator[str]:
     }
     split = ", ".join(f"{word} over {size}" for word, size in sizes.items() if size > 1)
     split += ", weights and optimizer on the CPU" * step.cpu_offload
-    rollout = f"; {step.rollout_nodes} x {step.gpus_per_node} more generate" * bool(
-        step.sampling_gpus
-    )
     yield (
         f"  layout      {step.nodes} x {step.gpus_per_node} GPUs: "
-        f"{split or 'the whole model on each'}{rollout}"
+        f"{split or 'the whole model on each'}"
     )
     yield (
         f"  batch       {step.batch} x {step.length} tokens per rank and micro-step, "
@@ -99,9 +90,8 @@ def _memory(estimate: Estimate, traced: Mapping[str, Any] | None) -> Iterator[st
         f"{gpu.memory_gib - gpu.usable_gib:.1f} of them reserved for CUDA, NCCL and gaps: "
         f"{gpu.usable_gib:.1f} GiB usable"
     )
-    if estimate.sampler:
-        yield "Memory per GPU of the rollout nodes; computed, not measured"
-        yield from _terms(estimate.sampler, "sum")
+    if step.apart:
+        yield "not computed: the rollout nodes, and the time until they have answered"
     if host := host_bytes(step):
         yield f"on the CPU of each node: {host / GIB:.0f} GiB of weights and optimizer state"
 
@@ -128,22 +118,17 @@ def _time(estimate: Estimate, cost: str) -> Iterator[str]:
         f"  {'tokens/s/GPU':<20} {prediction.rate:8,.0f}, between {low:,.0f} and {high:,.0f}; MFU "
         f"{100 * mfu:.0f} %{again}"
     )
-    yield f"  {'by':<20} {estimate.predictor.basis}"
+    yield f"  {'by':<20} {BASIS}"
     cost = cost and f", {cost}"
-    yield f"  {'time':<14} {time_text(hours):>14}, {hours * step.gpus:.3g} GPU-hours{cost}"
+    yield f"  {'time':<14} {time_text(hours):>14}, {hours * step.layout.ranks:.3g} GPU-hours{cost}"
     yield f"  {'of':<20} {estimate.epoch[1]}"
     parts = {
         "the reference's log-probabilities, once": estimate.hours_before,
-        f"answers of {step.new_tokens} tokens, generated and scored": estimate.hours_generating,
-        f"a transfer of {_size(transfer_bytes(step)).strip()} per rollout, by storage of an "
-        f"assumed {step_time.STORAGE_BYTES_PER_S / 1e9:g} GB/s": estimate.hours_transfer,
+        f"answers of {step.new_tokens} tokens, generated": estimate.hours_generating,
     }
     for what, part in parts.items():
         if part / hours > 1e-9:
             yield f"  {'':<20} {100 * part / hours:.0f} % of it: {what}"
-    if estimate.rollout_s:
-        phases = ", ".join(f"{n} {s:.3g} s" for n, s in estimate.rollout_s.items())
-        yield f"  {'each rollout':<20} {phases}"
 
 
 def _disk(estimate: Estimate) -> Iterator[str]:

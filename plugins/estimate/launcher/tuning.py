@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from plugins.estimate.launcher import search
-from plugins.estimate.launcher.search import Prediction, Predictor
+from plugins.estimate.launcher.search import BASIS, Prediction, Predictor
 from plugins.estimate.launcher.step_config import StepConfig
 
 # Predictions that lie closer together than this say nothing about which is faster.
@@ -76,7 +76,6 @@ class Tuning:
         """Return the recipe's own setting and the faster ones; times in seconds."""
         return {
             "basis": "predicted, not measured",
-            "pace": self.predictor.pace,
             "own": {"overrides": "", **self.own.as_json()},
             "faster": [{"overrides": self.changes(each), **each.as_json()} for each in self.faster],
         }
@@ -88,7 +87,7 @@ class Tuning:
             f"Settings that fit {predictor.gpu.name}, {step.rows_per_step} rows per step in each; "
             "predicted, not measured"
         )
-        yield f"by {predictor.basis}"
+        yield f"by {BASIS}"
         yield f"{'TOKENS/S/GPU':>12}{'MFU %':>7}{'HFU %':>7}{'GIB':>7}  CHANGES"
         fits = "" if self.own.fits else ", which does not fit"
         yield _line(self.own, f"none: as the recipe has it{fits}")
