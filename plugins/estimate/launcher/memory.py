@@ -114,7 +114,7 @@ class _Phases:
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         step = self.step
         if step.on_policy_share and not step.apart:
-            yield "generating answers", self.state | {"generation": self._generation()}
+            yield "generating answers", self.state | {"generation": sum(generation(step).values())}
         for number, model in enumerate(self.frozen, 1):
             yield f"frozen model {number}, forward", self._frozen_forward(model)
         yield from self._loss()
@@ -163,13 +163,6 @@ class _Phases:
         terms = self._terms(self.accumulated, other.entry, gathered, logits)
         return terms | {"working memory": other.working(False)}
 
-    def _generation(self) -> float:
-        """What `generation` says; and while the policy is gathered, one table as it is trained."""
-        terms = generation(self.step)
-        weights = terms.pop("weights")
-        gathered = self.step.weight_bytes * self.step.shape.vocab * self.step.shape.dim
-        return weights + max(sum(terms.values()), gathered)
-
     def _loss(self) -> Iterator[tuple[str, Terms]]:
         """The output layer and the loss. The linear loss makes gradients in its forward pass, and
         sums a trained weight's in fp32.
@@ -204,8 +197,7 @@ class _Phases:
         layers = sum(each.gathered for each in kinds[max(index - 1, 0) : index + 1])
         if not step.reshard:
             layers = sum(each.gathered for each in kinds[: index + 1])
-        # About half of its own gradients are there while its MLP is worked on.
-        done += e * unit.trained * (0.5 if step.is_full else 1.0)
+        done += e * unit.trained
         kept = sum(self.kept[: index + 1]) + self.again
         reduction = step.reduce_bytes * above[0].trained if above else 0.0
         gathered = self.fsdp * layers
@@ -217,8 +209,8 @@ class _Phases:
 
 def generation(step: StepConfig) -> Terms:
     """What the policy takes to answer, as transformers' class: its weights; the keys and values of
-    rows that are as long as can be; what a layer works with over the prompts, and their mask; the
-    logits of one token of each row.
+    rows that are as long as can be; what a layer works with over the prompts; the logits of one
+    token of each row.
     """
     shape, e = step.shape, step.element_bytes
     batch = step.batch if step.packed else step.answers_at_once
@@ -230,9 +222,7 @@ def generation(step: StepConfig) -> Terms:
         "weights": e * shape.parameters,
         "keys and values": 2 * e * step.answers_at_once * width * each,
         "logits": step.answers_at_once * shape.vocab * (e + 4 * FP32),
-        # Which prompts see what, as they are padded: of one and of all rows, a byte each.
-        "working memory": max(working(alone, block, False) for block, _ in shape.blocks)
-        + width**2 * (1 + step.answers_at_once),
+        "working memory": max(working(alone, block, False) for block, _ in shape.blocks),
     }
 
 

@@ -61,8 +61,8 @@ Choices = Iterable[Any] | Callable[[StepConfig], Iterable[Any]]
 def settings(own: StepConfig, **choices: Choices) -> Iterator[StepConfig]:
     """Yield every combination of these choices that can be trained, in the order of the choices.
 
-    A choice has values, or a function of the step that gives them: sizes of `layout`, else fields of
-    the step. Changes are made from left to right.
+    A choice has values, or a function of the step that gives them: sizes of `layout`, else fields
+    of the step. Changes are made from left to right.
     """
     if not choices:
         if not own.faults():

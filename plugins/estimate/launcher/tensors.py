@@ -131,15 +131,15 @@ def loss_memory(step: StepConfig) -> tuple[float, float]:
 
 
 def _logits_bytes(step: StepConfig) -> float:
-    """Bytes of a logit in the making: in fp32, in bf16 before it; a cap keeps its tanh. Compiled,
-    if the vocabulary is whole: the logit and its slope. Of a teacher's, too: four in fp32.
+    """Bytes of a logit in the making: in fp32, in bf16 before it. Compiled, if the vocabulary is
+    whole: the logit and its slope. Of a teacher's, too: four in fp32.
     """
-    e, capped = step.element_bytes, step.shape.softcap
+    e = step.element_bytes
     if step.teacher_logits:
-        return FP32 * (5 if capped else 4)
+        return FP32 * 4
     if step.compiled and step.layout.tensor_parallel == 1:
         return 2 * e
-    return FP32 * (1 + capped) + (e if e < FP32 else 0)
+    return FP32 + (e if e < FP32 else 0)
 
 
 def _linear(step: StepConfig, hidden: float) -> float:
