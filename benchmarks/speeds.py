@@ -54,7 +54,7 @@ def speed(gpu: Gpu, step: StepConfig, clock: float = 1.0) -> float:
         attention=usual.attention * clock,
         attention_backward=usual.attention_backward * clock,
     )
-    found = step_time(step, gpu, Links.of(gpu, 8), 1.0, slower)
+    found = step_time(step, gpu, Links.of(gpu, 8), slower)
     return found.tokens_per_second_per_gpu
 
 

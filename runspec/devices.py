@@ -1,6 +1,5 @@
 """The GPUs that a node has for a process, whatever torch makes of them."""
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +22,6 @@ def gpus() -> list[str]:
         return []
     devices = [*sorted(FOLDER.glob("nvidia[0-9]*")), *sorted(FOLDER.glob("kfd"))]
     return [str(path) for path in devices]
-
-
-def share_beside(taken_gib: float, memory_gib: float) -> float:
-    """Return the share of a GPU's memory that is left for vLLM, in hundredths.
-
-    Args:
-        taken_gib: what the ranks, and vLLM outside of its share, have of it.
-    """
-    left = memory_gib * (1 - RESERVED_SHARE) - RESERVED_GIB - taken_gib
-    return max(0, math.floor(100 * left / memory_gib)) / 100
 
 
 def visible(gpus: Sequence[int], given: str | None) -> str:

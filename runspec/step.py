@@ -25,14 +25,6 @@ class StepSums(NamedTuple):
     due: float
 
 
-def kept_bytes(k: int) -> int:
-    """Bytes that are kept of a teacher's distribution of one token.
-
-    k ids (int32) and log-probabilities (fp32), and the log of the mass of all other tokens.
-    """
-    return 8 * k + 4
-
-
 def offloads(config: Mapping[str, Any]) -> bool:
     """Whether weights and optimizer state lie on the CPU."""
     block = config.get("fsdp")

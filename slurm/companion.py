@@ -50,8 +50,8 @@ class Companion:
             Exception: it is not looked at any more in this attempt, which goes on.
         """
 
-    def end(self, job_ends: bool) -> None:
-        """The ranks have ended; job_ends: and no attempt of this job follows."""
+    def end(self) -> None:
+        """The ranks have ended, and no attempt of this job follows."""
 
     def settle(self, attempt: int, exit_code: int, stop_asked: bool) -> None:
         """Before the end of an attempt is judged, once or more often.

@@ -129,7 +129,7 @@ class Supervisor:
             state = "CANCELLED"
             if self._child is not None:
                 self._child.end(END_S, END_S)
-            self._companion.end(job_ends=True)
+            self._companion.end()
         say("terminated")
         # A recorded end is not changed: the job may be ending between two attempts.
         self.next = self.record(
@@ -178,7 +178,7 @@ class Supervisor:
 
     def _finish(self) -> int:
         """Do what follows the last attempt of this job; return the exit status."""
-        self._companion.end(job_ends=True)
+        self._companion.end()
         if self.next == "superseded":
             return FAILED
         if self.next == "requeue" and in_slurm():
@@ -305,7 +305,6 @@ class Supervisor:
             Follows: no attempt follows.
         """
         ended = time.time()
-        self._companion.end(job_ends=False)
         if status and os.environ["KEEP_LOGS"] != "all":
             # Those of the nodes that failed, from their disks.
             script = ["bash", f"{os.environ['COOKBOOK']}/slurm/logs.sh"]

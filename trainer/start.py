@@ -43,8 +43,7 @@ def main(arguments: list[str], objective: type[Objective]) -> int:
         config = configs.load(path, objective.config_class)
         run_dir = config.output_dir
         with _answering_for_collectives():
-            if not objective.instead(config, attempt):
-                run(config, attempt, objective)
+            run(config, attempt, objective)
     except Exception as error:
         report(error, run_dir, rank, attempt)
         return error.exit_status if isinstance(error, TrainerError) else 1

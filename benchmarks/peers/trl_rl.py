@@ -74,7 +74,7 @@ class Stub:
 
 def main() -> None:
     """Write the values."""
-    from trl import GRPOTrainer, RLOOTrainer
+    from trl import GRPOTrainer
 
     given = {name: torch.tensor(v, dtype=torch.float64) for name, v in inputs().items()}
     mask = (torch.arange(LONGEST) < torch.tensor(LENGTHS).unsqueeze(1)).double()
@@ -82,14 +82,6 @@ def main() -> None:
     batch = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": mask}
     batch |= {"advantages": given["advantages"], "num_items_in_batch": mask.sum()}
     found: dict[str, Any] = {}
-
-    def record(name: str, trainer: Any, own: dict[str, Any], more: dict[str, Any]) -> None:
-        policy = given["policy"].clone().requires_grad_()
-        stub = Stub(policy, **own)
-        loss = trainer._compute_loss(stub, stub.model, batch | more)
-        loss.backward()
-        found[name] = {"loss": loss.item(), "gradient": (policy.grad * mask).tolist()}
-
     for name, (kind, level, beta, truncated) in CASES.items():
         own = {"loss_type": kind, "importance_sampling_level": level, "beta": beta}
         own |= {"use_vllm": truncated, "vllm_importance_sampling_correction": truncated}
@@ -99,8 +91,11 @@ def main() -> None:
         if truncated:
             ratio = (given["old"] - given["sampled"]).exp().clamp(max=CAP)
             more["importance_sampling_ratio"] = ratio
-        record(name, GRPOTrainer, own, more)
-    record("rloo", RLOOTrainer, {}, {"old_logps": (given["old"] * mask).sum(1)})
+        policy = given["policy"].clone().requires_grad_()
+        stub = Stub(policy, **own)
+        loss = GRPOTrainer._compute_loss(stub, stub.model, batch | more)
+        loss.backward()
+        found[name] = {"loss": loss.item(), "gradient": (policy.grad * mask).tolist()}
     versions = {name: importlib.metadata.version(name) for name in ("trl", "torch")}
     content = {"versions": versions, "inputs": inputs(), "values": found}
     VALUES.write_text(json.dumps(content) + "\n")

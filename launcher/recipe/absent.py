@@ -5,8 +5,8 @@ from pathlib import Path
 
 # Entries by the names that other tools give to their methods.
 ENTRIES = {
-    "ppo": "PPO, which trains a critic: use entry: grpo, with loss: rloo for single rewards",
-    "rloo": "entry of its own for RLOO: use entry: grpo with loss: rloo",
+    "ppo": "PPO, which trains a critic: use entry: grpo, or a script of TRL (trl:FILE)",
+    "rloo": "RLOO: use entry: trl:rloo, or entry: grpo",
     "orpo": "entry of its own for ORPO: use entry: dpo with loss: orpo",
     "simpo": "entry of its own for SimPO: use entry: dpo with loss: simpo",
     "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",

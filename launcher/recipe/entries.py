@@ -29,7 +29,7 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
         checked="complete",
         method=config,
         companion=config.companion,
-        can_profile=not config.runs_teacher_only,
+        can_profile=True,
         resumes=True,
         backend=config.backend_of,
         faults=config.recipe_faults,

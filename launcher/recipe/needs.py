@@ -23,16 +23,8 @@ class Needs(Protocol):
         """Memory of a rank's GPU at the peak of a step."""
 
     @property
-    def beside_gib(self) -> float:
-        """Memory of a rank's GPU while another process generates on it in turns with the ranks."""
-
-    @property
     def step_s(self) -> float:
         """Seconds of a step."""
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation of a GPU while it waits for no other."""
 
     @property
     def rate(self) -> float:

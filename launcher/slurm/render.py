@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from launcher import paths, slurm
 from launcher.errors import RecipeFault, RunFault
 from launcher.recipe.environment import Environment
 from launcher.recipe.model import Recipe, Resources
-from launcher.recipe.needs import needs
 from launcher.site import Site, with_site_defaults
 from launcher.slurm.executors import token
 from runspec import files
@@ -86,7 +85,6 @@ def job_script(
     if resources.gpu_type:
         gpus = f"{resources.gpu_type}:{gpus}"
     config, inside = recipe.resolved(cluster.root, str(run_dir)), recipe.environment
-    in_turns = generates_in_turns(recipe)
     interpreter = inside.interpreter(cluster.root) if inside else None
     values = dict(
         **common(cluster, resources, run_dir, job_name)
@@ -97,8 +95,6 @@ def job_script(
         cpus_per_task=(resources.cpus_per_gpu or 0) * resources.gpus_per_node,
         signal_lead_s=signal_lead_s(cluster, resources),
         rollout_gpus=int(config.get("rollout_gpus") or 1),
-        in_turns=in_turns,
-        beside_gib=_beside_gib(config, resources) if in_turns else None,
         own_environment=config.get("env") or {},
         own_packages=os.environ.get("COOKBOOK_COMPONENTS", ""),
         files=files,
@@ -120,21 +116,6 @@ def job_script(
             f"the run's copy of the kit is of an older version ({templates}: {error}): cookbook "
             "resume RUN --code current takes the present one"
         ) from None
-
-
-def generates_in_turns(recipe: Recipe) -> bool:
-    """Return whether an engine generates answers on the GPUs that train."""
-    is_apart = recipe.entry.on_host or recipe.resources.rollout_nodes
-    return recipe.starts_backend and not is_apart
-
-
-def _beside_gib(config: Mapping[str, Any], resources: Resources) -> str | None:
-    """Return how much of a GPU vLLM must leave for the ranks; None if it cannot be computed."""
-    try:
-        found = needs(config, resources.nodes, resources.gpus_per_node)
-    except RecipeFault:
-        return None
-    return None if found is None else f"{found.beside_gib:.2f}"
 
 
 def python(inside: Environment | None, interpreter: str | None) -> str:

@@ -34,14 +34,13 @@ from trainer.errors import ConfigError
 from trainer.layers import log_probs
 from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.base import method as method_of
-from trainer.layers.batch import MicroBatch, TopK
+from trainer.layers.batch import MicroBatch
 from trainer.layers.patch import COMPILE_BACKEND
 from trainer.layers.traced_attention import attend_as_on_a_gpu
-from trainer.methods.base import Models, named
-from trainer.methods.teach import Teaching
+from trainer.methods.base import named
 from trainer.model import Decoder, Documents, Inputs
 from trainer.models import build as models
-from trainer.models.builder import Builder, teacher_config
+from trainer.models.builder import Builder
 from trainer.parallel import gradients
 from trainer.parallel.fake import fake_world
 from trainer.parallel.world import World
@@ -137,8 +136,6 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     builder = FakeBuilder(config, world, layers)
     made, fake = method.build_models(builder), builder.fake
     module = made.policy.module
-    if isinstance(method, Teaching):
-        return _trace_pass(method, made, fake, _batch(config, module))
     trainable = [p for p in module.parameters() if p.requires_grad]
     # The fused and the foreach kernels work on real tensors only; neither changes the states.
     block = config.optimizer | {"fused": False, "foreach": False}
@@ -216,19 +213,6 @@ def _gather_all(model: models.Model) -> None:
             export.gather(model, layers, export.steps_of(model, name, parameter)[0])
 
 
-def _trace_pass(method: Teaching, made: Models, fake: FakeTensorMode, batch: MicroBatch) -> Traced:
-    """A pass that trains nothing."""
-    module, tracker = made.policy.module, MemoryTracker()
-    _spread_rows(batch, module, method.config, method.world)
-    _count_tensors(module, tracker)
-    weights = tracker.now
-    _mark_phases(module, tracker)
-    with fake, tracker:
-        tracker.enter("forward, first layer")
-        method.run_once(made, batch)
-    return Traced(len(module.blocks), weights, 0, dict(tracker.peaks))
-
-
 def _count_tensors(module: Decoder, tracker: MemoryTracker) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -283,15 +267,9 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         samples=torch.arange(config.batch_size),
         numbers=torch.zeros(config.batch_size),
         reference=torch.zeros(config.batch_size, each) if kept else None,
-        teacher=_top_k(count, config.kept_top_k) if config.kept_top_k else None,
         documents_per_sample=each,
         ends=torch.tensor(ends[1:]) - 1,
     )
-
-
-def _top_k(tokens: int, k: int) -> TopK:
-    ids = torch.zeros(tokens, k, dtype=torch.int32)
-    return TopK(ids, torch.zeros(tokens, k), torch.zeros(tokens))
 
 
 def _fill_buffers(module: Decoder, fake: FakeTensorMode) -> None:
@@ -349,10 +327,7 @@ def extrapolate(shallow: Traced, deep: Traced, layers: int) -> Traced:
 
 def estimate(config: TrainConfig, ranks: int) -> Traced:
     """The whole model's step: traced if it is shallow, else extrapolated from two depths."""
-    whole = config
-    if config.runs_teacher_only:
-        whole = teacher_config(config, config.teacher_of(vars(config)))
-    module = models.empty(whole, frozen=config.runs_teacher_only)
+    module = models.empty(config)
     every = config.activation_checkpointing
     layers, depths = len(module.blocks), depths_of(module, every if isinstance(every, int) else 1)
     if layers <= depths[-1]:

@@ -24,8 +24,6 @@ class Drawn(NamedTuple):
     scores: list[list[Scores]]
     # fp64 [groups, group_size], NaN for none.
     rewards: torch.Tensor
-    # How many groups were sampled again.
-    resampled: int
     # Seconds that scoring took.
     scored_s: float
 
@@ -50,7 +48,7 @@ class Ahead:
     ) -> None:
         self._world, self._generation, self._prompts, self._draw = world, generation, prompts, draw
         self._most = config.max_staleness
-        if self._most and (generation.samplers is None or generation.samplers.in_turns):
+        if self._most and generation.samplers is None:
             raise ConfigError("max_staleness: only rollout nodes work ahead; set resources.rollout")
         self._later: Iterator[tuple[int, list[MicroBatch]]] = iter(())
         self._pending: deque[Future[Drawn]] = deque()
@@ -65,7 +63,6 @@ class Ahead:
         begins = not self._pending
         drawn = None if begins else self._next()
         self._generation.hold(models, number)
-        self._generation.release()
         if begins:
             self._later = enumerate(self._prompts.inner.from_step(number), number)
         for _ in range(self._most + 1 if begins else 1):

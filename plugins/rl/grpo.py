@@ -1,11 +1,11 @@
-"""Reinforcement learning: GRPO, Dr. GRPO, DAPO, GSPO and RLOO, with rollouts on the same ranks.
+"""Reinforcement learning: GRPO, Dr. GRPO, DAPO and GSPO, with rollouts on the same ranks.
 
 Each step the policy samples a group of answers to each of its prompts, functions score them in
 processes of their own, and the policy is updated; all ranks do the one, then the other.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +32,6 @@ from plugins.rl.rollouts import (
     prompts_of,
     trace,
 )
-from plugins.rl.turns import Turns, following
 from runspec.keys.train import TrainConfig
 from trainer.config import instantiate
 from trainer.data import batches
@@ -45,8 +44,6 @@ from trainer.methods.base import LossSum, Models, Objective
 from trainer.models.builder import Builder
 from trainer.sharded import reshard
 
-# What an environment made of a conversation: its score, and whether it failed.
-Played = tuple[float | None, bool]
 # What is scored when the rewards are tried before a run.
 TRIED_ROWS, TRIED_TEXT = 3, "The answer is 42."
 
@@ -72,7 +69,7 @@ class PolicyOptimisation(Objective):
         faults = cls.setting_faults(config)
         if not faults:
             faults += gathered.faults(config, on_hub=config.rollout_engine == "vllm")
-        if not pool.faults(config.rewards, config.reward_timeout):
+        if not pool.faults(config.rewards):
             try:
                 Pool(config.rewards, 1, config.reward_timeout).close()
             except ConfigError as error:
@@ -105,14 +102,14 @@ class PolicyOptimisation(Objective):
                 "max_staleness: a reward model is on the trainer's GPUs and cannot score while "
                 "they train; set max_staleness=0"
             )
-        faults += pool.faults(config.rewards, config.reward_timeout)
+        faults += pool.faults(config.rewards)
         policy = Path(str(config.tokenizer.get("path") or config.model_folder))
         return faults + (judges.faults(config.rewards, policy) if config.rewards else [])
 
     @classmethod
     def sample_faults(cls, config: Any) -> list[str]:
         """What the rewards say of a text as the answer to the first prompts."""
-        if pool.faults(config.rewards, config.reward_timeout):
+        if pool.faults(config.rewards):
             return []
         try:
             tokenizer = instantiate("tokenizer", config.tokenizer)
@@ -124,9 +121,6 @@ class PolicyOptimisation(Objective):
             rows = [source.row(index) or {} for index in range(min(TRIED_ROWS, len(source)))]
             prompt, tokens = "", tokenizer.encode(TRIED_TEXT)
             scorers.score([pool.Answer(prompt, TRIED_TEXT, tokens, row) for row in rows])
-            for name, most in pool.environments_of(config.rewards).items():
-                turns = Turns(lambda _: [], scorers, tokenizer, name, most, config.max_new_tokens)
-                turns.try_on(rows, TRIED_TEXT)
             return [
                 f"rewards.{name}: {said} (tried on {source.origin(0)}, with the answer "
                 f"{TRIED_TEXT!r})"
@@ -182,7 +176,7 @@ class PolicyOptimisation(Objective):
         self._pool = world.on_all(lambda: Pool(config.rewards, workers, config.reward_timeout))
         self._sources = world.on_all(lambda: self._opened(data))
         self._judges = world.on_all(lambda: judges.loaded(config, world))
-        self._tail = following(self._generation.tokenizer, []) if self._judges else []
+        self._tail = judges.tail(self._generation.tokenizer) if self._judges else []
         self._log = RolloutLog(config, world, self._generation.tokenizer)
         self._ahead = Ahead(config, world, self._generation, self._prompts, self._draw)
         for name, block in config.rewards.items():
@@ -244,45 +238,36 @@ class PolicyOptimisation(Objective):
 
     def _draw(self, given: list[MicroBatch], number: int) -> Drawn:
         """This rank's answers of the rollout of this number; nothing of it concerns other ranks."""
-        config, scored_s = self.config, 0.0
+        step, size = number * self.config.updates_per_rollout, self.config.group_size
         prompts = [each for batch in given for each in prompts_of(batch)]
-        step, size, rounds = number * config.updates_per_rollout, config.group_size, 1
-        if config.zero_variance == "resample":
-            rounds += config.max_resamples
-        groups: list[list[Answer]] = [[] for _ in prompts]
-        scores: list[list[Scores]] = [[] for _ in prompts]
-        rewards = torch.full((len(prompts), size), torch.nan, dtype=torch.float64)
-        resampled, wanted = 0, list(range(len(prompts)))
-        for turn in range(rounds if self.world.data_weight else 0):
-            resampled += len(wanted) if turn else 0
-            asked = [
-                Asked(*prompts[index], f"answer {step} {prompts[index][0]} {answer} {turn}")
-                for index in wanted
-                for answer in range(size)
-            ]
-            answers, played = self._answered("dataset", asked)
-            before = time.monotonic()
-            scored = self._scored("dataset", answers, played)
-            scored_s += time.monotonic() - before
-            for place, index in enumerate(wanted):
-                own = slice(place * size, (place + 1) * size)
-                groups[index], scores[index] = answers[own], scored[own]
-                rewards[index] = self._rewards(answers[own], scored[own])
-            equal = losses.without_variance(rewards).tolist()
-            wanted = [index for index in wanted if equal[index]]
-            if not wanted:
-                break
-        return Drawn(groups, scores, rewards, resampled, scored_s)
+        if not self.world.data_weight:
+            nothing = torch.full((len(prompts), size), torch.nan, dtype=torch.float64)
+            return Drawn([[] for _ in prompts], [[] for _ in prompts], nothing, 0.0)
+        # The last number gives the random numbers of earlier versions.
+        asked = [
+            Asked(sample, prompt, f"answer {step} {sample} {answer} 0")
+            for sample, prompt in prompts
+            for answer in range(size)
+        ]
+        answers = self._generation.answers(asked, self._vocabulary)
+        before = time.monotonic()
+        scored = self._scored("dataset", answers)
+        scored_s = time.monotonic() - before
+        places = [slice(begin, begin + size) for begin in range(0, len(asked), size)]
+        return Drawn(
+            [answers[own] for own in places],
+            [scored[own] for own in places],
+            self._rewards(answers, scored).view(-1, size),
+            scored_s,
+        )
 
     def _sampled(self, models: Models, given: list[MicroBatch], step: int) -> list[Answer]:
         """This rank's answers of a step; all ranks call this together."""
         config = self.config
         began, self._number = time.monotonic(), step // config.updates_per_rollout
-        groups, scores, rewards, resampled, scored_s = self._ahead.take(models, given, self._number)
+        groups, scores, rewards, scored_s = self._ahead.take(models, given, self._number)
         self._log.failures(self._pool.messages)
-        if config.beta and config.loss == "rloo":
-            rewards = self._less_kl(models, groups, rewards)
-        advantages = losses.advantages(rewards, config.loss, config.scales)
+        advantages = losses.advantages(rewards, config.scales)
         equal = losses.without_variance(rewards).tolist()
         known = ~rewards.isnan()
         trained = [
@@ -296,7 +281,7 @@ class PolicyOptimisation(Objective):
             ]
             for group, own in enumerate(groups)
         ]
-        self._log.add(step, Rollout(trained, scores, rewards, equal, resampled, self._number))
+        self._log.add(step, Rollout(trained, scores, rewards, equal, self._number))
         transfer_s = self._generation.transfer_s
         waited_s = time.monotonic() - began - transfer_s
         # Ahead, scores are made while the step before is trained.
@@ -318,34 +303,13 @@ class PolicyOptimisation(Objective):
             flat = world.gather(flat)[world.group_leader]
         return flat
 
-    def _answered(
-        self, key: str, asked: Sequence[Asked], greedy: bool = False
-    ) -> tuple[list[Answer], list[Played]]:
-        """An answer to each, of several turns with an environment; and what it says of them."""
-
-        def sample(asked: Sequence[Asked]) -> list[Answer]:
-            return self._generation.answers(asked, self._vocabulary, greedy)
-
-        environments = pool.environments_of(self.config.rewards)
-        if not environments:
-            return sample(asked), []
-        ((name, most),) = environments.items()
-        room, tokenizer = self.config.max_new_tokens, self._generation.tokenizer
-        turns = Turns(sample, self._pool, tokenizer, name, most, room)
-        return turns.play(asked, self._rows(key, {each.sample for each in asked}))
-
-    def _rows(self, key: str, samples: Iterable[int]) -> dict[int, Mapping[str, Any]]:
-        source, known = self._sources[key]
-        return {sample: source.row(int(known.sources[sample])) or {} for sample in samples}
-
-    def _scored(
-        self, key: str, answers: Sequence[Answer], played: Sequence[Played]
-    ) -> list[Scores]:
-        """The scores by all functions, reward models, and the environment in `played`."""
+    def _scored(self, key: str, answers: Sequence[Answer]) -> list[Scores]:
+        """The scores by all functions and reward models."""
         decode = self._generation.tokenizer.decode
         asked = {answer.sample: answer.prompt for answer in answers}
         prompts = {sample: decode(prompt, False) for sample, prompt in asked.items()}
-        rows = self._rows(key, asked)
+        source, known = self._sources[key]
+        rows = {sample: source.row(int(known.sources[sample])) or {} for sample in asked}
         scores = self._pool.score(
             [
                 pool.Answer(prompts[a.sample], decode(a.tokens), a.tokens, rows[a.sample])
@@ -357,10 +321,6 @@ class PolicyOptimisation(Objective):
             documents = [[*a.prompt, *a.tokens, *(self._tail if a.ended else ())] for a in answers]
             for own, value in zip(scores, judge.scores(documents), strict=True):
                 own.scores[name] = value
-        for name in pool.environments_of(self.config.rewards):
-            for index, (score, failed) in enumerate(played):
-                scores[index].scores[name] = score
-                scores[index] = scores[index]._replace(failed=scores[index].failed or failed)
         return scores
 
     def _rewards(self, answers: Sequence[Answer], scores: Sequence[Scores]) -> torch.Tensor:
@@ -374,40 +334,20 @@ class PolicyOptimisation(Objective):
         lengths = torch.tensor([len(answer.tokens) for answer in answers])
         return rewards + losses.overlong(lengths, config.max_new_tokens, config.overlong_tokens)
 
-    def _no_grad(self, models: Models, answers: list[Answer], frozen: bool) -> list[list[float]]:
-        """Log-probabilities of every answer's tokens, by the policy or the reference."""
+    def _with_old(self, models: Models, answers: list[Answer]) -> list[Answer]:
+        """The answers with the policy's present log-probabilities of their tokens."""
         counted = [each._replace(advantage=0.0) for each in answers]
         module, logps = models.policy.module, []
         module.eval()
         try:
             with torch.no_grad():
                 for batch in batches_of(counted, self.config, self._generation.ends.pad_id):
-                    on_device = batch.to(self.world.device)
-                    if frozen:
-                        with models.as_reference() as reference:
-                            own = self._log_probs(reference, on_device)
-                    else:
-                        own = self._log_probs(module, on_device)
-                    logps += own.tolist()
+                    logps += self._log_probs(module, batch.to(self.world.device)).tolist()
         finally:
             module.train()
             reshard(module)
         values = iter(logps)
-        return [[next(values) for _ in each.log_probs] for each in answers]
-
-    def _with_old(self, models: Models, answers: list[Answer]) -> list[Answer]:
-        values = self._no_grad(models, answers, frozen=False)
-        return [a._replace(old=own) for a, own in zip(answers, values, strict=True)]
-
-    def _less_kl(
-        self, models: Models, groups: list[list[Answer]], rewards: torch.Tensor
-    ) -> torch.Tensor:
-        """RLOO's rewards, less beta times each answer's log-ratio to the reference."""
-        flat = self._flat(groups)
-        pairs = [self._no_grad(models, flat, frozen) for frozen in (False, True)]
-        apart = [sum(own) - sum(other) for own, other in zip(*pairs, strict=True)]
-        penalty = torch.tensor(apart[: rewards.numel()], dtype=torch.float64)
-        return rewards - self.config.beta * penalty.view_as(rewards) if rewards.numel() else rewards
+        return [each._replace(old=[next(values) for _ in each.log_probs]) for each in answers]
 
     def _validation(self, models: Models, batch: MicroBatch) -> LossSum:
         """Minus the sum of the rewards of greedy answers; one without a score counts as 0."""
@@ -417,8 +357,8 @@ class PolicyOptimisation(Objective):
         asked = [Asked(sample, prompt, "") for sample, prompt in prompts_of(batch)]
 
         def sample() -> tuple[list[float], dict[str, float]]:
-            answers, played = self._answered("dataset_val", asked, greedy=True)
-            scores = self._scored("dataset_val", answers, played)
+            answers = self._generation.answers(asked, self._vocabulary, greedy=True)
+            scores = self._scored("dataset_val", answers)
             totals = self._rewards(answers, scores).nan_to_num().tolist()
             by_name = {n: sum(each.scores.get(n) or 0.0 for each in scores) for n in self._weights}
             return totals, by_name

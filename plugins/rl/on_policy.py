@@ -151,21 +151,11 @@ class OnPolicyDistillation(Distillation):
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:
-        """As Distillation.faults, and why the student cannot generate."""
-        return super().faults(config) or gathered.faults(config)
-
-    @classmethod
-    def setting_faults(cls, config: Any) -> list[str]:
-        """As Distillation.setting_faults, of its own keys, too."""
-        texts = super().setting_faults(config)
+        """As Distillation.faults, of its own keys, too, and why the student cannot generate."""
+        texts = super().faults(config)
         if config.on_policy_share > 1:
             texts.append(f"on_policy_share: must be from 0 to 1, got {config.on_policy_share}")
-        if config.teacher_log_probs == "kept":
-            texts.append(
-                "teacher_log_probs: kept covers the data's answers only; set "
-                "teacher_log_probs=online, or entry=distill"
-            )
-        return texts
+        return texts or gathered.faults(config)
 
     def prepare(self, models: Models, data: Data) -> None:
         """As Objective.prepare; also raises ConfigError for a student that cannot generate."""

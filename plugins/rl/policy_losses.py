@@ -1,8 +1,8 @@
 """Advantages of groups of answers, and the losses of policy optimisation, as formulas.
 
-Sources: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), GSPO (2507.18071), RLOO
-(2402.14740), truncated importance sampling (fengyao.notion.site/off-policy-rl). The values are
-those of TRL 1.16: tests/plugins/rl/trl_rl.json.
+Sources: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), GSPO (2507.18071),
+truncated importance sampling (fengyao.notion.site/off-policy-rl). The values are those of TRL 1.16:
+tests/plugins/rl/trl_rl.json.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Rule:
         return self.loss == "dapo"
 
 
-def advantages(rewards: torch.Tensor, loss: str, scale: bool) -> torch.Tensor:
+def advantages(rewards: torch.Tensor, scale: bool) -> torch.Tensor:
     """The advantage of each answer, [groups, group_size], in the dtype of `rewards`.
 
     Args:
@@ -57,14 +57,10 @@ def advantages(rewards: torch.Tensor, loss: str, scale: bool) -> torch.Tensor:
     has = ~rewards.isnan()
     count = has.sum(1, keepdim=True)
     known = rewards.nan_to_num()
-    if loss == "rloo":
-        baseline = (known.sum(1, keepdim=True) - known) / (count - 1).clamp_min(1)
-    else:
-        baseline = (known.sum(1, keepdim=True) / count.clamp_min(1)).expand_as(known)
-    result = torch.where(has & (count > 1), known - baseline, torch.zeros_like(known))
+    mean = known.sum(1, keepdim=True) / count.clamp_min(1)
+    result = torch.where(has & (count > 1), known - mean, torch.zeros_like(known))
     if not scale:
         return result
-    mean = known.sum(1, keepdim=True) / count.clamp_min(1)
     squares = torch.where(has, (known - mean).square(), torch.zeros_like(known))
     std = (squares.sum(1, keepdim=True) / (count - 1).clamp_min(1)).sqrt()
     return result / (std + STD_EPSILON)
@@ -116,21 +112,15 @@ def policy_loss(
             return values.sum()
         return (by_answer(values) / (rule.longest if rule.loss == "dr_grpo" else counts)).sum()
 
-    log_ratio = policy - old
-    whole = rule.loss == "rloo"
-    if whole:
-        log_ratio, own = by_answer(log_ratio), advantage
-    else:
-        own = advantage[of_token]
-        if rule.loss == "gspo":
-            log_ratio = (by_answer(log_ratio) / counts)[of_token]
+    log_ratio, own = policy - old, advantage[of_token]
+    if rule.loss == "gspo":
+        log_ratio = (by_answer(log_ratio) / counts)[of_token]
     ratio = log_ratio.exp()
     loss = -torch.minimum(ratio * own, ratio.clamp(1 - rule.low, 1 + rule.high) * own)
     if rule.cap is not None and logps.sampled is not None:
-        apart = old - logps.sampled
-        loss = loss * (by_answer(apart) if whole else apart).exp().clamp(max=rule.cap)
+        loss = loss * (old - logps.sampled).exp().clamp(max=rule.cap)
     kl = None if logps.reference is None else kl_estimate(policy, logps.reference)
-    if kl is not None and rule.beta and not whole:
+    if kl is not None and rule.beta:
         loss = loss + rule.beta * kl
     figures = {
         "entropy": -policy,
@@ -144,8 +134,5 @@ def policy_loss(
     summed = {}
     for name, values in figures.items():
         values = values.detach().float()
-        if len(values) != len(policy) or rule.over_tokens:
-            summed[name] = values.sum()
-        else:
-            summed[name] = (by_answer(values) / counts).sum()
-    return loss.sum() if whole else reduced(loss), summed
+        summed[name] = values.sum() if rule.over_tokens else (by_answer(values) / counts).sum()
+    return reduced(loss), summed

@@ -14,8 +14,6 @@ REWARD_MODEL = "reward_model"
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "exact_match": ("column", "pattern"),
     "regex": ("pattern",),
-    "json_schema": ("schema", "column"),
-    "code": ("column", "seconds", "memory_mb", "network"),
     REWARD_MODEL: ("model",),
 }
 
@@ -51,16 +49,14 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     rewards: dict[str, Any] = setting(
         "open block",
         "What scores the answers, by names of your own: {correct: {function: exact_match, column: "
-        "answer}, mine: {function: /shared/reward.py:score, weight: 0.5}}; a class with reset and "
-        "step, and turns: the most answers; function: reward_model, and model: a folder. The sum "
-        "of the scores times their weights (default 1) is the reward.",
+        "answer}, mine: {function: /shared/reward.py:score, weight: 0.5}}; function: reward_model, "
+        "and model: a folder. The sum of the scores times their weights (default 1) is the reward.",
         REQUIRED,
     )
     loss: str = setting(
-        "grpo | dr_grpo | dapo | gspo | rloo",
+        "grpo | dr_grpo | dapo | gspo",
         "grpo: mean over answers of means over their tokens. dr_grpo: sums divided by "
-        "max_new_tokens. dapo: mean over all tokens. gspo: one ratio for each answer, of means. "
-        "rloo: one for each, of sums, and the mean of the other answers as baseline.",
+        "max_new_tokens. dapo: mean over all tokens. gspo: one ratio for each answer, of means.",
         "dapo",
     )
     group_size: int = setting("positive", "Answers to each prompt.", 8)
@@ -79,7 +75,7 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     scale_rewards: bool | None = setting(
         "flag",
         "Divide advantages by the standard deviation of their group. Default: true, but false for "
-        "dr_grpo and rloo.",
+        "dr_grpo.",
     )
     importance_cap: float | None = setting(
         "number",
@@ -103,12 +99,11 @@ class GrpoConfig(AnswerKeys, TrainConfig):
         "flag", "Do not train on answers that max_new_tokens cut.", False
     )
     zero_variance: str = setting(
-        "keep | mask | resample",
+        "keep | mask",
         "Groups whose answers all have the same reward: keep counts them in the mean (their "
-        "advantage is 0), mask leaves them out, resample samples them again and then masks them.",
+        "advantage is 0), mask leaves them out.",
         "keep",
     )
-    max_resamples: int = setting("positive", "How often such a group is sampled again.", 3)
     rollout_timeout: float = changeable(
         "number",
         "With resources.rollout: seconds that a transfer of weights, or a batch of answers, may "
@@ -117,9 +112,8 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     )
     rollout_engine: str = changeable(
         "transformers | vllm",
-        "What generates the answers. vllm: a server on each GPU of the rollout nodes, or with "
-        "resources.rollout=same of the nodes that train, in turns with the ranks; in the recipe's "
-        "environment (environment: vllm), and the ranks in the kit's own.",
+        "What generates the answers. vllm: a server on each GPU of the rollout nodes, in the "
+        "recipe's environment (environment: vllm); the ranks are in the kit's own.",
         "transformers",
     )
     rollout_gpus: int = changeable(
@@ -127,11 +121,6 @@ class GrpoConfig(AnswerKeys, TrainConfig):
         "GPUs of a node that share one vLLM server (tensor parallel), for a model that is too "
         "large for one GPU.",
         1,
-    )
-    rollout_gpu_memory_utilization: float | None = changeable(
-        "share",
-        "Share of a GPU's memory that vLLM takes while it generates. Default: vLLM's own; with "
-        "resources.rollout=same what the trainer's state leaves (cookbook estimate).",
     )
     rollout_engine_args: list[str] | None = changeable(
         "texts", "Additional arguments of vLLM's server."
@@ -164,7 +153,7 @@ class GrpoConfig(AnswerKeys, TrainConfig):
         """As TrainConfig.recipe_faults: keys for vLLM and for rollout nodes only."""
         with_vllm = config.get("rollout_engine") == "vllm"
         only: dict[str, Any] = {"rollout_engine_args": [], "rollout_gpus": 1}
-        for key, default in {**only, "rollout_gpu_memory_utilization": 0}.items():
+        for key, default in only.items():
             if not with_vllm and (config.get(key) or default) != default:
                 yield Fault(key, f"{key}: only for vLLM; set rollout_engine=vllm, or leave it out")
         if with_vllm and _block(config, "tokenizer").get("new_tokens"):
@@ -173,11 +162,12 @@ class GrpoConfig(AnswerKeys, TrainConfig):
             yield Fault(key, f"{key}: {message}; set rollout_engine=transformers, or leave it out")
         if _block(config, "resources").get("rollout") not in (None, "same"):
             return
-        given = config.get("rollout_engine_args")
-        own = given if isinstance(given, list) else []
-        if any(str(each).startswith("--gpu-memory-utilization") for each in own):
-            key, other = "rollout_engine_args", "rollout_gpu_memory_utilization"
-            yield Fault(key, f"{key}: set {other} instead, which the estimate counts")
+        if with_vllm:
+            yield Fault(
+                "rollout_engine",
+                "rollout_engine: vLLM generates on nodes of its own; set resources.rollout=1 or "
+                "more (vLLM on the GPUs that train: entry=trl:grpo)",
+            )
         if config.get("max_staleness"):
             yield Fault(
                 "max_staleness",
@@ -210,7 +200,7 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     def scales(self) -> bool:
         """Whether advantages are divided by their group's standard deviation."""
         if self.scale_rewards is None:
-            return self.loss not in ("dr_grpo", "rloo")
+            return self.loss != "dr_grpo"
         return self.scale_rewards
 
     @property

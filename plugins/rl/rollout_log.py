@@ -4,13 +4,12 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from plugins.rl.recipe_keys import GrpoConfig
-from plugins.rl.rewards.pool import Scores, environments_of
+from plugins.rl.rewards.pool import Scores
 from plugins.rl.rollouts import Answer
 from runspec import files
 from trainer.metrics import lines_until
@@ -26,8 +25,6 @@ class Rollout(NamedTuple):
     rewards: torch.Tensor
     # Whether those of a group are equal.
     equal: list[bool]
-    # How many groups were sampled again.
-    resampled: int
     # Of the rollout.
     number: int
 
@@ -42,7 +39,6 @@ class RolloutLog:
         self._said: set[tuple[str, str]] = set()
         self._begun = False
         self._since: float | None = None
-        self._has_turns = bool(environments_of(config.rewards))
 
     def add(self, step: int, rollout: Rollout) -> None:
         """Count the answers of the step of this index, and write some of them."""
@@ -80,11 +76,10 @@ class RolloutLog:
         """Of the answers since the last call, over all ranks.
 
         reward and reward_std: of all answers with one. rewards/NAME: of each function, without
-        weight. answers/tokens, answers/longest; answers/turns: answers of the policy in a
-        conversation, if there is an environment; answers/cut: share that max_new_tokens ended;
+        weight. answers/tokens, answers/longest; answers/cut: share that max_new_tokens ended;
         answers/masked: share that is not trained; answers/failed: share without a score, because a
-        function hung, died or raised. groups/zero_variance: share whose rewards are equal;
-        groups/resampled: how many were sampled again, per group. staleness and staleness/most, with
+        function hung, died or raised. groups/zero_variance: share whose rewards are equal.
+        staleness and staleness/most, with
         rollout nodes: how many rollouts old the weights were. seconds/generate, seconds/score,
         seconds/transfer (of weights to rollout nodes), seconds/update: per rollout, of the slowest
         rank; the last one of rank 0, of the rollouts that were followed by another.
@@ -106,12 +101,10 @@ class RolloutLog:
             },
             "answers/tokens": mean("tokens", "answers"),
             "answers/longest": longest if figures["answers"] else None,
-            **({"answers/turns": mean("turns", "answers")} if self._has_turns else {}),
             "answers/cut": mean("cut", "answers"),
             "answers/masked": mean("masked", "answers"),
             "answers/failed": mean("failed", "answers"),
             "groups/zero_variance": mean("equal", "groups"),
-            "groups/resampled": mean("resampled", "groups"),
             **(
                 {
                     "staleness": mean("stale", "versions"),
@@ -145,10 +138,9 @@ class RolloutLog:
         own["rewarded"], own["reward"] = len(known), float(known.sum())
         own["square"] = float(known.square().sum())
         own["tokens"] = sum(len(each.tokens) for each in answers)
-        own["turns"] = sum(map(_turns, answers))
         own["cut"] = sum(not each.ended for each in answers)
         own["masked"] = sum(each.advantage is None for each in answers)
-        own["equal"], own["resampled"] = sum(rollout.equal), rollout.resampled
+        own["equal"] = sum(rollout.equal)
         versions = [each.version for each in answers if each.version >= 0]
         own["versions"] = len(versions)
         own["stale"] = sum(rollout.number - each for each in versions)
@@ -177,7 +169,6 @@ class RolloutLog:
                     "advantage": answer.advantage,
                     "scores": own.scores,
                     "tokens": len(answer.tokens),
-                    "turns": _turns(answer),
                     "cut": not answer.ended,
                     "answer": decode(answer.tokens),
                 }
@@ -188,12 +179,6 @@ class RolloutLog:
             lines.append(_line({**place, "prompt": prompt, "answers": answers}))
         with open(path, "a", encoding="utf-8") as file:
             file.write("".join(lines))
-
-
-def _turns(answer: Answer) -> int:
-    """How often the policy answered in a conversation."""
-    of_policy = answer.sampled or [True] * len(answer.tokens)
-    return sum(own and not before for before, own in pairwise([False, *of_policy]))
 
 
 def _line(value: Any) -> str:

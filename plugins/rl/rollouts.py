@@ -55,8 +55,6 @@ class Asked(NamedTuple):
     prompt: list[int]
     # What the answer's random numbers are drawn from.
     draw: str
-    # How many of max_new_tokens earlier turns have taken.
-    used: int = 0
 
 
 class Answer(NamedTuple):
@@ -64,9 +62,9 @@ class Answer(NamedTuple):
 
     sample: int
     prompt: list[int]
-    # [] if there was no room for any; of several turns, with those of the environment.
+    # [] if there was no room for any.
     tokens: list[int]
-    # The sampler's, of each token that it drew.
+    # The sampler's.
     log_probs: list[float]
     # By itself, and not because max_new_tokens was reached.
     ended: bool
@@ -74,8 +72,6 @@ class Answer(NamedTuple):
     advantage: float | None = None
     # The log-probabilities of the trainer's policy at that time; [] if it is the current one.
     old: list[float] = []  # noqa: RUF012, never changed
-    # Which tokens were drawn, and are trained; [] if all of them.
-    sampled: list[bool] = []  # noqa: RUF012, never changed
     # Of which rollout the weights were that drew it; -1 if not from rollout nodes.
     version: int = -1
 
@@ -203,8 +199,6 @@ def batches_of(answers: Sequence[Answer], config: GrpoConfig, pad_id: int) -> li
 def _row(answer: Answer) -> Row:
     tokens = np.array(answer.prompt + answer.tokens)
     trained = np.arange(len(tokens)) >= len(answer.prompt)
-    if answer.sampled:
-        trained[len(answer.prompt) :] = answer.sampled
     return Row([(tokens, trained)], True, np.array([answer.sample]))
 
 
@@ -234,10 +228,8 @@ class Generation:
         self.hold(models, rollout)
         try:
             yield
-        except BaseException:
-            self._free()
-            raise
-        self.release()
+        finally:
+            self.release()
 
     def hold(self, models: Models, rollout: int) -> None:
         """Gather the policy's present weights; all ranks call this together."""
@@ -250,12 +242,7 @@ class Generation:
         self.held = True
 
     def release(self) -> None:
-        """Give the memory back, also that of samplers; all ranks call this together."""
-        self._free()
-        if self.samplers is not None:
-            self.samplers.rest()
-
-    def _free(self) -> None:
+        """Give the memory back."""
         self._whole.free()
         self.held = False
 
@@ -270,8 +257,7 @@ class Generation:
         """
         config = self._config
         limit = int(config.tokenizer.get("max_seq_len") or 2**31)
-        most = config.max_new_tokens
-        rooms = [min(most - each.used, limit - len(each.prompt)) for each in asked]
+        rooms = [min(config.max_new_tokens, limit - len(each.prompt)) for each in asked]
         answers = [Answer(each.sample, each.prompt, [], [], False) for each in asked]
         fits = [index for index, room in enumerate(rooms) if room > 0 and asked[index].prompt]
         longest = max((len(asked[index].prompt) + rooms[index] for index in fits), default=0)

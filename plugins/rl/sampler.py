@@ -1,7 +1,5 @@
 """A sampler, which generates answers: python -m plugins.rl.sampler <run>/train.yaml
 
-It has GPUs of a rollout node, or with ROLLOUT_IN_TURNS those of ranks, while they wait for it.
-
 plugins/rl/slurm/samplers.py starts it, with ROLLOUT_INDEX, ROLLOUT_LOCAL_RANK (its GPU) and
 ROLLOUT_ADDRESS set. It says in the run's folder where it listens, and answers ranks over HTTP, with
 the run's secret: plugins/rl/samplers.py. A sampler whose health nobody asks for any more exits.
@@ -23,18 +21,15 @@ from typing import Any
 import torch
 
 from plugins.rl import backends
-from plugins.rl.backends import Backend, TransformersBackend
+from plugins.rl.backends import Backend
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.samplers import Request
 from runspec import files
 from trainer import config as configs
-from trainer.errors import RolloutError
 from trainer.parallel.device import choose
 
 # plugins/rl/slurm/samplers.py asks every few seconds.
 LEASE_S = 20.0
-# How often vLLM is asked to drop answers that nobody waits for any more.
-DROP_S = 0.2
 
 
 class Sampler:
@@ -46,7 +41,6 @@ class Sampler:
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.version = backend, ""
-        self._over: set[str] = set()
         self._changed, self._answering = threading.Condition(), 0
 
     def weights(self, version: str) -> dict[str, Any]:
@@ -60,32 +54,16 @@ class Sampler:
             sampled = self.backend.generate(Request(**asked))
         return {**sampled._asdict(), "version": version}
 
-    def sleep(self, version: str) -> dict[str, Any]:
-        """Give up the GPU; from now on nobody is answered by the weights of this version."""
-        with self._changed:
-            if isinstance(self.backend, TransformersBackend):
-                raise RolloutError("only vLLM sleeps")
-            if version not in self._over or self.version == version:  # else asked again, and done
-                self._over.add(version)
-                while not self._changed.wait_for(lambda: not self._answering, DROP_S):
-                    self.backend.drop()
-                self.backend.sleep()
-                self.version = ""
-        return {"version": version}
-
     @contextmanager
     def _holding(self, version: str) -> Iterator[None]:
         """Have the weights of a version inside."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    version in self._over
-                    or not self._answering
+                    not self._answering
                     or (self.version == version and self._answering < self.backend.at_once)
                 )
             )
-            if version in self._over:
-                raise RolloutError(f"nobody waits for answers of the weights {version} any more")
             if self.version != version:
                 self.version = ""
                 self.backend.load(version)
@@ -118,7 +96,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request with the run's secret: GET /health; POST /weights, /generate, /sleep."""
+    """One request with the run's secret: GET /health; POST /weights, /generate."""
 
     server: Server
 
@@ -135,11 +113,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         sampler = self.server.sampler
         calls: dict[str, Callable[..., dict[str, Any]]]
-        calls = {
-            "/weights": sampler.weights,
-            "/generate": sampler.generate,
-            "/sleep": sampler.sleep,
-        }
+        calls = {"/weights": sampler.weights, "/generate": sampler.generate}
         if (call := calls.get(self.path)) is None:
             self.send(404, {"error": f"there is no {self.path}"})
             return
@@ -175,17 +149,16 @@ def main(arguments: list[str]) -> int:
     """Serve until the job ends it."""
     config = configs.load(Path(arguments[0]), GrpoConfig)
     index, local = int(os.environ["ROLLOUT_INDEX"]), int(os.environ["ROLLOUT_LOCAL_RANK"])
-    in_turns, device = bool(os.environ.get("ROLLOUT_IN_TURNS")), torch.device("cpu")
+    device = torch.device("cpu")
     if choose(config.device) == "cuda":
         device = torch.device("cuda", local)
-        if not in_turns:  # a context of CUDA takes memory
-            torch.cuda.set_device(device)
+        torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     folder = config.output_dir / files.ROLLOUT
     secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
     node = os.environ.get("NODE_NAME") or socket.gethostname()
-    sampler = Sampler(backends.made(config, folder, device, in_turns))
+    sampler = Sampler(backends.made(config, folder, device))
     server = Server(os.environ["ROLLOUT_ADDRESS"], sampler, secret)
     threading.Thread(target=_end_without_lease, args=[server], daemon=True).start()
     port = server.server_port

@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from plugins.rl import transfer
 from plugins.rl.recipe_keys import GrpoConfig
 from runspec import client, files
@@ -28,8 +26,6 @@ from trainer.parallel.world import World
 POLL_S = 0.2
 # A request that a sampler answers with an error is asked so often in all.
 TRIES = 3
-# How long a sampler may take to say that it sleeps, before it is asked again.
-SLEEP_S = 30.0
 
 
 class Sampled(NamedTuple):
@@ -66,13 +62,11 @@ class Samplers:
         config: rollout_timeout says how long a transfer or a batch may take, the wait for a
             sampler included.
 
-    count: how many there are. in_turns: whether they have the GPUs of the ranks, and sleep while
-        these compute. schedules: whether they schedule answers themselves.
+    count: how many there are. schedules: whether they schedule answers themselves.
     """
 
     def __init__(self, folder: Path, count: int, world: World, config: GrpoConfig) -> None:
         self._folder, self.count, self._world, self._config = folder, count, world, config
-        self.in_turns = bool(os.environ.get("ROLLOUT_IN_TURNS"))
         # vLLM does; the other gets a batch at a time.
         self.schedules = config.rollout_engine == "vllm"
         self._limit_s = config.rollout_timeout
@@ -107,11 +101,7 @@ class Samplers:
         size = transfer.write(model, self._config, world, path)
         if self._number == 1:
             noun = f"{self.count} sampler{'s' if self.count > 1 else ''}"
-            noun += " in turns with the ranks" if self.in_turns else ""
             world.say(f"rollouts   {noun}, {size / 1e6:,.2f} MB of weights in each transfer")
-        if self.in_turns:
-            # Samplers have the GPUs' memory from here on: no rank computes until they rest.
-            world.on_all(torch.cuda.empty_cache)
         world.on_main(lambda: self._transfer(version))
         self.version = version
 
@@ -132,45 +122,6 @@ class Samplers:
                         f"{self._limit_s:g} s",
                         self._node(index),
                     )
-
-    def rest(self) -> None:
-        """Take the GPUs back from samplers in turns, which answer nobody then; all ranks call this
-        together, once each has its answers.
-
-        Raises:
-            RolloutError: one did not give them up in time.
-        """
-        if self.in_turns:
-            self._world.on_main(self._rest)
-
-    def _rest(self) -> None:
-        deadline = time.monotonic() + self._limit_s
-        with ThreadPoolExecutor(self.count) as threads:
-            list(threads.map(lambda index: self._put_to_sleep(index, deadline), range(self.count)))
-
-    def _put_to_sleep(self, index: int, deadline: float) -> None:
-        name, fault = self._named(index), None
-        while (now := time.monotonic()) < deadline:
-            if self._known(index) is not None:
-                limit = min(deadline, now + SLEEP_S)
-                fault = self._tried(index, "/sleep", {"version": self.version}, limit)
-                if isinstance(fault, dict):
-                    return
-            elif self._state(index) != "ready":
-                # It has ended, and its vLLM; the one that takes its place waits for weights.
-                return
-            time.sleep(POLL_S)
-        raise RolloutError(
-            f"{name} did not give up its GPUs within {self._limit_s:g} s, and training needs them: "
-            f"{fault or 'it does not answer'}",
-            self._node(index),
-        )
-
-    def _state(self, index: int) -> str:
-        """What its starter says of a sampler: ready, until its processes have ended."""
-        known = files.peek(self._folder.parent / files.ROLLOUT_STATE)
-        all_of_them = known.get("samplers", [])
-        return next((str(each["state"]) for each in all_of_them if each["sampler"] == index), "")
 
     def sample(self, requests: Sequence[Request]) -> list[Sampled]:
         """Answer each request, on as many samplers at once as there are.

@@ -1,14 +1,12 @@
 """What the trainer writes for samplers on rollout nodes: a version of the weights.
 
-For transformers' class a file: the whole weights by their names there, or of an adapter the
-parameters that are trained, which the sampler merges. For vLLM a folder: the adapter as PEFT reads
-it, or the whole weights as on the Hub, if vLLM would not answer with that adapter.
+For transformers' class a file: the whole weights by their names there, an adapter merged. For vLLM
+a folder: the adapter as PEFT reads it, or the whole weights as on the Hub, if vLLM would not answer
+with that adapter.
 """
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -19,7 +17,7 @@ from runspec.files import patient_json
 from trainer.checkpoint import adapter, export, weights
 from trainer.models.build import Model
 from trainer.parallel.world import World
-from trainer.sharded import full_tensor, reshard
+from trainer.sharded import reshard
 
 CPU = torch.device("cpu")
 # The settings of LoRA by PEFT that vLLM 0.30 does not apply (lora/peft_helper.py), or only to some
@@ -83,11 +81,12 @@ def _move(temporary: Path, path: Path) -> int:
 
 
 def _write_file(model: Model, world: World, path: Path) -> None:
-    shapes, dtypes, tensors = sent(model, world.is_main)
+    shapes = gathered.shapes(model)
+    dtypes = dict.fromkeys(shapes, model.dtype)
     writer = world.on_main(lambda: weights.SafetensorsWriter(path, shapes, dtypes))
-    for tensor in tensors:
+    for _, tensor in gathered.tensors(model, world.is_main, CPU):
         if writer is not None:
-            writer.add(tensor.cpu())
+            writer.add(tensor)
     world.on_main(lambda: None if writer is None else writer.close())
 
 
@@ -108,43 +107,3 @@ def _vllm_takes(folder: Path) -> bool:
     targets = {str(name).rpartition(".")[2] for name in settings.get("target_modules") or ()}
     tables = targets & {"embed_tokens", "lm_head"}
     return not tables and not any(settings.get(name) for name in _NOT_BY_VLLM)
-
-
-class Sent(NamedTuple):
-    """Tensors that samplers get."""
-
-    # By name.
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, torch.dtype]
-    # In the order of the names.
-    tensors: Iterator[torch.Tensor]
-
-
-def sent(model: Model, wanted: bool) -> Sent:
-    """What a sampler makes the weights of: with an adapter its parameters and what is trained
-    beside it, as they are.
-
-    All ranks go through the tensors together; only those that want them get some.
-    """
-    if model.module.adapter is None:
-        shapes, values = gathered.shapes(model), gathered.tensors(model, wanted, CPU)
-        return Sent(shapes, dict.fromkeys(shapes, model.dtype), (each for _, each in values))
-    reshard(model.module)
-    own = dict(trained(model))
-
-    def tensors() -> Iterator[torch.Tensor]:
-        for parameter in own.values():
-            tensor = full_tensor(parameter.detach())
-            if wanted:
-                yield tensor
-
-    shapes = {name: tuple(each.shape) for name, each in own.items()}
-    return Sent(shapes, {name: each.dtype for name, each in own.items()}, tensors())
-
-
-def trained(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a model's adapter, and those that are trained beside it."""
-    module = model.module
-    for name, parameter in weights.named_parameters(module):
-        if module.is_adapter(name) or module.is_saved(name):
-            yield name, parameter

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from runspec.keys.distill import DistillConfig, TeachConfig
+from runspec.keys.distill import DistillConfig
 from runspec.keys.preference import DpoConfig, KtoConfig
 from runspec.keys.pretrain import PretrainConfig
 from runspec.keys.reward import RewardConfig
@@ -14,7 +14,6 @@ METHODS: dict[str, type[TrainConfig]] = {
     "dpo": DpoConfig,
     "kto": KtoConfig,
     "distill": DistillConfig,
-    "teach": TeachConfig,
     "pretrain": PretrainConfig,
     "reward": RewardConfig,
 }

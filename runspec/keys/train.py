@@ -58,7 +58,6 @@ class TrainConfig(
         streams: the data may be a stream, which has no number of samples.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
         reads_teacher_logits: the loss compares all logits of both, by trainer.layers.divergence.
-        runs_teacher_only: nothing is trained; the teacher runs forward over the data.
         goal: what it does, in the title of a recipe that `cookbook start` writes.
         torchtune: part of the names of torchtune's scripts of the same purpose.
         companion: what the supervisor calls beside the ranks, MODULE:CLASS; "" for nothing.
@@ -71,7 +70,6 @@ class TrainConfig(
     has_score_head: ClassVar[bool] = False
     teacher_key: ClassVar[str] = ""
     reads_teacher_logits: ClassVar[bool] = False
-    runs_teacher_only: ClassVar[bool] = False
     streams: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
     goal: ClassVar[str] = ""
@@ -228,11 +226,6 @@ class TrainConfig(
     def quantizes_teacher(self) -> bool:
         """Whether the teacher is held in NF4."""
         return False
-
-    @property
-    def kept_top_k(self) -> int:
-        """How many tokens of a teacher's distribution are read with each trained token, or 0."""
-        return 0
 
     @property
     def model_folder(self) -> Path:

@@ -332,14 +332,11 @@ def kill_vllm(run: Path) -> None:
 
 
 @pytest.mark.named
-@pytest.mark.parametrize("where", ["1", "same"])
 def test_vllm_in_an_environment_of_its_own_is_replaced_when_it_dies(
-    user: Kit, in_turns: Path, tmp_path: Path, where: str
+    user: Kit, in_turns: Path, tmp_path: Path
 ):
-    """A stand-in of vLLM; its process is killed, and then a rank. In turns with the ranks it ends
-    with their attempt.
-    """
-    _, run = user.submit(*RUN, f"resources.rollout={where}", *vllm(tmp_path))
+    """A stand-in of vLLM; its process is killed, and then a rank."""
+    _, run = user.submit(*RUN, "resources.rollout=1", *vllm(tmp_path))
     reaches(run, 10)
     kill_vllm(run)
     until(lambda: rollout(run)["deaths"], 30, lambda: report(run))
@@ -354,45 +351,3 @@ def test_vllm_in_an_environment_of_its_own_is_replaced_when_it_dies(
     assert max(abs(row["kl/sampler"]) for row in rows) < 1e-4
     assert rows[-1]["reward"] == pytest.approx(same[-1]["reward"], abs=0.1)
     assert processes_of(run) == []
-
-
-@pytest.mark.named
-def test_vllm_in_turns_ends_with_each_attempt(slurm, user: Kit, in_turns: Path, tmp_path: Path):
-    """At the time limit, when the job is requeued, and when it is cancelled."""
-    job, run = user.submit(*RUN, *vllm(tmp_path))
-    reaches(run, 10)
-    first = sampler(run)
-    slurm.run(["scancel", "--batch", "--signal=USR1", job])
-    until(lambda: attempts(run), 60, lambda: report(run))
-    assert not Path(f"/proc/{first}").exists()
-    until(lambda: len(attempts(run)) == 1 and ranks_of(run, PROGRAM), 120, lambda: report(run))
-    reaches(run, max(checkpoints(run)) + 10)
-    slurm.run(["scontrol", "requeue", job])
-    until(lambda: len(attempts(run)) == 2 and ranks_of(run, PROGRAM), 120, lambda: report(run))
-    reaches(run, max(checkpoints(run)) + 10)
-    assert user.cookbook("cancel", run.name).returncode == 0
-    ended(user, run, "CANCELLED")
-    assert user.cookbook("resume", run.name).returncode == 0
-    user.wait(run, "COMPLETED")
-    until(lambda: not processes_of(run), 30, lambda: f"left over: {processes_of(run)}")
-    assert rollout(run)["deaths"] == []
-    rows, same = metrics(run), metrics(in_turns)
-    assert [row["step"] for row in rows] == [row["step"] for row in same]
-
-
-@pytest.mark.named
-def test_vllm_in_turns_follows_its_ranks_to_a_spare_node(new_cluster, root: Path, tmp_path: Path):
-    demo_sums.make(root / "models/demo-sums", steps=40)
-    shape = ("--nodes", "3", "--requeue-delay", "5", "--set", "SlurmdTimeout=6")
-    with new_cluster("roles-spare", *shape) as cluster:
-        user = user_of(cluster, root)
-        own = ["resources.spare_nodes=1", "batch_size=16", *vllm(tmp_path)]
-        job, run = user.submit(*RUN, "--nodes", "2", *own)
-        reaches(run, 10)
-        assert [each["node"] for each in rollout(run)["samplers"]] == ["n1", "n2"]
-        for process in processes_of_node("n2", job, cluster.state):
-            os.kill(process, signal.SIGKILL)
-        lost, second = ended(user, run, "COMPLETED", timeout=300)
-        assert (lost["nodes"], second["nodes"]) == (["n1", "n2"], ["n1", "n3"]), report(run)
-        assert [each["node"] for each in rollout(run)["samplers"]] == ["n1", "n3"]
-        assert [line["step"] for line in metrics(run)] == [*range(1, 121)]

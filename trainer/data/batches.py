@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.config import TrainConfig, instantiate
 from trainer.data import checks, packing, tokenizers
 from trainer.data.form import SINGLE, SampleForm
-from trainer.data.teacher import KeptTeacher
 from trainer.data.tokenised import TokenisedDataset, open_dataset
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.model import Documents, Inputs
@@ -38,15 +37,13 @@ class Samples(Protocol):
     """Tokenised samples by index: (tokens [n], trained bool [n]) of their documents in turn.
 
     lengths: int64 [samples]. documents: of each document, int64 [samples, documents]. numbers:
-    float64 [samples]. reference: float32 [samples, documents], see MicroBatch; teacher: what is
-    kept of a teacher's distributions of its trained tokens.
+    float64 [samples]. reference: float32 [samples, documents], see MicroBatch.
     """
 
     lengths: np.ndarray
     documents: np.ndarray
     numbers: np.ndarray
     reference: np.ndarray | None
-    teacher: KeptTeacher | None
 
     def __len__(self) -> int: ...
 
@@ -179,8 +176,6 @@ class Rows(Collator, Dataset, Generic[S]):
         batch.numbers = _fp32(samples.numbers[batch.samples.numpy()])
         if samples.reference is not None:
             batch.reference = _fp32(samples.reference[batch.samples.numpy()])
-        if samples.teacher is not None:
-            batch.teacher = samples.teacher.of(batch.samples.numpy())
         return batch
 
     def _documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:

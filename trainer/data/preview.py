@@ -15,7 +15,6 @@ from trainer.data.batches import Rows, packed_rows
 from trainer.data.checks import ALL_SHARED, shared_splits
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.source import Piece, Source, omission_notes, open_source, read_block
-from trainer.data.teacher import KeptTeacher
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
@@ -40,7 +39,6 @@ class FirstSamples:
         self.documents = np.array(lengths, dtype=np.int64) if pieces else np.zeros((0, 1), int)
         self.numbers = np.array([piece.number for piece in pieces])
         self.reference: np.ndarray | None = None
-        self.teacher: KeptTeacher | None = None
 
     def __len__(self) -> int:
         return len(self._pieces)

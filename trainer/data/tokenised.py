@@ -25,7 +25,6 @@ from trainer.config import TrainConfig
 from trainer.data import origin, source
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.source import Piece, Source, omission_notes, open_source
-from trainer.data.teacher import KeptTeacher
 from trainer.errors import ConfigError, cache_written
 from trainer.parallel.world import World
 
@@ -116,7 +115,6 @@ class TokenisedDataset:
         )
         self.documents, self.numbers = whole["documents"].copy(), whole["number"].copy()
         self.reference: np.ndarray | None = None
-        self.teacher: KeptTeacher | None = None
         self._file_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         self._begins = np.concatenate([np.cumsum(t["length"]) - t["length"] for t in tables])
 
@@ -218,17 +216,6 @@ def _meta(folder: Path) -> Any:
 
 def _damaged(path: Path, folder: str = "it") -> ConfigError:
     return ConfigError(f"data_cache_dir: {path} is damaged; delete {folder} and start again")
-
-
-def expected_folder(
-    block: dict[str, Any], config: TrainConfig, form: SampleForm = SINGLE
-) -> Path | None:
-    """Where the tokens of a dataset of local files are, or will be; None for any other dataset."""
-    share = form.share(block)
-    block = source.read_block(block, form)
-    if not origin.data_files(block):
-        return None
-    return config.data_cache / _name(block, config.tokenizer, form, share, None)
 
 
 def _name(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -11,17 +10,6 @@ from trainer.model import Inputs
 
 # The label of a position that is not trained, as in torch.nn.functional.cross_entropy.
 IGNORE_INDEX = -100
-
-
-class TopK(NamedTuple):
-    """The stored part of a teacher's distribution of each token."""
-
-    # int32 [tokens, k], its likeliest tokens, the first one first.
-    ids: torch.Tensor
-    # fp32 [tokens, k], theirs.
-    log_probs: torch.Tensor
-    # fp32 [tokens], the log of the mass of all other tokens; -inf for none.
-    tail: torch.Tensor
 
 
 @dataclass
@@ -54,8 +42,6 @@ class MicroBatch:
     # fp32 [samples, documents per sample], the log-probability of each document by the model before
     # training; None if none were kept.
     reference: torch.Tensor | None = None
-    # Of the trained positions, what is kept of a teacher's distributions; None if nothing is read.
-    teacher: TopK | None = None
     # int64 [documents], where the last token of each document that counts is in the flattened
     # batch; None in batches that no dataset made.
     ends: torch.Tensor | None = None

@@ -83,18 +83,9 @@ def distillation_loss(
         pairs = [(x, _gathered(weight, student.group)[here]) for x, weight in teacher.pairs]
         teacher = teacher._replace(pairs=pairs)
     rows = (*own_columns(targets - begin, student.width), teacher)
-    return sums_of(student, _chunk, rows, (how, caps, student.group, begin))
-
-
-def sums_of(student: Factors, chunk: Any, rows: tuple[Any, ...], settings: tuple[Any, ...]) -> Sums:
-    """The sums over the tokens of what a function of their logits gives.
-
-    Args:
-        chunk: its figures are the divergence, the cross-entropy and the agreement.
-        settings: the first one is the Divergence.
-    """
-    share = settings[0].cross_entropy_share
-    total, sums = Loss(chunk, rows, settings, (1 - share, share, 0.0)).summed(student)
+    share = how.cross_entropy_share
+    settings = (how, caps, student.group, begin)
+    total, sums = Loss(_chunk, rows, settings, (1 - share, share, 0.0)).summed(student)
     return Sums(total, *sums)
 
 

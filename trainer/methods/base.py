@@ -113,11 +113,6 @@ class Objective(ABC):
         self.config, self.world = config, world
 
     @classmethod
-    def instead(cls, config: Any, attempt: int) -> bool:
-        """Do what a start does instead of training; return False if it trains."""
-        return False
-
-    @classmethod
     def faults(cls, config: Any) -> list[str]:
         """What of a config the method cannot use, one line each; read by `trainer.check`.
 

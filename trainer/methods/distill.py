@@ -9,13 +9,10 @@ from runspec.files import patient_json
 from runspec.keys.distill import DistillConfig
 from runspec.keys.train import TrainConfig
 from runspec.storage import patiently
-from trainer.data.batches import Data
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.layers.divergence import Divergence, Sums, distillation_loss, frozen_factors
 from trainer.layers.head import Factors, through_head
-from trainer.layers.top_k import top_k_loss
-from trainer.methods import kept_teacher
 from trainer.methods.base import LossSum, Models, Objective
 from trainer.models import build
 from trainer.models.builder import Builder
@@ -24,24 +21,15 @@ from trainer.models.builder import Builder
 class Distillation(Objective):
     """A frozen teacher runs forward over the student's batches, laid out like the student.
 
-    With teacher_log_probs=kept no teacher runs: the batches contain its stored log-probabilities.
-
     Figures, means over the trained tokens: kd_loss, the divergence times temperature^2;
     cross_entropy, of the student with the data; top1_agreement, the share of tokens for which both
     models think the same one likeliest.
     """
 
     config_class: ClassVar[type[TrainConfig]] = DistillConfig
-    _kept: kept_teacher.Kept | None = None
 
     @classmethod
     def faults(cls, config: Any) -> list[str]:
-        """As `setting_faults`, and what must be kept of the teacher and is not."""
-        texts = cls.setting_faults(config)
-        return texts or (kept_teacher.missing(config, cls.form) if config.kept_top_k else [])
-
-    @classmethod
-    def setting_faults(cls, config: Any) -> list[str]:
         """What is outside of its range, and whether the teacher has other tokens."""
         texts = super().faults(config)
         texts += [
@@ -49,24 +37,11 @@ class Distillation(Objective):
             for name in ("beta", "cross_entropy_share")
             if (value := getattr(config, name)) > 1
         ]
-        texts += tokenizer_faults(config.model_folder, Path(config.teacher), _added(config))
-        if config.kept_top_k and config.beta:
-            texts.append(
-                f"beta: {config.beta} needs the teacher's whole distribution; teacher_log_probs="
-                "kept can only do beta=0, the forward KL"
-            )
-        return texts
-
-    def build_data(self) -> Data:
-        """As Objective.build_data; also raises ConfigError if what must be kept is not there."""
-        data = super().build_data()
-        if self.config.kept_top_k:
-            self._kept = kept_teacher.give(self.config, self.world, data)
-        return data
+        return texts + tokenizer_faults(config.model_folder, Path(config.teacher), _added(config))
 
     def build_models(self, builder: Builder) -> Models:
         """As Objective.build_models; also raises ConfigError for a teacher with other tokens."""
-        self.world.on_main(lambda: self.refuse(self.setting_faults(self.config)))
+        self.world.on_main(lambda: self.refuse(self.faults(self.config)))
         return super().build_models(builder)
 
     @staticmethod
@@ -78,20 +53,13 @@ class Distillation(Objective):
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         config, batch = self.config, batch.to(self.world.device)
         how = Divergence(config.beta, config.temperature, config.cross_entropy_share)
-        kept = batch.teacher
-        if kept is None:
-            with models.as_teacher() as teacher:
-                wanted = frozen_factors(teacher, batch)
-
-        module = models.policy.module
+        with models.as_teacher() as teacher:
+            wanted = frozen_factors(teacher, batch)
 
         def of_logits(own: Factors) -> Sums:
-            if kept is not None:
-                vocabulary = self._kept.vocabulary if self._kept else module.vocab_size
-                return top_k_loss(own, kept, batch.targets, how, vocabulary)
             return distillation_loss(own, wanted, batch.targets, how)
 
-        sums = through_head(module, batch, of_logits)
+        sums = through_head(models.policy.module, batch, of_logits)
         return LossSum(
             sums.total,
             {
@@ -100,11 +68,6 @@ class Distillation(Objective):
                 "top1_agreement": sums.agreement,
             },
         )
-
-    def identity(self, models: Models, data: Data) -> dict[str, Any]:
-        """As Objective.identity; a teacher that does not run counts by its weights, too."""
-        identity = super().identity(models, data)
-        return identity | ({"teacher_weights": self._kept.weights} if self._kept else {})
 
 
 def tokenizer_faults(

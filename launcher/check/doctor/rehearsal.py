@@ -171,10 +171,7 @@ def _products(scene: Scene, report: NodeReport) -> Iterator[Finding]:
         usual = flops / usual_s / 1e12
         message += f"; usual {usual:,.0f} of {scene.gpu.bf16_tflops:,.0f}"
         if float(tflops) < _SLOW_PRODUCT * usual:
-            remedy = (
-                "nvidia-smi -q -d PERFORMANCE,POWER shows a power limit or heat; estimates need "
-                "--mfu from a run here"
-            )
+            remedy = "nvidia-smi -q -d PERFORMANCE,POWER shows a power limit or heat"
             yield warning("product", message, remedy)
         else:
             yield ok("product", message)
@@ -248,7 +245,7 @@ def _whole(scene: Scene, parts: Mapping[str, Part]) -> Iterator[Finding]:
         yield ok("whole recipe", message)
         return
     remedy = (
-        f"cookbook estimate {scene.recipe} --mfu {whole.mfu / ratio:.2f} plans with it; cookbook "
+        f"plan with {ratio:.1f} times the hours of cookbook estimate {scene.recipe}; cookbook "
         "profile of a run shows where the time goes"
     )
     yield warning("whole recipe", message, remedy)

@@ -26,7 +26,7 @@ class Engine:
     command: str
     # Its package, in which plugins/engines/schema.py finds wrong keys before the queue.
     schema: str
-    # The names that may follow the colon, by what they start; the first is a config file's default.
+    # The names that may follow the colon, by what they start.
     programs: Mapping[str, str] = field(default_factory=dict)
     # Where the recipe's parameters go: file (train.yaml, its config), options (of its command) or
     # parameters (the file $COOKBOOK_PARAMETERS, beside a script of the user's own).
@@ -47,10 +47,6 @@ class Engine:
     pins: bool = True
     # Keys of a file that is its config: all of the first and one of the second.
     known_by: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    # Keys that not all of its programs read, by program.
-    signs: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    # Of which a program's file has one.
-    needs: Mapping[str, frozenset[str]] = field(default_factory=dict)
     # What its config names relative to the folder in which it starts, by key.
     reads: Callable[[Content], Mapping[str, str]] = lambda content: {}
     # Its import may fail without a GPU.
@@ -66,16 +62,6 @@ class Engine:
                 f"entry: {message}: name one of {', '.join(self.programs)}, or its config file"
             )
         return self.programs[target]
-
-    def programs_of(self, content: Content) -> list[str]:
-        """Return the programs that may read a config, by its keys: one, or those it fits."""
-        told = content.keys() & frozenset[str]().union(*self.signs.values())
-        fitting = [
-            name
-            for name in self.programs
-            if told <= self.signs[name] and (name not in self.needs or told & self.needs[name])
-        ]
-        return fitting or list(self.programs)
 
     def may_read(self, content: Content) -> bool:
         """Whether a file's content is, by its keys, a config of it."""

@@ -37,40 +37,6 @@ def _litgpt_iterations(config: Mapping[str, Any]) -> int:
     return max(1, per_rank // count(config, "parameters.train.micro_batch_size", micro))
 
 
-def _keys(**programs: str) -> dict[str, frozenset[str]]:
-    return {name: frozenset(keys.split()) for name, keys in programs.items()}
-
-
-# Of trl 1.16.0's classes of arguments; all other keys are read by all programs, or by most.
-_PREFERENCES = "beta precompute_ref_log_probs precompute_ref_batch_size"
-_SFT = (
-    "packing packing_strategy eval_packing assistant_only_loss completion_only_loss "
-    "dataset_text_field max_seq_length"
-)
-_REWARDED = "reward_funcs reward_model_name_or_path reward_weights num_generations"
-_SAMPLED = f"{_REWARDED} beta max_completion_length use_vllm vllm_mode temperature top_p top_k"
-_TRL_SIGNS = _keys(
-    sft=_SFT,
-    dpo=f"{_PREFERENCES} label_smoothing f_divergence_type ld_alpha loss_weights use_weighting",
-    kto=f"{_PREFERENCES} desirable_weight undesirable_weight",
-    reward="center_rewards_coefficient",
-    grpo=f"{_SAMPLED} scale_rewards importance_sampling_level mask_truncated_completions epsilon",
-    rloo=f"{_SAMPLED} normalize_advantages reward_clip_range mask_truncated_completions epsilon",
-    distillation=f"{_SFT} {_SAMPLED} teacher_model_name_or_path lmbda seq_kd max_new_tokens",
-)
-_TRL_NEEDS = _keys(grpo=_REWARDED, rloo=_REWARDED, distillation="teacher_model_name_or_path")
-_LITGPT_LORA = (
-    "lora_r lora_alpha lora_dropout lora_query lora_key lora_value lora_projection lora_mlp "
-    "lora_head"
-)
-_LITGPT_SIGNS = _keys(
-    finetune_full="checkpoint_dir resume",
-    finetune_lora=f"checkpoint_dir quantize {_LITGPT_LORA}",
-    finetune_adapter="checkpoint_dir quantize adapter_prompt_length adapter_start_layer",
-    pretrain="model_name model_config initial_checkpoint_dir tokenizer_dir resume",
-)
-
-
 def _litgpt_reads(content: Mapping[str, Any]) -> dict[str, str]:
     """Another name is downloaded."""
     keys = ("checkpoint_dir", "initial_checkpoint_dir", "tokenizer_dir")
@@ -135,8 +101,6 @@ ENGINES: dict[str, Engine] = {
             frozenset({"model_name_or_path"}),
             frozenset({"dataset_name", "per_device_train_batch_size", "datasets"}),
         ),
-        signs=_TRL_SIGNS,
-        needs=_TRL_NEEDS,
         schema="trl",
     ),
     "automodel:": Engine(
@@ -194,7 +158,6 @@ ENGINES: dict[str, Engine] = {
             frozenset({"train"}),
             frozenset({"checkpoint_dir", "initial_checkpoint_dir", "model_name"}),
         ),
-        signs=_LITGPT_SIGNS,
         reads=_litgpt_reads,
         schema="litgpt",
     ),
@@ -281,15 +244,12 @@ def read(config: dict[str, Any], path: Path) -> None:
     config["parameters"] = _merged(content, own if isinstance(own, dict) else {})
     config["config_read_from"] = str(file)
     if is_file and engine.programs:
-        program, *others = engine.programs_of(config["parameters"])
-        if others:
-            known = [f"entry={prefix}{name}" for name in (program, *others)]
-            beside = "" if given else f", with config: {name} in the recipe"
-            raise RecipeFault(
-                f"{file} is a config of {engine.records.name}, and its keys do not say of which "
-                f"program: add {' or '.join(known)}{beside}"
-            )
-        config["entry"] = f"{prefix}{program}"
+        known = [f"entry={prefix}{name}" for name in engine.programs]
+        beside = "" if given else f", with config: {name} in the recipe"
+        raise RecipeFault(
+            f"{file} is a config of {engine.records.name} and does not say of which program: add "
+            f"{' or '.join(known)}{beside}"
+        )
     config.setdefault("work_dir", str(start_folder.find(config["parameters"], engine, file)))
 
 

@@ -23,12 +23,6 @@ from plugins.estimate.launcher.tuning import Tuning
 @click.option("--nodes", type=IntRange(min=1), help="Number of nodes.")
 @click.option("--gpus-per-node", type=IntRange(min=1), help="GPUs per node.")
 @click.option(
-    "--mfu",
-    type=FloatRange(min=0, max=1, min_open=True),
-    help="Model FLOPs utilisation that a run on one node has shown (mfu in its metrics); all times "
-    "are predicted from it. [default: computed from kernels' published speeds]",
-)
-@click.option(
     "--tokens",
     type=IntRange(min=1),
     metavar="N",
@@ -53,7 +47,6 @@ def estimate(
     data: str | None,
     model: str | None,
     gpu: str | None,
-    mfu: float | None,
     tokens: int | None,
     tune: bool,
     network: float | None,
@@ -71,7 +64,7 @@ def estimate(
     recipe = recipe_file.load(recipe_name, overrides, resources, data, model)
     recipe = models.in_recipe(recipe, site)
     estimated = estimates.Estimate.of(
-        recipe, site.root, gpu, tokens=tokens, network_gbits=network or site.network_gbits, mfu=mfu
+        recipe, site.root, gpu, tokens=tokens, network_gbits=network or site.network_gbits
     )
     traced = None
     if trace:
@@ -80,7 +73,7 @@ def estimate(
     tuning = Tuning(estimated.predictor) if tune else None
     price, cost = site.gpu_hour_price, None
     if price is not None:
-        cost = estimated.hours * estimated.step.gpus * price
+        cost = estimated.hours * estimated.step.layout.ranks * price
     if as_json:
         shown = {"recipe": recipe.name, **estimated.as_json(), "cost": cost, "traced": traced}
         shown |= {"tuning": tuning.as_json()} if tuning else {}

@@ -14,15 +14,13 @@ from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Part
 def saved_by_layer(step: StepConfig, block: Block) -> float:
     """Bytes that one layer keeps for backward without activation checkpointing.
 
-    Norms compute in fp32: 4td for the input, and if the scale is trained the normalised one too, in
-    fp32 or in the dtype of the computation. A matrix keeps its input if it is trained or has an
-    adapter: etd for all that read a norm's output together. Tensor parallelism divides all but the
-    gathered inputs. Compiled layers compute again what is made element by element: they keep a
-    norm's input, etd.
+    Norms compute in fp32: 4td for the input, and if the scale is trained etd for the normalised
+    one. A matrix keeps its input if it is trained or has an adapter: etd for all that read a norm's
+    output together. Tensor parallelism divides all but the gathered inputs. Compiled layers compute
+    again what is made element by element: they keep a norm's input, etd.
     """
     e, tp, t = step.element_bytes, step.layout.tensor_parallel, step.tokens
-    scaled = FP32 if step.shape.wide_norms else e
-    norm = e if step.compiled else FP32 + (scaled if step.is_full else 0)
+    norm = e if step.compiled else FP32 + e * step.is_full
     saved: float = norm * t * sum(vector.features for vector in block.vectors) / tp
     # What attention's first matrices read: the hidden state once, latents (arXiv 2405.04434).
     first = block.of("attention", "column", "fused", "replicated")
@@ -94,8 +92,7 @@ def expert_rows(step: StepConfig, block: Block, *, received: bool = False) -> fl
 def _experts(step: StepConfig, block: Block) -> float:
     """The experts' inputs in their order, as a dense MLP's rows from there on, and their outputs.
 
-    Each row has two numbers of eight bytes that say where it came from, and the router keeps its
-    probabilities in fp32. Experts that are spread over ranks are outside of what is compiled; those
+    Experts that are spread over ranks are outside of what is compiled; those
     with a bias cap their gate and have an activation of their own, in four parts.
     """
     e, t, d = step.element_bytes, step.tokens / step.layout.tensor_parallel, step.shape.dim
@@ -104,7 +101,7 @@ def _experts(step: StepConfig, block: Block) -> float:
     between = (1 if compiled else 4) if block.experts[0].bias else not compiled
     trained = step.trains(block, "experts")
     saved: float = e * rows * (d * trained + width * (2 + between + trained))
-    saved += e * d * expert_rows(step, block) + 3 * 8 * rows + FP32 * t * block.experts[0].count
+    saved += e * d * expert_rows(step, block)
     saved += e * t * d * step.trains(block, "shared", "column")
     return saved + _mlp(step, block, "shared")
 
@@ -191,6 +188,4 @@ def working(step: StepConfig, block: Block, backward: bool) -> float:
     inside = e * t * block.inside("mlp") / tp
     if not backward:
         return (3 * inside if step.checkpointing != "none" else 0.0) + dequantised + 3 * entry
-    # Under tensor parallelism the sum over the ranks is there whole.
-    beside = dequantised + (2 * e * t * d if tp > 1 else 0.0)
-    return max(2 * inside, inside + beside) + 2 * entry
+    return max(2 * inside, inside + dequantised) + 2 * entry

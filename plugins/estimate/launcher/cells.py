@@ -57,7 +57,7 @@ class PredictedCell:
         if self.hours is not None:
             times = f"{found.rate:,.0f}", time_text(self.hours)
         peak = f"{found.prediction.peak_gib:,.2f}"
-        return self.name, str(found.step.gpus), peak, verdict, *times
+        return self.name, str(found.step.layout.ranks), peak, verdict, *times
 
 
 class PredictedSweep:

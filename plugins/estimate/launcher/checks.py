@@ -4,46 +4,26 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from launcher.check import Context, Finding, Skipped, existing_parent, failed, ok, warning
+from launcher.check import Context, Finding, Skipped, existing_parent, failed, ok
 from launcher.check.environment import kind_of_gpu
 from launcher.errors import RecipeFault
 from launcher.run.directory import runs_root
-from launcher.slurm.render import generates_in_turns
-from plugins.estimate.launcher.memory import checkpoint_bytes, export_bytes, transfer_bytes
+from plugins.estimate.launcher.memory import checkpoint_bytes, export_bytes
 from plugins.estimate.launcher.recipe_step import step_of
-from plugins.estimate.launcher.samplers import generates, vllm_share
 from plugins.estimate.launcher.search import Predictor, remedies
 from plugins.estimate.launcher.step_config import GIB, StepConfig
 from runspec.weights import parameter_count, ranks_for
-
-_SHARE = "rollout_gpu_memory_utilization"
 
 
 def memory(context: Context) -> Iterable[Finding]:
     if context.recipe.entry.purpose != "train":
         return [*_weights(context)]
-    config, given = context.config, f"set {_SHARE}, such as 0.4"
-    in_turns = generates_in_turns(context.recipe) and config.get("device") != "cpu"
-    by_default = in_turns and not config.get(_SHARE)
-    try:
-        step = _step(context)
-    except Skipped as skipped:
-        if not by_default:
-            raise
-        return [failed("GPU memory", f"what the trainer leaves for vLLM: {skipped}", given)]
+    step = _step(context)
     gpu, why = kind_of_gpu(context)
     predictor = Predictor(step, gpu)
     prediction = predictor.of(step)
     shown = f"{prediction.peak_gib:.1f} GiB of {gpu.usable_gib:.1f} GiB usable on {gpu.name}"
     shown += f" ({why}; computed, not measured)"
-    if step.vllm_in_turns:
-        share = vllm_share(step, gpu.memory_gib * GIB)
-        shown += f"; vLLM in turns gets {share:.2f} of each GPU, {share * gpu.memory_gib:.1f} GiB"
-        if not generates(step, gpu.memory_gib * GIB):
-            shown += ", which do not hold its weights and one answer"
-    if prediction.fits and by_default and step.in_reward_models:
-        message = "; reward models score beside it, and what they compute with is not counted"
-        return [warning("GPU memory", shown + message, given)]
     if prediction.fits:
         return [ok("GPU memory", shown)]
     tried = [*remedies(predictor)]
@@ -94,17 +74,15 @@ def _step(context: Context) -> StepConfig:
 
 def disk(context: Context) -> Iterable[Finding]:
     step, config = _step(context), context.config
-    if step.top_k:
-        raise Skipped("the pass writes beside the tokens; cookbook estimate says how much")
     folder = existing_parent(runs_root(context.cluster.root))
     # One more than is kept is there while it is written, and the best one beside those.
     kept = int(config.get("keep_last_n_checkpoints") or 2) + 1 + bool(config.get("dataset_val"))
     checkpoint, export = checkpoint_bytes(step), export_bytes(step)
-    # A version stays until the next one is there.
-    transfer = 2 * transfer_bytes(step)
-    needed, free = kept * checkpoint + export + transfer, shutil.disk_usage(folder).free
+    # A version of the weights for the rollout nodes stays until the next one is there.
+    sent = 2 * step.element_bytes * step.shape.parameters * step.apart
+    needed, free = kept * checkpoint + export + sent, shutil.disk_usage(folder).free
     shown = f"{needed / GIB:.1f} GiB for {kept} checkpoints of {checkpoint / GIB:.1f}"
-    shown += ", weights for the samplers" if transfer else ""
+    shown += ", weights for the rollout nodes" if sent else ""
     shown += f" and the export, {free / GIB:.1f} GiB free in {folder}"
     if needed <= free:
         return [ok("disk space", shown)]

@@ -202,7 +202,7 @@ class Compute:
             each += ADAPTER_KERNELS * len(step.adapted(block))
             each += EXPERT_KERNELS * bool(block.experts)
             kernels += count * each
-        return (1 if step.top_k else 3) * kernels * self.reached.launch_s
+        return 3 * kernels * self.reached.launch_s
 
     def ends(self) -> float:
         """Output layer, loss and embedding of a micro-step."""
@@ -210,7 +210,7 @@ class Compute:
         if step.loss == "score":
             return 0.0
         columns = shape.vocab / step.layout.tensor_parallel
-        products = 1 if step.top_k else 2 + step.trains_table("output")
+        products = 2 + step.trains_table("output")
         took = products * self.product(step.tokens, shape.dim, columns)
         # Linear: of logits the fp32 copy and the slope, each written and read; plain: log-softmax
         # and its gradient, too.

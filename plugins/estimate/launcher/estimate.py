@@ -15,11 +15,9 @@ from launcher import gpus, venv
 from launcher.errors import PreflightFault, UsageFault
 from launcher.recipe import entries
 from launcher.recipe.model import Recipe
-from plugins.estimate.launcher import samplers
 from plugins.estimate.launcher.epoch import epoch_of
 from plugins.estimate.launcher.memory import (
     StepMemory,
-    Terms,
     checkpoint_bytes,
     export_bytes,
     host_bytes,
@@ -27,8 +25,6 @@ from plugins.estimate.launcher.memory import (
 from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.search import Prediction, Predictor, Remedy, remedies
 from plugins.estimate.launcher.step_config import GIB
-from plugins.estimate.launcher.step_time import mfu_of
-from runspec.step import kept_bytes
 
 
 class Estimate:
@@ -45,12 +41,10 @@ class Estimate:
         gpu: str | None = None,
         tokens: int | None = None,
         network_gbits: float | None = None,
-        *,
-        mfu: float | None = None,
     ) -> None:
         """Take the step of a resolved recipe; the other arguments as `launcher.recipe.needs.needs`.
 
-        mfu: see `plugins.estimate.launcher.search.Predictor`. UsageFault for an entry or a GPU that
+        UsageFault for an entry or a GPU that
         nothing is known of, RecipeFault for what is wrong in the recipe.
         """
         method = entries.of(config).method
@@ -61,7 +55,7 @@ class Estimate:
             )
         self.config, self.method, self.given_tokens = config, method, tokens
         self.step, self.gpu = step_of(config, nodes, gpus_per_node), gpus.by_name(gpu)
-        self.predictor = Predictor(self.step, self.gpu, mfu, network_gbits)
+        self.predictor = Predictor(self.step, self.gpu, network_gbits)
 
     @classmethod
     def of(cls, recipe: Recipe, root: Path, gpu: str | None = None, **given: Any) -> "Estimate":
@@ -76,24 +70,9 @@ class Estimate:
         """Of a rank's GPU in each phase of a step."""
         return StepMemory(self.step)
 
-    @cached_property
-    def sampler(self) -> Terms:
-        """Of a GPU while a sampler generates; {} without samplers."""
-        return samplers.sampler(self.step, self.gpu.memory_gib * GIB)
-
-    @property
-    def vllm_share(self) -> float:
-        """What vLLM in turns takes of a GPU; 0 without it."""
-        step = self.step
-        return samplers.vllm_share(step, self.gpu.memory_gib * GIB) if step.vllm_in_turns else 0.0
-
     @property
     def peak_gib(self) -> float:
         return self.memory.peak / GIB
-
-    @property
-    def beside_gib(self) -> float:
-        return samplers.beside_vllm(self.step) / GIB
 
     @property
     def fits(self) -> bool:
@@ -123,10 +102,6 @@ class Estimate:
     def lowest_rate(self) -> float:
         return self.prediction.range[0]
 
-    @property
-    def mfu(self) -> float:
-        return mfu_of(self.step, self.gpu)
-
     @cached_property
     def epoch(self) -> tuple[int, str]:
         """The tokens to train, and what they are."""
@@ -144,47 +119,24 @@ class Estimate:
 
     @property
     def _steps_h(self) -> float:
-        return self.epoch[0] / (self.rate * self.step.gpus) / 3600
+        return self.epoch[0] / (self.rate * self.step.layout.ranks) / 3600
 
     @property
     def hours_before(self) -> float:
         """Of the pass over the data before the first step, by its FLOPs."""
         flops, took = self.step.flops, self.prediction.time
         once = flops.once / flops.model / int(self.config.get("epochs") or 1)
-        return self._steps_h * took.update_s / took.seconds * once
-
-    @property
-    def hours_transfer(self) -> float:
-        """Of the transfers of weights to samplers."""
-        took = self.prediction.time
-        return self._steps_h * took.transfer_s / took.seconds
+        return self._steps_h * (1 - took.generating_s / took.seconds) * once
 
     @property
     def hours_generating(self) -> float:
-        """In which answers are sampled and scored, and no rank trains."""
+        """In which the ranks generate answers."""
         took = self.prediction.time
-        return self._steps_h * (1 - took.update_s / took.seconds) - self.hours_transfer
+        return self._steps_h * took.generating_s / took.seconds
 
     @property
     def hours(self) -> float:
         return self._steps_h + self.hours_before
-
-    @property
-    def rollout_s(self) -> dict[str, float]:
-        """Seconds of each phase of a rollout; {} without rollouts."""
-        if not self.step.keeps_sampled:
-            return {}
-        took = self.prediction.time
-        phases = {"generate": took.generating_s, "score": took.scoring_s}
-        phases |= {"transfer": took.transfer_s, "update": took.update_s}
-        return {name: s / self.step.on_policy_share for name, s in phases.items() if s}
-
-    # Disk ----------------------------------------------------------------------------------------
-
-    @property
-    def kept_bytes(self) -> int:
-        """What a teacher's pass keeps of a token, if every token is trained; else 0."""
-        return kept_bytes(self.step.top_k) if self.step.top_k else 0
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, sizes in GiB."""
@@ -198,8 +150,6 @@ class Estimate:
             "peak_gib": round(memory.peak / GIB, 3),
             "peak_phase": memory.peak_phase,
             "terms_gib": _in_gib(memory.terms),
-            "sampler_gib": _in_gib(self.sampler),
-            "vllm_share": self.vllm_share,
             "phases_gib": _in_gib({k: sum(v.values()) for k, v in memory.phases.items()}),
             "layout": vars(step.layout),
             "step": fields,
@@ -209,19 +159,15 @@ class Estimate:
             "host_memory_per_node_gib": round(host_bytes(step) / GIB, 3),
             "checkpoint_gib": round(checkpoint_bytes(step) / GIB, 3),
             "export_gib": round(export_bytes(step) / GIB, 3),
-            "kept_gib": round(self.kept_bytes * self.epoch[0] / GIB, 3),
             "mfu": time.mfu,
             "hfu": time.hfu,
             "tokens_per_second_per_gpu": self.rate,
             "tokens_per_second_per_gpu_range": self.prediction.range,
-            "rests_on": self.predictor.basis,
             "tokens": self.epoch[0],
             "hours": self.hours,
             "hours_before": self.hours_before,
             "hours_generating": self.hours_generating,
-            "hours_transfer": self.hours_transfer,
-            "rollout_s": self.rollout_s,
-            "gpu_hours": self.hours * step.gpus,
+            "gpu_hours": self.hours * step.layout.ranks,
             "remedies": [vars(each) for each in self.remedies],
         }
 

@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from plugins.estimate.launcher.activations import kept_by_layer, working
-from plugins.estimate.launcher.step_config import FP32, GIB, StepConfig
-from plugins.estimate.launcher.tensors import loss_memory, top_k_memory, units_of
+from plugins.estimate.launcher.step_config import FP32, StepConfig
+from plugins.estimate.launcher.tensors import loss_memory, units_of
 from runspec.layout import Layout
 
 Terms = dict[str, float]
-ASLEEP = "vLLM asleep"
 
 
 class StepMemory:
@@ -89,10 +88,6 @@ class _Phases:
             self.state["frozen models"] = sum(f.state[p] for f in self.frozen for p in parts)
         if step.in_reward_models:
             self.state["reward models"] = e * step.in_reward_models
-        if step.vllm_in_turns:
-            # CUDA's context, graphs, NCCL's buffers: an assumption. Others report 0.8 GiB of 1 B on
-            # one GPU, up to 7.2 on two (NVIDIA-NeMo/RL#223), 7 on eight (vllm-project/vllm#47654).
-            self.state[ASLEEP] = GIB * (2.0 if step.rollout_gpus == 1 else 7.0)
         # Of the teacher the loss needs the last hidden states, and FSDP's copy of its output layer.
         self.imitated = 0.0
         if step.teacher_logits and step.teacher is not None:
@@ -118,13 +113,8 @@ class _Phases:
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         step = self.step
-        if step.top_k:
-            yield "teacher's pass, layers", self._frozen_forward(self) | {"logits and loss": 0.0}
-            made = top_k_memory(step)
-            yield "teacher's pass, top k", self._terms(0.0, self.entry, self.layer, made)
-            return
-        if step.on_policy_share and not (step.sampling_gpus or step.vllm):
-            yield "generating answers", self.state | {"generation": self._generation()}
+        if step.on_policy_share and not step.apart:
+            yield "generating answers", self.state | {"generation": sum(generation(step).values())}
         for number, model in enumerate(self.frozen, 1):
             yield f"frozen model {number}, forward", self._frozen_forward(model)
         yield from self._loss()
@@ -173,13 +163,6 @@ class _Phases:
         terms = self._terms(self.accumulated, other.entry, gathered, logits)
         return terms | {"working memory": other.working(False)}
 
-    def _generation(self) -> float:
-        """What `generation` says; and while the policy is gathered, one table as it is trained."""
-        terms = generation(self.step)
-        weights = terms.pop("weights")
-        gathered = self.step.weight_bytes * self.step.shape.vocab * self.step.shape.dim
-        return weights + max(sum(terms.values()), gathered)
-
     def _loss(self) -> Iterator[tuple[str, Terms]]:
         """The output layer and the loss. The linear loss makes gradients in its forward pass, and
         sums a trained weight's in fp32.
@@ -214,8 +197,7 @@ class _Phases:
         layers = sum(each.gathered for each in kinds[max(index - 1, 0) : index + 1])
         if not step.reshard:
             layers = sum(each.gathered for each in kinds[: index + 1])
-        # About half of its own gradients are there while its MLP is worked on.
-        done += e * unit.trained * (0.5 if step.is_full else 1.0)
+        done += e * unit.trained
         kept = sum(self.kept[: index + 1]) + self.again
         reduction = step.reduce_bytes * above[0].trained if above else 0.0
         gathered = self.fsdp * layers
@@ -227,8 +209,8 @@ class _Phases:
 
 def generation(step: StepConfig) -> Terms:
     """What the policy takes to answer, as transformers' class: its weights; the keys and values of
-    rows that are as long as can be; what a layer works with over the prompts, and their mask; the
-    logits of one token of each row.
+    rows that are as long as can be; what a layer works with over the prompts; the logits of one
+    token of each row.
     """
     shape, e = step.shape, step.element_bytes
     batch = step.batch if step.packed else step.answers_at_once
@@ -240,9 +222,7 @@ def generation(step: StepConfig) -> Terms:
         "weights": e * shape.parameters,
         "keys and values": 2 * e * step.answers_at_once * width * each,
         "logits": step.answers_at_once * shape.vocab * (e + 4 * FP32),
-        # Which prompts see what, as they are padded: of one and of all rows, a byte each.
-        "working memory": max(working(alone, block, False) for block, _ in shape.blocks)
-        + width**2 * (1 + step.answers_at_once),
+        "working memory": max(working(alone, block, False) for block, _ in shape.blocks),
     }
 
 
@@ -259,15 +239,6 @@ def export_bytes(step: StepConfig) -> float:
     if not step.exports_model:
         return step.trainable * step.element_bytes
     return step.shape.parameters * step.element_bytes
-
-
-def transfer_bytes(step: StepConfig) -> float:
-    """What a transfer to samplers writes: the whole weights, or what an adapter trains."""
-    if not (step.sampling_gpus or step.vllm):
-        return 0.0
-    if step.is_full:
-        return step.element_bytes * step.shape.parameters
-    return step.weight_bytes * step.trainable
 
 
 def host_bytes(step: StepConfig) -> float:

@@ -54,12 +54,8 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         **optimizer_of(_block(config, "optimizer")),
         **_loss(_block(config, "loss"), method),
         **_frozen_models(config, method),
-        **_on_policy(config, method, gpus_per_node),
+        **_on_policy(config, method),
     )
-    if method.runs_teacher_only:
-        step = _of_teacher(
-            step, int(config.get("teacher_top_k") or method.keys()["teacher_top_k"].default)
-        )
     if faults := faults + step.faults():
         raise RecipeFault(faults)
     return step
@@ -147,26 +143,7 @@ def _frozen_models(config: Mapping[str, Any], method: type[TrainConfig]) -> dict
     }
 
 
-def _of_teacher(step: StepConfig, top_k: int) -> StepConfig:
-    """The pass of a step's teacher alone, which keeps nothing for a backward pass."""
-    (teacher,) = replace(step, has_reference=False, keeps_reference=False).frozen_models
-    return replace(
-        teacher,
-        builder=TRANSFORMERS,
-        checkpointing="full",
-        optimizer="none",
-        on_policy_share=0.0,
-        own=None,
-        own_sizes=(),
-        dropout=False,
-        activation_offload=False,
-        top_k=top_k,
-    )
-
-
-def _on_policy(
-    config: Mapping[str, Any], method: type[TrainConfig], gpus_per_node: int
-) -> dict[str, Any]:
+def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
     """How answers are sampled, if they are."""
     at_once = config.get("generation_batch_size")
     batch = {"generation_batch": at_once and int(at_once)}
@@ -179,11 +156,7 @@ def _on_policy(
             "new_tokens": int(most),
             "keeps_sampled": True,
             "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
-            "max_staleness": int(config.get("max_staleness") or 0),
-            "sampling_gpus": 0 if apart in (None, "same") else gpus_per_node * int(apart),
-            "vllm": config.get("rollout_engine") == "vllm",
-            "vllm_share": config.get("rollout_gpu_memory_utilization"),
-            "rollout_gpus": int(config.get("rollout_gpus") or 1),
+            "apart": apart not in (None, "same"),
         }
     keys, own = method.keys(), ("on_policy_share", "max_new_tokens")
     if own[0] not in keys:

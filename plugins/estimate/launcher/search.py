@@ -16,23 +16,21 @@ from launcher.gpus import Gpu
 from plugins.estimate.launcher.compute import uncertainty
 from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.memory import StepMemory
-from plugins.estimate.launcher.samplers import generates, sampler
 from plugins.estimate.launcher.step_config import GIB, StepConfig
-from plugins.estimate.launcher.step_time import StepTime, pace_of, step_time
+from plugins.estimate.launcher.step_time import StepTime, step_time
 from runspec.adapters import USUAL_RANK
 from runspec.keys.model import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
+# What predicted times rest on, in words.
+BASIS = "kernels' published speeds, and messages (docs/measurements.md)"
 
 
-# Moves: one change of a step; None if it cannot be made ------------------------------------------
-
-
-def _to_layout(step: StepConfig, sizes: tuple[int, ...], nodes: int = 0) -> StepConfig | None:
+def _to_layout(step: StepConfig, sizes: tuple[int, ...]) -> StepConfig | None:
     """A layout: ranks of tensor parallelism, number of replicas, ranks that share the experts.
 
-    Without the third they stay as they are.
+    Without the third they stay as they are. None if the layout does not exist.
     """
     tensor, replicas = sizes[:2]
     spread = sizes[2] if len(sizes) > 2 else step.layout.expert_parallel
@@ -41,9 +39,8 @@ def _to_layout(step: StepConfig, sizes: tuple[int, ...], nodes: int = 0) -> Step
         "data_parallel_replicate_dim": replicas,
         "expert_parallel_dim": spread,
     }
-    ranks = nodes * step.gpus_per_node or step.layout.ranks
     try:
-        layout = Layout.of(keys, ranks, step.gpus_per_node)
+        layout = Layout.of(keys, step.layout.ranks, step.gpus_per_node)
     except LayoutError:
         return None
     return replace(step, layout=layout)
@@ -58,37 +55,14 @@ def spreads(step: StepConfig) -> list[int]:
     return sorted(size for size in sizes if not any(n % size for n in step.shape.experts))
 
 
-def _to_split(step: StepConfig, nodes: int) -> StepConfig | None:
-    """So many of the job's nodes train, and the others generate; all of them take turns.
-
-    One replica per node, or per GPU, stays so; else there is one replica.
-    """
-    layout, replicas = step.layout, 1
-    if layout.replicate > 1 and layout.shard == 1:
-        replicas = nodes * step.gpus_per_node // layout.tensor_parallel
-    elif layout.replicate == step.nodes > 1:
-        replicas = nodes
-    moved = _to_layout(step, (layout.tensor_parallel, replicas), nodes)
-    others = step.nodes + step.rollout_nodes - nodes
-    staleness = step.max_staleness if others else 0
-    return moved and replace(
-        moved, sampling_gpus=others * step.gpus_per_node, max_staleness=staleness
-    )
-
-
-# Any other move takes fields of the step.
-_MOVES: dict[str, Callable[[StepConfig, Any], StepConfig | None]] = {
-    "split": _to_split,
-    "layout": _to_layout,
-}
 Choices = Iterable[Any] | Callable[[StepConfig], Iterable[Any]]
 
 
 def settings(own: StepConfig, **choices: Choices) -> Iterator[StepConfig]:
     """Yield every combination of these choices that can be trained, in the order of the choices.
 
-    A choice is a move with its values, or with a function of the step that gives them. Moves are
-    made from left to right.
+    A choice has values, or a function of the step that gives them: sizes of `layout`, else fields
+    of the step. Changes are made from left to right.
     """
     if not choices:
         if not own.faults():
@@ -96,7 +70,7 @@ def settings(own: StepConfig, **choices: Choices) -> Iterator[StepConfig]:
         return
     (move, values), *rest = choices.items()
     for value in values(own) if callable(values) else values:
-        moved = _MOVES[move](own, value) if move in _MOVES else replace(own, **value)
+        moved = _to_layout(own, value) if move == "layout" else replace(own, **value)
         if moved is not None:
             yield from settings(moved, **dict(rest))
 
@@ -118,8 +92,6 @@ def _keys(step: StepConfig) -> Iterator[str]:
     yield f"batch_size={step.batch}"
     if step.teacher_quantised:
         yield "teacher_quantize_base=true"
-    if step.top_k:
-        return
     yield f"gradient_accumulation_steps={step.accumulation}"
     if not step.cpu_offload:
         yield f"sync_each_micro_batch={str(step.sync_each).lower()}"
@@ -127,15 +99,8 @@ def _keys(step: StepConfig) -> Iterator[str]:
     yield _method_keys(step)
     if step.cpu_offload:
         yield "fsdp_cpu_offload=true"
-    if step.keeps_sampled:
-        if step.vllm:
-            yield f"rollout_gpus={step.rollout_gpus}"
-            yield f"rollout_gpu_memory_utilization={step.vllm_share or 'null'}"
-        if step.generation_batch:
-            yield f"generation_batch_size={step.generation_batch}"
-        yield f"resources.nodes={step.nodes}"
-        yield f"resources.rollout={step.rollout_nodes or 'same'}"
-        yield f"max_staleness={step.max_staleness}"
+    if step.keeps_sampled and step.generation_batch:
+        yield f"generation_batch_size={step.generation_batch}"
 
 
 def _base(step: StepConfig) -> str:
@@ -179,7 +144,7 @@ class Prediction:
     def time(self) -> StepTime:
         """Seconds of a step, and what follows from them."""
         predictor = self.predictor
-        return step_time(self.step, predictor.gpu, predictor.links, predictor.pace)
+        return step_time(self.step, predictor.gpu, predictor.links)
 
     @property
     def rate(self) -> float:
@@ -204,16 +169,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicts settings near a recipe's own.
-
-    Every setting is predicted to be as much slower or faster than its terms say as that one is.
-    """
+    """Predicts settings near a recipe's own."""
 
     own: StepConfig
     gpu: Gpu
-    # Of the recipe's own step while no GPU waits for another, as a run has shown it; None: as
-    # `plugins.estimate.launcher.compute` computes it.
-    mfu: float | None = None
     # Per GPU between nodes; None for what is usual with the GPU.
     network_gbits: float | None = None
 
@@ -222,27 +181,10 @@ class Predictor:
         """How the GPUs are connected."""
         return Links.of(self.gpu, self.own.gpus_per_node, self.network_gbits)
 
-    @cached_property
-    def pace(self) -> float:
-        """Time over that of the terms; UsageFault if products were faster than the data sheet."""
-        return 1.0 if self.mfu is None else pace_of(self.own, self.gpu, self.mfu)
-
-    @property
-    def basis(self) -> str:
-        """The basis of the times, in words."""
-        if self.mfu is None:
-            return "kernels' published speeds, and messages (docs/measurements.md)"
-        return (
-            f"{100 * self.mfu:.0f} % MFU in the recipe's own step without waiting: "
-            f"{self.pace:.2f} times the time by kernels' published speeds"
-        )
-
     def of(self, step: StepConfig) -> Prediction:
         """Return what is predicted of a setting."""
-        memory = self.gpu.memory_gib * GIB
-        peak_gib = max(StepMemory(step).peak, sum(sampler(step, memory).values())) / GIB
-        fits = peak_gib <= self.gpu.usable_gib and generates(step, memory)
-        return Prediction(step, peak_gib, fits, self)
+        peak_gib = StepMemory(step).peak / GIB
+        return Prediction(step, peak_gib, peak_gib <= self.gpu.usable_gib, self)
 
 
 # What to change if a recipe does not fit ---------------------------------------------------------
@@ -263,25 +205,15 @@ class Remedy:
 
 def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     """What may help, in the order in which it is tried: what costs the least time first."""
-    if step.top_k:
-        yield {"layout": [(step.layout.tensor_parallel, 1)]}
-        yield {"fields": [{"batch": 1}]}
-        yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
-        yield {"fields": [{"method": "qfull", "teacher_quantised": True}]}
-        return
-    if step.vllm_in_turns and step.vllm_share:
-        yield {"fields": [{"vllm_share": None}]}
     yield {"layout": [(step.layout.tensor_parallel, 1)]}
     yield {"fields": [{"checkpointing": "full"}]}
     if step.accumulation > 1 and step.fsdp:
         yield {"fields": [{"sync_each": True}]}
-    if step.keeps_sampled and step.answers_at_once > 1 and not step.vllm:
+    if step.keeps_sampled and step.answers_at_once > 1 and not step.apart:
         yield {"fields": [{"generation_batch": step.answers_at_once // 2}]}
     if step.batch > 1:
         rows = step.batch * step.accumulation
         yield {"fields": [{"batch": 1, "accumulation": rows, "sync_each": step.fsdp}]}
-    if step.vllm_in_turns and step.rollout_gpus < step.gpus_per_node:
-        yield {"fields": [{"rollout_gpus": step.gpus_per_node}]}
     if step.shape.experts:
         yield {"layout": [(step.layout.tensor_parallel, 1, n) for n in spreads(step)[1:]]}
     yield {"layout": [(n, 1) for n in TENSOR_PARALLEL if n > step.layout.tensor_parallel]}
@@ -304,10 +236,8 @@ def remedies(predictor: Predictor) -> Iterator[Remedy]:
             if step == now.step:
                 continue
             tried = predictor.of(step)
-            # A share of vLLM's that is too small makes nothing larger.
-            fits = tried.fits and not now.fits
-            helps = fits or tried.peak_gib < now.peak_gib * 0.99
-            yield Remedy(overrides(step, now.step), tried.peak_gib, helps, fits)
-            if fits:
+            helps = tried.peak_gib < now.peak_gib * 0.99
+            yield Remedy(overrides(step, now.step), tried.peak_gib, helps, tried.fits)
+            if tried.fits:
                 return
             now = tried if helps else now

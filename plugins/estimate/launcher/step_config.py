@@ -69,15 +69,8 @@ class StepConfig:
     new_tokens: int = 0  # of such an answer at most
     keeps_sampled: bool = False  # log-probabilities of such answers, which no row has several of
     in_reward_models: int = 0  # numbers, all of them on each GPU
-    max_staleness: int = 0  # rollouts that samplers may be ahead
-    sampling_gpus: int = (
-        0  # GPUs of rollout nodes, which generate the answers; 0: those of the ranks
-    )
-    vllm: bool = False  # vLLM servers on these
-    vllm_share: float | None = None  # of a GPU's memory, as the recipe says it
-    rollout_gpus: int = 1  # of such a server
+    apart: bool = False  # rollout nodes generate them, of which nothing is computed
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
-    top_k: int = 0  # of a teacher's pass, which trains nothing: what is kept of each token
     teacher_logits: bool = False  # the loss compares all of its logits with the policy's
 
     def faults(self) -> list[str]:
@@ -134,21 +127,6 @@ class StepConfig:
         return max(1, self.layout.ranks // self.gpus_per_node)
 
     @property
-    def rollout_nodes(self) -> int:
-        """Nodes that generate, beside those of the ranks."""
-        return self.sampling_gpus // self.gpus_per_node
-
-    @property
-    def vllm_in_turns(self) -> bool:
-        """Whether vLLM generates on the GPUs of the ranks."""
-        return self.vllm and not self.sampling_gpus
-
-    @property
-    def gpus(self) -> int:
-        """All GPUs of the job."""
-        return self.layout.ranks + self.sampling_gpus
-
-    @property
     def fsdp(self) -> bool:
         """Whether FSDP2 shards the model; on one rank for features that only FSDP2 has.
 
@@ -189,10 +167,6 @@ class StepConfig:
         the recipe says how many.
         """
         own = self._filling if self.packed else self.batch
-        if self.vllm:
-            # All of its share: vLLM decides itself for how many there is room.
-            answers = self.answers_per_step * self.layout.data_parallel
-            return -(-answers * self.rollout_gpus // (self.sampling_gpus or self.layout.ranks))
         return min(self.generation_batch or own, self.answers_per_step)
 
     @property
@@ -306,8 +280,6 @@ class StepConfig:
     @property
     def trainable(self) -> int:
         """Parameters of the whole model that the optimizer updates."""
-        if self.top_k:
-            return 0
         if self.is_full:
             return round(self.shape.parameters * self.trained_share) + self.score_head
         added = self.table_adapter("output")
@@ -383,16 +355,15 @@ class TokenFlops:
     def __init__(self, step: StepConfig) -> None:
         ranks = {name: step.rank_of(name) for name in step.lora_targets}
         ranks["output"] = step.lora_rank if step.lora_output else 0
-        own = of_shape(step.shape, step.is_full, ranks, backward=not step.top_k)
+        own = of_shape(step.shape, step.is_full, ranks)
         again = of_shape(step.shape, step.is_full, ranks, backward=False)
         self.once = _forward(step.shape, step.length) if step.keeps_log_probs else 0.0
         self.frozen = sum(_forward(shape, step.length) for shape in step.frozen_passes)
         # A score head's products are few.
         output = 0.0 if step.loss == "score" else own.target
         self.model = own.token + output + own.attention((step.length,)) / step.length + self.frozen
-        recomputed = 0.0 if step.top_k else step.recomputed_share
         layers = again.token + again.attention((step.length,)) / step.length
-        self.hardware = self.model + recomputed * layers
+        self.hardware = self.model + step.recomputed_share * layers
 
 
 def _forward(shape: Shape, length: int) -> float:

@@ -10,24 +10,18 @@ the large messages. Nothing is measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import NamedTuple
 
-from launcher.errors import UsageFault
 from launcher.gpus import REACHED, Gpu, Reached
 from plugins.estimate.launcher.activations import expert_rows
 from plugins.estimate.launcher.compute import Compute
 from plugins.estimate.launcher.links import Links
-from plugins.estimate.launcher.memory import transfer_bytes
-from plugins.estimate.launcher.samplers import answers_of_vllm
-from plugins.estimate.launcher.step_config import GIB, StepConfig
+from plugins.estimate.launcher.step_config import StepConfig
 from plugins.estimate.launcher.tensors import Unit, units_of
 from runspec.flops import utilisation
 
 # Of the multiprocessors, those on which NCCL's kernels run beside computing: about 16 to 24 of 132.
 TAKEN = 0.15
-# Bytes per second of shared storage at which weights are written, and read by each node: assumed.
-STORAGE_BYTES_PER_S = 1e9
 
 
 @dataclass
@@ -37,12 +31,8 @@ class StepTime:
     seconds: float
     # In which GPUs wait for others.
     waiting_s: float
-    # Of forward, backward and update alone.
-    update_s: float
-    # On average, of what comes between steps where answers are sampled.
+    # On average, in which the ranks generate answers.
     generating_s: float
-    scoring_s: float
-    transfer_s: float
     tokens_per_second_per_gpu: float
     mfu: float
     hfu: float
@@ -72,40 +62,13 @@ class Computing(NamedTuple):
         return step.accumulation * max(working, self.host) + self.optimizer
 
 
-def computing(
-    step: StepConfig, gpu: Gpu, pace: float = 1.0, reached: Reached | None = None
-) -> Computing:
-    """Return what a rank computes on a GPU that takes `pace` times as long as the terms say."""
+def computing(step: StepConfig, gpu: Gpu, reached: Reached | None = None) -> Computing:
+    """Return what a rank computes."""
     compute, depth = Compute(step, gpu, reached), step.shape.layers
     layers = [(count, compute.layer(block)) for block, count in step.shape.blocks]
     forward, backward = (sum(count * each[way] for count, each in layers) / depth for way in (0, 1))
-    trains = not step.top_k
-    once, update = compute.ends() + sum(compute.frozen()), trains * compute.optimizer()
-    parts = (forward, trains * backward, once, update, compute.host_s())
-    return Computing(*(pace * seconds for seconds in parts))
-
-
-def mfu_of(step: StepConfig, gpu: Gpu) -> float:
-    """Return the model FLOPs utilisation of a GPU while it waits for no other."""
-    tokens = step.accumulation * step.tokens / step.layout.tensor_parallel
-    took = computing(step, gpu).in_all(step)
-    return utilisation(step.flops.model * tokens, took, 1, gpu.bf16_tflops)
-
-
-def pace_of(step: StepConfig, gpu: Gpu, mfu: float) -> float:
-    """Return by how much a GPU is slower than the terms say, if this step has this MFU.
-
-    That is the MFU while it waits for no other GPU. UsageFault if products would run faster than
-    the data sheet says.
-    """
-    reached = mfu_of(step, gpu)
-    limit = reached / Reached.of(gpu).products
-    if mfu > limit:
-        raise UsageFault(
-            f"--mfu {mfu:g} is more than {gpu.name} can reach with what this recipe computes "
-            f"beside its model's FLOPs: give at most {limit:.2f}"
-        )
-    return reached / mfu
+    once = compute.ends() + sum(compute.frozen())
+    return Computing(forward, backward, once, compute.optimizer(), compute.host_s())
 
 
 class Sending:
@@ -149,15 +112,15 @@ class Sending:
         back. All of it forward and backward; the exchanges again if they are recomputed.
         """
         step, tp, ep = self.step, self.step.layout.tensor_parallel, self.step.layout.expert_parallel
-        hidden, took, passes = step.element_bytes * step.shape.dim, 0.0, 1 if step.top_k else 2
+        hidden, took = step.element_bytes * step.shape.dim, 0.0
         each = self.links.ring_s(hidden * step.tokens * (tp - 1) / tp, tp)
         again = step.recomputed_share
         for block, count in step.shape.blocks:
-            took += count * (passes + again) * (2 if block.experts else 4) * each
+            took += count * (2 + again) * (2 if block.experts else 4) * each
             if block.experts and ep > 1:
                 rows = self.links.all_to_all_s(hidden * expert_rows(step, block), ep)
-                took += count * (passes + (again or step.checkpointing == "op")) * 2 * rows
-        return took + 2 * passes * each
+                took += count * (2 + (again or step.checkpointing == "op")) * 2 * rows
+        return took + 4 * each
 
 
 def _waiting(step: StepConfig, parts: Computing, sent: Sending) -> float:
@@ -174,8 +137,6 @@ def _waiting(step: StepConfig, parts: Computing, sent: Sending) -> float:
         return (depth - 1) * more
 
     forward = sent.gather_ends + sent.gather + beside(parts.forward, sent.gather) + sent.exchanges
-    if step.top_k:
-        return micro_steps * forward
     again = sent.gather * step.reshard
     each = sent.reduce * step.sync_each
     last = sent.reduce + sent.across
@@ -185,24 +146,20 @@ def _waiting(step: StepConfig, parts: Computing, sent: Sending) -> float:
     return waiting + (reductions - 1) * each + reductions * sent.reduce_ends
 
 
-def step_time(
-    step: StepConfig, gpu: Gpu, links: Links, pace: float = 1.0, reached: Reached | None = None
-) -> StepTime:
-    """Return the time of a step on GPUs that take `pace` times as long as the terms say."""
-    flops, parts = step.flops, computing(step, gpu, pace, reached)
+def step_time(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | None = None) -> StepTime:
+    """Return the time of a step."""
+    flops, parts, gpus = step.flops, computing(step, gpu, reached), step.layout.ranks
     waiting = _waiting(step, parts, Sending(step, links))
-    generating = pace * generation_s(step, gpu, links, reached)
-    scoring, transfer = pace * scoring_s(step, gpu, reached), transfer_s(step)
-    update = parts.in_all(step) + waiting
-    # Samplers that are ahead generate and score while the ranks update.
-    phases = (update, generating + scoring)
-    seconds = (max(phases) if step.max_staleness else sum(phases)) + transfer
+    generating = generation_s(step, gpu, links, reached)
+    seconds = parts.in_all(step) + waiting + generating
     tokens = step.rows_per_step * step.tokens // step.batch
     return StepTime(
-        *(seconds, waiting, update, generating, scoring, transfer),
-        tokens / seconds / step.gpus,
-        mfu=utilisation(flops.model * tokens, seconds, step.gpus, gpu.bf16_tflops),
-        hfu=utilisation(flops.hardware * tokens, seconds, step.gpus, gpu.bf16_tflops),
+        seconds,
+        waiting,
+        generating,
+        tokens / seconds / gpus,
+        mfu=utilisation(flops.model * tokens, seconds, gpus, gpu.bf16_tflops),
+        hfu=utilisation(flops.hardware * tokens, seconds, gpus, gpu.bf16_tflops),
     )
 
 
@@ -211,48 +168,21 @@ def step_time(
 
 def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | None = None) -> float:
     """Seconds per step, on average, in which the policy generates answers that are all as long as
-    can be.
+    can be; 0 if rollout nodes do it.
 
     It is gathered once. Each token reads all weights, or waits for the products; the prompts are
-    one forward pass, of rows as long as can be. Samplers on rollout nodes share the batches of all
-    ranks.
+    one forward pass, of rows as long as can be.
     """
-    if not step.on_policy_share:
+    if not step.on_policy_share or step.apart:
         return 0.0
     compute, layout, size = Compute(step, gpu, reached), step.layout, step.answers_at_once
-    weights, gather, apart = step.element_bytes * step.shape.parameters, 0.0, 1
-    products = 2 * step.shape.active_parameters / compute.flops_per_s
-    prompts: float = step.accumulation * step.batch
-    turns: float = step.answers_per_step / size
-    if step.sampling_gpus or step.vllm:
-        apart = step.rollout_gpus
-        turns = ceil(turns) * layout.data_parallel
-        turns = 1 if step.vllm else ceil(turns / step.sampling_gpus)
-        if step.vllm_in_turns:
-            turns = ceil(size / max(1, answers_of_vllm(step, gpu.memory_gib * GIB)))
-            size = ceil(size / turns)
-        prompts = turns * size / apart
-    else:
-        # transformers' class computes all experts.
-        products = 2 * step.shape.parameters / compute.flops_per_s
-        across = layout.shard * layout.tensor_parallel > step.gpus_per_node
-        link = links.between_gbs if across else links.within_gbs
-        gather = weights / (REACHED * link * 1e9) if layout.ranks > layout.replicate else 0.0
-    token = max(weights / compute.bytes_per_s, size * products) / apart
-    seconds = gather + prompts * step.length * products + turns * step.new_tokens * token
+    weights = step.element_bytes * step.shape.parameters
+    # transformers' class computes all experts.
+    products = 2 * step.shape.parameters / compute.flops_per_s
+    across = layout.shard * layout.tensor_parallel > step.gpus_per_node
+    link = links.between_gbs if across else links.within_gbs
+    gather = weights / (REACHED * link * 1e9) if layout.ranks > layout.replicate else 0.0
+    token = max(weights / compute.bytes_per_s, size * products)
+    seconds = gather + step.accumulation * step.batch * step.length * products
+    seconds += step.answers_per_step / size * step.new_tokens * token
     return step.on_policy_share * seconds
-
-
-def scoring_s(step: StepConfig, gpu: Gpu, reached: Reached | None = None) -> float:
-    """Seconds per step, on average, in which reward models score answers that are all as long as
-    can be: a forward pass. What functions take is not known.
-    """
-    if not step.in_reward_models:
-        return 0.0
-    products = 2 * step.in_reward_models / Compute(step, gpu, reached).flops_per_s
-    return step.on_policy_share * step.answers_per_step * step.length * products
-
-
-def transfer_s(step: StepConfig) -> float:
-    """Seconds per step, on average, in which weights are written for the samplers and read."""
-    return 2 * transfer_bytes(step) * step.on_policy_share / STORAGE_BYTES_PER_S

@@ -9,10 +9,7 @@ from typing import NamedTuple
 
 from plugins.estimate.launcher.step_config import FP32, StepConfig
 from runspec.shape import Block, Matrix
-from runspec.step import kept_bytes, loss_tokens
-
-# As in trainer.methods.teach: the number of tokens whose logits are all compared.
-COMPARED_TOKENS = 128
+from runspec.step import loss_tokens
 
 
 class Unit(NamedTuple):
@@ -134,15 +131,15 @@ def loss_memory(step: StepConfig) -> tuple[float, float]:
 
 
 def _logits_bytes(step: StepConfig) -> float:
-    """Bytes of a logit in the making: in fp32, in bf16 before it; a cap keeps its tanh. Compiled,
-    if the vocabulary is whole: the logit and its slope. Of a teacher's, too: four in fp32.
+    """Bytes of a logit in the making: in fp32, in bf16 before it. Compiled, if the vocabulary is
+    whole: the logit and its slope. Of a teacher's, too: four in fp32.
     """
-    e, capped = step.element_bytes, step.shape.softcap
+    e = step.element_bytes
     if step.teacher_logits:
-        return FP32 * (5 if capped else 4)
+        return FP32 * 4
     if step.compiled and step.layout.tensor_parallel == 1:
         return 2 * e
-    return FP32 * (1 + capped) + (e if e < FP32 else 0)
+    return FP32 + (e if e < FP32 else 0)
 
 
 def _linear(step: StepConfig, hidden: float) -> float:
@@ -154,14 +151,3 @@ def _linear(step: StepConfig, hidden: float) -> float:
     product = e * columns * step.shape.dim if step.trains_table("output") and e < FP32 else 0.0
     chunk = max(part * _logits_bytes(step), e * part + product)
     return (1 + 1 / tp + (not step.is_full)) * hidden + chunk
-
-
-def top_k_memory(step: StepConfig) -> float:
-    """Of a teacher's pass: top k and tail of all tokens, one chunk of logits, or the logits of both
-    models that are compared; the last hidden states three times.
-    """
-    vocab, hidden = step.shape.vocab, 3 * step.element_bytes * step.tokens * step.shape.dim
-    part = linear_loss_rows(step) * vocab / step.layout.tensor_parallel
-    compared = 4 * FP32 * min(COMPARED_TOKENS, step.tokens) * vocab
-    made = max(part * _logits_bytes(step), compared)
-    return hidden + step.tokens * kept_bytes(step.top_k) + made

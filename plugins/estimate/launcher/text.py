@@ -4,16 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.look.text import duration
-from plugins.estimate.launcher import samplers, step_time
 from plugins.estimate.launcher.estimate import Estimate
-from plugins.estimate.launcher.memory import (
-    ASLEEP,
-    checkpoint_bytes,
-    export_bytes,
-    host_bytes,
-    transfer_bytes,
-)
-from plugins.estimate.launcher.search import Remedy
+from plugins.estimate.launcher.memory import checkpoint_bytes, export_bytes, host_bytes
+from plugins.estimate.launcher.search import BASIS, Remedy
 from plugins.estimate.launcher.step_config import GIB, StepConfig
 
 
@@ -56,12 +49,9 @@ def _model(step: StepConfig) -> Iterator[str]:
     }
     split = ", ".join(f"{word} over {size}" for word, size in sizes.items() if size > 1)
     split += ", weights and optimizer on the CPU" * step.cpu_offload
-    rollout = f"; {step.rollout_nodes} x {step.gpus_per_node} more generate" * bool(
-        step.sampling_gpus
-    )
     yield (
         f"  layout      {step.nodes} x {step.gpus_per_node} GPUs: "
-        f"{split or 'the whole model on each'}{rollout}"
+        f"{split or 'the whole model on each'}"
     )
     yield (
         f"  batch       {step.batch} x {step.length} tokens per rank and micro-step, "
@@ -73,8 +63,6 @@ def _model(step: StepConfig) -> Iterator[str]:
     base = f" over a base in {'fp8' if step.fp8_base else 'NF4'}" * step.is_quantised
     what = f"{step.method.removeprefix('q')}{base}, activation_checkpointing={step.checkpointing}, "
     what += "score head" if step.loss == "score" else f"{step.loss} cross-entropy"
-    if step.top_k:
-        what = f"the teacher's forward pass{base}, top {step.top_k} and tail"
     yield f"  settings    {what}, {step.optimizer}, {dtype}\n"
 
 
@@ -92,7 +80,7 @@ def _memory(estimate: Estimate, traced: Mapping[str, Any] | None) -> Iterator[st
     yield from _terms(memory.terms, "peak")
     if traced:
         peak = traced["peak"]
-        off = 100 * ((memory.peak - memory.terms.get(ASLEEP, 0)) / peak - 1)
+        off = 100 * (memory.peak / peak - 1)
         yield (
             f"  {'traced':<20} {peak / GIB:8.2f} GiB   the same step on fake tensors; the "
             f"formulas give {off:+.1f} %"
@@ -102,20 +90,8 @@ def _memory(estimate: Estimate, traced: Mapping[str, Any] | None) -> Iterator[st
         f"{gpu.memory_gib - gpu.usable_gib:.1f} of them reserved for CUDA, NCCL and gaps: "
         f"{gpu.usable_gib:.1f} GiB usable"
     )
-    if estimate.sampler:
-        when = "while vLLM generates" if step.vllm_in_turns else "of the rollout nodes"
-        yield f"Memory per GPU {when}; computed, not measured"
-        yield from _terms(estimate.sampler, "sum")
-    if step.vllm_in_turns:
-        share = estimate.vllm_share
-        answers = samplers.answers_of_vllm(step, gpu.memory_gib * GIB)
-        yield (
-            f"vLLM gets {share:.2f} of each GPU, {share * gpu.memory_gib:.1f} GiB: room for "
-            f"{min(answers, step.answers_at_once)} of its {step.answers_at_once} answers, each as "
-            "long as can be; no time below counts its sleep and wake"
-        )
-    if host := samplers.sampler_host_bytes(step, gpu.memory_gib * GIB):
-        yield f"on the CPU of each node that generates: {host / GIB:.0f} GiB of weights"
+    if step.apart:
+        yield "not computed: the rollout nodes, and the time until they have answered"
     if host := host_bytes(step):
         yield f"on the CPU of each node: {host / GIB:.0f} GiB of weights and optimizer state"
 
@@ -142,30 +118,22 @@ def _time(estimate: Estimate, cost: str) -> Iterator[str]:
         f"  {'tokens/s/GPU':<20} {prediction.rate:8,.0f}, between {low:,.0f} and {high:,.0f}; MFU "
         f"{100 * mfu:.0f} %{again}"
     )
-    yield f"  {'by':<20} {estimate.predictor.basis}"
+    yield f"  {'by':<20} {BASIS}"
     cost = cost and f", {cost}"
-    yield f"  {'time':<14} {time_text(hours):>14}, {hours * step.gpus:.3g} GPU-hours{cost}"
+    yield f"  {'time':<14} {time_text(hours):>14}, {hours * step.layout.ranks:.3g} GPU-hours{cost}"
     yield f"  {'of':<20} {estimate.epoch[1]}"
     parts = {
         "the reference's log-probabilities, once": estimate.hours_before,
-        f"answers of {step.new_tokens} tokens, generated and scored": estimate.hours_generating,
-        f"a transfer of {_size(transfer_bytes(step)).strip()} per rollout, by storage of an "
-        f"assumed {step_time.STORAGE_BYTES_PER_S / 1e9:g} GB/s": estimate.hours_transfer,
+        f"answers of {step.new_tokens} tokens, generated": estimate.hours_generating,
     }
     for what, part in parts.items():
         if part / hours > 1e-9:
             yield f"  {'':<20} {100 * part / hours:.0f} % of it: {what}"
-    if estimate.rollout_s:
-        phases = ", ".join(f"{n} {s:.3g} s" for n, s in estimate.rollout_s.items())
-        yield f"  {'each rollout':<20} {phases}"
 
 
 def _disk(estimate: Estimate) -> Iterator[str]:
     step = estimate.step
     yield "Disk"
-    if estimate.kept_bytes:
-        yield f"  {'kept at most':<20} {_size(estimate.kept_bytes * estimate.epoch[0])}"
-        return
     exported = "adapter"
     if step.exports_model:
         exported = "model" if step.adapter is None else "merged model"

@@ -1,16 +1,15 @@
 """Faster settings of the same step, by their predicted time: cookbook estimate --tune.
 
 Tried are layouts, with and without each kind of activation checkpointing, and every way to split a
-step's rows into micro-steps; with sampled answers also how many of the job's nodes train, and how
-many generate. The rows per step, and so what is learned, stay the same. Nothing is measured: what
-is close in this table is for a benchmark to decide.
+step's rows into micro-steps. The rows per step, and so what is learned, stay the same. Nothing is
+measured: what is close in this table is for a benchmark to decide.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 from plugins.estimate.launcher import search
-from plugins.estimate.launcher.search import Prediction, Predictor
+from plugins.estimate.launcher.search import BASIS, Prediction, Predictor
 from plugins.estimate.launcher.step_config import StepConfig
 
 # Predictions that lie closer together than this say nothing about which is faster.
@@ -43,7 +42,7 @@ class Tuning:
         self.own = predictor.of(predictor.own)
         modes = [{"checkpointing": mode} for mode in CHECKPOINTING]
         candidates = search.settings(
-            predictor.own, split=_splits, layout=layouts, rows=self._rows, checkpointing=modes
+            predictor.own, layout=layouts, rows=self._rows, checkpointing=modes
         )
         fitting = [each for each in map(predictor.of, candidates) if each.fits]
         fitting.sort(key=lambda each: -each.rate)
@@ -77,7 +76,6 @@ class Tuning:
         """Return the recipe's own setting and the faster ones; times in seconds."""
         return {
             "basis": "predicted, not measured",
-            "pace": self.predictor.pace,
             "own": {"overrides": "", **self.own.as_json()},
             "faster": [{"overrides": self.changes(each), **each.as_json()} for each in self.faster],
         }
@@ -89,7 +87,7 @@ class Tuning:
             f"Settings that fit {predictor.gpu.name}, {step.rows_per_step} rows per step in each; "
             "predicted, not measured"
         )
-        yield f"by {predictor.basis}"
+        yield f"by {BASIS}"
         yield f"{'TOKENS/S/GPU':>12}{'MFU %':>7}{'HFU %':>7}{'GIB':>7}  CHANGES"
         fits = "" if self.own.fits else ", which does not fit"
         yield _line(self.own, f"none: as the recipe has it{fits}")
@@ -104,12 +102,6 @@ class Tuning:
                 "neither the recipe nor a setting near it fits: use more GPUs (--nodes), LoRA or "
                 "QLoRA"
             )
-
-
-def _splits(step: StepConfig) -> Iterator[int]:
-    """How many of the job's nodes may train, if others can generate."""
-    nodes = step.nodes + step.rollout_nodes
-    return iter(range(nodes, 0, -1) if step.keeps_sampled else (nodes,))
 
 
 def _line(prediction: Prediction, text: str) -> str:

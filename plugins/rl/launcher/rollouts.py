@@ -18,7 +18,6 @@ CHARTS = {
     "reward": "Reward",
     "val_reward": "Reward of greedy answers to dataset_val",
     "answers/tokens": "Tokens of an answer",
-    "answers/turns": "Answers of a conversation",
     "answers/cut": "Share of answers that max_new_tokens ended",
     "answers/failed": "Share of answers whose reward failed",
     "groups/zero_variance": "Share of groups with equal rewards",
@@ -41,7 +40,6 @@ _FIGURES = (
     (("reward", "reward", "{:.3f}"), ("groups/zero_variance", "equal groups", _PERCENT)),
     (
         ("answers/tokens", "tokens per answer", "{:.1f}"),
-        ("answers/turns", "turns", "{:.1f}"),
         ("answers/cut", "cut", _PERCENT),
         ("answers/failed", "failed", _PERCENT),
         *(

@@ -14,6 +14,9 @@ from trainer.errors import ConfigError
 from trainer.inference import loading
 from trainer.parallel.world import World
 
+# In the place of an answer, where the template is asked what follows one.
+_ANSWER = "[[the answer]]"
+
 
 def blocks(rewards: Mapping[str, Any]) -> dict[str, Path]:
     """The folders of the rewards that are models, by the reward's name."""
@@ -63,6 +66,22 @@ def _vocabulary(folder: Path) -> Any:
     content = patient_json(folder / "tokenizer.json") or {}
     added = sorted((each["id"], each["content"]) for each in content.get("added_tokens") or ())
     return (content.get("model") or {}).get("vocab"), added
+
+
+def tail(tokenizer: Any) -> list[int]:
+    """The tokens behind an answer's end token, as the chat template ends a conversation.
+
+    Raises:
+        ConfigError: the template leaves the answer out.
+    """
+    if not getattr(tokenizer, "has_chat_template", False):
+        return []
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    text = tokenizer.render(turns)
+    if _ANSWER not in text:
+        raise ConfigError("tokenizer: the chat template leaves an answer out of a conversation")
+    tokens: list[int] = tokenizer.encode(text.rpartition(_ANSWER)[2])
+    return tokens[1:] if tokens and tokens[0] in tokenizer.ends else tokens
 
 
 class RewardModel:

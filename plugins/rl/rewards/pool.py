@@ -1,17 +1,14 @@
 """Scores of answers from processes of their own, which may hang, die or raise.
 
-Such an answer has no score, and is counted; the process is replaced. The rank goes on. So it is
-with environments, which answer each turn of the policy's and score it.
+Such an answer has no score, and is counted; the process is replaced. The rank goes on.
 """
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
@@ -26,8 +23,6 @@ from trainer.errors import ConfigError
 
 # Until a user's module is imported, which may import large packages.
 LOAD_LIMIT_S = 120.0
-# Answers that a process has at most, and bytes of them: a socket holds more, so no sending waits.
-AHEAD, AHEAD_BYTES = 8, 2**16
 ROOT = Path(__file__).parents[3]
 
 
@@ -39,33 +34,6 @@ class Answer(NamedTuple):
     tokens: list[int]
     # The columns of its prompt's sample.
     row: Mapping[str, Any]
-
-
-class Turn(NamedTuple):
-    """What an environment is asked."""
-
-    # The columns of the prompt's sample.
-    row: Mapping[str, Any]
-    # So far, the last of them new.
-    answers: list[str]
-    episode: str
-
-
-class Task(NamedTuple):
-    """A score that is asked for."""
-
-    # Of which answer or turn.
-    number: int
-    # By which reward.
-    name: str
-
-
-class Reply(NamedTuple):
-    """What an environment says."""
-
-    # What follows, None if the episode has ended.
-    turns: list[dict[str, Any]] | None
-    score: float | None
 
 
 class Scores(NamedTuple):
@@ -82,13 +50,11 @@ class Scores(NamedTuple):
         return None if self.failed or not known else sum(known)
 
 
-def faults(rewards: Any, timeout_s: float) -> list[str]:
+def faults(rewards: Any) -> list[str]:
     """What of the key `rewards` cannot be used, a line each; no function is started."""
     if not rewards:
         return ["rewards: name at least one: +rewards.correct.function=exact_match"]
     faults = []
-    if len(environments := environments_of(rewards)) > 1:
-        faults.append(f"rewards: only one may have turns, not {' and '.join(environments)}")
     for name, block in rewards.items():
         key = f"rewards.{name}"
         if not isinstance(block, dict) or not isinstance(block.get("function"), str):
@@ -96,8 +62,6 @@ def faults(rewards: Any, timeout_s: float) -> list[str]:
             faults.append(f"{key}: needs a function: {known}, FILE.py:NAME or MODULE:NAME")
             continue
         function = block["function"]
-        if not isinstance(turns := block.get("turns", 1), int) or turns < 1:
-            faults.append(f"{key}.turns: must be a number of answers, got {turns!r}")
         weight = block.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             faults.append(f"{key}.weight: must be a number, got {weight!r}")
@@ -106,11 +70,6 @@ def faults(rewards: Any, timeout_s: float) -> list[str]:
             if unknown := sorted(own - {*BUILT_IN[function]}):
                 hint = nearest(unknown[0], BUILT_IN[function])
                 faults.append(f"{key}.{unknown[0]}: {function} does not take it{hint}")
-            if function == "code" and float(block.get("seconds") or 10) >= timeout_s:
-                faults.append(
-                    f"{key}.seconds: must be less than reward_timeout={timeout_s:g}, which ends "
-                    "the process that starts the programs"
-                )
             continue
         where, colon, _ = function.rpartition(":")
         if not colon:
@@ -119,18 +78,11 @@ def faults(rewards: Any, timeout_s: float) -> list[str]:
                 f"{key}.function: there is no {function!r}{hint}: it is one of "
                 f"{', '.join(BUILT_IN)}, FILE.py:NAME or MODULE:NAME"
             )
-        elif own - {"turns"}:
-            least = min(own - {"turns"})
-            faults.append(f"{key}.{least}: a function of your own takes weight, a class turns, too")
+        elif own:
+            faults.append(f"{key}.{min(own)}: a function of your own takes nothing but weight")
         elif where.endswith(".py") and not Path(where).is_file():
             faults.append(f"{key}.function: there is no file {where}")
     return faults
-
-
-def environments_of(rewards: Mapping[str, Any]) -> dict[str, int]:
-    """The rewards that are environments, and how many answers an episode of each has at most."""
-    blocks = {name: block for name, block in rewards.items() if isinstance(block, dict)}
-    return {name: block["turns"] for name, block in blocks.items() if block.get("turns")}
 
 
 def weights_of(rewards: Mapping[str, Any]) -> dict[str, float]:
@@ -171,14 +123,11 @@ class _Worker:
             start_new_session=True,
         )
         other.close()
-        self._is_loaded = False
         with suppress(OSError):  # it is dead already, which is seen when it is asked
             self._connection.send(dict(rewards))
 
     def load(self) -> None:
         """Wait until its functions are loaded; ConfigError if they cannot be."""
-        if self._is_loaded:
-            return
         if not self._connection.poll(LOAD_LIMIT_S):
             raise ConfigError(f"rewards: loading them took over {LOAD_LIMIT_S:.0f} s")
         try:
@@ -187,39 +136,17 @@ class _Worker:
             said = "loading them ended the process"
         if said is not None:
             raise ConfigError(f"rewards.{said}")
-        self._is_loaded = True
 
-    def give(self, tasks: deque[Task], contents: Sequence[Answer | Turn], most: int) -> deque[Task]:
-        """Take up to so many of the tasks and send them; several, so that it need not wait.
-
-        Together they fit into a socket: one that hangs reads nothing.
-        """
-        given: deque[Task] = deque()
-        size = 0
-        while len(given) < most:
-            try:
-                task = tasks.popleft()
-            except IndexError:
-                break
-            message = pickle.dumps((task.name, *contents[task.number]))
-            size += len(message)
-            if given and size > AHEAD_BYTES:
-                tasks.appendleft(task)
-                break
-            given.append(task)
-            with suppress(OSError):  # seen when it is asked
-                self._connection.send_bytes(message)
-        return given
-
-    def result(self, timeout_s: float) -> tuple[Any, str, str]:
-        """The result of the next task; and if it has none, of what kind that is and why."""
+    def score(self, name: str, answer: Answer, timeout_s: float) -> tuple[float | None, str, str]:
+        """The score; and if there is none, of what kind that is and why."""
         try:
+            self._connection.send((name, *answer))
             if not self._connection.poll(timeout_s):
                 return None, "timeout", f"took over {timeout_s:g} s"
-            result, said = self._connection.recv()
+            score, said = self._connection.recv()
         except (EOFError, OSError):
             return None, "died", "its process ended"
-        return (result, "", "") if said is None else (None, "raised", said)
+        return (score, "", "") if said is None else (None, "raised", said)
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
@@ -253,69 +180,31 @@ class Pool:
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
         """The scores of answers, in their order, by the functions."""
-        names = [name for name, block in self._rewards.items() if not block.get("turns")]
         scores = [Scores({}, False) for _ in answers]
-
-        def scored(task: Task, score: float | None) -> None:
-            scores[task.number].scores[task.name] = score
-
-        tasks = deque(Task(number, name) for number in range(len(answers)) for name in names)
-        for index in self._run([tasks] * len(self._workers), answers, scored):
-            scores[index] = scores[index]._replace(failed=True)
-        return scores
-
-    def step(self, name: str, turns: Sequence[Turn]) -> list[Reply | None]:
-        """What the environment of this name says to each, in their order; None if it failed.
-
-        The turns of an episode are one process's, in the order in which they are asked.
-        """
-        replies: list[Reply | None] = [None] * len(turns)
-
-        def replied(task: Task, reply: Reply) -> None:
-            replies[task.number] = reply
-
-        queues: list[deque[Task]] = [deque() for _ in self._workers]
-        for number, turn in enumerate(turns):
-            queues[zlib.crc32(turn.episode.encode()) % len(queues)].append(Task(number, name))
-        self._run(queues, turns, replied)
-        return replies
-
-    def _run(
-        self,
-        queues: Sequence[deque[Task]],
-        contents: Sequence[Answer | Turn],
-        done: Callable[[Task, Any], None],
-    ) -> list[int]:
-        """Do the tasks of each process's queue, which may be one for all; what failed."""
-        # As few at once as leave each process some until the end.
-        most = max(1, min(AHEAD, len(contents) // (2 * max(1, len(self._workers)))))
+        tasks = deque((number, name) for number in range(len(answers)) for name in self._rewards)
 
         def work(place: int) -> list[int]:
-            tasks, without = queues[place], list[int]()
+            without = list[int]()
             while tasks:
-                worker = self._workers[place]
-                worker.load()
-                given = worker.give(tasks, contents, most)
-                while given:
-                    task = given.popleft()
-                    result, kind, said = worker.result(self._timeout_s)
+                with suppress(IndexError):  # another thread has taken the last one
+                    number, name = tasks.popleft()
+                    worker = self._workers[place]
+                    score, kind, said = worker.score(name, answers[number], self._timeout_s)
                     if not kind:
-                        done(task, result)
+                        scores[number].scores[name] = score
                         continue
-                    without.append(task.number)
-                    self.failed(task.name, kind, said)
+                    without.append(number)
+                    self.messages.setdefault((name, kind), said)
                     if kind != "raised":
-                        tasks.extendleft(reversed(given))
                         worker.close()
                         self._workers[place] = _Worker(self._rewards)
-                        break
+                        self._workers[place].load()
             return without
 
-        return [index for part in self._threads.map(work, range(len(queues))) for index in part]
-
-    def failed(self, name: str, kind: str, said: str) -> None:
-        """Keep what the first failed score of its kind said."""
-        self.messages.setdefault((name, kind), said)
+        for part in self._threads.map(work, range(len(self._workers))):
+            for number in part:
+                scores[number] = scores[number]._replace(failed=True)
+        return scores
 
     def close(self) -> None:
         """End the processes."""

@@ -1,8 +1,7 @@
 """Scores answers, one at a time, for a rank: python -m plugins.rl.rewards.worker DESCRIPTOR
 
 It gets the rewards of a recipe, then (name, prompt, completion, tokens, row), over the connection
-of that file descriptor, and answers each with (score, None) or (None, what went wrong). Of an
-environment it gets (name, row, answers, episode), and answers with a Reply in place of the score.
+of that file descriptor, and answers each with (score, None) or (None, what went wrong).
 """
 
 import importlib
@@ -19,15 +18,11 @@ from typing import Any
 
 from plugins.rl.recipe_keys import BUILT_IN
 from plugins.rl.rewards import builtin
-from plugins.rl.rewards.pool import Reply
 from runspec.processes import end_with_parent
-
-# Episodes that a process remembers at most.
-EPISODES = 4096
 
 
 def loaded(block: Mapping[str, Any]) -> Callable[..., Any]:
-    """What scores an answer as a block of `rewards` says, or steps an environment.
+    """What scores an answer as a block of `rewards` says.
 
     Raises:
         Exception: whatever the user's module raises; ImportError, AttributeError without it.
@@ -38,8 +33,6 @@ def loaded(block: Mapping[str, Any]) -> Callable[..., Any]:
         own = builtin.made(name, arguments)
         return lambda prompt, completion, tokens, row: as_score(own(completion, row))
     function = _of_user(name)
-    if isinstance(function, type) or block.get("turns"):
-        return _environment(function, bool(block.get("turns")))
     parameters = inspect.signature(function).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
@@ -52,40 +45,6 @@ def loaded(block: Mapping[str, Any]) -> Callable[..., Any]:
         return as_score(scores[0])
 
     return score
-
-
-def _environment(kind: Any, has_turns: bool) -> Callable[..., Reply]:
-    """What asks environments of a class: an object for each episode."""
-    missing = [each for each in ("reset", "step") if not callable(getattr(kind, each, None))]
-    if missing or not isinstance(kind, type):
-        raise TypeError(f"turns needs a class with reset and step; {kind.__name__} has none")
-    if not has_turns:
-        raise TypeError(f"{kind.__name__} is a class: set turns, the most answers of an episode")
-    episodes: dict[str, tuple[int, Any]] = {}
-
-    def step(row: Mapping[str, Any], answers: list[str], episode: str) -> Reply:
-        seen, own = episodes.pop(episode, (0, None))
-        if own is None or seen != len(answers) - 1:
-            # A new one; or its process was replaced, and the new one plays it again.
-            own = kind()
-            if own.reset(**row) is not None:
-                raise TypeError("reset returned something: the prompt is the data's")
-            for answer in answers[:-1]:
-                own.step(answer)
-        observation, score, done = own.step(answers[-1])
-        if done or observation is None:
-            return Reply(None, as_score(score))
-        episodes[episode] = len(answers), own
-        while len(episodes) > EPISODES:  # those that ended for want of room
-            del episodes[next(iter(episodes))]
-        if isinstance(observation, str):
-            observation = [{"role": "user", "content": observation}]
-        turns = list(observation)
-        if not all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
-            raise TypeError("step must return a text or messages {role, content}, a score and done")
-        return Reply(turns, as_score(score))
-
-    return step
 
 
 def _of_user(name: str) -> Callable[..., Any]:

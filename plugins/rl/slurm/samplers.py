@@ -83,9 +83,6 @@ class SamplerProcess:
             "NODES": "1",
             "NODE_RANK": "0",
         }
-        if os.environ.get("ROLLOUT_IN_TURNS"):
-            # The ranks use these GPUs, and have checked them.
-            own["NODE_CHECK"] = "no"
         step = []
         if self.launch:
             step = [f"--nodelist={self.node}", f"--job-name=rollout-{self.index}"]
@@ -177,17 +174,11 @@ class SamplerProcesses(Companion):
         self._thread: threading.Thread | None = None
 
     def begin(self, attempt: int, nodes: Nodes, step: Sequence[str]) -> None:
-        """Start them, and what looks after them, unless they run.
-
-        On rollout nodes they outlive attempts; in turns with the ranks they are on this attempt's
-        nodes, and end with it: no rank finds their memory taken.
-        """
+        """Start them, and what looks after them, unless they run: they outlive attempts."""
         if not self._script or (self._thread and self._thread.is_alive()):
             return
-        hosts = nodes.rollout_hosts or nodes.hosts
+        hosts = nodes.rollout_hosts
         addresses = allocation.addresses(hosts) if step else ["127.0.0.1"]
-        if not step and not nodes.rollout_hosts:
-            hosts = hosts * int(os.environ["NODES"])
         # The last address counts for the nodes after it.
         addresses = addresses + addresses[-1:] * (len(hosts) - len(addresses))
         gpus = int(os.environ.get("ROLLOUT_GPUS") or 1)
@@ -214,9 +205,9 @@ class SamplerProcesses(Companion):
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def end(self, job_ends: bool) -> None:
-        """End them with the job, or with the attempt on whose GPUs they are."""
-        if self._thread is not None and (job_ends or "ROLLOUT_IN_TURNS" in os.environ):
+    def end(self) -> None:
+        """End them with the job."""
+        if self._thread is not None:
             self._ends.set()
             self._thread.join(_ENDS_S)
             self._thread = None

@@ -177,25 +177,9 @@ def test_a_step_that_does_not_fit_the_gpu_is_told_with_what_would_help():
     assert found("GPU memory", "llama8b_lora", changed)[0].state == "skipped", "no GPU is named"
 
 
-def test_vllm_in_turns_has_room_beside_the_trainer(tmp_path):
-    large, turns = cluster.Site(gpu="h100-80"), ["rollout_engine=vllm"]
-
-    def of(*changes: str) -> Finding:
-        (one,) = found("GPU memory", "qwen3_8b_grpo_lora", [*turns, *changes], large)
-        return one
-
-    assert of().state == "ok" and "vLLM in turns gets 0.87 of each GPU" in of().message
-    small = of("rollout_gpu_memory_utilization=0.15")
-    assert small.state == "failed" and "not hold its weights and one answer" in small.message
-    assert "rollout_gpu_memory_utilization=null" in small.remedy
-    save_file({"score.weight": torch.zeros(1, 10**6)}, tmp_path / "model.safetensors")
-    judge = ["+rewards.judge.function=reward_model", f"+rewards.judge.model={tmp_path}"]
-    assert of(*judge).state == "warning"
-    assert of(*judge, "rollout_gpu_memory_utilization=0.5").state == "ok"
-    # What cannot be computed must be given.
-    unknown = of("tokenizer.max_seq_len=null")
-    assert unknown.state == "failed" and unknown.remedy.startswith("set rollout_gpu_memory")
-    (odd,) = found("layout", "qwen3_8b_grpo_lora", [*turns, "rollout_gpus=3"], large)
+def test_a_vllm_server_has_gpus_of_one_node():
+    large, own = cluster.Site(gpu="h100-80"), ["rollout_engine=vllm", "resources.rollout=1"]
+    (odd,) = found("layout", "qwen3_8b_grpo_lora", [*own, "rollout_gpus=3"], large)
     assert odd.state == "failed" and "rollout_gpus=3 does not divide 8 GPUs" in odd.message
 
 

@@ -83,7 +83,7 @@ def test_what_open_runs_and_programs_need_stays(root: Path):
     """A run that waits for longer than --older, and the programs of a test cluster."""
     run = root / "runs/20260101-000000-mine-abcd"
     stays = [
-        aged(root / "runs/.data_cache/old/teacher_1/meta.json", 30),
+        aged(root / "runs/.data_cache/old/reference_1/meta.json", 30),
         aged(run / "checkpoints/damaged_step_3/shard", 30),
     ]
     waits = {"job_id": f"local-{os.getpid()}", "host": "another", "process_start": "1"}

@@ -248,7 +248,8 @@ def test_validation_data_of_the_recipe_are_not_left_with_other_training_data(tmp
 def test_another_trainers_file_is_a_recipe_as_it_is(tmp_path, content, entry):
     file = tmp_path / "theirs.yaml"
     file.write_text(content)
-    recipe = recipes.load(str(file), ("+parameters.seed=3",), {"nodes": 2})
+    program = () if entry.endswith("yaml") else (f"entry={entry}",)
+    recipe = recipes.load(str(file), ("+parameters.seed=3", *program), {"nodes": 2})
     assert recipe.entry_name == entry and recipe.resources.nodes == 2
     config = yamlfile.load(file)
     assert recipe.train_config(tmp_path, "/r").items() >= {**config, "seed": 3}.items()

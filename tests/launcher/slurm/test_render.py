@@ -179,20 +179,14 @@ def test_spare_nodes_are_asked_for_and_wait(fixed):
     assert "export NODES=$((${SLURM_JOB_NUM_NODES:-3} - 1))\n" in text
 
 
-def test_vllm_in_turns_is_on_the_nodes_that_train():
-    """Without rollout nodes, and with spare ones; what it must leave is computed."""
+def test_vllm_is_on_the_rollout_nodes():
     own = ["rollout_engine=vllm", "environment=vllm", "resources.nodes=2", "rollout_gpus=4"]
-    text = script("qwen3_8b_grpo_lora", Site(), *own, "resources.spare_nodes=1")
-    assert "#SBATCH --nodes=3\n" in text and "ROLLOUT_NODES" not in text
-    turns = "export ROLLOUT_IN_TURNS=yes ROLLOUT_GPUS=4 ROLLOUT_SAMPLERS=$((NODES * 2))\n"
-    assert turns in text and text.index("export NODES=") < text.index(turns)
-    (beside,) = re.findall(r"export ROLLOUT_BESIDE_GIB=([\d.]+) ", text)
-    assert 2 < float(beside) < 10
+    text = script("qwen3_8b_grpo_lora", Site(), *own, "resources.rollout=1")
+    assert "#SBATCH --nodes=3\n" in text
+    assert "export ROLLOUT_NODES=1 ROLLOUT_GPUS=4\nexport ROLLOUT_SAMPLERS=2\n" in text
     assert 'plugins.rl.sampler "$RUN_DIR/train.yaml"' in text
     companion = "--companion plugins.rl.slurm.samplers:SamplerProcesses"
     assert f" -m slurm.supervise {companion} -- \\\n" in text
-    apart = script("qwen3_8b_grpo_lora", Site(), *own, "resources.rollout=1")
-    assert "IN_TURNS" not in apart and "ROLLOUT_NODES=1" in apart
     assert "ROLLOUT" not in script("qwen3_8b_grpo_lora", Site())
 
 

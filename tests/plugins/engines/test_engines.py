@@ -36,37 +36,20 @@ LLAMAFACTORY = {"model_name_or_path": "org/m", "stage": "sft", "dataset": "mine"
 
 
 @pytest.mark.parametrize(
-    ("content", "programs"),
+    ("content", "program", "others"),
     [
-        ({**TRL, "packing": True, "max_length": 512}, "trl:sft"),
-        ({**TRL, "beta": 0.1, "label_smoothing": 0.1}, "trl:dpo"),
-        ({**TRL, "beta": 0.1, "desirable_weight": 1.0}, "trl:kto"),
-        ({**TRL, "center_rewards_coefficient": 0.01}, "trl:reward"),
-        ({**TRL, "reward_funcs": ["f"], "beta": 0.0, "scale_rewards": "group"}, "trl:grpo"),
-        ({**TRL, "reward_funcs": ["f"], "normalize_advantages": True}, "trl:rloo"),
-        ({**TRL, "teacher_model_name_or_path": "t", "packing": True}, "trl:distillation"),
-        # TRL's older ORPO, too, had no key but beta.
-        ({**TRL, "beta": 0.1}, "trl:dpo trl:kto"),
-        ({**TRL, "reward_funcs": ["f"]}, "trl:grpo trl:rloo"),
-        (TRL, "trl:sft trl:dpo trl:kto trl:reward"),
-        ({**LITGPT, "lora_r": 4}, "litgpt:finetune_lora"),
-        ({**LITGPT, "resume": False}, "litgpt:finetune_full"),
-        ({"model_name": "m", "train": {}}, "litgpt:pretrain"),
-        (LITGPT, "litgpt:finetune_full litgpt:finetune_lora litgpt:finetune_adapter"),
+        (TRL, "trl:dpo", "sft dpo kto reward grpo rloo distillation"),
+        (LITGPT, "litgpt:finetune_lora", "finetune_full finetune_lora finetune_adapter pretrain"),
     ],
 )
-def test_the_program_of_a_config_is_told_by_its_keys_or_asked_for(tmp_path, content, programs):
-    file = written(tmp_path / "theirs.yaml", content)
-    first, *others = programs.split()
-    if others:
-        assert refusal(file).endswith(
-            ": add " + " or ".join(f"entry={x}" for x in (first, *others))
-        )
-        recipe = {"entry": f"{first.partition(':')[0]}:{file.name}"}
-        named = refusal(written(tmp_path / "mine.yaml", recipe))
-        assert named.endswith(", with config: theirs.yaml in the recipe")
-    loaded = recipes.load(str(file), [f"entry={first}"] if others else [])
-    assert loaded.entry_name == first
+def test_the_program_of_a_config_is_asked_for(tmp_path, content, program, others):
+    file, engine = written(tmp_path / "theirs.yaml", content), program.partition(":")[0]
+    known = " or ".join(f"entry={engine}:{name}" for name in others.split())
+    assert refusal(file).endswith(f": add {known}")
+    named = refusal(written(tmp_path / "mine.yaml", {"entry": f"{engine}:{file.name}"}))
+    assert named.endswith(", with config: theirs.yaml in the recipe")
+    loaded = recipes.load(str(file), [f"entry={program}"])
+    assert loaded.entry_name == program
     assert loaded.config["parameters"].items() >= content.items()
 
 
@@ -129,7 +112,7 @@ def test_each_engine_is_started_with_its_own_config_in_the_runs_folders(tmp_path
 def test_an_override_reaches_the_engines_file_and_an_unknown_one_does_not(tmp_path):
     theirs = "model_name_or_path: a\ndataset_name: b\npacking: true\nmax_steps: 5\n"
     (tmp_path / "sft.yaml").write_text(theirs)
-    content = {"entry": "trl:sft.yaml", "resources": RESOURCES}
+    content = {"entry": "trl:sft", "config": "sft.yaml", "resources": RESOURCES}
     made = planned(tmp_path, content, "parameters.max_steps=7")
     assert yaml.safe_load(made.contents[files.TRAIN])["max_steps"] == 7
     with pytest.raises(RecipeFault, match=r"did you mean parameters\.max_steps"):

@@ -2,7 +2,6 @@
 
 It has the options, endpoints and fields that the kit uses, refuses all others, and generates by
 transformers. Facts from vllm/entrypoints/openai/completion/protocol.py, serve/lora and serve/dev.
-Where vLLM would wait or fail, it refuses: answers while it sleeps, weights without their memory.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 import torch
 from peft import PeftModel
@@ -42,41 +40,12 @@ class Model:
         self.adapters: dict[str, str] = {}
         self.base = self.read(Path(args.model))
         self.model: Any = self.base
-        # What has no memory, of weights and kv_cache; and how often /abort_requests came.
-        self.asleep: set[str] = set()
-        self.aborted = 0
 
     def read(self, folder: Path) -> Any:
         dtype = getattr(torch, self.args.dtype)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
-    def sleep(self, level: str = "1") -> str:
-        if not self.args.enable_sleep_mode or self.asleep:
-            raise Refused("it sleeps, or cannot")
-        if level == "2":
-            if self.args.enable_lora:
-                raise Refused("vLLM 0.30 does not wake up from level 2 with --enable-lora")
-            for parameter in self.base.parameters():
-                parameter.data.fill_(torch.nan)
-        self.asleep = {"weights", "kv_cache"}
-        print(f"asleep at level {level}", flush=True)
-        return ""
-
-    def wake_up(self, tags: str = "") -> str:
-        wanted = {tags} if tags else {*self.asleep}
-        if not wanted or not wanted <= self.asleep:
-            raise Refused(f"{wanted} of {self.asleep}")
-        self.asleep -= wanted
-        print(f"awake: {tags or 'all'}", flush=True)
-        return ""
-
-    def abort_requests(self) -> dict[str, str]:
-        self.aborted += 1
-        return {"status": "aborted"}
-
     def load_lora_adapter(self, lora_name: str, lora_path: str) -> str:
-        if self.asleep:
-            raise Refused("it sleeps")
         settings = json.loads((Path(lora_path) / "adapter_config.json").read_text())
         if not self.args.enable_lora or settings["r"] > self.args.max_lora_rank:
             raise Refused(f"LoRA rank {settings['r']} is greater than {self.args.max_lora_rank}")
@@ -98,8 +67,6 @@ class Model:
         (name, path) = next(iter(kwargs.items()))
         if (method, name) != ("reload_weights", "weights_path"):
             raise Refused(f"no method {method}({name})")
-        if "weights" in self.asleep:
-            raise Refused("the weights sleep")
         with tempfile.TemporaryDirectory() as folder:
             for file in [Path(self.args.model) / "config.json", *Path(path).glob("model*")]:
                 (Path(folder) / file.name).symlink_to(file.absolute())
@@ -116,8 +83,6 @@ class Model:
             raise Refused(f"unknown fields {sorted(unknown)}")
         if self.stale:
             raise Refused("the prefix cache is of other weights")
-        if self.asleep:
-            raise Refused("it sleeps")
         if body["model"] not in ("base", *self.adapters):
             raise Refused(f"The model `{body['model']}` does not exist.")
         if isinstance(self.model, PeftModel):
@@ -133,15 +98,10 @@ class Model:
         ends = gathered.Ends(body["stop_token_ids"], 0)
         seeds = None if greedy else [int(seed)]
         asked = Request([body["prompt"]], seeds, body["max_tokens"], vocabulary, temperature)
-        before = self.aborted
         with self.lock:
-            if self.aborted == before:
-                (tokens,), (log_probs,), _ = sample(engine, asked, ends)
-        reason = "stop" if self.aborted == before else "abort"
-        if reason == "abort":
-            tokens, log_probs = [], []
+            (tokens,), (log_probs,), _ = sample(engine, asked, ends)
         values = {"token_ids": tokens, "logprobs": {"token_logprobs": log_probs}}
-        return {"choices": [{**values, "finish_reason": reason}]}
+        return {"choices": [{**values, "finish_reason": "stop"}]}
 
 
 def handler(model: Model) -> type[BaseHTTPRequestHandler]:
@@ -149,8 +109,6 @@ def handler(model: Model) -> type[BaseHTTPRequestHandler]:
     if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
         calls |= {"/collective_rpc": model.collective_rpc}
         calls |= {"/reset_prefix_cache": model.reset_prefix_cache}
-        calls |= {"/sleep": model.sleep, "/wake_up": model.wake_up}
-        calls |= {"/abort_requests": model.abort_requests}
     if os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "True":
         calls |= {"/v1/load_lora_adapter": model.load_lora_adapter}
         calls |= {"/v1/unload_lora_adapter": model.unload_lora_adapter}
@@ -161,13 +119,11 @@ def handler(model: Model) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
-            url = urlsplit(self.path)
-            body |= dict(parse_qsl(url.query))
-            if url.path not in calls:
+            if self.path not in calls:
                 self.send(404, json.dumps({"detail": "Not Found"}))
                 return
             try:
-                answer = calls[url.path](**body)
+                answer = calls[self.path](**body)
             except Refused as error:
                 self.send(400, json.dumps({"error": {"message": str(error)}}))
                 return
@@ -206,8 +162,6 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--max-lora-rank", type=int, default=16)
-    parser.add_argument("--enable-sleep-mode", action="store_true")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.92)
     args = parser.parse_args()
     torch.set_num_threads(1)
     Server(args.uds, handler(Model(args))).serve_forever()
