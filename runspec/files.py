@@ -48,7 +48,6 @@ EXIT_STATUS = ".exit_status"
 # What the trainer writes.
 PROGRESS = "progress.json"
 METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
 # Of samplers: where they listen, and what became of them (plugins/rl/slurm/samplers.py).
 ROLLOUT = ".rollout"
 SAMPLER = "sampler_{}.json"

@@ -169,7 +169,6 @@ def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:
         raise Follows(SUPERSEDED, message)
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
         completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
-        completed.pop("answering", None)  # of a job that was killed meanwhile
         reserve.write_status(run_dir, completed)
         what = f"the run {run_dir.name} is finished already, nothing is left to train"
         raise Follows("finished", f"{what}; {_NEW_RUN}")
@@ -221,7 +220,6 @@ def end(
     message: str | None = None,
     stop_asked: bool = False,
     ended: float | None = None,
-    has_questions: bool = False,
     settle: Callable[[int, int, bool], object] = lambda *ended: None,
 ) -> str:
     """Record the end of an attempt; return what the job script does next (Verdict.next).
@@ -236,7 +234,6 @@ def end(
         message: a fault of the job script itself, which a retry cannot fix.
         stop_asked: the ranks were asked to stop; they remove the stop file.
         ended: the time of the end, if it is not now.
-        has_questions: a finished run's questions are answered by the same job.
         settle: Companion.settle.
     """
     full = reserve.fault(run_dir)
@@ -275,8 +272,6 @@ def end(
             memory_is_result="SWEEP_DIR" in os.environ,
         )
     )
-    if has_questions and verdict.state == "COMPLETED":
-        status["answering"] = {"started": now}
     _write_end(run_dir, {**status, "ended": now}, verdict, unfit(errors))
     return verdict.next
 
@@ -412,20 +407,6 @@ def choose(
     if not any(same_start(line) for line in attempts):
         return hosts[:nodes], []
     return [], [host for host in hosts if host in bad]
-
-
-def answered(run_dir: Path, message: str, nodes: int) -> None:
-    """Record on how many nodes a finished run's questions are answered, or why they are not."""
-    status = read_object(run_dir / files.STATUS)
-    if not owned(status):
-        return
-    began, now = status.pop("answering", {}).get("started"), time.time()
-    status["answers"] = {"started": began, "ended": now, "gpus": nodes * ranks_per_node()}
-    status["answers"]["seconds"] = now - (began or now)
-    if message:
-        status["message"] = message
-        say(message)
-    files.write_json(run_dir / files.STATUS, {**status, "updated": time.time()})
 
 
 def between(run_dir: Path, message: str = "", **change: str) -> None:

@@ -36,7 +36,7 @@ from slurm.identity import in_slurm, is_of_this_start, own_job_id
 from slurm.job_log import say
 from slurm.nodes import Nodes
 from slurm.notify import notify
-from slurm.recorder import LAST_WAIT_S, NotRecorded, Recorder, seconds
+from slurm.recorder import NotRecorded, Recorder, seconds
 from slurm.records import Follows
 from slurm.rendezvous import port_of
 from slurm.requeue import Succession
@@ -74,10 +74,6 @@ class Supervisor:
         self._program = list(command[1 + len(self._options) :])
         self._max_retries = int(os.environ["MAX_RETRIES"])
         self._timeout_s = seconds("TIMEOUT_S", 0)
-        # Ranks do not need them.
-        self._answer_script = os.environ.pop("ANSWER_SCRIPT", "")
-        # In a sweep the next run would wait for the answers.
-        self._has_questions = bool(self._answer_script) and "SWEEP_DIR" not in os.environ
         # Set by --no-kill, which spare nodes need. srun would let ranks continue after others die.
         os.environ.pop("SLURM_NO_KILL", None)
         # All: each node and rank has its log. Failing: those of the first node, and of nodes that
@@ -171,9 +167,6 @@ class Supervisor:
         if state == "RETRYING":
             self._nodes.await_slurm(self._logs)
         elif "next" in status:
-            self._has_questions &= "answering" in status
-            if child is not None:
-                child.end(END_S, END_S)  # it answers them
             raise Follows(str(status["next"]))
 
     def _finish(self) -> int:
@@ -191,10 +184,7 @@ class Supervisor:
                 self.next = other.what
         self._succession.drop()
         self._notify("ended")
-        if self.next != "finished":
-            return FAILED
-        self._answer()
-        return FINISHED
+        return FINISHED if self.next == "finished" else FAILED
 
     # An attempt ------------------------------------------------------------------------------
 
@@ -319,7 +309,6 @@ class Supervisor:
             message=message,
             stop_asked=self._stop_asked,
             ended=ended,
-            has_questions=self._has_questions,
             settle=self._companion.settle,
         )
         self._child = self._attempt = None
@@ -342,46 +331,6 @@ class Supervisor:
         thread = threading.Thread(target=notify, args=[self.run_dir, event], daemon=True)
         thread.start()
         thread.join(_NOTIFY_S)
-
-    def _answer(self) -> None:
-        """Answer the recipe's questions with the exported model, on one node.
-
-        The run is finished and recorded: a fault here is a warning in its record, and a TERM ends
-        the job with success.
-        """
-        if not self._has_questions or "LOGS" not in os.environ:
-            return
-        warning, limit_s = "", seconds("ANSWER_LIMIT_S", 1800)
-        nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ["NODES"])
-        child = self._start_answers()
-        try:
-            if not child.wait(limit_s):
-                child.end(_TIMEOUT_END_S, END_S)
-                warning = f"the questions were not answered within {limit_s:.0f} s"
-            elif status := child.poll():
-                log = self._logs / "node_0.log"
-                warning = f"the questions were not answered (exit status {status}, see {log})"
-        except Terminated:
-            self.record.hurry()
-            child.end(LAST_WAIT_S, 1)
-            warning = "the questions were given up"
-        if warning:
-            by_hand = f"python -m trainer.generate {self.run_dir}/export QUESTION"
-            warning = f"warning: {warning}; the run is finished. By hand: {by_hand}"
-        self.record(records.answered, warning, nodes)
-
-    def _start_answers(self) -> Child:
-        """Start the ranks that answer.
-
-        Nothing of the attempt is left that these could wait for or overlap with.
-        """
-        # The nodes may have been asked to end ranks that stayed: these are others.
-        (self._logs / files.END_RANKS).unlink(missing_ok=True)
-        self._nodes.hosts = self._nodes.hosts[:1]
-        os.environ |= {"NODES": "1", "HOSTS": self._nodes.hosts[0], "ONE_HOST": "yes"}
-        os.environ |= {"HEAD_ADDR": "127.0.0.1", "NODE_CHECK": "no", "ATTEMPT": "answers"}
-        argv = self._argv(["bash", "-c", self._answer_script])
-        return Child.start(argv, os.environ, self._logs)
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:

@@ -109,7 +109,6 @@ def job_script(
         # What the engine runs in is not what the ranks run in.
         on_host=recipe.starts_backend and not recipe.entry.on_host,
         within=within(inside),
-        answers=bool(recipe.entry.method and config.get("generate")),
     )
     try:
         return template("job.sbatch.j2", templates).render(values)

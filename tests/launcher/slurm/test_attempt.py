@@ -387,14 +387,13 @@ def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsy
 
 def test_a_finished_run_is_not_trained_again(run_dir):
     (run_dir / "progress.json").write_text('{"state": "finished", "attempt": 0}')
-    cancelled = {"state": "CANCELLED", "job_id": "local-1", "attempt": 0, "answering": {}}
+    cancelled = {"state": "CANCELLED", "job_id": "local-1", "attempt": 0}
     (run_dir / "status.json").write_text(json.dumps(cancelled))
     with pytest.raises(records.Follows) as follows:
         records.begin(run_dir, ["n1"])
     assert follows.value.what == "finished"
     told = json.loads((run_dir / "status.json").read_text())
     assert (told["job_id"], told["state"]) == (own_job_id(), "COMPLETED")
-    assert "answering" not in told
 
 
 def test_progress_of_an_attempt_before_does_not_finish_this_one(run_dir):
