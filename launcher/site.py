@@ -49,12 +49,6 @@ _KEYS = (
         "Users whose runs in the shared folder are replayed and adapters continued as one's own.",
         (),
     ),
-    Key(
-        "logs",
-        "all | failing",
-        "Whether each node and rank has its log on the shared filesystem, or the first node and "
-        "nodes that failed. Default: all, up to 16 nodes.",
-    ),
     Key("default_environment", "name", "Name of a file in configs/environments, for all recipes."),
 )
 # What a recipe and a site may both say: the recipe's comes first.
@@ -87,7 +81,6 @@ class Site:
     job_setup: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     trusted_users: Sequence[str] = ()
-    logs: str | None = None
     default_environment: str | None = None
     resources: dict[str, Any] = field(default_factory=dict)
     notify: dict[str, Any] = field(default_factory=dict)

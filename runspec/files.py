@@ -39,7 +39,6 @@ JOB_LOG = "logs/job.log"
 # Inside logs/<attempt>: the trainer's sign of life, the stacks of its ranks, and who asks for them.
 HEARTBEAT = "heartbeat.json"
 STACKS = "stack_rank_{}.log"
-FLIGHT = "flight_rank_{}.json"
 ASK_FOR_STACKS = ".ask_for_stacks"
 END_RANKS = ".end_ranks"
 # Inside logs/<attempt>: the process above its command, and the command's exit status.

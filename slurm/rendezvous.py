@@ -137,7 +137,7 @@ def interface_of(address: str) -> str:
 
 
 def fail(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
+    print(message)
     sys.exit(1)
 
 

@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from runspec import files
 from runspec.processes import end_with_parent, terminate_with_parent
-from slurm import allocation, records
+from slurm import records
 from slurm.child import Child
 from slurm.companion import Companion, load
 from slurm.history import attempts_of, read_object
@@ -76,11 +76,6 @@ class Supervisor:
         self._timeout_s = seconds("TIMEOUT_S", 0)
         # Set by --no-kill, which spare nodes need. srun would let ranks continue after others die.
         os.environ.pop("SLURM_NO_KILL", None)
-        # All: each node and rank has its log. Failing: those of the first node, and of nodes that
-        # failed.
-        few = int(os.environ["NODES"]) <= 16
-        kept = os.environ.get("KEEP_LOGS") or ("all" if few else "failing")
-        os.environ["KEEP_LOGS"] = kept if in_slurm() else "all"
         self._nodes, self._succession = Nodes(self.record), Succession(self.record)
         self._attempt: int | None = None
         self._child: Child | None = None
@@ -242,9 +237,7 @@ class Supervisor:
         """Return the command that runs a program on each node of the attempt."""
         if not in_slurm():
             return ["bash", f"{os.environ['COOKBOOK']}/slurm/local_nodes.sh", *program]
-        # srun itself writes a file that all nodes share: slurm/node.sh leaves only the first one's.
-        number = "%t" if os.environ["KEEP_LOGS"] == "all" else "0"
-        log = f"--output={self._logs}/node_{number}.log"
+        log = f"--output={self._logs}/node_%t.log"
         own = [f"--job-name=attempt-{os.environ['ATTEMPT']}", log, "--open-mode=append"]
         nodes = [*self._nodes.beside, *self._nodes.on_hosts]
         return ["srun", *own, *nodes, *self._options, *program]
@@ -296,10 +289,6 @@ class Supervisor:
         """
         ended = time.time()
         self._companion.end(job_ends=False)
-        if status and os.environ["KEEP_LOGS"] != "all":
-            # Those of the nodes that failed, from their disks.
-            script = ["bash", f"{os.environ['COOKBOOK']}/slurm/logs.sh"]
-            allocation.ask(["srun", "--overlap", "--mem=0", *self._nodes.on_hosts, *script], 60)
         self.next = self.record(
             records.end,
             self._attempt,

@@ -16,7 +16,6 @@ from runspec import files
 from slurm.child import Child
 from slurm.faults import fault
 from slurm.field_types import well_typed
-from slurm.flight import waiting
 from slurm.history import used_up
 from slurm.job_log import say, since
 
@@ -137,9 +136,7 @@ def laggards(logs: Path) -> list[tuple[int, str, str]]:
 
     Those are the ranks that do not answer; if all do, those that do not wait for the others.
     """
-    # Another's script may never answer.
-    silent = _silent(logs) if _stacks(logs) else []
-    if silent:
+    if silent := _silent(logs):
         return [(rank, node, "does not answer") for rank, node in silent]
     stacks = _stacks(logs)
     busy = [(rank, node) for rank, node, text in stacks if "torch/distributed/" not in text]
@@ -151,15 +148,13 @@ def laggards(logs: Path) -> list[tuple[int, str, str]]:
 def record(logs: Path, kind: str, message: str) -> None:
     """Write a fault as a record for the job script.
 
-    It names the ranks that hold up the others, and the collective in which those wait.
+    It names the ranks that hold up the others.
     """
     slow = laggards(logs)
     named = ", ".join(f"rank {rank} on {node} {symptom}" for rank, node, symptom in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     if slow:
         message += f": {named}{more}"
-    if wait := waiting(logs):
-        message += f"; {wait}"
     # A node is named, and later left out, only if a single rank is at fault.
     rank, node, _ = slow[0] if len(slow) == 1 else (None, None, "")
     where = f"{files.LOGS}/{logs.name}/{files.STACKS.format('*')}"
@@ -179,18 +174,7 @@ def _stacks(logs: Path) -> list[tuple[int, str, str]]:
 
 
 def _silent(logs: Path) -> list[tuple[int, str]]:
-    stacks = _stacks(logs)
-    silent = {rank: node for rank, node, text in stacks if "most recent call" not in text}
-    answered = {rank for rank, _, _ in stacks}
-    return sorted({r: n for r, n in _asked().items() if r not in answered}.items() | silent.items())
-
-
-def _asked() -> dict[int, str]:
-    """By rank, the nodes of a large run, whose ranks have no files before they answer."""
-    if os.environ.get("KEEP_LOGS") != "failing" or "LOGS_PER_NODE" in os.environ:
-        return {}
-    ranks, hosts = int(os.environ["RANKS_PER_NODE"]), os.environ["HOSTS"].split(",")
-    return {rank: hosts[rank // ranks] for rank in range(ranks * len(hosts))}
+    return [(rank, node) for rank, node, text in _stacks(logs) if "most recent call" not in text]
 
 
 def _wait(done: Callable[[], bool], seconds: float) -> None:
