@@ -1,16 +1,14 @@
-"""Reads from a run's records what its earlier attempts saved and used.
+"""Reads from a run's records what its earlier attempts saved.
 
 slurm/records.py writes them. Standard library only.
 """
 
-import os
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from runspec import files
 from runspec.storage import patiently
-from runspec.usage import gpu_hours
 from slurm.faults import WAIT_S
 from slurm.field_types import well_typed
 from slurm.identity import own_job_id
@@ -65,22 +63,6 @@ def count_fruitless(run_dir: Path) -> int:
     """Return the number of attempts after the last one that saved a newer checkpoint."""
     since = takewhile(lambda line: not line.get("gained"), reversed(attempts_of(run_dir)))
     return sum(line.get("cause") not in NOT_COUNTED for line in since)
-
-
-def used_up(run_dir: Path, running: dict[str, Any] | None = None) -> str:
-    """Return a message if the run has used its GPU-hours, "" if it may continue.
-
-    Args:
-        running: the attempt that is not in attempts.jsonl yet.
-    """
-    budget = float(os.environ.get("MAX_GPU_HOURS") or 0)
-    used = gpu_hours([*read_lines(run_dir / files.ATTEMPTS), running or {}])
-    if not budget or used < budget:
-        return ""
-    return (
-        f"the run has used {used:.4g} GPU-hours, and max_gpu_hours is {budget:g}: continue with: "
-        f"cookbook resume {run_dir.name} max_gpu_hours={2 * budget:g}"
-    )
 
 
 def latest_checkpoint(run_dir: Path) -> int:

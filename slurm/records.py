@@ -27,7 +27,6 @@ from slurm.history import (
     read_object,
     saved_work,
     series_of,
-    used_up,
 )
 from slurm.identity import (
     gpus,
@@ -81,8 +80,7 @@ def begin(
 
     Raises:
         Follows: nothing is left to train, another job has the run, too many attempts ended without
-            a record and saved nothing, the run has used its GPU-hours, was cancelled, or the disk
-            is full.
+            a record and saved nothing, the run was cancelled, or the disk is full.
     """
     with _full_disk_fails(run_dir):
         status = read_object(run_dir / files.STATUS)
@@ -90,8 +88,6 @@ def begin(
         _refuse_what_is_done(run_dir, status)
         if status.get("state") == "RUNNING" and not repeated:
             _end_of_earlier(run_dir, status, max_retries, exists)
-        if message := used_up(run_dir):
-            raise _refused(run_dir, status, "budget", message)
         number = next_attempt(run_dir, status)
         if repeated:
             # An end would have been recorded before another attempt of this start of the job.
@@ -268,7 +264,6 @@ def end(
             timed_out_s=timeout_s if timed_out else None,
             not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
             cause_before=str(earlier[-1].get("cause")) if earlier else None,
-            used_up=used_up(run_dir, {**status, "ended": now}),
             memory_is_result="SWEEP_DIR" in os.environ,
         )
     )

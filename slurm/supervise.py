@@ -16,7 +16,6 @@ import argparse
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -34,8 +33,7 @@ from slurm.companion import Companion, load
 from slurm.history import attempts_of, read_object
 from slurm.identity import in_slurm, is_of_this_start, own_job_id
 from slurm.job_log import say
-from slurm.nodes import Nodes
-from slurm.notify import notify
+from slurm.nodes import Nodes, head
 from slurm.recorder import NotRecorded, Recorder, seconds
 from slurm.records import Follows
 from slurm.rendezvous import port_of
@@ -50,7 +48,6 @@ _POLL_S, _LOOK_S = 0.2, 1.0
 # How long a recipe's timeout waits between TERM and KILL, and the exit status then, whatever the
 # command makes of it.
 _TIMEOUT_END_S, _TIMED_OUT = 60.0, 124
-_NOTIFY_S = 20.0
 # Options of the srun of an attempt that no step beside it has.
 _OF_ATTEMPTS = ("--ntasks", "--kill-on-bad-exit", "--wait")
 
@@ -129,7 +126,6 @@ class Supervisor:
         if self.next not in ("requeue", "superseded"):
             self._succession.drop()
             self._companion.clean()
-            self._notify("ended")
         return FINISHED if self.next == "finished" else TERMINATED
 
     def not_recorded(self, reason: NotRecorded) -> int:
@@ -178,7 +174,6 @@ class Supervisor:
             except Follows as other:
                 self.next = other.what
         self._succession.drop()
-        self._notify("ended")
         return FINISHED if self.next == "finished" else FAILED
 
     # An attempt ------------------------------------------------------------------------------
@@ -201,7 +196,7 @@ class Supervisor:
             self.record(records.between, message, state="REQUEUED", cause="time_limit")
             raise Follows("requeue")
         self._nodes.choose()
-        os.environ |= self._nodes.head()
+        os.environ |= head(self._nodes.hosts)
         hosts, rollout_hosts = self._nodes.hosts, self._nodes.rollout_hosts
         prepare = self._companion.prepare
         number = self.record(
@@ -214,13 +209,10 @@ class Supervisor:
             message = self._succession.submit(self._nodes.left_out)
             if message:
                 say(f"no successor is in the queue, so the run ends with this job: {message}")
-        head = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
-        say(f"attempt {number} on {', '.join(hosts)}; first node {head}; logs in {self._logs}")
+        first = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
+        say(f"attempt {number} on {', '.join(hosts)}; first node {first}; logs in {self._logs}")
         if starts:
             self._accompany()
-        if number == 0:
-            # Training does not wait for it.
-            threading.Thread(target=notify, args=[self.run_dir, "start"], daemon=True).start()
 
     def _enter(self, number: int) -> None:
         """Set the variables of an attempt, which the nodes need."""
@@ -314,12 +306,6 @@ class Supervisor:
         step = ["srun", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1", *own]
         number = int(os.environ["ATTEMPT"])
         self._companion.begin(number, self._nodes, step if in_slurm() else [])
-
-    def _notify(self, event: str) -> None:
-        """Notify the webhook; a failed notification does not affect the run."""
-        thread = threading.Thread(target=notify, args=[self.run_dir, event], daemon=True)
-        thread.start()
-        thread.join(_NOTIFY_S)
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:

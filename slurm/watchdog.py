@@ -1,6 +1,6 @@
 """What the supervisor looks at while an attempt runs: hangs, ranks that do not stop or do not end.
 
-The job script sets HANG_TIMEOUT_S, SIGNAL_LEAD_S and MAX_GPU_HOURS. Standard library only.
+The job script sets HANG_TIMEOUT_S and SIGNAL_LEAD_S. Standard library only.
 """
 
 import math
@@ -16,7 +16,6 @@ from runspec import files
 from slurm.child import Child
 from slurm.faults import fault
 from slurm.field_types import well_typed
-from slurm.history import used_up
 from slurm.job_log import say, since
 
 # A hang is at least this many median steps, or longest saves.
@@ -183,14 +182,6 @@ def _wait(done: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.2)
 
 
-def _is_used_up(run_dir: Path) -> bool:
-    """Whether the run has used its GPU-hours."""
-    if not os.environ.get("MAX_GPU_HOURS"):
-        return False
-    status = files.peek(run_dir / files.STATUS)
-    return bool(status and used_up(run_dir, {**status, "ended": time.time()}))
-
-
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -201,8 +192,7 @@ def _size(path: Path) -> int:
 class Watchdog:
     """Looks at a running attempt, and ends it if it hangs, or does not stop in time.
 
-    It also ends processes that remain after the run is finished, and ranks that srun cannot end,
-    and asks the ranks to stop when the run has used its GPU-hours.
+    It also ends processes that remain after the run is finished, and ranks that srun cannot end.
     """
 
     def __init__(self, run_dir: Path, attempt: int, child: Child) -> None:
@@ -215,26 +205,22 @@ class Watchdog:
         self._left_behind = LeftBehind(log, start)
         wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
         self._finished = Finished(run_dir / files.PROGRESS, attempt, wait_s)
-        self._asked = self._nodes_asked = False
+        self._nodes_asked = False
 
     def look(self) -> None:
         """Look once, and do what follows; OSError: a file could not be looked at or written."""
-        now, stop = time.monotonic(), self._run_dir / files.STOP
+        now = time.monotonic()
         if self._finished.look(now):
             say("the run is finished: its processes are ended")
             self._have_nodes_end_ranks()
             self._end(FINISH_END_S)
             return
-        if not self._asked and _is_used_up(self._run_dir):
-            say("max_gpu_hours is reached: the ranks save and stop")
-            stop.touch()
-            self._asked = True
         if not self._nodes_asked and self._left_behind.look(now):
             self._nodes_asked = True
             say("srun could not end the other ranks: nodes end them")
             self._have_nodes_end_ranks()
         beat = files.peek(self._logs / files.HEARTBEAT)
-        found = self._watch.look(beat or None, os.path.exists(stop), now)
+        found = self._watch.look(beat or None, os.path.exists(self._run_dir / files.STOP), now)
         if found is not None:
             # The ranks are ended even if the record cannot be written.
             with suppress(OSError):

@@ -103,7 +103,6 @@ def _asked(
     )
     settings = {
         "RANKS_PER_NODE": ranks,
-        "MEASURE": "full",
         "REHEARSAL": folder,
         "MODULE": short.entry.module,
         "LIMIT_S": LIMIT_S - _SPARE_S,

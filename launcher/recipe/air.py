@@ -47,7 +47,7 @@ _TYPE = re.compile(r"GPU_(\d+)x(\w+)")
 # What Databricks' base environments bring to each workload.
 _BASE = ("torch", "mlflow", "PyYAML")
 # What stays beside the workload in the same file: the kit's own keys.
-_OWN = {"resources", "tracking", "max_gpu_hours", "notify", "share", "stop_signal", "description"}
+_OWN = {"resources", "tracking", "notify", "share", "stop_signal", "description"}
 
 
 def is_workload(config: Mapping[str, Any]) -> bool:

@@ -242,7 +242,6 @@ WRONG = ["x", [1], {"a": 1}, None, 1.5, True]
 def test_values_of_a_wrong_type_end_no_run(tmp_path, monkeypatch, value):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("JOB_PID", str(os.getpid()))
-    monkeypatch.setenv("MAX_GPU_HOURS", "100")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     (tmp_path / "logs").mkdir()
     records.begin(tmp_path, ["n1"])

@@ -1,17 +1,13 @@
-"""Jobs that take the place of others where a job may not go back into the queue; and the budget."""
+"""Jobs that take the place of others where a job may not go back into the queue."""
 
-import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from runspec.files import append_json_line
 from tests.faults.conftest import site_of
 from tests.faults.kit import SHORT, Undisturbed, attempts, ended, parent, rank, trains
-from tests.launcher.kit import Kit, checkpoints, losses, report, until
+from tests.launcher.kit import Kit, report, until
 
 
 @pytest.fixture(scope="module")
@@ -98,30 +94,3 @@ def test_a_series_counts_its_attempts_together_and_a_resumed_run_anew(tmp_path, 
     monkeypatch.setenv("SLURM_JOB_ID", "20")
     records.begin(tmp_path, ["n1"])
     assert records.end(tmp_path, 3, 1, max_retries=2) == "run"
-
-
-@pytest.mark.long
-def test_the_ranks_save_and_stop_when_the_gpu_hours_are_used(user: Kit, undisturbed: Undisturbed):
-    _, run = user.submit(*SHORT, "max_gpu_hours=1", "save_every_n_steps=1000")
-    beat = run / "logs" / "0" / "heartbeat.json"
-    until(lambda: beat.exists() and "training" in beat.read_text(), 120, lambda: report(run))
-    stopped = rank(run, 0)
-    os.kill(stopped, signal.SIGSTOP)
-    # As if two ranks had trained for half an hour before.
-    append_json_line(run / "attempts.jsonl", {"started": 0, "ended": 1800, "gpus": 2})
-    until(lambda: (run / ".stop").exists(), 60, lambda: report(run))
-    os.kill(stopped, signal.SIGCONT)
-    told = user.wait(run, "FAILED", "COMPLETED")
-    assert "and max_gpu_hours is 1: continue with: cookbook resume" in told["detail"], report(run)
-    assert attempts(run)[-1]["cause"] == "budget" and checkpoints(run), "the ranks saved"
-
-    assert user.cookbook("resume", run.name).returncode == 0
-    status = run / "status.json"
-    first = attempts(run)[-1]["job_id"]
-    until(lambda: json.loads(status.read_text())["job_id"] != first, 60, lambda: report(run))
-    assert user.status(run)["state"] == "FAILED" and len(attempts(run)) == 2, "no attempt follows"
-
-    more = user.cookbook("resume", run.name, "max_gpu_hours=2", "save_every_n_steps=5")
-    assert more.returncode == 0, more.stderr
-    assert user.wait(run, "FAILED", "COMPLETED")["state"] == "COMPLETED", report(run)
-    assert losses(run) == losses(undisturbed.run)

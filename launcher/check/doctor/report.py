@@ -185,8 +185,9 @@ def _disk(report: NodeReport) -> Finding:
 
 def all_reduce(reports: list[NodeReport]) -> Finding:
     """Return the result of the all-reduce over all nodes."""
-    if done := [result for each in reports for result in each.values.get("all_reduce", ())]:
-        ranks, mib, seconds, bandwidth = done[0].split()
+    measured = [line for each in reports for line in each.values.get("collective", ())]
+    if measured:
+        _, ranks, mib, seconds, bandwidth = measured[0].split()
         message = f"{ranks} ranks on {len(reports)} nodes: {mib} MiB in {float(seconds) * 1000:.1f}"
         return ok("all-reduce", f"{message} ms, {bandwidth} GB/s bus bandwidth")
     kind = "all_reduce_fault"

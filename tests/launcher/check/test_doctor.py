@@ -285,6 +285,6 @@ def test_a_table_of_nodes_has_a_row_for_those_without_a_report():
     assert first.split()[:4] == ["n2", "yes", "NOT", "SHARED"] and first.endswith("eth0")
     assert late.split() == ["n9", "down"] and last.split() == ["n10", "no", "answer"]
     assert report.all_reduce([whole]).message == "the nodes did not finish it"
-    whole.values["all_reduce"] = ["4 16 0.0432 0.39"]
+    whole.values["collective"] = ["all-reduce 4 16 0.0432 0.39", "all-gather 4 16 0.02 0.39"]
     told = "4 ranks on 1 nodes: 16 MiB in 43.2 ms, 0.39 GB/s bus bandwidth"
     assert report.all_reduce([whole]).message == told
