@@ -3,8 +3,7 @@
 #
 # One munged, one slurmctld and one slurmd per node, all run by the calling user (root or not), with
 # their own configuration, munge key and socket, ports and state folder, so that several clusters can
-# run side by side. --accounting adds a slurmdbd, and a mariadbd that only slurmdbd can reach. Only
-# processes of the named cluster are ever signalled.
+# run side by side. Only processes of the named cluster are ever signalled.
 set -euo pipefail
 umask 022
 
@@ -17,7 +16,6 @@ source "${SCRIPT%/*}/configuration.sh"
 # shellcheck source=slurm/dev-cluster/daemons.sh
 source "${SCRIPT%/*}/daemons.sh"
 readonly PACKAGES_HINT="apt-get install slurm-wlm munge"
-readonly ACCOUNTING_PACKAGES="slurmdbd mariadb-server-core"
 readonly READY_TIMEOUT_S=30
 readonly STOP_TIMEOUT_S=5
 # Unix socket paths end at 107 characters, and slurmd adds up to 34 to the state folder.
@@ -46,13 +44,6 @@ declare -A SETTINGS=(
 )
 declare -A CHANGED=()
 
-# A small temporary database: no network, little memory, no wait for the disk.
-readonly DATABASE=(
-    --no-defaults --skip-networking --skip-grant-tables --skip-log-bin
-    --innodb-buffer-pool-size=32M --innodb-log-file-size=16M --innodb-flush-log-at-trx-commit=2
-    --aria-pagecache-buffer-size=8M --aria-log-file-size=8M --key-buffer-size=1M
-)
-
 usage() {
     cat <<EOT
 usage: $PROGRAM ${1:-up|down|status|env} [options]
@@ -76,9 +67,6 @@ Additional options of up:
   --gpu-type TYPE          their type, as in --gres=gpu:TYPE:G (default h100)
   --requeue-delay SECONDS  how long a requeued job waits, and the lifetime of a job credential
                            (default 10)
-  --accounting             keep accounts, QoS and ended jobs in a database, for sacctmgr and sacct;
-                           you are in its account 'users'. Limits of sacctmgr are enforced with
-                           --set AccountingStorageEnforce=associations,limits,qos
   --set KEY=VALUE          another slurm.conf setting, such as KillWait=2; may be repeated
 
 Exit status: 0 done, 1 failed, 2 wrong usage.
@@ -103,7 +91,7 @@ wrong_usage() {
 
 parse_options() {
     local option
-    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay=10 accounting=0
+    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay=10
     root=${COOKBOOK_DEV_CLUSTER_ROOT:-/tmp/slurm-cookbook-$UID}
     while (($#)); do
         case $1 in
@@ -112,13 +100,11 @@ parse_options() {
             exit 0
             ;;
         --name | --state) ;;
-        --nodes | --gpus | --gpu-type | --requeue-delay | --set | --accounting)
+        --nodes | --gpus | --gpu-type | --requeue-delay | --set)
             [[ $COMMAND == up ]] || wrong_usage "$1 is an option of 'up', not of '$COMMAND'"
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
         esac
-        # This one is read as an option with the value 1.
-        [[ $1 != --accounting ]] || set -- "$1" 1 "${@:2}"
         (($# > 1)) || wrong_usage "$1 needs a value"
         case $1 in
         --state) root=$2 ;;
@@ -136,7 +122,6 @@ parse_options() {
     state=$root/$name
     conf=$state/slurm.conf
     socket=$state/munge.socket
-    database=$state/database
 }
 
 set_option() {
@@ -166,17 +151,13 @@ check_number() { # option value least most
 require_programs() {
     # Ordinary users have no sbin in PATH.
     PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
-    local program missing=() hint=$PACKAGES_HINT
+    local program missing=()
     local programs=(munged slurmctld slurmd slurmstepd sbatch scancel scontrol sinfo squeue srun)
-    if ((accounting)); then
-        programs+=(slurmdbd mariadbd sacctmgr)
-        hint+=" $ACCOUNTING_PACKAGES"
-    fi
     for program in "${programs[@]}"; do
         command -v "$program" >/dev/null || missing+=("$program")
     done
     ((!${#missing[@]})) ||
-        fail "not installed: ${missing[*]}. On Debian and Ubuntu, as root: $hint"
+        fail "not installed: ${missing[*]}. On Debian and Ubuntu, as root: $PACKAGES_HINT"
 }
 
 # munged itself refuses folders that not everybody may enter, or that others may change.
@@ -238,7 +219,6 @@ cluster_up() {
 every_daemon_runs() {
     local i
     [[ $(daemon_pids munged) && $(daemon_pids slurmctld) ]] || return 1
-    ((!accounting)) || [[ $(daemon_pids mariadbd) && $(daemon_pids slurmdbd) ]] || return 1
     for ((i = 1; i <= nodes; i++)); do
         [[ $(daemon_pids slurmd "n$i") ]] || return 1
     done
@@ -248,7 +228,6 @@ description() {
     local text="$nodes nodes"
     ((nodes > 1)) || text="1 node"
     ((!gpus)) || text+=", $gpus $gpu_type GPUs each"
-    ((!accounting)) || text+=", with accounting"
     echo "$text"
 }
 
@@ -277,8 +256,6 @@ cluster_status() {
     fi
     read -r nodes gpus gpu_type _ <<<"$(<"$state/shape")"
     nodes=${nodes#*=} gpus=${gpus#*=} gpu_type=${gpu_type#*=}
-    ! grep -qw accounting=1 "$state/shape" || accounting=1
-    ((!accounting)) || daemons+=(mariadbd slurmdbd)
     for ((i = 1; i <= nodes; i++)); do daemons+=("slurmd n$i"); done
     echo "cluster $name: $(<"$state/shape")"
     for daemon in "${daemons[@]}"; do

@@ -7,19 +7,14 @@ pids_matching() { # file-in-/proc grep-option...
 }
 
 # A daemon is recognised by its name and by this cluster's file in its arguments: the pid in a pid
-# file may belong to another process by now. slurmdbd takes no file, only SLURM_CONF.
+# file may belong to another process by now.
 daemon_pids() { # [daemon [node]]
     local pid daemon
-    for pid in $(pids_matching cmdline -zxF -e "$conf" -e "--socket=$socket" \
-        -e "--socket=$database/socket"); do
+    for pid in $(pids_matching cmdline -zxF -e "$conf" -e "--socket=$socket"); do
         daemon=$(cat "/proc/$pid/comm" 2>/dev/null) || continue
-        [[ $daemon =~ ^(munged|slurmctld|slurmd|mariadbd)$ && $daemon == "${1:-$daemon}" ]] || continue
+        [[ $daemon =~ ^(munged|slurmctld|slurmd)$ && $daemon == "${1:-$daemon}" ]] || continue
         [[ ! ${2:-} ]] || grep -qzxF -- "$2" "/proc/$pid/cmdline" 2>/dev/null || continue
         echo "$pid"
-    done
-    [[ ${1:-slurmdbd} == slurmdbd ]] || return 0
-    for pid in $(pids_matching comm -xF slurmdbd); do
-        ! grep -qzxF "SLURM_CONF=$conf" "/proc/$pid/environ" 2>/dev/null || echo "$pid"
     done
 }
 
