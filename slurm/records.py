@@ -212,7 +212,6 @@ def end(
     exit_code: int,
     max_retries: int = 0,
     job_state: str | None = None,
-    timeout_s: float = 0,
     message: str | None = None,
     stop_asked: bool = False,
     ended: float | None = None,
@@ -226,7 +225,6 @@ def end(
         attempt: None for the one that this start of the job has begun, if any.
         job_state: Slurm's state of the job if Slurm is ending it; for COMPLETING the reason is
             taken from the job's log.
-        timeout_s: the recipe's timeout, 0 for none.
         message: a fault of the job script itself, which a retry cannot fix.
         stop_asked: the ranks were asked to stop; they remove the stop file.
         ended: the time of the end, if it is not now.
@@ -248,7 +246,6 @@ def end(
     except files.DamagedFile as error:
         errors.append(fault(str(error)))
     logs, earlier = run_dir / files.LOGS / str(attempt), attempts_of(run_dir)
-    timed_out = exit_code != 0 and 0 < timeout_s <= now - float(status.get("started", now))
     verdict = decide(
         AttemptEnd(
             exit_code=exit_code,
@@ -261,7 +258,6 @@ def end(
             succeeds="successor" in status,
             fruitless=0 if gained_by(run_dir, status) else count_fruitless(run_dir) + 1,
             max_retries=max_retries,
-            timed_out_s=timeout_s if timed_out else None,
             not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
             cause_before=str(earlier[-1].get("cause")) if earlier else None,
             memory_is_result="SWEEP_DIR" in os.environ,

@@ -149,7 +149,6 @@ class AttemptEnd:
     can_requeue: bool = False
     fruitless: int = 0  # attempts in a row, with this one, without a newer checkpoint
     max_retries: int = 0
-    timed_out_s: float | None = None  # the recipe's timeout, if the attempt reached it
     not_started: str = ""  # srun's message, if it did not reach the controller: no rank began
     cause_before: str | None = None  # of the attempt before this one, in the same job
     succeeds: bool = False  # a successor of this job is in the queue
@@ -247,8 +246,6 @@ RULES = (
     Rule("INTERRUPTED", "failed", lambda e: e.job_state is not None),
     Rule("RETRYING", "run", lambda e: e.not_started and e.cause_before != "controller",
          "srun started nothing: {end.not_started}", "controller"),
-    Rule("FAILED", "failed", lambda e: e.timed_out_s is not None,
-         "ended by the recipe's timeout of {end.timed_out_s:.0f} s", "timeout"),
     # What a retry cannot fix, or has not fixed often enough.
     Rule("FAILED", "failed", lambda e: e.lacks_package, "{end.reason.message}; {end.how_to_add}"),
     Rule("FAILED", "failed", lambda e: e.error.get("permanent")),

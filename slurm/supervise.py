@@ -34,7 +34,7 @@ from slurm.history import attempts_of, read_object
 from slurm.identity import in_slurm, is_of_this_start, own_job_id
 from slurm.job_log import say
 from slurm.nodes import Nodes, head
-from slurm.recorder import NotRecorded, Recorder, seconds
+from slurm.recorder import NotRecorded, Recorder
 from slurm.records import Follows
 from slurm.rendezvous import port_of
 from slurm.requeue import Succession
@@ -45,9 +45,6 @@ FINISHED, FAILED, TERMINATED, BROKEN = 0, 1, 76, 70
 
 # How soon an end is noticed, and the time between two looks at an attempt.
 _POLL_S, _LOOK_S = 0.2, 1.0
-# How long a recipe's timeout waits between TERM and KILL, and the exit status then, whatever the
-# command makes of it.
-_TIMEOUT_END_S, _TIMED_OUT = 60.0, 124
 # Options of the srun of an attempt that no step beside it has.
 _OF_ATTEMPTS = ("--ntasks", "--kill-on-bad-exit", "--wait")
 
@@ -70,7 +67,6 @@ class Supervisor:
         self._options = list(takewhile(lambda word: word.startswith("--"), command[1:]))
         self._program = list(command[1 + len(self._options) :])
         self._max_retries = int(os.environ["MAX_RETRIES"])
-        self._timeout_s = seconds("TIMEOUT_S", 0)
         # Set by --no-kill, which spare nodes need. srun would let ranks continue after others die.
         os.environ.pop("SLURM_NO_KILL", None)
         self._nodes, self._succession = Nodes(self.record), Succession(self.record)
@@ -241,14 +237,10 @@ class Supervisor:
         # An entry that does not report its steps has none.
         if "HANG_TIMEOUT_S" in os.environ:
             looking.append(Watchdog(self.run_dir, number, child))
-        started = files.peek(self.run_dir / files.STATUS).get("started", time.time())
         look_at = 0.0
         while (status := child.poll()) is None:
             if self._warned:
                 self._ask_to_stop()
-            if self._timeout_s and time.time() - started >= self._timeout_s:
-                child.end(_TIMEOUT_END_S, END_S)
-                return _TIMED_OUT
             if time.monotonic() >= look_at:
                 for each in tuple(looking):
                     try:
@@ -286,7 +278,6 @@ class Supervisor:
             self._attempt,
             status,
             max_retries=self._max_retries,
-            timeout_s=self._timeout_s,
             message=message,
             stop_asked=self._stop_asked,
             ended=ended,

@@ -272,12 +272,6 @@ class Recipe:
         return "027" if self.config.get("share") == "group" else "077"
 
     @property
-    def timeout_s(self) -> int | None:
-        """How long one attempt may take, None for as long as Slurm allows."""
-        given = self.config.get("timeout")
-        return None if given is None else time_limit_s(str(given))
-
-    @property
     def hang_timeout_s(self) -> int:
         """How long training may make no step before the attempt is restarted; 0: no limit."""
         given = self.config.get("hang_timeout_s")

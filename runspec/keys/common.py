@@ -24,7 +24,6 @@ _KEYS = (
         "${output_dir} is the run's directory.",
         unused="each run has its own directory in COOKBOOK_ROOT/runs; --name sets part of its name",
     ),
-    Key("timeout", "time", "Time limit of one attempt. Default: the job's."),
     Key(
         "hang_timeout_s",
         "count",

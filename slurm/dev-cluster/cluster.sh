@@ -63,8 +63,7 @@ Options of all commands:
 
 Additional options of up:
   --nodes N                number of nodes, n1 to nN (default 2)
-  --gpus G                 fake GPUs per node (default 8; 0 for none)
-  --gpu-type TYPE          their type, as in --gres=gpu:TYPE:G (default h100)
+  --gpus G                 fake GPUs per node, as --gres=gpu:h100:G (default 8; 0 for none)
   --requeue-delay SECONDS  how long a requeued job waits, and the lifetime of a job credential
                            (default 10)
   --set KEY=VALUE          another slurm.conf setting, such as KillWait=2; may be repeated
@@ -91,7 +90,7 @@ wrong_usage() {
 
 parse_options() {
     local option
-    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay=10
+    name=default nodes=2 gpus=8 requeue_delay=10
     root=${COOKBOOK_DEV_CLUSTER_ROOT:-/tmp/slurm-cookbook-$UID}
     while (($#)); do
         case $1 in
@@ -100,7 +99,7 @@ parse_options() {
             exit 0
             ;;
         --name | --state) ;;
-        --nodes | --gpus | --gpu-type | --requeue-delay | --set)
+        --nodes | --gpus | --requeue-delay | --set)
             [[ $COMMAND == up ]] || wrong_usage "$1 is an option of 'up', not of '$COMMAND'"
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
@@ -135,8 +134,6 @@ check_options() {
     check_number --nodes "$nodes" 1 64
     check_number --gpus "$gpus" 0 64
     check_number --requeue-delay "$requeue_delay" 1 3600
-    [[ $gpu_type =~ ^[a-z][a-z0-9_]{0,31}$ ]] ||
-        wrong_usage "--gpu-type must be lower-case letters, digits and '_', got '$gpu_type'"
     [[ $name =~ ^[a-z0-9][a-z0-9-]{0,31}$ ]] ||
         wrong_usage "--name must be lower-case letters, digits and '-', got '$name'"
     [[ $root =~ ^[A-Za-z0-9/._@+-]+$ ]] ||
@@ -227,7 +224,7 @@ every_daemon_runs() {
 description() {
     local text="$nodes nodes"
     ((nodes > 1)) || text="1 node"
-    ((!gpus)) || text+=", $gpus $gpu_type GPUs each"
+    ((!gpus)) || text+=", $gpus h100 GPUs each"
     echo "$text"
 }
 
@@ -254,15 +251,15 @@ cluster_status() {
             "$SCRIPT up --name $name --state $root"
         return 1
     fi
-    read -r nodes gpus gpu_type _ <<<"$(<"$state/shape")"
-    nodes=${nodes#*=} gpus=${gpus#*=} gpu_type=${gpu_type#*=}
+    read -r nodes _ <<<"$(<"$state/shape")"
+    nodes=${nodes#*=}
     for ((i = 1; i <= nodes; i++)); do daemons+=("slurmd n$i"); done
     echo "cluster $name: $(<"$state/shape")"
     for daemon in "${daemons[@]}"; do
         # shellcheck disable=SC2086 # daemon and node
         pid=$(daemon_pids $daemon)
-        if [[ $pid ]]; then pid="pid ${pid//$'\n'/ }"; else pid=dead dead=1; fi
-        printf '  %-12s %s\n' "$daemon" "$pid"
+        [[ $pid ]] || dead=1
+        printf '  %-12s %s\n' "$daemon" "${pid:-dead}"
     done
     echo "state and logs: $state"
     if ((dead)); then

@@ -4,8 +4,7 @@
 
 shape() {
     local key
-    printf 'nodes=%s gpus=%s gpu-type=%s requeue-delay=%s' \
-        "$nodes" "$gpus" "$gpu_type" "$requeue_delay"
+    printf 'nodes=%s gpus=%s requeue-delay=%s' "$nodes" "$gpus" "$requeue_delay"
     for key in $(sorted "${!CHANGED[@]}"); do printf ' %s=%s' "$key" "${CHANGED[$key]}"; done
 }
 
@@ -64,7 +63,7 @@ EOT
         echo
         if ((gpus)); then
             echo "GresTypes=gpu"
-            node_gres=" Gres=gpu:$gpu_type:$gpus"
+            node_gres=" Gres=gpu:h100:$gpus"
         fi
         echo "NodeName=n[1-$nodes] NodeHostname=${host%%.*} NodeAddr=127.0.0.1" \
             "Port=[$((port + 1))-$((port + nodes))] CPUs=256 RealMemory=2097152$node_gres"
@@ -72,7 +71,7 @@ EOT
         echo "PartitionName=debug Nodes=ALL MaxTime=00:30:00"
     } >"$conf"
     ((!gpus)) ||
-        echo "Name=gpu Type=$gpu_type File=$state/dev/nvidia[0-$((gpus - 1))]" >"$state/gres.conf"
+        echo "Name=gpu Type=h100 File=$state/dev/nvidia[0-$((gpus - 1))]" >"$state/gres.conf"
     # Slurm knows this value since 24.05, and without it asks for cgroups that a container lacks.
     if printf '24.05\n%s\n' "$(slurmd -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)" | sort -VC; then
         echo "CgroupPlugin=disabled" >"$state/cgroup.conf"

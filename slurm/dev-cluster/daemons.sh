@@ -71,14 +71,10 @@ abandon() {
 
 stop_cluster() {
     cancel_jobs
-    # The controller first, or it would start queued jobs when others end. slurmd has nothing to
-    # save, and after a TERM it would wait for jobs that do not end.
-    end_processes "TERM KILL" daemon_pids slurmctld
-    end_processes KILL helper_pids slurmscriptd
-    end_processes KILL helper_pids slurmstepd
-    end_processes KILL orphan_pids
-    end_processes KILL daemon_pids slurmd
-    end_processes "TERM KILL" daemon_pids munged
+    # The controller first, or it would start queued jobs when others end. Nothing has to be saved,
+    # and after a TERM slurmd would wait for jobs that do not end.
+    end_processes daemon_pids slurmctld
+    end_processes cluster_pids
     rm -f -- "$socket" "$socket.lock"
 }
 
@@ -90,5 +86,5 @@ cancel_jobs() {
     [[ $jobs ]] || return 0
     # shellcheck disable=SC2086 # one word per job
     isolated timeout 5 scancel $jobs >/dev/null 2>&1 || true
-    wait_until 2 none_left helper_pids slurmstepd || true
+    wait_until 2 none_left isolated timeout 5 squeue -h || true
 }

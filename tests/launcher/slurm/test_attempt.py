@@ -81,7 +81,6 @@ def judged(**changes):
         ({"stop_asked": True, "errors": [CRASH]}, "REQUEUED requeue error"),
         ({"stop_asked": True, "fruitless": 4}, "FAILED failed time_limit"),
         ({"cancelled": True, "errors": [KILLED]}, "CANCELLED failed cancelled"),
-        ({"timed_out_s": 60.0, "errors": [KILLED]}, "FAILED failed timeout"),
         ({"job_state": "CANCELLED"}, "CANCELLED failed cancelled"),
         ({"job_state": "TIMEOUT"}, "INTERRUPTED failed time_limit"),
         ({"job_state": "PREEMPTED"}, "INTERRUPTED failed preempted"),
