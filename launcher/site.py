@@ -24,12 +24,6 @@ _KEYS = (
     Key("network_gbits", "number", "Gbit/s of the network between nodes, per GPU."),
     Key("network_interface", "interface", "Interface for NCCL and gloo."),
     Key(
-        "requeue",
-        "flag",
-        "Whether a job may go back into the queue. If not, each has a successor in the queue.",
-        True,
-    ),
-    Key(
         "expedited_requeue",
         "flag",
         "Requeue a job that lost a node at once, before all others: Slurm 25.11 and later.",
@@ -70,7 +64,6 @@ class Site:
     gpu_request: str = "gpus-per-node"
     network_interface: str | None = None
     network_gbits: float | None = None
-    requeue: bool = True
     expedited_requeue: bool = False
     jump_host: str | None = None
     gpu_hour_price: float | None = None
@@ -132,10 +125,6 @@ def _own_faults(config: dict[str, Any]) -> Iterator[Fault]:
     for path in given if isinstance(given, list) else []:
         if not str(path).startswith("/"):
             yield Fault("node_paths", f"node_paths must be absolute paths, got {path!r}")
-    if config.get("expedited_requeue") and config.get("requeue") is False:
-        yield Fault(
-            "expedited_requeue", "expedited_requeue: true and requeue: false exclude each other"
-        )
     yield from variable_faults(config.get("environment"), "environment")
 
 

@@ -13,7 +13,6 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("job_id", "slurm_job_id"), (str, int)),
     **dict.fromkeys(("state", "type", "message", "host", "series", "successor"), str),
     "nodes": list,
-    "peers": list,
 }
 
 

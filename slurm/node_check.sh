@@ -72,9 +72,6 @@ check_gpus() {
   fi
   report gpu_tool nvidia-smi
   while read -r line; do [ -z "$line" ] || report gpu "$line"; done <<<"$output"
-  # Many sites let only root read the kernel's log.
-  line=$(dmesg 2>/dev/null | grep 'NVRM: Xid' | tail -n 1)
-  [ -z "$line" ] || report xid "$line"
 }
 
 check_network() {

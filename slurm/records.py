@@ -147,8 +147,6 @@ def _write_start(
         "saved_at_start": saved_work(run_dir),
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
-    if "successor" in before and before.get("job_id") == job_id:
-        started["successor"] = before["successor"]
     if rollout_hosts:
         started["rollout_nodes"] = list(rollout_hosts)
     files.write_json(run_dir / files.STATUS, {**started, **this_job(), **process_of(job_id)})
@@ -255,7 +253,6 @@ def end(
             cancelled=_cancelled(run_dir, str(status["job_id"])),
             job_state=_why_ended(run_dir, status, job_state),
             can_requeue=in_slurm(),
-            succeeds="successor" in status,
             fruitless=0 if gained_by(run_dir, status) else count_fruitless(run_dir) + 1,
             max_retries=max_retries,
             not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
@@ -352,7 +349,6 @@ def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
         errors=lost,
         cancelled=_cancelled(run_dir, str(status["job_id"])),
         job_state=_why_ended(run_dir, status, job_state) or "",
-        succeeds="successor" in status,
     )
     verdict = decide(job_end)
     between(run_dir, verdict.message, state=verdict.state, cause=verdict.cause)

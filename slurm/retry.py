@@ -151,7 +151,6 @@ class AttemptEnd:
     max_retries: int = 0
     not_started: str = ""  # srun's message, if it did not reach the controller: no rank began
     cause_before: str | None = None  # of the attempt before this one, in the same job
-    succeeds: bool = False  # a successor of this job is in the queue
     memory_is_result: bool = False  # the run belongs to a sweep, which asks whether it fits
 
     @property
@@ -240,9 +239,7 @@ RULES = (
     Rule("COMPLETED", "finished", lambda e: e.finished, "", "finished"),
     # Somebody ended the job: no retry.
     Rule("CANCELLED", "failed", lambda e: e.cancelled or e.job_state == "CANCELLED"),
-    # Slurm itself requeues a job that it ends for lack of nodes; if it may not, the successor
-    # continues.
-    Rule("INTERRUPTED", "requeue", lambda e: e.job_state is not None and e.succeeds),
+    # Slurm itself requeues a job that it ends for lack of nodes.
     Rule("INTERRUPTED", "failed", lambda e: e.job_state is not None),
     Rule("RETRYING", "run", lambda e: e.not_started and e.cause_before != "controller",
          "srun started nothing: {end.not_started}", "controller"),

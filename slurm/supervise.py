@@ -37,7 +37,7 @@ from slurm.nodes import Nodes, head
 from slurm.recorder import NotRecorded, Recorder
 from slurm.records import Follows
 from slurm.rendezvous import port_of
-from slurm.requeue import Succession
+from slurm.requeue import requeue
 from slurm.retry import pause_s
 from slurm.watchdog import END_S, Watchdog
 
@@ -69,7 +69,7 @@ class Supervisor:
         self._max_retries = int(os.environ["MAX_RETRIES"])
         # Set by --no-kill, which spare nodes need. srun would let ranks continue after others die.
         os.environ.pop("SLURM_NO_KILL", None)
-        self._nodes, self._succession = Nodes(self.record), Succession(self.record)
+        self._nodes = Nodes(self.record)
         self._attempt: int | None = None
         self._child: Child | None = None
         self._warned, self._stop_asked = os.environ.pop("COOKBOOK_WARNED", "") != "", False
@@ -119,8 +119,7 @@ class Supervisor:
         self.next = self.record(
             records.end, self._attempt, 143, job_state=state, settle=self._companion.settle
         )
-        if self.next not in ("requeue", "superseded"):
-            self._succession.drop()
+        if self.next != "superseded":
             self._companion.clean()
         return FINISHED if self.next == "finished" else TERMINATED
 
@@ -139,7 +138,6 @@ class Supervisor:
         status = self.record(lambda run_dir: read_object(run_dir / files.STATUS))
         if "attempt" not in status or not is_of_this_start(status):
             return
-        self._succession.job = str(status.get("successor") or "")
         self._nodes.hosts = [str(host) for host in status.get("nodes") or []]
         self._nodes.rollout_hosts = [str(host) for host in status.get("rollout_nodes") or []]
         self._enter(int(status["attempt"]))
@@ -164,12 +162,9 @@ class Supervisor:
         if self.next == "requeue" and in_slurm():
             say("back into the queue: the next attempt continues from the last checkpoint")
             try:
-                return self._succession.requeue(
-                    self._nodes.left_out, lambda held: _take_term(not held)
-                )
+                return requeue(self.record, self._nodes.left_out, lambda held: _take_term(not held))
             except Follows as other:
                 self.next = other.what
-        self._succession.drop()
         return FINISHED if self.next == "finished" else FAILED
 
     # An attempt ------------------------------------------------------------------------------
@@ -200,11 +195,6 @@ class Supervisor:
         )
         self._stop_asked = False
         self._enter(number)
-        # Before any fault can occur: a first node that is lost cannot submit a job.
-        if os.environ.get("REQUEUE") == "no" and in_slurm() and not self._succession.job:
-            message = self._succession.submit(self._nodes.left_out)
-            if message:
-                say(f"no successor is in the queue, so the run ends with this job: {message}")
         first = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
         say(f"attempt {number} on {', '.join(hosts)}; first node {first}; logs in {self._logs}")
         if starts:

@@ -216,7 +216,7 @@ def common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) ->
         "job_name": job_name,
         "token": token(run_dir.name),
         "export": slurm.EXPORT,
-        "requeue": requeue if cluster.requeue else "no-requeue",
+        "requeue": requeue,
         "venv": paths.venv_root(),
     }
 

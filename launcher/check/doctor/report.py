@@ -136,17 +136,13 @@ def _gpus(report: NodeReport, torch: TorchBuild, expected: int) -> Finding:
 
 
 def _faulty_gpus(report: NodeReport) -> list[Finding]:
-    """Return the errors that GPUs and the kernel's log report."""
+    """Return the errors that GPUs report."""
     remedy = f"exclude the node (resources.exclude={report.name}) and tell the administrators"
-    findings = [
+    return [
         failed("GPUs", f"GPU {gpu[0]} of {report.name} has {gpu[4]} uncorrected ECC errors", remedy)
         for gpu in report.gpus
         if gpu[4].isdigit() and int(gpu[4]) > 0
     ]
-    if "xid" in report.values:
-        message = f"the kernel of {report.name} logged {report.one('xid')!r}"
-        findings.append(warning("GPUs", message, remedy))
-    return findings
 
 
 def _network(report: NodeReport, wanted: str | None) -> Finding:

@@ -88,20 +88,20 @@ def test_a_site_in_order_is_found_so(slurm_user: Kit, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "requeue", "state"),
-    [("CANCEL", True, "warning"), ("CANCEL", False, "ok"), ("REQUEUE", True, "ok")],
+    ("mode", "state"),
+    [("CANCEL", "warning"), ("REQUEUE", "ok")],
 )
-def test_a_site_that_cancels_preempted_jobs_is_told(tmp_path, monkeypatch, mode, requeue, state):
+def test_a_site_that_cancels_preempted_jobs_is_told(tmp_path, monkeypatch, mode, state):
     program = tmp_path / "sinfo"
     program.write_text(f"#!/bin/sh\nprintf 'debug|OFF\\nlow|{mode}\\n'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    site = SlurmAnswers(Site(name="mine", requeue=requeue), {}, {}, {}, [], None)
+    site = SlurmAnswers(Site(name="mine"), {}, {}, {}, [], None)
     (finding,) = CHECKS["preemption"](site)
     assert finding.state == state
     if state == "warning":
         assert "in low Slurm cancels a preempted job" in finding.message
-        assert "requeue: false in configs/clusters/mine.yaml" in finding.remedy
+        assert "sbatch --dependency=afternotok:JOB" in finding.remedy
 
 
 def test_no_slurm_is_one_fault_that_hides_nothing_else(user: Kit):

@@ -15,9 +15,7 @@ from slurm.identity import own_job_id
 from slurm.retry import AttemptEnd, decide
 from trainer.errors import (
     ConfigError,
-    Fault,
     NonFiniteLossError,
-    PeerError,
     StorageError,
     write_error_record,
 )
@@ -185,19 +183,6 @@ def test_another_ranks_fault_explains_a_broken_connection():
     late = {**broken, "type": "NetworkTimeout", "time": broken["time"] + 1}
     assert faults.first_error([broken, CRASH]) == CRASH
     assert faults.first_error([broken, late]) == late
-
-
-NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_rank_without_a_record_is_blamed_by_its_peers(run_dir, monkeypatch):
-    monkeypatch.setenv("RANKS_PER_NODE", "1")
-    records.begin(run_dir, ["n1", "n2"])
-    write_error_record(run_dir / "logs" / "0", 1, PeerError({0: Fault.of(NO_SPACE)}))
-    records.end(run_dir, 0, 1)
-    (line,) = read_json_lines(run_dir / "attempts.jsonl")
-    assert (line["cause"], line["node"]) == ("no_space", "n1")
-    assert line["message"].startswith("rank 0 on n1: NoSpace: OSError: [Errno 28] No space left")
 
 
 @pytest.mark.parametrize("script", [False, True])
