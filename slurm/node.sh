@@ -87,11 +87,12 @@ export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIM
 export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$LOGS/nccl_trace_rank_
 
 if [ "$NODES" -gt 1 ]; then
-  # Prints the interface that reaches the first node, or why none does.
-  if ! interface=$("$VENV/bin/python" -I -S "$COOKBOOK/slurm/rendezvous.py"); then
-    node_fault false "${interface:-node $NODE_NAME could not look for the first node: see its log}"
+  # Prints the address from which this node reaches the first one, or why it does not.
+  if ! address=$("$VENV/bin/python" -I -S "$COOKBOOK/slurm/rendezvous.py"); then
+    node_fault false "${address:-node $NODE_NAME could not look for the first node: see its log}"
   fi
   # gloo would resolve the host name, which is 127.0.1.1 on many nodes.
+  interface=$(PATH=$PATH:/usr/sbin:/sbin ip -oneline address show to "$address" | awk '{print $2; exit}')
   [ -z "$interface" ] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 else
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
