@@ -45,20 +45,6 @@ print("missing " + " ".join(missing) if missing else "finds torch and torchtune"
   report import_ms $(($(now_ms) - started))
 }
 
-# What `compile: true` needs on a node: a C compiler and Python's headers.
-check_compiler() {
-  local name headers
-  [ -x "$VENV/bin/python" ] || return 0
-  for name in ${CC:-gcc clang cc}; do
-    if command -v "$name" >/dev/null; then break; fi
-    name=
-  done
-  headers=$("$VENV/bin/python" -I -S -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null)
-  if [ -z "$name" ]; then report compiler none; elif [ ! -r "$headers/Python.h" ]; then
-    report compiler "headers $headers/Python.h"
-  else report compiler "found $name"; fi
-}
-
 check_gpus() {
   report gpus_given "${SLURM_GPUS_ON_NODE:-0}"
   if ! command -v nvidia-smi >/dev/null; then
@@ -117,7 +103,6 @@ check_network
 check_gpus
 check_files
 check_python
-check_compiler
 if [ "$FULL" = yes ]; then
   if answer=$(on_ranks 120 "$SHARED" "$COOKBOOK/slurm/all_reduce.py" "$ACCELERATOR" 2>&1); then
     grep '^@ ' <<<"$answer"

@@ -99,7 +99,7 @@ def begin(
             except files.DamagedFile as error:
                 raise _refused(run_dir, status, "user_error", str(error)) from error
         _make_files(run_dir, number)
-        _write_start(run_dir, number, hosts, rollout_hosts, status)
+        _write_start(run_dir, number, hosts, rollout_hosts)
         return number
 
 
@@ -133,9 +133,7 @@ def _write_start(
     number: int,
     hosts: list[str],
     rollout_hosts: Sequence[str],
-    before: dict[str, Any],
 ) -> None:
-    job_id = own_job_id()
     started = {
         "state": "RUNNING",
         "attempt": number,
@@ -149,7 +147,7 @@ def _write_start(
     }
     if rollout_hosts:
         started["rollout_nodes"] = list(rollout_hosts)
-    files.write_json(run_dir / files.STATUS, {**started, **this_job(), **process_of(job_id)})
+    files.write_json(run_dir / files.STATUS, {**started, **this_job(), **process_of(own_job_id())})
 
 
 def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:

@@ -22,7 +22,6 @@ def node_findings(report: NodeReport, question: Question) -> list[Finding]:
         _files(report, question.cluster),
         _clock(report),
         _python(report),
-        _compiler(report),
         _gpus(report, question.torch, question.gpus_per_node),
         *_faulty_gpus(report),
         _network(report, question.cluster.network_interface),
@@ -87,18 +86,6 @@ def _python(report: NodeReport) -> Finding:
         return failed(subject, f"{venv} on {name} lacks {what}", "bash setup.sh")
     message = f"Python {report.one('python')} of {venv} runs on {name}; {report.one('packages')}"
     return ok(subject, f"{message} ({report.import_s:.1f} s)")
-
-
-def _compiler(report: NodeReport) -> Finding:
-    kind, _, what = report.one("compiler", "none").partition(" ")
-    name = report.name
-    if kind == "found":
-        return ok("compiler", f"{name} has {what}, for recipes with compile: true")
-    message = (
-        f"{name} lacks {what if kind == 'headers' else 'a C compiler'}: recipes with compile: "
-    )
-    remedy = "ask for gcc and python3-dev on the nodes, or load a module in the site's job_setup"
-    return warning("compiler", f"{message}true run there uncompiled, and slower", remedy)
 
 
 def _gpus(report: NodeReport, torch: TorchBuild, expected: int) -> Finding:

@@ -165,12 +165,6 @@ def test_an_environment_that_the_node_cannot_use(slurm_user: Kit, tmp_path):
     assert "setup.sh did not finish" in told and "click 7.0 (pinned" in told
 
 
-def test_a_node_without_a_compiler_is_reported(slurm_user: Kit, site):
-    name = site("environment: {CC: no-such-compiler}\n")
-    told = text_of(doctor(slurm_user, "--cluster", name)[1], "compiler", "warning")
-    assert "lacks a C compiler: recipes with compile: true run there uncompiled" in told
-
-
 def test_a_busy_cluster_is_not_waited_for(new_cluster, slurm_user: Kit):
     with new_cluster("busy", "--nodes", "1", "--gpus", "0") as cluster:
         cluster.run(
