@@ -208,7 +208,6 @@ def end(
     exit_code: int,
     max_retries: int = 0,
     job_state: str | None = None,
-    message: str | None = None,
     stop_asked: bool = False,
     ended: float | None = None,
     settle: Callable[[int, int, bool], object] = lambda *ended: None,
@@ -221,7 +220,6 @@ def end(
         attempt: None for the one that this start of the job has begun, if any.
         job_state: Slurm's state of the job if Slurm is ending it; for COMPLETING the reason is
             taken from the job's log.
-        message: a fault of the job script itself, which a retry cannot fix.
         stop_asked: the ranks were asked to stop; they remove the stop file.
         ended: the time of the end, if it is not now.
         settle: Companion.settle.
@@ -235,8 +233,8 @@ def end(
     now, stop_asked = ended or time.time(), stop_asked or (run_dir / files.STOP).exists()
     log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
     errors = _errors(run_dir, status, log)
-    if message or full:
-        errors.append(fault(message) if message else full or {})
+    if full:
+        errors.append(full)
     try:
         settle(attempt, exit_code, stop_asked)
     except files.DamagedFile as error:

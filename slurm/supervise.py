@@ -74,20 +74,15 @@ class Supervisor:
         self._child: Child | None = None
         self._warned, self._stop_asked = os.environ.pop("COOKBOOK_WARNED", "") != "", False
 
-    def run(self, again: bool = False, setup: tuple[int, str] | None = None) -> int:
+    def run(self, again: bool = False) -> int:
         """Run attempts until none follows; return the exit status.
 
         Args:
             again: an earlier supervisor of this job script was killed.
-            setup: exit status and message if a line of the site's job_setup failed, which a retry
-                cannot fix: one attempt records it.
         """
         try:
             if again:
                 self._take_over()
-            elif setup is not None:
-                self._begin(starts=False)
-                self._end(*setup)
             while self.next == "run":
                 if self._child is None:
                     self._begin()
@@ -173,11 +168,8 @@ class Supervisor:
     def _logs(self) -> Path:
         return Path(os.environ["LOGS"])
 
-    def _begin(self, starts: bool = True) -> None:
+    def _begin(self) -> None:
         """Begin an attempt: its nodes, its record, its variables.
-
-        Args:
-            starts: False for an attempt that only records why it fails.
 
         Raises:
             Follows: nothing is left to do, or not here.
@@ -197,8 +189,7 @@ class Supervisor:
         self._enter(number)
         first = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
         say(f"attempt {number} on {', '.join(hosts)}; first node {first}; logs in {self._logs}")
-        if starts:
-            self._accompany()
+        self._accompany()
 
     def _enter(self, number: int) -> None:
         """Set the variables of an attempt, which the nodes need."""
@@ -252,11 +243,11 @@ class Supervisor:
         with suppress(OSError):
             (self.run_dir / files.STOP).touch()
 
-    def _end(self, status: int, message: str | None = None) -> None:
+    def _end(self, status: int) -> None:
         """Record the end of the attempt, and wait until the next one can start.
 
         Args:
-            status: its exit status. message: why, if no command was started.
+            status: its exit status.
 
         Raises:
             Follows: no attempt follows.
@@ -268,7 +259,6 @@ class Supervisor:
             self._attempt,
             status,
             max_retries=self._max_retries,
-            message=message,
             stop_asked=self._stop_asked,
             ended=ended,
             settle=self._companion.settle,
@@ -302,20 +292,14 @@ def _take_term(taken: bool) -> None:
     signal.signal(signal.SIGTERM, _raise_terminated if taken else lambda number, frame: None)
 
 
-def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("slurm.supervise", allow_abbrev=False)
-    parser.add_argument("--companion", default="", metavar="MODULE:CLASS")
-    # Of the job script.
-    parser.add_argument("--setup-failed", nargs=2, metavar=("STATUS", "MESSAGE"))
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
-    options, run_dir = _options(argv[:place]), Path(os.environ["RUN_DIR"])
-    again, setup = os.environ.pop("COOKBOOK_AGAIN", ""), options.setup_failed
+    parser = argparse.ArgumentParser("slurm.supervise", allow_abbrev=False)
+    parser.add_argument("--companion", default="", metavar="MODULE:CLASS")
+    companion = parser.parse_args(argv[:place]).companion
+    again = os.environ.pop("COOKBOOK_AGAIN", "")
     try:
-        supervisor = Supervisor(run_dir, argv[place + 1 :], options.companion)
+        supervisor = Supervisor(Path(os.environ["RUN_DIR"]), argv[place + 1 :], companion)
         signal.signal(signal.SIGUSR1, supervisor.warn)
         _take_term(True)
         # Slurm itself ends what it has started; the next start records that the script was killed.
@@ -323,7 +307,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             if again == "terminated":
                 raise Terminated
-            return supervisor.run(bool(again), (int(setup[0]), setup[1]) if setup else None)
+            return supervisor.run(bool(again))
         except Terminated:
             return supervisor.terminated()
     except NotRecorded as reason:

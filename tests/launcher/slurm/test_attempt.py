@@ -346,13 +346,6 @@ def test_a_process_of_this_host_that_runs_keeps_its_run(run_dir, monkeypatch):
         records.begin(run_dir, ["n1"])
 
 
-def test_a_fault_of_the_job_script_itself_is_permanent(run_dir):
-    records.begin(run_dir, ["n1"])
-    assert records.end(run_dir, 0, 127, max_retries=3, message="line 'x' failed") == "failed"
-    status = json.loads((run_dir / "status.json").read_text())
-    assert status["state"] == "FAILED" and status["message"].endswith(": fault: line 'x' failed")
-
-
 @pytest.mark.parametrize(
     ("step", "begins"), [(None, "the first step"), (10, "the checkpoint of step 10")]
 )

@@ -76,6 +76,7 @@ FAILING = {
     "set -u of its own": ("set -u; echo $UNSET_VAR", 1),
     "a variable that must be set": ("echo ${UNSET_VAR:?is not set}", 1),
     "the end of the script": ("exit 0", 1),
+    "quotes": (r'[ "$HOME" = "a\"b" ]', 1),
 }
 
 
@@ -89,8 +90,7 @@ def test_a_setup_line_that_fails_ends_the_run_and_is_named(root, plain_env, line
     told = f"the job_setup line '{line}' failed with exit status {status} (see "
     assert f"configs/clusters/site.yaml: {told}" in state.detail
     assert f"fix it there, then: cookbook resume {run.name}" in state.detail
-    (attempt,) = run.attempts
-    assert (attempt["attempt"], attempt["exit_code"], attempt["cause"]) == (0, status, "error")
+    assert (run.status["cause"], run.attempts) == ("setup", [])
 
 
 def test_setup_lines_may_use_unset_variables_and_set_what_the_ranks_see(root, plain_env):
