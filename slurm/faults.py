@@ -12,7 +12,6 @@ from typing import Any
 from runspec import files
 from runspec.storage import UNREADABLE, patiently
 from slurm import job_log
-from slurm.field_types import well_typed
 
 # Recorded by slurm/watchdog.py, by which the ranks were ended.
 WATCHDOG = ("Hang", "NotStopped")
@@ -243,7 +242,7 @@ def _of_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Return a record of the kit's own, or the one that torch's @record writes for torchrun."""
     said = record.get("message")
     if not isinstance(said, dict):
-        return well_typed(record)
+        return record
     more = said.get("extraInfo")
     stack = str(more.get("py_callstack") or "") if isinstance(more, dict) else ""
     when = str(more.get("timestamp") or "") if isinstance(more, dict) else ""

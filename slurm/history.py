@@ -10,7 +10,6 @@ from typing import Any
 from runspec import files
 from runspec.storage import patiently
 from slurm.faults import WAIT_S
-from slurm.field_types import well_typed
 from slurm.identity import own_job_id
 from slurm.retry import NOT_COUNTED
 
@@ -25,7 +24,19 @@ def read_object(path: Path) -> dict[str, Any]:
         value = files.read_json(path)
     except ValueError:
         return {}
-    return well_typed(value) if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_progress(run_dir: Path) -> dict[str, Any]:
+    """Return progress.json, which a user's own program may write.
+
+    Counts of another type are left out: they must not end the run.
+    """
+    counts = ("attempt", "saved", "checkpoint_step")
+    progress = read_object(run_dir / files.PROGRESS)
+    return {
+        key: value for key, value in progress.items() if key not in counts or type(value) is int
+    }
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -74,7 +85,7 @@ def latest_checkpoint(run_dir: Path) -> int:
     try:
         steps = patiently(files.checkpoint_steps, run_dir, most_s=WAIT_S)
     except (OSError, files.DamagedFile):
-        steps = [int(read_object(run_dir / files.PROGRESS).get("checkpoint_step") or -1)]
+        steps = [read_progress(run_dir).get("checkpoint_step") or -1]
     return max(steps, default=-1)
 
 
@@ -86,7 +97,7 @@ def saved_work(run_dir: Path) -> int:
     model that has served may be restarted.
     """
     shards = list((run_dir / files.EVALS / files.SHARDS).glob("*.json"))
-    saved = int(read_object(run_dir / files.PROGRESS).get("saved", -1))
+    saved = int(read_progress(run_dir).get("saved", -1))
     served = int(read_object(run_dir / files.SERVED).get("minutes", 0))
     return max(latest_checkpoint(run_dir), len(shards) or -1, saved, served or -1)
 

@@ -25,6 +25,7 @@ from slurm.history import (
     next_attempt,
     read_lines,
     read_object,
+    read_progress,
     saved_work,
     series_of,
 )
@@ -298,7 +299,7 @@ def _errors(run_dir: Path, status: dict[str, Any], log: str) -> list[dict[str, A
 
 def _progress(run_dir: Path, attempt: int) -> dict[str, Any]:
     """Return the trainer's progress, {} if the entry writes none."""
-    progress = read_object(run_dir / files.PROGRESS)
+    progress = read_progress(run_dir)
     is_of_earlier = progress and progress.get("attempt") != attempt
     return {"state": "none"} if is_of_earlier else progress
 

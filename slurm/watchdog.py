@@ -15,7 +15,6 @@ from typing import Any
 from runspec import files
 from slurm.child import Child
 from slurm.faults import fault
-from slurm.field_types import well_typed
 from slurm.job_log import say, since
 
 # A hang is at least this many median steps, or longest saves.
@@ -201,7 +200,7 @@ class Watchdog:
         stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
         self._watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
         log = run_dir / files.JOB_LOG
-        start = well_typed(files.peek(run_dir / files.STATUS)).get("job_log_bytes", _size(log))
+        start = files.peek(run_dir / files.STATUS).get("job_log_bytes", _size(log))
         self._left_behind = LeftBehind(log, start)
         wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
         self._finished = Finished(run_dir / files.PROGRESS, attempt, wait_s)
