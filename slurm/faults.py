@@ -184,7 +184,8 @@ def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:
         ]
     if memory := _out_of_memory(log, logs):
         return [memory]
-    node, task, end = job_log.first_task(log) or ("", "", "")
+    first = job_log.TASK.search(log)
+    node, task, end = first.groups() if first else ("", "", "")
     killed = next((name for said, name in _SIGNALS.items() if end.startswith(said)), None)
     if killed is None:
         return []

@@ -53,21 +53,10 @@ def next_attempt(run_dir: Path, status: dict[str, Any]) -> int:
     return 1 + max([-1, int(status.get("attempt", -1)), *(n for n in used if isinstance(n, int))])
 
 
-def series_of(run_dir: Path) -> str:
-    """Return the id of the first job of this job's series.
-
-    A successor belongs to the series of its predecessor; a resumed run begins a new one.
-    """
-    status, job_id = read_object(run_dir / files.STATUS), own_job_id()
-    if job_id in (str(status.get("job_id")), str(status.get("successor"))):
-        return str(status.get("series") or status.get("job_id"))
-    return job_id
-
-
 def attempts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the attempts of this job's series: the count starts again in a resumed run."""
-    series, lines = series_of(run_dir), read_lines(run_dir / files.ATTEMPTS)
-    return [line for line in lines if str(line.get("series") or line.get("job_id")) == series]
+    """Return the attempts of this job: the count starts again in a resumed run."""
+    lines = read_lines(run_dir / files.ATTEMPTS)
+    return [line for line in lines if str(line.get("job_id")) == own_job_id()]
 
 
 def count_fruitless(run_dir: Path) -> int:

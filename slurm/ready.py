@@ -8,13 +8,13 @@ matrix product and an all-reduce (trainer/parallel/fitness.py). Standard library
 import csv
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from runspec import files
+from slurm import allocation
 from slurm.faults import BAD_NODE, fault
 
 # A GPU with more than this share of its memory in use has other processes, possibly ranks of an
@@ -59,7 +59,7 @@ def _gpus() -> Iterator[str]:
     if not given.isdigit() or not int(given) or shutil.which("nvidia-smi") is None:
         return
     query = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    status, output = _output(query)
+    status, output = allocation.said(query, 20)
     if status:
         yield f"nvidia-smi fails: {(output.strip().splitlines() or ['no answer in 20 s'])[-1]}"
         return
@@ -79,16 +79,6 @@ def _disk() -> Iterator[str]:
         yield f"{folder} has {free / 2**20:.0f} MiB of free space, and compiled kernels need 1 GiB"
     if disk.f_files and not disk.f_favail:
         yield f"{folder} has no free inodes"
-
-
-def _output(command: list[str]) -> tuple[int, str]:
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 1, ""
-    return done.returncode, (done.stdout or done.stderr).decode(errors="replace")
 
 
 def main() -> int:

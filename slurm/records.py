@@ -27,7 +27,6 @@ from slurm.history import (
     read_object,
     read_progress,
     saved_work,
-    series_of,
 )
 from slurm.identity import (
     gpus,
@@ -138,7 +137,6 @@ def _write_start(
     started = {
         "state": "RUNNING",
         "attempt": number,
-        "series": series_of(run_dir),
         "nodes": hosts,
         "gpus": gpus(),
         "started": time.time(),
@@ -398,7 +396,7 @@ def between(run_dir: Path, message: str = "", **change: str) -> None:
 
     Args:
         message: what the job waits for, or why it ends.
-        change: state and cause; or successor, the job that continues the run if this one fails.
+        change: state and cause.
     """
     status = read_object(run_dir / files.STATUS)
     if owned(status):
@@ -424,7 +422,7 @@ def _append_attempt(
     verdict: Verdict,
     bad_nodes: list[str] | None = None,
 ) -> None:
-    known = ("attempt", "job_id", "restart_count", "series", "nodes", "gpus", "started")
+    known = ("attempt", "job_id", "restart_count", "nodes", "gpus", "started")
     line = {
         **{key: status.get(key) for key in known},
         "ended": status["ended"] if exit_code is not None else _last_sign(run_dir, status),

@@ -189,10 +189,6 @@ class AttemptEnd:
         )
         return f"{place} lacks it: {remedy.replace('{}', next(filter(None, named.groups())))}"
 
-    @property
-    def unexplained_stop(self) -> bool:
-        return self.reason.cause == "stopped"
-
     @cached_property
     def error(self) -> dict[str, Any]:
         """The error that caused the others, {} if none is recorded."""
@@ -254,7 +250,8 @@ RULES = (
          "{end.reason.message}; {end.fruitless} attempts saved nothing new"),
     # A stop that neither the script asked for nor a death explains is Slurm's, which takes the
     # allocation away a moment later.
-    Rule("REQUEUED", "requeue", lambda e: e.can_requeue and (e.stop_asked or e.unexplained_stop)),
+    Rule("REQUEUED", "requeue",
+         lambda e: e.can_requeue and (e.stop_asked or e.reason.cause == "stopped")),
     Rule("RETRYING", "run", lambda e: True),
 )  # fmt: skip
 

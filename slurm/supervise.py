@@ -8,8 +8,8 @@ without Slurm the program runs NODES times on this host. What an entry needs bes
 named before the --, as --companion MODULE:CLASS (slurm/companion.py).
 
 If it is killed, the job script starts it again: it reads the records and goes on, with the same
-processes if an attempt runs. Exit status: 0 finished or requeued, 1 failed, 75 another job
-continues, 76 ended by TERM; after any other one it is restarted. Standard library only.
+processes if an attempt runs. Exit status: 0 finished or requeued, 1 failed, 76 ended by TERM; after
+any other one it is restarted. Standard library only.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Supervisor:
 
     command: srun, its options, and the program that it starts on each node. companion: what the
     entry needs beside it, as MODULE:CLASS. next: what follows: run (an attempt), requeue, finished,
-    failed, or superseded, if another start has the run, possibly that of this job's successor.
+    failed, or superseded, if another start has the run.
     """
 
     def __init__(self, run_dir: Path, command: Sequence[str], companion: str = "") -> None:
@@ -157,7 +157,8 @@ class Supervisor:
         if self.next == "requeue" and in_slurm():
             say("back into the queue: the next attempt continues from the last checkpoint")
             try:
-                return requeue(self.record, self._nodes.left_out, lambda held: _take_term(not held))
+                requeue(self.record, self._nodes.left_out, lambda held: _take_term(not held))
+                return FINISHED
             except Follows as other:
                 self.next = other.what
         return FINISHED if self.next == "finished" else FAILED

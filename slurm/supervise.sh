@@ -26,7 +26,7 @@ supervise() { # command
     # Not the status of a wait that a signal has ended.
     wait $SUPERVISOR
     rc=$?
-    case $rc in 0 | 1 | 75) exit $rc ;; 76) exit 143 ;; esac
+    case $rc in 0 | 1) exit $rc ;; 76) exit 143 ;; esac
     ((SECONDS - began < 60)) && [ -n "${since:-}" ] || since=$SECONDS pause=1
     # At the start of the job it is more likely a wrong path than a filesystem that comes back.
     [ -n "$AGAIN" ] || [ -x "$VENV/bin/python" ] || wait_s=${FILES_WAIT_S:-30}

@@ -58,8 +58,7 @@ A real Slurm on one host, with fake GPU devices, for tests and experiments.
 
 Options of all commands:
   --name NAME    which cluster (default "default")
-  --state DIR    folder of all clusters' state (default \$COOKBOOK_DEV_CLUSTER_ROOT, else
-                 /tmp/slurm-cookbook-<uid>)
+  --state DIR    folder of all clusters' state (default /tmp/slurm-cookbook-<uid>)
 
 Additional options of up:
   --nodes N                number of nodes, n1 to nN (default 2)
@@ -91,7 +90,7 @@ wrong_usage() {
 parse_options() {
     local option
     name=default nodes=2 gpus=8 requeue_delay=10
-    root=${COOKBOOK_DEV_CLUSTER_ROOT:-/tmp/slurm-cookbook-$UID}
+    root=/tmp/slurm-cookbook-$UID
     while (($#)); do
         case $1 in
         -h | --help)

@@ -286,7 +286,7 @@ def test_a_job_that_pauses_before_the_next_attempt_ends_at_once(tmp_path, plain_
     """Storage has failed several times: the pause is one of minutes."""
     run = made(tmp_path, "open('/dev/full', 'w').write('x')\n", max_retries=9)
     script = run.path / "job.sbatch"
-    line = r"{\"cause\": \"storage\", \"gained\": true, \"series\": \"local-$$\"}"
+    line = r"{\"cause\": \"storage\", \"gained\": true, \"job_id\": \"local-$$\"}"
     lines = f'for _ in {{1..9}}; do echo "{line}" >>$RUN_DIR/attempts.jsonl; done\n'
     fault = r"{\"rank\": 0, \"time\": 1.0, \"type\": \"StorageError\", \"message\": \"gone\"}"
     fails = f'echo "{fault}" >"$LOGS/error_rank_0.json"; exit 1\nexec '
