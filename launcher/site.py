@@ -24,12 +24,6 @@ _KEYS = (
     Key("network_gbits", "number", "Gbit/s of the network between nodes, per GPU."),
     Key("network_interface", "interface", "Interface for NCCL and gloo."),
     Key(
-        "requeue",
-        "flag",
-        "Whether a job may go back into the queue. If not, each has a successor in the queue.",
-        True,
-    ),
-    Key(
         "expedited_requeue",
         "flag",
         "Requeue a job that lost a node at once, before all others: Slurm 25.11 and later.",
@@ -48,12 +42,6 @@ _KEYS = (
         "texts",
         "Users whose runs in the shared folder are replayed and adapters continued as one's own.",
         (),
-    ),
-    Key(
-        "logs",
-        "all | failing",
-        "Whether each node and rank has its log on the shared filesystem, or the first node and "
-        "nodes that failed. Default: all, up to 16 nodes.",
     ),
     Key("default_environment", "name", "Name of a file in configs/environments, for all recipes."),
 )
@@ -76,7 +64,6 @@ class Site:
     gpu_request: str = "gpus-per-node"
     network_interface: str | None = None
     network_gbits: float | None = None
-    requeue: bool = True
     expedited_requeue: bool = False
     jump_host: str | None = None
     gpu_hour_price: float | None = None
@@ -87,7 +74,6 @@ class Site:
     job_setup: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     trusted_users: Sequence[str] = ()
-    logs: str | None = None
     default_environment: str | None = None
     resources: dict[str, Any] = field(default_factory=dict)
     notify: dict[str, Any] = field(default_factory=dict)
@@ -139,10 +125,6 @@ def _own_faults(config: dict[str, Any]) -> Iterator[Fault]:
     for path in given if isinstance(given, list) else []:
         if not str(path).startswith("/"):
             yield Fault("node_paths", f"node_paths must be absolute paths, got {path!r}")
-    if config.get("expedited_requeue") and config.get("requeue") is False:
-        yield Fault(
-            "expedited_requeue", "expedited_requeue: true and requeue: false exclude each other"
-        )
     yield from variable_faults(config.get("environment"), "environment")
 
 

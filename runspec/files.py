@@ -39,7 +39,6 @@ JOB_LOG = "logs/job.log"
 # Inside logs/<attempt>: the trainer's sign of life, the stacks of its ranks, and who asks for them.
 HEARTBEAT = "heartbeat.json"
 STACKS = "stack_rank_{}.log"
-FLIGHT = "flight_rank_{}.json"
 ASK_FOR_STACKS = ".ask_for_stacks"
 END_RANKS = ".end_ranks"
 # Inside logs/<attempt>: the process above its command, and the command's exit status.
@@ -48,7 +47,6 @@ EXIT_STATUS = ".exit_status"
 # What the trainer writes.
 PROGRESS = "progress.json"
 METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
 # Of samplers: where they listen, and what became of them (plugins/rl/slurm/samplers.py).
 ROLLOUT = ".rollout"
 SAMPLER = "sampler_{}.json"

@@ -5,13 +5,11 @@ RETRYING      an attempt has ended and the next one starts in the same job
 REQUEUED      the job goes back into Slurm's queue and continues from its last checkpoint
 INTERRUPTED   Slurm ended the job (TIMEOUT, PREEMPTED, NODE_FAIL ...); it may requeue it
 COMPLETED, FAILED, CANCELLED   the run's end, until somebody resumes it
-ANSWERING     shown for COMPLETED while its job answers the recipe's questions: it is not written
 """
 
 from pathlib import Path
 
 # What ends a run; every other state may still change.
-ANSWERING = "ANSWERING"
 FINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 
 # A job script that runs under bash on this host has this and its process id as job id.

@@ -1,12 +1,10 @@
-"""Measure an all-reduce over all ranks of a job: torchrun ... slurm/all_reduce.py cpu|cuda [full]
+"""Measure collectives and matrix products on all ranks: torchrun ... slurm/all_reduce.py cpu|cuda
 
-Started by slurm/node_check.sh. Rank 0 prints "@ all_reduce RANKS MIB SECONDS GB_PER_S": the size
-of the buffer, the time of one all-reduce, and the bus bandwidth as nccl-tests define it,
-2 (n - 1) / n x bytes / time, which does not depend on the number of ranks n.
-
-With full also "@ collective NAME RANKS MIB SECONDS GB_PER_S" of an all-reduce and an all-gather,
-(n - 1) / n x bytes / time, at two sizes, and "@ product M K N TFLOPS" of bf16 matrix products on
-the slowest rank.
+Started by slurm/node_check.sh. Rank 0 prints "@ collective NAME RANKS MIB SECONDS GB_PER_S" of an
+all-reduce and an all-gather at two sizes: the size of the buffer, the time of one of them, and the
+bus bandwidth as nccl-tests define it, 2 (n - 1) / n x bytes / time and (n - 1) / n x bytes / time,
+which do not depend on the number of ranks n. Then "@ product M K N TFLOPS" of bf16 matrix products
+on the slowest rank.
 """
 
 import os
@@ -19,31 +17,27 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-# MiB and rounds: enough to measure the bandwidth; gloo on a slow network still ends within seconds.
-_SIZE = {"cuda": (256, 10), "cpu": (16, 3)}
-# A layer's gather and a small message; products of Llama 8B's MLP and attention, and a narrow one.
-_MIB = {"cuda": (512, 8), "cpu": (16, 1)}
+# A layer's gather and a small message: gloo on a slow network still ends within seconds.
+_MIB = {"cuda": (256, 8), "cpu": (16, 1)}
+_ROUNDS = {"cuda": 10, "cpu": 3}
+# Products of Llama 8B's MLP and attention, and a narrow one.
 _PRODUCTS = {
     "cuda": ((8192, 4096, 14336), (8192, 4096, 4096), (8192, 4096, 1024)),
     "cpu": ((512, 512, 512),),
 }
 
 
-def main(device: str, extent: str = "") -> None:
-    mib, rounds = _SIZE[device]
+def main(device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    numbers = torch.full((mib * 2**20 // 4,), rank + 1.0, device=device)
+    numbers = torch.full((2**20,), rank + 1.0, device=device)
     dist.all_reduce(numbers)
     right = bool((numbers == ranks * (ranks + 1) / 2).all())
-    seconds = timed(partial(dist.all_reduce, numbers), numbers, rounds)
-    if rank == 0 and right:
-        bandwidth = 2 * (ranks - 1) / ranks * mib * 2**20 / seconds / 1e9
-        print(f"@ all_reduce {ranks} {mib} {seconds:.4f} {bandwidth:.2f}", flush=True)
-    if right and extent == "full":
-        measure(device, rounds)
+    if right:
+        collectives(device)
+        products(device)
     dist.destroy_process_group()
     if not right:
         sys.exit(f"rank {rank} on {os.uname().nodename}: error: the sum over all ranks is wrong")
@@ -62,28 +56,30 @@ def timed(run: Callable[[], object], out: torch.Tensor, rounds: int) -> float:
     return (time.monotonic() - started) / rounds
 
 
-def measure(device: str, rounds: int) -> None:
-    """Print what collectives and matrix products reach."""
+def collectives(device: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for mib in _MIB[device] if ranks > 1 else ():
+    for mib in _MIB[device]:
         part = torch.zeros(mib * 2**20 // 2 // ranks, device=device, dtype=torch.bfloat16)
         whole = torch.zeros(len(part) * ranks, device=device, dtype=torch.bfloat16)
         reduce = partial(dist.all_reduce, whole)
         gather = partial(dist.all_gather_into_tensor, whole, part)
         for name, passes, run in (("all-reduce", 2, reduce), ("all-gather", 1, gather)):
-            seconds = timed(run, whole, rounds)
+            seconds = timed(run, whole, _ROUNDS[device])
             gbs = passes * (ranks - 1) / ranks * mib * 2**20 / seconds / 1e9
             if rank == 0:
                 print(f"@ collective {name} {ranks} {mib} {seconds:.6f} {gbs:.2f}", flush=True)
+
+
+def products(device: str) -> None:
     # Long enough for the clock that a card under load settles at.
-    repeated = 200 if device == "cuda" else rounds
+    rounds = 200 if device == "cuda" else _ROUNDS[device]
     for m, k, n in _PRODUCTS[device]:
         one, other = (torch.randn(size, k, device=device, dtype=torch.bfloat16) for size in (m, n))
         out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
-        seconds = timed(partial(torch.mm, one, other.T, out=out), out, repeated)
+        seconds = timed(partial(torch.mm, one, other.T, out=out), out, rounds)
         slowest = torch.tensor(seconds, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(f"@ product {m} {k} {n} {2 * m * k * n / slowest.item() / 1e12:.4f}", flush=True)
 
 

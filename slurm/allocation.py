@@ -8,12 +8,9 @@ import re
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from slurm import job_log
 
-# Variables of a job array that sbatch would pass on to a job that is none of its tasks.
-_OF_ARRAYS = re.compile(r"SLURM_ARRAY_(JOB|TASK)_.*")
 # In sinfo's short states: such a node starts no job.
 _AWAY = re.compile(r"down|drain|drng|fail|maint|unk|\*")
 
@@ -106,19 +103,6 @@ def has_enough_without(hosts: Sequence[str]) -> bool:
     lines = (line.split() for line in (ask(argv) or "").splitlines())
     others = {node for node, state in lines if node not in bad and not _AWAY.search(state)}
     return len(others) >= int(os.environ["SLURM_JOB_NUM_NODES"])
-
-
-def submit_successor(script: Path, without: Sequence[str]) -> tuple[str | None, str]:
-    """Submit a job that starts if this one fails; return its id, or None, and Slurm's message."""
-    job = os.environ["SLURM_JOB_ID"]
-    argv = ["sbatch", "--parsable", f"--dependency=afternotok:{job}", "--kill-on-invalid-dep=yes"]
-    if exclude := excluded(without):
-        argv.append(f"--exclude={exclude}")
-    env = {key: value for key, value in os.environ.items() if not _OF_ARRAYS.fullmatch(key)}
-    status, output = said([*argv, str(script)], 60, env)
-    if status:
-        return None, output.strip()
-    return output.strip().rpartition("\n")[2].partition(";")[0], ""
 
 
 def exclude(job_id: str, hosts: Sequence[str]) -> bool:

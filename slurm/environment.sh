@@ -67,7 +67,7 @@ enter_container() {
   while read -r line; do
     # A folder inside of one that is bound is there already.
     [ -z "$line" ] || binds+=("$line")
-  done <<<"$COOKBOOK_ROOT"$'\n'"$RUN_DIR"$'\n'"$(realpath "$COOKBOOK")"$'\n'"${local_cache:-}"$'\n'"${RANK_SOCKETS:-}"$'\n'"$3"
+  done <<<"$COOKBOOK_ROOT"$'\n'"$RUN_DIR"$'\n'"$(realpath "$COOKBOOK")"$'\n'"$3"
   shift 3
   # The host's libraries are not the image's.
   unset LD_LIBRARY_PATH LD_PRELOAD

@@ -12,7 +12,6 @@ from typing import Any
 from runspec import files
 from runspec.storage import UNREADABLE, patiently
 from slurm import job_log
-from slurm.field_types import well_typed
 
 # Recorded by slurm/watchdog.py, by which the ranks were ended.
 WATCHDOG = ("Hang", "NotStopped")
@@ -80,7 +79,6 @@ def read_errors(logs: Path) -> list[dict[str, Any]]:
     until = time.monotonic() + WAIT_S
     records = ((path, _record(path, until)) for path in logs.glob("error_*.json"))
     errors = [_of_record(path, record) for path, record in records if record]
-    errors += _of_peers(errors)
     # A workload that starts torchrun itself has its report in the log of its own output.
     for path in (*logs.glob("node_*.log"), *logs.glob("rank_*.log")):
         errors += _killed_ranks(path)
@@ -186,7 +184,8 @@ def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:
         ]
     if memory := _out_of_memory(log, logs):
         return [memory]
-    node, task, end = job_log.first_task(log) or ("", "", "")
+    first = job_log.TASK.search(log)
+    node, task, end = first.groups() if first else ("", "", "")
     killed = next((name for said, name in _SIGNALS.items() if end.startswith(said)), None)
     if killed is None:
         return []
@@ -244,7 +243,7 @@ def _of_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Return a record of the kit's own, or the one that torch's @record writes for torchrun."""
     said = record.get("message")
     if not isinstance(said, dict):
-        return well_typed(record)
+        return record
     more = said.get("extraInfo")
     stack = str(more.get("py_callstack") or "") if isinstance(more, dict) else ""
     when = str(more.get("timestamp") or "") if isinstance(more, dict) else ""
@@ -252,18 +251,6 @@ def _of_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     time_s = float(when) if when.isdigit() else path.stat().st_mtime
     error = _last_exception(stack or str(said.get("message") or ""))
     return {"rank": int(number) if number.isdigit() else None, "time": time_s, **error}
-
-
-def _of_peers(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what ranks say of others that left no record, as on a disk that is full."""
-    own = {error.get("rank") for error in errors}
-    reported = {
-        peer["rank"]: {**peer, "time": error.get("time", 0)}
-        for error in errors
-        for peer in error.get("peers") or []
-        if isinstance(peer, dict) and isinstance(peer.get("rank"), int)
-    }
-    return [error for rank, error in reported.items() if rank not in own]
 
 
 def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:

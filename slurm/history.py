@@ -1,18 +1,15 @@
-"""Reads from a run's records what its earlier attempts saved and used.
+"""Reads from a run's records what its earlier attempts saved.
 
 slurm/records.py writes them. Standard library only.
 """
 
-import os
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from runspec import files
 from runspec.storage import patiently
-from runspec.usage import gpu_hours
 from slurm.faults import WAIT_S
-from slurm.field_types import well_typed
 from slurm.identity import own_job_id
 from slurm.retry import NOT_COUNTED
 
@@ -27,7 +24,19 @@ def read_object(path: Path) -> dict[str, Any]:
         value = files.read_json(path)
     except ValueError:
         return {}
-    return well_typed(value) if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_progress(run_dir: Path) -> dict[str, Any]:
+    """Return progress.json, which a user's own program may write.
+
+    Counts of another type are left out: they must not end the run.
+    """
+    counts = ("attempt", "saved", "checkpoint_step")
+    progress = read_object(run_dir / files.PROGRESS)
+    return {
+        key: value for key, value in progress.items() if key not in counts or type(value) is int
+    }
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -44,43 +53,16 @@ def next_attempt(run_dir: Path, status: dict[str, Any]) -> int:
     return 1 + max([-1, int(status.get("attempt", -1)), *(n for n in used if isinstance(n, int))])
 
 
-def series_of(run_dir: Path) -> str:
-    """Return the id of the first job of this job's series.
-
-    A successor belongs to the series of its predecessor; a resumed run begins a new one.
-    """
-    status, job_id = read_object(run_dir / files.STATUS), own_job_id()
-    if job_id in (str(status.get("job_id")), str(status.get("successor"))):
-        return str(status.get("series") or status.get("job_id"))
-    return job_id
-
-
 def attempts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the attempts of this job's series: the count starts again in a resumed run."""
-    series, lines = series_of(run_dir), read_lines(run_dir / files.ATTEMPTS)
-    return [line for line in lines if str(line.get("series") or line.get("job_id")) == series]
+    """Return the attempts of this job: the count starts again in a resumed run."""
+    lines = read_lines(run_dir / files.ATTEMPTS)
+    return [line for line in lines if str(line.get("job_id")) == own_job_id()]
 
 
 def count_fruitless(run_dir: Path) -> int:
     """Return the number of attempts after the last one that saved a newer checkpoint."""
     since = takewhile(lambda line: not line.get("gained"), reversed(attempts_of(run_dir)))
     return sum(line.get("cause") not in NOT_COUNTED for line in since)
-
-
-def used_up(run_dir: Path, running: dict[str, Any] | None = None) -> str:
-    """Return a message if the run has used its GPU-hours, "" if it may continue.
-
-    Args:
-        running: the attempt that is not in attempts.jsonl yet.
-    """
-    budget = float(os.environ.get("MAX_GPU_HOURS") or 0)
-    used = gpu_hours([*read_lines(run_dir / files.ATTEMPTS), running or {}])
-    if not budget or used < budget:
-        return ""
-    return (
-        f"the run has used {used:.4g} GPU-hours, and max_gpu_hours is {budget:g}: continue with: "
-        f"cookbook resume {run_dir.name} max_gpu_hours={2 * budget:g}"
-    )
 
 
 def latest_checkpoint(run_dir: Path) -> int:
@@ -92,7 +74,7 @@ def latest_checkpoint(run_dir: Path) -> int:
     try:
         steps = patiently(files.checkpoint_steps, run_dir, most_s=WAIT_S)
     except (OSError, files.DamagedFile):
-        steps = [int(read_object(run_dir / files.PROGRESS).get("checkpoint_step") or -1)]
+        steps = [read_progress(run_dir).get("checkpoint_step") or -1]
     return max(steps, default=-1)
 
 
@@ -104,7 +86,7 @@ def saved_work(run_dir: Path) -> int:
     model that has served may be restarted.
     """
     shards = list((run_dir / files.EVALS / files.SHARDS).glob("*.json"))
-    saved = int(read_object(run_dir / files.PROGRESS).get("saved", -1))
+    saved = int(read_progress(run_dir).get("saved", -1))
     served = int(read_object(run_dir / files.SERVED).get("minutes", 0))
     return max(latest_checkpoint(run_dir), len(shards) or -1, saved, served or -1)
 

@@ -31,7 +31,7 @@ _REASONS = {
 _WAIT_S = 3.0
 
 # srun: error: n2: task 1: Killed
-_TASK = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
+TASK = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
 
 # srun: error: Node failure on n2, or on n[2-3]
 _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
@@ -88,12 +88,6 @@ def wait_for_end(log: Path, start: int, job_id: str) -> str:
             return "UNKNOWN"
         time.sleep(0.1)
     return state
-
-
-def first_task(text: str) -> tuple[str, str, str] | None:
-    """Return node, task and end of the first task that srun reports, None if it reports none."""
-    line = _TASK.search(text)
-    return (line[1], line[2], line[3]) if line else None
 
 
 def lost_nodes(text: str) -> list[str]:

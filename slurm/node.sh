@@ -49,13 +49,6 @@ first=false
 local_folder=${TMPDIR:-/tmp}/cookbook-$(id -u)
 mkdir -m 700 "$local_folder" 2>/dev/null
 if [ ! -O "$local_folder" ] || [ -L "$local_folder" ]; then local_folder=$(mktemp -d); fi
-if [ "${KEEP_LOGS:-all}" = failing ] && [ "$NODE_RANK" != 0 ]; then
-  source "$COOKBOOK/slurm/logs.sh"
-  mkdir -p "$local_folder/logs"
-  find "$local_folder/logs" -type f -mtime +7 -delete
-  export NODE_LOG=$local_folder/logs/${SLURM_JOB_ID:-$JOB_PID}.${ATTEMPT:-0}.$NODE_RANK
-  exec > >(trap '' TERM INT HUP; ring "$NODE_LOG") 2>&1
-fi
 
 export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1
 # The interpreter of another environment, if it is on the host (slurm/environment.sh).
@@ -89,27 +82,17 @@ export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$cpus}
 if [ -z "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_HIP_ALLOC_CONF:-}" ]; then
   export PYTORCH_ALLOC_CONF=expandable_segments:True
 fi
-# torch's flight recorder keeps each rank's last collectives. The ranks answer for it at these sockets,
-# which slurm/flight.py asks when a run hangs. NCCL writes its own at its own timeout.
+# torch's flight recorder keeps each rank's last collectives, which NCCL writes at its own timeout.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$LOGS/nccl_trace_rank_
-# A socket's path may have 107 characters. Slurm kills what would remove the folder at the end.
-for old in /tmp/cookbook-ranks-*; do
-  old_pid=${old#/tmp/cookbook-ranks-}
-  [ ! -O "$old" ] || kill -0 "${old_pid%%-*}" 2>/dev/null || rm -rf "$old"
-done
-RANK_SOCKETS=$(mktemp -d "/tmp/cookbook-ranks-$$-XXXXXX") && export RANK_SOCKETS
-# Where ranks write their stacks when asked. Of a large run only the answers reach the shared filesystem.
-export STACKS=$LOGS
-[ "${KEEP_LOGS:-all}" = all ] || STACKS=$RANK_SOCKETS
 
 if [ "$NODES" -gt 1 ]; then
-  # Prints the interface that reaches the first node, or an error on stderr if none does.
-  if ! interface=$("$VENV/bin/python" -I -S "$COOKBOOK/slurm/rendezvous.py" 2>"$RANK_SOCKETS/rendezvous"); then
-    node_fault false "$(tail -n 1 "$RANK_SOCKETS/rendezvous")"
+  # Prints the address from which this node reaches the first one, or why it does not.
+  if ! address=$("$VENV/bin/python" -I -S "$COOKBOOK/slurm/rendezvous.py"); then
+    node_fault false "${address:-node $NODE_NAME could not look for the first node: see its log}"
   fi
-  cat "$RANK_SOCKETS/rendezvous"
   # gloo would resolve the host name, which is 127.0.1.1 on many nodes.
+  interface=$(PATH=$PATH:/usr/sbin:/sbin ip -oneline address show to "$address" | awk '{print $2; exit}')
   [ -z "$interface" ] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 else
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
@@ -118,9 +101,9 @@ fi
 # Handles requests of the supervisor (slurm/watchdog.py): makes this node's ranks write their stacks, and kills
 # them if srun cannot. What starts the ranks replaces this shell, so the loop ends when this process id is gone.
 signal_ranks() {
-  local file node pid
-  for file in "$STACKS"/stack_rank_*.log; do
-    read -r node pid <"$file" && [ "$node" = "$NODE_NAME" ] && kill "-$1" "$pid"
+  local rank pid
+  for ((rank = NODE_RANK * RANKS_PER_NODE; rank < (NODE_RANK + 1) * RANKS_PER_NODE; rank++)); do
+    read -r _ pid <"$LOGS/stack_rank_$rank.log" && kill "-$1" "$pid"
   done
 }
 # Asks this node's ranks of another trainer to save and stop, if a signal does that.
@@ -139,10 +122,7 @@ obey_the_supervisor() {
     fi
     if [ -z "$asked" ] && [ -e "$LOGS/.ask_for_stacks" ]; then
       asked=yes
-      # What the ranks wait for, before their stacks: the supervisor waits for those.
-      timeout 7 "$VENV/bin/python" -P -m slurm.flight "$RANK_SOCKETS" "$LOGS"
       signal_ranks USR2
-      if [ "$STACKS" != "$LOGS" ]; then sleep 2; cp "$STACKS"/stack_rank_*.log "$LOGS"; fi
     elif [ -e "$LOGS/.end_ranks" ]; then
       # Without its ranks, what started them exits.
       signal_ranks KILL

@@ -1,8 +1,7 @@
 # shellcheck shell=bash
 # Run by `cookbook doctor` on a node and passed as text: it must work even if the node sees none of
 # the kit's files. Each answer is a line "@ key value"; everything else is ignored.
-# Needs SHARED, VENV, COOKBOOK, FULL (yes or no), NODES, RANKS_PER_NODE, ACCELERATOR; MEASURE is full for
-# more than an all-reduce.
+# Needs SHARED, VENV, COOKBOOK, FULL (yes or no), NODES, RANKS_PER_NODE, ACCELERATOR.
 
 report() { printf '@ %s\n' "$*"; }
 
@@ -46,20 +45,6 @@ print("missing " + " ".join(missing) if missing else "finds torch and torchtune"
   report import_ms $(($(now_ms) - started))
 }
 
-# What `compile: true` needs on a node: a C compiler and Python's headers.
-check_compiler() {
-  local name headers
-  [ -x "$VENV/bin/python" ] || return 0
-  for name in ${CC:-gcc clang cc}; do
-    if command -v "$name" >/dev/null; then break; fi
-    name=
-  done
-  headers=$("$VENV/bin/python" -I -S -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null)
-  if [ -z "$name" ]; then report compiler none; elif [ ! -r "$headers/Python.h" ]; then
-    report compiler "headers $headers/Python.h"
-  else report compiler "found $name"; fi
-}
-
 check_gpus() {
   report gpus_given "${SLURM_GPUS_ON_NODE:-0}"
   if ! command -v nvidia-smi >/dev/null; then
@@ -73,9 +58,6 @@ check_gpus() {
   fi
   report gpu_tool nvidia-smi
   while read -r line; do [ -z "$line" ] || report gpu "$line"; done <<<"$output"
-  # Many sites let only root read the kernel's log.
-  line=$(dmesg 2>/dev/null | grep 'NVRM: Xid' | tail -n 1)
-  [ -z "$line" ] || report xid "$line"
 }
 
 check_network() {
@@ -97,24 +79,20 @@ check_disk() {
   report disk "$folder $(df -Pk "$folder" 2>/dev/null | awk 'NR == 2 {print $4}')"
 }
 
-# Runs an all-reduce over all ranks of all nodes as a training job would: with the same rendezvous
-# and the same variables. Only rank 0 prints the result.
-check_all_reduce() (
-  export RUN_DIR=$SHARED LOGS=$SHARED ATTEMPT=0 HEAD_ADDR HEAD_PORT ONE_HOST NODES RANKS_PER_NODE
+# Runs a program on all ranks of all nodes as a training job does: with the same rendezvous and variables.
+on_ranks() ( # seconds folder program...
+  local limit_s=$1 first
+  export RUN_DIR=$2 LOGS=$2/logs/0 ATTEMPT=0 COOKBOOK_ATTEMPT=0 HEAD_ADDR HEAD_PORT ONE_HOST NODES RANKS_PER_NODE
   export VENV COOKBOOK RENDEZVOUS_WAIT_S=60 FILES_WAIT_S=5
-  local head addresses
-  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-  addresses=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
-  HEAD_ADDR=$(scontrol --oneliner show node "$head" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
-  HEAD_ADDR=${HEAD_ADDR:-$head}
-  ONE_HOST=no
-  if [ "$(sort -u <<<"$addresses" | wc -l)" = 1 ]; then ONE_HOST=yes; fi
-  HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c "from slurm.rendezvous import port_of; print(port_of('$SLURM_JOB_ID', 0))") || return 1
+  shift 2
+  mkdir -p "$LOGS"
+  first=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c 'from slurm import nodes; print(*nodes.head_of_job())') || return 1
+  read -r HEAD_ADDR HEAD_PORT ONE_HOST <<<"$first"
   # shellcheck source=slurm/node.sh
   source "$COOKBOOK/slurm/node.sh"
-  timeout 120 torchrun --nnodes="$NODES" --node-rank="$NODE_RANK" --nproc-per-node="$RANKS_PER_NODE" \
-    --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" --max-restarts=0 \
-    "$COOKBOOK/slurm/all_reduce.py" "$ACCELERATOR" ${MEASURE:+"$MEASURE"}
+  timeout --kill-after=10 "$limit_s" python -P -m torch.distributed.run \
+    --nnodes="$NODES" --node-rank="$NODE_RANK" --nproc-per-node="$RANKS_PER_NODE" \
+    --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" --max-restarts=0 "$@"
 )
 
 NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
@@ -125,9 +103,8 @@ check_network
 check_gpus
 check_files
 check_python
-check_compiler
 if [ "$FULL" = yes ]; then
-  if answer=$(check_all_reduce 2>&1); then
+  if answer=$(on_ranks 120 "$SHARED" "$COOKBOOK/slurm/all_reduce.py" "$ACCELERATOR" 2>&1); then
     grep '^@ ' <<<"$answer"
   else
     report all_reduce_fault "$(grep -v '^ *$' <<<"$answer" | grep -m 1 -E 'fault on node|Error|error' || tail -n 1 <<<"$answer")"

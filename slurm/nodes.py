@@ -6,19 +6,37 @@ Standard library only.
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from runspec import files
 from slurm import allocation, job_log, records
-from slurm.identity import in_slurm
+from slurm.identity import in_slurm, own_job_id
 from slurm.job_log import say
 from slurm.recorder import Recorder, seconds
+from slurm.rendezvous import port_of
 
 # How long Slurm may list the step of an attempt that has ended, and when nodes kill its ranks.
 _OLD_STEP_S, _END_RANKS_S = 45.0, 30.0
 # How long no node may answer: just after its controller has come back Slurm starts no step.
 _NO_NODE_S = 60.0
+
+
+def head(hosts: Sequence[str]) -> dict[str, str]:
+    """Return the variables of the first of these nodes."""
+    known = allocation.addresses(hosts) if in_slurm() else ["127.0.0.1"]
+    one_host = len(hosts) == 1 or len(set(known)) == 1
+    return {
+        "HEAD_ADDR": known[0] if known else hosts[0],
+        "ONE_HOST": "yes" if one_host else "no",
+    }
+
+
+def head_of_job() -> tuple[str, int, str]:
+    """Return HEAD_ADDR, HEAD_PORT and ONE_HOST of a job that has no supervisor, for doctor."""
+    first = head(job_log.hosts(os.environ["SLURM_JOB_NODELIST"]))
+    return first["HEAD_ADDR"], port_of(own_job_id(), 0), first["ONE_HOST"]
 
 
 class Nodes:
@@ -82,15 +100,6 @@ class Nodes:
         # The first nodes train, the last ones generate answers.
         self.hosts, self.rollout_hosts = names[: self._count], names[self._count :]
         self._pass_over_a_step()
-
-    def head(self) -> dict[str, str]:
-        """Return the variables of the first node."""
-        address, one_host = "127.0.0.1", True
-        if in_slurm():
-            known = allocation.addresses(self.hosts)
-            address = known[0] if known else self.hosts[0]
-            one_host = self._count == 1 or len(set(known)) == 1
-        return {"HEAD_ADDR": address, "ONE_HOST": "yes" if one_host else "no"}
 
     def _pass_over_a_step(self) -> None:
         """Let the first attempt be step 1 instead of step 0 after every other requeue.

@@ -6,7 +6,6 @@ between them, and trainer for the kit's own. GPUS: yes or no. It prints a line f
 3.9, so that an older one than the trainer's can say so.
 """
 
-import ctypes
 import importlib
 import importlib.util
 import os
@@ -44,14 +43,6 @@ def faults(
     own = site.getusersitepackages()
     if own in sys.path and os.path.isdir(own):
         yield f"packages in {own} come before the environment's", "set PYTHONNOUSERSITE=1"
-    name = os.environ.get("NCCL_NET_PLUGIN") or os.environ.get("NCCL_NET", "")
-    if name and name not in ("IB", "Socket", "none"):
-        known = [name, f"libnccl-net-{name}.so", "libnccl-net.so"]
-        if not any(map(_loads, known)):
-            yield (
-                f"the NCCL plugin {name} is in no folder of LD_LIBRARY_PATH",
-                "bind it and set LD_LIBRARY_PATH in environment.variables, or leave NCCL_NET out",
-            )
     if trainer and importlib.util.find_spec("transformers"):
         fault = versions.fault("transformers", metadata.version("transformers"))
         if fault:
@@ -74,14 +65,6 @@ def faults(
                     if built
                     else "this torch is a build for CPUs: install one for the GPUs",
                 )
-
-
-def _loads(name: str) -> bool:
-    try:
-        ctypes.CDLL(name)
-    except OSError:
-        return False
-    return True
 
 
 def main() -> None:

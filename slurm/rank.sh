@@ -6,15 +6,13 @@ rank=${RANK:-$NODE_RANK}
 log=$LOGS/rank_$rank.log
 # A container may know its interpreter by another name.
 python=${ENV_PYTHON:-python}
-keep() { if [ -n "${NODE_LOG:-}" ]; then cat; else tee -a "$log"; fi | sed -u "s/^/[$rank] /"; }
+keep() { tee -a "$log" | sed -u "s/^/[$rank] /"; }
 redact() { PYTHONPATH=$COOKBOOK "$python" -P -m runspec.redact; }
 # These processes must survive a signal to the whole step, or the rank's last lines would be lost.
 write() { trap '' TERM INT HUP; if [ "${REDACT:-no}" = yes ]; then redact | keep; else keep; fi; }
 if [ -n "${RANK:-}" ]; then
   # Where a rank's exception is recorded: the trainer, and any function under torch's @record, write it.
   export TORCHELASTIC_ERROR_FILE=$LOGS/error_rank_$rank.json
-  # Where slurm/flight.py asks the trainer for its collectives.
-  [ -z "${RANK_SOCKETS:-}" ] || export TORCH_WORKER_SERVER_SOCKET=$RANK_SOCKETS/rank_$rank
 fi
 # The command gets this process id; node.sh signals it.
 [ -z "${STOP_SIGNAL:-}" ] || echo $$ >"$LOGS/.pid_${NODE_NAME}_$rank"

@@ -7,22 +7,16 @@ matrix product and an all-reduce (trainer/parallel/fitness.py). Standard library
 
 import csv
 import os
-import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from runspec import files
+from slurm import allocation
 from slurm.faults import BAD_NODE, fault
 
-# Errors after which a GPU needs a reset or a repair: memory, NVLink, off the bus, its firmware.
-# https://docs.nvidia.com/deploy/xid-errors
-FATAL_XIDS = frozenset({48, 64, 74, 79, 94, 95, 119, 120})
-_XID = re.compile(r"^\[ *([\d.]+)\] NVRM: Xid \(([^)]*)\): (\d+)", re.MULTILINE)
-_RECENT_S = 3600
 # A GPU with more than this share of its memory in use has other processes, possibly ranks of an
 # earlier start, which stop within seconds.
 _IN_USE, _IS_IN_USE = 0.1, "is in use: "
@@ -33,7 +27,7 @@ _DISK_BYTES = 2**30
 
 def faults() -> list[str]:
     """Return the reasons why this node is unhealthy, one line each."""
-    return [*_disk(), *_gpus(), *_xids(_output(["dmesg"])[1])]
+    return [*_disk(), *_gpus()]
 
 
 def gpu_faults(table: str, visible: str, wanted: int) -> Iterator[str]:
@@ -65,24 +59,12 @@ def _gpus() -> Iterator[str]:
     if not given.isdigit() or not int(given) or shutil.which("nvidia-smi") is None:
         return
     query = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    status, output = _output(query)
+    status, output = allocation.said(query, 20)
     if status:
         yield f"nvidia-smi fails: {(output.strip().splitlines() or ['no answer in 20 s'])[-1]}"
         return
     visible, wanted = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ["RANKS_PER_NODE"]
     yield from gpu_faults(output, visible, int(wanted))
-
-
-def _xids(kernel_log: str) -> Iterator[str]:
-    """Yield the fatal GPU errors of the last hour; at many sites only root may read the log."""
-    try:
-        up_s = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:
-        return
-    for since_boot, gpu, number in _XID.findall(kernel_log):
-        if int(number) in FATAL_XIDS and up_s - float(since_boot) < _RECENT_S:
-            ago = (up_s - float(since_boot)) / 60
-            yield f"the driver reported Xid {number} on GPU {gpu} {ago:.0f} minutes ago"
 
 
 def _disk() -> Iterator[str]:
@@ -97,16 +79,6 @@ def _disk() -> Iterator[str]:
         yield f"{folder} has {free / 2**20:.0f} MiB of free space, and compiled kernels need 1 GiB"
     if disk.f_files and not disk.f_favail:
         yield f"{folder} has no free inodes"
-
-
-def _output(command: list[str]) -> tuple[int, str]:
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 1, ""
-    return done.returncode, (done.stdout or done.stderr).decode(errors="replace")
 
 
 def main() -> int:

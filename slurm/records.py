@@ -25,9 +25,8 @@ from slurm.history import (
     next_attempt,
     read_lines,
     read_object,
+    read_progress,
     saved_work,
-    series_of,
-    used_up,
 )
 from slurm.identity import (
     gpus,
@@ -81,8 +80,7 @@ def begin(
 
     Raises:
         Follows: nothing is left to train, another job has the run, too many attempts ended without
-            a record and saved nothing, the run has used its GPU-hours, was cancelled, or the disk
-            is full.
+            a record and saved nothing, the run was cancelled, or the disk is full.
     """
     with _full_disk_fails(run_dir):
         status = read_object(run_dir / files.STATUS)
@@ -90,8 +88,6 @@ def begin(
         _refuse_what_is_done(run_dir, status)
         if status.get("state") == "RUNNING" and not repeated:
             _end_of_earlier(run_dir, status, max_retries, exists)
-        if message := used_up(run_dir):
-            raise _refused(run_dir, status, "budget", message)
         number = next_attempt(run_dir, status)
         if repeated:
             # An end would have been recorded before another attempt of this start of the job.
@@ -103,7 +99,7 @@ def begin(
             except files.DamagedFile as error:
                 raise _refused(run_dir, status, "user_error", str(error)) from error
         _make_files(run_dir, number)
-        _write_start(run_dir, number, hosts, rollout_hosts, status)
+        _write_start(run_dir, number, hosts, rollout_hosts)
         return number
 
 
@@ -137,13 +133,10 @@ def _write_start(
     number: int,
     hosts: list[str],
     rollout_hosts: Sequence[str],
-    before: dict[str, Any],
 ) -> None:
-    job_id = own_job_id()
     started = {
         "state": "RUNNING",
         "attempt": number,
-        "series": series_of(run_dir),
         "nodes": hosts,
         "gpus": gpus(),
         "started": time.time(),
@@ -151,11 +144,9 @@ def _write_start(
         "saved_at_start": saved_work(run_dir),
         "job_log_bytes": _size(run_dir / files.JOB_LOG),
     }
-    if "successor" in before and before.get("job_id") == job_id:
-        started["successor"] = before["successor"]
     if rollout_hosts:
         started["rollout_nodes"] = list(rollout_hosts)
-    files.write_json(run_dir / files.STATUS, {**started, **this_job(), **process_of(job_id)})
+    files.write_json(run_dir / files.STATUS, {**started, **this_job(), **process_of(own_job_id())})
 
 
 def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:
@@ -169,7 +160,6 @@ def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:
         raise Follows(SUPERSEDED, message)
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
         completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
-        completed.pop("answering", None)  # of a job that was killed meanwhile
         reserve.write_status(run_dir, completed)
         what = f"the run {run_dir.name} is finished already, nothing is left to train"
         raise Follows("finished", f"{what}; {_NEW_RUN}")
@@ -217,11 +207,8 @@ def end(
     exit_code: int,
     max_retries: int = 0,
     job_state: str | None = None,
-    timeout_s: float = 0,
-    message: str | None = None,
     stop_asked: bool = False,
     ended: float | None = None,
-    has_questions: bool = False,
     settle: Callable[[int, int, bool], object] = lambda *ended: None,
 ) -> str:
     """Record the end of an attempt; return what the job script does next (Verdict.next).
@@ -232,11 +219,8 @@ def end(
         attempt: None for the one that this start of the job has begun, if any.
         job_state: Slurm's state of the job if Slurm is ending it; for COMPLETING the reason is
             taken from the job's log.
-        timeout_s: the recipe's timeout, 0 for none.
-        message: a fault of the job script itself, which a retry cannot fix.
         stop_asked: the ranks were asked to stop; they remove the stop file.
         ended: the time of the end, if it is not now.
-        has_questions: a finished run's questions are answered by the same job.
         settle: Companion.settle.
     """
     full = reserve.fault(run_dir)
@@ -248,14 +232,13 @@ def end(
     now, stop_asked = ended or time.time(), stop_asked or (run_dir / files.STOP).exists()
     log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
     errors = _errors(run_dir, status, log)
-    if message or full:
-        errors.append(fault(message) if message else full or {})
+    if full:
+        errors.append(full)
     try:
         settle(attempt, exit_code, stop_asked)
     except files.DamagedFile as error:
         errors.append(fault(str(error)))
     logs, earlier = run_dir / files.LOGS / str(attempt), attempts_of(run_dir)
-    timed_out = exit_code != 0 and 0 < timeout_s <= now - float(status.get("started", now))
     verdict = decide(
         AttemptEnd(
             exit_code=exit_code,
@@ -265,18 +248,13 @@ def end(
             cancelled=_cancelled(run_dir, str(status["job_id"])),
             job_state=_why_ended(run_dir, status, job_state),
             can_requeue=in_slurm(),
-            succeeds="successor" in status,
             fruitless=0 if gained_by(run_dir, status) else count_fruitless(run_dir) + 1,
             max_retries=max_retries,
-            timed_out_s=timeout_s if timed_out else None,
             not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
             cause_before=str(earlier[-1].get("cause")) if earlier else None,
-            used_up=used_up(run_dir, {**status, "ended": now}),
             memory_is_result="SWEEP_DIR" in os.environ,
         )
     )
-    if has_questions and verdict.state == "COMPLETED":
-        status["answering"] = {"started": now}
     _write_end(run_dir, {**status, "ended": now}, verdict, unfit(errors))
     return verdict.next
 
@@ -319,7 +297,7 @@ def _errors(run_dir: Path, status: dict[str, Any], log: str) -> list[dict[str, A
 
 def _progress(run_dir: Path, attempt: int) -> dict[str, Any]:
     """Return the trainer's progress, {} if the entry writes none."""
-    progress = read_object(run_dir / files.PROGRESS)
+    progress = read_progress(run_dir)
     is_of_earlier = progress and progress.get("attempt") != attempt
     return {"state": "none"} if is_of_earlier else progress
 
@@ -366,7 +344,6 @@ def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
         errors=lost,
         cancelled=_cancelled(run_dir, str(status["job_id"])),
         job_state=_why_ended(run_dir, status, job_state) or "",
-        succeeds="successor" in status,
     )
     verdict = decide(job_end)
     between(run_dir, verdict.message, state=verdict.state, cause=verdict.cause)
@@ -414,26 +391,12 @@ def choose(
     return [], [host for host in hosts if host in bad]
 
 
-def answered(run_dir: Path, message: str, nodes: int) -> None:
-    """Record on how many nodes a finished run's questions are answered, or why they are not."""
-    status = read_object(run_dir / files.STATUS)
-    if not owned(status):
-        return
-    began, now = status.pop("answering", {}).get("started"), time.time()
-    status["answers"] = {"started": began, "ended": now, "gpus": nodes * ranks_per_node()}
-    status["answers"]["seconds"] = now - (began or now)
-    if message:
-        status["message"] = message
-        say(message)
-    files.write_json(run_dir / files.STATUS, {**status, "updated": time.time()})
-
-
 def between(run_dir: Path, message: str = "", **change: str) -> None:
     """Record what has changed between two attempts.
 
     Args:
         message: what the job waits for, or why it ends.
-        change: state and cause; or successor, the job that continues the run if this one fails.
+        change: state and cause.
     """
     status = read_object(run_dir / files.STATUS)
     if owned(status):
@@ -459,7 +422,7 @@ def _append_attempt(
     verdict: Verdict,
     bad_nodes: list[str] | None = None,
 ) -> None:
-    known = ("attempt", "job_id", "restart_count", "series", "nodes", "gpus", "started")
+    known = ("attempt", "job_id", "restart_count", "nodes", "gpus", "started")
     line = {
         **{key: status.get(key) for key in known},
         "ended": status["ended"] if exit_code is not None else _last_sign(run_dir, status),

@@ -13,22 +13,14 @@ trains() (
   local left=$((LIMIT_S - SECONDS)) folder=$REHEARSAL/$2 program
   read -ra program <<<"$MODULE"
   [ "$left" -ge "$SHORTEST_S" ] || exit 125
-  export RUN_DIR=$folder LOGS=$folder/logs/0 ATTEMPT=0 COOKBOOK_ATTEMPT=0 NODES=1 RANKS_PER_NODE VENV COOKBOOK
-  HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c "from slurm.rendezvous import port_of; print(port_of('$SLURM_JOB_ID', 0))")
-  export HEAD_ADDR=localhost HEAD_PORT ONE_HOST=yes FILES_WAIT_S=5
   export NODE_CHECK=no HF_HOME COOKBOOK_ROOT
-  mkdir -p "$LOGS"
-  rm -f "$folder/.stop" "$LOGS"/error_*.json
-  # shellcheck source=slurm/node.sh
-  source "$COOKBOOK/slurm/node.sh"
+  rm -f "$folder/.stop" "$folder"/logs/0/error_*.json
   if [ "$3" -gt 0 ]; then
     (until [ "$(wc -l 2>/dev/null <"$folder/metrics.jsonl" || echo 0)" -ge "$3" ]; do sleep 0.2; done; touch "$folder/.stop") &
     watcher=$!
     trap 'kill $watcher 2>/dev/null' EXIT
   fi
-  timeout --kill-after=10 "$left" python -P -m torch.distributed.run \
-    --nproc-per-node="$RANKS_PER_NODE" --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" \
-    --max-restarts=0 --no-python \
+  on_ranks "$left" "$folder" --no-python \
     bash "$COOKBOOK/slurm/rank.sh" python -P -m "${program[@]}" "$folder/train.yaml"
 )
 

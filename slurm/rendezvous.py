@@ -1,22 +1,19 @@
 """Check on every node, before its ranks, that the first node's address leads to the first node.
 
 Run by slurm/node.sh on each node. The first node listens on HEAD_PORT until all others have
-connected; each other node tries until it is answered. Prints the network interface that has the
-address used here. If something fails, exit status 1 and one line that names the node.
+connected; each other node tries until it is answered. Prints this node's own address of that
+connection. If something fails, exit status 1 and one line that names the node.
 Standard library only, and quick to start: the GPUs wait for it.
 """
 
 import errno
-import fcntl
 import os
 import socket
-import struct
 import sys
 import time
 from typing import Any, NoReturn
 
 WAIT_S = float(os.environ.get("RENDEZVOUS_WAIT_S", "120"))
-SIOCGIFADDR = 0x8915
 # Below the kernel's ephemeral ports, so that no other process gets one by chance.
 PORTS = range(20000, 32000)
 
@@ -60,7 +57,7 @@ def main() -> None:
         f"{time.monotonic() - started:.1f} s",
         file=sys.stderr,
     )
-    print(interface_of(local))
+    print(local)
 
 
 def listen(family: int, target: Address, node: str, nodes: int, run: str) -> str:
@@ -122,22 +119,8 @@ def call(family: int, target: Address, node: str, rank: int, run: str) -> str:
     )
 
 
-def interface_of(address: str) -> str:
-    """Return the name of the interface that has this IPv4 address, '' if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]
-            except OSError:
-                continue
-            if socket.inet_ntoa(packed) == address:
-                return name
-    return ""
-
-
 def fail(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
+    print(message)
     sys.exit(1)
 
 

@@ -3,7 +3,6 @@
 Standard library only.
 """
 
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -24,25 +23,15 @@ def keep(run_dir: Path) -> None:
 
 
 def write_status(run_dir: Path, status: dict[str, Any]) -> None:
-    """Replace the status; on a full disk by the reserve, which needs no new file and no space."""
-    path, kept = run_dir / files.STATUS, run_dir / files.RESERVE
+    """Replace the status; on a full disk in the space of the reserve."""
     try:
-        files.write_json(path, status)
+        files.write_json(run_dir / files.STATUS, status)
     except OSError as error:
         if error.errno not in OF_A_DISK:
             raise
-        try:
-            with kept.open("r+", encoding="utf-8") as file:
-                file.write(json.dumps(status, indent=1) + "\n")
-                file.truncate()
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(kept, path)
-        except OSError:
-            # A copy-on-write filesystem needs new space for each change.
-            kept.unlink(missing_ok=True)
-            files.write_json(path, status)
-    kept.unlink(missing_ok=True)
+        (run_dir / files.RESERVE).unlink(missing_ok=True)
+        files.write_json(run_dir / files.STATUS, status)
+    (run_dir / files.RESERVE).unlink(missing_ok=True)
 
 
 def fault(run_dir: Path) -> dict[str, Any] | None:

@@ -149,11 +149,8 @@ class AttemptEnd:
     can_requeue: bool = False
     fruitless: int = 0  # attempts in a row, with this one, without a newer checkpoint
     max_retries: int = 0
-    timed_out_s: float | None = None  # the recipe's timeout, if the attempt reached it
     not_started: str = ""  # srun's message, if it did not reach the controller: no rank began
     cause_before: str | None = None  # of the attempt before this one, in the same job
-    used_up: str = ""  # a message, if the run has used its GPU-hours
-    succeeds: bool = False  # a successor of this job is in the queue
     memory_is_result: bool = False  # the run belongs to a sweep, which asks whether it fits
 
     @property
@@ -191,10 +188,6 @@ class AttemptEnd:
             "install {}"
         )
         return f"{place} lacks it: {remedy.replace('{}', next(filter(None, named.groups())))}"
-
-    @property
-    def unexplained_stop(self) -> bool:
-        return self.reason.cause == "stopped"
 
     @cached_property
     def error(self) -> dict[str, Any]:
@@ -242,15 +235,10 @@ RULES = (
     Rule("COMPLETED", "finished", lambda e: e.finished, "", "finished"),
     # Somebody ended the job: no retry.
     Rule("CANCELLED", "failed", lambda e: e.cancelled or e.job_state == "CANCELLED"),
-    # Slurm itself requeues a job that it ends for lack of nodes; if it may not, the successor
-    # continues.
-    Rule("INTERRUPTED", "requeue", lambda e: e.job_state is not None and e.succeeds),
+    # Slurm itself requeues a job that it ends for lack of nodes.
     Rule("INTERRUPTED", "failed", lambda e: e.job_state is not None),
     Rule("RETRYING", "run", lambda e: e.not_started and e.cause_before != "controller",
          "srun started nothing: {end.not_started}", "controller"),
-    Rule("FAILED", "failed", lambda e: e.timed_out_s is not None,
-         "ended by the recipe's timeout of {end.timed_out_s:.0f} s", "timeout"),
-    Rule("FAILED", "failed", lambda e: e.used_up and e.stopped, "{end.used_up}", "budget"),
     # What a retry cannot fix, or has not fixed often enough.
     Rule("FAILED", "failed", lambda e: e.lacks_package, "{end.reason.message}; {end.how_to_add}"),
     Rule("FAILED", "failed", lambda e: e.error.get("permanent")),
@@ -260,10 +248,10 @@ RULES = (
     Rule("FAILED", "failed", lambda e: e.fruitless > e.max_retries == 0),
     Rule("FAILED", "failed", lambda e: e.fruitless > e.max_retries,
          "{end.reason.message}; {end.fruitless} attempts saved nothing new"),
-    Rule("FAILED", "failed", lambda e: e.used_up, "{end.reason.message}; {end.used_up}"),
     # A stop that neither the script asked for nor a death explains is Slurm's, which takes the
     # allocation away a moment later.
-    Rule("REQUEUED", "requeue", lambda e: e.can_requeue and (e.stop_asked or e.unexplained_stop)),
+    Rule("REQUEUED", "requeue",
+         lambda e: e.can_requeue and (e.stop_asked or e.reason.cause == "stopped")),
     Rule("RETRYING", "run", lambda e: True),
 )  # fmt: skip
 

@@ -8,15 +8,14 @@ without Slurm the program runs NODES times on this host. What an entry needs bes
 named before the --, as --companion MODULE:CLASS (slurm/companion.py).
 
 If it is killed, the job script starts it again: it reads the records and goes on, with the same
-processes if an attempt runs. Exit status: 0 finished or requeued, 1 failed, 75 another job
-continues, 76 ended by TERM; after any other one it is restarted. Standard library only.
+processes if an attempt runs. Exit status: 0 finished or requeued, 1 failed, 76 ended by TERM; after
+any other one it is restarted. Standard library only.
 """
 
 import argparse
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -28,18 +27,17 @@ from typing import NoReturn
 
 from runspec import files
 from runspec.processes import end_with_parent, terminate_with_parent
-from slurm import allocation, records
+from slurm import records
 from slurm.child import Child
 from slurm.companion import Companion, load
 from slurm.history import attempts_of, read_object
 from slurm.identity import in_slurm, is_of_this_start, own_job_id
 from slurm.job_log import say
-from slurm.nodes import Nodes
-from slurm.notify import notify
-from slurm.recorder import LAST_WAIT_S, NotRecorded, Recorder, seconds
+from slurm.nodes import Nodes, head
+from slurm.recorder import NotRecorded, Recorder
 from slurm.records import Follows
 from slurm.rendezvous import port_of
-from slurm.requeue import Succession
+from slurm.requeue import requeue
 from slurm.retry import pause_s
 from slurm.watchdog import END_S, Watchdog
 
@@ -47,10 +45,6 @@ FINISHED, FAILED, TERMINATED, BROKEN = 0, 1, 76, 70
 
 # How soon an end is noticed, and the time between two looks at an attempt.
 _POLL_S, _LOOK_S = 0.2, 1.0
-# How long a recipe's timeout waits between TERM and KILL, and the exit status then, whatever the
-# command makes of it.
-_TIMEOUT_END_S, _TIMED_OUT = 60.0, 124
-_NOTIFY_S = 20.0
 # Options of the srun of an attempt that no step beside it has.
 _OF_ATTEMPTS = ("--ntasks", "--kill-on-bad-exit", "--wait")
 
@@ -64,7 +58,7 @@ class Supervisor:
 
     command: srun, its options, and the program that it starts on each node. companion: what the
     entry needs beside it, as MODULE:CLASS. next: what follows: run (an attempt), requeue, finished,
-    failed, or superseded, if another start has the run, possibly that of this job's successor.
+    failed, or superseded, if another start has the run.
     """
 
     def __init__(self, run_dir: Path, command: Sequence[str], companion: str = "") -> None:
@@ -73,37 +67,22 @@ class Supervisor:
         self._options = list(takewhile(lambda word: word.startswith("--"), command[1:]))
         self._program = list(command[1 + len(self._options) :])
         self._max_retries = int(os.environ["MAX_RETRIES"])
-        self._timeout_s = seconds("TIMEOUT_S", 0)
-        # Ranks do not need them.
-        self._answer_script = os.environ.pop("ANSWER_SCRIPT", "")
-        # In a sweep the next run would wait for the answers.
-        self._has_questions = bool(self._answer_script) and "SWEEP_DIR" not in os.environ
         # Set by --no-kill, which spare nodes need. srun would let ranks continue after others die.
         os.environ.pop("SLURM_NO_KILL", None)
-        # All: each node and rank has its log. Failing: those of the first node, and of nodes that
-        # failed.
-        few = int(os.environ["NODES"]) <= 16
-        kept = os.environ.get("KEEP_LOGS") or ("all" if few else "failing")
-        os.environ["KEEP_LOGS"] = kept if in_slurm() else "all"
-        self._nodes, self._succession = Nodes(self.record), Succession(self.record)
+        self._nodes = Nodes(self.record)
         self._attempt: int | None = None
         self._child: Child | None = None
         self._warned, self._stop_asked = os.environ.pop("COOKBOOK_WARNED", "") != "", False
 
-    def run(self, again: bool = False, setup: tuple[int, str] | None = None) -> int:
+    def run(self, again: bool = False) -> int:
         """Run attempts until none follows; return the exit status.
 
         Args:
             again: an earlier supervisor of this job script was killed.
-            setup: exit status and message if a line of the site's job_setup failed, which a retry
-                cannot fix: one attempt records it.
         """
         try:
             if again:
                 self._take_over()
-            elif setup is not None:
-                self._begin(starts=False)
-                self._end(*setup)
             while self.next == "run":
                 if self._child is None:
                     self._begin()
@@ -135,10 +114,8 @@ class Supervisor:
         self.next = self.record(
             records.end, self._attempt, 143, job_state=state, settle=self._companion.settle
         )
-        if self.next not in ("requeue", "superseded"):
-            self._succession.drop()
+        if self.next != "superseded":
             self._companion.clean()
-            self._notify("ended")
         return FINISHED if self.next == "finished" else TERMINATED
 
     def not_recorded(self, reason: NotRecorded) -> int:
@@ -156,7 +133,6 @@ class Supervisor:
         status = self.record(lambda run_dir: read_object(run_dir / files.STATUS))
         if "attempt" not in status or not is_of_this_start(status):
             return
-        self._succession.job = str(status.get("successor") or "")
         self._nodes.hosts = [str(host) for host in status.get("nodes") or []]
         self._nodes.rollout_hosts = [str(host) for host in status.get("rollout_nodes") or []]
         self._enter(int(status["attempt"]))
@@ -171,9 +147,6 @@ class Supervisor:
         if state == "RETRYING":
             self._nodes.await_slurm(self._logs)
         elif "next" in status:
-            self._has_questions &= "answering" in status
-            if child is not None:
-                child.end(END_S, END_S)  # it answers them
             raise Follows(str(status["next"]))
 
     def _finish(self) -> int:
@@ -184,17 +157,11 @@ class Supervisor:
         if self.next == "requeue" and in_slurm():
             say("back into the queue: the next attempt continues from the last checkpoint")
             try:
-                return self._succession.requeue(
-                    self._nodes.left_out, lambda held: _take_term(not held)
-                )
+                requeue(self.record, self._nodes.left_out, lambda held: _take_term(not held))
+                return FINISHED
             except Follows as other:
                 self.next = other.what
-        self._succession.drop()
-        self._notify("ended")
-        if self.next != "finished":
-            return FAILED
-        self._answer()
-        return FINISHED
+        return FINISHED if self.next == "finished" else FAILED
 
     # An attempt ------------------------------------------------------------------------------
 
@@ -202,11 +169,8 @@ class Supervisor:
     def _logs(self) -> Path:
         return Path(os.environ["LOGS"])
 
-    def _begin(self, starts: bool = True) -> None:
+    def _begin(self) -> None:
         """Begin an attempt: its nodes, its record, its variables.
-
-        Args:
-            starts: False for an attempt that only records why it fails.
 
         Raises:
             Follows: nothing is left to do, or not here.
@@ -216,7 +180,7 @@ class Supervisor:
             self.record(records.between, message, state="REQUEUED", cause="time_limit")
             raise Follows("requeue")
         self._nodes.choose()
-        os.environ |= self._nodes.head()
+        os.environ |= head(self._nodes.hosts)
         hosts, rollout_hosts = self._nodes.hosts, self._nodes.rollout_hosts
         prepare = self._companion.prepare
         number = self.record(
@@ -224,18 +188,9 @@ class Supervisor:
         )
         self._stop_asked = False
         self._enter(number)
-        # Before any fault can occur: a first node that is lost cannot submit a job.
-        if os.environ.get("REQUEUE") == "no" and in_slurm() and not self._succession.job:
-            message = self._succession.submit(self._nodes.left_out)
-            if message:
-                say(f"no successor is in the queue, so the run ends with this job: {message}")
-        head = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
-        say(f"attempt {number} on {', '.join(hosts)}; first node {head}; logs in {self._logs}")
-        if starts:
-            self._accompany()
-        if number == 0:
-            # Training does not wait for it.
-            threading.Thread(target=notify, args=[self.run_dir, "start"], daemon=True).start()
+        first = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
+        say(f"attempt {number} on {', '.join(hosts)}; first node {first}; logs in {self._logs}")
+        self._accompany()
 
     def _enter(self, number: int) -> None:
         """Set the variables of an attempt, which the nodes need."""
@@ -252,9 +207,7 @@ class Supervisor:
         """Return the command that runs a program on each node of the attempt."""
         if not in_slurm():
             return ["bash", f"{os.environ['COOKBOOK']}/slurm/local_nodes.sh", *program]
-        # srun itself writes a file that all nodes share: slurm/node.sh leaves only the first one's.
-        number = "%t" if os.environ["KEEP_LOGS"] == "all" else "0"
-        log = f"--output={self._logs}/node_{number}.log"
+        log = f"--output={self._logs}/node_%t.log"
         own = [f"--job-name=attempt-{os.environ['ATTEMPT']}", log, "--open-mode=append"]
         nodes = [*self._nodes.beside, *self._nodes.on_hosts]
         return ["srun", *own, *nodes, *self._options, *program]
@@ -266,14 +219,10 @@ class Supervisor:
         # An entry that does not report its steps has none.
         if "HANG_TIMEOUT_S" in os.environ:
             looking.append(Watchdog(self.run_dir, number, child))
-        started = files.peek(self.run_dir / files.STATUS).get("started", time.time())
         look_at = 0.0
         while (status := child.poll()) is None:
             if self._warned:
                 self._ask_to_stop()
-            if self._timeout_s and time.time() - started >= self._timeout_s:
-                child.end(_TIMEOUT_END_S, END_S)
-                return _TIMED_OUT
             if time.monotonic() >= look_at:
                 for each in tuple(looking):
                     try:
@@ -295,30 +244,23 @@ class Supervisor:
         with suppress(OSError):
             (self.run_dir / files.STOP).touch()
 
-    def _end(self, status: int, message: str | None = None) -> None:
+    def _end(self, status: int) -> None:
         """Record the end of the attempt, and wait until the next one can start.
 
         Args:
-            status: its exit status. message: why, if no command was started.
+            status: its exit status.
 
         Raises:
             Follows: no attempt follows.
         """
         ended = time.time()
-        if status and os.environ["KEEP_LOGS"] != "all":
-            # Those of the nodes that failed, from their disks.
-            script = ["bash", f"{os.environ['COOKBOOK']}/slurm/logs.sh"]
-            allocation.ask(["srun", "--overlap", "--mem=0", *self._nodes.on_hosts, *script], 60)
         self.next = self.record(
             records.end,
             self._attempt,
             status,
             max_retries=self._max_retries,
-            timeout_s=self._timeout_s,
-            message=message,
             stop_asked=self._stop_asked,
             ended=ended,
-            has_questions=self._has_questions,
             settle=self._companion.settle,
         )
         self._child = self._attempt = None
@@ -336,52 +278,6 @@ class Supervisor:
         number = int(os.environ["ATTEMPT"])
         self._companion.begin(number, self._nodes, step if in_slurm() else [])
 
-    def _notify(self, event: str) -> None:
-        """Notify the webhook; a failed notification does not affect the run."""
-        thread = threading.Thread(target=notify, args=[self.run_dir, event], daemon=True)
-        thread.start()
-        thread.join(_NOTIFY_S)
-
-    def _answer(self) -> None:
-        """Answer the recipe's questions with the exported model, on one node.
-
-        The run is finished and recorded: a fault here is a warning in its record, and a TERM ends
-        the job with success.
-        """
-        if not self._has_questions or "LOGS" not in os.environ:
-            return
-        warning, limit_s = "", seconds("ANSWER_LIMIT_S", 1800)
-        nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ["NODES"])
-        child = self._start_answers()
-        try:
-            if not child.wait(limit_s):
-                child.end(_TIMEOUT_END_S, END_S)
-                warning = f"the questions were not answered within {limit_s:.0f} s"
-            elif status := child.poll():
-                log = self._logs / "node_0.log"
-                warning = f"the questions were not answered (exit status {status}, see {log})"
-        except Terminated:
-            self.record.hurry()
-            child.end(LAST_WAIT_S, 1)
-            warning = "the questions were given up"
-        if warning:
-            by_hand = f"python -m trainer.generate {self.run_dir}/export QUESTION"
-            warning = f"warning: {warning}; the run is finished. By hand: {by_hand}"
-        self.record(records.answered, warning, nodes)
-
-    def _start_answers(self) -> Child:
-        """Start the ranks that answer.
-
-        Nothing of the attempt is left that these could wait for or overlap with.
-        """
-        # The nodes may have been asked to end ranks that stayed: these are others.
-        (self._logs / files.END_RANKS).unlink(missing_ok=True)
-        self._nodes.hosts = self._nodes.hosts[:1]
-        os.environ |= {"NODES": "1", "HOSTS": self._nodes.hosts[0], "ONE_HOST": "yes"}
-        os.environ |= {"HEAD_ADDR": "127.0.0.1", "NODE_CHECK": "no", "ATTEMPT": "answers"}
-        argv = self._argv(["bash", "-c", self._answer_script])
-        return Child.start(argv, os.environ, self._logs)
-
 
 def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
     _take_term(False)
@@ -396,20 +292,14 @@ def _take_term(taken: bool) -> None:
     signal.signal(signal.SIGTERM, _raise_terminated if taken else lambda number, frame: None)
 
 
-def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("slurm.supervise", allow_abbrev=False)
-    parser.add_argument("--companion", default="", metavar="MODULE:CLASS")
-    # Of the job script.
-    parser.add_argument("--setup-failed", nargs=2, metavar=("STATUS", "MESSAGE"))
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
-    options, run_dir = _options(argv[:place]), Path(os.environ["RUN_DIR"])
-    again, setup = os.environ.pop("COOKBOOK_AGAIN", ""), options.setup_failed
+    parser = argparse.ArgumentParser("slurm.supervise", allow_abbrev=False)
+    parser.add_argument("--companion", default="", metavar="MODULE:CLASS")
+    companion = parser.parse_args(argv[:place]).companion
+    again = os.environ.pop("COOKBOOK_AGAIN", "")
     try:
-        supervisor = Supervisor(run_dir, argv[place + 1 :], options.companion)
+        supervisor = Supervisor(Path(os.environ["RUN_DIR"]), argv[place + 1 :], companion)
         signal.signal(signal.SIGUSR1, supervisor.warn)
         _take_term(True)
         # Slurm itself ends what it has started; the next start records that the script was killed.
@@ -417,7 +307,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             if again == "terminated":
                 raise Terminated
-            return supervisor.run(bool(again), (int(setup[0]), setup[1]) if setup else None)
+            return supervisor.run(bool(again))
         except Terminated:
             return supervisor.terminated()
     except NotRecorded as reason:

@@ -26,7 +26,7 @@ supervise() { # command
     # Not the status of a wait that a signal has ended.
     wait $SUPERVISOR
     rc=$?
-    case $rc in 0 | 1 | 75) exit $rc ;; 76) exit 143 ;; esac
+    case $rc in 0 | 1) exit $rc ;; 76) exit 143 ;; esac
     ((SECONDS - began < 60)) && [ -n "${since:-}" ] || since=$SECONDS pause=1
     # At the start of the job it is more likely a wrong path than a filesystem that comes back.
     [ -n "$AGAIN" ] || [ -x "$VENV/bin/python" ] || wait_s=${FILES_WAIT_S:-30}
@@ -41,21 +41,12 @@ supervise() { # command
 
 # The supervisor cannot be started: shows that in the run's status, unless an attempt's is there.
 not_supervised() { # exit status
-  local job=${SLURM_JOB_ID:-local-$JOB_PID} now reason status
-  [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-  reason="the supervisor could not be started (exit status $1, see $RUN_DIR/logs/job.log)"
+  local reason="the supervisor could not be started (exit status $1, see $RUN_DIR/logs/job.log)"
   [ -x "$VENV/bin/python" ] ||
     reason="$(hostname -s) cannot see the virtual environment $VENV: put it on a filesystem that all nodes mount"
   reason="$reason, then continue with: cookbook resume ${RUN_DIR##*/}"
-  say "$reason"
-  status=$(cat "$RUN_DIR/status.json" 2>/dev/null)
-  now=$(date +%s)
-  [[ $status == *'"state": "RUNNING"'* ]] || {
-    printf '{"job_id": "%s", "restart_count": %s, "state": "FAILED", "cause": "not_recorded", "updated": %s, "ended": %s, "message": "%s"}\n' \
-      "$job" "${SLURM_RESTART_COUNT:-0}" "$now" "$now" "$reason" >"$RUN_DIR/.status.json.tmp" &&
-      mv "$RUN_DIR/.status.json.tmp" "$RUN_DIR/status.json"
-  }
-  exit 1
+  [[ $(cat "$RUN_DIR/status.json" 2>/dev/null) != *'"state": "RUNNING"'* ]] || { say "$reason"; exit 1; }
+  fail_run not_recorded "$reason"
 }
 
 # A line of the site's job_setup failed or ended the script. The run fails, because a retry cannot fix
@@ -65,6 +56,18 @@ setup_failed() {
   trap - ERR EXIT
   set +eu
   [ "$rc" != 0 ] || rc=1
-  supervise "$VENV/bin/python" -P -m slurm.supervise --setup-failed "$rc" \
-    "$SETUP_PLACE: the ${SETUP_KEY:-job_setup} line '$SETUP_LINE' failed with exit status $rc (see $RUN_DIR/logs/job.log): fix it there, then: ${AGAIN:-cookbook resume ${RUN_DIR##*/}}"
+  fail_run setup "$SETUP_PLACE: the ${SETUP_KEY:-job_setup} line '$SETUP_LINE' failed with exit status $rc (see $RUN_DIR/logs/job.log): fix it there, then: ${AGAIN:-cookbook resume ${RUN_DIR##*/}}"
+}
+
+# Ends the job script without a supervisor: the run has failed.
+fail_run() { # cause message
+  local job=${SLURM_JOB_ID:-local-$JOB_PID} message=${2//\\/\\\\} now
+  [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  now=$(date +%s)
+  say "$2"
+  message=${message//\"/\\\"} message=${message//[[:cntrl:]]/ }
+  printf '{"job_id": "%s", "restart_count": %s, "state": "FAILED", "cause": "%s", "updated": %s, "ended": %s, "message": "%s"}\n' \
+    "$job" "${SLURM_RESTART_COUNT:-0}" "$1" "$now" "$now" "$message" >"$RUN_DIR/.status.json.tmp" &&
+    mv "$RUN_DIR/.status.json.tmp" "$RUN_DIR/status.json"
+  exit 1
 }

@@ -1,6 +1,6 @@
 """What the supervisor looks at while an attempt runs: hangs, ranks that do not stop or do not end.
 
-The job script sets HANG_TIMEOUT_S, SIGNAL_LEAD_S and MAX_GPU_HOURS. Standard library only.
+The job script sets HANG_TIMEOUT_S and SIGNAL_LEAD_S. Standard library only.
 """
 
 import math
@@ -15,9 +15,6 @@ from typing import Any
 from runspec import files
 from slurm.child import Child
 from slurm.faults import fault
-from slurm.field_types import well_typed
-from slurm.flight import waiting
-from slurm.history import used_up
 from slurm.job_log import say, since
 
 # A hang is at least this many median steps, or longest saves.
@@ -137,9 +134,7 @@ def laggards(logs: Path) -> list[tuple[int, str, str]]:
 
     Those are the ranks that do not answer; if all do, those that do not wait for the others.
     """
-    # Another's script may never answer.
-    silent = _silent(logs) if _stacks(logs) else []
-    if silent:
+    if silent := _silent(logs):
         return [(rank, node, "does not answer") for rank, node in silent]
     stacks = _stacks(logs)
     busy = [(rank, node) for rank, node, text in stacks if "torch/distributed/" not in text]
@@ -151,15 +146,13 @@ def laggards(logs: Path) -> list[tuple[int, str, str]]:
 def record(logs: Path, kind: str, message: str) -> None:
     """Write a fault as a record for the job script.
 
-    It names the ranks that hold up the others, and the collective in which those wait.
+    It names the ranks that hold up the others.
     """
     slow = laggards(logs)
     named = ", ".join(f"rank {rank} on {node} {symptom}" for rank, node, symptom in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     if slow:
         message += f": {named}{more}"
-    if wait := waiting(logs):
-        message += f"; {wait}"
     # A node is named, and later left out, only if a single rank is at fault.
     rank, node, _ = slow[0] if len(slow) == 1 else (None, None, "")
     where = f"{files.LOGS}/{logs.name}/{files.STACKS.format('*')}"
@@ -179,32 +172,13 @@ def _stacks(logs: Path) -> list[tuple[int, str, str]]:
 
 
 def _silent(logs: Path) -> list[tuple[int, str]]:
-    stacks = _stacks(logs)
-    silent = {rank: node for rank, node, text in stacks if "most recent call" not in text}
-    answered = {rank for rank, _, _ in stacks}
-    return sorted({r: n for r, n in _asked().items() if r not in answered}.items() | silent.items())
-
-
-def _asked() -> dict[int, str]:
-    """By rank, the nodes of a large run, whose ranks have no files before they answer."""
-    if os.environ.get("KEEP_LOGS") != "failing" or "LOGS_PER_NODE" in os.environ:
-        return {}
-    ranks, hosts = int(os.environ["RANKS_PER_NODE"]), os.environ["HOSTS"].split(",")
-    return {rank: hosts[rank // ranks] for rank in range(ranks * len(hosts))}
+    return [(rank, node) for rank, node, text in _stacks(logs) if "most recent call" not in text]
 
 
 def _wait(done: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not done() and time.monotonic() < deadline:
         time.sleep(0.2)
-
-
-def _is_used_up(run_dir: Path) -> bool:
-    """Whether the run has used its GPU-hours."""
-    if not os.environ.get("MAX_GPU_HOURS"):
-        return False
-    status = files.peek(run_dir / files.STATUS)
-    return bool(status and used_up(run_dir, {**status, "ended": time.time()}))
 
 
 def _size(path: Path) -> int:
@@ -217,8 +191,7 @@ def _size(path: Path) -> int:
 class Watchdog:
     """Looks at a running attempt, and ends it if it hangs, or does not stop in time.
 
-    It also ends processes that remain after the run is finished, and ranks that srun cannot end,
-    and asks the ranks to stop when the run has used its GPU-hours.
+    It also ends processes that remain after the run is finished, and ranks that srun cannot end.
     """
 
     def __init__(self, run_dir: Path, attempt: int, child: Child) -> None:
@@ -227,30 +200,26 @@ class Watchdog:
         stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
         self._watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
         log = run_dir / files.JOB_LOG
-        start = well_typed(files.peek(run_dir / files.STATUS)).get("job_log_bytes", _size(log))
+        start = files.peek(run_dir / files.STATUS).get("job_log_bytes", _size(log))
         self._left_behind = LeftBehind(log, start)
         wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
         self._finished = Finished(run_dir / files.PROGRESS, attempt, wait_s)
-        self._asked = self._nodes_asked = False
+        self._nodes_asked = False
 
     def look(self) -> None:
         """Look once, and do what follows; OSError: a file could not be looked at or written."""
-        now, stop = time.monotonic(), self._run_dir / files.STOP
+        now = time.monotonic()
         if self._finished.look(now):
             say("the run is finished: its processes are ended")
             self._have_nodes_end_ranks()
             self._end(FINISH_END_S)
             return
-        if not self._asked and _is_used_up(self._run_dir):
-            say("max_gpu_hours is reached: the ranks save and stop")
-            stop.touch()
-            self._asked = True
         if not self._nodes_asked and self._left_behind.look(now):
             self._nodes_asked = True
             say("srun could not end the other ranks: nodes end them")
             self._have_nodes_end_ranks()
         beat = files.peek(self._logs / files.HEARTBEAT)
-        found = self._watch.look(beat or None, os.path.exists(stop), now)
+        found = self._watch.look(beat or None, os.path.exists(self._run_dir / files.STOP), now)
         if found is not None:
             # The ranks are ended even if the record cannot be written.
             with suppress(OSError):

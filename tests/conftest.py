@@ -20,9 +20,9 @@ SLURM_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", 
 
 
 # Ordinary users have no sbin in PATH; cluster.sh looks there too.
-_PROGRAMS = f"{os.environ['PATH']}:/usr/local/sbin:/usr/sbin:/sbin"
+PROGRAMS = f"{os.environ['PATH']}:/usr/local/sbin:/usr/sbin:/sbin"
 NEEDS_ACCOUNTING = pytest.mark.skipif(
-    not all(shutil.which(name, path=_PROGRAMS) for name in ("slurmdbd", "mariadbd")),
+    not all(shutil.which(name, path=PROGRAMS) for name in ("slurmdbd", "mariadbd")),
     reason="slurmdbd or mariadbd is not installed: bash setup.sh --test-all installs them",
 )
 

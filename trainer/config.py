@@ -128,8 +128,6 @@ def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> Tra
     given = {name: None if name in wrong else content.get(name) for name in used}
     values = _complete(_with_defaults(given, used))
     texts = [fault.text for fault in wrong_keys] + list(_faults_between_keys(values, used))
-    if values["generate"] and method.has_score_head:
-        texts.append("generate: a reward model gives scores and no text; leave it out")
     if texts := texts + list(_stream_faults(values, method)):
         raise ConfigError(*texts)
     values["output_dir"] = Path(values["output_dir"]).absolute()
@@ -204,8 +202,6 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
         fp32=values["dtype"] == "fp32",
         quantised=is_quantised(model),
     ).faults()
-    if values["generate"] and values["save_adapter_weights_only"]:
-        yield "generate: needs the merged model; set save_adapter_weights_only=False"
 
 
 def _stream_faults(values: dict[str, Any], method: type[TrainConfig]) -> Iterator[str]:

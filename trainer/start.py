@@ -7,8 +7,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from runspec import files
@@ -42,8 +41,7 @@ def main(arguments: list[str], objective: type[Objective]) -> int:
     try:
         config = configs.load(path, objective.config_class)
         run_dir = config.output_dir
-        with _answering_for_collectives():
-            run(config, attempt, objective)
+        run(config, attempt, objective)
     except Exception as error:
         report(error, run_dir, rank, attempt)
         return error.exit_status if isinstance(error, TrainerError) else 1
@@ -83,46 +81,12 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
-@contextmanager
-def _answering_for_collectives() -> Iterator[None]:
-    """Let slurm/flight.py ask which collective this rank waits in; see torch's control_plane."""
-    if "TORCH_WORKER_SERVER_SOCKET" not in os.environ:
-        yield
-        return
-    from torch.distributed.elastic.control_plane import worker_main
-
-    server = ExitStack()
-    # It warns that it listens, and that it ends, at a level at which torch warns of more.
-    with _silent_stderr():
-        server.enter_context(worker_main())
-    try:
-        yield
-    finally:
-        with _silent_stderr():
-            server.close()
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Drop what code in C writes to stderr."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
 def _show_stacks_when_asked(logs: Path, rank: int) -> None:
     """Write the stacks of all threads at SIGUSR2, which slurm/node.sh sends when a run hangs.
 
     The signal is handled in C, so that it is answered while Python waits for another rank. The
     file's first line says whom to ask: the node and the process.
     """
-    logs = Path(os.environ.get("STACKS") or logs)
     if not logs.is_dir():
         return
     try:

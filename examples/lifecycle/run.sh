@@ -16,7 +16,7 @@ wc -l "$data"/*.jsonl
 
 step "base model: the demo's, trained on a few of the requests"
 base=$(cookbook submit demo "dataset.data_files=$data/base.jsonl" epochs=15 save_every_n_steps=1000 \
-  generate=null --nodes 1 --name base --json "${how[@]}" | run_of)
+  --nodes 1 --name base --json "${how[@]}" | run_of)
 cookbook watch "$base" --plain
 
 step "QLoRA on all intents"

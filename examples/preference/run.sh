@@ -16,7 +16,7 @@ wc -l "$raw"/*.jsonl
 
 step "base model: the demo's, trained on both kinds of answers"
 base=$(cookbook submit demo "dataset.data_files=$raw/base.jsonl" epochs=12 save_every_n_steps=1000 \
-  generate=null --nodes 1 --name answers-base --json "${how[@]}" | run_of)
+  --nodes 1 --name answers-base --json "${how[@]}" | run_of)
 cookbook watch "$base" --plain
 
 step "prepare: two sources, without duplicates, split"

@@ -25,7 +25,7 @@ python "$here/data.py" "$data"
 wc -l "$data"/*.jsonl
 
 step "base model: it has learnt to name the intent, the thing or the tone of a request"
-made base demo "dataset.data_files=$data/base.jsonl" epochs=12 save_every_n_steps=1000 generate=null \
+made base demo "dataset.data_files=$data/base.jsonl" epochs=12 save_every_n_steps=1000 \
   --nodes 1
 
 step "for DPO: LoRA for half of the steps; for distillation: a teacher of twice the width"

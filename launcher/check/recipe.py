@@ -63,8 +63,6 @@ def secrets(context: Context) -> Iterable[Finding]:
     """Check if the recipe's secrets are out of its files, and readable by nobody else."""
     files = context.recipe.secrets
     findings = [*_tokens(context.config, ""), *_secret_files(files)]
-    if webhook := context.recipe.notify.webhook:
-        findings += _secret_files({"webhook": webhook}, "notify")
     read = f"; {', '.join(files)} read from files" if files else ""
     return findings or [ok("secrets", f"no token in the recipe{read}")]
 
@@ -81,15 +79,15 @@ def _tokens(value: Any, where: str) -> Iterator[Finding]:
         yield failed("secrets", message, "remove it; use HF_TOKEN_PATH")
 
 
-def _secret_files(files: dict[str, Path], block: str = "secrets") -> Iterator[Finding]:
+def _secret_files(files: dict[str, Path]) -> Iterator[Finding]:
     """Check that a secret's file exists and is private; its value is never read."""
     for name, path in files.items():
         if why := unreadable(path):
             write = f"(umask 077; mkdir -p {path.parent}; cat > {path})"
-            message = f"{block}.{name}: {path} {why}"
+            message = f"secrets.{name}: {path} {why}"
             yield failed("secrets", message, f"write the value there with: {write}")
         elif path.stat().st_mode & 0o077:
-            message = f"{block}.{name}: others may read {path}"
+            message = f"secrets.{name}: others may read {path}"
             yield failed("secrets", message, f"chmod 600 {path}")
 
 

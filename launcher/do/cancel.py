@@ -23,10 +23,9 @@ def cancel(run: Run, resumed: bool = True) -> str:
             return _nothing_to_cancel(run, state_of(run))
         own, newest = str(status.get("job_id")), list(jobs)[-1]
         if own_state(run) == "COMPLETED":
-            # It answers the recipe's questions: that end is no end of the run.
             executor_of(newest).cancel(run.job, list(jobs))
             which = " and ".join(map(title, jobs))
-            return f"{run.name} is COMPLETED and stays so: its questions are given up ({which})"
+            return f"{run.name} is COMPLETED and stays so: its job is ended ({which})"
         at_work = status.get("state") == "RUNNING" and jobs.get(own, "PENDING") != "PENDING"
         # Two jobs of one run never train at once: the mark is for the one that does.
         with _marked(run, own if at_work else newest):

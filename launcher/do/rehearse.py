@@ -36,7 +36,7 @@ _OVERRIDES = (
     *("save_every_n_steps=1000000", "keep_last_n_checkpoints=1"),
 )
 
-_LEFT_OUT = ("generate", "dataset_val", "run_val_every_n_steps")
+_LEFT_OUT = ("dataset_val", "run_val_every_n_steps")
 
 Say = Callable[[str], None]
 
@@ -103,7 +103,6 @@ def _asked(
     )
     settings = {
         "RANKS_PER_NODE": ranks,
-        "MEASURE": "full",
         "REHEARSAL": folder,
         "MODULE": short.entry.module,
         "LIMIT_S": LIMIT_S - _SPARE_S,

@@ -34,7 +34,6 @@ from launcher.slurm import executors
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
-from runspec.states import ANSWERING
 
 # They may change together, as long as a step sees the same samples.
 _BATCH = ("batch_size", "gradient_accumulation_steps")
@@ -215,7 +214,7 @@ def _refuse_others(run: Run, changes: Changes | None) -> None:
 
 
 def _refuse_unless_ended(run: Run, state: State) -> None:
-    if state.word in ("COMPLETED", ANSWERING):
+    if state.word == "COMPLETED":
         export = run.path / files.EXPORT
         where = f": its model is in {export}" if export.exists() else ", nothing is left to do"
         raise UsageFault(f"{run.name} is finished{where}")

@@ -97,7 +97,7 @@ def draft(
     """
     if not NAME.match(file.stem):
         raise UsageFault(f"the name {file.stem!r} may contain only {NAME_RULE}: choose another")
-    block, form, questions = _data(data)
+    block, form = _data(data)
     if file.exists():
         raise UsageFault(f"{file} exists: choose another name with --output, or remove it")
     name = entries.for_data(block["_component_"])
@@ -117,7 +117,6 @@ def draft(
         "downloads": downloads,
         "form": form,
         "dataset": block,
-        "questions": questions,
         "method": name,
         "goal": f"{method.goal} by " if method else "",
         "samples_answers": samples_answers,
@@ -142,10 +141,10 @@ def draft(
     )
 
 
-def _data(data: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
-    """Return the dataset block, the form in words, and the first questions."""
+def _data(data: str) -> tuple[dict[str, Any], str]:
+    """Return the dataset block and the form in words."""
     if prepared.reference(data):
-        return prepared.expanded(data), f"{data}, made by cookbook prepare", ()
+        return prepared.expanded(data), f"{data}, made by cookbook prepare"
     path = Path(data).expanduser()
     if path.is_dir() or path.suffix.lower() not in own_data.SUFFIXES:
         if path.suffix in (".yaml", ".yml"):
@@ -159,7 +158,7 @@ def _data(data: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
             f"{prepared.EXAMPLE}"
         )
     read_data = own_data.read(data)
-    return read_data.block, read_data.summary, read_data.questions
+    return read_data.block, read_data.summary
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,7 @@ def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> 
     attempts = [{"gpus": gpus, **line} for line in run.attempts]
     running = {"gpus": gpus, **run.own_status, "ended": time.time()}
     now = [running] if running.get("state") == "RUNNING" and not state.ended else []
-    # The recipe's questions are answered after the last attempt.
-    answers = [each for each in [run.status.get("answers")] if isinstance(each, dict)]
-    hours = gpu_hours([*attempts, *now, *answers]) if attempts or now else None
+    hours = gpu_hours([*attempts, *now]) if attempts or now else None
     lost = gpu_hours(lost_times(attempts, metrics))
     return {
         "run": run.name,

@@ -13,14 +13,13 @@ from launcher.run.states import State, judged
 
 # The states of runs, and those that only Slurm reports.
 _STATES = (
-    "PENDING RUNNING RETRYING REQUEUED INTERRUPTED ANSWERING COMPLETED FAILED CANCELLED "
+    "PENDING RUNNING RETRYING REQUEUED INTERRUPTED COMPLETED FAILED CANCELLED "
     "UNKNOWN CONFIGURING COMPLETING SUSPENDED TIMEOUT PREEMPTED NODE_FAIL OUT_OF_MEMORY BOOT_FAIL "
     "DEADLINE"
 )
 STATES = tuple(_STATES.split(" "))
 _COLOURS = {
     "COMPLETED": "green",
-    "ANSWERING": "green",
     "RUNNING": "cyan",
     "PENDING": "yellow",
     "RETRYING": "yellow",

@@ -14,10 +14,7 @@ from launcher.run.directory import Run
 from launcher.run.states import State
 from launcher.slurm.executors import title
 from runspec import files
-from runspec.states import ANSWERING
 from runspec.weights import gives_scores
-
-_FINISHED = ("COMPLETED", ANSWERING)
 
 
 def summary(run: Run, state: State) -> Iterator[str]:
@@ -100,9 +97,6 @@ def _facts(run: Run, state: State) -> Iterator[tuple[str, str]]:
     ]
     yield "speed", ", ".join(part for part in parts if not part.endswith("-"))
     yield "time used", "" if values["used_s"] is None else duration(values["used_s"])
-    answers = run.status.get("answers")
-    spent = (answers if isinstance(answers, dict) else {}).get("seconds")
-    yield "answers", f"took {duration(spent)}" if isinstance(spent, int | float) else ""
 
 
 def _limit(run: Run, state: State, limit: str | None) -> str:
@@ -154,11 +148,10 @@ def _clock(seconds: object) -> str:
 
 
 def _results(run: Run, state: State) -> Iterator[tuple[str, str]]:
-    """Yield the curve, the model's answers and the places of results."""
+    """Yield the curve and the places of results."""
     board = run.path / files.TENSORBOARD
     yield "loss", _curve(run.metrics, "loss")
     yield "reward", _curve(run.metrics, "reward")
-    yield from _samples(run)
     logs = _if_there(run.path / files.LATEST_LOGS) or _if_there(run.path / files.JOB_LOG)
     yield "logs", logs
     yield "metrics", _if_there(run.path / files.METRICS)
@@ -168,10 +161,10 @@ def _results(run: Run, state: State) -> Iterator[tuple[str, str]]:
     yield "checkpoints", _if_there(run.path / files.CHECKPOINTS)
     yield "model", _if_there(run.path / files.EXPORT)
     yield "adapter", _if_there(run.path / files.EXPORT / files.ADAPTER)
-    if state.word in _FINISHED and (run.path / files.EXPORT / "config.json").is_file():
+    if state.word == "COMPLETED" and (run.path / files.EXPORT / "config.json").is_file():
         yield "in Python", _loading(run.path / files.EXPORT)
         yield "", "the whole of it, also for PEFT: docs/runs.md, The exported model"
-    if state.ended and state.word not in _FINISHED:
+    if state.ended and state.word != "COMPLETED":
         yield "next", f"cookbook logs {run.name}; then cookbook resume {run.name}"
 
 
@@ -201,10 +194,3 @@ def _curve(metrics: list[dict[str, Any]], name: str) -> str:
     through = f" through {', '.join(f'{value:.3g}' for value in middle)}" if middle else ""
     (first, begin), (last, end) = points[0], points[-1]
     return f"{begin:.3f} at step {first} -> {end:.3f} at step {last}{through}"
-
-
-def _samples(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield question and answer of each sample that the finished model was asked for."""
-    for sample in run.samples:
-        yield "question", str(sample.get("prompt", ""))
-        yield "answer", str(sample.get("answer", ""))

@@ -10,7 +10,7 @@ from launcher.look.logs import Tail
 from launcher.look.text import plain
 from launcher.run.directory import Run
 from launcher.run.states import State, judged, own_state, state_of
-from runspec.states import ANSWERING, FINAL
+from runspec.states import FINAL
 
 # A cluster has many watchers: the controller is asked this seldom, in one question for all runs.
 ASK_S = 15.0
@@ -47,7 +47,7 @@ class States:
     def ended(self, run: Run, state: State | None) -> bool:
         """Whether a run has ended beyond doubt."""
         now = time.monotonic()
-        if state is None or not state.ended or state.word == ANSWERING:
+        if state is None or not state.ended:
             self._ended_at.pop(run.name, None)
             return False
         since = self._ended_at.setdefault(run.name, now)
@@ -89,7 +89,7 @@ def watch_all(runs: Sequence[Run], say: Callable[[str], None], poll_s: float = 1
     while True:
         for run in list(left):
             state = states.look(run)
-            if state is not None and (not state.ended or state.word == ANSWERING):
+            if state is not None and not state.ended:
                 text = f"{state.word}{f' ({state.detail})' if state.detail else ''}"
                 if text != said.get(run.name):
                     say(plain(f"{run.name}: {text}"))

@@ -47,7 +47,7 @@ _TYPE = re.compile(r"GPU_(\d+)x(\w+)")
 # What Databricks' base environments bring to each workload.
 _BASE = ("torch", "mlflow", "PyYAML")
 # What stays beside the workload in the same file: the kit's own keys.
-_OWN = {"resources", "tracking", "max_gpu_hours", "notify", "share", "stop_signal", "description"}
+_OWN = {"resources", "tracking", "notify", "share", "stop_signal", "description"}
 
 
 def is_workload(config: Mapping[str, Any]) -> bool:
@@ -65,6 +65,8 @@ def recipe(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     unused = " (environment.version is not used: see docs/engines.md)" * version
     name = str(config.get("experiment_name") or path.stem)
     given = config.get("resources") or {}
+    minutes = config.get("timeout_minutes")
+    limit = {"time": str(minutes)} if minutes else {}
     own = {key: config[key] for key in _OWN & config.keys()}
     return {
         "description": f"workload of air: {name}{unused}",
@@ -80,8 +82,7 @@ def recipe(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
             for variable, place in (config.get("secrets") or {}).items()
         },
         "max_retries": int(config.get("max_retries") or 0),
-        **({"timeout": str(minutes)} if (minutes := config.get("timeout_minutes")) else {}),
-        "resources": {"nodes": count // per_node, "gpus_per_node": per_node, **given},
+        "resources": {"nodes": count // per_node, "gpus_per_node": per_node, **limit, **given},
     }
 
 

@@ -154,21 +154,15 @@ class Resources:
 
 @dataclass(frozen=True)
 class Notify:
-    """Who is notified of a run's events."""
+    """Whom Slurm sends mail about a run's events."""
 
     events: tuple[str, ...] = ("start", "end", "failure")
     mail: str | None = None
-    # The file with its address.
-    webhook: Path | None = None
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> Notify:
         """Return what a checked block says."""
         given: dict[str, Any] = {key: value for key, value in block.items() if value is not None}
-        if "webhook" in given:
-            path = Path(str(given["webhook"])).expanduser()
-            named = len(path.parts) == 1 and not path.is_absolute()
-            given["webhook"] = SECRETS.expanduser() / path if named else path
         if "events" in given:
             given["events"] = tuple(given["events"])
         return cls(**given)
@@ -289,12 +283,6 @@ class Recipe:
         return "027" if self.config.get("share") == "group" else "077"
 
     @property
-    def timeout_s(self) -> int | None:
-        """How long one attempt may take, None for as long as Slurm allows."""
-        given = self.config.get("timeout")
-        return None if given is None else time_limit_s(str(given))
-
-    @property
     def hang_timeout_s(self) -> int:
         """How long training may make no step before the attempt is restarted; 0: no limit."""
         given = self.config.get("hang_timeout_s")
@@ -309,12 +297,6 @@ class Recipe:
     def redact_output(self) -> bool:
         """Whether secrets are kept out of the logs of a script."""
         return self.config.get("redact_output") is True
-
-    @property
-    def max_gpu_hours(self) -> float | None:
-        """What all attempts of a run may use together, None without a limit."""
-        given = self.config.get("max_gpu_hours")
-        return None if given is None else float(given)
 
     @property
     def max_retries(self) -> int:

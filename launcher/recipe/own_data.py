@@ -54,8 +54,6 @@ class DataFile:
     block: dict[str, Any]
     # Columns that are not trained.
     unused: tuple[str, ...]
-    # The first ones, as a user would ask them; empty for plain text.
-    questions: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -89,7 +87,7 @@ def read(
     form, block, used = preferences or _form(path, records, columns, column_map, task)
     block = _with_files(block, path, source)
     unused = tuple(name for name in columns if name not in used)
-    return DataFile(path, source, form, block, unused, tuple(_questions(block, records)))
+    return DataFile(path, source, form, block, unused)
 
 
 def prompts(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
@@ -126,7 +124,7 @@ def prompts(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
     form = f"prompts (column {column})"
     form += f", and for the reward functions {others}" if others else ""
     block = _with_files(block, path, source)
-    return DataFile(path, source, form, block, (), tuple(_questions(block, records)))
+    return DataFile(path, source, form, block, ())
 
 
 def _are_prompts(columns: list[str]) -> bool:
@@ -178,22 +176,6 @@ def _opened(name: str) -> tuple[Path, str, list[dict[str, Any]]]:
     if not records:
         raise UsageFault(f"{path} has no record: give a file with data")
     return path, source, records
-
-
-def _questions(block: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterator[str]:
-    """The first questions of records in a form of `_form`."""
-    columns, column = block.get("column_map"), block.get("conversation_column")
-    for record in records[:3]:
-        if columns:
-            parts = [record.get(name) for role, name in columns.items() if role != "output"]
-            text = "\n".join(part for part in parts if isinstance(part, str) and part)
-        else:
-            turns = (record.get(column) or []) if column else []
-            asked = [turn for turn in turns if (turn.get("role") or turn.get("from")) in _ASKING]
-            first = asked[0] if asked else {}
-            text = str(first.get("content") or first.get("value") or "")
-        if text.strip():
-            yield text
 
 
 def records_of(path: Path, source: str) -> Iterator[dict[str, Any]]:

@@ -84,11 +84,6 @@ class Run:
         return not any(os.path.exists(f"{self.path}/{name}") for name in names)
 
     @property
-    def samples(self) -> list[dict[str, Any]]:
-        """Questions and answers of the finished model."""
-        return self._lines(files.SAMPLES)
-
-    @property
     def jobs(self) -> list[dict[str, Any]]:
         """The jobs that submit and resume gave to the run, oldest first."""
         jobs = self.submission.get("jobs")

@@ -10,7 +10,7 @@ from launcher.run import sweeps
 from launcher.run.directory import Run, Snapshot, locked
 from launcher.slurm.executors import Executor, Job, JobState, executor_of
 from runspec import files
-from runspec.states import ANSWERING, FINAL
+from runspec.states import FINAL
 
 # The states, as the job wrote them, in which no attempt runs that could record the job's end.
 _WAITS = frozenset({"", "RETRYING", "REQUEUED", "INTERRUPTED"})
@@ -127,24 +127,9 @@ def _with_faults(state: State, faults: Sequence[str]) -> State:
     return replace(state, detail="; ".join(filter(None, [*faults, state.detail])))
 
 
-def answers(run: Run) -> bool:
-    """Whether the job of a finished run still answers the recipe's questions.
-
-    For so long at most: the job may have been killed.
-    """
-    answering = run.status.get("answering")
-    since = answering.get("started") if isinstance(answering, dict) else None
-    return isinstance(since, int | float) and time.time() - since < _ANSWERS_S
-
-
 def _from_status(run: Run) -> State:
     status = run.status
     detail, word = str(status.get("message") or ""), status["state"]
-    if word == "COMPLETED" and answers(run):
-        word = ANSWERING
-        detail = (
-            f"its job answers the recipe's questions; end that with: cookbook cancel {run.name}"
-        )
     if word == "FAILED" and status.get("cause") == "out_of_memory" and run.sweep:
         word = "OUT_OF_MEMORY"  # a sweep asks whether it fits
     return State(word, "status.json", detail, ended=True, job_id=run.job_id)

@@ -105,7 +105,6 @@ def job_script(
         # What the engine runs in is not what the ranks run in.
         on_host=recipe.starts_backend and not recipe.entry.on_host,
         within=within(inside),
-        answers=bool(recipe.entry.method and config.get("generate")),
     )
     try:
         return template("job.sbatch.j2", templates).render(values)
@@ -198,7 +197,7 @@ def common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) ->
         "job_name": job_name,
         "token": token(run_dir.name),
         "export": slurm.EXPORT,
-        "requeue": requeue if cluster.requeue else "no-requeue",
+        "requeue": requeue,
         "venv": paths.venv_root(),
     }
 

@@ -20,7 +20,7 @@ def answer_for_stacks() -> None:
 
     The signal is handled in C, so that it is answered while Python waits for another rank.
     """
-    folder, rank = Path(os.environ.get("STACKS", "")), os.environ.get("RANK", "0")
+    folder, rank = Path(os.environ.get("LOGS", "")), os.environ.get("RANK", "0")
     # A container may not see the folder: the rank runs, and is named without its stacks.
     with suppress(OSError):
         file = open(folder / f"stack_rank_{rank}.log", "w", encoding="utf-8")  # noqa: SIM115

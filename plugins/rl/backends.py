@@ -93,7 +93,7 @@ class VllmBackend:
     def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
         self._config, self._folder = config, folder
         self._ends = gathered.Ends.of(instantiate("tokenizer", config.tokenizer))
-        place = tempfile.mkdtemp(prefix="vllm-", dir=os.environ.get("RANK_SOCKETS"))
+        place = tempfile.mkdtemp(prefix="vllm-")
         self._socket, self._model = Path(place) / "engine.sock", "base"
         self._adapters: list[str] = []
         settings = patient_json(config.model_folder / "config.json") or {}

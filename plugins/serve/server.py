@@ -58,7 +58,7 @@ class Server:
         key_file = Path(config["key_file"])
         if key_file.stat().st_mode & 0o077:
             raise ServeError(f"others may read {key_file}: chmod 600 {key_file}")
-        self.place = Path(tempfile.mkdtemp(prefix="serve-", dir=os.environ.get("RANK_SOCKETS")))
+        self.place = Path(tempfile.mkdtemp(prefix="serve-"))
         self.backend = backends.command(config, self.place, len(gpus))
         self.proxy = Front(
             config,

@@ -24,7 +24,6 @@ _KEYS = (
         "${output_dir} is the run's directory.",
         unused="each run has its own directory in COOKBOOK_ROOT/runs; --name sets part of its name",
     ),
-    Key("timeout", "time", "Time limit of one attempt. Default: the job's."),
     Key(
         "hang_timeout_s",
         "count",
@@ -39,12 +38,6 @@ _KEYS = (
         "them. Default: 3 if the entry resumes from checkpoints, else 0.",
     ),
     Key(
-        "max_gpu_hours",
-        "number",
-        "Maximum GPU-hours of all attempts of the run together, including lost work. When they "
-        "are used up, the ranks save a checkpoint and the run ends. Default: no limit.",
-    ),
-    Key(
         "node_check",
         "flag",
         "Check every node before training: GPUs and GPU errors, the disk, a matrix product "
@@ -54,16 +47,10 @@ _KEYS = (
     Key(
         "notify",
         "block",
-        "Notification recipients for a run's events; the site's file may also set them.",
+        "Slurm's mail about a run's events; the site's file may also set it.",
     ),
     Key("notify.events", "events", "Events to report. Default: all three."),
     Key("notify.mail", "address", "Address to which Slurm sends mail."),
-    Key(
-        "notify.webhook",
-        "text",
-        "File with the webhook's address, readable only by you: its path, or its name in "
-        "~/.config/slurm-cookbook/secrets.",
-    ),
     Key(
         "tracking",
         "tracker",

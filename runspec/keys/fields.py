@@ -292,14 +292,6 @@ class LoggingKeys:
     cudnn_deterministic_mode: int | None = changeable(
         "count", "0 off, 1 warn, 2 fail, as torch's debug mode."
     )
-    generate: dict[str, Any] | None = changeable(
-        "block",
-        "Prompts that the trained model answers.",
-        inner=(
-            Key("prompts", "texts", "The prompts.", REQUIRED),
-            Key("max_new_tokens", "positive", "Maximum answer length in tokens.", 128),
-        ),
-    )
     profiler: dict[str, Any] | None = changeable(
         "block",
         "torch.profiler. Option: --profile.",

@@ -3,8 +3,7 @@
 #
 # One munged, one slurmctld and one slurmd per node, all run by the calling user (root or not), with
 # their own configuration, munge key and socket, ports and state folder, so that several clusters can
-# run side by side. --accounting adds a slurmdbd, and a mariadbd that only slurmdbd can reach. Only
-# processes of the named cluster are ever signalled.
+# run side by side. Only processes of the named cluster are ever signalled.
 set -euo pipefail
 umask 022
 
@@ -17,7 +16,6 @@ source "${SCRIPT%/*}/configuration.sh"
 # shellcheck source=slurm/dev-cluster/daemons.sh
 source "${SCRIPT%/*}/daemons.sh"
 readonly PACKAGES_HINT="apt-get install slurm-wlm munge"
-readonly ACCOUNTING_PACKAGES="slurmdbd mariadb-server-core"
 readonly READY_TIMEOUT_S=30
 readonly STOP_TIMEOUT_S=5
 # Unix socket paths end at 107 characters, and slurmd adds up to 34 to the state folder.
@@ -46,13 +44,6 @@ declare -A SETTINGS=(
 )
 declare -A CHANGED=()
 
-# A small temporary database: no network, little memory, no wait for the disk.
-readonly DATABASE=(
-    --no-defaults --skip-networking --skip-grant-tables --skip-log-bin
-    --innodb-buffer-pool-size=32M --innodb-log-file-size=16M --innodb-flush-log-at-trx-commit=2
-    --aria-pagecache-buffer-size=8M --aria-log-file-size=8M --key-buffer-size=1M
-)
-
 usage() {
     cat <<EOT
 usage: $PROGRAM ${1:-up|down|status|env} [options]
@@ -67,18 +58,13 @@ A real Slurm on one host, with fake GPU devices, for tests and experiments.
 
 Options of all commands:
   --name NAME    which cluster (default "default")
-  --state DIR    folder of all clusters' state (default \$COOKBOOK_DEV_CLUSTER_ROOT, else
-                 /tmp/slurm-cookbook-<uid>)
+  --state DIR    folder of all clusters' state (default /tmp/slurm-cookbook-<uid>)
 
 Additional options of up:
   --nodes N                number of nodes, n1 to nN (default 2)
-  --gpus G                 fake GPUs per node (default 8; 0 for none)
-  --gpu-type TYPE          their type, as in --gres=gpu:TYPE:G (default h100)
+  --gpus G                 fake GPUs per node, as --gres=gpu:h100:G (default 8; 0 for none)
   --requeue-delay SECONDS  how long a requeued job waits, and the lifetime of a job credential
                            (default 10)
-  --accounting             keep accounts, QoS and ended jobs in a database, for sacctmgr and sacct;
-                           you are in its account 'users'. Limits of sacctmgr are enforced with
-                           --set AccountingStorageEnforce=associations,limits,qos
   --set KEY=VALUE          another slurm.conf setting, such as KillWait=2; may be repeated
 
 Exit status: 0 done, 1 failed, 2 wrong usage.
@@ -103,8 +89,8 @@ wrong_usage() {
 
 parse_options() {
     local option
-    name=default nodes=2 gpus=8 gpu_type=h100 requeue_delay=10 accounting=0
-    root=${COOKBOOK_DEV_CLUSTER_ROOT:-/tmp/slurm-cookbook-$UID}
+    name=default nodes=2 gpus=8 requeue_delay=10
+    root=/tmp/slurm-cookbook-$UID
     while (($#)); do
         case $1 in
         -h | --help)
@@ -112,13 +98,11 @@ parse_options() {
             exit 0
             ;;
         --name | --state) ;;
-        --nodes | --gpus | --gpu-type | --requeue-delay | --set | --accounting)
+        --nodes | --gpus | --requeue-delay | --set)
             [[ $COMMAND == up ]] || wrong_usage "$1 is an option of 'up', not of '$COMMAND'"
             ;;
         *) wrong_usage "unknown argument '$1'" ;;
         esac
-        # This one is read as an option with the value 1.
-        [[ $1 != --accounting ]] || set -- "$1" 1 "${@:2}"
         (($# > 1)) || wrong_usage "$1 needs a value"
         case $1 in
         --state) root=$2 ;;
@@ -136,7 +120,6 @@ parse_options() {
     state=$root/$name
     conf=$state/slurm.conf
     socket=$state/munge.socket
-    database=$state/database
 }
 
 set_option() {
@@ -150,8 +133,6 @@ check_options() {
     check_number --nodes "$nodes" 1 64
     check_number --gpus "$gpus" 0 64
     check_number --requeue-delay "$requeue_delay" 1 3600
-    [[ $gpu_type =~ ^[a-z][a-z0-9_]{0,31}$ ]] ||
-        wrong_usage "--gpu-type must be lower-case letters, digits and '_', got '$gpu_type'"
     [[ $name =~ ^[a-z0-9][a-z0-9-]{0,31}$ ]] ||
         wrong_usage "--name must be lower-case letters, digits and '-', got '$name'"
     [[ $root =~ ^[A-Za-z0-9/._@+-]+$ ]] ||
@@ -166,17 +147,13 @@ check_number() { # option value least most
 require_programs() {
     # Ordinary users have no sbin in PATH.
     PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
-    local program missing=() hint=$PACKAGES_HINT
+    local program missing=()
     local programs=(munged slurmctld slurmd slurmstepd sbatch scancel scontrol sinfo squeue srun)
-    if ((accounting)); then
-        programs+=(slurmdbd mariadbd sacctmgr)
-        hint+=" $ACCOUNTING_PACKAGES"
-    fi
     for program in "${programs[@]}"; do
         command -v "$program" >/dev/null || missing+=("$program")
     done
     ((!${#missing[@]})) ||
-        fail "not installed: ${missing[*]}. On Debian and Ubuntu, as root: $hint"
+        fail "not installed: ${missing[*]}. On Debian and Ubuntu, as root: $PACKAGES_HINT"
 }
 
 # munged itself refuses folders that not everybody may enter, or that others may change.
@@ -238,7 +215,6 @@ cluster_up() {
 every_daemon_runs() {
     local i
     [[ $(daemon_pids munged) && $(daemon_pids slurmctld) ]] || return 1
-    ((!accounting)) || [[ $(daemon_pids mariadbd) && $(daemon_pids slurmdbd) ]] || return 1
     for ((i = 1; i <= nodes; i++)); do
         [[ $(daemon_pids slurmd "n$i") ]] || return 1
     done
@@ -247,8 +223,7 @@ every_daemon_runs() {
 description() {
     local text="$nodes nodes"
     ((nodes > 1)) || text="1 node"
-    ((!gpus)) || text+=", $gpus $gpu_type GPUs each"
-    ((!accounting)) || text+=", with accounting"
+    ((!gpus)) || text+=", $gpus h100 GPUs each"
     echo "$text"
 }
 
@@ -275,17 +250,15 @@ cluster_status() {
             "$SCRIPT up --name $name --state $root"
         return 1
     fi
-    read -r nodes gpus gpu_type _ <<<"$(<"$state/shape")"
-    nodes=${nodes#*=} gpus=${gpus#*=} gpu_type=${gpu_type#*=}
-    ! grep -qw accounting=1 "$state/shape" || accounting=1
-    ((!accounting)) || daemons+=(mariadbd slurmdbd)
+    read -r nodes _ <<<"$(<"$state/shape")"
+    nodes=${nodes#*=}
     for ((i = 1; i <= nodes; i++)); do daemons+=("slurmd n$i"); done
     echo "cluster $name: $(<"$state/shape")"
     for daemon in "${daemons[@]}"; do
         # shellcheck disable=SC2086 # daemon and node
         pid=$(daemon_pids $daemon)
-        if [[ $pid ]]; then pid="pid ${pid//$'\n'/ }"; else pid=dead dead=1; fi
-        printf '  %-12s %s\n' "$daemon" "$pid"
+        [[ $pid ]] || dead=1
+        printf '  %-12s %s\n' "$daemon" "${pid:-dead}"
     done
     echo "state and logs: $state"
     if ((dead)); then

@@ -1,12 +1,10 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154  # cluster.sh sets the variables
-# Functions of cluster.sh: the state folder of a cluster, with slurm.conf and its database.
+# Functions of cluster.sh: the state folder of a cluster, with slurm.conf.
 
 shape() {
     local key
-    printf 'nodes=%s gpus=%s gpu-type=%s requeue-delay=%s' \
-        "$nodes" "$gpus" "$gpu_type" "$requeue_delay"
-    ((!accounting)) || printf ' accounting=1'
+    printf 'nodes=%s gpus=%s requeue-delay=%s' "$nodes" "$gpus" "$requeue_delay"
     for key in $(sorted "${!CHANGED[@]}"); do printf ' %s=%s' "$key" "${CHANGED[$key]}"; done
 }
 
@@ -35,39 +33,8 @@ write_state() {
     # slurmd needs character devices, and anybody can make links to /dev/null.
     for ((i = 0; i < gpus; i++)); do ln -s /dev/null "$state/dev/nvidia$i"; done
     (umask 077 && head -c 128 /dev/urandom >"$state/munge.key" && chmod 0400 "$state/munge.key")
-    port=$(free_ports $((nodes + 1 + accounting)))
-    ((!accounting)) || write_database
+    port=$(free_ports $((nodes + 1)))
     write_configuration
-}
-
-# Only this user can enter the folder of the database's socket, so it needs no password. The server's
-# own tables are made because slurmdbd keeps a procedure in them.
-write_database() {
-    local tables
-    for tables in /usr/share/{mysql,mariadb}/{mysql,mariadb}_system_tables.sql; do
-        [[ ! -r $tables ]] || break
-    done
-    [[ -r $tables ]] || fail "mariadbd's own tables are missing: install $ACCOUNTING_PACKAGES"
-    mkdir -m 0700 -- "$database"
-    { printf 'create database mysql;\nuse mysql;\n' && cat -- "$tables"; } |
-        env -i PATH="$PATH" mariadbd "${DATABASE[@]}" --datadir="$database" --bootstrap \
-            >"$state/log/mariadbd.log" 2>&1 7>&- 9>&- || give_up mariadbd "mariadbd made no database"
-    cat >"$state/slurmdbd.conf" <<EOT
-DbdHost=localhost
-DbdAddr=127.0.0.1
-DbdPort=$((port + nodes + 1))
-SlurmUser=$(id -un)
-AuthType=auth/munge
-AuthInfo=socket=$socket
-PidFile=$state/slurmdbd.pid
-LogFile=$state/log/slurmdbd.log
-StorageType=accounting_storage/mysql
-StorageHost=localhost
-StorageUser=$(id -un)
-StorageLoc=slurm
-${SETTINGS[PluginDir]:+PluginDir=${SETTINGS[PluginDir]}}
-EOT
-    chmod 0600 "$state/slurmdbd.conf"
 }
 
 write_configuration() {
@@ -94,16 +61,9 @@ FirstJobId=$(((RANDOM << 15 | RANDOM) % 60000000 + 1))
 EOT
         for key in $(sorted "${!SETTINGS[@]}"); do echo "$key=${SETTINGS[$key]}"; done
         echo
-        if ((accounting)); then
-            echo "AccountingStorageType=accounting_storage/slurmdbd"
-            echo "AccountingStorageHost=127.0.0.1"
-            echo "AccountingStoragePass=$socket"
-            echo "AccountingStoragePort=$((port + nodes + 1))"
-            ((!gpus)) || echo "AccountingStorageTRES=gres/gpu,gres/gpu:$gpu_type"
-        fi
         if ((gpus)); then
             echo "GresTypes=gpu"
-            node_gres=" Gres=gpu:$gpu_type:$gpus"
+            node_gres=" Gres=gpu:h100:$gpus"
         fi
         echo "NodeName=n[1-$nodes] NodeHostname=${host%%.*} NodeAddr=127.0.0.1" \
             "Port=[$((port + 1))-$((port + nodes))] CPUs=256 RealMemory=2097152$node_gres"
@@ -111,7 +71,7 @@ EOT
         echo "PartitionName=debug Nodes=ALL MaxTime=00:30:00"
     } >"$conf"
     ((!gpus)) ||
-        echo "Name=gpu Type=$gpu_type File=$state/dev/nvidia[0-$((gpus - 1))]" >"$state/gres.conf"
+        echo "Name=gpu Type=h100 File=$state/dev/nvidia[0-$((gpus - 1))]" >"$state/gres.conf"
     # Slurm knows this value since 24.05, and without it asks for cgroups that a container lacks.
     if printf '24.05\n%s\n' "$(slurmd -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)" | sort -VC; then
         echo "CgroupPlugin=disabled" >"$state/cgroup.conf"

@@ -11,7 +11,6 @@ start_cluster() {
         start_daemon munged munged --key-file="$state/munge.key" --socket="$socket" \
             --pid-file="$state/munged.pid" --log-file="$state/log/munged.log" \
             --seed-file="$state/munge.seed" --num-threads=2 || give_up munged "munged did not start"
-    ((!accounting)) || start_accounting
     [[ $(daemon_pids slurmctld) ]] || start_daemon slurmctld slurmctld -f "$conf" ||
         give_up slurmctld "slurmctld did not start"
     wait_until "$READY_TIMEOUT_S" controller_settled || true
@@ -24,40 +23,6 @@ start_cluster() {
     none_left missing_nodes ||
         give_up "slurmd-$(missing_nodes | head -n 1)" "not ready: $(missing_nodes | tr '\n' ' ')"
 }
-
-start_accounting() {
-    if none_left daemon_pids mariadbd; then
-        start_daemon mariadbd --fork mariadbd "${DATABASE[@]}" --user="$(id -un)" \
-            --datadir="$database" --socket="$database/socket" --pid-file="$database/pid"
-        wait_until "$READY_TIMEOUT_S" database_settled || true
-        [[ -S $database/socket ]] || give_up mariadbd "mariadbd did not start"
-    fi
-    # The variable names the socket for the database's client library.
-    [[ $(daemon_pids slurmdbd) ]] ||
-        start_daemon slurmdbd env MYSQL_UNIX_PORT="$database/socket" slurmdbd ||
-        give_up slurmdbd "slurmdbd did not start"
-    wait_until "$READY_TIMEOUT_S" accounting_settled || true
-    accounting_answers || give_up slurmdbd "slurmdbd does not answer"
-    # Without this cluster and an account for the user, the controller would refuse every job.
-    if ((fresh)); then
-        add cluster "$name"
-        add account users Description=users Organization=users
-        add user "$(id -un)" Account=users DefaultAccount=users
-    fi
-}
-
-add() {
-    isolated timeout 20 sacctmgr --immediate --quiet add "$@" >>"$state/log/sacctmgr.log" 2>&1 ||
-        give_up sacctmgr "sacctmgr could not add $1 $2"
-}
-
-database_settled() {
-    [[ -S $database/socket ]] || grep -q 'ERROR. Aborting' "$state/log/mariadbd.log"
-}
-
-accounting_settled() { accounting_answers || twice none_left daemon_pids slurmdbd; }
-
-accounting_answers() { isolated timeout 5 sacctmgr --noheader show cluster >/dev/null 2>&1; }
 
 # Ready, or dead, so that there is nothing to wait for.
 controller_settled() { controller_answers || twice none_left daemon_pids slurmctld; }
@@ -106,17 +71,11 @@ abandon() {
 
 stop_cluster() {
     cancel_jobs
-    # The controller first, or it would start queued jobs when others end. slurmd has nothing to
-    # save, and after a TERM it would wait for jobs that do not end.
-    end_processes "TERM KILL" daemon_pids slurmctld
-    end_processes KILL helper_pids slurmscriptd
-    end_processes KILL helper_pids slurmstepd
-    end_processes KILL orphan_pids
-    end_processes KILL daemon_pids slurmd
-    end_processes "TERM KILL" daemon_pids slurmdbd
-    end_processes KILL daemon_pids mariadbd
-    end_processes "TERM KILL" daemon_pids munged
-    rm -f -- "$socket" "$socket.lock" "$database/socket"
+    # The controller first, or it would start queued jobs when others end. Nothing has to be saved,
+    # and after a TERM slurmd would wait for jobs that do not end.
+    end_processes daemon_pids slurmctld
+    end_processes cluster_pids
+    rm -f -- "$socket" "$socket.lock"
 }
 
 # Through Slurm first, so that waiting srun and sbatch commands end and nothing is requeued.
@@ -127,5 +86,5 @@ cancel_jobs() {
     [[ $jobs ]] || return 0
     # shellcheck disable=SC2086 # one word per job
     isolated timeout 5 scancel $jobs >/dev/null 2>&1 || true
-    wait_until 2 none_left helper_pids slurmstepd || true
+    wait_until 2 none_left isolated timeout 5 squeue -h || true
 }

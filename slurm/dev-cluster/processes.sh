@@ -7,34 +7,26 @@ pids_matching() { # file-in-/proc grep-option...
 }
 
 # A daemon is recognised by its name and by this cluster's file in its arguments: the pid in a pid
-# file may belong to another process by now. slurmdbd takes no file, only SLURM_CONF.
+# file may belong to another process by now.
 daemon_pids() { # [daemon [node]]
     local pid daemon
-    for pid in $(pids_matching cmdline -zxF -e "$conf" -e "--socket=$socket" \
-        -e "--socket=$database/socket"); do
+    for pid in $(pids_matching cmdline -zxF -e "$conf" -e "--socket=$socket"); do
         daemon=$(cat "/proc/$pid/comm" 2>/dev/null) || continue
-        [[ $daemon =~ ^(munged|slurmctld|slurmd|mariadbd)$ && $daemon == "${1:-$daemon}" ]] || continue
+        [[ $daemon =~ ^(munged|slurmctld|slurmd)$ && $daemon == "${1:-$daemon}" ]] || continue
         [[ ! ${2:-} ]] || grep -qzxF -- "$2" "/proc/$pid/cmdline" 2>/dev/null || continue
         echo "$pid"
     done
-    [[ ${1:-slurmdbd} == slurmdbd ]] || return 0
-    for pid in $(pids_matching comm -xF slurmdbd); do
-        ! grep -qzxF "SLURM_CONF=$conf" "/proc/$pid/environ" 2>/dev/null || echo "$pid"
-    done
 }
 
-# slurmstepd and slurmscriptd hide their arguments, but their working directory is the log folder of
-# the daemon that started them.
-helper_pids() { # helper
+# The daemons, and what they and the jobs have started.
+cluster_pids() {
     local pid
-    for pid in $(pids_matching comm -xF "$1"); do
+    daemon_pids ""
+    # These hide their arguments, but their working directory is the log folder of their daemon.
+    for pid in $(pids_matching comm -xE 'slurmstepd|slurmscriptd'); do
         [[ $(readlink "/proc/$pid/cwd" 2>/dev/null) != "$state/log" ]] || with_descendants "$pid"
     done
-}
-
-# What a job left behind has this cluster's SLURM_CONF and a node's name in its environment.
-orphan_pids() {
-    local pid
+    # What a job left behind has this cluster's SLURM_CONF and a node's name in its environment.
     for pid in $(pids_matching environ -zxF "SLURM_CONF=$conf"); do
         ! grep -qz '^SLURMD_NODENAME=' "/proc/$pid/environ" 2>/dev/null || echo "$pid"
     done
@@ -49,18 +41,15 @@ with_descendants() {
     done
 }
 
-# Sends the signals one after another while a process is left.
-end_processes() { # signals lister [argument...]
-    local pids signal signals=$1
-    shift
-    for signal in $signals; do
-        pids=$("$@")
-        [[ $pids ]] || return 0
+end_processes() { # lister [argument...]
+    local pids deadline=$((EPOCHSECONDS + STOP_TIMEOUT_S))
+    while pids=$("$@") && [[ $pids ]]; do
+        ((EPOCHSECONDS <= deadline)) ||
+            fail "could not end these processes of $state: ${pids//$'\n'/ }"
         # shellcheck disable=SC2086 # one word per pid
-        kill -s "$signal" $pids 2>/dev/null || true
-        wait_until "$STOP_TIMEOUT_S" none_left "$@" && return 0
+        kill -KILL $pids 2>/dev/null || true
+        sleep 0.05
     done
-    fail "could not end these processes of $state: $("$@" | tr '\n' ' ')"
 }
 
 none_left() { [[ ! $("$@") ]]; }

@@ -48,16 +48,6 @@ def test_gpus_that_are_missing_taken_or_faulty_are_named(table, visible, wanted,
         assert line.startswith(words)
 
 
-def test_only_fatal_errors_of_the_last_hour_count():
-    now = float(Path("/proc/uptime").read_text().split()[0])
-
-    def log(seconds_ago: float, number: int) -> str:
-        return f"[{now - seconds_ago:12.6f}] NVRM: Xid (PCI:0000:3b:00): {number}, pid=1, x\n"
-
-    (told,) = ready._xids(log(120, 79) + log(60, 13) + log(7200, 79) + "[ 1.0] usb 1-1\n")
-    assert told == "the driver reported Xid 79 on GPU PCI:0000:3b:00 2 minutes ago"
-
-
 def run_ready(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """The check as a node's script calls it."""
     (folder / "logs").mkdir(exist_ok=True)

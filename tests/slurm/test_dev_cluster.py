@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import NEEDS_ACCOUNTING
-
 CLUSTER_SH = Path(__file__).parents[2] / "slurm" / "dev-cluster" / "cluster.sh"
-ENFORCED = ["--set", "AccountingStorageEnforce=associations,limits,qos"]
 JOB_SCRIPT = """#!/bin/bash
 echo "batch $SLURM_CONF home=$HOME secret=${SECRET:-none}"
 srun --ntasks-per-node=1 bash -c 'echo "step $SLURMD_NODENAME $SLURM_CONF"'
@@ -236,54 +233,6 @@ def test_up_restarts_a_dead_daemon(cluster_root: Path, new_cluster) -> None:
         assert (status.returncode, status.stdout.count("gpu:h100:8")) == (0, 2), status.stderr
 
 
-@pytest.mark.long
-@NEEDS_ACCOUNTING
-def test_accounting_data_survives_dead_daemons_and_is_private(
-    cluster_root: Path, new_cluster
-) -> None:
-    with new_cluster("books", "--accounting", "--nodes", "1") as cluster:
-        options = ["--name", "books", "--state", str(cluster_root)]
-        assert cluster.run(["sacctmgr", "--immediate", "add", "account", "lab"]).returncode == 0
-        database = {
-            name: pid
-            for pid in processes_of(cluster.state)
-            if (name := (Path("/proc") / str(pid) / "comm").read_text().strip())
-            in ("mariadbd", "slurmdbd")
-        }
-        assert sorted(database) == ["mariadbd", "slurmdbd"]
-        # The database listens on a unix socket only, in a folder that only this user can read.
-        assert not listening_ports(database["mariadbd"])
-        assert len(listening_ports(database["slurmdbd"])) == 1
-        assert (cluster.state / "database").stat().st_mode & 0o077 == 0
-        assert (cluster.state / "slurmdbd.conf").stat().st_mode & 0o077 == 0
-        for pid in database.values():
-            os.kill(pid, signal.SIGKILL)
-        status = cluster_sh("status", *options)
-        assert (status.returncode, status.stdout.count(" dead\n")) == (1, 2)
-        up = cluster_sh("up", "--accounting", "--nodes", "1", *options)
-        assert up.returncode == 0, up.stderr
-        accounts = cluster.run(["sacctmgr", "--noheader", "--parsable2", "show", "account"])
-        assert "lab|" in accounts.stdout
-        assert cluster_sh("down", *options).returncode == 0
-    assert processes_of(cluster_root) == {}
-
-
-def listening_ports(pid: int) -> set[int]:
-    """The TCP ports on which a process listens."""
-    sockets = set()
-    for entry in (Path("/proc") / str(pid) / "fd").iterdir():
-        target = os.readlink(entry)
-        if target.startswith("socket:"):
-            sockets.add(target[len("socket:[") : -1])
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in sockets:
-                found.add(int(fields[1].rpartition(":")[2], 16))
-    return found
-
-
 def test_a_failed_start_shows_the_log_and_stops_its_processes(
     cluster_root: Path, new_cluster
 ) -> None:
@@ -407,18 +356,9 @@ def test_missing_slurm_names_the_packages_to_install(
     assert up.returncode == 1
     assert "sbatch" in up.stderr
     assert up.stderr.endswith(f"{hint}\n")
-    up = cluster_sh("up", "--accounting", "--state", cluster_root, env=env)
-    assert up.returncode == 1
-    assert "sacctmgr" in up.stderr
-    assert up.stderr.endswith(f"{hint} slurmdbd mariadb-server-core\n")
 
 
-@pytest.mark.parametrize(
-    "accounting",
-    [[], pytest.param(["--accounting", *ENFORCED], marks=[pytest.mark.long, NEEDS_ACCOUNTING])],
-    ids=["plain", "accounting"],
-)
-def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env, accounting) -> None:
+def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env) -> None:
     # A checkout may be closed to other users; the script needs only its own folder.
     script = shutil.copytree(CLUSTER_SH.parent, cluster_root / "dev-cluster") / CLUSTER_SH.name
     state = cluster_root / "user"
@@ -434,7 +374,7 @@ def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env, accounti
             [*as_user, *argv], env=env, cwd=cluster_root, capture_output=True, text=True, timeout=90
         )
 
-    up = user_runs(script, "up", "--state", state, *accounting)
+    up = user_runs(script, "up", "--state", state)
     try:
         assert up.returncode == 0, up.stderr
         (conf,) = state.glob("default/slurm.conf")
@@ -449,15 +389,6 @@ def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env, accounti
         assert sorted(steps) == [f"step n1 {conf}", f"step n2 {conf}"]
         owners = {os.stat(f"/proc/{pid}").st_uid for pid in processes_of(state)}
         assert owners == {state.stat().st_uid}
-        if accounting:
-            sacct = [
-                "sacct",
-                "--noheader",
-                "--parsable2",
-                "--allocations",
-                "--format=Account,State",
-            ]
-            wait_for(lambda: "users|COMPLETED" in user_runs(*sacct).stdout)
     finally:
         del env["SLURM_CONF"]
         down = user_runs(script, "down", "--state", state)

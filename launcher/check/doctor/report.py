@@ -22,7 +22,6 @@ def node_findings(report: NodeReport, question: Question) -> list[Finding]:
         _files(report, question.cluster),
         _clock(report),
         _python(report),
-        _compiler(report),
         _gpus(report, question.torch, question.gpus_per_node),
         *_faulty_gpus(report),
         _network(report, question.cluster.network_interface),
@@ -89,18 +88,6 @@ def _python(report: NodeReport) -> Finding:
     return ok(subject, f"{message} ({report.import_s:.1f} s)")
 
 
-def _compiler(report: NodeReport) -> Finding:
-    kind, _, what = report.one("compiler", "none").partition(" ")
-    name = report.name
-    if kind == "found":
-        return ok("compiler", f"{name} has {what}, for recipes with compile: true")
-    message = (
-        f"{name} lacks {what if kind == 'headers' else 'a C compiler'}: recipes with compile: "
-    )
-    remedy = "ask for gcc and python3-dev on the nodes, or load a module in the site's job_setup"
-    return warning("compiler", f"{message}true run there uncompiled, and slower", remedy)
-
-
 def _gpus(report: NodeReport, torch: TorchBuild, expected: int) -> Finding:
     """Check what nvidia-smi shows against the job's request and torch's build."""
     tool, name, gpus = report.one("gpu_tool"), report.name, report.gpus
@@ -136,17 +123,13 @@ def _gpus(report: NodeReport, torch: TorchBuild, expected: int) -> Finding:
 
 
 def _faulty_gpus(report: NodeReport) -> list[Finding]:
-    """Return the errors that GPUs and the kernel's log report."""
+    """Return the errors that GPUs report."""
     remedy = f"exclude the node (resources.exclude={report.name}) and tell the administrators"
-    findings = [
+    return [
         failed("GPUs", f"GPU {gpu[0]} of {report.name} has {gpu[4]} uncorrected ECC errors", remedy)
         for gpu in report.gpus
         if gpu[4].isdigit() and int(gpu[4]) > 0
     ]
-    if "xid" in report.values:
-        message = f"the kernel of {report.name} logged {report.one('xid')!r}"
-        findings.append(warning("GPUs", message, remedy))
-    return findings
 
 
 def _network(report: NodeReport, wanted: str | None) -> Finding:
@@ -185,8 +168,9 @@ def _disk(report: NodeReport) -> Finding:
 
 def all_reduce(reports: list[NodeReport]) -> Finding:
     """Return the result of the all-reduce over all nodes."""
-    if done := [result for each in reports for result in each.values.get("all_reduce", ())]:
-        ranks, mib, seconds, bandwidth = done[0].split()
+    measured = [line for each in reports for line in each.values.get("collective", ())]
+    if measured:
+        _, ranks, mib, seconds, bandwidth = measured[0].split()
         message = f"{ranks} ranks on {len(reports)} nodes: {mib} MiB in {float(seconds) * 1000:.1f}"
         return ok("all-reduce", f"{message} ms, {bandwidth} GB/s bus bandwidth")
     kind = "all_reduce_fault"

@@ -80,13 +80,13 @@ def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
 def _preemption(site: SlurmAnswers) -> list[Finding]:
     modes = slurm.preempt_modes()
     ends = [name for name, mode in modes.items() if "CANCEL" in mode.upper()]
-    if not ends or not site.cluster.requeue:
+    if not ends:
         how = ", ".join(f"{mode} in {name}" for name, mode in modes.items())
         return [ok("preemption", f"a preempted run continues automatically (PreemptMode: {how})")]
     message = f"in {', '.join(ends)} Slurm cancels a preempted job (PreemptMode=CANCEL)"
     message += ", and such a run waits for cookbook resume"
-    remedy = f"set requeue: false in configs/clusters/{site.cluster.name}.yaml: a job then has a "
-    return [warning("preemption", message, f"{remedy}successor in the queue, which continues")]
+    remedy = "sbatch --dependency=afternotok:JOB RUN/job.sbatch queues a job that continues it"
+    return [warning("preemption", message, remedy)]
 
 
 def _accounting(site: SlurmAnswers) -> list[Finding]:

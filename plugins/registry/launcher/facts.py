@@ -12,7 +12,7 @@ from launcher.run.states import State
 from plugins.evaluate.launcher import evaluation
 from runspec import files
 
-_ARTEFACTS = (files.RECIPE, files.JOB_SCRIPT, files.PROVENANCE, files.ATTEMPTS, files.SAMPLES)
+_ARTEFACTS = (files.RECIPE, files.JOB_SCRIPT, files.PROVENANCE, files.ATTEMPTS)
 # Fields of a logged step that are no measurement.
 _NOT_METRICS = ("step", "time", "epoch_step", "attempt")
 

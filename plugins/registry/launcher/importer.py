@@ -23,7 +23,6 @@ from runspec import files
 _METRICS, _PARAMS, _TEXT = 1000, 100, 5000
 _ENDS = {
     "COMPLETED": "FINISHED",
-    "ANSWERING": "FINISHED",
     "CANCELLED": "KILLED",
     "FAILED": "FAILED",
 }

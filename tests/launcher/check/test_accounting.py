@@ -4,7 +4,6 @@ import getpass
 import grp
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +16,10 @@ from launcher import site as cluster
 from launcher.check import Finding, doctor, scheduler
 from launcher.recipe import load as recipes
 from launcher.slurm.render import job_script
-from tests.conftest import CLUSTER_SH, NEEDS_ACCOUNTING, SlurmCluster, running_cluster
+from tests.conftest import NEEDS_ACCOUNTING, SlurmCluster
 from tests.launcher.check.accounting_cases import REFUSED
 from tests.launcher.kit import Kit, report, until
+from tests.slurm.accounting import ENFORCED, accounting_cluster, restart_controller
 from trainer import demo
 
 pytestmark = [pytest.mark.long, NEEDS_ACCOUNTING]
@@ -85,8 +85,7 @@ def commands() -> str:
 @pytest.fixture(scope="module")
 def site() -> Iterator[SlurmCluster]:
     """A cluster that enforces what its database of accounts says."""
-    enforce = "AccountingStorageEnforce=associations,limits,qos"
-    with running_cluster("books", "--accounting", "--set", enforce, "--set", "MinJobAge=2") as made:
+    with accounting_cluster("books", "--set", "MinJobAge=2") as made:
         done = made.run(["sacctmgr", "--immediate"], input=commands())
         assert "error" not in done.stdout.lower() + done.stderr.lower(), done
         for name, rule in PARTITIONS.items():
@@ -312,15 +311,8 @@ def test_a_user_without_an_account_and_a_partition_for_others(selected):
 def test_what_is_not_enforced_is_no_fault(selected: SlurmCluster, tmp_path):
     """Last: the cluster keeps its accounts from here on and holds nobody to them."""
     conf = selected.state / "slurm.conf"
-    text = conf.read_text()
-    conf.write_text(text.replace("AccountingStorageEnforce=associations,limits,qos\n", ""))
-    pid = int((selected.state / "slurmctld.pid").read_text())
-    os.kill(pid, signal.SIGTERM)
-    until(lambda: not Path(f"/proc/{pid}/cmdline").read_bytes(), 20)
-    enforced = ["--set", "AccountingStorageEnforce=associations,limits,qos"]
-    place = ["--name", selected.name, "--state", selected.root]
-    options = ["--accounting", *enforced, "--set", "MinJobAge=2"]
-    assert selected.run([CLUSTER_SH, "up", *place, *options]).returncode == 0
+    conf.write_text(conf.read_text().replace(ENFORCED, ""))
+    restart_controller(selected)
     asked = context(account="nobody-knows", qos="job-gpus")
     assert limits(asked)[0].state == "ok"
     sent = submit(asked, tmp_path)

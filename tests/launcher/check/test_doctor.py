@@ -88,20 +88,20 @@ def test_a_site_in_order_is_found_so(slurm_user: Kit, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "requeue", "state"),
-    [("CANCEL", True, "warning"), ("CANCEL", False, "ok"), ("REQUEUE", True, "ok")],
+    ("mode", "state"),
+    [("CANCEL", "warning"), ("REQUEUE", "ok")],
 )
-def test_a_site_that_cancels_preempted_jobs_is_told(tmp_path, monkeypatch, mode, requeue, state):
+def test_a_site_that_cancels_preempted_jobs_is_told(tmp_path, monkeypatch, mode, state):
     program = tmp_path / "sinfo"
     program.write_text(f"#!/bin/sh\nprintf 'debug|OFF\\nlow|{mode}\\n'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    site = SlurmAnswers(Site(name="mine", requeue=requeue), {}, {}, {}, [], None)
+    site = SlurmAnswers(Site(name="mine"), {}, {}, {}, [], None)
     (finding,) = CHECKS["preemption"](site)
     assert finding.state == state
     if state == "warning":
         assert "in low Slurm cancels a preempted job" in finding.message
-        assert "requeue: false in configs/clusters/mine.yaml" in finding.remedy
+        assert "sbatch --dependency=afternotok:JOB" in finding.remedy
 
 
 def test_no_slurm_is_one_fault_that_hides_nothing_else(user: Kit):
@@ -163,12 +163,6 @@ def test_an_environment_that_the_node_cannot_use(slurm_user: Kit, tmp_path):
     assert f"{venv} lacks torchtune, tensorboard: bash setup.sh" in told
     told = text_of(findings, "virtual environment", "warning")
     assert "setup.sh did not finish" in told and "click 7.0 (pinned" in told
-
-
-def test_a_node_without_a_compiler_is_reported(slurm_user: Kit, site):
-    name = site("environment: {CC: no-such-compiler}\n")
-    told = text_of(doctor(slurm_user, "--cluster", name)[1], "compiler", "warning")
-    assert "lacks a C compiler: recipes with compile: true run there uncompiled" in told
 
 
 def test_a_busy_cluster_is_not_waited_for(new_cluster, slurm_user: Kit):
@@ -285,6 +279,6 @@ def test_a_table_of_nodes_has_a_row_for_those_without_a_report():
     assert first.split()[:4] == ["n2", "yes", "NOT", "SHARED"] and first.endswith("eth0")
     assert late.split() == ["n9", "down"] and last.split() == ["n10", "no", "answer"]
     assert report.all_reduce([whole]).message == "the nodes did not finish it"
-    whole.values["all_reduce"] = ["4 16 0.0432 0.39"]
+    whole.values["collective"] = ["all-reduce 4 16 0.0432 0.39", "all-gather 4 16 0.02 0.39"]
     told = "4 ranks on 1 nodes: 16 MiB in 43.2 ms, 0.39 GB/s bus bandwidth"
     assert report.all_reduce([whole]).message == told

@@ -281,7 +281,7 @@ def test_a_resume_takes_other_nodes_and_keys_and_refuses_what_makes_another_run(
     slurm, kit: Kit, closed, monkeypatch
 ) -> None:
     closed()
-    submitted = ("--recipe", "demo", "--nodes", "2", "--gpus-per-node", "1", "~generate")
+    submitted = ("--recipe", "demo", "--nodes", "2", "--gpus-per-node", "1")
     job, path = kit.submit(*submitted, "--name", "changed", "--no-check")
     kit.cookbook("cancel", job)
     marker = path / "checkpoints" / "step_5" / "COMPLETE"
@@ -318,7 +318,7 @@ def test_a_resume_takes_other_nodes_and_keys_and_refuses_what_makes_another_run(
 @pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_nodes(kit: Kit, slurm) -> None:
     short = ("--recipe", "demo", "--nodes", "2", "--gpus-per-node", "1", "max_steps=40")
-    _, path = kit.submit(*short, "save_every_n_steps=5", "log_every_n_steps=1", "~generate")
+    _, path = kit.submit(*short, "save_every_n_steps=5", "log_every_n_steps=1")
     until(lambda: list(path.glob("checkpoints/step_*/COMPLETE")), 120, lambda: report(path))
     kit.cookbook("cancel", path.name)
     kit.wait(path, "CANCELLED")

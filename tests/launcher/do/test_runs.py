@@ -17,7 +17,7 @@ import pytest
 from tests.faults.kit import requeued
 from tests.launcher.kit import FAKE_TOKEN, Kit, losses, until
 
-SHORT = ["--recipe", "demo", "--nodes", "2", "max_steps=30", "~generate"]
+SHORT = ["--recipe", "demo", "--nodes", "2", "max_steps=30"]
 # Where there is none, the pages are not looked at.
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 PROFILER = "/data/plugin/pytorch_profiler/index.html"
@@ -58,12 +58,6 @@ def test_the_whole_demo_learns_its_answers(kit: Kit) -> None:
     run = kit.root / "runs" / done.stdout.split()[1]
     curve = losses(run)
     assert curve[min(curve)] > 5 and curve[max(curve)] < 0.1
-    answer = next(
-        json.loads(line)["answer"]
-        for line in Path("configs/datasets/slurm_qa.jsonl").read_text().splitlines()
-        if json.loads(line)["question"] == QUESTION
-    )
-    assert QUESTION in done.stdout and answer in done.stdout
     asked = subprocess.run(
         [sys.executable, "-m", "trainer.generate", str(run / "export"), QUESTION],
         capture_output=True,

@@ -55,8 +55,6 @@ def test_a_table_becomes_a_recipe(faq: Path, model: Path, tmp_path: Path, monkey
     assert config["tokenizer"]["max_seq_len"] == 512 and config["dataset"]["packed"] is False
     # 60 samples three times, two at a time.
     assert (config["epochs"], config["batch_size"]) == (3, 2)
-    first = json.loads(QA.read_text().splitlines()[0])["question"]
-    assert config["generate"]["prompts"][0] == first
     again = start(str(faq), str(model))
     assert "my_faq.yaml exists" in str(again.exception)
 
@@ -174,8 +172,6 @@ def test_a_table_becomes_a_trained_model(user: Kit, faq: Path, model: Path, tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (user.root / "runs").glob("*-mine-*")
     assert (run / "export/adapter/adapter_model.safetensors").is_file()
-    answers = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert len(answers) == 3
     assert f'AutoModelForCausalLM.from_pretrained("{run / "export"}")' in done.stdout
     for code in re.findall(
         r"```python\n(.*?)```", (paths.REPO_ROOT / "docs/runs.md").read_text(), re.S

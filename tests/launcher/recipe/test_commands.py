@@ -54,7 +54,7 @@ def test_a_workload_of_air_is_a_recipe(tmp_path):
     recipe = made.recipe
     assert (recipe.resources.nodes, recipe.resources.gpus_per_node) == (2, 8)
     assert recipe.code_root == tmp_path / "src" and recipe.max_retries == 2
-    assert recipe.timeout_s == 5400
+    assert recipe.resources.time == "90"
     wanted = ("torch>=99", "PyYAML", "mlflow")
     assert recipe.environment and recipe.environment.dependencies == wanted
     met = {

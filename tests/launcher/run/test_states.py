@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,12 @@ from launcher.do.cancel import cancel
 from launcher.do.resume import resume
 from launcher.errors import RunFault, UsageFault
 from launcher.look import watch as watching
-from launcher.look.outcome import outcome
 from launcher.look.status import row, table
-from launcher.look.summary import story, summary
+from launcher.look.summary import summary
 from launcher.run.directory import Run
 from launcher.run.find import find
 from launcher.run.states import state_of, states
 from launcher.slurm.executors import title
-from runspec import files
 from tests.failing_storage import FailingStorage
 from tests.launcher.kit import Kit
 
@@ -139,24 +136,6 @@ def test_resume_of_a_run_that_finished_nevertheless_starts_no_job(tmp_path):
     assert (state_of(run).word, len(run.jobs)) == ("COMPLETED", 1)
 
 
-def test_a_finished_run_that_answers_questions_is_answering(tmp_path):
-    now = time.time()
-    ended = {"state": "COMPLETED", "job_id": "1", "nodes": ["n1"], "started": 100.0, "ended": 200.0}
-    run = run_of(tmp_path, {**ended, "answering": {"started": now}}, job_id="1")
-    files.append_json_line(run.path / files.ATTEMPTS, {**ended, "attempt": 0, "gpus": 36})
-    state = state_of(run)
-    assert (state.word, state.ended) == ("ANSWERING", True) and "cookbook cancel" in state.detail
-    with pytest.raises(UsageFault, match="is finished"):
-        resume(run)
-    # Its job was killed long ago.
-    run.write("status.json", {**ended, "answering": {"started": now - 7200}})
-    assert state_of(run).word == "COMPLETED"
-    answers = {"started": 200.0, "ended": 300.0, "seconds": 100.0, "gpus": 36}
-    run.write("status.json", {**ended, "answers": answers})
-    assert outcome(run, state_of(run))["gpu_hours"] == 2
-    assert "took 1 min 40 s" in "\n".join(story(run, state_of(run)))
-
-
 @pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff{}"])
 @pytest.mark.parametrize("name", ["status.json", "submission.json", "progress.json"])
 def test_a_broken_record_is_named_and_hides_no_other_run(tmp_path, name, text):
@@ -181,7 +160,7 @@ def test_bytes_that_are_no_text_are_shown_as_such(tmp_path, user: Kit, command):
     user = Kit({**user.env, "COOKBOOK_ROOT": str(tmp_path), "PYTHONIOENCODING": "ascii"}, tmp_path)
     run = run_of(tmp_path, {"state": "COMPLETED", "job_id": "1"}, job_id="1")
     junk = b'{"step": 1, "loss": 2.5}\n{"step": "\xff", "loss": "\xfe"}\n7\n\xff\n'
-    for name in ("metrics.jsonl", "samples.jsonl", "attempts.jsonl", "logs/job.log"):
+    for name in ("metrics.jsonl", "attempts.jsonl", "logs/job.log"):
         (run.path / name).write_bytes(junk)
     done = user.cookbook(*command.split())
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

@@ -15,9 +15,7 @@ from slurm.identity import own_job_id
 from slurm.retry import AttemptEnd, decide
 from trainer.errors import (
     ConfigError,
-    Fault,
     NonFiniteLossError,
-    PeerError,
     StorageError,
     write_error_record,
 )
@@ -81,7 +79,6 @@ def judged(**changes):
         ({"stop_asked": True, "errors": [CRASH]}, "REQUEUED requeue error"),
         ({"stop_asked": True, "fruitless": 4}, "FAILED failed time_limit"),
         ({"cancelled": True, "errors": [KILLED]}, "CANCELLED failed cancelled"),
-        ({"timed_out_s": 60.0, "errors": [KILLED]}, "FAILED failed timeout"),
         ({"job_state": "CANCELLED"}, "CANCELLED failed cancelled"),
         ({"job_state": "TIMEOUT"}, "INTERRUPTED failed time_limit"),
         ({"job_state": "PREEMPTED"}, "INTERRUPTED failed preempted"),
@@ -186,19 +183,6 @@ def test_another_ranks_fault_explains_a_broken_connection():
     late = {**broken, "type": "NetworkTimeout", "time": broken["time"] + 1}
     assert faults.first_error([broken, CRASH]) == CRASH
     assert faults.first_error([broken, late]) == late
-
-
-NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_rank_without_a_record_is_blamed_by_its_peers(run_dir, monkeypatch):
-    monkeypatch.setenv("RANKS_PER_NODE", "1")
-    records.begin(run_dir, ["n1", "n2"])
-    write_error_record(run_dir / "logs" / "0", 1, PeerError({0: Fault.of(NO_SPACE)}))
-    records.end(run_dir, 0, 1)
-    (line,) = read_json_lines(run_dir / "attempts.jsonl")
-    assert (line["cause"], line["node"]) == ("no_space", "n1")
-    assert line["message"].startswith("rank 0 on n1: NoSpace: OSError: [Errno 28] No space left")
 
 
 @pytest.mark.parametrize("script", [False, True])
@@ -362,13 +346,6 @@ def test_a_process_of_this_host_that_runs_keeps_its_run(run_dir, monkeypatch):
         records.begin(run_dir, ["n1"])
 
 
-def test_a_fault_of_the_job_script_itself_is_permanent(run_dir):
-    records.begin(run_dir, ["n1"])
-    assert records.end(run_dir, 0, 127, max_retries=3, message="line 'x' failed") == "failed"
-    status = json.loads((run_dir / "status.json").read_text())
-    assert status["state"] == "FAILED" and status["message"].endswith(": fault: line 'x' failed")
-
-
 @pytest.mark.parametrize(
     ("step", "begins"), [(None, "the first step"), (10, "the checkpoint of step 10")]
 )
@@ -387,14 +364,13 @@ def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsy
 
 def test_a_finished_run_is_not_trained_again(run_dir):
     (run_dir / "progress.json").write_text('{"state": "finished", "attempt": 0}')
-    cancelled = {"state": "CANCELLED", "job_id": "local-1", "attempt": 0, "answering": {}}
+    cancelled = {"state": "CANCELLED", "job_id": "local-1", "attempt": 0}
     (run_dir / "status.json").write_text(json.dumps(cancelled))
     with pytest.raises(records.Follows) as follows:
         records.begin(run_dir, ["n1"])
     assert follows.value.what == "finished"
     told = json.loads((run_dir / "status.json").read_text())
     assert (told["job_id"], told["state"]) == (own_job_id(), "COMPLETED")
-    assert "answering" not in told
 
 
 def test_progress_of_an_attempt_before_does_not_finish_this_one(run_dir):
