@@ -1,10 +1,10 @@
-"""Measure an all-reduce over all ranks of a job: torchrun ... slurm/all_reduce.py cpu|cuda [full]
+"""Measure the ranks of a node: torchrun --nproc-per-node N slurm/all_reduce.py cpu|cuda
 
 Started by slurm/node_check.sh. Rank 0 prints "@ all_reduce RANKS MIB SECONDS GB_PER_S": the size
 of the buffer, the time of one all-reduce, and the bus bandwidth as nccl-tests define it,
 2 (n - 1) / n x bytes / time, which does not depend on the number of ranks n.
 
-With full also "@ collective NAME RANKS MIB SECONDS GB_PER_S" of an all-reduce and an all-gather,
+Then "@ collective NAME RANKS MIB SECONDS GB_PER_S" of an all-reduce and an all-gather,
 (n - 1) / n x bytes / time, at two sizes, and "@ product M K N TFLOPS" of bf16 matrix products on
 the slowest rank.
 """
@@ -29,7 +29,7 @@ _PRODUCTS = {
 }
 
 
-def main(device: str, extent: str = "") -> None:
+def main(device: str) -> None:
     mib, rounds = _SIZE[device]
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -42,7 +42,7 @@ def main(device: str, extent: str = "") -> None:
     if rank == 0 and right:
         bandwidth = 2 * (ranks - 1) / ranks * mib * 2**20 / seconds / 1e9
         print(f"@ all_reduce {ranks} {mib} {seconds:.4f} {bandwidth:.2f}", flush=True)
-    if right and extent == "full":
+    if right:
         measure(device, rounds)
     dist.destroy_process_group()
     if not right:
@@ -88,4 +88,4 @@ def measure(device: str, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -1,8 +1,7 @@
 # shellcheck shell=bash
 # Run by `cookbook doctor` on a node and passed as text: it must work even if the node sees none of
 # the kit's files. Each answer is a line "@ key value"; everything else is ignored.
-# Needs SHARED, VENV, COOKBOOK, FULL (yes or no), NODES, RANKS_PER_NODE, ACCELERATOR; MEASURE is full for
-# more than an all-reduce.
+# Needs SHARED, VENV, COOKBOOK, MEASURES (yes or no), RANKS_PER_NODE, ACCELERATOR.
 
 report() { printf '@ %s\n' "$*"; }
 
@@ -21,14 +20,14 @@ check_files() {
   if [ -r "$COOKBOOK/slurm/node.sh" ]; then report checkout yes; else report checkout no; fi
 }
 
-# An import takes seconds on a network filesystem: without FULL the packages are only searched for.
+# An import takes seconds on a network filesystem: if nothing is measured the packages are only searched for.
 check_python() {
   local program answer started
   if [ ! -x "$VENV/bin/python" ]; then
     report python missing
     return
   fi
-  if [ "$FULL" = yes ]; then
+  if [ "$MEASURES" = yes ]; then
     program='import torch, torchtune
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print("torch", torch.__version__, "sees", gpus, "GPUs")'
@@ -97,24 +96,17 @@ check_disk() {
   report disk "$folder $(df -Pk "$folder" 2>/dev/null | awk 'NR == 2 {print $4}')"
 }
 
-# Runs an all-reduce over all ranks of all nodes as a training job would: with the same rendezvous
-# and the same variables. Only rank 0 prints the result.
-check_all_reduce() (
-  export RUN_DIR=$SHARED LOGS=$SHARED ATTEMPT=0 HEAD_ADDR HEAD_PORT ONE_HOST NODES RANKS_PER_NODE
-  export VENV COOKBOOK RENDEZVOUS_WAIT_S=60 FILES_WAIT_S=5
-  local head addresses
-  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-  addresses=$(scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
-  HEAD_ADDR=$(scontrol --oneliner show node "$head" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
-  HEAD_ADDR=${HEAD_ADDR:-$head}
-  ONE_HOST=no
-  if [ "$(sort -u <<<"$addresses" | wc -l)" = 1 ]; then ONE_HOST=yes; fi
+# Measures collectives and matrix products over the ranks of this node, with the variables of a training
+# job. Only rank 0 prints the result.
+check_speed() (
+  export RUN_DIR=$SHARED LOGS=$SHARED ATTEMPT=0 HEAD_ADDR=localhost HEAD_PORT ONE_HOST=yes NODES=1
+  export RANKS_PER_NODE VENV COOKBOOK FILES_WAIT_S=5
   HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c "from slurm.rendezvous import port_of; print(port_of('$SLURM_JOB_ID', 0))") || return 1
   # shellcheck source=slurm/node.sh
   source "$COOKBOOK/slurm/node.sh"
-  timeout 120 torchrun --nnodes="$NODES" --node-rank="$NODE_RANK" --nproc-per-node="$RANKS_PER_NODE" \
+  timeout 120 torchrun --nproc-per-node="$RANKS_PER_NODE" \
     --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" --max-restarts=0 \
-    "$COOKBOOK/slurm/all_reduce.py" "$ACCELERATOR" ${MEASURE:+"$MEASURE"}
+    "$COOKBOOK/slurm/all_reduce.py" "$ACCELERATOR"
 )
 
 NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
@@ -126,8 +118,8 @@ check_gpus
 check_files
 check_python
 check_compiler
-if [ "$FULL" = yes ]; then
-  if answer=$(check_all_reduce 2>&1); then
+if [ "$MEASURES" = yes ]; then
+  if answer=$(check_speed 2>&1); then
     grep '^@ ' <<<"$answer"
   else
     report all_reduce_fault "$(grep -v '^ *$' <<<"$answer" | grep -m 1 -E 'fault on node|Error|error' || tail -n 1 <<<"$answer")"

@@ -8,7 +8,6 @@ import click
 
 from launcher import site as sites
 from launcher.cli import common
-from launcher.cli.number import IntRange
 from launcher.do import clean as workflow
 
 _DAY_S = 86400
@@ -18,7 +17,7 @@ _DAY_S = 86400
 @common.flag("--yes", help="Remove them.")
 @click.option(
     "--older",
-    type=IntRange(min=0),
+    type=click.IntRange(min=0),
     default=7,
     show_default=True,
     metavar="DAYS",

@@ -7,7 +7,6 @@ import click
 from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, note, runs_root
-from launcher.cli.number import IntRange
 from launcher.errors import UnknownRun, UsageFault
 from launcher.look import logs as log_files
 from launcher.look import servers
@@ -19,7 +18,7 @@ from launcher.run.directory import Run
 from launcher.run.find import every, find, none_yet
 from launcher.run.sweeps import runs_of
 
-_COUNT = IntRange(min=0)
+_COUNT = click.IntRange(min=0)
 
 
 @click.command()
@@ -113,7 +112,7 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
 @click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...", shell_complete=completion.runs)
 @click.option(
     "--port",
-    type=IntRange(1024, 65535),
+    type=click.IntRange(1024, 65535),
     help="Port on 127.0.0.1. [default: the first free from 6006]",
 )
 @cluster_option

@@ -16,18 +16,16 @@ from launcher.recipe.model import Recipe
 from launcher.site import Site
 
 
-def check(
-    recipe: Recipe, cluster: Site, revision: str | None, allow_pickle: bool
-) -> tuple[list[Repository], list[Finding]]:
+def check(recipe: Recipe, cluster: Site) -> tuple[list[Repository], list[Finding]]:
     """Ask the hub for all that the recipe names; nothing is fetched.
 
     The findings hold every fault that can be known before the first byte.
     """
     repositories, findings = [], []
-    for each in _wanted(recipe, cluster, revision):
+    for each in _wanted(recipe, cluster):
         try:
             with in_words(each):
-                each.ask(allow_pickle)
+                each.ask()
                 fetch.find_missing(each)
             repositories.append(each)
             findings.append(ok(each.kind, each.summary))
@@ -36,11 +34,8 @@ def check(
     return repositories, findings + _room(repositories)
 
 
-def _wanted(recipe: Recipe, cluster: Site, revision: str | None) -> list[Repository]:
-    """Return what the recipe names; RecipeFault if there is nothing to fetch.
-
-    revision: the model's, in place of the recipe's.
-    """
+def _wanted(recipe: Recipe, cluster: Site) -> list[Repository]:
+    """Return what the recipe names; RecipeFault if there is nothing to fetch."""
     config = recipe.resolved(cluster.root, "run")
     block = config.get("hub") or {}
     if not block:
@@ -58,7 +53,7 @@ def _wanted(recipe: Recipe, cluster: Site, revision: str | None) -> list[Reposit
         files = [path for path in tokenizer_files(config).values() if path != folder]
         inside = [str(path.relative_to(folder)) for path in files if path.is_relative_to(folder)]
         needs = (*checkpoint_files(checkpointer), *inside)
-        wanted.append(Repository("model", name, revision or named or "main", folder, needs))
+        wanted.append(Repository("model", name, named or "main", folder, needs))
     if block.get("teacher"):
         name, _, named = block["teacher"].partition("@")
         key = recipe.entry.method.teacher_key if recipe.entry.method else ""
@@ -93,14 +88,12 @@ def _room(repositories: list[Repository]) -> list[Finding]:
     return findings
 
 
-def download(
-    recipe: Recipe, cluster: Site, revision: str | None, allow_pickle: bool, say: Say
-) -> list[Path]:
+def download(recipe: Recipe, cluster: Site, say: Say) -> list[Path]:
     """Fetch, verify and record all that the recipe names; return the records' paths.
 
     What is there already and whole is kept. HubFault lists every fault.
     """
-    repositories, findings = check(recipe, cluster, revision, allow_pickle)
+    repositories, findings = check(recipe, cluster)
     if faults := faults_of(findings):
         raise HubFault(faults)
     records = []

@@ -11,7 +11,6 @@ from typing import Any
 
 from launcher.check import Finding, failed, of_error, skipped
 from launcher.check.doctor import host, nodes, slurm
-from launcher.check.doctor.ask import Options
 from launcher.errors import CookbookError, SlurmFault, SlurmMissing, SlurmTimeout
 from launcher.site import Site
 
@@ -19,8 +18,12 @@ _UNKNOWN = "Slurm does not answer, so this is not known"
 _HUB_TIMEOUT_S = 4
 
 
-def examine(cluster: Site, options: Options) -> tuple[list[Finding], list[nodes.Row]]:
-    """Check everything; return all findings in a fixed order, and a node check's rows."""
+def examine(cluster: Site, wait_s: float) -> list[Finding]:
+    """Check everything; return all findings in a fixed order.
+
+    Args:
+        wait_s: how long the job that asks a node may wait to start.
+    """
     # The hub may take its time to answer, or not answer at all: it is asked meanwhile, by a thread
     # that is not waited for at exit.
     about_hub: list[Finding] = []
@@ -30,12 +33,11 @@ def examine(cluster: Site, options: Options) -> tuple[list[Finding], list[nodes.
     findings += _guarded("virtual environment", host.environment)
     findings += _guarded("shared folder", host.shared_folder, cluster)
     about_nodes = [skipped("nodes", "Slurm does not answer, so no node was asked")]
-    rows: list[nodes.Row] = []
     if site:
-        about_nodes, rows = nodes.findings(site, options)
+        about_nodes = nodes.findings(site, wait_s)
     asking.join(_HUB_TIMEOUT_S)
     late = skipped("hub token", f"the hub did not answer within {_HUB_TIMEOUT_S} s")
-    return [*findings, *about_nodes, *(about_hub or [late])], rows
+    return [*findings, *about_nodes, *(about_hub or [late])]
 
 
 def _ask_hub(findings: list[Finding]) -> None:

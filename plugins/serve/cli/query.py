@@ -10,7 +10,6 @@ import click
 from launcher import paths, venv
 from launcher import site as sites
 from launcher.cli.common import cluster_option, flag, json_option
-from launcher.cli.number import FloatRange, IntRange
 from launcher.errors import UsageFault
 from plugins.serve.launcher import endpoint as endpoints
 
@@ -24,10 +23,10 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--output", "target", type=_FILE, help="File for one JSON line per question, in order."
 )
-@click.option("--in-flight", type=IntRange(min=1), help="Concurrent requests. [default: 16]")
-@click.option("--max-tokens", type=IntRange(min=1), help="Maximum answer length.")
-@click.option("--temperature", type=FloatRange(min=0), help="0: greedy decoding.")
-@click.option("--seed", type=IntRange(min=0), help="Seed of the sampling.")
+@click.option("--in-flight", type=click.IntRange(min=1), help="Concurrent requests. [default: 16]")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Maximum answer length.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="0: greedy decoding.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the sampling.")
 @flag("--stream", help="Print the answer while it is generated.")
 @json_option
 @cluster_option

@@ -12,7 +12,6 @@ import click
 from launcher import site as sites
 from launcher.cli import common, completion
 from launcher.cli.common import note
-from launcher.cli.number import FloatRange, IntRange
 from launcher.do import models
 from launcher.errors import EndpointFault, UsageFault
 from launcher.look.servers import listening, tunnel
@@ -38,14 +37,14 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 )
 @common.resource_options
 @click.option(
-    "--port", type=IntRange(1024, 65535), help="Port of the gateway. [default: a free one]"
+    "--port", type=click.IntRange(1024, 65535), help="Port of the gateway. [default: a free one]"
 )
 @common.flag("--local", help="Serve on this host, without Slurm.")
 @common.flag("--no-wait", help="Do not wait until it is ready, and start no gateway.")
 @common.flag("--replace", help="Replace the running deployment of NAME without interruption.")
 @click.option(
     "--share",
-    type=FloatRange(0, 1),
+    type=click.FloatRange(0, 1),
     help="Add it to the running versions, with this share of the requests.",
 )
 @click.option("--list", "listed", is_flag=True, help="List the endpoints.")
@@ -62,8 +61,8 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 @click.option("--set-limits", metavar="NAME", help="Change the limits of --user; 0: no limit.")
 @click.option("--revoke-key", metavar="NAME", help="Revoke the API key of --user.")
 @click.option("--user", metavar="USER", help="User of these three.")
-@click.option("--requests-per-day", type=IntRange(min=0), help="Limit of --user per UTC day.")
-@click.option("--tokens-per-day", type=IntRange(min=0), help="Limit of --user per UTC day.")
+@click.option("--requests-per-day", type=click.IntRange(min=0), help="Limit of --user per UTC day.")
+@click.option("--tokens-per-day", type=click.IntRange(min=0), help="Limit of --user per UTC day.")
 @click.option("--adjust", metavar="NAME", hidden=True, help="Submit and end jobs by the load.")
 @common.json_option
 @common.cluster_option

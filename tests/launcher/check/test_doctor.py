@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 
 from launcher import paths
-from launcher.check import failed, warning
-from launcher.check.doctor import nodes, report
+from launcher.check.doctor import report
 from launcher.check.doctor.ask import NodeReport
 from launcher.check.doctor.slurm import CHECKS, SlurmAnswers
 from launcher.site import Site
@@ -184,30 +183,6 @@ def test_a_busy_cluster_is_not_waited_for(new_cluster, slurm_user: Kit):
         assert "1 nodes without GPUs" in text_of(findings, "partitions", "ok")
 
 
-@pytest.mark.long
-def test_the_node_check_asks_every_node_and_adds_up_over_them(slurm_user: Kit):
-    status, findings, answer = doctor(slurm_user, "--node-check")
-    assert status == 0, [finding for finding in findings if finding["state"] == "failed"]
-    assert [row["node"] for row in answer["nodes"]] == ["n1", "n2"]
-    for row in answer["nodes"]:
-        assert (row["reached"], row["files"]) == ("yes", "shared")
-        assert row["import"].endswith(" s") and row["gpus"] == "8 by Slurm"
-    assert "2 ranks on 2 nodes: 16 MiB in" in text_of(findings, "all-reduce", "ok")
-
-
-@pytest.mark.long
-def test_a_node_that_is_out_has_its_row_and_its_reason(slurm_user: Kit, slurm):
-    slurm.run(["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=bad fan"])
-    try:
-        done = slurm_user.cookbook("doctor", "--node-check")
-    finally:
-        slurm.run(["scontrol", "update", "NodeName=n2", "State=RESUME"])
-    assert done.returncode == 0, done.stdout
-    last = done.stdout.splitlines()[-1]
-    assert last.split()[:2] == ["n2", "not"] and "drained (bad fan)" in last
-    assert "ok       nodes               1 of 2 nodes of gpu asked" in done.stdout
-
-
 def test_what_the_driver_says_is_checked_against_torch_and_the_request(slurm_user: Kit, tmp_path):
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
@@ -264,27 +239,3 @@ def test_a_shared_folder_that_the_nodes_do_not_share(slurm_user: Kit, tmp_path):
     assert done.returncode == 1
     told = text_of(findings, "shared files", "failed")
     assert f"does not see what was written to {root}" in told and "COOKBOOK_ROOT" in told
-
-
-def test_what_several_nodes_report_alike_is_one_finding():
-    found = [
-        warning("GPUs", f"{name} has no nvidia-smi", f"exclude it: resources.exclude={name}")
-        for name in ("n1", "n2", "n10")
-    ]
-    other = failed("clock", "n10 is 70.0 s behind this machine", "ask the administrators")
-    one, same = nodes.joined([*found, other], ["n1", "n2", "n10"])
-    assert one.message == "n1,n2,n10 has no nvidia-smi" and same == other
-    assert one.remedy == "exclude it: resources.exclude=n1,n2,n10"
-
-
-def test_a_table_of_nodes_has_a_row_for_those_without_a_report():
-    values = {"finished": ["yes"], "python": ["3.11.7"], "packages": ["torch"], "gpu": []}
-    whole = NodeReport("n2", {**values, "interface": ["eth0 up", "ib0 down"]}, skew_s=1.25)
-    head, first, late, last = nodes.table(nodes.rows([whole], {"n10": "no answer", "n9": "down"}))
-    assert head.split()[:4] == ["NODE", "REACHED", "FILES", "SKEW"]
-    assert first.split()[:4] == ["n2", "yes", "NOT", "SHARED"] and first.endswith("eth0")
-    assert late.split() == ["n9", "down"] and last.split() == ["n10", "no", "answer"]
-    assert report.all_reduce([whole]).message == "the nodes did not finish it"
-    whole.values["all_reduce"] = ["4 16 0.0432 0.39"]
-    told = "4 ranks on 1 nodes: 16 MiB in 43.2 ms, 0.39 GB/s bus bandwidth"
-    assert report.all_reduce([whole]).message == told

@@ -118,8 +118,6 @@ def test_results_in_every_format(tmp_path):
     assert [row["batch_size"] for row in read] == ["8", "16"] and read[1]["note|"] == "'=1+1"
     assert read[1]["x\\x1b]0;y\\x07"] == "\\x1b[2J"
     assert read[0]["loss_last_tenth"] == "0.5" and read[0]["cost"] == ""
-    table = shown(rows, keys, "markdown").splitlines()
-    assert len({line.replace("\\|", "").count("|") for line in table}) == 1
 
 
 def test_results_of_all_runs(tmp_path, user: Kit):
