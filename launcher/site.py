@@ -29,12 +29,6 @@ _KEYS = (
         "Whether a job may go back into the queue. If not, each has a successor in the queue.",
         True,
     ),
-    Key(
-        "expedited_requeue",
-        "flag",
-        "Requeue a job that lost a node at once, before all others: Slurm 25.11 and later.",
-        False,
-    ),
     Key("signal", "USR1 | USR2 | HUP | INT | CONT", "Warning before the time limit.", "USR1"),
     Key("signal_lead_s", "positive", "Seconds between the warning and the limit.", 300),
     Key("gpu_hour_price", "number", "Price of a GPU-hour, for the cost of runs."),
@@ -77,7 +71,6 @@ class Site:
     network_interface: str | None = None
     network_gbits: float | None = None
     requeue: bool = True
-    expedited_requeue: bool = False
     jump_host: str | None = None
     gpu_hour_price: float | None = None
     currency: str | None = None
@@ -139,10 +132,6 @@ def _own_faults(config: dict[str, Any]) -> Iterator[Fault]:
     for path in given if isinstance(given, list) else []:
         if not str(path).startswith("/"):
             yield Fault("node_paths", f"node_paths must be absolute paths, got {path!r}")
-    if config.get("expedited_requeue") and config.get("requeue") is False:
-        yield Fault(
-            "expedited_requeue", "expedited_requeue: true and requeue: false exclude each other"
-        )
     yield from variable_faults(config.get("environment"), "environment")
 
 

@@ -28,7 +28,6 @@ _COUNT = click.IntRange(min=0)
 )
 @click.option("--rank", "ranks", multiple=True, metavar="N", help="Logs of ranks: 3, 0-3,8, all.")
 @flag("--job", help="Also the job script's log.")
-@flag("--rollouts", help="Logs of the samplers, which generate answers.")
 @click.option("--attempt", type=_COUNT, help="An earlier attempt. [default: the newest]")
 @click.option(
     "--tail",
@@ -43,7 +42,6 @@ def logs(
     nodes: tuple[str, ...],
     ranks: tuple[str, ...],
     job: bool,
-    rollouts: bool,
     attempt: int | None,
     tail: str | None,
     first_error: bool,
@@ -58,7 +56,7 @@ def logs(
     if first_error:
         _show_first_error(chosen, attempt, 30 if count is None else count)
         return
-    wanted = log_files.Wanted(ranks, nodes, job, rollouts, attempt)
+    wanted = log_files.Wanted(ranks, nodes, job, attempt)
     if follow:
         try:
             for line in log_files.follow(chosen, wanted, count):

@@ -25,7 +25,7 @@ from launcher.look.text import plain as harmless
 from launcher.look.watch import watch_all
 from launcher.plugins import hooks
 from launcher.run.directory import Run
-from launcher.run.find import every, foreign, made_since, none_yet
+from launcher.run.find import every, made_since, none_yet
 from launcher.run.states import judged
 from launcher.run.sweeps import runs_of
 
@@ -80,7 +80,7 @@ def status(
         note("no run matches" if every(root) else none_yet(root))
     if limit is not None and len(rows) == limit < len(runs):
         note(f"the newest {limit} of {len(runs)} runs; more: cookbook status --all")
-    if names := [harmless(name) for name in (*foreign(root), *torn)]:
+    if names := [harmless(name) for name in torn]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         note(f"skipped in {root}, because it is not a run: {', '.join(names[:3])}{more}")
 
