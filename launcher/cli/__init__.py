@@ -97,6 +97,11 @@ class _Lazy(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in names():
+            from launcher.cli import habits  # hardly any command is another tool's
+
+            if way := habits.line(args):
+                raise UsageFault(way)
         host = chosen(ctx.params.get("host"))
         if host is None or args[0] not in names() or args[0] in _OF_THIS_MACHINE:
             return super().resolve_command(ctx, args)

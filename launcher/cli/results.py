@@ -40,8 +40,7 @@ def results(
     """Compare runs: the settings that differ, and loss, speed, memory, GPU-hours and cost.
 
     A SWEEP means all its runs. Without RUN, the newest 20 are compared. The lowest val_loss comes
-    first, or, if no run has one, the lowest mean loss of the last 10 % of the steps. LOST is the
-    part of the GPU-hours whose steps are not in a checkpoint.
+    first, or, if no run has one, the lowest mean loss of the last 10 % of the steps.
     """
     site = sites.load(cluster)
     root = runs_root(cluster)

@@ -28,7 +28,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "peak_predicted_gib": ("PREDICTED GiB", lambda value: number(value, ".2f")),
     "peak_measured_gib": ("MEASURED GiB", lambda value: number(value, ".2f")),
     "gpu_hours": ("GPU-HOURS", lambda value: number(value, ",.3g")),
-    "lost_gpu_hours": ("LOST", lambda value: number(value, ",.3g")),
     "cost": ("COST", lambda value: number(value, ",.2f")),
 }
 # A setting is cut to this many characters where a person reads it.

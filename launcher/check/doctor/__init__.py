@@ -1,11 +1,10 @@
-"""Whether this site can run the kit: Slurm, accounts, storage, nodes, packages, hub.
+"""Whether this site can run the kit: Slurm, accounts, storage, nodes, packages.
 
 No check hides another, and each finding that is not ok says what to do. What only a node knows
 is asked of one by a short job (nodes.py).
 """
 
 import subprocess
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +14,6 @@ from launcher.errors import CookbookError, SlurmFault, SlurmMissing, SlurmTimeou
 from launcher.site import Site
 
 _UNKNOWN = "Slurm does not answer, so this is not known"
-_HUB_TIMEOUT_S = 4
 
 
 def examine(cluster: Site, wait_s: float) -> list[Finding]:
@@ -24,27 +22,13 @@ def examine(cluster: Site, wait_s: float) -> list[Finding]:
     Args:
         wait_s: how long the job that asks a node may wait to start.
     """
-    # The hub may take its time to answer, or not answer at all: it is asked meanwhile, by a thread
-    # that is not waited for at exit.
-    about_hub: list[Finding] = []
-    asking = threading.Thread(target=_ask_hub, args=[about_hub], daemon=True)
-    asking.start()
     findings, site = _slurm(cluster)
     findings += _guarded("virtual environment", host.environment)
     findings += _guarded("shared folder", host.shared_folder, cluster)
     about_nodes = [skipped("nodes", "Slurm does not answer, so no node was asked")]
     if site:
         about_nodes = nodes.findings(site, wait_s)
-    asking.join(_HUB_TIMEOUT_S)
-    late = skipped("hub token", f"the hub did not answer within {_HUB_TIMEOUT_S} s")
-    return [*findings, *about_nodes, *(about_hub or [late])]
-
-
-def _ask_hub(findings: list[Finding]) -> None:
-    # Imported late: the hub's client takes a while.
-    from launcher.hub.answers import token_findings
-
-    findings += _guarded("hub token", token_findings)
+    return [*findings, *about_nodes]
 
 
 def _guarded(subject: str, check: Callable[..., Iterable[Finding]], *given: Any) -> list[Finding]:

@@ -58,7 +58,12 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
     with pytest.raises(CookbookError) as caught:
         sweep.load(path)
     text = "\n".join(caught.value.faults)
-    for words in ("'paralel' (did you mean parallel?)", "recipe: is missing", "got 0", "cell 0"):
+    for words in (
+        "'paralel' (did you mean parallel?)",
+        "recipe is missing",
+        "got 0",
+        "cell 0: name is missing",
+    ):
         assert words in text
     assert all(path in fault for fault in caught.value.faults) and len(caught.value.faults) == 4
     with pytest.raises(CookbookError, match="two cells are named 'a'"):
