@@ -295,11 +295,6 @@ class Recipe:
         return self.config.get("node_check") is not False
 
     @property
-    def redact_output(self) -> bool:
-        """Whether secrets are kept out of the logs of a script."""
-        return self.config.get("redact_output") is True
-
-    @property
     def max_gpu_hours(self) -> float | None:
         """What all attempts of a run may use together, None without a limit."""
         given = self.config.get("max_gpu_hours")

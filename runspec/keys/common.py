@@ -159,12 +159,6 @@ SCRIPT = table(
     ),
     Key("args", "list", "Arguments of the script, one item each."),
     Key(
-        "redact_output",
-        "flag",
-        "Remove the values of secrets, and text that looks like a token, from the script's logs.",
-        False,
-    ),
-    Key(
         "parameters",
         "open block",
         "Parameters for the script, in the YAML file $COOKBOOK_PARAMETERS.",
