@@ -123,14 +123,12 @@ def _rehearse(
 @click.command()
 @common.recipe_arguments
 @common.own_options
-@common.flag("--dry-run", help="List the files and which are missing; download nothing.")
 @common.cluster_option
 def download(
     recipe_name: str,
     data: str | None,
     model: str | None,
     overrides: tuple[str, ...],
-    dry_run: bool,
     cluster: str | None,
 ) -> None:
     """Download a recipe's model and dataset to the shared folder, and verify every file.
@@ -142,15 +140,8 @@ def download(
     from launcher import hub
 
     recipe, site = recipe_file.load(recipe_name, overrides, None, data, model), sites.load(cluster)
-    if not dry_run:
-        for record in hub.download(recipe, site, note):
-            click.echo(str(record))
-        return
-    repositories, findings = hub.check(recipe, site)
-    failed = _show(findings, as_json=False)
-    for path, size, is_there in (row for each in repositories for row in each.rows):
-        click.echo(f"{'there' if is_there else 'missing':<8} {size / 2**20:>10,.2f} MiB  {path}")
-    sys.exit(1 if failed else 0)
+    for record in hub.download(recipe, site, note):
+        click.echo(str(record))
 
 
 def _noted(findings: Iterable[Finding], into: list[Finding]) -> Iterator[Finding]:

@@ -76,7 +76,6 @@ def _row(recipe: Recipe, root: Path) -> dict[str, Any]:
         "gpus_per_node": resources.gpus_per_node,
         "peak_gib": None if peak is None else round(peak, 2),
         "smallest_gpu": None if peak is None else gpus.smallest(peak),
-        "model": (recipe.config.get("hub") or {}).get("model"),
         "description": recipe.description,
     }
 

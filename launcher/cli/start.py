@@ -54,9 +54,8 @@ def start(
     file = (output or workflow.default_file(data)).absolute()
     made = workflow.draft(data, model, file, site, executors.choose(True), samples)
     file.write_text(made.text, encoding="utf-8")
-    needs = workflow.needed(made, site)
     click.echo(made.form)
-    for line in workflow.needed_lines(needs):
+    for line in workflow.needed(made, site):
         click.echo(line)
     for line in ["", *sample_lines(made.datasets, common.colours()), ""] if made.datasets else []:
         click.echo(line)

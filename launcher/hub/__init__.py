@@ -6,7 +6,7 @@ huggingface_hub lists, fetches and verifies; the token that it finds is never pr
 import shutil
 from pathlib import Path
 
-from launcher.check import Finding, existing_parent, failed, faults_of, of_error, ok
+from launcher.check import existing_parent
 from launcher.check.files import checkpoint_files, tokenizer_files
 from launcher.errors import HubFault, RecipeFault
 from launcher.hub import fetch
@@ -14,24 +14,6 @@ from launcher.hub.answers import in_words
 from launcher.hub.repository import Repository, Say
 from launcher.recipe.model import Recipe
 from launcher.site import Site
-
-
-def check(recipe: Recipe, cluster: Site) -> tuple[list[Repository], list[Finding]]:
-    """Ask the hub for all that the recipe names; nothing is fetched.
-
-    The findings hold every fault that can be known before the first byte.
-    """
-    repositories, findings = [], []
-    for each in _wanted(recipe, cluster):
-        try:
-            with in_words(each):
-                each.ask()
-                fetch.find_missing(each)
-            repositories.append(each)
-            findings.append(ok(each.kind, each.summary))
-        except HubFault as fault:
-            findings += of_error(each.kind, fault)
-    return repositories, findings + _room(repositories)
 
 
 def _wanted(recipe: Recipe, cluster: Site) -> list[Repository]:
@@ -69,7 +51,7 @@ def _wanted(recipe: Recipe, cluster: Site) -> list[Repository]:
     return wanted
 
 
-def _room(repositories: list[Repository]) -> list[Finding]:
+def _faults_of_room(repositories: list[Repository]) -> list[str]:
     """Compare what is still to be fetched with the free space of each filesystem."""
     needed: dict[int, tuple[Path, int]] = {}
     for each in repositories:
@@ -77,24 +59,30 @@ def _room(repositories: list[Repository]) -> list[Finding]:
         device = place.stat().st_dev
         size = sum(each.files[name].size for name in each.missing)
         needed[device] = (place, needed.get(device, (place, 0))[1] + size)
-    findings = []
-    for place, size in needed.values():
-        free = shutil.disk_usage(place).free
-        message = (
-            f"{size / 2**30:.2f} GiB are to be fetched, and {place} has {free / 2**30:.1f} GiB"
-        )
-        fault = failed("disk space", f"{message} free", "make room, or set COOKBOOK_ROOT")
-        findings.append(fault if size > free else ok("disk space", f"{message} free"))
-    return findings
+    return [
+        f"{size / 2**30:.2f} GiB are to be fetched, and {place} has {free / 2**30:.1f} GiB free: "
+        "make room, or set COOKBOOK_ROOT"
+        for place, size in needed.values()
+        if size > (free := shutil.disk_usage(place).free)
+    ]
 
 
 def download(recipe: Recipe, cluster: Site, say: Say) -> list[Path]:
     """Fetch, verify and record all that the recipe names; return the records' paths.
 
-    What is there already and whole is kept. HubFault lists every fault.
+    What is there already and whole is kept. HubFault lists every fault that can be known before the
+    first byte.
     """
-    repositories, findings = check(recipe, cluster)
-    if faults := faults_of(findings):
+    repositories, faults = [], list[str]()
+    for each in _wanted(recipe, cluster):
+        try:
+            with in_words(each):
+                each.ask()
+                fetch.find_missing(each)
+            repositories.append(each)
+        except HubFault as fault:
+            faults += fault.faults
+    if faults := [*faults, *_faults_of_room(repositories)]:
         raise HubFault(faults)
     records = []
     for each in repositories:

@@ -59,14 +59,6 @@ class Repository:
         there = f"{count - len(self.missing)} of them already there"
         return f"{text}, {there}; into {self.folder}"
 
-    @property
-    def rows(self) -> list[tuple[Path, int, bool]]:
-        """One row per file: where it goes, its size in bytes, and if it is there."""
-        return [
-            (self.place / name, file.size, name not in self.missing)
-            for name, file in sorted(self.files.items())
-        ]
-
     def ask(self) -> None:
         """Ask the hub for the commit and its files, and if this user may read them.
 

@@ -125,36 +125,6 @@ def test_a_cut_connection_a_broken_file_and_a_second_call(alice: Kit, hub: Hub, 
         assert not path.is_file() or FAKE_TOKEN.encode() not in path.read_bytes(), path
 
 
-def test_a_dry_run_lists_what_is_there_and_writes_nothing(alice: Kit, hub: Hub, tmp_path):
-    before = sorted(alice.root.rglob("*"))
-    done = download(alice, tmp_path, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[:2] for line in lines[:3]] == [["ok", "model"], ["ok", "dataset"], ["ok", "disk"]]
-    states = {line[-1]: line[0] for line in lines[3:]}
-    folder = alice.root / "models" / "tiny"
-    assert states[str(folder / "model.safetensors")] == "missing"
-    assert len(states) == 5 and str(folder / "pytorch_model.bin") not in states
-    assert hub.fetched() == [] and sorted(alice.root.rglob("*")) == before
-
-    assert download(alice, tmp_path, "~hub.dataset").returncode == 0
-    (folder / "config.json").unlink()
-    hub.requests.clear()
-    done = download(alice, tmp_path, "--dry-run", "~hub.dataset")
-    assert done.returncode == 0 and hub.fetched() == []
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("ok       model               acme/tiny-llama at ")
-    assert "4 files, 0.02 GiB, 3 of them already there" in lines[0]
-    assert lines[3].split() == ["missing", "0.00", "MiB", str(folder / "config.json")]
-    assert lines[4].split() == ["there", "22.89", "MiB", str(folder / "model.safetensors")]
-    done = download(alice, tmp_path, "--dry-run", "hub.model=acme/nothing", "hub.dataset=acme/no")
-    assert done.returncode == 1 and done.stderr == ""
-    assert [line[:16].split() for line in done.stdout.splitlines()] == [
-        ["failed", "model"],
-        ["failed", "dataset"],
-    ]
-
-
 def test_a_teacher_comes_with_its_student(alice: Kit, hub: Hub, tmp_path):
     own = ["entry=distill", "~loss", "hub.teacher=acme/tiny-llama@main"]
     done = download(alice, tmp_path, own[2])
