@@ -29,11 +29,9 @@ _KEYS = (
         "Whether a job may go back into the queue. If not, each has a successor in the queue.",
         True,
     ),
-    Key("signal", "USR1 | USR2 | HUP | INT | CONT", "Warning before the time limit.", "USR1"),
     Key("signal_lead_s", "positive", "Seconds between the warning and the limit.", 300),
     Key("gpu_hour_price", "number", "Price of a GPU-hour, for the cost of runs."),
     Key("currency", "text", "What that price is in."),
-    Key("jump_host", "host", "Host that ssh goes through to reach the login node."),
     Key("node_paths", "texts", "Paths that only the nodes have.", ()),
     Key("job_setup", "texts", "Shell lines that a job runs first.", ()),
     Key("environment", "open block", "Environment variables of each job. No secrets.", {}),
@@ -71,10 +69,8 @@ class Site:
     network_interface: str | None = None
     network_gbits: float | None = None
     requeue: bool = True
-    jump_host: str | None = None
     gpu_hour_price: float | None = None
     currency: str | None = None
-    signal: str = "USR1"
     signal_lead_s: int = 300
     node_paths: Sequence[str] = ()
     job_setup: Sequence[str] = ()

@@ -4,7 +4,6 @@ import sys
 
 import click
 
-from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, note, runs_root
 from launcher.errors import UnknownRun, UsageFault
@@ -117,9 +116,8 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
 def tensorboard(wanted: tuple[str, ...], port: int | None, cluster: str | None) -> None:
     """Serve the curves and traces of all runs, or of each RUN, on 127.0.0.1."""
     root = runs_root(cluster)
-    site = sites.load(cluster)
-    chosen = runs_of(site.root, wanted) if wanted else every(root)
+    chosen = runs_of(root.parent, wanted) if wanted else every(root)
     if not chosen:
         raise UnknownRun(none_yet(root))
     port = servers.free_port(port, server.PORTS)
-    sys.exit(server.serve(chosen, port, note, site.jump_host))
+    sys.exit(server.serve(chosen, port, note))

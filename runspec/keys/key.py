@@ -124,10 +124,6 @@ KINDS = {
         "an e-mail address or a user's name",
         _text(r"[A-Za-z0-9][A-Za-z0-9._+-]*(?:@[A-Za-z0-9.-]+)?"),
     ),
-    "host": Kind(
-        "a host such as gate.example.org or me@gate.example.org",
-        _text(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:@[A-Za-z0-9][A-Za-z0-9._-]*)?"),
-    ),
     "tracker": Kind(
         "mlflow, an MLflow server's http(s) address, wandb, wandb:PROJECT or wandb:ENTITY/PROJECT",
         _text(r"mlflow|https?://\S+|sqlite:///\S+|wandb(?::(?:[\w.-]+/)?[\w.-]+)?"),

@@ -97,7 +97,7 @@ def serve(
 
 # What is done with an endpoint, by the option that names it.
 _ACTIONS: dict[str, Callable[[Site, Endpoint, Mapping[str, Any]], None]] = {
-    "url": lambda site, one, given: _print_url(site, one, given["as_json"]),
+    "url": lambda site, one, given: _print_url(one, given["as_json"]),
     "stop": lambda site, one, given: workflow.stop(site, one, note),
     "stats": lambda site, one, given: _stats(site, one, given["since"], given["as_json"]),
     "keep": lambda site, one, given: maintenance.maintain(site, one, note, given["once"]),
@@ -262,15 +262,13 @@ def _wait(
     scaled = any(each.max_replicas is not None for each in endpoint.deployments)
     if scaled or any(map(reachable, endpoint.servers)):
         gateway.start(site, endpoint, port)
-        _print_url(site, endpoint, as_json)
+        _print_url(endpoint, as_json)
         return
     facts = endpoint.servers[0]
-    _print_url(site, endpoint, as_json, str(facts["url"]), str(facts["host"]))
+    _print_url(endpoint, as_json, str(facts["url"]), str(facts["host"]))
 
 
-def _print_url(
-    site: Site, endpoint: Endpoint, as_json: bool, url: str = "", node: str | None = None
-) -> None:
+def _print_url(endpoint: Endpoint, as_json: bool, url: str = "", node: str | None = None) -> None:
     """Print an address, by default the endpoint's; node: the only host that can reach it."""
     url = url or endpoint.url
     if as_json:
@@ -284,7 +282,7 @@ def _print_url(
     note(f"  key       {endpoint.key_file}")
     host, port = urlsplit(url).hostname, int(url.rpartition(":")[2])
     if node or not listening(host or "127.0.0.1", port, "/v1"):
-        note(f"  at home   {tunnel(port, site.jump_host, node)}")
+        note(f"  at home   {tunnel(port, node)}")
     if not node:
         note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
 
