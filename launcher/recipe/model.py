@@ -16,7 +16,7 @@ from launcher.recipe import extend
 from launcher.recipe.environment import Environment, record
 from runspec import adapters
 from runspec.engines import Records
-from runspec.keys.common import COMMON
+from runspec.keys.common import COMMON, ResourceKeys
 from runspec.keys.key import Fault, Keys, unused
 from runspec.keys.train import TrainConfig
 
@@ -96,34 +96,20 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What one run asks of Slurm; None leaves the choice to the cluster."""
-
-    nodes: int = 1
-    spare_nodes: int = 0
-    rollout_nodes: int = 0
-    gpus_per_node: int = 1
-    gpu_type: str | None = None
-    cpus_per_gpu: int | None = None
-    mem: str | None = None
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    switches: str | None = None
-    exclude: str | None = None
-    exclusive: bool = False
+class Resources(ResourceKeys):
+    """What one run asks of Slurm."""
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> Resources:
         """Return the resources that a checked block gives."""
         given: dict[str, Any] = {key: value for key, value in block.items() if value is not None}
-        rollout = given.pop("rollout", "same")
-        given["rollout_nodes"] = 0 if rollout == "same" else rollout
         given |= {key: str(given[key]) for key in ("mem", "time", "switches") if key in given}
         return cls(**given)
+
+    @property
+    def rollout_nodes(self) -> int:
+        """Number of additional nodes that generate answers."""
+        return 0 if self.rollout == "same" else int(self.rollout)
 
     @property
     def world_size(self) -> int:

@@ -263,6 +263,15 @@ def changeable(
     return setting(kind, help, default, inner, may_change=True, **more)
 
 
+def option(kind: str, help: str, default: Any = None) -> Any:
+    """Return a field that is a key, and whose value is the key's default if none is given.
+
+    Without one, texts and a block are empty.
+    """
+    empty = {"texts": tuple, "open block": dict}.get(kind, lambda: default)
+    return field(default_factory=empty, metadata={"key": Key("", kind, help, default), "inner": ()})
+
+
 def keys_of(config: type) -> dict[str, Key]:
     """Return the keys that the fields of a config's class are, and those in its `ignored`."""
     keys = [key for each in fields(config) if "key" in each.metadata for key in _keys_of(each)]
