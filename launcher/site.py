@@ -11,47 +11,10 @@ from launcher.errors import RecipeFault, SlurmFault, nearest
 from launcher.recipe.environment import variable_faults
 from launcher.recipe.model import Recipe, Resources
 from runspec.keys.common import COMMON
-from runspec.keys.key import NAME, NAME_RULE, Fault, Key, faults
+from runspec.keys.key import NAME, NAME_RULE, Fault, faults, keys_of, option
 
 if TYPE_CHECKING:
     from launcher.slurm.executors import Executor
-
-_KEYS = (
-    Key("description", "text", "One line about the site."),
-    Key("shared_root", "text", "The folder that login and compute nodes share."),
-    Key("gpu", "text", "Kind of the GPUs, as in configs/gpus.yaml."),
-    Key("gpu_request", "gpus-per-node | gres | none", "How GPUs are asked for.", "gpus-per-node"),
-    Key("network_gbits", "number", "Gbit/s of the network between nodes, per GPU."),
-    Key("network_interface", "interface", "Interface for NCCL and gloo."),
-    Key(
-        "expedited_requeue",
-        "flag",
-        "Requeue a job that lost a node at once, before all others: Slurm 25.11 and later.",
-        False,
-    ),
-    Key("signal", "USR1 | USR2 | HUP | INT | CONT", "Warning before the time limit.", "USR1"),
-    Key("signal_lead_s", "positive", "Seconds between the warning and the limit.", 300),
-    Key("gpu_hour_price", "number", "Price of a GPU-hour, for the cost of runs."),
-    Key("currency", "text", "What that price is in."),
-    Key("jump_host", "host", "Host that ssh goes through to reach the login node."),
-    Key("node_paths", "texts", "Paths that only the nodes have.", ()),
-    Key("job_setup", "texts", "Shell lines that a job runs first.", ()),
-    Key("environment", "open block", "Environment variables of each job. No secrets.", {}),
-    Key(
-        "trusted_users",
-        "texts",
-        "Users whose runs in the shared folder are replayed and adapters continued as one's own.",
-        (),
-    ),
-    Key("default_environment", "name", "Name of a file in configs/environments, for all recipes."),
-)
-# What a recipe and a site may both say: the recipe's comes first.
-_SHARED = {
-    name: key
-    for name, key in COMMON.items()
-    if name.startswith(("share", "resources", "notify", "tracking"))
-}
-KEYS = {key.name: key for key in _KEYS} | _SHARED
 
 
 @dataclass(frozen=True)
@@ -59,22 +22,30 @@ class Site:
     """A site's settings; what a recipe or an option says comes before its resources."""
 
     name: str = "default"
-    shared_root: str | None = None
-    gpu: str | None = None
-    gpu_request: str = "gpus-per-node"
-    network_interface: str | None = None
-    network_gbits: float | None = None
-    expedited_requeue: bool = False
-    jump_host: str | None = None
-    gpu_hour_price: float | None = None
-    currency: str | None = None
-    signal: str = "USR1"
-    signal_lead_s: int = 300
-    node_paths: Sequence[str] = ()
-    job_setup: Sequence[str] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    trusted_users: Sequence[str] = ()
-    default_environment: str | None = None
+    description: str | None = option("text", "One line about the site.")
+    shared_root: str | None = option("text", "The folder that login and compute nodes share.")
+    gpu: str | None = option("text", "Kind of the GPUs, as in configs/gpus.yaml.")
+    gpu_request: str = option(
+        "gpus-per-node | gres | none", "How GPUs are asked for.", "gpus-per-node"
+    )
+    network_gbits: float | None = option("number", "Gbit/s of the network between nodes, per GPU.")
+    network_interface: str | None = option("interface", "Interface for NCCL and gloo.")
+    signal_lead_s: int = option("positive", "Seconds between the warning and the limit.", 300)
+    gpu_hour_price: float | None = option("number", "Price of a GPU-hour, for the cost of runs.")
+    currency: str | None = option("text", "What that price is in.")
+    node_paths: Sequence[str] = option("texts", "Paths that only the nodes have.")
+    job_setup: Sequence[str] = option("texts", "Shell lines that a job runs first.")
+    environment: dict[str, str] = option(
+        "open block", "Environment variables of each job. No secrets."
+    )
+    trusted_users: Sequence[str] = option(
+        "texts",
+        "Users whose runs in the shared folder are replayed and adapters continued as one's own.",
+    )
+    default_environment: str | None = option(
+        "name", "Name of a file in configs/environments, for all recipes."
+    )
+    # What a recipe and a site may both say: the recipe's comes first.
     resources: dict[str, Any] = field(default_factory=dict)
     notify: dict[str, Any] = field(default_factory=dict)
     share: str = "private"
@@ -84,6 +55,10 @@ class Site:
     def root(self) -> Path:
         """The folder that login and compute nodes share."""
         return paths.shared_root(self.shared_root)
+
+
+_SHARED = ("share", "resources", "notify", "tracking")
+KEYS = keys_of(Site) | {name: key for name, key in COMMON.items() if name.startswith(_SHARED)}
 
 
 def load(name: str | None = None) -> Site:
@@ -105,7 +80,6 @@ def load(name: str | None = None) -> Site:
     if wrong := [*faults(config, KEYS), *_own_faults(config)]:
         raise RecipeFault([f"{fault.text}, in {_place(path, fault.key)}" for fault in wrong])
     values = {key: value for key, value in config.items() if value is not None}
-    values.pop("description", None)
     variables = values.get("environment", {})
     values["environment"] = {key: str(value) for key, value in variables.items()}
     return Site(name=chosen, **values)

@@ -1,11 +1,7 @@
-"""Keeps secrets out of what is printed and recorded. Standard library only.
-
-As a program it copies standard input to standard output: python -P -m runspec.redact
-"""
+"""Keeps secrets out of messages and records. Standard library only."""
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,15 +36,3 @@ def _content(path: str) -> str:
         return Path(path).read_text(encoding="utf-8", errors="replace").rstrip("\n")
     except OSError:
         return ""
-
-
-def main() -> None:
-    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-    sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-    for line in sys.stdin:
-        sys.stdout.write(redacted(line))
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

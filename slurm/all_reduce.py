@@ -1,4 +1,4 @@
-"""Measure collectives and matrix products on all ranks: torchrun ... slurm/all_reduce.py cpu|cuda
+"""Measure the ranks of a node: torchrun --nproc-per-node N slurm/all_reduce.py cpu|cuda
 
 Started by slurm/node_check.sh. Rank 0 prints "@ collective NAME RANKS MIB SECONDS GB_PER_S" of an
 all-reduce and an all-gather at two sizes: the size of the buffer, the time of one of them, and the
@@ -84,4 +84,4 @@ def products(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Run by `cookbook doctor` on a node and passed as text: it must work even if the node sees none of
 # the kit's files. Each answer is a line "@ key value"; everything else is ignored.
-# Needs SHARED, VENV, COOKBOOK, FULL (yes or no), NODES, RANKS_PER_NODE, ACCELERATOR.
+# Needs SHARED, VENV, COOKBOOK, MEASURES (yes or no), RANKS_PER_NODE, ACCELERATOR.
 
 report() { printf '@ %s\n' "$*"; }
 
@@ -20,14 +20,14 @@ check_files() {
   if [ -r "$COOKBOOK/slurm/node.sh" ]; then report checkout yes; else report checkout no; fi
 }
 
-# An import takes seconds on a network filesystem: without FULL the packages are only searched for.
+# An import takes seconds on a network filesystem: if nothing is measured the packages are only searched for.
 check_python() {
   local program answer started
   if [ ! -x "$VENV/bin/python" ]; then
     report python missing
     return
   fi
-  if [ "$FULL" = yes ]; then
+  if [ "$MEASURES" = yes ]; then
     program='import torch, torchtune
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print("torch", torch.__version__, "sees", gpus, "GPUs")'
@@ -79,19 +79,17 @@ check_disk() {
   report disk "$folder $(df -Pk "$folder" 2>/dev/null | awk 'NR == 2 {print $4}')"
 }
 
-# Runs a program on all ranks of all nodes as a training job does: with the same rendezvous and variables.
+# Runs a program on the ranks of this node, with the variables of a training job.
 on_ranks() ( # seconds folder program...
-  local limit_s=$1 first
-  export RUN_DIR=$2 LOGS=$2/logs/0 ATTEMPT=0 COOKBOOK_ATTEMPT=0 HEAD_ADDR HEAD_PORT ONE_HOST NODES RANKS_PER_NODE
-  export VENV COOKBOOK RENDEZVOUS_WAIT_S=60 FILES_WAIT_S=5
+  local limit_s=$1
+  export RUN_DIR=$2 LOGS=$2/logs/0 ATTEMPT=0 COOKBOOK_ATTEMPT=0 HEAD_ADDR=localhost HEAD_PORT ONE_HOST=yes NODES=1
+  export RANKS_PER_NODE VENV COOKBOOK FILES_WAIT_S=5
   shift 2
   mkdir -p "$LOGS"
-  first=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c 'from slurm import nodes; print(*nodes.head_of_job())') || return 1
-  read -r HEAD_ADDR HEAD_PORT ONE_HOST <<<"$first"
+  HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c "from slurm.rendezvous import port_of; print(port_of('$SLURM_JOB_ID', 0))") || return 1
   # shellcheck source=slurm/node.sh
   source "$COOKBOOK/slurm/node.sh"
-  timeout --kill-after=10 "$limit_s" python -P -m torch.distributed.run \
-    --nnodes="$NODES" --node-rank="$NODE_RANK" --nproc-per-node="$RANKS_PER_NODE" \
+  timeout --kill-after=10 "$limit_s" python -P -m torch.distributed.run --nproc-per-node="$RANKS_PER_NODE" \
     --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" --max-restarts=0 "$@"
 )
 
@@ -103,7 +101,7 @@ check_network
 check_gpus
 check_files
 check_python
-if [ "$FULL" = yes ]; then
+if [ "$MEASURES" = yes ]; then
   if answer=$(on_ranks 120 "$SHARED" "$COOKBOOK/slurm/all_reduce.py" "$ACCELERATOR" 2>&1); then
     grep '^@ ' <<<"$answer"
   else

@@ -7,9 +7,8 @@ log=$LOGS/rank_$rank.log
 # A container may know its interpreter by another name.
 python=${ENV_PYTHON:-python}
 keep() { tee -a "$log" | sed -u "s/^/[$rank] /"; }
-redact() { PYTHONPATH=$COOKBOOK "$python" -P -m runspec.redact; }
 # These processes must survive a signal to the whole step, or the rank's last lines would be lost.
-write() { trap '' TERM INT HUP; if [ "${REDACT:-no}" = yes ]; then redact | keep; else keep; fi; }
+write() { trap '' TERM INT HUP; keep; }
 if [ -n "${RANK:-}" ]; then
   # Where a rank's exception is recorded: the trainer, and any function under torch's @record, write it.
   export TORCHELASTIC_ERROR_FILE=$LOGS/error_rank_$rank.json

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All experiments of course.yaml with tiny models on CPUs: bash examples/large_models/run.sh
+# All experiments of the course with tiny models on CPUs: bash examples/large_models/run.sh
 # Takes about ten minutes on two cores. Nothing is downloaded; it runs without Slurm.
 # MEMORY_GIB: what a rank may allocate, as a GPU's memory would limit it.
 # LITGPT_VENV: a virtual environment with LitGPT, which then runs the experiments of litgpt.yaml too.
@@ -17,7 +17,9 @@ PYTHONPATH=$here/../.. python "$here/models.py" "$COOKBOOK_ROOT"
 settings=(hub=null "dataset.source=$COOKBOOK_ROOT/instructions" dataset.split=train tokenizer.max_seq_len=128
   max_steps_per_epoch=3 log_every_n_steps=1 save_every_n_steps=1000)
 step "prediction"
-cookbook sweep "$here/course.yaml" --local --dry-run "${settings[@]}" | grep -B99 "predicted for" || true
+for study in one_gpu four_gpus; do
+  cookbook sweep "$study" --local --dry-run "${settings[@]}" | grep -B99 "predicted for" || true
+done
 
 # Runs a command with limited private memory. What exceeds it ends as "can't allocate memory".
 limited() (
@@ -25,12 +27,14 @@ limited() (
   "$@"
 )
 step "measurement"
-limited cookbook sweep "$here/course.yaml" --local "${settings[@]}" || true
+for study in one_gpu four_gpus; do
+  limited cookbook sweep "$study" --local "${settings[@]}" || true
+done
 
 step "table and plots"
-cookbook results course --format json >"$COOKBOOK_ROOT/results.json"
+cookbook results one_gpu four_gpus --format json >"$COOKBOOK_ROOT/results.json"
 python "$here/table.py" "$COOKBOOK_ROOT"
-cookbook report course --output "$COOKBOOK_ROOT/report.html"
+cookbook report one_gpu four_gpus --output "$COOKBOOK_ROOT/report.html"
 
 [ -n "${LITGPT_VENV:-}" ] || exit 0
 step "LitGPT itself"

@@ -1,6 +1,6 @@
 """What every check shares: what is checked, and what a check found.
 
-The checks before the queue, doctor, the node check and the download all answer with findings.
+The checks before the queue, doctor and the download all answer with findings.
 """
 
 from collections.abc import Callable, Iterable

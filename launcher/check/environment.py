@@ -62,7 +62,7 @@ def torch_build(context: Context) -> Iterable[Finding]:
     message += f"{driver[1]}.{driver[2]}"
     # Without a queue the job runs on this host; the nodes may have another driver.
     if context.executor.queued:
-        return [warning(subject, message, "compare with the nodes: cookbook doctor --node")]
+        return [warning(subject, message, "compare with the nodes: cookbook doctor")]
     return [failed(subject, message, "bash setup.sh --torch cu126")]
 
 

@@ -12,12 +12,9 @@ import click
 from launcher import site as sites
 from launcher.check import Finding, faults_of, preflight
 from launcher.check import doctor as examination
-from launcher.check.doctor.ask import Options
-from launcher.check.doctor.nodes import table
 from launcher.check.samples import read as read_samples
 from launcher.cli import common
 from launcher.cli.common import note
-from launcher.cli.number import FloatRange, IntRange
 from launcher.cli.samples import lines as sample_lines
 from launcher.do import rehearse
 from launcher.do.submit import context, plan
@@ -32,7 +29,7 @@ from launcher.slurm import executors
 @common.flag("--local", help="Check for submit --local: Slurm is not queried.")
 @click.option(
     "--samples",
-    type=IntRange(min=1),
+    type=click.IntRange(min=1),
     metavar="N",
     help="Also print the first N samples with their trained tokens marked, and count the tokens "
     "of the first 1,000.",
@@ -80,28 +77,23 @@ def check(
 
 
 @click.command()
-@common.flag("--node-check", help="Check every node of the partition, with one job.")
 @click.option(
     "--rehearse",
     metavar="RECIPE",
     help="Rehearse a recipe on one node in ten minutes: links, products, steps, resume, export.",
 )
-@click.option("--nodes", type=IntRange(min=1), help="With --node-check: number of nodes.")
 @click.option(
     "--wait",
     "wait_s",
-    type=FloatRange(min=1, max=3600),
+    type=click.FloatRange(min=1, max=3600),
     metavar="SECONDS",
-    help="How long the job may wait to start. [default: 3; with --node-check 60, with "
-    "--rehearse 600]",
+    help="How long the job may wait to start. [default: 3; with --rehearse 600]",
 )
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @common.json_option
 @common.cluster_option
 def doctor(
-    node_check: bool,
     rehearse: str | None,
-    nodes: int | None,
     wait_s: float | None,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -112,22 +104,12 @@ def doctor(
     The exit status is 1 if a check or a part of --rehearse fails. With --rehearse, KEY=VALUE
     overrides a key of the recipe.
     """
-    if node_check and rehearse:
-        raise click.UsageError("--node-check and --rehearse exclude each other")
     if overrides and not rehearse:
         raise click.UsageError(f"{overrides[0]} requires --rehearse RECIPE")
-    if nodes and not node_check:
-        raise click.UsageError("--nodes requires --node-check")
     if rehearse:
         _rehearse(sites.load(cluster), rehearse, overrides, wait_s or 600, as_json)
-    options = Options.node_check(nodes, wait_s) if node_check else Options(wait_s=wait_s or 3)
-    if node_check:
-        note("checking the nodes; this takes about a minute once they are free")
-    findings, nodes_asked = examination.examine(sites.load(cluster), options)
-    failed = _show(findings, as_json, nodes=nodes_asked)
-    if nodes_asked and not as_json:
-        click.echo("\n".join(["", *table(nodes_asked)]))
-    sys.exit(1 if failed else 0)
+    findings = examination.examine(sites.load(cluster), wait_s or 3)
+    sys.exit(1 if _show(findings, as_json) else 0)
 
 
 def _rehearse(
@@ -141,20 +123,12 @@ def _rehearse(
 @click.command()
 @common.recipe_arguments
 @common.own_options
-@click.option("--revision", metavar="R", help="The model's branch, tag or commit. [default: main]")
-@common.flag("--allow-pickle", help="Also download pickle files, which can run code when opened.")
-@common.flag("--dry-run", help="List the files and which are missing; download nothing.")
-@common.flag("--json", "as_json", help="With --dry-run: print JSON.")
 @common.cluster_option
 def download(
     recipe_name: str,
     data: str | None,
     model: str | None,
     overrides: tuple[str, ...],
-    revision: str | None,
-    allow_pickle: bool,
-    dry_run: bool,
-    as_json: bool,
     cluster: str | None,
 ) -> None:
     """Download a recipe's model and dataset to the shared folder, and verify every file.
@@ -165,20 +139,9 @@ def download(
     # Imported late: the hub's client takes a while.
     from launcher import hub
 
-    if as_json and not dry_run:
-        raise click.UsageError("--json requires --dry-run")
     recipe, site = recipe_file.load(recipe_name, overrides, None, data, model), sites.load(cluster)
-    if not dry_run:
-        for record in hub.download(recipe, site, revision, allow_pickle, note):
-            click.echo(str(record))
-        return
-    repositories, findings = hub.check(recipe, site, revision, allow_pickle)
-    files = [row for each in repositories for row in each.rows]
-    failed = _show(findings, as_json, files=files)
-    for row in [] if as_json else files:
-        state = "there" if row["there"] else "missing"
-        click.echo(f"{state:<8} {row['size'] / 2**20:>10,.2f} MiB  {row['path']}")
-    sys.exit(1 if failed else 0)
+    for record in hub.download(recipe, site, note):
+        click.echo(str(record))
 
 
 def _noted(findings: Iterable[Finding], into: list[Finding]) -> Iterator[Finding]:

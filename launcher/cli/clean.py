@@ -1,6 +1,5 @@
 """cookbook clean"""
 
-import json
 import sys
 from collections import defaultdict
 
@@ -8,40 +7,24 @@ import click
 
 from launcher import site as sites
 from launcher.cli import common
-from launcher.cli.number import IntRange
 from launcher.do import clean as workflow
-
-_DAY_S = 86400
 
 
 @click.command()
 @common.flag("--yes", help="Remove them.")
-@click.option(
-    "--older",
-    type=IntRange(min=0),
-    default=7,
-    show_default=True,
-    metavar="DAYS",
-    help="Include tokenised data that no run has used for this number of days.",
-)
-@common.json_option
 @common.cluster_option
-def clean(yes: bool, older: int, as_json: bool, cluster: str | None) -> None:
+def clean(yes: bool, cluster: str | None) -> None:
     """List what can be removed without losing anything, with its size; --yes removes it.
 
-    These are caches, tokenised data, code and environments that no run uses, what killed commands
-    left, and checkpoints that training has put aside as damaged. Runs, models and datasets stay,
-    and while runs wait or run, so does tokenised data. A colleague's run that cannot be read counts
-    as waiting until its directory has not changed for 30 days.
+    These are tokenised data that no run has used for a week, code and environments that no run
+    uses, what killed commands left, and checkpoints that training has put aside as damaged. Runs,
+    models and datasets stay, and while runs wait or run, so does tokenised data. A colleague's run
+    that cannot be read counts as waiting until its directory has not changed for 30 days.
     """
     root = sites.load(cluster).root
     living = workflow.alive(root)
-    items = workflow.find(root, older * _DAY_S, living)
+    items = workflow.find(root, living)
     kept = workflow.remove(items) if yes else []
-    if as_json:
-        rows = [{"reason": i.reason, "path": str(i.path), "bytes": i.size} for i in items]
-        click.echo(json.dumps({"items": rows, "removed": yes, "kept": [str(i.path) for i in kept]}))
-        sys.exit(1 if kept else 0)
     by_reason = defaultdict(list)
     for item in items:
         by_reason[item.reason].append(item)

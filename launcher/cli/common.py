@@ -12,7 +12,6 @@ import click
 
 from launcher import site as sites
 from launcher.cli import completion
-from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
 from launcher.run import directory
 from launcher.slurm.executors import title
@@ -80,7 +79,7 @@ def own_options(command: Command) -> Command:
 
 def resource_options(command: Command) -> Command:
     """Add the most common requests to Slurm to a command."""
-    number = IntRange(min=1)
+    number = click.IntRange(min=1)
     options = (
         ("--nodes", number, None, "Number of nodes."),
         ("--gpus-per-node", number, None, "GPUs per node, with one rank each."),

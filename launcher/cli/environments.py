@@ -1,6 +1,5 @@
 """cookbook environments"""
 
-import json
 import time
 
 import click
@@ -12,9 +11,8 @@ from launcher.run import built
 
 
 @click.command()
-@common.json_option
 @common.cluster_option
-def environments(as_json: bool, cluster: str | None) -> None:
+def environments(cluster: str | None) -> None:
     """List the environments in configs/environments, and yours that were built.
 
     A built environment is shared by all your runs with the same dependencies. It is listed with its
@@ -23,21 +21,6 @@ def environments(as_json: bool, cluster: str | None) -> None:
     site = sites.load(cluster)
     named = [environment.Environment.of(environment.record(each)) for each in environment.names()]
     built_environments = built.listed(site.root)
-    if as_json:
-        records = [{"name": each.name, "kind": each.kind} for each in named]
-        rows = [
-            {
-                "id": each.path.name,
-                "path": str(each.path),
-                "dependencies": each.dependencies,
-                "bytes": each.size,
-                "used": each.used,
-                "runs": each.runs,
-            }
-            for each in built_environments
-        ]
-        click.echo(json.dumps({"records": records, "built": rows}, indent=1))
-        return
     for each in named:
         default = " (default of this site)" * (each.name == site.default_environment)
         click.echo(f"{each.name:<16}  {each.kind:<9}  {each.description or ''}{default}")

@@ -1,6 +1,5 @@
 """cookbook models"""
 
-import json
 from collections.abc import Iterator, Mapping
 
 import click
@@ -13,8 +12,7 @@ Rows = Mapping[str, Mapping[str, bool | str]]
 
 @click.command()
 @click.argument("family", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def models(family: str | None, as_json: bool) -> None:
+def models(family: str | None) -> None:
     """List the model families and what the trainer supports for each, or explain FAMILY.
 
     FAMILY is the model_type in a model's config.json. The list covers Hub models that a recipe
@@ -31,10 +29,7 @@ def models(family: str | None, as_json: bool) -> None:
                 "recipe, and see what the trainer reports with cookbook check"
             )
         known = {name: known[name]}
-    if as_json:
-        click.echo(json.dumps(known, indent=1))
-    else:
-        click.echo("\n".join(_table(known) if family is None else _reasons(known)))
+    click.echo("\n".join(_table(known) if family is None else _reasons(known)))
 
 
 def _table(known: Rows) -> Iterator[str]:

@@ -4,10 +4,8 @@ import sys
 
 import click
 
-from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, note, runs_root
-from launcher.cli.number import IntRange
 from launcher.errors import UnknownRun, UsageFault
 from launcher.look import logs as log_files
 from launcher.look import servers
@@ -19,7 +17,7 @@ from launcher.run.directory import Run
 from launcher.run.find import every, find, none_yet
 from launcher.run.sweeps import runs_of
 
-_COUNT = IntRange(min=0)
+_COUNT = click.IntRange(min=0)
 
 
 @click.command()
@@ -29,7 +27,6 @@ _COUNT = IntRange(min=0)
 )
 @click.option("--rank", "ranks", multiple=True, metavar="N", help="Logs of ranks: 3, 0-3,8, all.")
 @flag("--job", help="Also the job script's log.")
-@flag("--rollouts", help="Logs of the samplers, which generate answers.")
 @click.option("--attempt", type=_COUNT, help="An earlier attempt. [default: the newest]")
 @click.option(
     "--tail",
@@ -44,7 +41,6 @@ def logs(
     nodes: tuple[str, ...],
     ranks: tuple[str, ...],
     job: bool,
-    rollouts: bool,
     attempt: int | None,
     tail: str | None,
     first_error: bool,
@@ -59,7 +55,7 @@ def logs(
     if first_error:
         _show_first_error(chosen, attempt, 30 if count is None else count)
         return
-    wanted = log_files.Wanted(ranks, nodes, job, rollouts, attempt)
+    wanted = log_files.Wanted(ranks, nodes, job, attempt)
     if follow:
         try:
             for line in log_files.follow(chosen, wanted, count):
@@ -113,16 +109,15 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
 @click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...", shell_complete=completion.runs)
 @click.option(
     "--port",
-    type=IntRange(1024, 65535),
+    type=click.IntRange(1024, 65535),
     help="Port on 127.0.0.1. [default: the first free from 6006]",
 )
 @cluster_option
 def tensorboard(wanted: tuple[str, ...], port: int | None, cluster: str | None) -> None:
     """Serve the curves and traces of all runs, or of each RUN, on 127.0.0.1."""
     root = runs_root(cluster)
-    site = sites.load(cluster)
-    chosen = runs_of(site.root, wanted) if wanted else every(root)
+    chosen = runs_of(root.parent, wanted) if wanted else every(root)
     if not chosen:
         raise UnknownRun(none_yet(root))
     port = servers.free_port(port, server.PORTS)
-    sys.exit(server.serve(chosen, port, note, site.jump_host))
+    sys.exit(server.serve(chosen, port, note))

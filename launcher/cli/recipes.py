@@ -21,22 +21,18 @@ from launcher.recipe.needs import needs
 @click.command()
 @click.argument("name", required=False, shell_complete=completion.recipes)
 @click.option("--key", metavar="KEY", help="Explain a recipe key, such as dataset.packed.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_option
-def recipes(name: str | None, key: str | None, as_json: bool, cluster: str | None) -> None:
+def recipes(name: str | None, key: str | None, cluster: str | None) -> None:
     """List the recipes, show NAME with all settings resolved, or explain a KEY."""
-    answer: Any
     if key is not None:
-        answer = entries.explain(key)
-        lines = _explanation(answer)
-    elif name is not None:
-        answer = recipe_file.load(name).resolved(sites.load(cluster).root, "RUN_DIRECTORY")
-        lines = iter(yamlfile.dump(answer).splitlines())
+        click.echo("\n".join(_explanation(entries.explain(key))))
+        return
+    root = sites.load(cluster).root
+    if name is not None:
+        resolved = recipe_file.load(name).resolved(root, "RUN_DIRECTORY")
+        click.echo(yamlfile.dump(resolved), nl=False)
     else:
-        root = sites.load(cluster).root
-        answer = list(_rows(root))
-        lines = _table(answer)
-    click.echo(json.dumps(answer, indent=1) if as_json else "\n".join(lines))
+        click.echo("\n".join(_table(list(_rows(root)))))
 
 
 def _explanation(about: dict[str, Any]) -> Iterator[str]:
@@ -80,7 +76,6 @@ def _row(recipe: Recipe, root: Path) -> dict[str, Any]:
         "gpus_per_node": resources.gpus_per_node,
         "peak_gib": None if peak is None else round(peak, 2),
         "smallest_gpu": None if peak is None else gpus.smallest(peak),
-        "model": (recipe.config.get("hub") or {}).get("model"),
         "description": recipe.description,
     }
 

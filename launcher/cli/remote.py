@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from launcher import paths
-from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
 from launcher.remote import chosen
 from runspec import files
@@ -63,7 +62,7 @@ def fetch(
 
 @click.command()
 @click.argument("run")
-@click.argument("port", type=IntRange(1, 65535))
+@click.argument("port", type=click.IntRange(1, 65535))
 @_cluster_option
 @click.pass_context
 def forward(ctx: click.Context, run: str, port: int, cluster: str | None) -> None:

@@ -1,6 +1,5 @@
 """cookbook results, report, diff and replay"""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,7 @@ import click
 
 from launcher import site as sites
 from launcher.cli import completion
-from launcher.cli.common import cluster_option, flag, json_option, note, runs_root, since_option
-from launcher.cli.number import FloatRange
+from launcher.cli.common import cluster_option, flag, note, runs_root, since_option
 from launcher.do import replay as replaying
 from launcher.errors import UnknownRun, UsageFault
 from launcher.look import diff as comparison
@@ -30,7 +28,6 @@ _NEWEST = 20
 @click.option(
     "--sort", metavar="COLUMN", help="Column name as in --format json; -COLUMN: highest first."
 )
-@click.option("--price", type=FloatRange(min=0), help="Price of a GPU-hour. [default: the site's]")
 @cluster_option
 def results(
     wanted: tuple[str, ...],
@@ -38,14 +35,12 @@ def results(
     since: str | None,
     form: str,
     sort: str | None,
-    price: float | None,
     cluster: str | None,
 ) -> None:
     """Compare runs: the settings that differ, and loss, speed, memory, GPU-hours and cost.
 
     A SWEEP means all its runs. Without RUN, the newest 20 are compared. The lowest val_loss comes
-    first, or, if no run has one, the lowest mean loss of the last 10 % of the steps. LOST is the
-    part of the GPU-hours whose steps are not in a checkpoint.
+    first, or, if no run has one, the lowest mean loss of the last 10 % of the steps.
     """
     site = sites.load(cluster)
     root = runs_root(cluster)
@@ -64,12 +59,11 @@ def results(
             if every(root)
             else none_yet(root)
         )
-    rate = site.gpu_hour_price if price is None else price
+    rate = site.gpu_hour_price
     rows, keys = compare(chosen, rate)
     click.echo(shown(ordered(rows, sort), keys, form))
     if rate is not None and form == "table":
-        unit = f" {site.currency}" if site.currency and price is None else ""
-        note(f"COST is at {rate:g}{unit} per GPU-hour")
+        note(f"COST is at {rate:g} {site.currency or ''}".rstrip() + " per GPU-hour")
 
 
 @click.command()
@@ -82,11 +76,8 @@ def results(
     type=click.Path(path_type=Path, dir_okay=False),
     help="Output file. [default: report.html in the run's directory, or here for several runs]",
 )
-@click.option("--price", type=FloatRange(min=0), help="Price of a GPU-hour. [default: the site's]")
 @cluster_option
-def report(
-    wanted: tuple[str, ...], output: Path | None, price: float | None, cluster: str | None
-) -> None:
+def report(wanted: tuple[str, ...], output: Path | None, cluster: str | None) -> None:
     """Write an HTML report of each RUN: curves, outcome, attempts, profile, provenance.
 
     It includes the evaluations of the model.
@@ -98,8 +89,7 @@ def report(
     site = sites.load(cluster)
     runs = runs_of(site.root, wanted)
     target = output or (runs[0].path if len(runs) == 1 else Path.cwd()) / "report.html"
-    rate = site.gpu_hour_price if price is None else price
-    for fault in reports.write(runs, target, rate):
+    for fault in reports.write(runs, target, site.gpu_hour_price):
         note(f"skipped: {fault}")
     click.echo(target)
 
@@ -107,16 +97,11 @@ def report(
 @click.command()
 @click.argument("a", shell_complete=completion.runs)
 @click.argument("b", shell_complete=completion.runs)
-@json_option
 @cluster_option
-def diff(a: str, b: str, as_json: bool, cluster: str | None) -> None:
+def diff(a: str, b: str, cluster: str | None) -> None:
     """Show the differences between runs A and B, and whether only one thing changed."""
     root = runs_root(cluster)
-    one, other = find(root, a), find(root, b)
-    if as_json:
-        click.echo(json.dumps(comparison.as_json(one, other), indent=1))
-    else:
-        click.echo("\n".join(comparison.lines(one, other)))
+    click.echo("\n".join(comparison.lines(find(root, a), find(root, b))))
 
 
 @click.command()

@@ -1,6 +1,5 @@
 """cookbook start"""
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from launcher import site as sites
 from launcher.check import faults_of
 from launcher.cli import common
 from launcher.cli.common import note
-from launcher.cli.number import IntRange
 from launcher.cli.samples import lines as sample_lines
 from launcher.do import start as workflow
 from launcher.slurm import executors
@@ -28,20 +26,18 @@ from launcher.slurm import executors
 )
 @click.option(
     "--samples",
-    type=IntRange(min=0),
+    type=click.IntRange(min=0),
     default=3,
     show_default=True,
     metavar="N",
     help="Number of samples to print.",
 )
-@common.json_option
 @common.cluster_option
 def start(
     data: str,
     model: str | None,
     output: Path | None,
     samples: int,
-    as_json: bool,
     cluster: str | None,
 ) -> None:
     """Write a recipe that fine-tunes MODEL on DATA, and show what it needs.
@@ -58,14 +54,8 @@ def start(
     file = (output or workflow.default_file(data)).absolute()
     made = workflow.draft(data, model, file, site, executors.choose(True), samples)
     file.write_text(made.text, encoding="utf-8")
-    needs = workflow.needed(made, site)
-    if as_json:
-        answer = {"recipe": str(file), "form": made.form, "needs": needs, "samples": made.datasets}
-        faults = [each.line for each in made.findings]
-        click.echo(json.dumps({**answer, "notes": faults, "next": [*workflow.next_commands(made)]}))
-        return
     click.echo(made.form)
-    for line in workflow.needed_lines(needs):
+    for line in workflow.needed(made, site):
         click.echo(line)
     for line in ["", *sample_lines(made.datasets, common.colours()), ""] if made.datasets else []:
         click.echo(line)

@@ -25,7 +25,7 @@ from launcher.look.text import plain as harmless
 from launcher.look.watch import watch_all
 from launcher.plugins import hooks
 from launcher.run.directory import Run
-from launcher.run.find import every, foreign, made_since, none_yet
+from launcher.run.find import every, made_since, none_yet
 from launcher.run.states import judged
 from launcher.run.sweeps import runs_of
 
@@ -36,9 +36,6 @@ _NEWEST = 20
 @click.argument("run", required=False, shell_complete=completion.runs)
 @flag("--all", "show_all", help=f"All runs, not only the newest {_NEWEST}.")
 @click.option("--state", "wanted", multiple=True, metavar="STATE", help="Runs in this state.")
-@click.option(
-    "--recipe", multiple=True, metavar="NAME", help="Runs of this recipe; * matches any text."
-)
 @since_option("Runs made since")
 @json_option
 @cluster_option
@@ -46,7 +43,6 @@ def status(
     run: str | None,
     show_all: bool,
     wanted: tuple[str, ...],
-    recipe: tuple[str, ...],
     since: str | None,
     as_json: bool,
     cluster: str | None,
@@ -54,12 +50,12 @@ def status(
     """Show the newest runs, or the details of one RUN.
 
     RUN is a name, a unique part of it, a job id, or last. The name of a sweep lists its runs.
-    --state and --recipe may be given more than once.
+    --state may be given more than once.
     """
     root = runs_root(cluster)
     if run is not None:
-        if wanted or recipe or since or show_all:
-            raise UsageFault("RUN is one run: leave out --all, --state, --recipe and --since")
+        if wanted or since or show_all:
+            raise UsageFault("RUN is one run: leave out --all, --state and --since")
         named = runs_of(sites.load(cluster).root, [run])
         if len(named) > 1:
             rows, _ = chosen(named, None)
@@ -73,14 +69,14 @@ def status(
         return
     runs = made_since(every(root), since)
     limit = None if show_all else _NEWEST
-    rows, torn = chosen(runs, limit, wanted, recipe)
+    rows, torn = chosen(runs, limit, wanted)
     if rows or as_json:
         _show(rows, as_json)
     else:
         note("no run matches" if every(root) else none_yet(root))
     if limit is not None and len(rows) == limit < len(runs):
         note(f"the newest {limit} of {len(runs)} runs; more: cookbook status --all")
-    if names := [harmless(name) for name in (*foreign(root), *torn)]:
+    if names := [harmless(name) for name in torn]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         note(f"skipped in {root}, because it is not a run: {', '.join(names[:3])}{more}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from typing import Any
@@ -12,7 +11,6 @@ import click
 from launcher import site as sites
 from launcher.cli import common, completion
 from launcher.cli.common import note
-from launcher.cli.number import IntRange
 from launcher.do import sweep as workflow
 from launcher.plugins import hook
 from launcher.recipe import sweep as sweeps_of_the_kit
@@ -27,25 +25,21 @@ from launcher.slurm.executors import Executor
     "words", nargs=-1, metavar="[NAME] [KEY=VALUE]...", shell_complete=completion.sweeps
 )
 @common.resource_options
-@click.option("--parallel", type=IntRange(min=1), help="Maximum number of concurrent runs.")
-@common.flag("--fitting", help="Leave out the cells that are predicted not to fit.")
+@click.option("--parallel", type=click.IntRange(min=1), help="Maximum number of concurrent runs.")
 @common.flag(
     "--dry-run", help="Print the prediction of every cell and the job arrays; submit nothing."
 )
 @common.flag("--resume", help="Restart the unfinished runs of the sweep NAME.")
 @common.flag("--local", help="Run on this host, without Slurm, and wait for the end.")
 @common.flag("--no-check", help="Skip the checks that can be skipped.")
-@common.json_option
 @common.cluster_option
 def sweep(
     words: tuple[str, ...],
     parallel: int | None,
-    fitting: bool,
     dry_run: bool,
     resume: bool,
     local: bool,
     no_check: bool,
-    as_json: bool,
     cluster: str | None,
     **resources: str | int | None,
 ) -> None:
@@ -59,70 +53,45 @@ def sweep(
     name, overrides = (words[0], words[1:]) if words else (None, ())
     given = {key: value for key, value in resources.items() if value is not None}
     if name is None:
-        if given or parallel or any((fitting, dry_run, resume, local, no_check, as_json)):
+        if given or parallel or any((dry_run, resume, local, no_check)):
             raise click.UsageError("NAME is missing. List the sweeps with: cookbook sweep")
         _list(site)
         return
     executor = executors.choose(local)
     if resume:
-        if overrides or given or fitting or dry_run or no_check:
-            raise click.UsageError(
-                "--resume can be combined only with --parallel, --local and --json"
-            )
-        _resume(site, name, parallel, executor, as_json)
+        if overrides or given or dry_run or no_check:
+            raise click.UsageError("--resume can be combined only with --parallel and --local")
+        _resume(site, name, parallel, executor)
         return
     definition = sweeps_of_the_kit.load(name)
     planned = workflow.plan_sweep(definition, site, executor, overrides, given, parallel)
-    predicted = _predicted(planned) if fitting or dry_run else None
-    if fitting:
-        planned = _fitting(planned, predicted)
     if dry_run:
-        _show(planned, predicted, executor, no_check, as_json)
+        _show(planned, executor, no_check)
         return
     made = workflow.submit_sweep(planned, note, no_check)
     if executor.arrays:
-        _tell(made, as_json)
+        _tell(made)
         return
-    _run_here(made, executor, parallel, as_json)
+    _run_here(made, executor, parallel)
 
 
 def _predicted(planned: workflow.PlannedSweep) -> Any:
-    """What the hook "predicted_sweep" makes of number, name and recipe of each cell, the root of
-    runs and the name of a GPU: `cells`, each with its number, name and fits; `as_json`; `lines`.
-    None without a plug-in that predicts.
+    """What the hook "predicted_sweep" makes of name and recipe of each cell, the root of runs and
+    the name of a GPU: its `lines`. None without a plug-in that predicts.
     """
     predict = hook("predicted_sweep")
-    cells = [(cell.number, cell.name, planned.runs[cell.number].recipe) for cell in planned.cells]
+    cells = [(cell.name, planned.runs[cell.number].recipe) for cell in planned.cells]
     gpu = planned.sweep.gpu or planned.site.gpu
     return None if predict is None else predict(cells, planned.site.root, gpu)
 
 
-def _fitting(planned: workflow.PlannedSweep, predicted: Any) -> workflow.PlannedSweep:
-    """The cells that are predicted to fit; the others are named."""
-    if predicted is None:
-        raise click.UsageError("--fitting: no plug-in that predicts memory is installed")
-    for each in predicted.cells:
-        if not each.fits:
-            note(f"left out, because it is predicted not to fit: {each.name}")
-    fitting = workflow.only(planned, (each.number for each in predicted.cells if each.fits))
-    if not fitting.runs:
-        raise click.UsageError("--fitting: no cell is predicted to fit")
-    return fitting
-
-
 def _show(
     planned: workflow.PlannedSweep,
-    predicted: Any,
     executor: Executor,
     no_check: bool,
-    as_json: bool,
 ) -> None:
     """Print what would be submitted, and what would refuse it."""
-    if as_json:
-        names = [{"cell": each.number, "name": each.name} for each in planned.cells]
-        answer = predicted.as_json() if predicted else {"cells": names}
-        click.echo(json.dumps(answer, indent=1))
-        return
+    predicted = _predicted(planned)
     click.echo("\n".join(predicted.lines() if predicted else (c.name for c in planned.cells)))
     for script in planned.scripts.values() if executor.arrays else ():
         click.echo(f"\n{script}", nl=False)
@@ -130,13 +99,8 @@ def _show(
         note(f"warning: sweep would refuse this: {fault}")
 
 
-def _tell(made: SweepDirectory, as_json: bool) -> None:
+def _tell(made: SweepDirectory) -> None:
     jobs = [job["job_id"] for job in made.record["jobs"]]
-    if as_json:
-        runs = [run.name for run in made.runs]
-        answer = {"sweep": made.name, "jobs": jobs, "path": str(made.path), "runs": runs}
-        click.echo(json.dumps(answer))
-        return
     arrays = f"job array{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
     count, parallel = len(made.cells), made.record["parallel"]
     click.echo(f"submitted {made.name}: {count} runs as {arrays}, at most {parallel} concurrently")
@@ -145,9 +109,7 @@ def _tell(made: SweepDirectory, as_json: bool) -> None:
     click.echo(f"  compare    cookbook results {made.name}   or   cookbook report {made.name}")
 
 
-def _run_here(
-    made: SweepDirectory, executor: Executor, parallel: int | None, as_json: bool
-) -> None:
+def _run_here(made: SweepDirectory, executor: Executor, parallel: int | None) -> None:
     try:
         workflow.run_here(made, executor, note, parallel)
     except KeyboardInterrupt:
@@ -156,32 +118,17 @@ def _run_here(
             f"--resume {made.name} --local"
         )
         sys.exit(130)
-    _tell_end(made, as_json)
-
-
-def _tell_end(made: SweepDirectory, as_json: bool) -> None:
-    left = [cell["name"] for cell, _ in workflow.unfinished(made)]
-    if as_json:
-        runs = [run.name for run in made.runs]
-        answer = {"sweep": made.name, "path": str(made.path), "runs": runs, "unfinished": left}
-        click.echo(json.dumps(answer))
-    else:
-        done = len(made.cells) - len(left)
-        click.echo(f"{done} of {len(made.cells)} runs are done: cookbook results {made.name}")
+    count, left = len(made.cells), len(workflow.unfinished(made))
+    click.echo(f"{count - left} of {count} runs are done: cookbook results {made.name}")
     sys.exit(1 if left else 0)
 
 
-def _resume(
-    site: sites.Site, name: str, parallel: int | None, executor: Executor, as_json: bool
-) -> None:
+def _resume(site: sites.Site, name: str, parallel: int | None, executor: Executor) -> None:
     sweep = find(site.root, name)
     if executor.arrays is None:
-        _run_here(sweep, executor, parallel, as_json)
+        _run_here(sweep, executor, parallel)
         return
     again = workflow.resume_sweep(sweep, executor.arrays, note, parallel)
-    if as_json:
-        _tell(sweep, as_json)
-        return
     job = sweep.record["jobs"][-1]["job_id"]
     click.echo(f"resumed {len(again)} runs of {sweep.name}, the last as job array {job}")
 

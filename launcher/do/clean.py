@@ -18,6 +18,8 @@ from runspec import files
 
 # A run that is being submitted may not link to its code yet.
 _YOUNG_S = 86400
+# Tokenised data that no run has read for so long can go.
+_UNUSED_S = 7 * 86400
 # A run replaces files in its directory at each step. One that has not for so long may still wait
 # for its nodes; then its data is tokenised again.
 OTHERS_S = 30 * 86400
@@ -67,25 +69,19 @@ def _is_readable(run: Run) -> bool:
     return True
 
 
-def find(root: Path, older_s: float, living: Collection[str]) -> list[Item]:
-    """Return what can be removed under a shared folder, and from this user's cache.
+def find(root: Path, living: Collection[str]) -> list[Item]:
+    """Return what can be removed under a shared folder.
 
     Args:
-        older_s: tokenised data are listed if no run has read or written them for so long.
         living: the runs that wait or run, whose files stay. Neither the time of a file nor any
             record says which tokenised data they are about to read: all of it stays.
     """
     runs = runs_root(root)
     items: list[tuple[str, Path]] = []
     items += [
-        ("made again when needed", path)
-        for path in _inside(paths.user_cache())
-        if not _executed(path)
-    ]
-    items += [
         ("tokenised data, made again when needed", path)
         for path in _inside(runs / files.DATA_CACHE)
-        if not living and _untouched(path, older_s)
+        if not living and _untouched(path, _UNUSED_S)
     ]
     # What a run that cannot be read names is not known: then nothing is unused. A colleague's
     # private run has code and trees of its own.
@@ -137,15 +133,6 @@ def _is_left(path: Path) -> bool:
     if sweep and (path.parent.parent / files.SWEEPS / str(sweep)).is_dir():
         return False
     return _untouched(path, _YOUNG_S)
-
-
-def _executed(path: Path) -> bool:
-    """Whether a process of this user on this host has a file of a folder open as its program."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            if f" {path.resolve()}/" in maps.read_text(encoding="utf-8", errors="replace"):
-                return True
-    return False
 
 
 def _trees_of(run: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ from launcher import gpus, paths, slurm, venv, yamlfile
 from launcher import site as sites
 from launcher.check import Finding, failed, preflight
 from launcher.check.doctor import rehearsal
-from launcher.check.doctor.ask import NodeReport, Options, Question, ask
+from launcher.check.doctor.ask import NodeReport, Question, ask
 from launcher.check.doctor.rehearsal import Part, Scene
 from launcher.check.doctor.report import node_findings
 from launcher.do.prepare import prepare
@@ -96,10 +96,11 @@ def _asked(
     question = Question(
         replace(site, environment=site.environment | own),
         _srun(site, short.resources),
-        1,
         ranks,
         venv.torch_build(),
-        Options(every_node=True, nodes=1, wait_s=wait_s, limit_s=LIMIT_S + wait_s),
+        wait_s,
+        LIMIT_S + wait_s,
+        measures=True,
     )
     settings = {
         "RANKS_PER_NODE": ranks,

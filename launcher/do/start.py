@@ -273,51 +273,28 @@ def next_commands(made: Draft) -> Iterator[str]:
     yield f"cookbook submit {name} --watch"
 
 
-def needed(made: Draft, site: Site) -> dict[str, Any]:
-    """Return what the training needs, computed; empty if nothing could compute it."""
+def needed(made: Draft, site: Site) -> Iterator[str]:
+    """Yield what the training needs, computed."""
     found = made.needs
     if found is None:
-        return {}
-    values: dict[str, Any] = {
-        "gpu": found.gpu.name,
-        "gpus": made.gpus,
-        "peak_gib": round(found.peak_gib, 2),
-        "usable_gib": round(found.gpu.usable_gib, 2),
-        "fits": found.fits,
-    }
-    if made.tokens:
-        gpu_hours = found.hours * made.gpus
-        values |= {"tokens": made.tokens, "hours": found.hours, "gpu_hours": gpu_hours}
-        if site.gpu_hour_price is not None:
-            cost = round(gpu_hours * site.gpu_hour_price, 2)
-            values |= {"cost": cost, "currency": site.currency or ""}
-    return values
-
-
-def needed_lines(values: dict[str, Any]) -> Iterator[str]:
-    """Yield the same as a person reads it."""
-    if not values:
         why = "not known before the model is downloaded"
         if hook("needs") is None:
             why = "not estimated, as no plug-in for it is installed"
         yield f"memory and time: {why}"
         return
-    fits = "fits" if values["fits"] else "does not fit"
+    fits = "fits" if found.fits else "does not fit"
     yield (
-        f"memory  {values['peak_gib']} of {values['usable_gib']} GiB per GPU on {values['gpus']} x "
-        f"{values['gpu']}: {fits}; computed, not measured"
+        f"memory  {round(found.peak_gib, 2)} of {round(found.gpu.usable_gib, 2)} GiB per GPU on "
+        f"{made.gpus} x {found.gpu.name}: {fits}; computed, not measured"
     )
-    if "tokens" in values:
-        took = duration(max(round(3600 * values["hours"]), 1))
-        cost = f", {values['cost']:.2f} {values['currency']}".rstrip() if "cost" in values else ""
+    if made.tokens:
+        took, used = duration(max(round(3600 * found.hours), 1)), found.hours * made.gpus
+        hours = f"{used:.2g} GPU-hours" if used >= 0.01 else "less than 0.01 GPU-hours"
+        price = site.gpu_hour_price
+        cost = "" if price is None else f", {used * price:.2f} {site.currency or ''}".rstrip()
         yield (
-            f"time    {took} for {values['tokens']:,} tokens, "
-            f"{_gpu_hours(values['gpu_hours'])}{cost}; computed, without start-up"
+            f"time    {took} for {made.tokens:,} tokens, {hours}{cost}; computed, without start-up"
         )
-
-
-def _gpu_hours(hours: float) -> str:
-    return f"{hours:.2g} GPU-hours" if hours >= 0.01 else "less than 0.01 GPU-hours"
 
 
 def default_file(data: str) -> Path:

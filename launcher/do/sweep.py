@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,12 +124,6 @@ def plan_sweep(
         texts = _with_cells(faults, len(sweep.cells))
         raise RecipeFault([f"{fault}; the sweep is {sweep.path}" for fault in texts])
     return PlannedSweep(sweep, site, executor, path, parallel or sweep.parallel, planned)
-
-
-def only(planned: PlannedSweep, numbers: Iterable[int]) -> PlannedSweep:
-    """Return a sweep with these cells only."""
-    chosen = set(numbers)
-    return replace(planned, runs={n: run for n, run in planned.runs.items() if n in chosen})
 
 
 def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:

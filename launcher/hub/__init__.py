@@ -6,7 +6,7 @@ huggingface_hub lists, fetches and verifies; the token that it finds is never pr
 import shutil
 from pathlib import Path
 
-from launcher.check import Finding, existing_parent, failed, faults_of, of_error, ok
+from launcher.check import existing_parent
 from launcher.check.files import checkpoint_files, tokenizer_files
 from launcher.errors import HubFault, RecipeFault
 from launcher.hub import fetch
@@ -16,31 +16,8 @@ from launcher.recipe.model import Recipe
 from launcher.site import Site
 
 
-def check(
-    recipe: Recipe, cluster: Site, revision: str | None, allow_pickle: bool
-) -> tuple[list[Repository], list[Finding]]:
-    """Ask the hub for all that the recipe names; nothing is fetched.
-
-    The findings hold every fault that can be known before the first byte.
-    """
-    repositories, findings = [], []
-    for each in _wanted(recipe, cluster, revision):
-        try:
-            with in_words(each):
-                each.ask(allow_pickle)
-                fetch.find_missing(each)
-            repositories.append(each)
-            findings.append(ok(each.kind, each.summary))
-        except HubFault as fault:
-            findings += of_error(each.kind, fault)
-    return repositories, findings + _room(repositories)
-
-
-def _wanted(recipe: Recipe, cluster: Site, revision: str | None) -> list[Repository]:
-    """Return what the recipe names; RecipeFault if there is nothing to fetch.
-
-    revision: the model's, in place of the recipe's.
-    """
+def _wanted(recipe: Recipe, cluster: Site) -> list[Repository]:
+    """Return what the recipe names; RecipeFault if there is nothing to fetch."""
     config = recipe.resolved(cluster.root, "run")
     block = config.get("hub") or {}
     if not block:
@@ -58,7 +35,7 @@ def _wanted(recipe: Recipe, cluster: Site, revision: str | None) -> list[Reposit
         files = [path for path in tokenizer_files(config).values() if path != folder]
         inside = [str(path.relative_to(folder)) for path in files if path.is_relative_to(folder)]
         needs = (*checkpoint_files(checkpointer), *inside)
-        wanted.append(Repository("model", name, revision or named or "main", folder, needs))
+        wanted.append(Repository("model", name, named or "main", folder, needs))
     if block.get("teacher"):
         name, _, named = block["teacher"].partition("@")
         key = recipe.entry.method.teacher_key if recipe.entry.method else ""
@@ -74,7 +51,7 @@ def _wanted(recipe: Recipe, cluster: Site, revision: str | None) -> list[Reposit
     return wanted
 
 
-def _room(repositories: list[Repository]) -> list[Finding]:
+def _faults_of_room(repositories: list[Repository]) -> list[str]:
     """Compare what is still to be fetched with the free space of each filesystem."""
     needed: dict[int, tuple[Path, int]] = {}
     for each in repositories:
@@ -82,26 +59,30 @@ def _room(repositories: list[Repository]) -> list[Finding]:
         device = place.stat().st_dev
         size = sum(each.files[name].size for name in each.missing)
         needed[device] = (place, needed.get(device, (place, 0))[1] + size)
-    findings = []
-    for place, size in needed.values():
-        free = shutil.disk_usage(place).free
-        message = (
-            f"{size / 2**30:.2f} GiB are to be fetched, and {place} has {free / 2**30:.1f} GiB"
-        )
-        fault = failed("disk space", f"{message} free", "make room, or set COOKBOOK_ROOT")
-        findings.append(fault if size > free else ok("disk space", f"{message} free"))
-    return findings
+    return [
+        f"{size / 2**30:.2f} GiB are to be fetched, and {place} has {free / 2**30:.1f} GiB free: "
+        "make room, or set COOKBOOK_ROOT"
+        for place, size in needed.values()
+        if size > (free := shutil.disk_usage(place).free)
+    ]
 
 
-def download(
-    recipe: Recipe, cluster: Site, revision: str | None, allow_pickle: bool, say: Say
-) -> list[Path]:
+def download(recipe: Recipe, cluster: Site, say: Say) -> list[Path]:
     """Fetch, verify and record all that the recipe names; return the records' paths.
 
-    What is there already and whole is kept. HubFault lists every fault.
+    What is there already and whole is kept. HubFault lists every fault that can be known before the
+    first byte.
     """
-    repositories, findings = check(recipe, cluster, revision, allow_pickle)
-    if faults := faults_of(findings):
+    repositories, faults = [], list[str]()
+    for each in _wanted(recipe, cluster):
+        try:
+            with in_words(each):
+                each.ask()
+                fetch.find_missing(each)
+            repositories.append(each)
+        except HubFault as fault:
+            faults += fault.faults
+    if faults := [*faults, *_faults_of_room(repositories)]:
         raise HubFault(faults)
     records = []
     for each in repositories:

@@ -9,7 +9,6 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, errors, get_token
 
-from launcher.check import Finding, failed, ok, skipped
 from launcher.errors import HubFault, nearest
 from launcher.hub.repository import Repository
 
@@ -21,30 +20,6 @@ def token_source() -> str | None:
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     given = (name for name in names if os.environ.get(name, "").strip())
     return next(given, constants.HF_TOKEN_PATH)
-
-
-def _bad_token(where: str) -> tuple[str, str]:
-    """Return what is wrong with a token that the hub does not know, and what to do."""
-    remedy = "make one that may read at https://huggingface.co/settings/tokens, then log in with: "
-    return f"the hub does not accept the token of {where}", f"{remedy}hf auth login"
-
-
-def token_findings() -> list[Finding]:
-    """Ask the hub whose token this is; skipped if there is none or the hub does not answer."""
-    subject, where = "hub token", token_source()
-    if where is None:
-        remedy = "for gated models: hf auth login, or name a file with a token in HF_TOKEN_PATH"
-        return [skipped(subject, "there is none; public models do not need one", remedy)]
-    try:
-        who = HfApi().whoami()
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status == 401:
-            return [failed(subject, *_bad_token(where))]
-        return [skipped(subject, f"the hub answered {status}")]
-    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
-        return [skipped(subject, f"the token of {where} was not tried: {_one_line(error)}")]
-    return [ok(subject, f"the token of {where} is {who.get('name', 'somebody')}'s")]
 
 
 def _one_line(error: BaseException) -> str:
@@ -81,7 +56,10 @@ def _refused(repo: Repository, error: Any) -> str:
     """Return what the hub's refusal means: the token, access, a name, or the hub itself."""
     where, status = token_source(), error.response.status_code
     if where and status == 401 and "nvalid" in error.response.headers.get("X-Error-Message", ""):
-        return ": ".join(_bad_token(where))
+        return (
+            f"the hub does not accept the token of {where}: make one that may read at "
+            "https://huggingface.co/settings/tokens, then log in with: hf auth login"
+        )
     ask = f"ask for access at {repo.page}"
     if isinstance(error, errors.GatedRepoError):
         if where is None:

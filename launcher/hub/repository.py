@@ -13,7 +13,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from launcher.errors import HubFault, nearest
 
-# Pickles can run code when they are opened; original/ holds the weights again as pickles.
+# Pickles can run code when they are opened.
 _PICKLES = (".bin", ".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".joblib")
 # The same weights for other frameworks.
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite", ".ot")
@@ -59,15 +59,7 @@ class Repository:
         there = f"{count - len(self.missing)} of them already there"
         return f"{text}, {there}; into {self.folder}"
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per file: where it goes, its size in bytes, and if it is there."""
-        return [
-            {"path": str(self.place / name), "size": file.size, "there": name not in self.missing}
-            for name, file in sorted(self.files.items())
-        ]
-
-    def ask(self, allow_pickle: bool) -> None:
+    def ask(self) -> None:
         """Ask the hub for the commit and its files, and if this user may read them.
 
         Raises:
@@ -79,7 +71,7 @@ class Repository:
         api.auth_check(self.name, repo_type=kind)
         tree = api.list_repo_tree(self.name, repo_type=kind, revision=self.commit, recursive=True)
         whole = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
-        self.files = {k: file for k, file in whole.items() if self._is_chosen(k, allow_pickle)}
+        self.files = {k: file for k, file in whole.items() if self._is_chosen(k)}
         self.left_out = [name for name in whole if name not in self.files]
         self.missing = set(self.files)
         self._refuse(whole)
@@ -101,9 +93,9 @@ class Repository:
             dry_run=dry_run,
         )
 
-    def _is_chosen(self, name: str, allow_pickle: bool) -> bool:
+    def _is_chosen(self, name: str) -> bool:
         if name.endswith(_PICKLES):
-            return allow_pickle and not name.startswith("original/")
+            return False
         other = self.kind == "model" and name.endswith(_OTHER_WEIGHTS)
         return not other or name in self.needs
 
@@ -112,15 +104,16 @@ class Repository:
         for name in self.files:
             if name.startswith("/") or ".." in name.split("/"):
                 raise HubFault(f"{self.name} names the file {name!r}: do not use that repository")
-        why = "pickles, which can run code when opened: --allow-pickle downloads them nevertheless"
+        why = "pickles, which can run code when opened: choose a revision with safetensors, or "
+        why += "download them with: hf download"
         lacking = [name for name in self.needs if name not in self.files]
         pickles = [name for name in lacking if name in whole]
         if lacking and not pickles:
             why = f"not in the repository{nearest(lacking[0], whole)}: fix the recipe, or choose "
-            why += "another --revision"
+            why += "another revision"
         if named := pickles or lacking:
             message = f"{len(named)} of the files that the recipe reads from {self.name}, first"
             raise HubFault(f"{message} {named[0]}, are {why}")
         if not self.files:
-            why = f"has only {why}" if whole else "has no files: choose another --revision"
+            why = f"has only {why}" if whole else "has no files: choose another revision"
             raise HubFault(f"{self.name} {why}")

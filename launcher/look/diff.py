@@ -160,18 +160,3 @@ def _outcomes(one: Run, other: Run) -> Iterator[str]:
             change = f"  ({100 * (after - before) / abs(before):+.1f} %)"
         values = ["-" if value is None else form(value) for value in (before, after)]
         yield plain(f"  {name:<26} {values[0]:>12}  {values[1]:>12}{change}")
-
-
-def as_json(one: Run, other: Run) -> dict[str, Any]:
-    """Return the comparison for a program to read."""
-    changed, known = differences(one, other), states([one, other])
-    return {
-        "a": one.name,
-        "b": other.name,
-        "differences": [
-            {"part": each.part, "name": each.name, "a": each.before, "b": each.after}
-            for each in changed
-        ],
-        "only_one": len(changed) == 1,
-        "outcome": {run.name: outcome(run, known[run.name]) for run in (one, other)},
-    }

@@ -26,18 +26,17 @@ class Wanted:
     """Which logs of a run are asked for.
 
     ranks: such as "0", "0-3,8" or "all". nodes: their places or names, or "all". job: the job
-    script's own log too. rollouts: those of samplers. attempt: None for the newest.
+    script's own log too. attempt: None for the newest.
     """
 
     ranks: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     job: bool = False
-    rollouts: bool = False
     attempt: int | None = None
 
     @property
     def default(self) -> bool:
-        return not (self.ranks or self.nodes or self.job or self.rollouts)
+        return not (self.ranks or self.nodes or self.job)
 
 
 def choose(run: Run, wanted: Wanted) -> list[Source]:
@@ -62,12 +61,6 @@ def choose(run: Run, wanted: Wanted) -> list[Source]:
     names = _node_names(run, int(folder.name) if folder.name.isdigit() else None)
     ranks, nodes = _numbers(folder, "rank"), _numbers(folder, "node")
     sources = [job] if wanted.job else []
-    if wanted.rollouts:
-        # A sampler outlives attempts: its log is in the folder of the one that it began in.
-        paths = {path.name: path for each in attempts(run) for path in each.glob("rollout_*.log")}
-        if not paths:
-            raise UsageFault(f"--rollouts: {run.name} has no samplers, or none has started")
-        sources += [Source(path, path.stem.replace("_", " ")) for path in paths.values()]
     for number in _picked(wanted.nodes, nodes, "node", names, run, folder):
         sources.append(Source(folder / f"node_{number}.log", _node(number, names)))
     per_node = run.asked["gpus_per_node"] or 1

@@ -55,8 +55,7 @@ def leaves(block: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what came of a run; None for what is not known.
 
-    GPU-hours count every attempt. lost_gpu_hours is the part of them whose steps were done again
-    or never saved.
+    GPU-hours count every attempt, lost work included.
 
     Args:
         recipe: its resolved recipe, if the caller has read it.
@@ -72,7 +71,6 @@ def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> 
     running = {"gpus": gpus, **run.own_status, "ended": time.time()}
     now = [running] if running.get("state") == "RUNNING" and not state.ended else []
     hours = gpu_hours([*attempts, *now]) if attempts or now else None
-    lost = gpu_hours(lost_times(attempts, metrics))
     return {
         "run": run.name,
         "recipe": values["recipe"],
@@ -92,7 +90,6 @@ def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> 
         "peak_measured_gib": max(peaks, default=progress.get("peak_memory_reserved_gb")),
         "used_s": values["used_s"],
         "gpu_hours": None if hours is None else round(hours, 4),
-        "lost_gpu_hours": None if hours is None else round(lost, 4),
     }
 
 
@@ -115,30 +112,6 @@ def loss_of_last_tenth(metrics: Iterable[Mapping[str, Any]]) -> float | None:
             count += step - before
         before = step
     return total / count if count else None
-
-
-def lost_times(
-    attempts: list[dict[str, Any]], metrics: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the part of each attempt after the last step that a checkpoint kept.
-
-    It is exact to one logged step: a kept step is one that metrics.jsonl still has.
-    """
-    lost = []
-    for attempt in attempts:
-        began, ended = attempt.get("started"), attempt.get("ended")
-        saved = attempt.get("checkpoint_step")
-        if attempt.get("cause") == "finished":
-            continue
-        if not isinstance(began, int | float) or not isinstance(ended, int | float):
-            continue
-        kept = [began]
-        for each in metrics:
-            step, when = each.get("step"), each.get("time")
-            if isinstance(step, int) and isinstance(saved, int) and isinstance(when, int | float):
-                kept += [when] if step <= saved and began <= when <= ended else []
-        lost.append({**attempt, "started": max(kept)})
-    return lost
 
 
 def predicted_gib(

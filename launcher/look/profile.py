@@ -1,7 +1,6 @@
 """Where the time of a run's profiled steps goes, by rank, and one thing to try."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from statistics import mean, median
 from typing import Any
 
@@ -128,14 +127,3 @@ def _operators(run: Run, rank: int, top: int) -> Iterator[str]:
         # A rule, the heads and a rule stand before them.
         rows = path.read_text(encoding="utf-8", errors="replace").splitlines()[: 3 + top]
         yield from (plain(row).rstrip() for row in rows)
-
-
-def as_json(run: Run, times: Sequence[RankTime], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the same for a program to read, times in seconds."""
-    slow = slowest(times)
-    return {
-        "run": run.name,
-        "ranks": [asdict(each) for each in times],
-        "slowest": None if slow is None else {"rank": slow[0].rank, "s_per_step": slow[1]},
-        "advice": advice(times, config),
-    }

@@ -10,10 +10,9 @@ import jinja2
 
 from launcher import paths
 from launcher.errors import CookbookError, RunFault
-from launcher.look import bars, curves, profile, results
+from launcher.look import curves, profile, results
 from launcher.look.curves import Curves
 from launcher.look.outcome import resolved
-from launcher.look.results import Result
 from launcher.look.text import plain
 from launcher.plugins import hooks
 from launcher.run.directory import Run
@@ -86,7 +85,6 @@ def write(
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         table=results.cells(rows, keys),
         charts=[_chart(title, name, read) for name, title in charts.items() if _has(read, name)],
-        bars=[each for each in _bars(runs, rows) if each],
         names=[_legend(run) for run in ordered],
         attempts=[(run.name, _attempts(run)) for run in ordered],
         profiles=profiles,
@@ -114,15 +112,6 @@ def _title(runs: Sequence[Run]) -> str:
 def _legend(run: Run) -> str:
     cell = run.submission.get("cell")
     return f"{cell} ({run.name})" if cell else run.name
-
-
-def _bars(runs: Sequence[Run], rows: Sequence[Result]) -> list[dict[str, Any] | None]:
-    """Return the bars of several runs, in the order in which they were asked for."""
-    if len(rows) < 2:
-        return []
-    place = {run.name: number for number, run in enumerate(runs)}
-    sorted_rows = sorted(rows, key=lambda row: place[row["run"]])
-    return [bars.memory(sorted_rows), bars.time(sorted_rows)]
 
 
 def _template() -> jinja2.Template:

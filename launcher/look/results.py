@@ -28,12 +28,11 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "peak_predicted_gib": ("PREDICTED GiB", lambda value: number(value, ".2f")),
     "peak_measured_gib": ("MEASURED GiB", lambda value: number(value, ".2f")),
     "gpu_hours": ("GPU-HOURS", lambda value: number(value, ",.3g")),
-    "lost_gpu_hours": ("LOST", lambda value: number(value, ",.3g")),
     "cost": ("COST", lambda value: number(value, ",.2f")),
 }
 # A setting is cut to this many characters where a person reads it.
 _WIDEST = 32
-FORMATS = ("table", "csv", "json", "markdown")
+FORMATS = ("table", "csv", "json")
 
 
 def compare(runs: Sequence[Run], price: float | None = None) -> tuple[list[Result], list[str]]:
@@ -86,7 +85,7 @@ def ordered(rows: list[Result], by: str | None) -> list[Result]:
 
 
 def shown(rows: Sequence[Result], keys: Sequence[str], form: str) -> str:
-    """Return rows as table, csv, json or markdown."""
+    """Return rows as table, csv or json."""
     if form == "json":
         return json.dumps(list(rows), indent=1)
     if form == "csv":
@@ -99,10 +98,6 @@ def shown(rows: Sequence[Result], keys: Sequence[str], form: str) -> str:
             writer.writerow([*(_harmless(row[name]) for name in names), *map(_harmless, settings)])
         return text.getvalue().rstrip("\n")
     lines = cells(rows, keys)
-    if form == "markdown":
-        lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-        lines.insert(1, ["---"] * len(lines[0]))
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -28,17 +28,14 @@ def free_port(wanted: int | None, ports: range) -> int:
     raise PreflightFault(f"{message}: give one with --port")
 
 
-def tunnel(port: int, jump: str | None = None, node: str | None = None) -> str:
+def tunnel(port: int, node: str | None = None) -> str:
     """Return the command that a user types on their own machine.
 
     Args:
-        jump: the host between that machine and this one.
         node: the node whose port it is, None for this host.
     """
     user = getpass.getuser()
-    hops = [jump, f"{user}@{_host()}" if node else None]
-    through = ",".join(filter(None, hops))
-    through = f"-J {through} " if through else ""
+    through = f"-J {user}@{_host()} " if node else ""
     return f"ssh -N {through}-L {port}:127.0.0.1:{port} {user}@{node or _host()}"
 
 

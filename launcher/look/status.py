@@ -3,7 +3,6 @@
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from launcher.errors import UsageFault, nearest
@@ -127,30 +126,22 @@ def chosen(
     runs: Sequence[Run],
     limit: int | None,
     states: Iterable[str] = (),
-    recipes: Iterable[str] = (),
 ) -> tuple[list[Row], list[str]]:
     """Return the rows of the newest runs that the filters let through, oldest first.
 
     Args:
         limit: the maximum number of rows; None for all.
-        states: their states, in any case. recipes: their recipes, with * and ? as in a shell.
+        states: their states, in any case.
 
     Returns:
         The rows, and the names of the directories that were passed over because they hold nothing.
     """
     wanted_states = {_state(word) for text in states for word in text.split(",")}
-    patterns = list(recipes)
-
-    def by_recipe(recipe: Any) -> bool:
-        return any(fnmatchcase(str(recipe), pattern) for pattern in patterns)
-
     torn: list[str] = []
     picked: list[Run] = []
     for run in runs[::-1]:
         if len(picked) == limit and not wanted_states:
             break
-        if patterns and not by_recipe(run.submission.get("recipe")):
-            continue
         if run.torn:
             torn.append(run.name)
         else:

@@ -29,23 +29,7 @@ def story(run: Run, state: State) -> Iterator[str]:
     yield from _lines(_facts(run, state))
     for place, line in enumerate(_attempts(run, state)):
         yield f"  {'' if place else 'attempts':<12} {line}"
-    for place, line in enumerate(_rollouts(run)):
-        yield f"  {'' if place else 'rollouts':<12} {line}"
     yield from _lines(_results(run, state))
-
-
-def _rollouts(run: Run) -> Iterator[str]:
-    """Yield how each sampler of a run is, and the last ones that ended early."""
-    state = files.peek(run.path / files.ROLLOUT_STATE)
-    if not state:
-        return
-    for each in state.get("samplers", []):
-        again = each["restarts"]
-        often = f", restarted {again} time{'s' if again != 1 else ''}" if again else ""
-        yield plain(f"sampler {each['sampler']} on {each['node']}: {each['state']}{often}")
-    for each in state.get("deaths", [])[-3:]:
-        when = _clock(each["time"])
-        yield plain(f"{when} sampler {each['sampler']} on {each['node']} ended: {each['reason']}")
 
 
 def _headline(run: Run, state: State) -> str:

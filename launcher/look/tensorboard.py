@@ -16,7 +16,7 @@ from runspec import files
 PORTS = range(6006, 6106)
 
 
-def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | None = None) -> int:
+def serve(chosen: list[Run], port: int, say: Callable[[str], None]) -> int:
     """Serve the runs' curves and traces until interrupted; return TensorBoard's exit status."""
     servers.end_with_signals()
     # COOKBOOK_VENV may be an engine's environment, which need not have it.
@@ -34,6 +34,6 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None], jump: str | 
         # The profiler's tab logs every file that it opens, and warns about float64 tensors.
         environment = {**os.environ, "TORCH_PROFILER_LOG_LEVEL": "ERROR"}
         if servers.LISTENING not in os.environ:
-            say(f"on your own machine:  {servers.tunnel(port, jump)}")
+            say(f"on your own machine:  {servers.tunnel(port)}")
             say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")
         return servers.run([*argv, "--load_fast=false"], environment, port)

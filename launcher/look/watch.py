@@ -68,13 +68,11 @@ class States:
             self._asked[run.name] = (state, before[run.name])
 
 
-def watch(run: Run, say: Callable[[str], None], poll_s: float = 1.0) -> State:
-    """Say a run's states and its log lines until it has ended; return the last state."""
-    return watch_all([run], say, poll_s)[0]
-
-
 def watch_all(runs: Sequence[Run], say: Callable[[str], None], poll_s: float = 1.0) -> list[State]:
-    """As watch, for several runs: each line then begins with the run that it is of."""
+    """Say the states of runs and their log lines until all have ended; return the last states.
+
+    Of several runs each line begins with the run that it is of.
+    """
     states, tails = States(), {run.name: Tail(run) for run in runs}
     said: dict[str, str] = {}
     last: dict[str, State] = {}

@@ -24,13 +24,9 @@ KEYS = {
     "dependencies": _PACKAGES,
     "pip": _PACKAGES,
     "conda": _PACKAGES,
-    "engine_python": "use environment: {python: PATH}, or --environment NAME "
-    "(docs/environments.md)",
     "deepspeed": "the trainer uses FSDP, not DeepSpeed: leave it out, or start a script with "
     "entry: deepspeed:SCRIPT (docs/engines.md)",
     "on_policy_share": "only entry: distill_on_policy has it (docs/methods.md)",
-    "on_policy_max_new_tokens": "use entry: distill_on_policy with max_new_tokens",
-    "on_policy_temperature": "use entry: distill_on_policy with sampling_temperature",
     "context_parallel_dim": "sequences are not split over GPUs: use tensor_parallel_dim",
     "pipeline_parallel_dim": "layers are not split over GPUs: use tensor_parallel_dim and FSDP",
 }

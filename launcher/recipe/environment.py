@@ -8,14 +8,14 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from launcher import paths, venv, yamlfile
 from launcher.errors import RecipeFault, nearest
-from runspec.keys.environment import CONTAINERS, ENVIRONMENT
+from runspec.keys.environment import CONTAINERS, ENVIRONMENT, EnvironmentKeys
 from runspec.keys.key import Fault, faults
 from runspec.variables import owned_variables
 
@@ -27,25 +27,8 @@ _SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNOREC
 
 
 @dataclass(frozen=True)
-class Environment:
-    """A checked record; the keys of runspec/keys/environment.py."""
-
-    name: str | None = None
-    description: str | None = None
-    kind: str = "venv"
-    image: str | None = None
-    conda: str | None = None
-    conda_root: str | None = None
-    modules: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    srun: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    prefix: tuple[str, ...] = ()
-    python: str | None = None
-    binds: tuple[str, ...] = ()
-    variables: dict[str, Any] = field(default_factory=dict)
-    dependencies: tuple[str, ...] = ()
-    pins: bool = True
+class Environment(EnvironmentKeys):
+    """A checked record."""
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> "Environment":

@@ -16,7 +16,7 @@ from launcher.recipe import extend
 from launcher.recipe.environment import Environment, record
 from runspec import adapters
 from runspec.engines import Records
-from runspec.keys.common import COMMON
+from runspec.keys.common import COMMON, ResourceKeys
 from runspec.keys.key import Fault, Keys, unused
 from runspec.keys.train import TrainConfig
 
@@ -95,46 +95,31 @@ class Entry:
         return 3 if self.resumes else 0
 
 
-def _option() -> Any:
-    """Return a field that is an option of sbatch and srun, of the same name."""
-    return field(default=None, metadata={"slurm": True})
+# Resources that the job script asks for in its own way; the others are options of sbatch and srun.
+_COUNTS = ("nodes", "spare_nodes", "gpus_per_node", "gpu_type", "cpus_per_gpu", "rollout")
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What one run asks of Slurm; None leaves the choice to the cluster."""
-
-    nodes: int = 1
-    spare_nodes: int = 0
-    rollout_nodes: int = 0
-    gpus_per_node: int = 1
-    gpu_type: str | None = None
-    cpus_per_gpu: int | None = None
-    mem: str | None = _option()
-    time: str | None = _option()
-    partition: str | None = _option()
-    account: str | None = _option()
-    qos: str | None = _option()
-    constraint: str | None = _option()
-    reservation: str | None = _option()
-    switches: str | None = _option()
-    exclude: str | None = _option()
-    exclusive: bool = False
+class Resources(ResourceKeys):
+    """What one run asks of Slurm."""
 
     @classmethod
     def of(cls, block: Mapping[str, Any]) -> Resources:
         """Return the resources that a checked block gives."""
         given: dict[str, Any] = {key: value for key, value in block.items() if value is not None}
-        rollout = given.pop("rollout", "same")
-        given["rollout_nodes"] = 0 if rollout == "same" else rollout
         given |= {key: str(given[key]) for key in ("mem", "time", "switches") if key in given}
         return cls(**given)
 
     def options(self, without: Iterable[str] = ()) -> dict[str, str]:
         """Return the options of sbatch and srun that are given, by name."""
-        names = (item.name for item in fields(self) if item.metadata.get("slurm"))
-        given = {name: getattr(self, name) for name in names if name not in without}
-        return {name: value for name, value in given.items() if value is not None}
+        names = [each.name for each in fields(self) if each.name not in (*_COUNTS, *without)]
+        given = ((name, getattr(self, name)) for name in names if name != "exclusive")
+        return {name: value for name, value in given if value is not None}
+
+    @property
+    def rollout_nodes(self) -> int:
+        """Number of additional nodes that generate answers."""
+        return 0 if self.rollout == "same" else int(self.rollout)
 
     @property
     def world_size(self) -> int:
@@ -294,9 +279,6 @@ class Recipe:
         return self.config.get("node_check") is not False
 
     @property
-    def redact_output(self) -> bool:
-        """Whether secrets are kept out of the logs of a script."""
-        return self.config.get("redact_output") is True
 
     @property
     def max_retries(self) -> int:

@@ -1,9 +1,8 @@
-"""The user's own data and model in any recipe: --data, --model, and dataset.data_files= alone."""
+"""The user's own data and model in any recipe: --data and --model."""
 
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,6 @@ def use(
 ) -> tuple[Inputs, list[str]]:
     """Put data and model into config; return what was found, and the faults.
 
-    A local file in dataset.data_files decides the source as --data does: else it would be looked
-    for in the recipe's dataset of the hub.
-
     Args:
         overrides: of the recipe, which are applied later.
         method: the recipe's: full, lora, dora, qlora or qdora; it stays.
@@ -47,11 +43,6 @@ def use(
     tasks: list[Callable[[], str]] = []
     if data:
         tasks.append(lambda: _use_data(config, data, given))
-    else:
-        tasks += [
-            partial(_replace, config, key, file, given)
-            for key, file in _files(config, given).items()
-        ]
     if model:
         tasks.append(lambda: f"the model is {_use_model(config, model, method)}")
     notes, faults = [], []
@@ -112,22 +103,33 @@ def _use_data(config: dict[str, Any], name: str, overrides: Mapping[str, str]) -
             "dataset_val.split=train[95%:] with dataset.split=train[:95%], or leave it out with "
             "~dataset_val"
         )
-    return _replace(config, "dataset", name, overrides)
+    before = _block(config, "dataset")
+    if prepared.reference(name):
+        config["dataset"] = prepared.expanded(name, before)
+        form = f"{name}, made by cookbook prepare"
+    else:
+        text = overrides.get("dataset.column_map", "")
+        columns = override.value_of(text) if text else None
+        # Imported late: hardly any command reads data.
+        from launcher.recipe import entries, own_data
 
-
-def _files(config: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return the local file that an override names alone, by its block."""
-    given_files = {}
-    for key in prepared.BLOCKS:
-        text = overrides.get(f"{key}.data_files")
-        sources = {f"{key}{part}" for part in ("", ".source", "._component_", ".data_dir")}
-        if text is None or sources & overrides.keys():
-            continue
-        source = {**_block(config, "dataset"), **_block(config, key)}.get("source")
-        given = override.value_of(text)
-        if source not in FILE_SOURCES and is_local(given):
-            given_files[key] = listed(given)[0]
-    return given_files
+        method = entries.of(config).method
+        pairs = method.pairs if method else ""
+        samples_answers = method is not None and method.samples_answers
+        form = "{input: A, output: B}"
+        if samples_answers or pairs:
+            form = "{prompt: A}" if samples_answers else "{chosen: A, rejected: B}"
+        wanted = {"prompt"} if samples_answers else set() if pairs else {"input", "output"}
+        if columns and not (isinstance(columns, dict) and wanted <= columns.keys()):
+            raise UsageFault(f"{text!r}: write dataset.column_map='{form}'")
+        if samples_answers:
+            data = own_data.prompts(name, columns)
+        else:
+            data = own_data.read(name, columns, pairs)
+        config["dataset"] = {**data.block, **{k: before[k] for k in _OF_ROWS if k in before}}
+        form = data.summary
+    _leave_out(config, "dataset")
+    return form
 
 
 def _use_model(config: dict[str, Any], name: str, method: str) -> str:
@@ -190,39 +192,9 @@ def mixes(config: Mapping[str, Any]) -> Iterator[Fault]:
             yield Fault(
                 f"{key}.data_files",
                 f"{key}.data_files names your file {files}, and {key}.source the hub's dataset "
-                f"{source}: set {key}.source=json (or csv, parquet), or leave data_files out",
+                f"{source}: give --data FILE in its place, set {key}.source=json (or csv, "
+                "parquet), or leave data_files out",
             )
-
-
-def _replace(config: dict[str, Any], key: str, name: str, overrides: Mapping[str, str]) -> str:
-    before = {**_block(config, "dataset"), **_block(config, key)}
-    if prepared.reference(name):
-        config[key] = prepared.expanded(name, before)
-        form = f"{name}, made by cookbook prepare"
-    else:
-        text = overrides.get(f"{key}.column_map", "")
-        columns = override.value_of(text) if text else None
-        # Imported late: hardly any command reads data.
-        from launcher.recipe import entries, own_data
-
-        method = entries.of(config).method
-        pairs = method.pairs if method else ""
-        samples_answers = method is not None and method.samples_answers
-        form = "{input: A, output: B}"
-        if samples_answers or pairs:
-            form = "{prompt: A}" if samples_answers else "{chosen: A, rejected: B}"
-        wanted = {"prompt"} if samples_answers else set() if pairs else {"input", "output"}
-        if columns and not (isinstance(columns, dict) and wanted <= columns.keys()):
-            raise UsageFault(f"{text!r}: write {key}.column_map='{form}'")
-        if samples_answers:
-            data = own_data.prompts(name, columns)
-        else:
-            data = own_data.read(name, columns, pairs)
-        config[key] = {**data.block, **{k: before[k] for k in _OF_ROWS if k in before}}
-        form = data.summary
-    if key == "dataset":
-        _leave_out(config, "dataset")
-    return form
 
 
 def _leave_out(config: dict[str, Any], key: str) -> None:

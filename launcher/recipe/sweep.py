@@ -1,18 +1,30 @@
 """A sweep: one recipe and the settings in which its runs differ, as a grid or as a list."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from launcher import paths, yamlfile
-from launcher.errors import RecipeFault, nearest
+from launcher.errors import RecipeFault
+from runspec.keys.key import REQUIRED, Key, faults, table
 
-_KEYS = ("description", "recipe", "set", "grid", "list", "sweeps", "parallel", "gpu")
-_ONE_OF = ("grid", "list", "sweeps")
-_LIST_KEYS = ("name", "set")
+_KEYS = table(
+    Key("description", "text", "One line about it."),
+    Key("recipe", "text", "The name of a recipe, or the path of its file.", REQUIRED),
+    Key("set", "open block", "Values of the recipe's keys in every cell."),
+    Key("grid", "open block", "Keys with their values: every combination is a cell."),
+    Key("list", "list", "Cells."),
+    Key("parallel", "positive", "Maximum number of concurrent runs."),
+    Key("gpu", "text", "Kind of GPU for the prediction, as in configs/gpus.yaml."),
+)
+_OF_CELL = table(
+    Key("name", "text", "Its own name.", REQUIRED),
+    Key("set", "open block", "Values of the recipe's keys."),
+)
 # Slurm's own limit of a job array is MaxArraySize, 1001 unless the site says otherwise.
 MOST_CELLS = 1000
 _PARALLEL = 4
@@ -49,36 +61,22 @@ def load(name: str) -> Sweep:
     """Return a sweep by its name or path; RecipeFault lists every fault of its file."""
     path = yamlfile.find("sweep", name, paths.SWEEPS)
     content = yamlfile.load(path)
-    faults = [*_faults(content)]
-    cells: list[Cell] = []
-    if not faults:
-        shared = tuple(_overrides(content.get("set") or {}))
-        cells = [*_cells(content, shared)]
-        others = [load(str(each)) for each in content.get("sweeps") or []]
-        recipe = _recipe(content, path)
-        faults += [
-            f"sweeps: {each.name} has the recipe {each.recipe}, this one {recipe}: they must be "
-            "the same"
-            for each in others
-            if each.recipe != recipe
-        ]
-        joined = [cell for each in others for cell in each.cells]
-        cells += [
-            replace(cell, number=number, overrides=(*cell.overrides, *shared))
-            for number, cell in enumerate(joined)
-        ]
-        twice = sorted({each.name for each in cells if _count(cells, each.name) > 1})
-        faults += [f"two cells are named {each!r}: give each its own name" for each in twice]
+    wrong = [*_faults(content)]
+    cells = () if wrong else tuple(_cells(content, tuple(_overrides(content.get("set") or {}))))
+    if not wrong:
+        count = Counter(each.name for each in cells)
+        twice = sorted(each for each in count if count[each] > 1)
+        wrong += [f"two cells are named {each!r}: give each its own name" for each in twice]
         if not 0 < len(cells) <= MOST_CELLS:
-            faults.append(f"it has {len(cells)} cells: a sweep has 1 to {MOST_CELLS:,}")
-    if faults:
-        raise RecipeFault([f"{fault}, in {path}" for fault in faults])
+            wrong.append(f"it has {len(cells)} cells: a sweep has 1 to {MOST_CELLS:,}")
+    if wrong:
+        raise RecipeFault([f"{fault}, in {path}" for fault in wrong])
     return Sweep(
         path.stem,
         path,
         str(content.get("description") or ""),
         _recipe(content, path),
-        tuple(cells),
+        cells,
         int(content.get("parallel") or _PARALLEL),
         content.get("gpu"),
     )
@@ -92,58 +90,24 @@ def _recipe(content: Mapping[str, Any], path: Path) -> str:
     return recipe
 
 
-def _count(cells: Sequence[Cell], name: str) -> int:
-    return sum(each.name == name for each in cells)
-
-
 def _faults(content: Mapping[str, Any]) -> Iterator[str]:
-    for key in content:
-        if key not in _KEYS:
-            yield f"unknown key {key!r}{nearest(str(key), _KEYS)}: a sweep has {', '.join(_KEYS)}"
-    if not isinstance(content.get("recipe"), str):
-        yield "recipe: is missing: write the name of a recipe, or the path of its file"
-    parallel = content.get("parallel", _PARALLEL)
-    if not isinstance(parallel, int) or isinstance(parallel, bool) or parallel < 1:
-        yield f"parallel: must be a whole number, 1 or more, got {parallel!r}"
-    if not isinstance(content.get("set") or {}, Mapping):
-        yield "set: must be a mapping of a recipe's keys to values"
-    if sum(content.get(key) is not None for key in _ONE_OF) != 1:
-        yield "give one of grid:, list: and sweeps:"
-    elif content.get("grid") is not None:
-        yield from _grid_faults(content["grid"])
-    elif content.get("list") is not None:
-        yield from _list_faults(content["list"])
-    elif not isinstance(content["sweeps"], list) or not content["sweeps"]:
-        yield "sweeps: must be a list of sweeps, whose cells this one has in their order"
-
-
-def _grid_faults(grid: Any) -> Iterator[str]:
-    if not isinstance(grid, Mapping) or not grid:
-        yield "grid: must be a mapping: a recipe's key and its values"
-        return
-    for axis, values in grid.items():
-        if isinstance(values, Mapping):
-            wrong = [name for name, each in values.items() if not isinstance(each or {}, Mapping)]
-            if wrong or not values:
-                yield f"grid.{axis}: each name in it must have a mapping of keys to values"
-        elif not isinstance(values, list) or not values:
+    yield from (fault.text for fault in faults(content, _KEYS))
+    grid, cells = content.get("grid"), content.get("list")
+    if (grid is None) == (cells is None):
+        yield "give one of grid: and list:"
+    for axis, values in grid.items() if isinstance(grid, Mapping) else ():
+        named = isinstance(values, Mapping)
+        if not (
+            all(isinstance(each or {}, Mapping) for each in values.values())
+            if named
+            else isinstance(values, list)
+        ):
             yield f"grid.{axis}: must be a list of values, or names with keys and values"
-
-
-def _list_faults(cells: Any) -> Iterator[str]:
-    if not isinstance(cells, list) or not cells:
-        yield "list: must be a list of cells, each with name: and set:"
-        return
-    for number, cell in enumerate(cells):
-        if not isinstance(cell, Mapping) or not isinstance(cell.get("name"), str):
-            yield f"list, cell {number}: must be a mapping with its own name:"
-            continue
-        for key in cell:
-            if key not in _LIST_KEYS:
-                known = ", ".join(_LIST_KEYS)
-                yield f"cell {cell['name']!r}: unknown key {key!r}: a cell has {known}"
-        if not isinstance(cell.get("set") or {}, Mapping):
-            yield f"cell {cell['name']!r}: set: must be a mapping of a recipe's keys to values"
+    for number, cell in enumerate(cells if isinstance(cells, list) else ()):
+        if not isinstance(cell, Mapping):
+            yield f"list, cell {number}: must be a mapping with name: and set:"
+        else:
+            yield from (f"list, cell {number}: {each.text}" for each in faults(cell, _OF_CELL))
 
 
 def _cells(content: Mapping[str, Any], shared: tuple[str, ...]) -> Iterator[Cell]:
@@ -154,7 +118,7 @@ def _cells(content: Mapping[str, Any], shared: tuple[str, ...]) -> Iterator[Cell
     if content.get("grid") is None:
         return
     axes = [[*_axis(str(axis), values)] for axis, values in content["grid"].items()]
-    for number, chosen in enumerate(product(*axes)):
+    for number, chosen in enumerate(product(*axes) if axes else ()):
         name = ", ".join(each for each, _ in chosen)
         own = tuple(text for _, texts in chosen for text in texts)
         yield Cell(number, name, (*shared, *own))

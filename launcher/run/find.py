@@ -2,19 +2,15 @@
 
 import os
 import re
-import time
 from collections.abc import Iterable
 from datetime import UTC
 from pathlib import Path
 
 from launcher.errors import UnknownRun, nearest
 from launcher.run.directory import Run
-from runspec import files
 from runspec.since import moment
 
 _RUN_NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]{0,63}-[0-9a-f]{4}\Z")
-# A command that makes a run needs so long at most, a copy of its code included.
-_MAKING_S = 600
 
 
 def every(root: Path) -> list[Run]:
@@ -36,25 +32,6 @@ def made_since(runs: Iterable[Run], since: str | None) -> list[Run]:
         return list(runs)
     oldest = f"{moment(since).astimezone(UTC):%Y%m%d-%H%M%S}"
     return [run for run in runs if run.name[: len(oldest)] >= oldest]
-
-
-def foreign(root: Path) -> list[str]:
-    """Return the names in the runs folder that are no runs, half-made runs included.
-
-    Not hidden files, such as the trainer's cache, and no run that a command may be making now.
-    """
-    names, now = [], time.time()
-    try:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                half_made = entry.name.startswith(files.TEMPORARY)
-                if half_made and now - entry.stat().st_mtime < _MAKING_S:
-                    continue
-                if half_made or not (entry.name.startswith(".") or _is_run(entry)):
-                    names.append(entry.name)
-    except OSError:
-        return []
-    return sorted(names)
 
 
 def _is_run(entry: os.DirEntry[str]) -> bool:

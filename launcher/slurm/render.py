@@ -185,10 +185,8 @@ def common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) ->
     site_file = f"configs/clusters/{cluster.name}.yaml"
     if faults := _setup_faults(cluster.job_setup, site_file):
         raise RecipeFault(faults)
-    requeue = "requeue=expedite" if cluster.expedited_requeue else "requeue"
     return {
         "site": cluster,
-        "site_file": site_file,  # for the templates of earlier runs
         "setup_places": [site_file] * len(cluster.job_setup),
         "setup_lines": [],
         "resources": resources,
@@ -197,7 +195,6 @@ def common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) ->
         "job_name": job_name,
         "token": token(run_dir.name),
         "export": slurm.EXPORT,
-        "requeue": requeue,
         "venv": paths.venv_root(),
     }
 

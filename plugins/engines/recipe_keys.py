@@ -23,5 +23,5 @@ ENGINE = table(
         "text",
         "Where the run's parameters came from; the kit writes it and reads the file only once.",
     ),
-    *(SCRIPT[name] for name in ("code_root", "args", "redact_output", "parameters")),
+    *(SCRIPT[name] for name in ("code_root", "args", "parameters")),
 )

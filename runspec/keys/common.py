@@ -3,10 +3,50 @@
 The launcher reads them, the trainer never sees them.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from runspec.keys.environment import ENVIRONMENT
-from runspec.keys.key import Key, table
+from runspec.keys.key import Key, keys_of, option, table
+
+
+@dataclass(frozen=True)
+class ResourceKeys:
+    """What one run asks of Slurm; None leaves the choice to the cluster."""
+
+    nodes: int = option("positive", "Number of nodes. Option: --nodes.", 1)
+    spare_nodes: int = option(
+        "count", "Additional nodes of the job: one replaces a node that fails.", 0
+    )
+    gpus_per_node: int = option("positive", "GPUs per node, with one rank each.", 1)
+    gpu_type: str | None = option("name", "Type of the GPUs, as in sinfo -o %G.")
+    cpus_per_gpu: int | None = option(
+        "positive",
+        "CPUs per GPU. Default: a GPU's share of its node's CPUs, as sinfo reports them.",
+    )
+    mem: str | None = option(
+        "memory",
+        "CPU memory per node: 900G, or 0 for all of it. Default: 0 if exclusive, else Slurm's.",
+    )
+    time: str | None = option("time", "Time limit: 04:00:00, 90 (minutes), 2-00:00:00.")
+    partition: str | None = option("partition", "Partition, or several with commas.")
+    account: str | None = option("name", "Slurm account.")
+    qos: str | None = option("name", "Quality of service.")
+    constraint: str | None = option("features", "Node features, such as h100&ib.")
+    reservation: str | None = option("name", "Reservation.")
+    switches: str | None = option(
+        "switches",
+        "Most leaf switches that the nodes may be spread over, and how long the job waits for "
+        "that: 1@02:00:00.",
+    )
+    exclude: str | None = option("nodes", "Nodes to avoid, such as gpu-[07-09].")
+    exclusive: bool = option("flag", "Do not share the nodes with other jobs.", False)
+    rollout: int | str = option(
+        "rollout nodes",
+        "What generates the answers of entry: grpo. same: the GPUs that train, in turns. A "
+        "number: that many additional nodes in the same job, with a sampler on each GPU.",
+        "same",
+    )
+
 
 _KEYS = (
     Key("description", "text", "One line for the list of recipes."),
@@ -82,46 +122,7 @@ _KEYS = (
         "block",
         "Resources that the job requests from Slurm; the site's file sets defaults.",
     ),
-    Key("resources.nodes", "positive", "Number of nodes. Option: --nodes.", 1),
-    Key(
-        "resources.spare_nodes",
-        "count",
-        "Additional nodes of the job: one replaces a node that fails.",
-        0,
-    ),
-    Key("resources.gpus_per_node", "positive", "GPUs per node, with one rank each.", 1),
-    Key("resources.gpu_type", "name", "Type of the GPUs, as in sinfo -o %G."),
-    Key(
-        "resources.cpus_per_gpu",
-        "positive",
-        "CPUs per GPU. Default: a GPU's share of its node's CPUs, as sinfo reports them.",
-    ),
-    Key(
-        "resources.mem",
-        "memory",
-        "CPU memory per node: 900G, or 0 for all of it. Default: 0 if exclusive, else Slurm's.",
-    ),
-    Key("resources.time", "time", "Time limit: 04:00:00, 90 (minutes), 2-00:00:00."),
-    Key("resources.partition", "partition", "Partition, or several with commas."),
-    Key("resources.account", "name", "Slurm account."),
-    Key("resources.qos", "name", "Quality of service."),
-    Key("resources.constraint", "features", "Node features, such as h100&ib."),
-    Key("resources.reservation", "name", "Reservation."),
-    Key(
-        "resources.switches",
-        "switches",
-        "Most leaf switches that the nodes may be spread over, and how long the job waits for "
-        "that: 1@02:00:00.",
-    ),
-    Key("resources.exclude", "nodes", "Nodes to avoid, such as gpu-[07-09]."),
-    Key("resources.exclusive", "flag", "Do not share the nodes with other jobs.", False),
-    Key(
-        "resources.rollout",
-        "rollout nodes",
-        "What generates the answers of entry: grpo. same: the GPUs that train, in turns. A number: "
-        "that many additional nodes in the same job, with a sampler on each GPU.",
-        "same",
-    ),
+    *(replace(key, name=f"resources.{key.name}") for key in keys_of(ResourceKeys).values()),
     Key("hub", "block", "What cookbook download fetches from the Hugging Face Hub."),
     Key("hub.model", "repository", "org/name or org/name@revision, for checkpoint_dir."),
     Key("hub.teacher", "repository", "The same for the folder of a teacher."),
@@ -144,12 +145,6 @@ SCRIPT = table(
         "Folder to copy into the run, relative to the recipe's file. Default: the script's folder.",
     ),
     Key("args", "list", "Arguments of the script, one item each."),
-    Key(
-        "redact_output",
-        "flag",
-        "Remove the values of secrets, and text that looks like a token, from the script's logs.",
-        False,
-    ),
     Key(
         "parameters",
         "open block",

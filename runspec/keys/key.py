@@ -124,10 +124,6 @@ KINDS = {
         "an e-mail address or a user's name",
         _text(r"[A-Za-z0-9][A-Za-z0-9._+-]*(?:@[A-Za-z0-9.-]+)?"),
     ),
-    "host": Kind(
-        "a host such as gate.example.org or me@gate.example.org",
-        _text(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:@[A-Za-z0-9][A-Za-z0-9._-]*)?"),
-    ),
     "tracker": Kind(
         "mlflow, or an MLflow server's http(s) address",
         _text(r"mlflow|https?://\S+|sqlite:///\S+"),
@@ -265,6 +261,15 @@ def changeable(
 ) -> Any:
     """As `setting`, of a key with which a run may resume with another value."""
     return setting(kind, help, default, inner, may_change=True, **more)
+
+
+def option(kind: str, help: str, default: Any = None) -> Any:
+    """Return a field that is a key, and whose value is the key's default if none is given.
+
+    Without one, texts and a block are empty.
+    """
+    empty = {"texts": tuple, "open block": dict}.get(kind, lambda: default)
+    return field(default_factory=empty, metadata={"key": Key("", kind, help, default), "inner": ()})
 
 
 def keys_of(config: type) -> dict[str, Key]:

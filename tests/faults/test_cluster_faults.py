@@ -13,7 +13,7 @@ import pytest
 from runspec import files
 from slurm import allocation
 from tests.failing_storage import FailingStorage
-from tests.faults.conftest import site_of, user_of
+from tests.faults.conftest import user_of
 from tests.faults.kit import (
     SHORT,
     Undisturbed,
@@ -234,32 +234,6 @@ def test_ranks_that_slurm_has_given_up_stop_themselves(new_cluster, root, undist
         assert "do not answer" not in (run / "logs" / "job.log").read_text()
         user.cookbook("cancel", run.name)
         ended(user, run, "CANCELLED")
-
-
-@pytest.mark.named
-def test_a_job_starts_again_at_once_where_slurm_expedites_it(new_cluster, root, undisturbed):
-    enabled = ("--set", "SlurmctldParameters=enable_expedited_requeue")
-    shape = ("--release", "26.05", "--nodes", "3", "--requeue-delay", "120")
-    with new_cluster("swift", *shape, "--set", "SlurmdTimeout=6", *enabled) as cluster:
-        user = user_of(cluster, root)
-        with site_of(user, "expedited_requeue: true") as site:
-            job, run = user.submit(*SHORT, "--cluster", site)
-            trains(run)
-            for pid in processes_of_node("n2", job, cluster.state):
-                os.kill(pid, signal.SIGKILL)
-            lost, second = ended(user, run, "COMPLETED", timeout=300)
-            assert (lost["cause"], second["nodes"]) == ("node_failure", ["n1", "n3"]), report(run)
-            assert (second["job_id"], second["restart_count"]) == (job, 1)
-            assert second["started"] - lost["ended"] < 60, "it waited like another job"
-            undisturbed.is_equalled_by(run)
-
-
-def test_expedited_requeue_is_refused_where_slurm_has_none(slurm, root):
-    user = user_of(slurm, root)
-    with site_of(user, "expedited_requeue: true") as site:
-        done = user.cookbook("check", *SHORT, "--cluster", site)
-    told = "expedited_requeue needs Slurm 25.11 with SlurmctldParameters=enable_expedited_requeue"
-    assert done.returncode != 0 and told in done.stdout + done.stderr
 
 
 def test_a_requeue_that_slurm_refuses_is_told_at_once(slurm, tmp_path):

@@ -1,48 +1,34 @@
-"""Whether this site can run the kit: Slurm, accounts, storage, nodes, packages, hub.
+"""Whether this site can run the kit: Slurm, accounts, storage, nodes, packages.
 
 No check hides another, and each finding that is not ok says what to do. What only a node knows
 is asked of one by a short job (nodes.py).
 """
 
 import subprocess
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from launcher.check import Finding, failed, of_error, skipped
 from launcher.check.doctor import host, nodes, slurm
-from launcher.check.doctor.ask import Options
 from launcher.errors import CookbookError, SlurmFault, SlurmMissing, SlurmTimeout
 from launcher.site import Site
 
 _UNKNOWN = "Slurm does not answer, so this is not known"
-_HUB_TIMEOUT_S = 4
 
 
-def examine(cluster: Site, options: Options) -> tuple[list[Finding], list[nodes.Row]]:
-    """Check everything; return all findings in a fixed order, and a node check's rows."""
-    # The hub may take its time to answer, or not answer at all: it is asked meanwhile, by a thread
-    # that is not waited for at exit.
-    about_hub: list[Finding] = []
-    asking = threading.Thread(target=_ask_hub, args=[about_hub], daemon=True)
-    asking.start()
+def examine(cluster: Site, wait_s: float) -> list[Finding]:
+    """Check everything; return all findings in a fixed order.
+
+    Args:
+        wait_s: how long the job that asks a node may wait to start.
+    """
     findings, site = _slurm(cluster)
     findings += _guarded("virtual environment", host.environment)
     findings += _guarded("shared folder", host.shared_folder, cluster)
     about_nodes = [skipped("nodes", "Slurm does not answer, so no node was asked")]
-    rows: list[nodes.Row] = []
     if site:
-        about_nodes, rows = nodes.findings(site, options)
-    asking.join(_HUB_TIMEOUT_S)
-    late = skipped("hub token", f"the hub did not answer within {_HUB_TIMEOUT_S} s")
-    return [*findings, *about_nodes, *(about_hub or [late])], rows
-
-
-def _ask_hub(findings: list[Finding]) -> None:
-    # Imported late: the hub's client takes a while.
-    from launcher.hub.answers import token_findings
-
-    findings += _guarded("hub token", token_findings)
+        about_nodes = nodes.findings(site, wait_s)
+    return [*findings, *about_nodes]
 
 
 def _guarded(subject: str, check: Callable[..., Iterable[Finding]], *given: Any) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""The short job that asks nodes about themselves, and what they report."""
+"""The short job that asks a node about itself, and what it reports."""
 
 import contextlib
 import re
@@ -57,43 +57,25 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How long the job may wait to start and take in all, and whether every node is asked.
-
-    Every node, at most `nodes` of them, also imports torch and takes part in an all-reduce.
-    """
-
-    every_node: bool = False
-    nodes: int | None = None
-    wait_s: float = 3
-    limit_s: float = 20
-
-    @classmethod
-    def node_check(cls, nodes: int | None, wait_s: float | None) -> "Options":
-        """Return the options of a node check; imports on a cold filesystem take a minute."""
-        wait_s = wait_s or 60
-        return cls(every_node=True, nodes=nodes, wait_s=wait_s, limit_s=300 + wait_s)
-
-
-@dataclass(frozen=True)
 class Question:
-    """The questions to `nodes` nodes that srun's options name.
-
-    torch: the build that the virtual environment has.
-    """
+    """The questions to a node that srun's options choose."""
 
     cluster: Site
     srun: list[str]
-    nodes: int
     gpus_per_node: int
+    # The build that the virtual environment has.
     torch: TorchBuild
-    options: Options
+    # How long the job may wait to start, and take in all.
+    wait_s: float
+    limit_s: float = 20
+    # The node also imports torch, and measures collectives and matrix products.
+    measures: bool = False
 
 
 def ask(
     question: Question, settings: Mapping[str, object] | None = None, then: str = ""
 ) -> tuple[slurm.Step, list[NodeReport]]:
-    """Run the node check as one job and return what Slurm and the nodes reported.
+    """Run the node check as one job and return what Slurm and the node reported.
 
     settings: variables of the check beside those of the question. then: what runs after it. A
     folder in the shared root proves that it is shared; it is removed again.
@@ -109,11 +91,12 @@ def ask(
     except OSError as error:
         message = f"cannot write {folder} ({error.strerror})"
         raise PreflightFault(f"{message}: set COOKBOOK_ROOT to another folder") from error
-    srun = [f"--job-name={token}", f"--nodes={question.nodes}", *question.srun]
-    limits = question.options.wait_s, question.options.limit_s
+    srun = [f"--job-name={token}", "--nodes=1", *question.srun]
     try:
         script = _script(question, folder, settings or {})
-        step = slurm.run_on_nodes(srun, "\n".join([script, then]), *limits)
+        step = slurm.run_on_nodes(
+            srun, "\n".join([script, then]), question.wait_s, question.limit_s
+        )
         reports = _reports(step)
         _look_for_answers(folder, reports)
     finally:
@@ -134,8 +117,7 @@ def _script(question: Question, folder: Path, settings: Mapping[str, object]) ->
         "SHARED": folder,
         "VENV": paths.venv_root(),
         "COOKBOOK": paths.REPO_ROOT,
-        "FULL": "yes" if question.options.every_node else "no",
-        "NODES": question.nodes,
+        "MEASURES": "yes" if question.measures else "no",
         "RANKS_PER_NODE": question.gpus_per_node if use_gpus else 1,
         "ACCELERATOR": "cuda" if use_gpus else "cpu",
         **settings,
@@ -180,12 +162,7 @@ def _reports(step: slurm.Step) -> list[NodeReport]:
             reports[task].values.setdefault(key, []).append(value)
             if key == "time" and value.isdigit():
                 reports[task].skew_s = int(value) / 1000 - stamp
-    return sorted(reports.values(), key=lambda report: natural(report.name))
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts n2 before n10."""
-    return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+    return list(reports.values())
 
 
 def _look_for_answers(folder: Path, reports: list[NodeReport]) -> None:

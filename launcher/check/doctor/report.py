@@ -1,4 +1,4 @@
-"""What nodes' reports mean: files, clock, Python, GPUs, network, disk, and the all-reduce."""
+"""What a node's report means: files, clock, Python, GPUs, network and disk."""
 
 import re
 
@@ -113,7 +113,7 @@ def _gpus(report: NodeReport, torch: TorchBuild, expected: int) -> Finding:
             f"{shown}; torch is built for {torch.platform}, which needs driver {oldest} or newer"
         )
         return failed("GPUs", message, _SETUP)
-    # Only a full check imports torch.
+    # Only a rehearsal imports torch.
     sees = re.search(r" sees (\d+) GPUs", report.one("packages"))
     if sees is not None and int(sees[1]) < len(gpus):
         message = f"{shown}; torch, built for {torch.platform}, sees {sees[1]} of them"
@@ -164,17 +164,3 @@ def _disk(report: NodeReport) -> Finding:
     if free < _LOCAL_DISK_GIB:
         return warning("local disk", message, remedy)
     return ok("local disk", message)
-
-
-def all_reduce(reports: list[NodeReport]) -> Finding:
-    """Return the result of the all-reduce over all nodes."""
-    measured = [line for each in reports for line in each.values.get("collective", ())]
-    if measured:
-        _, ranks, mib, seconds, bandwidth = measured[0].split()
-        message = f"{ranks} ranks on {len(reports)} nodes: {mib} MiB in {float(seconds) * 1000:.1f}"
-        return ok("all-reduce", f"{message} ms, {bandwidth} GB/s bus bandwidth")
-    kind = "all_reduce_fault"
-    faults = [f"{each.name}: {fault}" for each in reports for fault in each.values.get(kind, ())]
-    message = " | ".join(faults) or "the nodes did not finish it"
-    remedy = "fix what the nodes report; if they do not reach each other, try network_interface"
-    return failed("all-reduce", message, f"{remedy} in the site file")

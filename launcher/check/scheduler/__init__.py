@@ -10,7 +10,6 @@ from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout, nearest
 from launcher.run.directory import runs_root
 from launcher.slurm.render import job_script
 
-_EXPEDITE = "enable_expedited_requeue"
 _NO_SLURM = "--local: Slurm is not asked"
 
 
@@ -41,17 +40,8 @@ def limits(context: Context) -> Iterable[Finding]:
     if all(refused):  # one that takes the job is enough
         findings += dict.fromkeys(fault for faults in refused for fault in faults)
     findings += partition.node_faults(context, chosen)
-    if context.cluster.expedited_requeue and not _expedites():
-        message = f"expedited_requeue needs Slurm 25.11 with SlurmctldParameters={_EXPEDITE}"
-        remedy = f"remove it from configs/clusters/{context.cluster.name}.yaml"
-        findings.append(failed("requeue", message, remedy))
     names = (each.name if each.up else f"{each.name} (down now: jobs wait)" for each in chosen)
     return findings or [ok(SUBJECT, f"partition {', '.join(names)} takes this job")]
-
-
-def _expedites() -> bool:
-    """Whether this Slurm starts a job that lost a node again at once."""
-    return _EXPEDITE in slurm.configuration().get("SlurmctldParameters", "").split(",")
 
 
 def test_only(context: Context) -> Iterable[Finding]:

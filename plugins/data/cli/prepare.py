@@ -8,7 +8,6 @@ import click
 
 from launcher import site as sites
 from launcher.cli.common import cluster_option, flag, json_option, note, tell_submitted
-from launcher.cli.number import IntRange
 from launcher.errors import UsageFault
 from launcher.plugins import hook
 from launcher.slurm import executors
@@ -41,14 +40,14 @@ class _Prepare(click.Command):
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--nodes",
-    type=IntRange(min=1),
+    type=click.IntRange(min=1),
     help="Run in a job: 1 with DuckDB, more with Spark. [default: here, with DuckDB]",
 )
 @click.option("--name", metavar="NAME", help="Name of the training set. [default: the recipe]")
 @click.option("--preview", is_flag=True, help="Show each step on the first rows; write nothing.")
 @click.option(
     "--rows",
-    type=IntRange(min=1),
+    type=click.IntRange(min=1),
     help="Rows of each source in a preview. [default: 1000]",
 )
 @flag("--dry-run", help="Print the plan, or the job script; run nothing.")

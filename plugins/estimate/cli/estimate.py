@@ -6,7 +6,6 @@ import click
 
 from launcher import site as sites
 from launcher.cli.common import cluster_option, own_options, recipe_arguments
-from launcher.cli.number import FloatRange, IntRange
 from launcher.do import models
 from launcher.recipe import load as recipe_file
 from plugins.estimate.launcher import estimate as estimates
@@ -20,11 +19,11 @@ from plugins.estimate.launcher.tuning import Tuning
 @click.option(
     "--gpu", metavar="KIND", help="GPU type: h100-80, a100-40, l40s ... See configs/gpus.yaml."
 )
-@click.option("--nodes", type=IntRange(min=1), help="Number of nodes.")
-@click.option("--gpus-per-node", type=IntRange(min=1), help="GPUs per node.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), help="GPUs per node.")
 @click.option(
     "--tokens",
-    type=IntRange(min=1),
+    type=click.IntRange(min=1),
     metavar="N",
     help="Tokens to train, for time and cost. [default: an epoch of a local file, else a million]",
 )
@@ -33,7 +32,7 @@ from plugins.estimate.launcher.tuning import Tuning
 )
 @click.option(
     "--network",
-    type=FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, min_open=True),
     metavar="GBITS",
     help="Gbit/s per GPU between nodes. [default: the cluster's, or the GPU's]",
 )

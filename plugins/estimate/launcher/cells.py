@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launcher.errors import CookbookError
 from launcher.gpus import by_name
@@ -25,26 +24,15 @@ _HEADS = ("CELL", "GPUS", "PEAK GiB", "VERDICT", "TOK/S/GPU", "EPOCH")
 class PredictedCell:
     """A cell and its estimate; fault: why there is none."""
 
-    number: int
     name: str
     estimate: Estimate | None = None
     fault: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits, or nobody knows."""
-        return self.estimate is None or self.estimate.fits
 
     @property
     def hours(self) -> float | None:
         """Of an epoch; None if unknown, and for fp32, whose peak no GPU's entry has."""
         found = self.estimate
         return None if found is None or found.step.element_bytes == FP32 else found.hours
-
-    def as_json(self) -> dict[str, Any]:
-        """Return its estimate."""
-        known = self.estimate.as_json() if self.estimate else {"fault": self.fault}
-        return {"cell": self.number, "name": self.name, **known}
 
     def row(self) -> tuple[str, ...]:
         """Return its line of the table."""
@@ -63,24 +51,18 @@ class PredictedCell:
 class PredictedSweep:
     """The predictions of all cells on one kind of GPU, on nodes of as many as each cell takes."""
 
-    def __init__(
-        self, cells: Sequence[tuple[int, str, Recipe]], root: Path, gpu: str | None
-    ) -> None:
+    def __init__(self, cells: Sequence[tuple[str, Recipe]], root: Path, gpu: str | None) -> None:
         self.gpu = by_name(gpu)
         self.cells = [self._predicted(root, *cell) for cell in cells]
 
-    def _predicted(self, root: Path, number: int, name: str, recipe: Recipe) -> PredictedCell:
+    def _predicted(self, root: Path, name: str, recipe: Recipe) -> PredictedCell:
         try:
             found = Estimate.of(recipe, root, self.gpu.name)
             # Its files are read here, so that a fault of theirs is the cell's.
             _ = found.epoch
-            return PredictedCell(number, name, found)
+            return PredictedCell(name, found)
         except CookbookError as error:
-            return PredictedCell(number, name, fault=f"not computed: {error.faults[0]}")
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the estimate of each cell."""
-        return {"cells": [each.as_json() for each in self.cells]}
+            return PredictedCell(name, fault=f"not computed: {error.faults[0]}")
 
     def lines(self) -> Iterator[str]:
         """Yield the table as a person reads it."""

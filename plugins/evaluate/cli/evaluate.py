@@ -9,7 +9,6 @@ import click
 from launcher import site as sites
 from launcher.cli import common, completion
 from launcher.cli.common import note, tell_submitted
-from launcher.cli.number import IntRange
 from launcher.cli.runs import launched
 from launcher.cli.status import watch_to_the_end
 from launcher.do import models
@@ -41,7 +40,7 @@ from plugins.evaluate.launcher import evaluation as shown
 )
 @common.resource_options
 @click.option(
-    "--samples", type=IntRange(min=0), default=0, help="Number of differing answers to show."
+    "--samples", type=click.IntRange(min=0), default=0, help="Number of differing answers to show."
 )
 @common.flag("--results", "only_results", help="Show the newest result; start nothing.")
 @common.flag(

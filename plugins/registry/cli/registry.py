@@ -9,7 +9,6 @@ from launcher import paths, yamlfile
 from launcher import site as sites
 from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, json_option, note
-from launcher.cli.number import IntRange
 from launcher.do import models
 from launcher.errors import UsageFault
 from launcher.look.text import plain
@@ -40,7 +39,9 @@ def register(model: str, name: str, copy: bool, as_json: bool, cluster: str | No
 @click.command()
 @click.argument("name")
 @click.option("--to", "alias", type=_ALIAS, help="Alias to assign.")
-@click.option("--version", "number", type=IntRange(min=1), help="Version. [default: the candidate]")
+@click.option(
+    "--version", "number", type=click.IntRange(min=1), help="Version. [default: the candidate]"
+)
 @click.option(
     "--gates",
     "rules",

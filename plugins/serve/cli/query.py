@@ -8,7 +8,6 @@ import click
 
 from launcher import site as sites
 from launcher.cli.common import cluster_option, json_option
-from launcher.cli.number import FloatRange, IntRange
 from launcher.errors import EndpointFault
 from plugins.serve.endpoint import address
 from plugins.serve.launcher import endpoint as endpoints
@@ -24,9 +23,9 @@ _PATIENCE_S, _TIMEOUT_S = 120.0, 600.0
 @click.command()
 @click.argument("name")
 @click.argument("prompt")
-@click.option("--max-tokens", type=IntRange(min=1), help="Maximum answer length.")
-@click.option("--temperature", type=FloatRange(min=0), help="0: greedy decoding.")
-@click.option("--seed", type=IntRange(min=0), help="Seed of the sampling.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Maximum answer length.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="0: greedy decoding.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the sampling.")
 @json_option
 @cluster_option
 def query(

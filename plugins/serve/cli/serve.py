@@ -11,7 +11,6 @@ import click
 from launcher import site as sites
 from launcher.cli import common, completion
 from launcher.cli.common import note
-from launcher.cli.number import IntRange
 from launcher.do import models
 from launcher.errors import EndpointFault, UsageFault
 from launcher.look.servers import listening, tunnel
@@ -31,10 +30,10 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 @click.argument("given", nargs=-1, metavar="[MODEL] [KEY=VALUE]...", shell_complete=completion.runs)
 @click.option("--name", metavar="NAME", help="Name of the endpoint. [default: the registered name]")
 @click.option("--config", help="Name in configs/serve, or a path. [default: default]")
-@click.option("--replicas", type=IntRange(min=1), help="Jobs, one copy each. [default: 1]")
+@click.option("--replicas", type=click.IntRange(min=1), help="Jobs, one copy each. [default: 1]")
 @common.resource_options
 @click.option(
-    "--port", type=IntRange(1024, 65535), help="Port of the gateway. [default: a free one]"
+    "--port", type=click.IntRange(1024, 65535), help="Port of the gateway. [default: a free one]"
 )
 @common.flag("--local", help="Serve on this host, without Slurm.")
 @common.flag("--no-wait", help="Do not wait until it is ready, and start no gateway.")
@@ -78,7 +77,7 @@ def serve(
 
 # What is done with an endpoint, by the option that names it.
 _ACTIONS: dict[str, Callable[[Site, Endpoint, Mapping[str, Any]], None]] = {
-    "url": lambda site, one, given: _print_url(site, one, given["as_json"]),
+    "url": lambda site, one, given: _print_url(one, given["as_json"]),
     "stop": lambda site, one, given: workflow.stop(site, one, note),
     "stats": lambda site, one, given: _stats(one, given["since"], given["as_json"]),
     "keep": lambda site, one, given: maintenance.maintain(site, one, note, given["once"]),
@@ -172,15 +171,13 @@ def _wait(
         raise
     if any(map(reachable, endpoint.servers)):
         gateway.start(site, endpoint, port)
-        _print_url(site, endpoint, as_json)
+        _print_url(endpoint, as_json)
         return
     facts = endpoint.servers[0]
-    _print_url(site, endpoint, as_json, str(facts["url"]), str(facts["host"]))
+    _print_url(endpoint, as_json, str(facts["url"]), str(facts["host"]))
 
 
-def _print_url(
-    site: Site, endpoint: Endpoint, as_json: bool, url: str = "", node: str | None = None
-) -> None:
+def _print_url(endpoint: Endpoint, as_json: bool, url: str = "", node: str | None = None) -> None:
     """Print an address, by default the endpoint's; node: the only host that can reach it."""
     url = url or endpoint.url
     if as_json:
@@ -194,7 +191,7 @@ def _print_url(
     note(f"  key       {endpoint.key_file}")
     host, port = urlsplit(url).hostname, int(url.rpartition(":")[2])
     if node or not listening(host or "127.0.0.1", port, "/v1"):
-        note(f"  at home   {tunnel(port, site.jump_host, node)}")
+        note(f"  at home   {tunnel(port, node)}")
     if not node:
         note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
 

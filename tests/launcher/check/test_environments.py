@@ -86,10 +86,6 @@ def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
     assert 'exec "$VENV/bin/python" -P -m torch.distributed.run' in text
     assert '"$VENV/bin/python" -m plugins.serve.server' in text
     assert 'printf \'%s\\n\' "${INSIDE[@]}" "$ENV_PYTHON")' in text
-    with pytest.raises(RecipeFault, match="engine_python=/p': use environment: "):
-        recipes.load(
-            str(paths.REPO_ROOT / "configs/serve/default.yaml"), [*given, "engine_python=/p"]
-        )
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ GRPO = "submit demo_grpo rollout_engine=vllm"
         (GRPO, 2, "rollout_engine: vLLM generates on nodes of its own; set resources.rollout=1"),
         ("recipes --key dataset.pakced", 2, "did you mean dataset.packed?"),
         ("submit --recipe demo --node 2", 2, "No such option"),
-        ("submit demo --nodes two", 2, "a whole number, 1 or more, got 'two'"),
+        ("submit demo --nodes two", 2, "'two' is not a valid integer range"),
         ("submit demo --time '1:00\n#SBATCH --uid=0'", 2, "a limit such as"),
         ("submit demo --partition=-x", 2, "a partition's name"),
         ('submit demo --qos "it\'s"', 2, "resources.qos must be"),
@@ -81,7 +81,6 @@ GRPO = "submit demo_grpo rollout_engine=vllm"
             "--results starts nothing and shows the newest result: leave --data, --nodes out",
         ),
         ("recipes llama9b", 2, "there is no recipe"),
-        ("doctor --nodes 1", 2, "--nodes requires --node-check"),
         ("download demo hub.modle=a/b", 2, "did you mean hub.model?"),
         ("download llama8b_lora hub.model=llama", 2, "a Hub repository such as"),
     ],
@@ -213,9 +212,6 @@ def test_the_scheduler_accepts_every_recipes_script(slurm, tmp_path):
 def test_recipes_lists_and_shows(user: Kit):
     listed = user.cookbook("recipes").stdout
     assert "llama70b_lora" in listed and "2 x 8" in listed
-    assert {row["name"] for row in json.loads(user.cookbook("recipes", "--json").stdout)} >= {
-        "demo"
-    }
     assert "64.0 GiB  80 GB    Llama 3.3 70B Instruct, full" in listed
     shown = user.cookbook("recipes", "llama70b_lora").stdout
     assert "data_parallel_replicate_dim: 2" in shown and "${" not in shown
@@ -227,7 +223,7 @@ def test_recipes_lists_and_shows(user: Kit):
         ("--help", {"click"}),
         ("submit llama70b_lora --dry-run", {"click", "jinja2", "markupsafe", "yaml"}),
         ("status", {"click", "jinja2", "markupsafe", "yaml"}),
-        ("doctor --nodes 1", {"click", "jinja2", "markupsafe", "yaml"}),
+        ("doctor a=b", {"click", "jinja2", "markupsafe", "yaml"}),
     ],
 )
 def test_the_command_imports_little(user: Kit, typed, allowed):

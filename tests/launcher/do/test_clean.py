@@ -3,15 +3,12 @@
 import json
 import os
 import pwd
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from launcher import paths
 from launcher.cli import cookbook
 from launcher.run import code
 
@@ -61,26 +58,21 @@ def test_what_can_be_made_again_goes_and_runs_stay(root: Path):
         aged(root / ENVIRONMENTS / ("b" * 16) / "cookbook.json", 30),
         aged(root / "runs/.tmp-20260101-000000-mine-ffff/recipe.yaml", 30),
         aged(run / "checkpoints/damaged_step_3/shard", 30),
-        aged(paths.user_cache() / "checks/answer.json", 0),
     ]
     listed = clean()
     assert listed.exit_code == 0, listed.output + repr(listed.exception)
     assert "remove it with: cookbook clean --yes" in listed.output
     assert all(path.exists() for path in (*stays, *goes))
-    found = json.loads(clean("--json").output)
-    assert not found["removed"]
-    assert len(found["items"]) == len(goes)
-    for item in found["items"]:
-        assert any(path.is_relative_to(item["path"]) for path in goes)
-        assert item["path"] in listed.output
-    assert all(item["bytes"] >= 8192 for item in found["items"])
+    shown = [line.split() for line in listed.output.splitlines() if line.startswith("    ")]
+    assert len(shown) == len(goes)
+    for size, _, place in shown:
+        assert float(size) > 0 and any(path.is_relative_to(place) for path in goes)
     assert clean("--yes").exit_code == 0
     assert all(path.exists() for path in stays) and not any(path.exists() for path in goes)
     assert clean().output == "nothing to remove\n"
 
 
-def test_what_open_runs_and_programs_need_stays(root: Path):
-    """A run that waits for longer than --older, and the programs of a test cluster."""
+def test_what_open_runs_need_stays(root: Path):
     run = root / "runs/20260101-000000-mine-abcd"
     stays = [
         aged(root / "runs/.data_cache/old/reference_1/meta.json", 30),
@@ -88,13 +80,7 @@ def test_what_open_runs_and_programs_need_stays(root: Path):
     ]
     waits = {"job_id": f"local-{os.getpid()}", "host": "another", "process_start": "1"}
     (run / "submission.json").write_text(json.dumps({"jobs": [waits]}))
-    program = paths.user_cache() / "slurm-26.05/bin/slurmd"
-    program.parent.mkdir(parents=True)
-    shutil.copy(shutil.which("sleep"), program)
-    with subprocess.Popen([program, "60"]) as daemon:
-        assert clean("--yes", "--older", "0").exit_code == 0
-        assert all(path.exists() for path in (*stays, program))
-        daemon.kill()
+    assert clean("--yes").exit_code == 0 and all(path.exists() for path in stays)
     # As if its storage were away: a link to itself cannot be read.
     ended = run / "status.json"
     ended.symlink_to(ended)
@@ -109,7 +95,7 @@ def test_what_open_runs_and_programs_need_stays(root: Path):
     ended.unlink()
     ended.write_text(json.dumps({**waits, "state": "COMPLETED"}))
     assert clean("--yes").exit_code == 0
-    assert not any(path.exists() for path in (*stays, unused, program))
+    assert not any(path.exists() for path in (*stays, unused))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to somebody else")
@@ -128,7 +114,5 @@ def test_a_colleagues_run_that_cannot_be_read_keeps_tokenised_data_for_a_while(r
 
 
 def test_data_that_a_run_uses_stay(root: Path):
-    """By default what was used within a week; --older sets it."""
     tokens = aged(root / "runs/.data_cache/recent/tokens", 3)
     assert clean("--yes").output == "nothing to remove\n" and tokens.exists()
-    assert clean("--yes", "--older", "2").exit_code == 0 and not tokens.exists()

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from launcher import paths
-from launcher.errors import CookbookError
 from launcher.recipe import entries, sweep
 from launcher.recipe import load as recipes
 from plugins.estimate.launcher.memory import StepMemory
@@ -27,7 +26,7 @@ from tests.launcher.do.test_examples import ended
 from tests.launcher.kit import Kit, losses, until
 from tests.remote import kit as remote
 
-COURSE = paths.REPO_ROOT / "examples" / "large_models" / "course.yaml"
+LITGPT = paths.REPO_ROOT / "examples" / "large_models" / "litgpt.yaml"
 SQUAD = paths.REPO_ROOT / "examples" / "automodel_squad" / "squad.yaml"
 # Of an h100-80.
 USABLE_GIB = 73.1
@@ -72,27 +71,12 @@ def test_the_keys_beside_those_of_other_trainers_are_the_kits():
     assert said < set(named) and set(named) - said <= entries.all_keys().keys()
 
 
-def test_the_course_is_one_sweep_of_both_studies_and_litgpts_own():
-    course = sweep.load(str(COURSE))
-    parts = [cell for name in ("one_gpu", "four_gpus") for cell in sweep.load(name).cells]
-    assert [cell.name for cell in course.cells] == [cell.name for cell in parts]
-    assert [cell.number for cell in course.cells] == list(range(len(parts)))
-    assert [cell.overrides for cell in course.cells] == [cell.overrides for cell in parts]
-    litgpt = sweep.load(str(COURSE.with_name("litgpt.yaml")))
+def test_the_course_has_a_sweep_of_litgpts_own():
+    litgpt = sweep.load(str(LITGPT))
     assert len(litgpt.cells) == 9
     for cell in litgpt.cells:
         made = recipes.load(litgpt.recipe, cell.overrides)
         assert made.config["entry"] == "litgpt:finetune_full"
-
-
-def test_a_sweep_joins_only_those_of_its_recipe(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("recipe: demo\nsweeps: [one_gpu]\n")
-    with pytest.raises(CookbookError, match="they must be the same"):
-        sweep.load(str(file))
-    file.write_text("recipe: demo\nsweeps: []\nlist: []\n")
-    with pytest.raises(CookbookError, match="give one of grid:, list: and sweeps:"):
-        sweep.load(str(file))
 
 
 EXAMPLES = sorted(paths.REPO_ROOT.glob("examples/*/run.sh"))
@@ -121,7 +105,8 @@ def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
     root = user.root / "large_models"
     results = json.loads((root / "results.json").read_text())
     state = {row["cell"]: row["state"] for row in results}
-    assert len(state) == len(sweep.load(str(COURSE)).cells), printed
+    cells = [cell for name in ("one_gpu", "four_gpus") for cell in sweep.load(name).cells]
+    assert len(state) == len(cells), printed
     too_large = {name for name, each in state.items() if each == "OUT_OF_MEMORY"}
     assert "13B, bf16, batch 1, AdamW" in too_large, state
     assert "13B, bf16, batch 1, SGD" not in too_large and "7B, QLoRA, batch 4 x 4" not in too_large

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.look import profile
+from launcher.run.directory import Run
 from tests.faults.kit import requeued
 from tests.launcher.kit import FAKE_TOKEN, Kit, losses, until
 
@@ -90,13 +92,13 @@ def test_logs_show_what_is_asked_for(kit: Kit, demo) -> None:
 
 def test_the_profile_says_where_the_time_goes(kit: Kit, demo) -> None:
     run, _ = demo
-    told = json.loads(kit.cookbook("profile", run.name, "--json").stdout)
+    found, faults = profile.ranks(Run(run))
     # The first rank of each node is traced.
-    assert [row["rank"] for row in told["ranks"]] == [0, 1]
-    for row in told["ranks"]:
+    assert not faults and [each.rank for each in found] == [0, 1]
+    for each in found:
         parts = ("compute", "exposed_communication", "copies", "data_loading", "idle")
-        assert sum(row[part] for part in parts) == pytest.approx(row["total"])
-        assert row["compute"] > 0 and row["communication"] > 0 and row["steps"] == 2
+        assert sum(getattr(each, part) for part in parts) == pytest.approx(each.total)
+        assert each.compute > 0 and each.communication > 0 and each.steps == 2
     # torch's own table of the same steps.
     assert " aten::mm " in kit.cookbook("profile", run.name, "--top", "50").stdout
 

@@ -95,12 +95,12 @@ def test_a_model_of_the_hub_is_downloaded_first(faq: Path, tmp_path: Path, monke
     """Its memory is known from its published config.json; its tokenizer is not here yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
-    done = start(str(faq), "Qwen/Qwen3-8B", "--json")
+    done = start(str(faq), "Qwen/Qwen3-8B")
     assert done.exit_code == 0, done.output + repr(done.exception)
-    found = json.loads(done.output)
-    assert found["needs"]["fits"] and found["needs"]["peak_gib"] > 16
-    assert found["samples"] == [] and found["notes"]
-    assert [line.split()[1] for line in found["next"]] == ["download", "check", "submit"]
+    needed = re.search(r"memory  ([\d.]+) of [\d.]+ GiB per GPU on .*: fits;", done.output)
+    assert float(needed[1]) > 16 and "trained tokens are" not in done.output
+    following = [line.split()[:2] for line in done.output.partition("; next:")[2].splitlines()[1:]]
+    assert following == [["cookbook", verb] for verb in ("download", "check", "submit")]
     config = recipes.load("my_faq.yaml").config
     assert config["hub"] == {"model": "Qwen/Qwen3-8B", "dataset": None}
     assert config["checkpointer"]["checkpoint_dir"] == "${models_root}/Qwen3-8B"

@@ -58,7 +58,12 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
     with pytest.raises(CookbookError) as caught:
         sweep.load(path)
     text = "\n".join(caught.value.faults)
-    for words in ("'paralel' (did you mean parallel?)", "recipe: is missing", "got 0", "cell 0"):
+    for words in (
+        "'paralel' (did you mean parallel?)",
+        "recipe is missing",
+        "got 0",
+        "cell 0: name is missing",
+    ):
         assert words in text
     assert all(path in fault for fault in caught.value.faults) and len(caught.value.faults) == 4
     with pytest.raises(CookbookError, match="two cells are named 'a'"):
@@ -93,6 +98,14 @@ def study(tmp_path) -> str:
     return written(path.parent, recipe=str(path), parallel=1, set=one, grid=kinds)
 
 
+def started(user: Kit, path: str) -> tuple[str, list[str]]:
+    """The name of a sweep that was started, and the ids of its job arrays."""
+    begun = user.cookbook("sweep", path)
+    assert begun.returncode == 0, begun.stderr
+    told = re.match(r"submitted (\S+): 3 runs as job arrays? ([\d, ]+),", begun.stdout)
+    return told[1], told[2].split(", ")
+
+
 def states(user: Kit, name: str) -> list[str]:
     done = user.cookbook("status", name, "--json")
     assert done.returncode == 0, done.stderr
@@ -105,11 +118,8 @@ def test_a_sweep_is_a_job_array_that_is_resumed_where_it_failed(slurm_user: Kit,
     shown = user.cookbook("sweep", study, "--dry-run")
     assert "#SBATCH --array=0-2%1" in shown.stdout and "cannot be estimated" in shown.stdout
     assert user.runs() == []
-    begun = user.cookbook("sweep", study, "--json")
-    assert begun.returncode == 0, begun.stderr
-    told = json.loads(begun.stdout)
-    (array,), name = told["jobs"], told["sweep"]
-    runs = [user.root / "runs" / run for run in told["runs"]]
+    name, (array,) = started(user, study)
+    runs = [run.path for run in sweeps.find(user.root, name).runs]
     ended = ["COMPLETED", "OUT_OF_MEMORY", "FAILED"]
     until(lambda: states(user, name) == ended, 90, lambda: "\n".join(map(report, runs)))
     # One at a time, in order, and no second try for the one without memory.
@@ -145,37 +155,19 @@ def test_cells_that_ask_for_different_jobs_are_arrays_one_after_the_other(
     ]
     whole.pop("grid")
     path = written(Path(study).parent, **whole, list=cells)
-    begun = user.cookbook("sweep", path, "--json")
-    assert begun.returncode == 0, begun.stderr
-    told = json.loads(begun.stdout)
-    assert len(told["jobs"]) == 2
-    until(lambda: states(user, told["sweep"]) == ["COMPLETED"] * 3, 90)
+    name, arrays = started(user, path)
+    assert len(arrays) == 2
+    until(lambda: states(user, name) == ["COMPLETED"] * 3, 90)
     # The limit of one at a time holds for both arrays together.
     seen = (user.root / "times").read_text().splitlines()
     assert seen == [f"{kind} {word}" for kind in "acb" for word in ("begins", "ends")]
-
-
-def test_cells_that_do_not_fit_are_left_out_on_demand(user: Kit):
-    words = ("sweep", "one_gpu", "--dry-run", "--no-check")
-    cells = json.loads(user.cookbook(*words, "--json").stdout)["cells"]
-    large = [cell["name"] for cell in cells if not cell["fits"]]
-    assert 0 < len(large) < len(cells)
-    done = user.cookbook(*words, "--fitting")
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if "predicted not to fit" in line]
-    assert [line.rpartition(": ")[2] for line in said] == large
-    tasks = re.search(r"--array=(\S+)%", done.stdout)[1].split(",")
-    spans = [[int(end) for end in each.split("-")] for each in tasks]
-    run = {number for span in spans for number in range(span[0], span[-1] + 1)}
-    assert run == {cell["cell"] for cell in cells if cell["fits"]}
 
 
 def test_what_waits_of_a_sweep_is_cancelled_by_its_name(slurm_user: Kit, slurm, study):
     user = slurm_user
     slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])
     try:
-        begun = user.cookbook("sweep", study, "--json")
-        assert begun.returncode == 0, begun.stderr
+        started(user, study)
         assert states(user, "study") == ["PENDING"] * 3
         done = user.cookbook("cancel", "study")
         assert done.returncode == 0 and done.stdout.count("cancelled 2") == 3, done.stderr

@@ -130,8 +130,6 @@ def test_a_trace_that_is_corrupt_is_named_and_passed_over(tmp_path, user: Kit):
     assert (
         f"{folder / 'rank_3.200.pt.trace.json'} contains events in an unknown format" in done.stderr
     )
-    told = json.loads(user.cookbook("profile", NAME, "--json").stdout)
-    assert [row["rank"] for row in told["ranks"]] == [0, 2]
     for path in folder.glob("rank_[02]*"):
         path.unlink()
     with pytest.raises(RunFault, match="not a complete trace"):

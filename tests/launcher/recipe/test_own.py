@@ -1,4 +1,4 @@
-"""--data, --model and dataset.data_files=: the user's own files in any recipe."""
+"""--data and --model: the user's own files in any recipe."""
 
 import csv
 import json
@@ -146,18 +146,18 @@ def test_prompts_are_known_to_the_method_that_answers_them(tmp_path, record, opt
         assert block["column_map"] == {"prompt": column}
 
 
-@pytest.mark.parametrize("how", ["--data", "override"])
-def test_a_file_takes_the_place_of_the_recipes_dataset(tmp_path, monkeypatch, how):
+def test_a_file_takes_the_place_of_the_recipes_dataset(tmp_path, monkeypatch):
     """Without the recipe's source, its split and its dataset of the hub, but packed as it is."""
     monkeypatch.chdir(tmp_path)
     file = written(tmp_path / "mine.csv", [{"question": "a", "answer": "b"}])
-    overrides = () if how == "--data" else ("dataset.data_files=mine.csv",)
-    recipe = recipes.load("llama8b_lora", overrides, data=None if overrides else "mine.csv")
+    recipe = recipes.load("llama8b_lora", data="mine.csv")
     block = recipe.config["dataset"]
     assert block["packed"] is True and block["data_files"] == file
     assert (block["source"], block["split"]) == ("csv", "train")
     assert "dataset" not in recipe.config["hub"] and recipe.config["hub"]["model"]
     assert "questions and answers (columns question and answer)" in recipe.notes[0]
+    with pytest.raises(UsageFault, match="give --data FILE in its place"):
+        recipes.load("llama8b_lora", ("dataset.data_files=mine.csv",))
 
 
 def test_columns_with_other_names(tmp_path):

@@ -66,7 +66,7 @@ def test_watch_waits_for_the_jobs_own_last_word(tmp_path, monkeypatch):
     last = {**run.status, "state": "COMPLETED"}
     timer = threading.Timer(1.0, run.write, ["status.json", last])
     timer.start()
-    state = watching.watch(run, lambda line: None, poll_s=0.1)
+    (state,) = watching.watch_all([run], lambda line: None, poll_s=0.1)
     timer.join()
     assert (state.word, state.source) == ("COMPLETED", "status.json")
 

@@ -35,7 +35,6 @@ SITE = Site(
     name="site",
     gpu_request="gres",
     network_interface="ib0",
-    signal="USR2",
     signal_lead_s=120,
     job_setup=("module load cuda/12.8",),
     environment={"NCCL_IB_HCA": "mlx5", "GREETING": 'it\'s $(id) "here"'},
@@ -91,7 +90,7 @@ def test_a_sites_values_yield_to_the_recipes(fixed):
     assert "#SBATCH --partition=mine\n" in rendered
     assert "#SBATCH --time=24:00:00\n" in rendered
     assert "#SBATCH --account=team\n" in rendered
-    assert "#SBATCH --signal=B:USR2@120\n" in rendered
+    assert "#SBATCH --signal=B:USR1@120\n" in rendered
 
 
 @pytest.mark.parametrize(("limit", "lead"), [("00:04:00", 60), ("24:00:00", 300), ("1", 15)])

@@ -8,9 +8,7 @@ from plugins.estimate.launcher.cells import PredictedSweep
 
 def predicted(name: str) -> PredictedSweep:
     found = sweep.load(name)
-    cells = [
-        (cell.number, cell.name, recipes.load(found.recipe, cell.overrides)) for cell in found.cells
-    ]
+    cells = [(cell.name, recipes.load(found.recipe, cell.overrides)) for cell in found.cells]
     return PredictedSweep(cells, paths.REPO_ROOT, found.gpu)
 
 
@@ -19,7 +17,7 @@ def test_what_the_course_saw_fit_one_gpu_is_predicted_to_fit():
     # Batch 32 of 1.1B in fp32, which the course saw fail, fits: logits are made in chunks.
     too_large = {"13B, bf16, batch 1, AdamW"}
     # 8-bit AdamW for 13B is not of the course, and its prediction is at the limit.
-    assert {name for name, cell in found.items() if not cell.fits} - {
+    assert {name for name, cell in found.items() if not cell.estimate.fits} - {
         "13B, bf16, batch 1, 8-bit AdamW"
     } == too_large
     assert not any(cell.fault for cell in found.values())
