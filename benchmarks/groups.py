@@ -1,9 +1,8 @@
 """Ranks of one host that connect as gloo does: python -m benchmarks.groups RANKS ...
 
-Each makes the two groups that a rank of the trainer makes, and then talks in the second one, by
-gloo's collectives and in rounds (trainer/parallel/messages.py). With TORCH_GLOO_LAZY_INIT=1 a rank
-connects to another when it first talks to it. Prints one line of JSON for each number of ranks:
-seconds of rank 0, its open files, and CPU seconds of all ranks.
+Each makes the two groups that a rank of the trainer makes, and then talks in the second one. With
+TORCH_GLOO_LAZY_INIT=1 a rank connects to another when it first talks to it. Prints one line of JSON
+for each number of ranks: seconds of rank 0, its open files, and CPU seconds of all ranks.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from slurm.rendezvous import port_of
-from trainer.parallel.messages import Rounds
 
 LIMIT = timedelta(minutes=5)
 
@@ -31,13 +29,11 @@ def rank(number: int, ranks: int, port: int) -> dict[str, float]:
     dist.init_process_group("gloo", store=store, rank=number, world_size=ranks, timeout=LIMIT)
     group = dist.new_group(backend="gloo", timeout=LIMIT)
     found["groups_s"] = time.monotonic() - began
-    rounds = Rounds(number, ranks, group, LIMIT)
     numbers = [0.0] * 9
     parts: dict[str, Callable[[], object]] = {
         "barrier_s": lambda: dist.barrier(group=group),
         "gather_s": lambda: dist.all_gather_object([None] * ranks, None, group=group),
         "sum_s": lambda: dist.all_reduce(torch.tensor(numbers).double(), group=group),
-        "gather_in_rounds_s": lambda: rounds.gather(None),
     }
     for name, part in parts.items():
         # Nobody is late, and who talks is connected.

@@ -173,16 +173,10 @@ def is_built_in(model: Mapping[str, Any]) -> bool:
     return module.startswith("torchtune.") and builder.startswith(BUILT_IN)
 
 
-def base_form(model: Mapping[str, Any]) -> str:
-    """How the base weights are kept: nf4, fp8, or as they are, ""."""
-    builder = str(model.get("_component_") or "").rpartition(".")[2]
-    given = model.get("quantize_base", builder.startswith("qlora_"))
-    return "fp8" if given == "fp8" else "nf4" if given else ""
-
-
 def is_quantised(model: Mapping[str, Any]) -> bool:
-    """Whether the base weights are kept in NF4 or fp8."""
-    return bool(base_form(model))
+    """Whether the base weights are kept in NF4."""
+    builder = str(model.get("_component_") or "").rpartition(".")[2]
+    return bool(model.get("quantize_base", builder.startswith("qlora_")))
 
 
 def own_adapters(model: Mapping[str, Any]) -> bool:

@@ -115,7 +115,7 @@ class StepFacts:
         experts: routed experts of each block that has some; None: it is not asked.
         linear: the linear layers of the blocks: (inputs, outputs, whether the inputs are split).
         sharded: FSDP or tensor parallelism gives each GPU a part of each trained parameter.
-        quantised: the base is in NF4 or fp8.
+        quantised: the base is in NF4. adapted: an adapter is trained, and the base frozen.
         length: of a row, and longest: positions up to which the model computes as it was trained.
         virtual: tokens that an adapter puts before each document, of which one may fill a row.
         optimizer: its component.
@@ -129,6 +129,7 @@ class StepFacts:
     linear: Collection[tuple[int, int, bool]] = ()
     sharded: bool = False
     quantised: bool = False
+    adapted: bool = False
     fp8: bool = False
     fp32: bool = False
     length: int = 0
@@ -180,10 +181,10 @@ class StepFacts:
     def _fp8_faults(self) -> Iterator[str]:
         if self.fp32:
             yield "enable_fp8_training: needs bf16 weights; set dtype=bf16"
-        if self.quantised:
+        if self.adapted:
             yield (
-                "enable_fp8_training: the base is quantised already; set "
-                "model.quantize_base=False or enable_fp8_training=False"
+                "enable_fp8_training: is for full fine-tuning, and an adapter's base is frozen; "
+                "set enable_fp8_training=False"
             )
         ranks = self.tensor_parallel
         sizes = {

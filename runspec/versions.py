@@ -28,7 +28,7 @@ def fault(package: str, version: str) -> str | None:
 
 
 def sharding_fault(torch: str) -> str | None:
-    """Return why a release of torch cannot shard a base model in NF4 or fp8, None if it can."""
+    """Return why a release of torch cannot shard a base model in NF4, None if it can."""
     numbers = torch.split(".")[:2]
     if not all(part.isdigit() for part in numbers) or tuple(map(int, numbers)) >= SHARDS_INTEGERS:
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from runspec import yamlrules
-from runspec.adapters import is_quantised
+from runspec.adapters import name_of
 from runspec.hints import nearest
 from runspec.keys.common import COMMON
 from runspec.keys.fields import STREAM, names_no_files
@@ -200,7 +200,7 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
     yield from StepFacts(
         fp8=values["enable_fp8_training"],
         fp32=values["dtype"] == "fp32",
-        quantised=is_quantised(model),
+        adapted=name_of(model) is not None,
     ).faults()
 
 

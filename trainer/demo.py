@@ -7,6 +7,7 @@ dataset give the same bytes.
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def make(folder: Path, dataset: Path, seed: int = 0) -> None:
     with publish.folder(folder, "replace") as temporary:
         tokenizer = _tokenizer(texts)
         tokenizer.save_pretrained(temporary)
-        _model(seed, tokenizer).save_pretrained(temporary)
+        random_model(ARCHITECTURE, seed, tokenizer).save_pretrained(temporary)
         readme = README.format(seed=seed, vocab=len(tokenizer), dataset=dataset.name)
         (temporary / "README.md").write_text(readme, encoding="utf-8")
 
@@ -96,16 +97,15 @@ def _tokenizer(texts: list[str]) -> Any:
     )
 
 
-def _model(seed: int, tokenizer: Any) -> Any:
+def random_model(architecture: Mapping[str, Any], seed: int, tokenizer: Any) -> Any:
     """A Llama of random weights, as transformers initialises it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-
     config = LlamaConfig(
-        **ARCHITECTURE,
+        **architecture,
         vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

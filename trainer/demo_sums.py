@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import publish
+from trainer.demo import random_model
 
 PAIRS = tuple(product(range(10), repeat=2))
 SYMBOLS = "0123456789+="
@@ -64,23 +65,10 @@ def _tokenizer() -> Any:
 
 def _trained(tokenizer: Any, seed: int, steps: int) -> Any:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-    config = LlamaConfig(
-        **ARCHITECTURE,
-        vocab_size=len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
     # Such small products are slower on several threads.
     torch.set_num_threads(1)
-    draw = random.Random(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+    draw, model = random.Random(seed), random_model(ARCHITECTURE, seed, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     end = tokenizer.eos_token_id
     prompts = [tokenizer.encode(f"{SPECIAL[0]}{a}+{b}=") for a, b in PAIRS]

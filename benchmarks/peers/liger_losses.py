@@ -90,8 +90,6 @@ def main() -> None:
         found[name] = {"loss": loss.item(), "gradient": sums.grad.tolist()}
 
     of_pairs("dpo", Dpo, False, True, beta=0.3)
-    of_pairs("hinge", Dpo, False, True, beta=0.3, loss_type="hinge")
-    of_pairs("robust", Dpo, False, True, beta=0.3, loss_type="robust", label_smoothing=0.1)
     of_pairs("orpo", Orpo, True, False, beta=0.3)
     of_pairs("simpo", Simpo, True, False, beta=2.0, gamma=0.7, label_smoothing=0.1)
     of_pairs("cpo", Cpo, False, False, beta=0.1, label_smoothing=0.1)

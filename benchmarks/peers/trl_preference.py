@@ -43,9 +43,7 @@ COLD = {"lmbda": 1.0, "temperature": 1e-6, "max_new_tokens": 12}
 # By our names: trainer, config, its settings.
 METHODS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "dpo": (DPOTrainer, DPOConfig, {"loss_type": ["sigmoid"]}),
-    "robust": (DPOTrainer, DPOConfig, {"loss_type": ["robust"], "label_smoothing": 0.1}),
     "length_normalized": (DPOTrainer, DPOConfig, {"loss_type": ["sigmoid_norm"]}),
-    "hinge": (DPOTrainer, DPOConfig, {"loss_type": ["hinge"]}),
     "ipo": (DPOTrainer, DPOConfig, {"loss_type": ["ipo"]}),
     "kto": (KTOTrainer, KTOConfig, {}),
     "orpo": (OrpoOfAnswers, ORPOConfig, {}),

@@ -9,7 +9,7 @@ from launcher.look import trace
 from launcher.look.text import plain
 from launcher.look.trace import RankTime
 from launcher.run.directory import Run
-from runspec import files
+from runspec import adapters, files
 
 _PARTS = ("compute", "exposed_communication", "copies", "data_loading", "idle")
 _HEADS = ("COMPUTE", "EXPOSED COMM", "COPIES", "DATA", "IDLE")
@@ -72,7 +72,8 @@ def advice(times: Sequence[RankTime], config: dict[str, Any]) -> str:
     share = f"{100 * shares[worst]:.0f} % of a step"
     if shares[worst] < _WORTH[worst]:
         change = "compile=true" if not config.get("compile") else "enable_fp8_training=true"
-        if not times[0].on_gpu:
+        full = adapters.name_of(config.get("model") or {}) is None
+        if not times[0].on_gpu or (config.get("compile") and not full):
             change = "fewer, larger operators (a larger batch_size)"
         share = f"{100 * shares['compute']:.0f} % of a step is compute"
         return f"{share}, so only faster operators help: look at the first ones above, try {change}"

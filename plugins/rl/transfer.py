@@ -34,7 +34,7 @@ def path_of(folder: Path, config: GrpoConfig, version: str) -> Path:
 def lora_rank(config: GrpoConfig) -> int:
     """The rank of an adapter that vLLM may take; 0 without one.
 
-    vLLM has the base as it is in its folder: over NF4 or fp8 it would be another policy.
+    vLLM has the base as it is in its folder: over NF4 it would be another policy.
     """
     model = config.model
     if adapters.name_of(model) != "lora" or adapters.is_quantised(model):

@@ -199,7 +199,7 @@ class PrecisionKeys:
         "in the place of torch's own FlashAttention 2.",
     )
     enable_fp8_training: bool = setting(
-        "flag", "Matrix products in fp8 (H100, L40S and later).", False
+        "flag", "Matrix products in fp8 (H100, L40S and later), in full fine-tuning.", False
     )
     fp8_recipe_name: str = setting(
         "tensorwise | rowwise", "Scale per tensor or per row.", "tensorwise"

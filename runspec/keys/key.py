@@ -68,7 +68,6 @@ KINDS = {
     "rate": Kind("a number, 0 or more", _number(0)),
     "share": Kind("a number above 0, 1 at most", lambda v: _number(math.ulp(0))(v) and v <= 1),
     "ratio": Kind("a number, 1 or more", _number(1)),
-    "base": Kind("true, false, nf4 or fp8", lambda v: isinstance(v, bool) or v in ("nf4", "fp8")),
     "text": Kind("one line of text", _is_line),
     "rollout nodes": Kind(
         "same, or a number of additional nodes",

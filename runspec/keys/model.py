@@ -112,9 +112,8 @@ class ModelKeys:
             ),
             Key(
                 "quantize_base",
-                "base",
-                "Keep the frozen base in 4 bits, as qlora_* does (true or nf4), or in 8 (fp8: e4m3 "
-                "with a scale for each 64 inputs; half the memory and traffic of bf16).",
+                "flag",
+                "Keep the frozen base in 4 bits (NF4), as qlora_* does.",
                 False,
             ),
         ),

@@ -52,20 +52,15 @@ class DpoConfig(PreferenceConfig):
     pairs: ClassVar[str] = "trainer.data.preferences.PreferenceDataset"
 
     loss: str = setting(
-        "dpo | ipo | hinge | simpo | orpo",
+        "dpo | ipo | simpo | orpo",
         "Loss of a pair. simpo and orpo need no reference model.",
         "dpo",
     )
     label_smoothing: float = setting(
         "rate", "Probability that chosen and rejected are swapped, below 0.5; dpo and simpo.", 0.0
     )
-    robust: bool = setting(
-        "flag",
-        "With label_smoothing: the unbiased loss instead of the conservative one.",
-        False,
-    )
     length_normalized: bool = setting(
-        "flag", "Use means over the tokens of an answer instead of sums; dpo and hinge.", False
+        "flag", "Use means over the tokens of an answer instead of sums; dpo.", False
     )
     simpo_gamma: float = setting("rate", "Margin that simpo demands.", 0.5)
     sft_weight: float = setting(

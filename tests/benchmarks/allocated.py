@@ -18,7 +18,6 @@ from plugins.estimate import trace
 from trainer import config as configs
 from trainer import groups, optimizers
 from trainer.config import TrainConfig
-from trainer.layers import fp8
 from trainer.layers.adapters.base import method as method_of
 from trainer.methods.base import named
 from trainer.models import build as models
@@ -47,7 +46,6 @@ class Unread(Builder):
         models.lay_out(module, config, self.world, frozen)
         offloads = config.fsdp_cpu_offload
         models.allocate(module, self.world.device, parameters_on_cpu=offloads)
-        fp8.fill_magnitudes(module)
         module.train(not frozen)
         return models.Model(module, method_of(module), models.DTYPES[config.dtype])
 

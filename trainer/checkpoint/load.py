@@ -112,5 +112,5 @@ def _fill_piece(piece: Piece, read: Reader) -> None:
 def _copy(target: torch.Tensor, part: torch.Tensor) -> None:
     """Into this rank's part of a parameter, quantised if that is."""
     if nf4.is_packed(target):
-        part = nf4.quantise(part.to(target.device), nf4.form_of(target))
+        part = nf4.quantise(part.to(target.device))
     target.copy_(part)

@@ -440,7 +440,6 @@ def fill(parameter: torch.Tensor, full: torch.Tensor) -> None:
     if nf4.is_packed(parameter):
         # Shards are cut between blocks, so that each rank quantises no more than its own.
         part = local_part(parameter, full.unflatten(-1, (-1, nf4.BLOCK)))
-        form = nf4.form_of(parameter)
-        target.copy_(nf4.quantise(part.flatten(-2).to(target.device), form))
+        target.copy_(nf4.quantise(part.flatten(-2).to(target.device)))
     else:
         target.copy_(local_part(parameter, full))

@@ -48,10 +48,10 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def quantise(layer: nn.Module, form: str) -> None:
-    """Make both matrices NF4 or fp8; on the meta device."""
+def quantise(layer: nn.Module) -> None:
+    """Make both matrices NF4; on the meta device."""
     for name in MATRICES:
-        nf4.pack_weight(layer, name, form)
+        nf4.pack_weight(layer, name)
 
 
 def forward(

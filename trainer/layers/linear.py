@@ -1,4 +1,4 @@
-"""Linear layers whose base weight is in bf16, fp32, NF4 or fp8, with an adapter or not."""
+"""Linear layers whose base weight is in bf16, fp32 or NF4, with an adapter or not."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -80,24 +80,21 @@ def _whole(name: str, parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-def quantise(model: nn.Module, names: Iterable[str], form: str) -> None:
-    """Make the weights of the linear layers `names` NF4 or fp8; on the meta device."""
+def quantise(model: nn.Module, names: Iterable[str]) -> None:
+    """Make the weights of the linear layers `names` NF4; on the meta device."""
     for name in names:
-        nf4.pack_weight(model.get_submodule(name), form=form)
+        nf4.pack_weight(model.get_submodule(name))
         _use_base_forward(model.get_submodule(name))
 
 
-def use_fp8(model: nn.Module, names: Iterable[str], recipe: str, frozen: bool) -> None:
-    """Let the linear layers `names` multiply in fp8; parameters of an adapter stay as they are.
-
-    Layers that are too narrow stay as they are, too.
+def use_fp8(model: nn.Module, names: Iterable[str], recipe: str) -> None:
+    """Let the linear layers `names` multiply in fp8; layers that are too narrow stay as they are.
 
     Args:
         recipe: tensorwise or rowwise.
-        frozen: their weights are not trained.
     """
     for layer in filter(fp8.applies, map(model.get_submodule, names)):
-        fp8.prepare(layer, recipe, frozen)
+        fp8.prepare(layer, recipe)
         _use_base_forward(layer)
 
 
@@ -115,8 +112,8 @@ def base(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     """[..., in] to [..., out] by `weight`, the layer's own or this rank's part; without bias."""
     if hasattr(layer, "nf4_table"):
         return nf4.linear(x, weight, layer.nf4_table)
-    if hasattr(layer, "fp8_recipe"):
-        return fp8.linear(x, weight, layer.fp8_recipe, getattr(layer, "fp8_largest", None))
+    if hasattr(layer, "fp8_settings"):
+        return fp8.linear(x, weight, layer.fp8_settings)
     return F.linear(x, weight)
 
 

@@ -1,15 +1,12 @@
-"""A frozen base in 4 or 8 bits, stored so that every layout can shard it.
+"""A frozen base in 4 bits, stored so that every layout can shard it.
 
 NF4, the 4-bit NormalFloat of QLoRA: a weight [out, in] becomes one frozen uint8 parameter
 [out, in / 64, 34]. Of each block of 64 neighbouring inputs, 32 bytes hold two codes each (the first
 in the high half) and 2 bytes the block's scale, its largest magnitude, in bf16. That is 0.53 bytes
-per weight. fp8 has a code per byte, [out, in / 64, 66]: the block's share of its largest magnitude
-times 448 as e4m3 (Micikevicius et al. 2022, arXiv 2209.05433), 1.03 bytes per weight. A code says
-its value by a table, so that a GPU without fp8 has it, too. Dimension 0 is the outputs and
-dimension 1 whole blocks, so FSDP and tensor parallelism shard it like any other tensor, and the
-values do not depend on where it is cut.
+per weight. Dimension 0 is the outputs and dimension 1 whole blocks, so FSDP and tensor parallelism
+shard it like any other tensor, and the values do not depend on where it is cut.
 
-Source of NF4: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), without its second quantisation of
+Source: Dettmers et al. 2023, QLoRA (arXiv 2305.14314), without its second quantisation of
 the scales. The code table and the rounding to the nearest code are bitsandbytes'; the scale of a
 bf16 weight is exact, so that its codes and values are those that bitsandbytes computes too.
 """
@@ -29,9 +26,7 @@ from trainer.sharded import place_of
 AT_A_TIME = 2**26
 BLOCK = NF4_BLOCK
 SCALE_BYTES = 2
-# Values in a byte of codes, by the form.
-IN_A_BYTE = {"nf4": 2, "fp8": 1}
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
+PACKED_BYTES = BLOCK // 2 + SCALE_BYTES
 # Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero.
 VALUES = (
     -1.0,
@@ -92,24 +87,17 @@ def faults(weights: Iterable[torch.Tensor]) -> list[str]:
     ]
 
 
-def form_of(packed: torch.Tensor) -> str:
-    """nf4 or fp8: of a packed weight, by the bytes of its blocks."""
-    values = BLOCK // (packed.shape[-1] - SCALE_BYTES)
-    return next(form for form, number in IN_A_BYTE.items() if number == values)
-
-
-def pack_weight(layer: nn.Module, name: str = "weight", form: str = "nf4") -> None:
+def pack_weight(layer: nn.Module, name: str = "weight") -> None:
     """Make `layer.weight` (on the meta device, [..., out, in]) a packed one; add the code table.
 
-    The table is the buffer `nf4_table` [256, values in a byte], fp32: what each byte of codes
-    stands for. It is a buffer, so that no step copies it to the GPU. `fill_tables` fills it.
+    The table is the buffer `nf4_table` [256, 2], fp32: what each byte of codes stands for. It is a
+    buffer, so that no step copies it to the GPU. `fill_tables` fills it.
     """
     weight = getattr(layer, name)
     *others, inputs = weight.shape
-    size = BLOCK // IN_A_BYTE[form] + SCALE_BYTES
-    packed = weight.new_empty(*others, inputs // BLOCK, size, dtype=torch.uint8)
+    packed = weight.new_empty(*others, inputs // BLOCK, PACKED_BYTES, dtype=torch.uint8)
     setattr(layer, name, nn.Parameter(packed, requires_grad=False))
-    table = weight.new_empty(256, IN_A_BYTE[form], dtype=torch.float32)
+    table = weight.new_empty(256, 2, dtype=torch.float32)
     layer.register_buffer("nf4_table", table, persistent=False)
 
 
@@ -117,39 +105,30 @@ def fill_tables(model: nn.Module) -> None:
     """Fill the code table of every packed layer."""
     for name, buffer in model.named_buffers():
         if name.endswith("nf4_table"):
-            buffer.copy_(table("nf4" if buffer.shape[1] == IN_A_BYTE["nf4"] else "fp8"))
+            buffer.copy_(table())
 
 
-def table(form: str = "nf4") -> torch.Tensor:
-    """The values of a byte's high and low half, [256, 2] in fp32; of fp8 its one, [256, 1]."""
-    if form == "fp8":
-        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        # Two codes are no numbers, and of no weight.
-        return (codes.float() / LARGEST).nan_to_num(0).unsqueeze(1)
+def table() -> torch.Tensor:
+    """The values of a byte's high and low half, [256, 2] in fp32."""
     values = torch.tensor(VALUES)
     return torch.cartesian_prod(values, values)
 
 
-def quantise(weight: torch.Tensor, form: str = "nf4") -> torch.Tensor:
-    """[..., in] in any floating dtype to packed [..., in / 64, 34 or 66] uint8, where it is."""
+def quantise(weight: torch.Tensor) -> torch.Tensor:
+    """[..., in] in any floating dtype to packed [..., in / 64, 34] uint8, where it is."""
     blocks = weight.unflatten(-1, (-1, BLOCK)).float()
     scale = blocks.abs().amax(-1, keepdim=True).bfloat16()
     # A block of zeros has scale 0, and any divisor keeps it zero.
     shares = blocks / torch.where(scale == 0, 1, scale).float()
-    if form == "fp8":
-        # The scale may have been rounded down.
-        shares = (shares * LARGEST).clamp_(-LARGEST, LARGEST)
-        codes = shares.to(torch.float8_e4m3fn).view(torch.uint8)
-    else:
-        values = torch.tensor(VALUES, device=weight.device)
-        indices = torch.bucketize(shares, (values[1:] + values[:-1]) / 2, out_int32=True)
-        pairs = indices.to(torch.uint8).unflatten(-1, (-1, 2))
-        codes = pairs[..., 0] << 4 | pairs[..., 1]
+    values = torch.tensor(VALUES, device=weight.device)
+    indices = torch.bucketize(shares, (values[1:] + values[:-1]) / 2, out_int32=True)
+    pairs = indices.to(torch.uint8).unflatten(-1, (-1, 2))
+    codes = pairs[..., 0] << 4 | pairs[..., 1]
     return torch.cat([codes, scale.view(torch.uint8)], dim=-1)
 
 
 def dequantise(packed: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Packed [..., in / 64, 34 or 66] to [..., in] in `dtype`; `table` as `table()` makes it."""
+    """Packed [..., in / 64, 34] to [..., in] in `dtype`; `table` as `table()` makes it."""
     *others, blocks, _ = packed.shape
     rows = max(1, AT_A_TIME * others[0] // (math.prod(others) * blocks * BLOCK))
     if torch.compiler.is_compiling() or rows >= others[0]:
@@ -173,7 +152,7 @@ def _dequantised(packed: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) 
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """F.linear of x [..., in] with a packed weight [out, in / 64, 34 or 66], in x's dtype.
+    """F.linear of x [..., in] with a packed weight [out, in / 64, 34], in x's dtype.
 
     Only the packed weight is kept for the backward pass, which dequantises it again; it gets no
     gradient.

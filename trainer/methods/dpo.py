@@ -1,4 +1,4 @@
-"""Preference tuning on pairs of answers: DPO, IPO, hinge, SimPO, ORPO."""
+"""Preference tuning on pairs of answers: DPO, IPO, SimPO, ORPO."""
 
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ PAIRS = SampleForm(
 )
 
 # Keys that a loss may not use.
-OPTIONAL = ("label_smoothing", "robust", "length_normalized", "sft_weight")
+OPTIONAL = ("label_smoothing", "length_normalized", "sft_weight")
 
 
 class PreferenceTuning(PreferenceObjective):
@@ -52,10 +52,8 @@ class PreferenceTuning(PreferenceObjective):
         unused = [name for name in given if name not in LOSSES[config.loss].reads]
         if config.reference != "auto" and config.loss in REFERENCE_FREE:
             unused.insert(0, "reference")
-        texts += [f"{name}: loss={config.loss} does not use it; leave it out" for name in unused]
-        if "robust" in given and "robust" not in unused and not config.label_smoothing:
-            texts.append("robust: needs label_smoothing above 0; leave it out")
-        return texts
+        said = f"loss={config.loss} does not use it; leave it out"
+        return texts + [f"{name}: {said}" for name in unused]
 
     def described(self, batches: Batches) -> list[str]:
         """How much longer the chosen answers are: the policy may learn no more than that."""

@@ -42,25 +42,13 @@ def difference(values: torch.Tensor) -> torch.Tensor:
     return values[:, 0] - values[:, 1]
 
 
-def dpo(
-    ratios: torch.Tensor, beta: float, label_smoothing: float = 0.0, robust: bool = False
-) -> torch.Tensor:
+def dpo(ratios: torch.Tensor, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:
     """-log sigmoid(beta D), D the difference of the ratios (Rafailov et al., arXiv:2305.18290).
 
-    label_smoothing e makes it (1 - e) L(D) + e L(-D), the conservative DPO (Mitchell 2023); robust:
-    [(1 - e) L(D) - e L(-D)] / (1 - 2e), which is unbiased (Chowdhury et al., arXiv:2403.00409).
+    label_smoothing e makes it (1 - e) L(D) + e L(-D), the conservative DPO (Mitchell 2023).
     """
-    logits = beta * difference(ratios)
-    wanted, opposite = -F.logsigmoid(logits), -F.logsigmoid(-logits)
-    share = label_smoothing
-    if robust:
-        return ((1 - share) * wanted - share * opposite) / (1 - 2 * share)
-    return (1 - share) * wanted + share * opposite
-
-
-def hinge(ratios: torch.Tensor, beta: float) -> torch.Tensor:
-    """max(0, 1 - beta D) (SLiC, Zhao et al., arXiv:2305.10425)."""
-    return torch.relu(1 - beta * difference(ratios))
+    logits, share = beta * difference(ratios), label_smoothing
+    return -(1 - share) * F.logsigmoid(logits) - share * F.logsigmoid(-logits)
 
 
 def ipo(answers: Answers, beta: float) -> torch.Tensor:
@@ -125,13 +113,7 @@ class PairLoss(NamedTuple):
 
 def _dpo(answers: Answers, config: DpoConfig) -> Pairs:
     ratios = answers.ratios / answers.counts if config.length_normalized else answers.ratios
-    loss = dpo(ratios, config.beta, config.label_smoothing, config.robust)
-    return loss, config.beta * ratios
-
-
-def _hinge(answers: Answers, config: DpoConfig) -> Pairs:
-    ratios = answers.ratios / answers.counts if config.length_normalized else answers.ratios
-    return hinge(ratios, config.beta), config.beta * ratios
+    return dpo(ratios, config.beta, config.label_smoothing), config.beta * ratios
 
 
 def _ipo(answers: Answers, config: DpoConfig) -> Pairs:
@@ -149,9 +131,8 @@ def _orpo(answers: Answers, config: DpoConfig) -> Pairs:
 
 # By the values of the key `loss` (runspec/keys/preference.py).
 LOSSES = {
-    "dpo": PairLoss(_dpo, ("label_smoothing", "robust", "length_normalized", "sft_weight")),
+    "dpo": PairLoss(_dpo, ("label_smoothing", "length_normalized", "sft_weight")),
     "ipo": PairLoss(_ipo),
-    "hinge": PairLoss(_hinge, ("length_normalized", "sft_weight")),
     "simpo": PairLoss(_simpo, ("label_smoothing", "sft_weight")),
     "orpo": PairLoss(_orpo, (), has_likelihood=True),
 }

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from runspec import files
-from runspec.adapters import base_form
+from runspec.adapters import is_quantised
 from runspec.storage import patiently
 from trainer.checkpoint.weights import SafetensorsSource
 from trainer.config import TrainConfig
@@ -81,7 +81,7 @@ class KeptLogProbs:
 
     def __init__(self, config: TrainConfig, world: World, weights: dict[str, str]) -> None:
         self._config, self._world = config, world
-        precision = (config.dtype, config.fp8_recipe, base_form(config.model))
+        precision = (config.dtype, config.fp8_recipe, is_quantised(config.model))
         content = json.dumps([FORMAT, weights, precision], sort_keys=True, default=str)
         self._name = hashlib.sha256(content.encode()).hexdigest()[:16]
 

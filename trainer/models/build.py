@@ -96,7 +96,6 @@ def build(
         )
     else:
         load(module, source, world)
-    fp8.fill_magnitudes(module)
     weights.initialise_adapter(module, config.seed)
     weights.initialise_score(module, source, config.seed)
     module.train(not frozen)
@@ -174,8 +173,7 @@ def empty(config: TrainConfig, frozen: bool = False) -> Decoder:
     finally:
         torch.set_default_dtype(before)
     if config.fp8_recipe is not None:
-        names, frozen = module.linear_layers(), module.adapter is not None
-        linear.use_fp8(module, names, config.fp8_recipe, frozen)
+        linear.use_fp8(module, module.linear_layers(), config.fp8_recipe)
     return module
 
 
@@ -238,7 +236,7 @@ def empty_module(
 ) -> Decoder:
     """Return the model that a `model` block names, without weights; call it on the meta device.
 
-    With `quantize_base` the weights of its blocks are NF4 or fp8. torchtune's own quantised weights
+    With `quantize_base` the weights of its blocks are NF4. torchtune's own quantised weights
     cannot be sharded over two mesh dimensions; ours are put into what a builder makes without them,
     which also serves the builders that have no `quantize_base`.
 
@@ -277,7 +275,7 @@ def empty_module(
     _add_adapter(model, block, kind)
     model.modules_to_save = tuple(block.get("modules_to_save") or ())
     if quantised:
-        _quantise(model, frozen, "fp8" if quantised == "fp8" else "nf4")
+        _quantise(model, frozen)
     return model
 
 
@@ -312,7 +310,7 @@ def _add_adapter(model: Decoder, block: dict[str, Any], kind: AdapterKind | None
         model.adapter = kind
 
 
-def _quantise(model: Decoder, frozen: bool, form: str) -> None:
+def _quantise(model: Decoder, frozen: bool) -> None:
     if model.adapter is None and not frozen:
         raise ConfigError(
             "model.quantize_base: only adapters can be trained over a quantised base; "
@@ -326,9 +324,9 @@ def _quantise(model: Decoder, frozen: bool, form: str) -> None:
     weights_of += [getattr(layer, name) for layer in routed for name in experts.MATRICES]
     if faults := nf4.faults(weights_of):
         raise ConfigError(*faults)
-    linear.quantise(model, names, form)
+    linear.quantise(model, names)
     for layer in routed:
-        experts.quantise(layer, form)
+        experts.quantise(layer)
 
 
 def source_of(config: TrainConfig) -> weights.SafetensorsSource | None:
@@ -390,7 +388,7 @@ def _check_dtypes(config: TrainConfig, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
     if on_gpu and config.dtype == "bf16" and not torch.cuda.is_bf16_supported():
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
-    if config.fp8_recipe and (lack := fp8.missing(config.fp8_recipe, device)):
+    if config.fp8_recipe and (lack := fp8.missing(device)):
         raise ConfigError(f"enable_fp8_training: {lack}; set enable_fp8_training=False")
     name = config.flash_attention
     if name and (lack := attention.replace_flash_attention(name, device)):

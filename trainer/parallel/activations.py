@@ -46,6 +46,7 @@ SAVED_OPERATIONS = (
     # fp8's products, and the magnitudes that its scales are made of.
     "aten._scaled_mm",
     "aten.amax",
+    "aten.max",
     # What tensor parallelism communicated is not communicated again.
     "_c10d_functional.all_gather_into_tensor",
     "_c10d_functional.reduce_scatter_tensor",

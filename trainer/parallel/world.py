@@ -15,13 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from runspec.layout import Layout, LayoutError
 from trainer.errors import ConfigError, Fault, PeerError
 from trainer.parallel.device import agree, own
-from trainer.parallel.messages import Rounds
 
 T = TypeVar("T")
 # Long enough for one rank to read or write a large model while the others wait.
 TIMEOUT = timedelta(minutes=30)
-# From this number of ranks on they exchange messages in rounds: trainer/parallel/messages.py.
-MANY = 64
 # Bytes per second, all ranks together: storage that is slower than this fails.
 SLOWEST_READ = 20e6
 
@@ -42,8 +39,6 @@ class World:
     layout: Layout
     # By their dimensions, those that were made.
     meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
-    # The one in the list says how long ranks may wait for each other now.
-    timeouts: list[timedelta] = field(default_factory=lambda: [TIMEOUT])
 
     @property
     def is_main(self) -> bool:
@@ -125,7 +120,6 @@ class World:
     def limit(self, seconds: float | None) -> None:
         """Let collectives that begin from now on time out after so long; None: after TIMEOUT."""
         timeout = TIMEOUT if seconds is None else timedelta(seconds=seconds)
-        self.timeouts[:] = [timeout]
         groups = [dist.group.WORLD, self.cpu_group]
         groups += [group for mesh in self.meshes.values() for group in mesh.get_all_groups()]
         for group in groups:
@@ -154,8 +148,6 @@ class World:
         """Every rank's value, in rank order, on every rank."""
         if self.size == 1:
             return [value]
-        if self.size >= MANY:
-            return Rounds(self.rank, self.size, self.cpu_group, self.timeouts[0]).gather(value)
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values

@@ -19,7 +19,7 @@ from dataclasses import replace
 from launcher.gpus import AMPERE, Gpu, Reached
 from plugins.estimate.launcher.activations import expert_rows, saved_by_layer, saved_products
 from plugins.estimate.launcher.memory import state_bytes
-from plugins.estimate.launcher.step_config import FP32, StepConfig
+from plugins.estimate.launcher.step_config import FP32, NF4_BYTES, StepConfig
 from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Matrix
 
 # Rows of this length reach half of what long rows do (the same figures: 512 tokens to 16k).
@@ -94,7 +94,7 @@ class Compute:
         if step.is_quantised:
             # A quantised base to the compute dtype, of all that a rank multiplies with.
             numbers = sum(m.parameters / step.split_of(m) for m in block.matrices.values())
-            each = step.packed_bytes + step.element_bytes
+            each = NF4_BYTES + step.element_bytes
             terms["unpacking"] = numbers * each / self.bytes_per_s
         return terms
 

@@ -113,7 +113,6 @@ def _precision(config: Mapping[str, Any]) -> dict[str, Any]:
         "reduce_bytes": 2 if config.get("fsdp_reduce_dtype") == "bf16" else 4,
         "fp32_master": config.get("master_weights") == "fp32" and not fp32,
         "fp8": bool(config.get("enable_fp8_training")),
-        "fp8_base": adapters.base_form(_block(config, "model")) == "fp8",
     }
 
 

@@ -103,17 +103,14 @@ def _keys(step: StepConfig) -> Iterator[str]:
         yield f"generation_batch_size={step.generation_batch}"
 
 
-def _base(step: StepConfig) -> str:
-    return "fp8" if step.is_quantised and step.fp8_base else str(step.is_quantised).lower()
-
-
 def _method_keys(step: StepConfig) -> str:
+    base = f"model.quantize_base={str(step.is_quantised).lower()}"
     if not step.is_full and not step.lora_rank:
-        return f"model.adapter={step.method.removeprefix('q')} model.quantize_base={_base(step)}"
+        return f"model.adapter={step.method.removeprefix('q')} {base}"
     if step.builder == TRANSFORMERS:
         if step.method == "full":
             return "model.lora_rank=null"
-        return f"model.lora_rank={step.lora_rank} model.quantize_base={_base(step)}"
+        return f"model.lora_rank={step.lora_rank} {base}"
     module, _, name = step.builder.rpartition(".")
     prefix = {"full": "", "lora": "lora_", "dora": "lora_"}.get(step.method, "qlora_")
     text = f"model._component_={module}.{prefix}{re.sub('^q?lora_', '', name)}"

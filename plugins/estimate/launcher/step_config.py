@@ -17,7 +17,7 @@ from runspec.shape import Block, Matrix, Part, Role, Shape
 GIB = 2**30
 FP32 = 4
 # Four or eight bits, and a bf16 scale for each block of 64.
-NF4_BYTES, FP8_BYTES = 0.5 + 2 / 64, 1 + 2 / 64
+NF4_BYTES = 0.5 + 2 / 64
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,6 @@ class StepConfig:
     expert_imbalance: float = 1.5  # rows that a rank's experts get at most, over the mean
     reshard: bool = True
     fp8: bool = False  # the products of the blocks' linear layers
-    fp8_base: bool = False  # a quantised base is in fp8, not in NF4
     updated_by: str = ""  # the optimizer's component
     frozen: tuple[str, ...] = ()  # patterns of names of parameters that are not trained
     has_reference: bool = False  # the policy's own model runs forward a second time, frozen
@@ -85,6 +84,7 @@ class StepConfig:
             linear=shape.linear,
             sharded=self.fsdp or layout.tensor_parallel > 1,
             quantised=self.is_quantised,
+            adapted=not self.is_full,
             fp8=self.fp8,
             fp32=self.element_bytes == FP32,
             length=self.length,
@@ -118,7 +118,6 @@ class StepConfig:
         # Frozen, and in NF4, but without an adapter.
         method = "qfull" if self.teacher_quantised else "full"
         teacher = replace(own, shape=self.teacher, method=method, lora_targets=(), saved=())
-        teacher = replace(teacher, fp8_base=False)
         return (*reference, replace(teacher, lora_output=False))
 
     @property
@@ -187,13 +186,8 @@ class StepConfig:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the layers' base weights are NF4 or fp8."""
+        """Whether the layers' base weights are NF4."""
         return self.method.startswith("q")
-
-    @property
-    def packed_bytes(self) -> float:
-        """Bytes of a quantised weight."""
-        return FP8_BYTES if self.fp8_base else NF4_BYTES
 
     @property
     def adapter(self) -> Adapter | None:

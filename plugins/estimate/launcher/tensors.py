@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from plugins.estimate.launcher.step_config import FP32, StepConfig
+from plugins.estimate.launcher.step_config import FP32, NF4_BYTES, StepConfig
 from runspec.shape import Block, Matrix
 from runspec.step import loss_tokens
 
@@ -84,7 +84,7 @@ def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Unit:
     expert = matrix.role == "expert"
     split, shards = step.split_of(matrix), step.expert_shards if expert else 0
     packed = step.is_quantised and matrix.part != "router"
-    bytes_each = step.packed_bytes if packed else step.element_bytes
+    bytes_each = NF4_BYTES if packed else step.element_bytes
     unit = _unit(step, matrix.parameters / split, step.is_full, bytes_each, shards)
     if matrix.bias:
         numbers = matrix.count * matrix.outputs / split

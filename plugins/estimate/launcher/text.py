@@ -60,7 +60,7 @@ def _model(step: StepConfig) -> Iterator[str]:
     )
     dtype = "bf16" if step.element_bytes == 2 else "fp32"
     dtype += ", fp32 master weights" * step.fp32_master
-    base = f" over a base in {'fp8' if step.fp8_base else 'NF4'}" * step.is_quantised
+    base = " over a base in NF4" * step.is_quantised
     what = f"{step.method.removeprefix('q')}{base}, activation_checkpointing={step.checkpointing}, "
     what += "score head" if step.loss == "score" else f"{step.loss} cross-entropy"
     yield f"  settings    {what}, {step.optimizer}, {dtype}\n"

@@ -29,14 +29,14 @@ def tuned(name: str, *overrides: str, **more: Any) -> Tuning:
 def test_no_setting_that_check_refuses_is_looked_at() -> None:
     """Each move alone is sound: what the rules refuse is a combination."""
     given = ["enable_fp8_training=true"]
-    config = recipes.load("llama8b_lora", given).train_config(Path("/none"), "/none/run")
+    config = recipes.load("llama8b_full", given).train_config(Path("/none"), "/none/run")
     step = step_of(config, 1, 8)
     layouts = [(1, 1), (2, 1)]
-    methods = [{"method": method} for method in ("lora", "qlora")]
+    methods = [{"method": method} for method in ("full", "lora")]
     found = [*settings(step, method=methods, layout=layouts)]
     assert [(each.method, each.layout.tensor_parallel) for each in found] == [
-        ("lora", 1),
-        ("lora", 2),
+        ("full", 1),
+        ("full", 2),
     ]
 
 

@@ -30,8 +30,6 @@ def _orpo(answers: Answers) -> torch.Tensor:
 # With a reference of zeros DPO is CPO.
 PAIRS: dict[str, Callable[[Answers], torch.Tensor]] = {
     "dpo": lambda answers: losses.dpo(answers.ratios, 0.3),
-    "hinge": lambda answers: losses.hinge(answers.ratios, 0.3),
-    "robust": lambda answers: losses.dpo(answers.ratios, 0.3, 0.1, robust=True),
     "orpo": _orpo,
     "simpo": lambda answers: losses.simpo(answers, 2.0, 0.7, 0.1),
     "cpo": lambda answers: losses.dpo(answers.log_probs, 0.1, 0.1),

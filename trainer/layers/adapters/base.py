@@ -10,7 +10,6 @@ from torch import nn
 from runspec import adapters
 from trainer.config import refused_path
 from trainer.errors import ConfigError
-from trainer.layers import nf4
 from trainer.model import AdapterKind, Decoder
 
 
@@ -47,10 +46,8 @@ def method(model: Decoder) -> str:
     if model.adapter is None:
         return "full"
     title = model.adapter.declared.title
-    tables = (getattr(module, "nf4_table", None) for module in model.modules())
-    if (table := next((each for each in tables if each is not None), None)) is None:
-        return title
-    return f"Q{title}" if table.shape[1] == nf4.IN_A_BYTE["nf4"] else f"{title} over fp8"
+    quantised = any(hasattr(module, "nf4_table") for module in model.modules())
+    return f"Q{title}" if quantised else title
 
 
 def turn_off(module: nn.Module) -> list[nn.Module]:
