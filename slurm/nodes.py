@@ -12,10 +12,9 @@ from pathlib import Path
 
 from runspec import files
 from slurm import allocation, job_log, records
-from slurm.identity import in_slurm, own_job_id
+from slurm.identity import in_slurm
 from slurm.job_log import say
 from slurm.recorder import Recorder, seconds
-from slurm.rendezvous import port_of
 
 # How long Slurm may list the step of an attempt that has ended, and when nodes kill its ranks.
 _OLD_STEP_S, _END_RANKS_S = 45.0, 30.0
@@ -31,12 +30,6 @@ def head(hosts: Sequence[str]) -> dict[str, str]:
         "HEAD_ADDR": known[0] if known else hosts[0],
         "ONE_HOST": "yes" if one_host else "no",
     }
-
-
-def head_of_job() -> tuple[str, int, str]:
-    """Return HEAD_ADDR, HEAD_PORT and ONE_HOST of a job that has no supervisor, for doctor."""
-    first = head(job_log.hosts(os.environ["SLURM_JOB_NODELIST"]))
-    return first["HEAD_ADDR"], port_of(own_job_id(), 0), first["ONE_HOST"]
 
 
 class Nodes:
