@@ -79,9 +79,11 @@ class _Phases:
         self.state: Terms = {
             "weights": self.on_gpu * self.units.whole.stored,
             "optimizer": self.on_gpu * self.here * state_bytes(step),
-            # Else cosines and sines of a row's positions.
+            # Else cosines and sines of a batch's positions.
             "rotary tables": FP32 * shape.table or 2 * e * t * shape.head_dim,
         }
+        # Outside of forward and backward passes.
+        self.at_rest = {"rotary tables": FP32 * shape.table}
         self.frozen = [_Phases(each) for each in step.frozen_models]
         if self.frozen:
             parts = ("weights", "rotary tables")
@@ -114,7 +116,8 @@ class _Phases:
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         step = self.step
         if step.on_policy_share and not step.apart:
-            yield "generating answers", self.state | {"generation": sum(generation(step).values())}
+            generated = sum(generation(step).values())
+            yield "generating answers", self.state | self.at_rest | {"generation": generated}
         for number, model in enumerate(self.frozen, 1):
             yield f"frozen model {number}, forward", self._frozen_forward(model)
         yield from self._loss()
@@ -126,7 +129,7 @@ class _Phases:
         if step.update == "single":
             size = 2 * max(self.here / max(depth, 1), step.trains_table("output") * self._table)
         update = self.on_gpu * size * step.weight_bytes
-        yield "optimizer step", self._terms(self.gradients, working=update)
+        yield "optimizer step", self._terms(self.gradients, working=update) | self.at_rest
 
     @property
     def _table(self) -> float:
