@@ -279,7 +279,6 @@ class Recipe:
         return self.config.get("node_check") is not False
 
     @property
-    @property
     def max_retries(self) -> int:
         """How many failed attempts in a row, with nothing new saved between them, are retried."""
         given = self.config.get("max_retries")
