@@ -79,9 +79,10 @@ class _Phases:
         self.state: Terms = {
             "weights": self.on_gpu * self.units.whole.stored,
             "optimizer": self.on_gpu * self.here * state_bytes(step),
-            # Else cosines and sines of a row's positions.
-            "rotary tables": FP32 * shape.table or 2 * e * t * shape.head_dim,
+            "rotary tables": FP32 * shape.table,
         }
+        # Without tables cosines and sines are computed of each batch's positions.
+        self.positions = 0.0 if shape.table else 2 * e * t * shape.head_dim
         self.frozen = [_Phases(each) for each in step.frozen_models]
         if self.frozen:
             parts = ("weights", "rotary tables")
@@ -145,7 +146,7 @@ class _Phases:
     ) -> Terms:
         return self.state | {
             "gradients": gradients,
-            "activations": activations,
+            "activations": activations and activations + self.positions,
             "gathered weights": gathered and self.ends + gathered,
             "gradient reduction": self.fsdp * reduction,
             "logits and loss": logits,
