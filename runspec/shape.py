@@ -184,10 +184,11 @@ class Shape:
     """A decoder.
 
     dim: width of the hidden states. vocab: tokens. longest: the longest row. kinds: its different
-    blocks. order: which of them each block is. tied: the output layer is the embedding. table:
-    numbers of the rotary tables that stay in memory; 0: those of a batch are computed. sizes: what
-    tensor parallelism divides. unsplit: why it cannot split the model. packs: packed rows keep
-    their documents apart. model_type: that of its config.json.
+    blocks. order: which of them each block is. tied: the output layer is the embedding. wide_norms:
+    norms multiply their scale in fp32. table: numbers of the rotary tables that stay in memory; 0:
+    those of a batch are computed. sizes: what tensor parallelism divides. unsplit: why it cannot
+    split the model. packs: packed rows keep their documents apart. model_type: that of its
+    config.json.
     """
 
     dim: int
@@ -196,6 +197,7 @@ class Shape:
     kinds: tuple[Block, ...]
     order: tuple[int, ...]
     tied: bool = False
+    wide_norms: bool = True
     table: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
     unsplit: tuple[str, ...] = ()

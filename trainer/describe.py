@@ -80,6 +80,7 @@ def of(model: Decoder) -> shape.Shape:
         kinds=tuple(kinds),
         order=tuple(kinds.index(block) for block in blocks),
         tied=model.output_head is None,
+        wide_norms=_is_wide(model.final_norm),
         table=table,
         sizes=model.sizes(),
         unsplit=tuple(model.split_faults()),
@@ -272,6 +273,24 @@ class _Block:
 def _is_norm(module: nn.Module) -> bool:
     own = [parameter.ndim for parameter in module.parameters(recurse=False)]
     return bool(own) and set(own) == {1} and not list(module.children())
+
+
+def _is_wide(norm: nn.Module) -> bool:
+    """Whether a norm multiplies its scale in fp32: not what it gives in bf16 without a scale."""
+    names = [name for name, _ in norm.named_parameters()]
+    width = next(norm.parameters()).numel()
+    with torch.device("cpu"), torch.no_grad():
+        x = torch.linspace(-1, 3, 2 * width, dtype=torch.bfloat16).view(2, -1)
+
+        def given(value: torch.Tensor) -> torch.Tensor:
+            own = dict.fromkeys(names, torch.zeros(width, dtype=x.dtype)) | {names[0]: value}
+            return torch.func.functional_call(norm, own, x)
+
+        scale = torch.linspace(0.5, 2.0, width, dtype=x.dtype)
+        plain = given(torch.ones_like(scale)) * scale
+        # Some multiply by 1 + their scale.
+        offset = given(torch.zeros_like(scale)) * (1 + scale)
+        return not any(torch.equal(given(scale), narrow) for narrow in (plain, offset))
 
 
 # The command -------------------------------------------------------------------------------------

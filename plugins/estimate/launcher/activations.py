@@ -14,13 +14,15 @@ from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Part
 def saved_by_layer(step: StepConfig, block: Block) -> float:
     """Bytes that one layer keeps for backward without activation checkpointing.
 
-    Norms compute in fp32: 4td for the input, and if the scale is trained etd for the normalised
-    one. A matrix keeps its input if it is trained or has an adapter: etd for all that read a norm's
-    output together. Tensor parallelism divides all but the gathered inputs. Compiled layers compute
-    again what is made element by element: they keep a norm's input, etd.
+    Norms compute in fp32: 4td for the input, and if the scale is trained the normalised one too, in
+    fp32 or in the dtype of the computation. A matrix keeps its input if it is trained or has an
+    adapter: etd for all that read a norm's output together. Tensor parallelism divides all but the
+    gathered inputs. Compiled layers compute again what is made element by element: they keep a
+    norm's input, etd.
     """
     e, tp, t = step.element_bytes, step.layout.tensor_parallel, step.tokens
-    norm = e if step.compiled else FP32 + e * step.is_full
+    scaled = FP32 if step.shape.wide_norms else e
+    norm = e if step.compiled else FP32 + (scaled if step.is_full else 0)
     saved: float = norm * t * sum(vector.features for vector in block.vectors) / tp
     # What attention's first matrices read: the hidden state once, latents (arXiv 2405.04434).
     first = block.of("attention", "column", "fused", "replicated")

@@ -79,11 +79,10 @@ class _Phases:
         self.state: Terms = {
             "weights": self.on_gpu * self.units.whole.stored,
             "optimizer": self.on_gpu * self.here * state_bytes(step),
-            # Else cosines and sines of a batch's positions.
-            "rotary tables": FP32 * shape.table or 2 * e * t * shape.head_dim,
+            "rotary tables": FP32 * shape.table,
         }
-        # Outside of forward and backward passes.
-        self.at_rest = {"rotary tables": FP32 * shape.table}
+        # Without tables cosines and sines are computed of each batch's positions.
+        self.positions = 0.0 if shape.table else 2 * e * t * shape.head_dim
         self.frozen = [_Phases(each) for each in step.frozen_models]
         if self.frozen:
             parts = ("weights", "rotary tables")
@@ -116,8 +115,7 @@ class _Phases:
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         step = self.step
         if step.on_policy_share and not step.apart:
-            generated = sum(generation(step).values())
-            yield "generating answers", self.state | self.at_rest | {"generation": generated}
+            yield "generating answers", self.state | {"generation": sum(generation(step).values())}
         for number, model in enumerate(self.frozen, 1):
             yield f"frozen model {number}, forward", self._frozen_forward(model)
         yield from self._loss()
@@ -129,7 +127,7 @@ class _Phases:
         if step.update == "single":
             size = 2 * max(self.here / max(depth, 1), step.trains_table("output") * self._table)
         update = self.on_gpu * size * step.weight_bytes
-        yield "optimizer step", self._terms(self.gradients, working=update) | self.at_rest
+        yield "optimizer step", self._terms(self.gradients, working=update)
 
     @property
     def _table(self) -> float:
@@ -148,7 +146,7 @@ class _Phases:
     ) -> Terms:
         return self.state | {
             "gradients": gradients,
-            "activations": activations,
+            "activations": activations and activations + self.positions,
             "gathered weights": gathered and self.ends + gathered,
             "gradient reduction": self.fsdp * reduction,
             "logits and loss": logits,

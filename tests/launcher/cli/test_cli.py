@@ -43,7 +43,7 @@ GRPO = "submit demo_grpo rollout_engine=vllm"
         ("submit llama8b_to_1b_distill on_policy_share=0.5", 2, "only entry: distill_on_policy"),
         ("submit demo resources.rollout=2", 2, "this entry generates no answers; leave it out"),
         (
-            f"{GRPO} max_staleness=1 importance_cap=2",
+            "submit demo_grpo max_staleness=1 importance_cap=2",
             2,
             "max_staleness: only rollout nodes sample ahead of the trainer; set",
         ),
@@ -212,7 +212,7 @@ def test_the_scheduler_accepts_every_recipes_script(slurm, tmp_path):
 def test_recipes_lists_and_shows(user: Kit):
     listed = user.cookbook("recipes").stdout
     assert "llama70b_lora" in listed and "2 x 8" in listed
-    assert "64.0 GiB  80 GB    Llama 3.3 70B Instruct, full" in listed
+    assert "64.4 GiB  80 GB    Llama 3.3 70B Instruct, full" in listed
     shown = user.cookbook("recipes", "llama70b_lora").stdout
     assert "data_parallel_replicate_dim: 2" in shown and "${" not in shown
 

@@ -130,7 +130,7 @@ def test_an_override_reaches_the_engines_file_and_an_unknown_one_does_not(tmp_pa
     with pytest.raises(RecipeFault, match="trl:sft is an entry, and no file"):
         recipes.load("trl:sft")
     with pytest.raises(RecipeFault, match=r"TRL has no 'sfd' \(did you mean sft\?\)"):
-        planned(tmp_path, {**content, "entry": "trl:sfd"})
+        planned(tmp_path, {"entry": "trl:sfd", "resources": RESOURCES})
 
 
 def test_dependencies_of_a_recipe_are_built_beside_the_engines_own(tmp_path):
