@@ -63,7 +63,7 @@ def _weights(context: Context) -> Iterator[Finding]:
     config, resources = context.config, context.resources
     gpu, why = kind_of_gpu(context)
     size = _NUMBER_BYTES.get(str(config.get("dtype") or "fp32"), 2)
-    here = resources.gpus_per_node // int(config.get("replicas_per_node") or 1)
+    here = resources.gpus_per_node
     for key in ("candidate", "against", "model"):
         folder = Path(str(config.get(key) or "")).expanduser()
         if not config.get(key) or not folder.is_dir():
@@ -74,7 +74,7 @@ def _weights(context: Context) -> Iterator[Finding]:
             raise Skipped(f"the weights in {folder} cannot be read: {fault}") from fault
         needed = ranks_for(count, size, gpu.memory_gib * GIB)
         shown = f"{key} {folder.name}: {count * size / GIB:.1f} GiB of weights need {needed} GPU"
-        shown += f"{'s' if needed > 1 else ''} of {gpu.name} ({why}), {here} per model"
+        shown += f"{'s' if needed > 1 else ''} of {gpu.name} ({why}), and a node has {here}"
         if needed <= here:
             yield ok("GPU memory", shown)
         else:
