@@ -74,7 +74,7 @@ def _weights(context: Context) -> Iterator[Finding]:
             raise Skipped(f"the weights in {folder} cannot be read: {fault}") from fault
         needed = ranks_for(count, size, gpu.memory_gib * GIB)
         shown = f"{key} {folder.name}: {count * size / GIB:.1f} GiB of weights need {needed} GPU"
-        shown += f"{'s' if needed > 1 else ''} of {gpu.name} ({why}), and a node has {here}"
+        shown += f"{'s' if needed > 1 else ''} of {gpu.name} ({why}), {here} per model"
         if needed <= here:
             yield ok("GPU memory", shown)
         else:

@@ -233,7 +233,7 @@ def test_a_model_that_answers_and_is_larger_than_its_gpus_is_told_before_the_que
     assert of(8).state == "ok"
     one = of(2)
     assert one.state == "failed" and one.remedy.startswith("use --gpus-per-node 3")
-    needed = "140.0 GiB of weights need 3 GPUs of h100-80 (the site's file), and a node has 2"
+    needed = "140.0 GiB of weights need 3 GPUs of h100-80 (the site's file), 2 per model"
     assert needed in one.message
 
 
