@@ -189,7 +189,7 @@ class Parameters:
                 raise BadRequest(f"the backend transformers does not do {place}", place)
         parts = known.get("content")
         for part in parts if isinstance(parts, list) else ():
-            # The address of a picture would be opened by the backend: the node's files, its network.
+            # A picture's address would be opened by the backend: the node's files, its network.
             if part["type"] != "text":
                 place = f"messages[{number}].content"
                 raise BadRequest(f"{place}: engine=transformers takes text only", place)
