@@ -86,7 +86,7 @@ class Gateway(Proxy):
         return refusal or self.error(503, "no server is ready: see cookbook serve --list")
 
 
-async def run(folder: Path, port: int, host: str) -> int:
+async def run(folder: Path, port: int) -> int:
     """Serve until SIGTERM or SIGINT."""
     faults = Faults()
     faults.allow_descriptors()
@@ -99,12 +99,12 @@ async def run(folder: Path, port: int, host: str) -> int:
     ended, server = stop_event(), runner(gateway)
     await server.setup()
     try:
-        await web.TCPSite(server, host, port, backlog=1024).start()
+        await web.TCPSite(server, "127.0.0.1", port, backlog=1024).start()
     except OSError as error:
-        reason = f"port {port} of {host} cannot be opened ({os.strerror(error.errno or 0)})"
+        reason = f"port {port} of 127.0.0.1 cannot be opened ({os.strerror(error.errno or 0)})"
         print(f"error: {reason}: leave --port out, or choose another", file=sys.stderr)
         return 1
-    url = f"http://{host}:{server.addresses[0][1]}"
+    url = f"http://127.0.0.1:{server.addresses[0][1]}"
     facts = {"url": url, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     facts["process_start"] = process_start(os.getpid())
     files.write_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
@@ -147,9 +147,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m plugins.serve.gateway", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--host", default="127.0.0.1")
     options = parser.parse_args()
-    return asyncio.run(run(options.folder, options.port, options.host))
+    return asyncio.run(run(options.folder, options.port))
 
 
 if __name__ == "__main__":

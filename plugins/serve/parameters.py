@@ -189,16 +189,10 @@ class Parameters:
                 raise BadRequest(f"the backend transformers does not do {place}", place)
         parts = known.get("content")
         for part in parts if isinstance(parts, list) else ():
-            kind, place = part["type"], f"messages[{number}].content"
-            if kind == "text":
-                continue
-            if kind != "image_url" or "vision_config" not in self.facts:
-                raise BadRequest(f"{place}: the model takes no {kind}, only text", place)
-            link = part.get("image_url")
-            link = link.get("url") if isinstance(link, dict) else link
-            if not isinstance(link, str) or not link.startswith("data:image/"):
-                # An address would be opened by the backend: files of the node, its network.
-                raise BadRequest(f"{place}: give an image as data:image/...;base64,...", place)
+            # A picture's address would be opened by the backend: the node's files, its network.
+            if part["type"] != "text":
+                place = f"messages[{number}].content"
+                raise BadRequest(f"{place}: engine=transformers takes text only", place)
         return known
 
 

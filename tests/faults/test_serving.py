@@ -204,11 +204,11 @@ def test_an_evaluation_that_is_killed_and_cancelled_goes_on(user: Kit, tmp_path:
     questions = tmp_path / "questions.jsonl"
     rows = ({"question": f"job {k}", "answer": "a job"} for k in range(6000))
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["eval", str(model), f"--data={questions}", "~tasks.likelihood", "max_new_tokens=16"]
-    argv += ["tasks.answers.limit=6000"]
-    done = user.cookbook(*argv, "--local", "--watch", timeout=600)
+    argv = ["eval", str(model), "~tasks.likelihood", f"tasks.answers.data={questions}"]
+    argv += ["tasks.answers.limit=6000", "max_new_tokens=16"]
+    done = user.cookbook(*argv, "--local", "--watch", "--json", timeout=600)
     assert done.returncode == 0, done.stderr + words_of(user)
-    (alone,) = user.runs()
+    alone = user.root / "runs" / json.loads(done.stdout)["run"]
     told = user.cookbook(*argv, "--nodes=2", "--gpus-per-node=1", "--json")
     assert told.returncode == 0, told.stderr
     run = Path(json.loads(told.stdout)["path"])

@@ -43,7 +43,7 @@ def _weights(context: Context) -> Iterator[Finding]:
     config, resources = context.config, context.resources
     gpu, why = kind_of_gpu(context)
     size = _NUMBER_BYTES.get(str(config.get("dtype") or "fp32"), 2)
-    here = resources.gpus_per_node // int(config.get("replicas_per_node") or 1)
+    here = resources.gpus_per_node
     for key in ("candidate", "against", "model"):
         folder = Path(str(config.get(key) or "")).expanduser()
         if not config.get(key) or not folder.is_dir():

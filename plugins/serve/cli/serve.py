@@ -170,7 +170,7 @@ def _wait(
         note(f"{', '.join(run.name for run in runs)} continues; {later}")
         raise
     if any(map(reachable, endpoint.servers)):
-        gateway.start(site, endpoint, port)
+        gateway.start(endpoint, port)
         _print_url(endpoint, as_json)
         return
     facts = endpoint.servers[0]

@@ -10,7 +10,6 @@ from urllib.parse import urlparse
 
 from launcher import paths, venv
 from launcher.errors import EndpointFault, UsageFault
-from launcher.site import Site
 from plugins.serve import endpoint as endpoints
 from plugins.serve.launcher.endpoint import Endpoint
 from runspec import files
@@ -40,7 +39,7 @@ def check_port(endpoint: Endpoint, port: int) -> None:
         ) from error
 
 
-def start(site: Site, endpoint: Endpoint, port: int = 0) -> str:
+def start(endpoint: Endpoint, port: int = 0) -> str:
     """Start the gateway on this host, if none runs; return its address.
 
     Without a port it gets the one that it had before, if that is free: clients have its address.
@@ -50,11 +49,11 @@ def start(site: Site, endpoint: Endpoint, port: int = 0) -> str:
     before = files.read_object(endpoint.folder / endpoints.GATEWAY)
     if not port and before is not None:
         with suppress(EndpointFault):
-            return _started(site, endpoint, urlparse(str(before.get("url"))).port or 0)
-    return _started(site, endpoint, port)
+            return _started(endpoint, urlparse(str(before.get("url"))).port or 0)
+    return _started(endpoint, port)
 
 
-def _started(site: Site, endpoint: Endpoint, port: int) -> str:
+def _started(endpoint: Endpoint, port: int) -> str:
     (endpoint.folder / endpoints.GATEWAY).unlink(missing_ok=True)
     log, argv = endpoint.folder / "gateway.log", [str(venv.python()), "-m", "plugins.serve.gateway"]
     with open(log, "ab") as file:

@@ -47,7 +47,7 @@ def look(site: Site, endpoint: Endpoint, say: Say) -> None:
     if gateway.end_hung(endpoint):
         say(f"{endpoint.name}: the gateway did not answer: it was killed, and is restarted")
     if endpoint.gateway is None:
-        say(f"{endpoint.name}: gateway {gateway.start(site, endpoint)}")
+        say(f"{endpoint.name}: gateway {gateway.start(endpoint)}")
     for deployment in endpoint.deployments:
         moved = _moved(site, deployment)
         living = endpoint.living(site.root, deployment)

@@ -363,7 +363,7 @@ def test_faults_of_a_gates_file_are_told_together(tmp_path):
     path = tmp_path / "gates.yaml"
     path.write_text(
         "evaluations: {a.b: {min_samples: 1, settings: {temprature: 1}}}\n"
-        "gates:\n  - metrc: a\n  - metric: a.b.c\n  - {task: a.c, forbidden: ['(']}\n"
+        "gates:\n  - metrc: a\n  - metric: a.b.c\n  - {metric: a.c.d, at_least: x}\n"
     )
     with pytest.raises(RecipeFault) as error:
         gates.load(path)
@@ -371,7 +371,7 @@ def test_faults_of_a_gates_file_are_told_together(tmp_path):
     for words in (
         "unknown key 'metrc'",
         "needs at_least, at_most",
-        "forbidden has '('",
+        "at_least must be a number, got 'x'",
         "data_sha256 is missing",
         "unknown key 'temprature' (did you mean temperature?)",
         "gate 3 is about a.c, and evaluations has no block a.c",

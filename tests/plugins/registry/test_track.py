@@ -77,7 +77,7 @@ def test_a_server_has_the_run_with_its_files_and_is_the_registry(server, tmp_pat
     ("uri", "status", "words"),
     [
         ("http://127.0.0.1:9", 1, "the MLflow server http://127.0.0.1:9: it does not answer"),
-        ("mlfow", 2, "tracking: 'mlfow' is not mlflow, an MLflow server's"),
+        ("mlfow", 2, "tracking: 'mlfow' is not mlflow, or an MLflow server's"),
     ],
 )
 def test_a_place_that_takes_nothing_is_told(tmp_path, uri, status, words):

@@ -68,7 +68,7 @@ def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
     key.write_text("a key")
     endpoint.write([], {"endpoint": "intent", "key_file": str(key)})
     told: list[str] = []
-    url = gateway.start(Site(), endpoint)
+    url = gateway.start(endpoint)
     file = endpoint.folder / endpoints.GATEWAY
     facts = json.loads(file.read_text())
     try:
