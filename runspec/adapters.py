@@ -103,7 +103,7 @@ IA3 = Adapter(
 PROMPT = Adapter(
     "Prompt tuning",
     {"prompt_embeddings": ("model", NUM_VIRTUAL, "dim")},
-    keys=(NUM_VIRTUAL, "prompt_init", "prompt_init_text"),
+    keys=(NUM_VIRTUAL, "prompt_init_text"),
     defaults=((NUM_VIRTUAL, VIRTUAL_TOKENS),),
     lengthens=True,
     peft_type="PROMPT_TUNING",
@@ -117,7 +117,7 @@ PREFIX = Adapter(
     },
     # Keys and values of all tokens once more, behind those of the prefix.
     saved=(("block", "kv"), ("block", "kv")),
-    keys=(NUM_VIRTUAL, "prefix_init", "prompt_init_text"),
+    keys=(NUM_VIRTUAL, "prompt_init_text"),
     defaults=((NUM_VIRTUAL, VIRTUAL_TOKENS),),
     peft_type="PREFIX_TUNING",
     made_by="trainer.layers.adapters.prefix.Prefix",
