@@ -115,13 +115,6 @@ class TrainingKeys:
                 "names.",
                 may_change=True,
             ),
-            Key(
-                "adamw",
-                "open block",
-                "With torch.optim.Muon, which updates the matrices of the blocks: lr and the like "
-                "of AdamW for all other parameters.",
-                may_change=True,
-            ),
         ),
     )
     lr_scheduler: dict[str, Any] | None = changeable(
@@ -317,7 +310,6 @@ class LoggingKeys:
             Key("num_cycles", "count", "Number of cycles; 0: until the end.", 1),
             Key("steps", "steps", "First and last step to record, instead of cycles."),
             Key("ranks", "ranks", "Ranks to record. Default: the first of each node."),
-            Key("memory_snapshot", "flag", "Record a snapshot for torch's memory viewer.", False),
             Key("_component_", "text", "torchtune's profiler; torch.profiler is used."),
             Key(
                 "output_dir",

@@ -231,9 +231,6 @@ def optimizer_of(block: Mapping[str, Any]) -> dict[str, Any]:
     kind = "adamw" + next((bits for bits in ("8bit", "4bit") if bits in name), "")
     if name == "sgd":
         kind = "momentum" if block.get("momentum") else "none"
-    elif name == "muon":
-        # Each matrix alone, in bf16.
-        return {"optimizer": name, "update": "single"}
     # As trainer.optimizers: torch's Adam and AdamW are fused unless a form is asked for.
     fused = name in ("adam", "adamw") and "foreach" not in block
     update = "single" if block.get("foreach") is False else "foreach"

@@ -37,7 +37,7 @@ class StepConfig:
     reduce_bytes: int = 4  # of one number of a gradient while FSDP reduces it
     fp32_master: bool = False
     checkpointing: str = "none"  # none, full, op, or n: every n-th layer
-    optimizer: str = "adamw"  # or adamw8bit, adamw4bit, muon, momentum, none
+    optimizer: str = "adamw"  # or adamw8bit, adamw4bit, momentum, none
     update: str = "fused"  # or foreach, single
     compiled: bool = False  # the layers, by torch.compile
     loss: str = "linear"  # score: a score head, and no logits; plain: another trainer's, all logits

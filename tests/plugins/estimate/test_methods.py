@@ -28,7 +28,6 @@ from tests.trainer.methods.toy_teacher import ImitationConfig
 from tests.trainer.models import test_new_tokens
 from tests.trainer.models.test_new_tokens import folders, tagged
 from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
-from tests.trainer.test_options import MUON
 from trainer import check
 from trainer.config import load, parse, read_yaml
 from trainer.methods.sft import SupervisedFineTuning
@@ -175,12 +174,11 @@ def assert_states(path: Path) -> int:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optimizer": MUON},
-        pytest.param({"model": SAVED}, marks=LONG),
+        {"model": SAVED},
         pytest.param({"freeze": ["model.layers.*.mlp.*", "lm_head.*"]}, marks=LONG),
         pytest.param({"model": HEAD}, marks=LONG),
     ],
-    ids=["muon", "saved", "frozen", "head"],
+    ids=["saved", "frozen", "head"],
 )
 def test_the_estimate_knows_what_the_optimizer_keeps(changes, model_folder, dataset, tmp_path):
     changes = {"model": None, "row_length": 64, **changes}
