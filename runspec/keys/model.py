@@ -74,13 +74,6 @@ class ModelKeys:
                 False,
             ),
             Key(
-                "rank_pattern",
-                "open block",
-                "Ranks of single layers, by the end of a layer's name or a regular expression: "
-                "{down_proj: 32}.",
-            ),
-            Key("alpha_pattern", "open block", "The same of lora_alpha."),
-            Key(
                 "num_virtual_tokens",
                 "positive",
                 "Virtual tokens before each document, for adapter: prompt and prefix. Default: 20.",

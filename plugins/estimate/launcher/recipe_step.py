@@ -205,17 +205,10 @@ def _adapter(
         mlp = bool(model.get("apply_lora_to_mlp"))
         targets = [n for n, part in shape.names.items() if _last(n) in named or part == "mlp" * mlp]
     rank = int(model.get("lora_rank") or adapters.TORCHTUNE_RANK)
-    patterned = [*targets, *(["output"] if "lm_head" in named else [])]
-    names_of = {"output": "model.lm_head"}
     return {
         "own": own,
         "own_sizes": () if low_rank else kind.numbers(model),
         "lora_rank": rank if low_rank or own else 0,
-        "lora_ranks": tuple(
-            (name, rank)
-            for name in patterned
-            if (rank := adapters.by_pattern(model.get("rank_pattern"), names_of.get(name, name)))
-        ),
         "lora_targets": tuple(targets),
         "lora_output": bool(model.get("apply_lora_to_output")) or "lm_head" in named,
         "dropout": bool(model.get("lora_dropout")),
