@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torchtune.modules import RotaryPositionalEmbeddings
 
 from tests.trainer.data.test_data import GEMMA, LLAMA, ROW, packed
 from tests.trainer.runs import MODEL_SIZES
 from trainer.config import instantiate
 from trainer.layers import attention, flex
 from trainer.model import Documents, Inputs
-from trainer.models.torchtune import compat
 from trainer.models.torchtune.decoder import adopt, rotated
 from trainer.parallel import activations
 
@@ -129,7 +129,7 @@ def test_a_document_costs_a_cpu_its_attention_and_little_else():
 @pytest.mark.parametrize("head_dim", [6, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotated_pairs_are_torchtunes_to_the_last_bit(head_dim, dtype):
-    rope = compat.RotaryPositionalEmbeddings(head_dim, max_seq_len=16)
+    rope = RotaryPositionalEmbeddings(head_dim, max_seq_len=16)
     given = torch.randn(2, 7, 3, head_dim).to(dtype).requires_grad_()
     upstream = torch.randn(given.shape).to(dtype)
     for input_pos in (None, torch.arange(14).view(2, 7)):
