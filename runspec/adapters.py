@@ -6,7 +6,6 @@ read here without an import, as the launcher never imports torch.
 """
 
 import ast
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ TORCHTUNE_RANK, USUAL_RANK = 8, 16
 # Virtual tokens of prompts and prefixes if a recipe names none.
 VIRTUAL_TOKENS = 20
 # Keys of LoRA that the trainer reads whoever has added it; names as in PEFT's LoraConfig.
-OF_LORA = ("use_rslora", "rank_pattern", "alpha_pattern")
+OF_LORA = ("use_rslora",)
 NUM_VIRTUAL = "num_virtual_tokens"
 
 
@@ -103,7 +102,7 @@ IA3 = Adapter(
 PROMPT = Adapter(
     "Prompt tuning",
     {"prompt_embeddings": ("model", NUM_VIRTUAL, "dim")},
-    keys=(NUM_VIRTUAL, "prompt_init", "prompt_init_text"),
+    keys=(NUM_VIRTUAL, "prompt_init_text"),
     defaults=((NUM_VIRTUAL, VIRTUAL_TOKENS),),
     lengthens=True,
     peft_type="PROMPT_TUNING",
@@ -117,7 +116,7 @@ PREFIX = Adapter(
     },
     # Keys and values of all tokens once more, behind those of the prefix.
     saved=(("block", "kv"), ("block", "kv")),
-    keys=(NUM_VIRTUAL, "prefix_init", "prompt_init_text"),
+    keys=(NUM_VIRTUAL, "prompt_init_text"),
     defaults=((NUM_VIRTUAL, VIRTUAL_TOKENS),),
     peft_type="PREFIX_TUNING",
     made_by="trainer.layers.adapters.prefix.Prefix",
@@ -136,15 +135,6 @@ def name_of(model: Any) -> str | None:
     if name is None and (is_built_in(model) or (own_adapters(model) and model.get("lora_rank"))):
         name = "lora"
     return "dora" if name == "lora" and model.get("use_dora") else name
-
-
-def by_pattern(patterns: Mapping[str, Any] | None, name: str) -> Any:
-    """The value of the first pattern that matches the end of a layer's name; None without one.
-
-    As PEFT's rank_pattern and alpha_pattern (peft.utils.get_pattern_key).
-    """
-    matching = (v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", name))
-    return next(matching, None)
 
 
 def virtual_tokens(model: Mapping[str, Any]) -> int:

@@ -45,6 +45,7 @@ HANDED_OVER = ("optimizer", "lr_scheduler", "dataset", "dataset_val")
 OWN_KEYS = {
     **dict.fromkeys(("dataset", "dataset_val"), ("packed", "split_across_pack")),
     "lr_scheduler": tuple(optimizers.SHARES),
+    "optimizer": (groups.KEY,),
 }
 
 
@@ -76,7 +77,7 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
         factory = _tried(texts, partial(configs.component, key, block["_component_"]))
         if factory is None:
             continue
-        ours = groups.own_keys(block) if key == "optimizer" else OWN_KEYS.get(key, ())
+        ours = OWN_KEYS.get(key, ())
         if key == "model":
             ours = _tried(texts, partial(models.own_keys, block)) or ()
         arguments = {k: v for k, v in block.items() if k not in ("_component_", *ours)}

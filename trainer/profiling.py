@@ -15,7 +15,6 @@ from trainer.parallel.world import World
 # Keys that torch.profiler calls alike.
 DETAILS = ("profile_memory", "with_stack", "record_shapes", "with_flops")
 SUMMARY_ROWS = 50
-SNAPSHOT_EVENTS = 200_000
 
 
 @contextmanager
@@ -25,39 +24,23 @@ def _recording(
     """Record what `profiler` describes."""
     folder, on_gpu = config.output_dir / files.PROFILE, world.device.type == "cuda"
     save_trace = tensorboard_trace_handler(str(folder), f"rank_{world.rank}")
-    wants_snapshot = settings["memory_snapshot"] and on_gpu
-
-    def write_snapshot() -> None:
-        nonlocal wants_snapshot
-        if wants_snapshot:
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank_{world.rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-            wants_snapshot = False
 
     def write(recorded: torch.profiler.profile) -> None:
         save_trace(recorded)
         by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=by, row_limit=SUMMARY_ROWS)
         files.write_text(folder / f"summary_rank_{world.rank}.txt", table + "\n")
-        write_snapshot()
 
     activities = [ProfilerActivity.CPU] if settings["cpu"] else []
     if settings["cuda"] and on_gpu:
         activities.append(ProfilerActivity.CUDA)
-    if wants_snapshot:
-        torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
     with torch.profiler.profile(
         activities=activities or [ProfilerActivity.CPU],
         schedule=_schedule(settings, done),
         on_trace_ready=write,
         **{name: settings[name] for name in DETAILS},
     ) as profile:
-        try:
-            yield profile
-        except torch.OutOfMemoryError:
-            write_snapshot()
-            raise
+        yield profile
 
 
 def profiler(
@@ -67,8 +50,7 @@ def profiler(
 
     On the chosen ranks (`ranks`: a list or all; the first of each node by default) it
     writes <output_dir>/profile/rank_<r>.<time>.pt.trace.json and summary_rank_<r>.txt, the time by
-    operation. With `memory_snapshot` it writes memory_rank_<r>.pickle, for pytorch.org/memory_viz,
-    when the first recorded steps end, or when the GPU's memory does before.
+    operation.
 
     Args:
         done: the last step that an earlier start of the run has done.
@@ -85,8 +67,6 @@ def profiler(
             f"profiler.ranks: there is no rank {max(ranks)}, the run has {world.size}, counted "
             "from 0"
         )
-    if settings["memory_snapshot"] and world.device.type != "cuda":
-        world.say("note: profiler.memory_snapshot: ignored; it needs a GPU")
     # The ranks of one node do the same work, and each trace takes tens of megabytes.
     chosen = world.local_rank == 0 if ranks is None else ranks == "all" or world.rank in ranks
     return _recording(config, world, settings, done) if chosen else nullcontext()

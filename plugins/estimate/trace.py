@@ -140,9 +140,6 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     # The fused and the foreach kernels work on real tensors only; neither changes the states.
     block = config.optimizer | {"fused": False, "foreach": False}
     block = {k: v for k, v in block.items() if v or k in arguments_of("optimizer", block)}
-    if block["_component_"] == groups.MUON:
-        beside = block.get("adamw") or {}
-        block["adamw"] = beside | {"fused": False, "foreach": False}
     optimizer = groups.make(block, groups.trained_of(module))
     batch = _batch(config, module)
     # Answers that are packed again may need further micro-steps.

@@ -115,13 +115,6 @@ class TrainingKeys:
                 "names.",
                 may_change=True,
             ),
-            Key(
-                "adamw",
-                "open block",
-                "With torch.optim.Muon, which updates the matrices of the blocks: lr and the like "
-                "of AdamW for all other parameters.",
-                may_change=True,
-            ),
         ),
     )
     lr_scheduler: dict[str, Any] | None = changeable(
@@ -192,11 +185,6 @@ class PrecisionKeys:
         "torch.compile each layer, or the whole of a model of two on a CPU; the first step takes a "
         "minute longer.",
         False,
-    )
-    flash_attention: str | None = changeable(
-        "FA3 | FA4",
-        "FlashAttention 3 (H100; the package flash_attn_interface) or 4 (H100, B200; flash-attn-4) "
-        "in the place of torch's own FlashAttention 2.",
     )
     enable_fp8_training: bool = setting(
         "flag", "Matrix products in fp8 (H100, L40S and later), in full fine-tuning.", False
@@ -309,7 +297,6 @@ class LoggingKeys:
             Key("num_cycles", "count", "Number of cycles; 0: until the end.", 1),
             Key("steps", "steps", "First and last step to record, instead of cycles."),
             Key("ranks", "ranks", "Ranks to record. Default: the first of each node."),
-            Key("memory_snapshot", "flag", "Record a snapshot for torch's memory viewer.", False),
             Key("_component_", "text", "torchtune's profiler; torch.profiler is used."),
             Key(
                 "output_dir",

@@ -74,34 +74,16 @@ class ModelKeys:
                 False,
             ),
             Key(
-                "rank_pattern",
-                "open block",
-                "Ranks of single layers, by the end of a layer's name or a regular expression: "
-                "{down_proj: 32}.",
-            ),
-            Key("alpha_pattern", "open block", "The same of lora_alpha."),
-            Key(
                 "num_virtual_tokens",
                 "positive",
                 "Virtual tokens before each document, for adapter: prompt and prefix. Default: 20.",
             ),
             Key(
-                "prompt_init",
-                "text | random | vocabulary",
-                "What a prompt begins as: the embeddings of prompt_init_text, random numbers, or "
-                "the embeddings of random tokens. Default: text.",
-            ),
-            Key(
-                "prefix_init",
-                "text | random",
-                "What a prefix begins as: the base model's keys and values of prompt_init_text, "
-                "or random numbers. Default: text.",
-            ),
-            Key(
                 "prompt_init_text",
                 "text",
-                "The text that a prompt or a prefix begins as, such as the task in one sentence; "
-                "repeated or cut to num_virtual_tokens. Default: a general instruction.",
+                "The text that a prompt (by its embeddings) or a prefix (by the base model's keys "
+                "and values) begins as, such as the task in one sentence; repeated or cut to "
+                "num_virtual_tokens. Default: a general instruction.",
             ),
             Key(
                 "target_modules",

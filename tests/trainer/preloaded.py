@@ -6,7 +6,6 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 # The trainer imports many of these when it needs them, which would be once more in each fork.
 for name in (
-    "trainer.models.torchtune.compat",
     "trainer.models.transformers.source",
     "trainer.check",
     "trainer.demo",

@@ -108,13 +108,12 @@ def test_all_ranks_skip_what_one_has_seen_and_chosen_ranks_are_profiled(
         dataset,
         batch_size=4,
         max_steps=3,
-        profiler={"enabled": True, "ranks": [1], "steps": [2, 3], "memory_snapshot": True},
+        profiler={"enabled": True, "ranks": [1], "steps": [2, 3]},
     )
     paths = pair(tmp_path, poisoned, optimizer=FUSED, batch_size=4)
     said = train(*paths, profiled, ranks=2)
     assert_skipped(tmp_path)
     assert "loss      nan" in said and "1 updates skipped" in said
-    assert said.count("note: profiler.memory_snapshot: ignored; it needs a GPU") == 1
     assert_profiled(tmp_path / "profiled/profile", rank=1, steps={2, 3})
 
 

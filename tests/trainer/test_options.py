@@ -1,4 +1,4 @@
-"""Options of training against what others wrote: Muon, groups, schedules, freezing."""
+"""Options of training against what others wrote: groups, schedules, freezing."""
 
 import json
 from pathlib import Path
@@ -13,9 +13,7 @@ from runspec.keys.sft import SftConfig
 from tests.trainer.runs import (
     assert_same_curve,
     assert_same_tensors,
-    curve,
     metrics,
-    reopen,
     tensors,
     train,
     write_config,
@@ -30,20 +28,12 @@ from trainer.models import build as models
 from trainer.parallel import world as distributed
 
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3, "weight_decay": 0.1}
-MUON = {
-    "_component_": "torch.optim.Muon",
-    "lr": 5e-3,
-    "weight_decay": 0.1,
-    "fused": True,
-    "betas": [0.9, 0.95],
-    "adamw": {"lr": 3e-3},
-}
 FREE = {"no_weight_decay": ["norm", "embedding"]}
 COSINE = {"_component_": "transformers.get_cosine_schedule_with_warmup", "warmup_ratio": 0.4}
 
 
 def plain_curve(
-    path: Path, model_folder: Path, optimizers_of: Any, steps: int = 6
+    path: Path, model_folder: Path, optimizer_of: Any, steps: int = 6
 ) -> tuple[list[float], torch.nn.Module]:
     """The losses of a loop over the same batches by transformers' model, and that model."""
     config = load(path)
@@ -51,16 +41,16 @@ def plain_curve(
     try:
         data = batches.build(config, world).training
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-        own, losses = optimizers_of(model), []
-        schedules = [get_cosine_schedule_with_warmup(each, 3, steps) for each in own]
+        own, losses = optimizer_of(model), []
+        schedule = get_cosine_schedule_with_warmup(own, 3, steps)
         for (batch,) in data.from_step(0):
             logits = model(batch.inputs.tokens).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
             losses.append(loss.item())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for each in (*own, *schedules):
-                each.step()
+            own.step()
+            schedule.step()
             model.zero_grad()
         return losses, model
     finally:
@@ -73,68 +63,22 @@ def config(folder: Path, model_folder: Path, dataset: Path, **changes: Any) -> P
     return write_config(folder, model_folder, dataset, **standard | changes)
 
 
-def by_adamw(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+def by_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     ids = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in ids]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return [torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1)]
+    return torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1)
 
 
-def by_muon(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    layers = list(model.model.layers.parameters())
-    matrices = [p for p in layers if p.ndim == 2]
-    ids = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in ids]
-    return [
-        torch.optim.Muon(matrices, lr=5e-3, weight_decay=0.1),
-        torch.optim.AdamW(others, lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95)),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("block", "theirs", "tolerance"),
-    [
-        pytest.param(ADAMW | FREE, by_adamw, 1e-5, id="adamw"),
-        # It rounds to bf16 inside: gradients that differ by 1e-6 of their size move the plain
-        # loop's own losses by 8e-5. A rate that is 1 % off moves them by 2e-3.
-        pytest.param(MUON, by_muon, 1e-4, id="muon"),
-    ],
-)
-def test_an_optimizers_losses_equal_a_plain_loops(
-    block, theirs, tolerance, model_folder, dataset, tmp_path
-):
-    path = config(tmp_path / "run", model_folder, dataset, optimizer=block)
+def test_an_optimizers_losses_equal_a_plain_loops(model_folder, dataset, tmp_path):
+    path = config(tmp_path / "run", model_folder, dataset, optimizer=ADAMW | FREE)
     train(path)
-    losses, model = plain_curve(path, model_folder, theirs)
-    assert [line["loss"] for line in metrics(path.parent)] == pytest.approx(losses, abs=tolerance)
+    losses, model = plain_curve(path, model_folder, by_adamw)
+    assert [line["loss"] for line in metrics(path.parent)] == pytest.approx(losses, abs=1e-5)
     exported = tensors(path.parent / "export")
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(exported[name], value, rtol=0, atol=20 * tolerance)
-
-
-@pytest.mark.long
-def test_muon_over_ranks_and_at_resume(model_folder, dataset, tmp_path):
-    """Sharded it sums in another order, and rounds to bf16: 2e-3 of the loss."""
-    whole = {"optimizer": MUON, "save_every_n_steps": 3}
-    runs = {
-        "one": (1, {}),
-        "fsdp": (2, {"batch_size": 4}),
-        "tensor": (2, {"tensor_parallel_dim": 2}),
-    }
-    for name, (ranks, changes) in runs.items():
-        train(config(tmp_path / name, model_folder, dataset, **whole | changes), ranks=ranks)
-    for name in ("fsdp", "tensor"):
-        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-3)
-    fsdp = tmp_path / "fsdp"
-    before = curve(fsdp)
-    for name in ("checkpoints/step_6", "export"):
-        (fsdp / name).rename(tmp_path / name.replace("/", "-"))
-    reopen(fsdp)
-    assert "resuming from checkpoints/step_3" in train(fsdp / "train.yaml", ranks=2, attempt=1)
-    assert curve(fsdp) == before
-    again, first = tensors(fsdp / "export"), tensors(tmp_path / "export")
-    assert all(again[name].equal(value) for name, value in first.items())
+        torch.testing.assert_close(exported[name], value, rtol=0, atol=2e-4)
 
 
 def test_groups_are_named_by_kind_or_pattern(model_folder, dataset, tmp_path):
@@ -145,12 +89,8 @@ def test_groups_are_named_by_kind_or_pattern(model_folder, dataset, tmp_path):
     decayed, others = made.param_groups
     assert others["weight_decay"] == 0 and decayed["weight_decay"] == 0.1
     assert len(others["params"]) == 3 * (2 + 1) + 1
-    for block, words in (
-        (ADAMW | {"no_weight_decay": ["bias", "*.w1"]}, "nothing that is trained is called"),
-        (ADAMW | {"adamw": {"lr": 1e-3}}, "belongs to torch.optim.Muon"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            optimizers.build(block, trained)
+    with pytest.raises(ConfigError, match="nothing that is trained is called"):
+        optimizers.build(ADAMW | {"no_weight_decay": ["bias", "*.w1"]}, trained)
 
 
 def test_a_share_of_steps_becomes_their_number():

@@ -115,11 +115,11 @@ def _adapters(step: StepConfig, block: Block) -> float:
         return 0.0
     saved = sum(step.adapter_size(sizes, {}, block) for sizes in kind.saved_of("block")) / tp
     saved *= e * step.tokens
-    for name, matrix in step.adapted(block):
+    for _, matrix in step.adapted(block):
         expert, split = matrix.role == "expert", step.split_of(matrix)
         rows = expert_rows(step, block, received=True) if expert else step.tokens
         by_row = matrix.role == "row"
-        known = {"lora_rank": float(step.rank_of(name)), "in": matrix.inputs, "out": matrix.outputs}
+        known = {"lora_rank": float(step.lora_rank), "in": matrix.inputs, "out": matrix.outputs}
         known["in" if by_row else "out"] /= 1 if expert else split
         saved += (1 + e) * rows * known["in"] * (step.dropout and not expert)
         for sizes in kind.saved_of(*matrix.owners):
@@ -163,7 +163,7 @@ def saved_products(step: StepConfig, block: Block) -> float:
         rows = expert_rows(step, block, received=True) if expert else rows
         kept += e * rows * width
         if name in step.lora_targets and step.lora_rank:
-            kept += e * rows * (width + step.rank_of(name))
+            kept += e * rows * (width + step.lora_rank)
     if tp > 1:
         kept += e * t * d * (1 if block.experts else 2) * (1 + 1 / tp)
     return kept

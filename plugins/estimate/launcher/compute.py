@@ -122,7 +122,7 @@ class Compute:
         if fp8:
             # Cast and scaled: read twice, written in one byte.
             took += 5 * (m * (n if backward else k) + k * n) / self.bytes_per_s
-        if rank := step.rank_of(name) if name in step.lora_targets else 0:
+        if rank := step.lora_rank if name in step.lora_targets else 0:
             took += (1 + backward) * (self.product(m, k, rank) + self.product(m, rank, n))
         return took
 
@@ -142,7 +142,7 @@ class Compute:
             return experts * self.product(rows, k, n, reached.grouped)
 
         took = ((1 + step.is_full) if backward else 1) * of_all(matrix.inputs, matrix.outputs)
-        if rank := step.rank_of(name) if name in step.lora_targets else 0:
+        if rank := step.lora_rank if name in step.lora_targets else 0:
             took += (1 + backward) * (of_all(matrix.inputs, rank) + of_all(rank, matrix.outputs))
         return took
 
@@ -187,7 +187,7 @@ class Compute:
             made = sum(matrix.outputs for _, matrix in block.of(part, "column", "fused"))
             per_token += made + block.inside(part)
         moved = self.passes * e * own * per_token
-        adapted = (m for n, m in step.adapted(block) if m.role != "expert" and step.rank_of(n))
+        adapted = (m for n, m in step.adapted(block) if m.role != "expert" and step.lora_rank)
         moved += 3 * e * own * sum(matrix.outputs for matrix in adapted)
         rows = expert_rows(step, block)
         return moved + e * rows * (7 * d + 3 * self.passes * block.inside("experts"))

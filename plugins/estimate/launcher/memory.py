@@ -42,18 +42,8 @@ def state_bytes(step: StepConfig) -> float:
     """Bytes of optimizer state per trained parameter.
 
     AdamW keeps two moments in the weights' dtype; torchao's 8 and 4 bit ones keep codes and an
-    fp32 scale for each block of 256 or 128 (torchao.optim). Muon keeps one momentum for the blocks'
-    matrices, and AdamW's two for the rest.
+    fp32 scale for each block of 256 or 128 (torchao.optim).
     """
-    if step.optimizer == "muon":
-        matrices = sum(
-            count * matrix.parameters
-            for block, count in step.shape.blocks
-            for matrix in block.matrices.values()
-            if matrix.role != "expert"
-        )
-        rest = (step.shape.parameters - matrices) / step.trainable if step.is_full else 0
-        return (1 + rest) * step.weight_bytes
     return {
         "adamw": 2.0 * step.weight_bytes,
         "adamw8bit": 2 * (1 + FP32 / 256),

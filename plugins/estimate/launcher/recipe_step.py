@@ -199,17 +199,10 @@ def _adapter(
         mlp = bool(model.get("apply_lora_to_mlp"))
         targets = [n for n, part in shape.names.items() if _last(n) in named or part == "mlp" * mlp]
     rank = int(model.get("lora_rank") or adapters.TORCHTUNE_RANK)
-    patterned = [*targets, *(["output"] if "lm_head" in named else [])]
-    names_of = {"output": "model.lm_head"}
     return {
         "own": own,
         "own_sizes": () if low_rank else kind.numbers(model),
         "lora_rank": rank if low_rank or own else 0,
-        "lora_ranks": tuple(
-            (name, rank)
-            for name in patterned
-            if (rank := adapters.by_pattern(model.get("rank_pattern"), names_of.get(name, name)))
-        ),
         "lora_targets": tuple(targets),
         "lora_output": bool(model.get("apply_lora_to_output")) or "lm_head" in named,
         "dropout": bool(model.get("lora_dropout")),
@@ -225,9 +218,6 @@ def optimizer_of(block: Mapping[str, Any]) -> dict[str, Any]:
     kind = "adamw" + next((bits for bits in ("8bit", "4bit") if bits in name), "")
     if name == "sgd":
         kind = "momentum" if block.get("momentum") else "none"
-    elif name == "muon":
-        # Each matrix alone, in bf16.
-        return {"optimizer": name, "update": "single"}
     # As trainer.optimizers: torch's Adam and AdamW are fused unless a form is asked for.
     fused = name in ("adam", "adamw") and "foreach" not in block
     update = "single" if block.get("foreach") is False else "foreach"

@@ -37,7 +37,7 @@ class StepConfig:
     reduce_bytes: int = 4  # of one number of a gradient while FSDP reduces it
     fp32_master: bool = False
     checkpointing: str = "none"  # none, full, op, or n: every n-th layer
-    optimizer: str = "adamw"  # or adamw8bit, adamw4bit, muon, momentum, none
+    optimizer: str = "adamw"  # or adamw8bit, adamw4bit, momentum, none
     update: str = "fused"  # or foreach, single
     compiled: bool = False  # the layers, by torch.compile
     loss: str = "linear"  # score: a score head, and no logits; plain: another trainer's, all logits
@@ -45,7 +45,6 @@ class StepConfig:
     sync_each: bool = False  # gradients are reduced after every micro-step
     own: Adapter | None = None  # of a kind of one's own
     lora_rank: int = 0
-    lora_ranks: tuple[tuple[str, int], ...] = ()  # by matrix, of those with another rank
     lora_targets: tuple[str, ...] = ()  # names of a block's matrices
     lora_output: bool = False
     saved: tuple[str, ...] = ()  # tok_embeddings, output: trained whole beside the adapter
@@ -251,9 +250,9 @@ class StepConfig:
         parts = {} if self.adapter is None else self.adapter.parts_of(*owners)
         return sum(self.adapter_size(sizes, known, block) for sizes in parts.values())
 
-    def adapter_numbers(self, name: str, matrix: Matrix, split: int = 1) -> float:
+    def adapter_numbers(self, matrix: Matrix, split: int = 1) -> float:
         """Numbers that the adapter adds to a matrix, or to its part on one of `split` ranks."""
-        sizes = {"in": matrix.inputs, "out": matrix.outputs, "lora_rank": self.rank_of(name)}
+        sizes = {"in": matrix.inputs, "out": matrix.outputs, "lora_rank": self.lora_rank}
         if matrix.role == "expert":
             return matrix.count / split * self.numbers_of(matrix.owners, sizes)
         sizes["in" if matrix.role == "row" else "out"] //= split
@@ -262,14 +261,8 @@ class StepConfig:
     def table_adapter(self, name: str) -> float:
         """Numbers that the adapter adds to tok_embeddings or to output."""
         return (
-            self.adapter_numbers(name, self.shape.output)
-            if self.lora_output and name == "output"
-            else 0
+            self.adapter_numbers(self.shape.output) if self.lora_output and name == "output" else 0
         )
-
-    def rank_of(self, name: str) -> int:
-        """LoRA's rank of the matrix of this name."""
-        return dict(self.lora_ranks).get(name, self.lora_rank)
 
     @property
     def trainable(self) -> int:
@@ -279,7 +272,7 @@ class StepConfig:
         added = self.table_adapter("output")
         for block, count in self.shape.blocks:
             added += count * self.numbers_of(["block"], {}, block)
-            added += count * sum(self.adapter_numbers(n, m) for n, m in self.adapted(block))
+            added += count * sum(self.adapter_numbers(m) for _, m in self.adapted(block))
         added += len(self.saved) * self.shape.vocab * self.shape.dim
         return int(added + self.numbers_of(["model"], {})) + self.score_head
 
@@ -347,7 +340,7 @@ class TokenFlops:
     """
 
     def __init__(self, step: StepConfig) -> None:
-        ranks = {name: step.rank_of(name) for name in step.lora_targets}
+        ranks = {name: step.lora_rank for name in step.lora_targets}
         ranks["output"] = step.lora_rank if step.lora_output else 0
         own = of_shape(step.shape, step.is_full, ranks)
         again = of_shape(step.shape, step.is_full, ranks, backward=False)

@@ -90,7 +90,7 @@ def _matrix(step: StepConfig, name: str, matrix: Matrix) -> Unit:
         numbers = matrix.count * matrix.outputs / split
         unit = unit.plus(_unit(step, numbers, step.is_full, shards=shards))
     if name in step.lora_targets:
-        numbers = step.adapter_numbers(name, matrix, split)
+        numbers = step.adapter_numbers(matrix, split)
         unit = unit.plus(_unit(step, numbers, True, shards=shards))
     return unit
 

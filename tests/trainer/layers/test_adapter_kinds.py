@@ -194,7 +194,6 @@ def test_check_says_what_is_wrong(tmp_path, model_folder, dataset):
     cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "cannot be merged": ("prompt", {}, {"save_adapter_weights_only": False}),
         "no layer up for (IA)3; has down_proj": ("ia3", {"target_modules": ["up"]}, {}),
-        "prompt_init must be one of": ("prompt", {"prompt_init": "noise"}, {}),
         "leave no room": ("prefix", {"num_virtual_tokens": 5000}, {}),
     }
     for number, (reason, (kind, model, changes)) in enumerate(cases.items()):

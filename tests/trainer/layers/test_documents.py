@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torchtune.modules import RotaryPositionalEmbeddings
 
 from tests.trainer.data.test_data import GEMMA, LLAMA, ROW, packed
 from tests.trainer.runs import MODEL_SIZES
 from trainer.config import instantiate
 from trainer.layers import attention, flex
 from trainer.model import Documents, Inputs
-from trainer.models.torchtune import compat
 from trainer.models.torchtune.decoder import adopt, rotated
 from trainer.parallel import activations
 
@@ -129,7 +129,7 @@ def test_a_document_costs_a_cpu_its_attention_and_little_else():
 @pytest.mark.parametrize("head_dim", [6, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotated_pairs_are_torchtunes_to_the_last_bit(head_dim, dtype):
-    rope = compat.RotaryPositionalEmbeddings(head_dim, max_seq_len=16)
+    rope = RotaryPositionalEmbeddings(head_dim, max_seq_len=16)
     given = torch.randn(2, 7, 3, head_dim).to(dtype).requires_grad_()
     upstream = torch.randn(given.shape).to(dtype)
     for input_pos in (None, torch.arange(14).view(2, 7)):
@@ -269,15 +269,3 @@ def test_the_gpus_kernel_gives_what_the_mask_gives(build):
     assert varlen is not None
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0.05, atol=0.05)
-
-
-def test_flash_attention_is_replaced_only_where_torch_can(monkeypatch):
-    assert set(torch.nn.attention.list_flash_attention_impls()) >= set(attention.REPLACEMENTS)
-    assert attention.replace_flash_attention("FA3", torch.device("cpu")) == "there is no GPU"
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    told = attention.replace_flash_attention("FA4", gpu)
-    assert told == "it needs compute capability 9 or 10, and this GPU has 8"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    told = attention.replace_flash_attention("FA3", gpu)
-    assert told and "its package flash_attn_interface cannot be used (No module named" in told

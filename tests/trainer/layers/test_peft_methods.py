@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torchtune.modules.peft import DoRALinear
 
 from tests.trainer.runs import (
     MODEL_SIZES,
@@ -29,7 +30,6 @@ from trainer.layers import linear, nf4
 from trainer.layers.adapters import lora, lora_linear
 from trainer.layers.adapters.base import method
 from trainer.models import build as models
-from trainer.models.torchtune.compat import DoRALinear
 from trainer.parallel import tensor_parallel
 
 # fp32 on the CPU: only the order of summation differs.

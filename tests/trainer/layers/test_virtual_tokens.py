@@ -100,7 +100,7 @@ def test_peft_gives_the_same_logits_in_each_family(
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt-oss"])
 def test_kernels_give_what_the_mask_gives(family, tmp_path, model_folder, dataset, world):
     source = write(family, tmp_path / "model", model_folder)
-    model = adapted(tmp_path, source, dataset, world, adapter="prefix", prefix_init="random")
+    model = adapted(tmp_path, source, dataset, world, adapter="prefix")
 
     def found() -> list[torch.Tensor]:
         packed = model(Inputs(TOKENS, DOCUMENTS, POSITIONS))

@@ -33,7 +33,7 @@ NORM_TOLERANCE = 2e-5
 WEIGHT_TOLERANCE = 2e-4
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
 SMOOTHED = {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1}
-LORA = lora_model(apply_lora_to_output=True, rank_pattern={"w2": 8})
+LORA = lora_model(apply_lora_to_output=True)
 TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES, "scale_factor": 1}
 # Runs by name: ranks, the run that it must equal, changes to the config.
 RUNS: dict[str, tuple[int, str | None, dict]] = {

@@ -58,7 +58,6 @@ class LoRA(AdapterKind):
                 lora_experts.add(layer, rank, alpha, use_rslora)
         chosen = [name for name, last in layers.items() if last in wanted]
         chosen += [name for last, name in head.items() if last in wanted]
-        self.check(chosen)
         for name in chosen:
             self.wrap(model, name, rank, alpha, dropout)
 
@@ -69,24 +68,10 @@ class LoRA(AdapterKind):
     def wrap(
         self, model: Decoder, name: str, rank: int, alpha: float, dropout: float = 0.0
     ) -> None:
-        """Give a linear layer LoRA of this rank and alpha, or of those that its patterns say."""
-        rank = adapters.by_pattern(self.settings.get("rank_pattern"), name) or rank
-        alpha = adapters.by_pattern(self.settings.get("alpha_pattern"), name) or alpha
+        """Give a linear layer LoRA of this rank and alpha."""
         base, dora = model.get_submodule(name), self.use_dora
         layer = LowRankLinear(base, rank, alpha, dropout, dora, self._use_rslora)
         model.set_submodule(name, layer)
-
-    def check(self, names: list[str]) -> None:
-        """Raise ConfigError if the settings fit no layer of these names."""
-        faults = []
-        for key, kind in (("rank_pattern", int), ("alpha_pattern", (int, float))):
-            for pattern, value in (self.settings.get(key) or {}).items():
-                if not any(adapters.by_pattern({pattern: 1}, name) for name in names):
-                    faults.append(f"model.{key}: {pattern} is the end of no adapted layer's name")
-                if not isinstance(value, kind) or value <= 0:
-                    faults.append(f"model.{key}: {pattern} has {value!r}, and needs a number")
-        if faults:
-            raise ConfigError(*faults)
 
     def _check_experts(self, dropout: float, others: set[str]) -> None:
         """PEFT has neither for weights of several experts."""
@@ -205,7 +190,6 @@ def built_in(model: Decoder, settings: Mapping[str, Any]) -> LoRA | None:
         return None
     dora = any(layer.magnitude is not None for layer in layers.values())
     kind = (DoRA if dora else LoRA)(settings)
-    kind.check([*layers])
     for name, layer in layers.items():
         dropout = getattr(layer.dropout, "p", 0.0)
         kind.wrap(model, name, layer.rank, layer.scaling * layer.rank, dropout)
@@ -293,7 +277,7 @@ def _scalings(
             if rank not in (rank_here, sum(layers[each].rank for each in names)):
                 faults.append(
                     f"rank_pattern gives {kind_of_layer(place)} rank {rank}, the model has "
-                    f"rank {rank_here} there; set model.rank_pattern, or {peft_config.REMEDY}"
+                    f"rank {rank_here} there; {peft_config.REMEDY}"
                 )
             elif not math.isclose(scalings.setdefault(name, factor), factor):
                 faults.append(

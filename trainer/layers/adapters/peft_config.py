@@ -4,11 +4,10 @@ The fields and the patterns of layer names are those of PEFT's LoraConfig (0.18)
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from runspec.adapters import by_pattern
 
 # LoraConfig's own values for what a file leaves out.
 DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
@@ -85,8 +84,10 @@ class PeftConfig:
         return scaling(self.rank_of(module), alpha, bool(self.use_rslora))
 
     def _of(self, field: str, module: str, otherwise: Any) -> Any:
-        value = by_pattern(self._content.get(field), module)
-        return otherwise if value is None else value
+        # As PEFT's get_pattern_key: the first that matches the end of a module's name.
+        patterns = self._content.get(field) or {}
+        matching = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module))
+        return next(matching, otherwise)
 
 
 def fields(layers: Mapping[str, tuple[int, float]], rank: int, use_rslora: bool) -> dict[str, Any]:

@@ -77,16 +77,13 @@ class Prefix(AdapterKind):
 
     def fit(self, model: Decoder, tokenizer: Mapping[str, Any]) -> list[str]:
         """Read the text that it begins as."""
-        if self.settings.get("prefix_init", virtual.TEXT) == virtual.TEXT:
-            self._text = virtual.text_ids(self, tokenizer)
+        self._text = virtual.text_ids(self, tokenizer)
         return virtual.faults(self, model)
 
     def first_value(
         self, model: Decoder, name: str, shape: torch.Size, generator: torch.Generator
     ) -> torch.Tensor:
-        """Of a text, what the base model makes of it; else as torch.nn.Embedding begins."""
-        if not self._text:
-            return torch.randn(shape, generator=generator)
+        """What the base model makes of the text."""
         if not self._found:
             self._found = self._of_text(model)
         return self._found.pop(plain_name(name))

@@ -117,19 +117,15 @@ class Prompt(AdapterKind):
 
     def fit(self, model: Decoder, tokenizer: Mapping[str, Any]) -> list[str]:
         """Read the text that it begins as."""
-        if self.settings.get("prompt_init", virtual.TEXT) == virtual.TEXT:
-            self._text = virtual.text_ids(self, tokenizer)
+        self._text = virtual.text_ids(self, tokenizer)
         return virtual.faults(self, model)
 
     @torch.no_grad()
     def first_value(
         self, model: Decoder, name: str, shape: torch.Size, generator: torch.Generator
     ) -> torch.Tensor:
-        """The embeddings of a text or of any tokens; or as torch.nn.Embedding begins."""
-        if self.settings.get("prompt_init") == virtual.RANDOM:
-            return torch.randn(shape, generator=generator)
-        rows = torch.randint(self._vocabulary, shape[:1], generator=generator)
-        rows = torch.tensor(self._text) if self._text else rows
+        """The embeddings of the text."""
+        rows = torch.tensor(self._text)
         table = full_tensor(model.embedding.weight.detach())
         embedded = table[rows.to(table.device)].cpu()
         scale = getattr(model.embedding, "output_scale", None)

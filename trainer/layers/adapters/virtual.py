@@ -9,7 +9,6 @@ from trainer.config import instantiate
 from trainer.model import AdapterKind, Decoder
 
 PEFT_NAME = "prompt_embeddings"
-TEXT, RANDOM, VOCABULARY = "text", "random", "vocabulary"
 # What they begin as if a recipe says nothing: any plain instruction is better than noise.
 DEFAULT_TEXT = "Read what follows, and answer it correctly, in the form that is expected."
 

@@ -5,6 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings
+from torchtune.models.gemma.rms_norm import GemmaRMSNorm
+from torchtune.modules import MultiHeadAttention, TiedLinear, TransformerDecoder
+from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
@@ -12,7 +16,7 @@ from trainer.layers.adapters.lora_linear import LowRankLinear
 from trainer.layers.attention import DocumentAttention, Mask
 from trainer.layers.patch import patch_forward
 from trainer.model import Decoder, Inputs, Role
-from trainer.models.torchtune import compat, fit, hub
+from trainer.models.torchtune import fit, hub
 
 # The linear layers of a block: what tensor parallelism splits by outputs, and by inputs.
 COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
@@ -28,11 +32,11 @@ def adopt(module: nn.Module) -> Decoder:
     Raises:
         ConfigError: it is no text decoder.
     """
-    if not isinstance(module, compat.TransformerDecoder):
+    if not isinstance(module, TransformerDecoder):
         raise ConfigError(f"model: builds a {type(module).__name__}, not a text decoder")
     module.__class__ = TorchtuneDecoder
     for name, layer in list(module.named_modules()):
-        if isinstance(layer, compat.MultiHeadAttention):
+        if isinstance(layer, MultiHeadAttention):
             _use_document_attention(layer, dropout=layer.attn_dropout)
         elif type(layer).__name__ == GEMMA2_ATTENTION:
             _use_document_attention(
@@ -41,11 +45,11 @@ def adopt(module: nn.Module) -> Decoder:
                 window=layer.sliding_window_size,
                 softcap=layer.softcapping,
             )
-        elif isinstance(layer, compat.GemmaRMSNorm):
+        elif isinstance(layer, GemmaRMSNorm):
             layer.unit_offset = True
-        elif isinstance(layer, compat.GemmaNormEmbeddings):
+        elif isinstance(layer, GemmaNormEmbeddings):
             layer.output_scale = layer.embedding_dim**0.5
-        elif isinstance(layer, compat.LoRALinear | compat.DoRALinear):
+        elif isinstance(layer, LoRALinear | DoRALinear):
             module.set_submodule(name, _own_adapter(layer))
     # torchtune's Gemma 2 caps the last hidden state; Gemma 2 caps the logits made of it.
     if type(module.norm).__name__ == GEMMA2_FINAL_NORM:
@@ -100,12 +104,12 @@ def rotated(
 
 
 def _own_adapter(layer: nn.Module) -> LowRankLinear:
-    rank, use_dora = layer.lora_a.out_features, isinstance(layer, compat.DoRALinear)
+    rank, use_dora = layer.lora_a.out_features, isinstance(layer, DoRALinear)
     alpha = layer.scaling * rank if use_dora else layer.alpha
     return LowRankLinear(layer, rank, alpha, getattr(layer.dropout, "p", 0.0), use_dora)
 
 
-class TorchtuneDecoder(Decoder, compat.TransformerDecoder):
+class TorchtuneDecoder(Decoder, TransformerDecoder):
     """torchtune's TransformerDecoder, after `adopt`."""
 
     # Ours, for its argument `output`.
@@ -125,7 +129,7 @@ class TorchtuneDecoder(Decoder, compat.TransformerDecoder):
     @property
     def output_head(self) -> nn.Module | None:
         """The output layer; None if it is tied to the embedding."""
-        return None if isinstance(self.output, compat.TiedLinear) else self.output
+        return None if isinstance(self.output, TiedLinear) else self.output
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
@@ -138,7 +142,7 @@ class TorchtuneDecoder(Decoder, compat.TransformerDecoder):
         in_a_block = dict.fromkeys(COLUMNS, Role.COLUMN) | dict.fromkeys(ROWS, Role.ROW)
         in_a_block |= dict.fromkeys(("sa_norm", "mlp_norm"), Role.NORM)
         # Gemma 2's norms behind the attention and the MLP.
-        if isinstance(self.layers[0].sa_scale, compat.GemmaRMSNorm):
+        if isinstance(self.layers[0].sa_scale, GemmaRMSNorm):
             in_a_block |= dict.fromkeys(("sa_scale", "mlp_scale"), Role.REPLICATED)
         roles = {f"layers.*.{name}": role for name, role in in_a_block.items()}
         roles |= {"tok_embeddings": Role.EMBEDDING, "norm": Role.NORM}

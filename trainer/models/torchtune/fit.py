@@ -11,15 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torchtune.models.gemma.rms_norm import GemmaRMSNorm
+from torchtune.models.llama3_1 import Llama3ScaledRoPE
+from torchtune.models.phi3 import Phi3RotaryPositionalEmbeddings
+from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
+from torchtune.modules import FeedForward, RMSNorm, RotaryPositionalEmbeddings
 
 from trainer.config import TrainConfig, arguments_of
 from trainer.layers.attention import DocumentAttention
 from trainer.model import Decoder
-from trainer.models.torchtune import compat, hub
+from trainer.models.torchtune import hub
 
-LLAMA3 = (compat.Llama3ScaledRoPE,)
-INTERLEAVED = (compat.RotaryPositionalEmbeddings, *LLAMA3)
-OTHERS = (compat.Phi3RotaryPositionalEmbeddings, compat.Qwen2RotaryPositionalEmbeddings)
+LLAMA3 = (Llama3ScaledRoPE,)
+INTERLEAVED = (RotaryPositionalEmbeddings, *LLAMA3)
+OTHERS = (Phi3RotaryPositionalEmbeddings, Qwen2RotaryPositionalEmbeddings)
 
 
 def fit(model: Decoder, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
@@ -86,7 +91,7 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("rms_norm_eps", "norm_eps", (compat.RMSNorm, compat.GemmaRMSNorm), "eps"),
+    Setting("rms_norm_eps", "norm_eps", (RMSNorm, GemmaRMSNorm), "eps"),
     Setting("rope_theta", "rope_base", INTERLEAVED + OTHERS, "base"),
     Setting("factor", "scale_factor", LLAMA3, "scale_factor"),
     Setting("attn_logit_softcapping", "hidden_capping_value", (DocumentAttention,), "softcap"),
@@ -143,7 +148,7 @@ def _structure_faults(module: Decoder, given: dict[str, Any]) -> list[str]:
     return [_differs(key, *pair) for key, pair in pairs.items() if pair[0] != pair[1]]
 
 
-def _activation(mlp: compat.FeedForward) -> str:
+def _activation(mlp: FeedForward) -> str:
     if isinstance(mlp.activation, nn.GELU):
         return "gelu_pytorch_tanh" if mlp.activation.approximate == "tanh" else "gelu"
     return type(mlp.activation).__name__.lower()
