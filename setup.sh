@@ -353,10 +353,10 @@ case $WANT in
     fi
     say "+ cookbook submit ${options[*]}"
     "$VENV/bin/cookbook" submit "${options[@]}"
-    model=$("$VENV/bin/cookbook" status last --json | sed -n 's/^ *"path": "\(.*\)",$/\1/p')/export
+    model=$("$VENV/bin/cookbook" status last --json | sed -n 's/^ *"path": "\([^"]*\)".*/\1/p')/export
     question="What is the difference between a job and a job step?"
     say "+ python -m trainer.generate $model \"$question\""
-    "$VENV/bin/python" -m trainer.generate "$model" "$question"
+    "$VENV/bin/python" -m trainer.generate "$model" "$question" || say "the model did not answer: see above"
     device=$("$VENV/bin/cookbook" status last --json | sed -n 's/^ *"device": "\(.*\)",$/\1/p')
     say "the demo was trained on: ${device:-unknown}"
     if [ "$SLURM" = one-host ]; then

@@ -16,8 +16,6 @@ from runspec.states import FINAL
 _WAITS = frozenset({"", "RETRYING", "REQUEUED", "INTERRUPTED"})
 # After these ends of an attempt Slurm has put the job back into the queue.
 _GOES_BACK = frozenset({"requeued", "preempted"})
-# Longer than slurm/supervise.py lets a finished run's questions take.
-_ANSWERS_S = 1860.0
 # So much of a job's log is read; a script that ends before its first attempt writes little.
 _LOG_BYTES = 65536
 

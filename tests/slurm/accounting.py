@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tests.conftest import PROGRAMS, SlurmCluster, running_cluster
@@ -74,12 +74,14 @@ def restart_controller(cluster: SlurmCluster) -> None:
     """Have the controller read a changed slurm.conf, all of it."""
     pid = int((cluster.state / "slurmctld.pid").read_text())
     os.kill(pid, signal.SIGTERM)
-    until(lambda: not Path(f"/proc/{pid}").exists() or not _command(pid), 20)
+    until(lambda: not _command(pid), 20)
     cluster.start_dead_daemons()
 
 
 def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _make(database: Path) -> None:
