@@ -57,7 +57,7 @@ def start(environment: Environment, context: Context, *argv: str) -> tuple[int, 
         return _here(script)
     resources = context.resources
     options = ["--job-name=cookbook-probe", "--nodes=1"]
-    without = ("mem", "time", "switches")
+    without = ("mem", "time")
     options += slurm_options(resources, context.cluster, resources.gpus_per_node, without)
     step = slurm.run_on_nodes(options, script, _WAIT_S, _LIMIT_S)
     if not step.pending:

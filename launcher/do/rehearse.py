@@ -172,7 +172,7 @@ def _parts(
 
 def _srun(site: Site, resources: Resources) -> list[str]:
     """Slurm's options for one node as the recipe asks for it."""
-    without = ("time", "switches")
+    without = ("time",)
     options = sites.slurm_options(resources, site, resources.gpus_per_node, without)
     if resources.cpus_per_gpu:
         options.append(f"--cpus-per-task={resources.cpus_per_gpu * resources.gpus_per_node}")

@@ -83,7 +83,7 @@ def download(recipe: Recipe, cluster: Site, say: Say) -> list[Path]:
         except HubFault as fault:
             faults += fault.faults
     if faults := [*faults, *_faults_of_room(repositories)]:
-        raise HubFault(faults)
+        raise HubFault(dict.fromkeys(faults))
     records = []
     for each in repositories:
         say(f"{each.kind} {each.summary}")

@@ -107,7 +107,7 @@ class Resources(ResourceKeys):
     def of(cls, block: Mapping[str, Any]) -> Resources:
         """Return the resources that a checked block gives."""
         given: dict[str, Any] = {key: value for key, value in block.items() if value is not None}
-        given |= {key: str(given[key]) for key in ("mem", "time", "switches") if key in given}
+        given |= {key: str(given[key]) for key in ("mem", "time") if key in given}
         return cls(**given)
 
     def options(self, without: Iterable[str] = ()) -> dict[str, str]:

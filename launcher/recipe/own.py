@@ -182,6 +182,8 @@ def mixes(config: Mapping[str, Any]) -> Iterator[Fault]:
         own = _block(config, key)
         block = {**_block(config, "dataset"), **own}
         source, files = block.get("source"), block.get("data_files")
+        if source is None and str(block.get("_component_")).startswith("torchtune."):
+            source = "of its component"
         if (
             not {"source", "data_files"} & own.keys()
             or not isinstance(source, str)

@@ -33,11 +33,6 @@ class ResourceKeys:
     qos: str | None = option("name", "Quality of service.")
     constraint: str | None = option("features", "Node features, such as h100&ib.")
     reservation: str | None = option("name", "Reservation.")
-    switches: str | None = option(
-        "switches",
-        "Most leaf switches that the nodes may be spread over, and how long the job waits for "
-        "that: 1@02:00:00.",
-    )
     exclude: str | None = option("nodes", "Nodes to avoid, such as gpu-[07-09].")
     exclusive: bool = option("flag", "Do not share the nodes with other jobs.", False)
     rollout: int | str = option(

@@ -101,10 +101,6 @@ KINDS = {
         "node features such as h100 or h100&ib",
         _text(r"[A-Za-z0-9(\[][A-Za-z0-9._,&|*()\[\]-]{0,255}"),
     ),
-    "switches": Kind(
-        "a number of switches, with a time to wait for them: 1 or 1@02:00:00",
-        lambda value: _whole(1)(value) or _text(r"[1-9]\d*(?:@[0-9:-]+)?")(value),
-    ),
     "memory": Kind("a size such as 900G, or 0 for all of a node's memory", _text(r"\d+[KMGT]?")),
     "time": Kind(
         "a limit such as 04:00:00, 90 (minutes) or 2-00:00:00, above 0",

@@ -12,7 +12,7 @@ from launcher.recipe.model import Resources
 from launcher.site import slurm_options
 
 # What the job does not ask of Slurm, whatever the site file says.
-_NOT_ASKED = ("mem", "time", "switches", "exclude")
+_NOT_ASKED = ("mem", "time", "exclude")
 
 
 def findings(site: SlurmAnswers, wait_s: float) -> list[Finding]:

@@ -47,7 +47,6 @@ SITE = Site(
         "gpu_type": "h100",
         "exclude": "n[3-4]",
         "reservation": "course",
-        "switches": "1@02:00:00",
         "time": "10:00:00",
     },
 )

@@ -125,7 +125,7 @@ def test_the_update_is_the_one_that_the_trainer_makes(component, given, update):
 def test_time_follows_from_the_flops_and_the_dataset(user: Kit, recipe, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "' + "x" * 3987 + '"}\n' * 1 + "\n")
-    found = estimated(user, recipe, f"+dataset.data_files={data}")
+    found = estimated(user, recipe, f"--data={data}")
     assert found["tokens"] == 1000
     attention = 12 * 80 * 8192 * 4097 / 2
     matrices = 70.553706496e9 - 128256 * 8192 - 161 * 8192
