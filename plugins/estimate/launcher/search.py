@@ -231,7 +231,7 @@ class Predictor:
     def basis(self) -> str:
         """The basis of the times, in words."""
         if self.mfu is None:
-            return "kernels' published speeds, and messages (docs/measurements.md)"
+            return "published speeds of kernels and links (docs/measurements.md)"
         return (
             f"{100 * self.mfu:.0f} % MFU in the recipe's own step without waiting: "
             f"{self.pace:.2f} times the time by kernels' published speeds"
