@@ -61,6 +61,8 @@ def start(
         click.echo(line)
     for finding in made.findings:
         note(f"{finding.state}: {finding.line}")
+    if made.downloads and not made.datasets:
+        note("after the download run this once more with --output: then it also counts your tokens")
     wrong = bool(faults_of(made.findings))
     click.echo(f"wrote {file}; {'fix these faults first, then' if wrong else 'next'}:")
     for command in workflow.next_commands(made):

@@ -58,7 +58,7 @@ def submit(
     planned = workflow.plan(recipe, site, executors.choose(local), name)
     run = launched(planned, "submit", dry_run, no_check)
     if run is None:
-        note(f"the trainer was not asked; all checks: cookbook check {recipe.given_name}")
+        note(f"--dry-run makes only quick checks; all checks: cookbook check {recipe.given_name}")
         return
     common.tell_submitted(run, as_json)
     if not as_json and not watch:

@@ -29,8 +29,7 @@ def ranks(run: Run) -> tuple[list[RankTime], list[str]]:
     paths = trace.newest(run.path / files.PROFILE)
     if not paths:
         raise UsageFault(
-            f"{run.name} has no profiler trace: record one with: cookbook submit "
-            f"{run.submission.get('recipe') or 'RECIPE'} --profile"
+            f"{run.name} has no profiler trace: submit its recipe again with --profile"
         )
     times, faults = [], []
     for rank, path in paths.items():

@@ -44,7 +44,12 @@ def find(name: str) -> Path:
             raise RecipeFault(other)
         if hint := nearest(name, of_torchtune) if "/" in name else "":
             raise RecipeFault(f"torchtune has no config {name!r}{hint}: list them with: tune ls")
-    return yamlfile.find("recipe", name, paths.RECIPES, "list them with: cookbook recipes")
+    return yamlfile.find(
+        "recipe",
+        name,
+        paths.RECIPES,
+        "list them with: cookbook recipes; your own is a path that ends in .yaml",
+    )
 
 
 def _split(name: str) -> tuple[str, str]:

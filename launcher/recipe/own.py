@@ -157,7 +157,8 @@ def _use_model(config: dict[str, Any], name: str, method: str) -> str:
         checkpointer["checkpoint_dir"] = f"${{models_root}}/{shown}"
     else:
         raise UsageFault(
-            f"--model {name} is no folder, and no ORGANISATION/NAME of the Hugging Face Hub"
+            f"--model {name} is no folder, and no ORGANISATION/NAME of the Hugging Face Hub: give "
+            "one of these, such as Qwen/Qwen3-8B"
         )
     before = _block(config, "model")
     model: dict[str, Any] = {"_component_": TRANSFORMERS}

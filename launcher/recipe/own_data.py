@@ -160,7 +160,8 @@ def _opened(name: str) -> tuple[Path, str, list[dict[str, Any]]]:
     if source is None:
         known = ", ".join(SUFFIXES)
         raise UsageFault(
-            f"--data {name}: its name must end in one of {known}: rename or convert it"
+            f"--data {name}: its name must end in one of {known}: rename or convert it, or give "
+            f"{EXAMPLE}"
         )
     if not path.exists():
         siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []

@@ -137,7 +137,8 @@ def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
     options += slurm_options(asked, site.cluster, gpus) + ["--exclusive"] * asked.exclusive
     script = "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "true\n"])
     try:
-        return [ok("sbatch test", slurm.test_only(script).removeprefix("sbatch: "))]
+        answer = slurm.test_only(script).removeprefix("sbatch: ")
+        return [ok("sbatch test", f"not queued: {answer}")]
     except SlurmFault as fault:
         remedy = f"fix resources: in configs/clusters/{site.cluster.name}.yaml"
         message = f"{fault.faults[0]} to sbatch --test-only {' '.join(options)}"

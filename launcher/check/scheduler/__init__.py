@@ -52,7 +52,8 @@ def test_only(context: Context) -> Iterable[Finding]:
     script = job_script(context.recipe, context.cluster, run, context.recipe.name)
     subject = "sbatch test"
     try:
-        return [ok(subject, slurm.test_only(script).removeprefix("sbatch: "))]
+        answer = slurm.test_only(script).removeprefix("sbatch: ")
+        return [ok(subject, f"not queued: {answer}")]
     except SlurmMissing as missing:
         raise Skipped("there is no Slurm on this machine") from missing
     except SlurmTimeout:

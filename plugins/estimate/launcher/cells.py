@@ -76,6 +76,6 @@ class PredictedSweep:
             )
         yield (
             f"predicted for {self.gpu.name}: {self.gpu.usable_gib:.1f} of "
-            f"{self.gpu.memory_gib:.1f} GiB usable; nothing is measured. Times are of an epoch; "
-            "of fp32 none is predicted (docs/measurements.md)"
+            f"{self.gpu.memory_gib:.1f} GiB usable; nothing is measured. EPOCH is the time of one "
+            "epoch; times are not predicted for fp32 (docs/measurements.md)"
         )

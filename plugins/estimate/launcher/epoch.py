@@ -36,10 +36,10 @@ def epoch_of(config: Mapping[str, Any], step: StepConfig) -> tuple[int, str, int
         raise RecipeFault(f"dataset.data_files: {what}; look at it with: ls -l") from error
     if not sizes:
         each = step.new_tokens if step.packed and step.on_policy_share else length
-        why = "the dataset is no local file of JSON, CSV or text"
-        return 10**6, f"a million tokens; {why}", 10**6 // each
+        why = "the dataset is not a local JSON, CSV or text file"
+        return 10**6, f"a million tokens: {why}", 10**6 // each
     tokens = max(sum(sizes) // BYTES_PER_TOKEN, 1)
-    text = f"an epoch of {len(sizes):,} samples, about {tokens:,} tokens by their size"
+    text = f"an epoch of {len(sizes):,} samples, about {tokens:,} tokens by file size"
     return tokens, text, len(sizes)
 
 

@@ -24,7 +24,7 @@ from runspec.layout import Layout, LayoutError
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 # What predicted times rest on, in words.
-BASIS = "kernels' published speeds, and messages (docs/measurements.md)"
+BASIS = "published speeds of kernels and links (docs/measurements.md)"
 
 
 def _to_layout(step: StepConfig, sizes: tuple[int, ...]) -> StepConfig | None:

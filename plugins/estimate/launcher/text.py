@@ -118,10 +118,10 @@ def _time(estimate: Estimate, cost: str) -> Iterator[str]:
         f"  {'tokens/s/GPU':<20} {prediction.rate:8,.0f}, between {low:,.0f} and {high:,.0f}; MFU "
         f"{100 * mfu:.0f} %{again}"
     )
-    yield f"  {'by':<20} {BASIS}"
+    yield f"  {'from':<20} {BASIS}"
     cost = cost and f", {cost}"
     yield f"  {'time':<14} {time_text(hours):>14}, {hours * step.layout.ranks:.3g} GPU-hours{cost}"
-    yield f"  {'of':<20} {estimate.epoch[1]}"
+    yield f"  {'for':<20} {estimate.epoch[1]}"
     parts = {
         "the reference's log-probabilities, once": estimate.hours_before,
         f"answers of {step.new_tokens} tokens, generated": estimate.hours_generating,

@@ -87,7 +87,7 @@ class Tuning:
             f"Settings that fit {predictor.gpu.name}, {step.rows_per_step} rows per step in each; "
             "predicted, not measured"
         )
-        yield f"by {BASIS}"
+        yield f"from {BASIS}"
         yield f"{'TOKENS/S/GPU':>12}{'MFU %':>7}{'HFU %':>7}{'GIB':>7}  CHANGES"
         fits = "" if self.own.fits else ", which does not fit"
         yield _line(self.own, f"none: as the recipe has it{fits}")

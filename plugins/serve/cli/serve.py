@@ -191,7 +191,7 @@ def _print_url(endpoint: Endpoint, as_json: bool, url: str = "", node: str | Non
     note(f"  key       {endpoint.key_file}")
     host, port = urlsplit(url).hostname, int(url.rpartition(":")[2])
     if node or not listening(host or "127.0.0.1", port, "/v1"):
-        note(f"  at home   {tunnel(port, node)}")
+        note(f"  laptop    {tunnel(port, node)}")
     if not node:
         note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
 

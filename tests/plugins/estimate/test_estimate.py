@@ -152,7 +152,7 @@ def test_the_samples_of_every_local_file_are_counted(tmp_path, suffix):
     recipe = recipes.load("qwen3_0_6b_full")
     config = {**recipe.resolved(tmp_path, "run"), "dataset": {"data_files": [str(file)]}}
     tokens, text, samples = epoch_of(config, step_of(config, 1, 1))
-    assert samples == 30 and tokens == pytest.approx(3000, rel=0.1) and "by their size" in text
+    assert samples == 30 and tokens == pytest.approx(3000, rel=0.1) and "by file size" in text
     # A file that no read of works.
     file.unlink()
     file.symlink_to("/proc/self/mem")
