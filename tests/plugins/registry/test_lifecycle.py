@@ -74,7 +74,7 @@ def test_a_registered_model_is_trained_evaluated_and_loaded_by_its_alias(user: K
     done("submit", *recipe, "--name", "tuned", "--local", "--watch")
     (run,) = user.runs()
     assert f"checkpoint_dir: {model}" in (run / "recipe.yaml").read_text()
-    few = ["tasks.likelihood.limit=4", "tasks.answers.limit=4", "max_new_tokens=4", "--local"]
+    few = ["--suite=slurm_qa", "tasks.likelihood.limit=4", "tasks.answers.limit=4", "--local"]
     done("eval", champion, "--against", "tuned", "--watch", *few)
     assert "tiny v1 against" in done("eval", champion, "--results")
     rates = tmp_path / "rates.yaml"
