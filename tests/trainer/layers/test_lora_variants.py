@@ -30,7 +30,7 @@ from trainer.models import build as models
 TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
 FOLDER = {"_component_": "transformers", "lora_rank": 4, "lora_alpha": 8}
 # Adam would spread the last bits of B's first gradients.
-SGD = {"_component_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
+SGD = {"_component_": "torch.optim.SGD", "lr": 0.03, "momentum": 0.9}
 VARIANTS = {"use_rslora": True}
 # The head's products are large: with a rate of 0.1 the training diverges.
 SLOW = SGD | {"lr": 0.01}
