@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 _LOOK_EVERY_S = 0.2
-# Most commands need less, and whoever waits longer is told why.
+# Most commands need less, and whoever waits longer sees why.
 _SAY_AFTER_S = 2.0
 
 

@@ -60,14 +60,14 @@ class Context:
 
     executor: what will run it. prepared: the model's files should be there,
     not made first by the recipe's prepare.
-    told: the trainer's answers so far, by question; several checks ask, and a start takes seconds.
+    answers: the trainer's so far, by question; several checks ask, and a start takes seconds.
     """
 
     recipe: Recipe
     cluster: Site
     executor: Executor = field(default_factory=executors.choose)
     prepared: bool = True
-    told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -187,9 +187,9 @@ def components(context: Context) -> Iterable[Finding]:
         raise Skipped("the model is made at submission")
     config, options = _question(context)
     key = _key(config, options)
-    if key not in context.told:
-        (context.told[key],) = ask_trainer([config], *options)
-    answer = context.told[key]
+    if key not in context.answers:
+        (context.answers[key],) = ask_trainer([config], *options)
+    answer = context.answers[key]
     # The trainer does not know by which name the recipe was given.
     again = f"--recipe {context.recipe.given_name}"
     faults = [
@@ -198,10 +198,10 @@ def components(context: Context) -> Iterable[Finding]:
     return faults or [ok("components", str(answer["found"]))]
 
 
-def ask_ahead(contexts: Iterable[Context], told: dict[str, dict[str, Any]]) -> None:
+def ask_ahead(contexts: Iterable[Context], answers: dict[str, dict[str, Any]]) -> None:
     """Let one process of the trainer answer for all recipes: its start takes most of the time.
 
-    told: gets the answers, to be that of each context.
+    answers: of each context; it gets them.
     """
     questions: dict[Options, dict[str, dict[str, Any]]] = {}
     for context in contexts:
@@ -211,7 +211,7 @@ def ask_ahead(contexts: Iterable[Context], told: dict[str, dict[str, Any]]) -> N
     for options, asked in questions.items():
         # The recipe's own check reports why it cannot answer.
         with contextlib.suppress(Skipped):
-            told |= zip(asked, ask_trainer(list(asked.values()), *options), strict=True)
+            answers |= zip(asked, ask_trainer(list(asked.values()), *options), strict=True)
 
 
 def ask_for_samples(
@@ -225,10 +225,10 @@ def ask_for_samples(
     # Recipes that differ in other settings have the same samples.
     of_data = {key: config.get(key) for key in _OF_SAMPLES}
     key = _key(of_data, (*options, "--samples"))
-    if count or key not in context.told:
+    if count or key not in context.answers:
         (answer,) = ask_trainer([config], *options, f"--samples={count}", variables=variables)
-        context.told[key] = context.told[_key(config, options)] = answer
-    answer = context.told[key]
+        context.answers[key] = context.answers[_key(config, options)] = answer
+    answer = context.answers[key]
     return answer.get("samples", []), answer.get("sample_faults", [])
 
 

@@ -139,10 +139,12 @@ def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:
 def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
     """Return what stands in the way of the runs; that one does not fit is no fault."""
     by_fault: dict[str, list[str]] = {}
-    told: dict[str, dict[str, Any]] = {}
-    contexts = {number: replace(context(run), told=told) for number, run in planned.runs.items()}
+    answers: dict[str, dict[str, Any]] = {}
+    contexts = {
+        number: replace(context(run), answers=answers) for number, run in planned.runs.items()
+    }
     if not skip:
-        ask_ahead(contexts.values(), told)
+        ask_ahead(contexts.values(), answers)
     for cell in planned.cells:
         run = planned.runs[cell.number]
         failed = [

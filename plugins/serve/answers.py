@@ -108,8 +108,8 @@ class Answers:
         self.outcome.texts[index] = self.outcome.texts.get(index, "") + text
         if text or given:
             delta["content"] = text
-        told = {"delta": delta} if self.chat else {"text": text}
-        return {"logprobs": None, "finish_reason": None, **choice, "index": index, **told}
+        choice_text = {"delta": delta} if self.chat else {"text": text}
+        return {"logprobs": None, "finish_reason": None, **choice, "index": index, **choice_text}
 
     def last(self) -> list[dict[str, Any]]:
         """Return the event with the usage, if it was requested."""

@@ -93,11 +93,11 @@ class Front(Proxy):
         sent = web.StreamResponse(headers={ID: asked.id, "Content-Type": "text/event-stream"})
         sent.headers["Cache-Control"] = "no-cache"
         try:
-            async with contextlib.aclosing(self._told(asked, plan)) as told:
+            async with contextlib.aclosing(self._events(asked, plan)) as events:
                 if plan.stream:
-                    await self._stream(request, told, answers, sent, outcome)
+                    await self._stream(request, events, answers, sent, outcome)
                     return sent
-                value = await anext(told)
+                value = await anext(events)
             outcome.text_came()
             return web.json_response(
                 answers.whole(value), dumps=lambda value: json.dumps(value, ensure_ascii=False)
@@ -116,20 +116,20 @@ class Front(Proxy):
     async def _stream(
         self,
         request: web.Request,
-        told: AsyncGenerator[dict[str, Any], None],
+        events: AsyncGenerator[dict[str, Any], None],
         answers: Answers,
         sent: web.StreamResponse,
         outcome: Outcome,
     ) -> None:
         """Send the events of the backend as they come."""
-        async for value in told:
-            events = answers.event(value)
+        async for value in events:
+            lines = answers.event(value)
             if outcome.pieces:
                 outcome.text_came()
-            if events and not sent.prepared:
+            if lines and not sent.prepared:
                 await sent.prepare(request)
                 outcome.status = 200
-            for each in events:
+            for each in lines:
                 await sent.write(sse(each))
         if not sent.prepared:
             raise BackendError(500, "the backend sent an empty answer")
@@ -138,7 +138,9 @@ class Front(Proxy):
         await sent.write(END)
         await sent.write_eof()
 
-    async def _told(self, asked: ClientRequest, plan: Plan) -> AsyncGenerator[dict[str, Any], None]:
+    async def _events(
+        self, asked: ClientRequest, plan: Plan
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the backend's answer, or the events of its stream.
 
         Nothing of the client's is passed on unread.

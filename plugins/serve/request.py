@@ -128,7 +128,7 @@ def parsed(path: str, body: bytes) -> dict[str, Any]:
     """Return a body's JSON object without the names whose value is null.
 
     Raises:
-        BadRequest: it is not JSON, or a value is not valid; the first fault is told.
+        BadRequest: it is not JSON, or a value is not valid; it names the first fault.
     """
     try:
         given = from_json(body, allow_inf_nan=False)

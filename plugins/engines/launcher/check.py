@@ -31,9 +31,9 @@ def config(context: Context) -> Iterable[Finding]:
     argv = ["-P", str(SCHEMA), engine.schema, engine.program(context.recipe.target)]
     argv.append(json.dumps(keys))
     key = json.dumps([_python(context), *argv])
-    if key not in context.told:
-        context.told[key] = _ask(context, engine, argv)
-    return _judged(context, engine, context.told[key])
+    if key not in context.answers:
+        context.answers[key] = _ask(context, engine, argv)
+    return _judged(context, engine, context.answers[key])
 
 
 def _paths(recipe: Recipe, engine: Engine) -> list[Finding]:

@@ -50,12 +50,12 @@ class Feedback:
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 line = None
-            told = line if isinstance(line, dict) else {}
-            name = told.get("request_id")
-            if not isinstance(name, str) or not isinstance(told.get("label"), str | None):
+            content = line if isinstance(line, dict) else {}
+            name = content.get("request_id")
+            if not isinstance(name, str) or not isinstance(content.get("label"), str | None):
                 self.unreadable.append(number)
                 continue
-            self._lines[number], self._said[name] = name, told
+            self._lines[number], self._said[name] = name, content
 
     def of(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return what is said of a logged request."""

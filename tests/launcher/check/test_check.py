@@ -246,7 +246,7 @@ def test_cells_of_a_sweep_are_one_question(demo_model: Path):
                 "demo", [f"checkpointer.checkpoint_dir={demo_model}", f"optimizer.lr={lr}"]
             ),
             cluster.Site(),
-            told=told,
+            answers=told,
         )
         for lr in (1e-4, 2e-4)
     ]
