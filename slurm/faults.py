@@ -79,6 +79,7 @@ def read_errors(logs: Path) -> list[dict[str, Any]]:
     until = time.monotonic() + WAIT_S
     records = ((path, _record(path, until)) for path in logs.glob("error_*.json"))
     errors = [_of_record(path, record) for path, record in records if record]
+    errors += _of_peers(errors)
     # A workload that starts torchrun itself has its report in the log of its own output.
     for path in (*logs.glob("node_*.log"), *logs.glob("rank_*.log")):
         errors += _killed_ranks(path)
@@ -251,6 +252,17 @@ def _of_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
     time_s = float(when) if when.isdigit() else path.stat().st_mtime
     error = _last_exception(stack or str(said.get("message") or ""))
     return {"rank": int(number) if number.isdigit() else None, "time": time_s, **error}
+
+
+def _of_peers(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what ranks say of others that left no record, as on a disk that is full."""
+    known = {error.get("rank") for error in errors}
+    peers = {
+        peer["rank"]: {**peer, "time": error.get("time", 0)}
+        for error in errors
+        for peer in error.get("peers") or []
+    }
+    return [error for rank, error in peers.items() if rank not in known]
 
 
 def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import errno
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -191,5 +191,11 @@ def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
     if isinstance(error, RolloutError):
         # The fault of another node than the rank's, or of none.
         more["of_node"] = error.node
+    if isinstance(error, PeerError):
+        # A rank whose disk is full may leave no record of its own.
+        more["peers"] = [
+            {"rank": peer, **asdict(fault), "message": redacted(fault.message)}
+            for peer, fault in error.faults.items()
+        ]
     message, permanent = redacted(describe(error)), is_permanent(error)
     failure.write(folder, rank, kind(error), message, permanent=permanent, **more)

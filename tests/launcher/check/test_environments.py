@@ -118,7 +118,7 @@ def test_the_option_and_then_the_recipe_come_before_the_site(tmp_path, monkeypat
 
 
 def test_a_backend_whose_package_is_missing_is_found_with_its_environment():
-    asked = recipes.load("demo_grpo", ["rollout_engine=vllm"])
+    asked = recipes.load("demo_grpo", ["rollout_engine=vllm", "resources.rollout=1"])
     (finding,) = inside.inside(Context(asked, Site(), executors.choose(True)))
     assert finding.state == "failed" and "lacks vllm" in finding.line
     assert "environment=vllm" in finding.line
