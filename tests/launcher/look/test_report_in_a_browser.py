@@ -69,7 +69,7 @@ def near(colours: dict[tuple[int, ...], int], wanted: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_page_in_a_browser(page, dark):
-    assert page.read_text().count("out of memory") == 2
+    assert page.read_text().count("OUT_OF_MEMORY") == 1
     picture = look(page, dark)
     assert picture.size == SIZE
     colours = {colour: count for count, colour in picture.getcolors(10**7)}

@@ -105,15 +105,6 @@ def test_a_secret_in_an_exception_reaches_no_record(kit: Kit, tmp_path):
 
 
 @pytest.mark.long
-def test_an_attempt_that_takes_longer_than_the_timeout_is_ended(kit: Kit, tmp_path):
-    path = project(tmp_path, "import time; time.sleep(600)\n", timeout="0:06", max_retries=5)
-    _, run = kit.submit("--recipe", str(path))
-    told = kit.wait(run, "FAILED", "COMPLETED", timeout=60)
-    assert "ended by the recipe's timeout of 6 s" in told["detail"], report(run)
-    assert not ranks_of(run, "train.py")
-
-
-@pytest.mark.long
 def test_the_example_trains_and_survives_a_killed_rank(kit: Kit):
     _, run = kit.submit("--recipe", str(EXAMPLE), "--nodes", "2", "parameters.save_every=5")
     until(lambda: (run / "checkpoints/step_5/COMPLETE").exists(), 120, lambda: report(run))

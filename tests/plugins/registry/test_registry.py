@@ -122,7 +122,7 @@ def test_a_run_that_ended_is_tracked_where_its_recipe_says(site):
         for runs_ended in hooks("runs_ended"):
             runs_ended([Run(run.path)], said.append)
     name = f"tracking: {run.name}"
-    assert [line.partition(": 9")[0] for line in said] == [
+    assert [line.partition(": 8")[0] for line in said] == [
         f"{name} imported",
         f"{name} is up to date",
     ]
