@@ -282,9 +282,9 @@ def test_an_end_is_recorded_once_with_the_time_at_which_it_came(tmp_path, monkey
     assert line["ended"] == ended and line["cause"] == "killed"
 
 
-def test_a_job_that_pauses_before_the_next_attempt_ends_at_once(tmp_path, plain_env):
+def test_a_job_that_pauses_before_the_next_attempt_ends_at_once(place, plain_env):
     """Storage has failed several times: the pause is one of minutes."""
-    run = made(tmp_path, "open('/dev/full', 'w').write('x')\n", max_retries=9)
+    run = made(place, "open('/dev/full', 'w').write('x')\n", max_retries=9)
     script = run.path / "job.sbatch"
     line = r"{\"cause\": \"storage\", \"gained\": true, \"job_id\": \"local-$$\"}"
     lines = f'for _ in {{1..9}}; do echo "{line}" >>$RUN_DIR/attempts.jsonl; done\n'
