@@ -96,7 +96,8 @@ class Entry:
 
 
 # Resources that the job script asks for in its own way; the others are options of sbatch and srun.
-_COUNTS = ("nodes", "spare_nodes", "gpus_per_node", "gpu_type", "cpus_per_gpu", "rollout")
+_OWN_WAY = {"nodes", "spare_nodes", "gpus_per_node", "gpu_type", "cpus_per_gpu"}
+_OWN_WAY |= {"exclusive", "rollout"}
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,9 @@ class Resources(ResourceKeys):
 
     def options(self, without: Iterable[str] = ()) -> dict[str, str]:
         """Return the options of sbatch and srun that are given, by name."""
-        names = [each.name for each in fields(self) if each.name not in (*_COUNTS, *without)]
-        given = ((name, getattr(self, name)) for name in names if name != "exclusive")
-        return {name: value for name, value in given if value is not None}
+        left_out = (*_OWN_WAY, *without)
+        given = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return {name: value for name, value in given if name not in left_out and value is not None}
 
     @property
     def rollout_nodes(self) -> int:
