@@ -28,20 +28,20 @@ PACKED = {"row_length": 96, "batch_size": 4}
 RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "full": (1, None, {}),
     "lora": (1, None, PACKED | {"model": LORA}),
-    "qdora": (1, None, {"model": LORA | {"use_dora": True, "quantize_base": True}}),
+    "qdora": (1, None, {"model": LORA | {"adapter": "dora", "quantize_base": True}}),
     "unchanged": (
         1,
         None,
         {"max_steps": 1, "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}},
     ),
     "full-fsdp2": (2, "full", {"batch_size": 4, "compile": True}),
-    "full-tp2": (2, "full", TP | {"ac_mode": "selective", "ac_option": "op"}),
+    "full-tp2": (2, "full", TP | {"activation_checkpointing": "op"}),
     "lora-tp2": (
         2,
         "lora",
         PACKED
         | TP
-        | {"model": LORA, "enable_activation_checkpointing": True}
+        | {"model": LORA, "activation_checkpointing": "full"}
         | {"save_every_n_steps": 2},
     ),
 }
