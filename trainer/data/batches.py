@@ -37,13 +37,12 @@ class Samples(Protocol):
     """Tokenised samples by index: (tokens [n], trained bool [n]) of their documents in turn.
 
     lengths: int64 [samples]. documents: of each document, int64 [samples, documents]. numbers:
-    float64 [samples]. reference: float32 [samples, documents], see MicroBatch.
+    float64 [samples].
     """
 
     lengths: np.ndarray
     documents: np.ndarray
     numbers: np.ndarray
-    reference: np.ndarray | None
 
     def __len__(self) -> int: ...
 
@@ -172,10 +171,9 @@ class Rows(Collator, Dataset, Generic[S]):
 
     def collate(self, rows: list[Row]) -> MicroBatch:
         """As Collator.collate, with what belongs to the samples."""
-        batch, samples = super().collate(rows), self.samples
-        batch.numbers = _fp32(samples.numbers[batch.samples.numpy()])
-        if samples.reference is not None:
-            batch.reference = _fp32(samples.reference[batch.samples.numpy()])
+        batch = super().collate(rows)
+        numbers = self.samples.numbers[batch.samples.numpy()]
+        batch.numbers = torch.from_numpy(numbers.astype(np.float32))
         return batch
 
     def _documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -189,10 +187,6 @@ class Rows(Collator, Dataset, Generic[S]):
     def filled(self) -> float:
         """Share of the packed rows' positions that hold a token."""
         return float(self.samples.lengths.sum()) / (len(self) * (self.length or 1))
-
-
-def _fp32(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.float32))
 
 
 class Batches:

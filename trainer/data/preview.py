@@ -38,7 +38,6 @@ class FirstSamples:
         lengths = [piece.lengths for piece in pieces]
         self.documents = np.array(lengths, dtype=np.int64) if pieces else np.zeros((0, 1), int)
         self.numbers = np.array([piece.number for piece in pieces])
-        self.reference: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self._pieces)

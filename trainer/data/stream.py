@@ -70,7 +70,7 @@ def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: boo
         packed: rows are always packed.
 
     Raises:
-        ConfigError: a file is missing or of no known kind, or a source is described wrongly.
+        ConfigError: a file is missing or not Parquet, or a source is described wrongly.
     """
     opened: list[TextSource] = []
     faults: list[str] = []

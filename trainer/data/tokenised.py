@@ -75,9 +75,7 @@ class TokenisedDataset:
     trained. fingerprints: a 64-bit hash of each sample's tokens and mask. sources: the index of
     each in the dataset, of which a long text has several. left_out: how many tokens were cut off
     behind it. documents: tokens of each document of each sample, int64 [samples, documents].
-    numbers: of each sample, float64 [samples]; see SampleForm. reference: float32
-    [samples, documents], what MicroBatch has of it, if a method kept it. teacher: what is kept of a
-    teacher, if a method reads it. omissions: see Source.
+    numbers: of each sample, float64 [samples]; see SampleForm. omissions: see Source.
 
     Args:
         meta: what the folder says of itself, if it has been read.
@@ -114,7 +112,6 @@ class TokenisedDataset:
             whole[name].copy() for name in COLUMNS
         )
         self.documents, self.numbers = whole["documents"].copy(), whole["number"].copy()
-        self.reference: np.ndarray | None = None
         self._file_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         self._begins = np.concatenate([np.cumsum(t["length"]) - t["length"] for t in tables])
 

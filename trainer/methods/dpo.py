@@ -10,7 +10,6 @@ from trainer.data.batches import Batches
 from trainer.data.form import SampleForm
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
-from trainer.methods import reference
 from trainer.methods.base import LossSum, Models
 from trainer.methods.preference import PreferenceObjective
 from trainer.methods.preference_losses import LOSSES, Answers, difference
@@ -69,7 +68,7 @@ class PreferenceTuning(PreferenceObjective):
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         config = self.config
         batch = batch.to(self.world.device)
-        before = reference.in_step(models, batch, config)
+        before = self.reference_sums(models, batch)
         log_probs = token_log_probs(models.policy.module, batch)
         counts = document_sums(torch.ones_like(log_probs), batch).clamp_min(1)
         sums = document_sums(log_probs, batch)

@@ -299,12 +299,20 @@ def test_the_cheapest_reference_is_chosen():
     def kind(**content: Any) -> str:
         return DpoConfig.reference_of(content)
 
-    assert kind(model=LORA) == kind(model=LORA, epochs=1) == "adapter_off"
-    assert kind(model=LORA, epochs=2) == kind(model={}) == "log_probs"
+    assert kind(model=LORA) == "adapter_off" and kind(model={}) == "model"
     start = {"adapter_checkpoint": "a"}
-    assert kind(model=LORA, checkpointer=start) == "log_probs"
+    assert kind(model=LORA, checkpointer=start) == "model"
     assert kind(loss="simpo") == kind(loss="orpo", reference="model") == ""
     assert kind(model=LORA, reference="model") == "model"
+
+
+def test_a_reference_that_is_not_the_policy_is_a_fault_of_the_first_step(tmp_path, model_folder):
+    path = config(tmp_path, model_folder, tmp_path / "a", PAIRS)
+    method = PreferenceTuning(parse(read_yaml(path), DpoConfig), None)
+    figures = {"logps/chosen": -20.0, "logps/rejected": -30.0}
+    assert method.first_step_fault({"rewards/chosen": 1e-5, **figures}) is None
+    fault = method.first_step_fault({"rewards/chosen": 0.1, **figures})
+    assert fault is not None and "before the first update it must equal the policy" in fault
 
 
 def test_losses_and_gradients_are_torchtunes():
