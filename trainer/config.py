@@ -80,9 +80,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = patiently(Path.read_bytes, path).decode("utf-8")
         content = yaml.load(text, Loader=yamlrules.loader(yaml))
-        # The launcher has resolved every interpolation, and OmegaConf takes a while to import.
-        if "${" in text:
-            content = _interpolated(path, content)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the run's train.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -95,16 +92,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold keys and values, found {type(content).__name__}")
     return {str(key): value for key, value in content.items()}
-
-
-def _interpolated(path: Path, content: Any) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return OmegaConf.to_container(OmegaConf.create(content), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
 @overload

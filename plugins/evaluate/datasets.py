@@ -76,7 +76,7 @@ def pairs(
 
     def read(_: int, row: dict[str, Any]) -> dict[str, Any]:
         pair = {name: row.get(columns.get(name, name)) for name in PAIR_COLUMNS}
-        if not (pair["completions"] or (pair["chosen"] and pair["rejected"])):
+        if not (pair["chosen"] and pair["rejected"]):
             raise ConfigError("there are no chosen and rejected answers")
         return {name: value for name, value in pair.items() if value is not None}
 

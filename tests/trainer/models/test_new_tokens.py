@@ -205,7 +205,8 @@ def test_other_methods_train_new_tokens(folders, tagged, tmp_path):
     (fault,) = check.faults(
         yaml.safe_load(path.read_text()) | {"teacher": str(source)}, OnPolicyDistillation
     )
-    assert "has no token '<ask>' and 2 more" in fault and "train the teacher" in fault
+    assert "is missing there and '<ask>' in" in fault and "3 of " in fault
+    assert "train the teacher with the same new_tokens" in fault
     # `cookbook eval` takes the adapter alone, too.
     settings = {"dtype": "fp32", "template": "chat", "temperature": 0}
     answerer = Answerer(tmp_path / "dpo/export/adapter", settings, torch.device("cpu"))
