@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 from runspec.keys.fields import STREAM
 from trainer.config import component, instantiate
 from trainer.data import origin
-from trainer.data.conversations import turns_of
+from trainer.data.conversations import Chats
 from trainer.data.form import SampleForm
-from trainer.data.instructions import Chats, with_system
 from trainer.data.preferences import PAIR_COLUMNS
 from trainer.data.rows import EMPTY_QUESTION, Rows
 from trainer.data.source import opened, read_block
@@ -46,18 +45,10 @@ def conversations(
         ConfigError: the block cannot be opened, or has no questions; or names the rows at fault.
     """
     block = read_block(block, _PAIRS)
-    column = block.get("conversation_column", "messages")
-    name = block["_component_"].rpartition(".")[2]
-    own_form = name == "conversation_dataset" or block.get("conversation_style") == "openai"
-    rows = _rows(key, block) if own_form else opened(key, block, lambda: _chats(key, block))
+    rows = opened(key, block, lambda: _chats(key, block))
 
-    def read(index: int, row: dict[str, Any]) -> Turns:
-        if isinstance(rows, Chats):
-            turns = rows.turns(index)
-        else:
-            turns = with_system(
-                turns_of(row.get(column), column)[0], block.get("new_system_prompt")
-            )
+    def read(index: int, _: dict[str, Any]) -> Turns:
+        turns = rows.turns(index)
         if len(turns) < 2 or turns[-1]["role"] != "assistant":
             raise ConfigError("it does not end with an answer")
         if turns[-2]["role"] == "user" and not turns[-2]["content"].strip():

@@ -20,8 +20,6 @@ _LABELS = {"true": True, "false": False, "1": True, "0": False}
 SINGLE_COLUMNS = ("prompt", "completion", "label", "chosen", "rejected", "tools")
 SAME = "the chosen and the rejected answer are the same"
 
-Turns = list[dict[str, Any]]
-
 
 class Answer(NamedTuple):
     """A prompt and an answer to it.
@@ -111,13 +109,13 @@ class Preferences(Rows):
             answer = [answer]
         if isinstance(answer, str):
             answer = [{"role": "assistant", "content": answer}]
-        turns, _ = turns_of(answer, "the answer")
+        turns = turns_of(answer, "the answer")
         if turns[0]["role"] not in ("assistant", "tool"):
             # A whole conversation, prompt included.
             answers = (i for i, turn in enumerate(turns) if turn["role"] == "assistant")
             begin = next(answers, len(turns))
             return Answer(turns[:begin], turns[begin:])
-        return Answer(turns_of(before, "the prompt")[0] if before else [], turns)
+        return Answer(turns_of(before, "the prompt") if before else [], turns)
 
     def _pair(self, row: Mapping[str, Any]) -> tuple[Answer, Answer]:
         """The chosen and the rejected answer of a record, behind what both have in common.

@@ -110,9 +110,7 @@ def tokenizer_of(tmp_path, model_folder):
     return make
 
 
-def opened(
-    tokenizer: Any, folder: Path, *rows: dict, **changes: Any
-) -> conversations.Conversations:
+def opened(tokenizer: Any, folder: Path, *rows: dict, **changes: Any) -> conversations.Chats:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return conversations.conversation_dataset(

@@ -130,7 +130,7 @@ def trained(
     tokenizer: HuggingFaceTokenizer, messages: list[dict[str, Any]], **options: Any
 ) -> list[str]:
     """What is trained of all answers, decoded: a text for each run of tokens."""
-    turns, _ = turns_of(messages)
+    turns = turns_of(messages)
     answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     tools = TOOLS if any("tool_calls" in turn for turn in turns) else None
     tokens, mask = tokenizer.tokenize_turns(turns, answers, tools, **options)
