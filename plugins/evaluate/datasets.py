@@ -28,7 +28,7 @@ _PAIRS = SampleForm(preferences="trainer.data.preferences.PreferenceDataset")
 _COMPONENT_KEYS = (
     *("column_map", "column", "add_eos", "train_on_input", "new_system_prompt", "prompt", "answer"),
     *("conversation_column", "conversation_style", "tools_column", "train_on"),
-    *("train_on_reasoning", "drop_invalid"),
+    "drop_invalid",
 )
 
 

@@ -42,7 +42,6 @@ class DataKeys:
             Key("split", "text", "Split, or a part of one: train[:95%].", "train"),
             Key("train_on_input", "flag", "Also train on the prompt tokens.", False),
             Key("train_on", "all | last | marked", "Which answers of a conversation are trained."),
-            Key("train_on_reasoning", "flag", "Train on the answers' reasoning. Default: true."),
             Key(
                 "packed",
                 "flag",

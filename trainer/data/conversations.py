@@ -32,8 +32,6 @@ class Chats(Rows):
         read: a row's turns, as a chat template takes them.
         train_on: "all" answers, the "last" one, or those "marked" by `"train": true`.
         train_on_input: train the other turns as well.
-        train_on_reasoning: whether the reasoning before an answer is trained, too; else what
-            follows it is.
         new_system_prompt: takes the place of every system message; it is never trained.
         tools_column: of the schemas of a conversation's tools, which a row may leave out.
         rows: see Rows.
@@ -49,7 +47,6 @@ class Chats(Rows):
         *,
         train_on: str = "all",
         train_on_input: bool = False,
-        train_on_reasoning: bool = True,
         new_system_prompt: str | None = None,
         tools_column: str = "",
         **rows: Any,
@@ -60,7 +57,7 @@ class Chats(Rows):
         super().__init__(**rows)
         self._tokenizer, self._read, self._tools = tokenizer, read, tools_column
         self._train_on, self._train_on_input = train_on, train_on_input
-        self._reasoning, self._system = train_on_reasoning, new_system_prompt
+        self._system = new_system_prompt
 
     def turns(self, index: int) -> Turns:
         """The turns of a sample."""
@@ -79,8 +76,7 @@ class Chats(Rows):
             trained = [i for i in trained if marked[i]]
         trained = [i for i in trained if weights[i]]
         tools = self.finite(self.row(index), self._tools) if self._tools else None
-        schemas = schemas_of(tools, self._tools)
-        return labelled(self._tokenizer, turns, trained, schemas, self._reasoning)
+        return labelled(self._tokenizer, turns, trained, schemas_of(tools, self._tools))
 
 
 def conversation_dataset(
@@ -122,7 +118,7 @@ class Message:
 
 
 def labelled(
-    tokenizer: Any, turns: Turns, trained: list[int], *template: Any
+    tokenizer: Any, turns: Turns, trained: list[int], tools: list[dict[str, Any]] | None = None
 ) -> dict[str, list[int]]:
     """A conversation as `tokens` and `labels`.
 
@@ -130,13 +126,13 @@ def labelled(
         tokenizer: of the model's folder, or torchtune's, which are called with its messages.
         turns: {role, content}.
         trained: which turns are trained.
-        template: the schemas of the tools, and whether reasoning is trained; see tokenize_turns.
+        tools: the schemas of the tools.
 
     Raises:
         ConfigError: a turn has what torchtune's tokenizers do not know.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokens, mask = tokenizer.tokenize_turns(turns, trained, *template)
+        tokens, mask = tokenizer.tokenize_turns(turns, trained, tools)
     else:
         for number, turn in enumerate(turns, 1):
             if more := sorted(turn.keys() - {"role", "content"}):

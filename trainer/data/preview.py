@@ -183,7 +183,7 @@ def _shown(source: Source, tokenizer: Any, each: _First, number: int) -> Iterato
 def spans(tokenizer: Any, tokens: list[int], trained: np.ndarray) -> list[dict[str, Any]]:
     """A sample's text in runs of tokens that are trained, or are not.
 
-    A character whose tokens are in two runs is in the second one.
+    A character whose tokens are in two runs is in the second one; one that was cut is left out.
 
     Args:
         trained: bool [tokens].
@@ -191,7 +191,7 @@ def spans(tokenizer: Any, tokens: list[int], trained: np.ndarray) -> list[dict[s
     decode = _decoder(tokenizer)
     begins = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist()]
     # What a token adds depends on those before it: it may have a space at its front.
-    texts = [decode(tokens[:end]).rstrip(INCOMPLETE) for end in [*begins, len(tokens)]]
+    texts = [decode(tokens[:end]).strip(INCOMPLETE) for end in [*begins, len(tokens)]]
     runs = zip(begins, texts, texts[1:], strict=False)
     return [
         {"trained": bool(trained[begin]), "text": own}
