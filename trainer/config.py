@@ -38,14 +38,10 @@ _COSINE = "get_cosine_schedule_with_warmup"
 OWN_COMPONENTS = {
     f"torchtune.training.{_COSINE}": f"trainer.schedule.{_COSINE}",
     f"torchtune.training.lr_schedulers.{_COSINE}": f"trainer.schedule.{_COSINE}",
+    "torchtune.datasets.text_completion_dataset": "trainer.data.instructions.Texts",
 } | {
     f"torchtune.datasets.{name}_dataset": f"trainer.data.instructions.{name}_dataset"
-    for name in (
-        "alpaca",
-        "chat",
-        "instruct",
-        "text_completion",
-    )
+    for name in ("alpaca", "chat", "instruct")
 }
 COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers", "bitsandbytes")
 # Names packages and modules of the user's own, separated by commas, whose components are allowed

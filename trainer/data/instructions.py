@@ -51,17 +51,6 @@ class Texts(Rows):
         return {"tokens": tokens, "labels": list(tokens)}
 
 
-def text_completion_dataset(
-    tokenizer: Any,
-    source: str,
-    column: str = "text",
-    add_eos: bool = True,
-    **rows: Any,
-) -> Texts:
-    """Plain text of a column; see Texts and Rows."""
-    return Texts(tokenizer, source, column, add_eos, **rows)
-
-
 def instruct_dataset(
     tokenizer: Any,
     *,
