@@ -183,8 +183,6 @@ class Trainer:
         # Any other logged step is read when the next one has been launched.
         if step in (1, last) or validating or saving:
             values = self._read(sent)
-            if step == 1 and (fault := self.objective.first_step_fault(values)):
-                raise ConfigError(fault)
             if validating:
                 with self.reporter.paused("validating"):
                     values |= self._validate()

@@ -24,7 +24,7 @@ from runspec.storage import patiently
 from trainer.config import TrainConfig
 from trainer.data import origin
 from trainer.data.source import DataSpec, Piece, Source, omission_notes
-from trainer.errors import ConfigError, cache_written
+from trainer.errors import ConfigError
 from trainer.parallel.world import World
 
 FORMAT = 6
@@ -253,8 +253,13 @@ def make(samples: Source, folder: Path, world: World) -> None:
 
 
 def _begin(folder: Path) -> Path:
-    with cache_written(folder.parent):
+    try:
         return publish.begin(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"data_cache_dir: {folder.parent} cannot be written to: {error.strerror}; set "
+            "data_cache_dir to a folder of your own that all nodes share"
+        ) from None
 
 
 def _publish(

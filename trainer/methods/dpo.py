@@ -32,8 +32,7 @@ class PreferenceTuning(PreferenceObjective):
 
     Figures, means over the pairs: rewards/chosen and rewards/rejected, beta times the log-ratio to
     the reference (to 1 for losses without one; of means for losses of means); rewards/margins,
-    their difference; rewards/accuracies, the share of pairs where it is above 0, and 0 as long as
-    policy and reference are the same and differ by rounding only; logps/chosen and
+    their difference; rewards/accuracies, the share of pairs where it is above 0; logps/chosen and
     logps/rejected, log-probabilities of whole answers, which may both fall while the margin grows;
     nll/chosen, the mean negative log-likelihood of a token, if it is in the loss.
     """
@@ -84,7 +83,7 @@ class PreferenceTuning(PreferenceObjective):
             "rewards/chosen": rewards[:, 0],
             "rewards/rejected": rewards[:, 1],
             "rewards/margins": margins,
-            "rewards/accuracies": (margins > 0) & (not self.at_reference(models)),
+            "rewards/accuracies": margins > 0,
             "logps/chosen": sums[:, 0],
             "logps/rejected": sums[:, 1],
         }

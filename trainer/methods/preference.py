@@ -3,7 +3,6 @@
 The reference is the policy with its adapter off, or a frozen second model.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,16 +17,11 @@ from trainer.layers.log_probs import document_sums, token_log_probs
 from trainer.methods.base import Models, Objective
 from trainer.model import Decoder
 
-# How far the policy may be from the reference before the first update, as a share of the
-# log-probability of an answer: rounding of the data type, of two forward passes.
-ROUNDING = {"fp32": 1e-4, "bf16": 1e-2}
-
 
 class PreferenceObjective(Objective):
     """A method that compares the policy with the model before training."""
 
     normaliser = "samples"
-    _step = 0
 
     @classmethod
     def faults(cls, config: PreferenceConfig) -> list[str]:
@@ -74,38 +68,6 @@ class PreferenceObjective(Objective):
                 lambda: SafetensorsSource.open(source).fingerprint()
             )
         return found
-
-    def first_step_fault(self, figures: Mapping[str, float | None]) -> str | None:
-        """Before the first update the policy is the reference, so that every reward is 0."""
-        if not self._begins_at_reference:
-            return None
-        names = ("rewards/chosen", "rewards/rejected")
-        rewards = [abs(figures.get(name) or 0.0) / self.config.beta for name in names]
-        log_probs = max(abs(figures.get(f"logps/{n}") or 0.0) for n in ("chosen", "rejected"))
-        if max(rewards) <= ROUNDING[self.config.dtype] * max(log_probs, 1.0):
-            return None
-        shown = ", ".join(f"{name} {figures.get(name)}" for name in names)
-        return (
-            f"reference: before the first update it must equal the policy, and it does not "
-            f"({shown}); set reference=model, and report this if it stays"
-        )
-
-    def before_step(
-        self, models: Models, micro_batches: list[MicroBatch], step: int
-    ) -> list[MicroBatch]:
-        """As Objective.before_step."""
-        self._step = step
-        return micro_batches
-
-    def at_reference(self, models: Models) -> bool:
-        """Whether this is a pass before the first update, when the policy is its reference."""
-        before = models.policy.module.training and self._step == 0
-        return before and self._begins_at_reference
-
-    @property
-    def _begins_at_reference(self) -> bool:
-        # Virtual tokens begin as a text before each document, which the reference does not see.
-        return bool(self.config.reference_kind) and not adapters.virtual_tokens(self.config.model)
 
     def reference_sums(self, models: Models, batch: MicroBatch) -> torch.Tensor | None:
         """The reference's `answer_sums` of a batch on the device; None for a loss without one.

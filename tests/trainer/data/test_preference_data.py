@@ -285,15 +285,6 @@ def test_the_cheapest_reference_is_chosen():
     assert kind(model=LORA, reference="model") == "model"
 
 
-def test_a_reference_that_is_not_the_policy_is_a_fault_of_the_first_step(tmp_path, model_folder):
-    path = config(tmp_path, model_folder, tmp_path / "a", PAIRS)
-    method = PreferenceTuning(parse(read_yaml(path), DpoConfig), None)
-    figures = {"logps/chosen": -20.0, "logps/rejected": -30.0}
-    assert method.first_step_fault({"rewards/chosen": 1e-5, **figures}) is None
-    fault = method.first_step_fault({"rewards/chosen": 0.1, **figures})
-    assert fault is not None and "before the first update it must equal the policy" in fault
-
-
 def test_losses_and_gradients_are_torchtunes():
     from torchtune.rlhf import loss as stock
 
