@@ -154,8 +154,8 @@ class TrainConfig(
     def reference_of(cls, config: Mapping[str, Any]) -> str:
         """What stands for the policy before training, by a recipe's content.
 
-        adapter_off: the policy with its adapter off; model: a frozen second model; log_probs: its
-        log-probabilities, kept beside the tokens; "": nothing does.
+        adapter_off: the policy with its adapter off; model: a frozen second model; "": nothing
+        does.
         """
         if not cls.has_reference:
             return ""

@@ -146,10 +146,6 @@ class Objective(ABC):
         All ranks call this together, at every start, before a checkpoint is loaded.
         """
 
-    def first_step_fault(self, figures: Mapping[str, float | None]) -> str | None:
-        """What is wrong if the first step, before its update, has such figures."""
-        return None
-
     def before_step(
         self, models: Models, micro_batches: list[MicroBatch], step: int
     ) -> list[MicroBatch]:
