@@ -29,6 +29,7 @@ PLUGIN = Plugin(
     hooks={
         "runs_ended": "plugins.registry.launcher.importer:import_ended",
         "registered_model": "plugins.registry.launcher.registered:model",
+        "tracked_run": "plugins.registry.launcher.importer:node_program",
         "registered_uris": "plugins.registry.launcher.registered:uris",
     },
 )

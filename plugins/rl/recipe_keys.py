@@ -27,6 +27,7 @@ class GrpoConfig(TrainConfig):
     has_reference: ClassVar[bool] = True
     samples_answers: ClassVar[bool] = True
     companion: ClassVar[str] = "plugins.rl.slurm.samplers:SamplerProcesses"
+    sampler: ClassVar[str] = "plugins.rl.sampler"
 
     max_new_tokens: int = setting(
         "positive", "Tokens of an answer at most; tokenizer.max_seq_len also ends it.", 256

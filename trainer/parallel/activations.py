@@ -38,7 +38,7 @@ SAVED_OPERATIONS = (
     "higher_order.flex_attention",
     # FlexAttention compiled separately: see trainer.layers.flex.kernel.
     "higher_order.inductor_compiled_code",
-    # plugins.estimate.trace has it in place of FlexAttention.
+    # A traced step has it in place of FlexAttention: see trainer.layers.traced_attention.
     "slurm_cookbook.traced_attention",
     "aten._grouped_mm",
     "slurm_cookbook.grouped",
