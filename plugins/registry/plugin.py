@@ -30,6 +30,5 @@ PLUGIN = Plugin(
         "runs_ended": "plugins.registry.launcher.importer:import_ended",
         "registered_model": "plugins.registry.launcher.registered:model",
         "tracked_run": "plugins.registry.launcher.importer:node_program",
-        "registered_uris": "plugins.registry.launcher.registered:uris",
     },
 )
