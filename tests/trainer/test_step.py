@@ -110,7 +110,6 @@ COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     # The first layer behind a frozen embedding, the others, validation; the loss with gradients
     # and without.
     "qlora": (QLORA | VALIDATED | {"enable_activation_checkpointing": True}, 5),
-    # The loss of so many tokens of so large a vocabulary stays behind the model's graph.
     "full": (VALIDATED | {"gradient_accumulation_steps": 2, "batch_size": 3}, 4),
     "full-by-operation": ({"ac_mode": "selective", "ac_option": "op"}, 2),
     "dora-masters": (
