@@ -123,9 +123,6 @@ class Decoder(nn.Module, ABC):
     output_multiplier: float | None = None
     # Logits x become cap * tanh(x / cap).
     output_softcap: float | None = None
-    # It is compiled as one graph; see trainer.parallel.activations. A call with in_graph=True has
-    # its `output` in the graph too.
-    one_graph: bool = False
     # A loss compiles what it does to its logits; see trainer.layers.head.
     compiles_loss: bool = False
     # Packed rows keep their documents apart.

@@ -171,14 +171,8 @@ class PrecisionKeys:
     )
     compile: bool = changeable(
         "flag",
-        "torch.compile each layer, or the whole of a model of two on a CPU; the first step takes a "
-        "minute longer.",
+        "torch.compile each layer; the first step takes a minute longer.",
         False,
-    )
-    flash_attention: str | None = changeable(
-        "FA3 | FA4",
-        "FlashAttention 3 (H100; the package flash_attn_interface) or 4 (H100, B200; flash-attn-4) "
-        "in the place of torch's own FlashAttention 2.",
     )
     enable_fp8_training: bool = setting(
         "flag", "Matrix products in fp8 (H100, L40S and later), in full fine-tuning.", False

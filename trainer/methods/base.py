@@ -174,10 +174,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
-        """The loss of one micro-batch, which is in CPU memory.
-
-        `plugins.estimate.trace` calls it on fake tensors.
-        """
+        """The loss of one micro-batch, which is in CPU memory; a trace has fake tensors."""
 
     def target_count(self, batch: MicroBatch) -> int:
         """The number by which the summed loss of a micro-batch becomes a mean."""
