@@ -125,7 +125,7 @@ def script(context: Context) -> Iterable[Finding]:
         remedy = f"git add -f {script.relative_to(folder)}"
     elif batch_script.is_one(script):
         message = f"entry: {script.name} is a shell script, and {recipe.entry_name} starts Python"
-        own = [f"; {fault}" for fault in batch_script.read(script)]
+        own = [f"; {fault}" for fault in batch_script.faults(batch_script.text_of(script))]
         remedy = f"write entry: command:bash {recipe.target}{''.join(own)}"
     else:
         why = snapshot.fault(folder)
