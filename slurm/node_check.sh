@@ -74,11 +74,6 @@ check_network() {
   done
 }
 
-check_disk() {
-  local folder=${TMPDIR:-/tmp}
-  report disk "$folder $(df -Pk "$folder" 2>/dev/null | awk 'NR == 2 {print $4}')"
-}
-
 # Runs a program on the ranks of this node, with the variables of a training job.
 on_ranks() ( # seconds folder program...
   local limit_s=$1
@@ -95,8 +90,6 @@ on_ranks() ( # seconds folder program...
 
 NODE_NAME=${SLURMD_NODENAME:-$(hostname -s)}
 report node "$NODE_NAME"
-report time "$(now_ms)"
-check_disk
 check_network
 check_gpus
 check_files

@@ -74,12 +74,6 @@ def partitions(hidden: bool = False) -> dict[str, Partition]:
     return by_name
 
 
-def preempt_modes() -> dict[str, str]:
-    """Return what becomes of a partition's jobs that are preempted: OFF, CANCEL, REQUEUE ..."""
-    lines = run(["sinfo", "--noheader", "--format=%R|%M"], timeout_s=_QUICK_S).splitlines()
-    return {name.strip(): mode.strip() for name, _, mode in (line.partition("|") for line in lines)}
-
-
 def _number(text: str) -> int:
     digits = re.match(r"\d+", text)  # sinfo writes 256+ if alike nodes differ
     return int(digits.group()) if digits else 0

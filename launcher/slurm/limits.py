@@ -21,24 +21,18 @@ _QOS_FIELDS = (
 
 @dataclass(frozen=True)
 class Rules:
-    """Who may use a partition, and for what; None and () if it limits nothing.
+    """Which jobs a partition takes; None and () if it limits nothing.
 
-    state: UP, DOWN (jobs wait), DRAIN or INACTIVE (jobs are refused). qos: the name of the QoS
-    whose limits hold for all jobs in it.
+    qos: the name of the QoS whose limits hold for all jobs in it.
     """
 
-    state: str
-    hidden: bool
     max_nodes: int | None
     min_nodes: int
-    groups: tuple[str, ...]
     accounts: tuple[str, ...]
     denied_accounts: tuple[str, ...]
     allowed_qos: tuple[str, ...]
     denied_qos: tuple[str, ...]
     qos: str | None
-    reservation_only: bool
-    root_only: bool
 
 
 @dataclass(frozen=True)
@@ -120,18 +114,13 @@ def rules() -> dict[str, Rules]:
 
 def _rules(values: dict[str, str]) -> Rules:
     return Rules(
-        state=values.get("State", "UP"),
-        hidden=values.get("Hidden") == "YES",
         max_nodes=int(most) if (most := values.get("MaxNodes", "")).isdigit() else None,
         min_nodes=int(values.get("MinNodes", "0")),
-        groups=_names(values.get("AllowGroups")),
         accounts=_names(values.get("AllowAccounts")),
         denied_accounts=_names(values.get("DenyAccounts")),
         allowed_qos=_names(values.get("AllowQos")),
         denied_qos=_names(values.get("DenyQos")),
         qos=next(iter(_names(values.get("QoS"))), None),
-        reservation_only=values.get("ReqResv") == "YES",
-        root_only=values.get("RootOnly") == "YES",
     )
 
 

@@ -25,7 +25,6 @@ class NodeReport:
 
     name: str
     values: dict[str, list[str]] = field(default_factory=dict)
-    skew_s: float = 0.0
     seen_here: bool = False
 
     def one(self, key: str, default: str = "") -> str:
@@ -43,11 +42,6 @@ class NodeReport:
     @property
     def import_s(self) -> float:
         return int(self.one("import_ms", "0")) / 1000
-
-    @property
-    def disk_gib(self) -> float | None:
-        kib = self.one("disk").rpartition(" ")[2]
-        return int(kib) / 2**20 if kib.isdigit() else None
 
     @property
     def gpus(self) -> list[list[str]]:
@@ -152,7 +146,7 @@ def _setup(cluster: Site) -> list[str]:
 def _reports(step: slurm.Step) -> list[NodeReport]:
     """Sort lines such as '1: @ key value' by the task that wrote them."""
     reports: dict[str, NodeReport] = {}
-    for stamp, line in step.lines:
+    for line in step.lines:
         if not (match := re.match(r" *(\d+): @ (\S+) ?(.*)\Z", line)):
             continue
         task, key, value = match.groups()
@@ -160,8 +154,6 @@ def _reports(step: slurm.Step) -> list[NodeReport]:
             reports.setdefault(task, NodeReport(value))
         elif task in reports:
             reports[task].values.setdefault(key, []).append(value)
-            if key == "time" and value.isdigit():
-                reports[task].skew_s = int(value) / 1000 - stamp
     return list(reports.values())
 
 

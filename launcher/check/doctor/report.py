@@ -1,4 +1,4 @@
-"""What a node's report means: files, clock, Python, GPUs, network and disk."""
+"""What a node's report means: files, Python, GPUs and network."""
 
 import re
 
@@ -8,10 +8,6 @@ from launcher.check.doctor.ask import NodeReport, Question
 from launcher.site import Site
 from launcher.venv import TorchBuild
 
-# munged refuses what is older than five minutes; ages and time limits go wrong much earlier.
-_SKEW_WARNING_S, _SKEW_FAULT_S = 2.0, 60.0
-# What compiled kernels, downloads' temporary files and the like take.
-_LOCAL_DISK_GIB = 10
 _SETUP = "bash setup.sh --torch BUILD (cu126, cu128, cu130: bash setup.sh --help)"
 
 
@@ -20,12 +16,10 @@ def node_findings(report: NodeReport, question: Question) -> list[Finding]:
     findings = [
         *_setup(report, question.cluster),
         _files(report, question.cluster),
-        _clock(report),
         _python(report),
         _gpus(report, question.torch, question.gpus_per_node),
         *_faulty_gpus(report),
         _network(report, question.cluster.network_interface),
-        _disk(report),
     ]
     if report.yes("finished"):
         return findings
@@ -61,15 +55,6 @@ def _files(report: NodeReport, cluster: Site) -> Finding:
         return ok(subject, f"{root} is the same here and on {name}, in both directions")
     remedy = "set COOKBOOK_ROOT, or shared_root in the site file, to a folder that all nodes mount"
     return failed(subject, message, remedy)
-
-
-def _clock(report: NodeReport) -> Finding:
-    skew, name = report.skew_s, report.name
-    if abs(skew) < _SKEW_WARNING_S:
-        return ok("clock", f"{name} and this machine agree within {_SKEW_WARNING_S:.0f} s")
-    message = f"{name} is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine"
-    find = failed if abs(skew) >= _SKEW_FAULT_S else warning
-    return find("clock", message, "ask the site's administrators to check NTP on both")
 
 
 def _python(report: NodeReport) -> Finding:
@@ -153,14 +138,3 @@ def _selects(wanted: str, interface: str) -> bool:
     exact = "=" in wanted[:2]
     hit = any(interface == each or (not exact and interface.startswith(each)) for each in names)
     return hit != wanted.startswith("^")
-
-
-def _disk(report: NodeReport) -> Finding:
-    folder, free = report.one("disk").rpartition(" ")[0], report.disk_gib
-    remedy = "set TMPDIR in the site's environment: block"
-    if free is None:
-        return warning("local disk", f"df on {report.name} does not know {folder}", remedy)
-    message = f"{folder} on {report.name} has {free:.0f} GiB free for caches"
-    if free < _LOCAL_DISK_GIB:
-        return warning("local disk", message, remedy)
-    return ok("local disk", message)

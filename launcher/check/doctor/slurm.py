@@ -1,13 +1,12 @@
-"""What Slurm says of itself: controllers, partitions, accounting, the site file."""
+"""What Slurm says of itself: controllers, partitions, accounting, a job as the site asks for it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from launcher import slurm
 from launcher.check import Finding, failed, ok, warning
-from launcher.check.scheduler.accounting import account_faults
-from launcher.errors import SlurmFault, nearest
+from launcher.errors import SlurmFault
 from launcher.recipe.model import Resources
 from launcher.site import Site, slurm_options
 from launcher.slurm.limits import Rights
@@ -77,18 +76,6 @@ def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
             yield ok(subject, message + (f"; {len(out)} cannot be used" if out else ""))
 
 
-def _preemption(site: SlurmAnswers) -> list[Finding]:
-    modes = slurm.preempt_modes()
-    ends = [name for name, mode in modes.items() if "CANCEL" in mode.upper()]
-    if not ends:
-        how = ", ".join(f"{mode} in {name}" for name, mode in modes.items())
-        return [ok("preemption", f"a preempted run continues automatically (PreemptMode: {how})")]
-    message = f"in {', '.join(ends)} Slurm cancels a preempted job (PreemptMode=CANCEL)"
-    message += ", and such a run waits for cookbook resume"
-    remedy = "sbatch --dependency=afternotok:JOB RUN/job.sbatch queues a job that continues it"
-    return [warning("preemption", message, remedy)]
-
-
 def _accounting(site: SlurmAnswers) -> list[Finding]:
     subject, rights = "accounting", site.rights
     if not slurm.keeps_accounting(site.configuration):
@@ -109,26 +96,6 @@ def _accounting(site: SlurmAnswers) -> list[Finding]:
     return [ok(subject, f"{message}; {limited}")]
 
 
-def _site_file(site: SlurmAnswers) -> list[Finding]:
-    """Whether the partition, account and QoS of the site file exist."""
-    resources, subject = site.cluster.resources, "site file"
-    origin = f"configs/clusters/{site.cluster.name}.yaml"
-    asked = {key: resources.get(key) for key in ("partition", "account", "qos")}
-    named = ", ".join(f"{key} {value}" for key, value in asked.items() if value)
-    if not named:
-        return [ok(subject, "it names no partition, account or QoS; Slurm's own defaults apply")]
-    fix, unknown = f"fix {origin}; there are {', '.join(site.partitions)}", "there is no partition"
-    findings = [
-        failed(subject, f"{unknown} {name!r}{nearest(name, site.partitions)}", fix)
-        for name in str(asked["partition"] or "").split(",")
-        if name and name not in site.partitions
-    ]
-    account, qos = (str(asked[key]) if asked[key] else None for key in ("account", "qos"))
-    for fault in account_faults(site.rights, account, qos):
-        findings.append(replace(fault, subject=subject, remedy=f"fix {origin}; {fault.remedy}"))
-    return findings or [ok(subject, f"{named} of {origin}")]
-
-
 def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
     """Ask sbatch itself about a job on one whole node, with all that the site file asks for."""
     gpus = max((sum(node.gpus.values()) for node in site.own_nodes), default=0)
@@ -147,8 +114,6 @@ def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
 
 CHECKS: dict[str, Callable[[SlurmAnswers], Iterable[Finding]]] = {
     "partitions": _partitions,
-    "preemption": _preemption,
     "accounting": _accounting,
-    "site file": _site_file,
     "sbatch test": _sbatch_test,
 }

@@ -22,18 +22,16 @@ def limits(context: Context) -> Iterable[Finding]:
         raise Skipped(_NO_SLURM)
     known, rules, resources = context.partitions, slurm.rules(), context.resources
     wanted = resources.partition.split(",") if resources.partition else []
-    shown = ", ".join(name for name in known if partition.is_open(rules.get(name)))
-    choose = f"choose one of {shown} with --partition"
     unknown = "there is no partition {!r} on this cluster{}"
     findings = [
-        failed(SUBJECT, unknown.format(name, nearest(name, known)), choose)
+        failed(SUBJECT, unknown.format(name, nearest(name, known)), _choose())
         for name in wanted
         if name not in known
     ]
     chosen = [known[name] for name in wanted if name in known]
     chosen = chosen or [each for each in known.values() if each.default]
     if not chosen:
-        return findings or [failed(SUBJECT, "this cluster has no default partition", choose)]
+        return findings or [failed(SUBJECT, "this cluster has no default partition", _choose())]
     findings += accounting.account_faults(context.rights, resources.account, resources.qos)
     jobs = [Job(context, each, rules.get(each.name)) for each in chosen]
     refused = [[*partition.faults(job), *accounting.limit_faults(job)] for job in jobs]
@@ -42,6 +40,10 @@ def limits(context: Context) -> Iterable[Finding]:
     findings += partition.node_faults(context, chosen)
     names = (each.name if each.up else f"{each.name} (down now: jobs wait)" for each in chosen)
     return findings or [ok(SUBJECT, f"partition {', '.join(names)} takes this job")]
+
+
+def _choose() -> str:
+    return f"choose one of {', '.join(slurm.partitions())} with --partition"
 
 
 def test_only(context: Context) -> Iterable[Finding]:

@@ -1,7 +1,5 @@
 """What a run asks of a partition, and what the partition's rules and nodes say to that."""
 
-import grp
-import os
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -71,13 +69,11 @@ def megabytes(memory: str | None) -> int:
     return int(memory.rstrip("KMGT")) * int(1024 ** "KMGT".index(unit)) // 1024
 
 
-def is_open(rules: Rules | None) -> bool:
-    """Whether this user sees the partition and may use it."""
-    return rules is None or not (rules.hidden or _outside(rules.groups))
-
-
 def faults(job: Job) -> list[Finding]:
-    """Return why this partition would not take the job, or never start it."""
+    """Return why this partition would not take the job, or never start it.
+
+    A partition that is drained, or is for others only, is what sbatch --test-only refuses.
+    """
     name = job.partition.name
     reasons = [(f"partition {name} {reason}", remedy) for reason, remedy in _closed(job)]
     reasons += _too_large(job)
@@ -87,19 +83,10 @@ def faults(job: Job) -> list[Finding]:
 
 
 def _closed(job: Job) -> Iterator[tuple[str, str]]:
-    """Whether the partition is shut, or shut to this user, account or QoS."""
+    """Whether the partition is shut to this account or QoS."""
     rules, rights = job.rules, job.rights
     if rules is None:
         return
-    if rules.state in ("DRAIN", "INACTIVE"):
-        yield f"takes no new jobs now (its state is {rules.state})", "wait"
-    if rules.root_only and os.getuid() != 0:
-        yield "is only for administrators", "ask them"
-    if rules.reservation_only and not job.resources.reservation:
-        yield "takes only jobs of a reservation", "set resources.reservation="
-    if _outside(rules.groups):
-        reason = f"is only for members of {', '.join(rules.groups)}, and you are none"
-        yield reason, "ask to become one"
     if rights and job.place:
         account = job.place.account
         if not _taken(rights.lineage(account), rules.accounts, rules.denied_accounts):
@@ -130,20 +117,6 @@ def _too_large(job: Job) -> Iterator[tuple[str, str]]:
     if job.longer_than(limit) and "PartitionTimeLimit" not in flags:
         time = f"a time limit of {job.resources.time} is asked for"
         yield f"{time}, and partition {partition.name} has {limit}", SHORTER
-
-
-def _outside(groups: tuple[str, ...]) -> bool:
-    """Whether a partition is only for some groups, and this user is in none of them."""
-    if not groups or os.getuid() == 0:
-        return False
-    return all(grp_id not in (os.getgid(), *os.getgroups()) for grp_id in map(_group_id, groups))
-
-
-def _group_id(name: str) -> int:
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        return -1
 
 
 def _taken(names: list[str], allowed: tuple[str, ...], denied: tuple[str, ...]) -> bool:

@@ -85,12 +85,6 @@ partition=for-qos
 partition=not-qos
   - partition not-qos does not take QoS normal
   = Job's QOS not permitted: the QoS may not be used here
-partition=draining
-  - partition draining takes no new jobs now (its state is DRAIN): wait, or choose
-  = Required partition not available:
-partition=inactive
-  - partition inactive takes no new jobs now (its state is INACTIVE)
-  = Required partition not available:
 partition=limited
   - 8 GPUs are asked for, and QoS of-partition gives one job 2
   = QOSMaxGRESPerJob: more GPUs than
@@ -100,9 +94,6 @@ partition=limited qos=job-gpus
 partition=limited qos=over
   - 8 GPUs are asked for, and QoS over gives one job 4
   = QOSMaxGRESPerJob: more GPUs than
-partition=reserved
-  - partition reserved takes only jobs of a reservation: set resources.reservation=
-  = Access/permission denied:
 """
 
 

@@ -144,7 +144,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "an interpreter that does not exist": ("{python: /no/python}", "correct environment.python"),
     "another architecture": ("{python: PLACE/other}", "another architecture"),
-    "a stale container": ("{kind: pyxis, image: i, options: [--container-name=x]}", "stale"),
     "a Python without torch": ("{python: /usr/bin/python3}", "has no torch"),
     "packages in ~/.local that come first": (
         "{python: OWN/bin/python3, prefix: [env, -u, PYTHONNOUSERSITE, PYTHONUSERBASE=PLACE]}",

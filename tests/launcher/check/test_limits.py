@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from launcher.check import Context
-from launcher.check.scheduler import partition
+from launcher.check.scheduler import accounting, partition
 from launcher.check.scheduler.partition import Job
 from launcher.recipe import load as recipes
 from launcher.site import Site
@@ -11,7 +11,7 @@ from launcher.slurm.cluster import Nodes, Partition
 from launcher.slurm.limits import Association, Rights, Rules
 
 BRIEF = Partition("brief", "20:00", kinds=(Nodes(4, {"": 8}, 0, 0),))
-RULES = Rules("UP", False, None, 0, (), (), (), (), (), None, False, False)
+RULES = Rules(None, 0, (), (), (), (), None)
 RIGHTS = Rights(
     enforced=frozenset({"associations", "limits", "qos"}),
     mine=(Association("biology", "", ("normal",), "normal", True),),
@@ -34,3 +34,8 @@ def test_a_partition_of_an_account_takes_it_and_those_below_it():
     assert fault == "partition brief takes only account physics, not biology"
     assert refused(replace(RULES, accounts=("physics", "science"))) == []
     assert len(refused(replace(RULES, denied_accounts=("biology",)))) == 1
+
+
+def test_a_user_without_an_account_is_told():
+    (fault,) = accounting.account_faults(replace(RIGHTS, mine=()), None, None)
+    assert fault.message.startswith("you have no account on this cluster, which refuses jobs")
