@@ -4,7 +4,6 @@ from launcher.slurm.cluster import Node as Node
 from launcher.slurm.cluster import Nodes as Nodes
 from launcher.slurm.cluster import Partition as Partition
 from launcher.slurm.cluster import configuration as configuration
-from launcher.slurm.cluster import controllers as controllers
 from launcher.slurm.cluster import gpus_of as gpus_of
 from launcher.slurm.cluster import nodes as nodes
 from launcher.slurm.cluster import partitions as partitions

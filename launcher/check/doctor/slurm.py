@@ -1,4 +1,4 @@
-"""What Slurm says of itself: controllers, partitions, accounting, a job as the site asks for it."""
+"""What Slurm says of itself: its partitions, accounting, and a job as the site asks for it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -17,7 +17,6 @@ class SlurmAnswers:
     """What Slurm reported, for the checks that build on it."""
 
     cluster: Site
-    controllers: dict[str, bool]
     configuration: dict[str, str]
     partitions: dict[str, slurm.Partition]
     nodes: list[slurm.Node]
@@ -37,21 +36,15 @@ class SlurmAnswers:
 
 def ask(cluster: Site) -> SlurmAnswers:
     """Ask the controller; SlurmFault if it does not answer."""
-    up, configuration = slurm.controllers(), slurm.configuration()
+    configuration = slurm.configuration()
     rights = slurm.rights(configuration)
-    return SlurmAnswers(cluster, up, configuration, slurm.partitions(), slurm.nodes(), rights)
+    return SlurmAnswers(cluster, configuration, slurm.partitions(), slurm.nodes(), rights)
 
 
-def controllers(site: SlurmAnswers) -> list[Finding]:
-    up = [host for host, answers in site.controllers.items() if answers]
-    down = [host for host, answers in site.controllers.items() if not answers]
+def controller(site: SlurmAnswers) -> list[Finding]:
     version = site.configuration.get("SLURM_VERSION", "of an unknown version")
-    message = f"Slurm {version} of cluster {site.configuration.get('ClusterName', '?')} answers"
-    message += f" from {', '.join(up)}" if up else ""
-    if down:
-        remedy = "tell the administrators; jobs go on as long as one answers"
-        return [warning("Slurm", f"{message}; controller {', '.join(down)} is down", remedy)]
-    return [ok("Slurm", message)]
+    name, host = (site.configuration.get(key, "?") for key in ("ClusterName", "SlurmctldHost[0]"))
+    return [ok("Slurm", f"Slurm {version} of cluster {name} answers from {host}")]
 
 
 def _partitions(site: SlurmAnswers) -> Iterable[Finding]:

@@ -1,12 +1,13 @@
 """Scripts and shell lines, from a file to a planned run."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launcher.check import Context
-from launcher.check.recipe import script
+from launcher.check.inside import inside
 from launcher.do.submit import PlannedRun, plan
 from launcher.errors import RecipeFault
 from launcher.recipe import load as recipes
@@ -36,19 +37,17 @@ def test_shell_lines_run_once_per_node(tmp_path, entry):
 
 
 def test_what_a_script_imports_is_looked_for_in_its_environment(tmp_path):
-    (tmp_path / "train.py").write_text("import notthere\n")
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "train.py").write_text("import json, mine, notthere.part\n")
     content = {"entry": "script:train.py", "resources": RESOURCES}
 
     def faults(environment):
         made = planned(tmp_path, {**content, "environment": environment}).recipe
         context = Context(made, Site(shared_root=str(tmp_path)), executor=executors.choose(True))
-        return [each.message for each in script(context) if each.state == "failed"]
+        return [each.line for each in inside(context) if each.state == "failed"]
 
-    assert faults({"dependencies": ["notthere"]}) == [], "it is not built yet"
-    packages = tmp_path / "venv/lib/python3.11/site-packages"
-    packages.mkdir(parents=True)
-    python = {"python": str(tmp_path / "venv/bin/python")}
-    assert faults(python) == [f"train.py imports notthere, which {tmp_path}/venv lacks"]
-    (tmp_path / "more/notthere").mkdir(parents=True)
-    (packages / "more.pth").write_text(f"{tmp_path}/more\n")
-    assert faults(python) == []
+    (fault,) = faults({"python": sys.executable})
+    assert " has no notthere: install it there" in fault
+    (fault,) = faults(None)
+    assert "lacks notthere, which this recipe starts: add notthere to environment.dep" in fault
+    assert fault.endswith(f"; put what is your own into {tmp_path}")
