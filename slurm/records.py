@@ -367,28 +367,21 @@ def _has_line(run_dir: Path, status: dict[str, Any]) -> bool:
     return any(all(line.get(key) == status.get(key) for key in keys) for line in last)
 
 
-def choose(
-    run_dir: Path, hosts: list[str], nodes: int, silent: Sequence[str] = ()
-) -> tuple[list[str], list[str]]:
-    """Return the nodes of the allocation for the next attempt, and those that keep it from one.
+def nodes_to_leave(run_dir: Path, hosts: list[str], silent: Sequence[str] = ()) -> list[str]:
+    """Return the nodes of the allocation without which the job has to be requeued.
 
-    The first list is empty if the job has to be requeued without those of the second. A node is
-    left out if it does not answer, or if two attempts in a row name it. A new allocation is tried
-    at least once: if Slurm did not exclude the node, the job would be requeued forever.
+    Those do not answer, or two attempts in a row name them. A new allocation is tried at least
+    once: if Slurm did not exclude the node, the job would be requeued forever.
 
     Args:
         hosts: the allocation's nodes.
-        nodes: how many of them are needed.
         silent: those that do not answer.
     """
     attempts = attempts_of(run_dir)
-    bad = bad_nodes(attempts) | set(silent)
-    good = [host for host in hosts if host not in bad]
-    if len(good) >= nodes:
-        return good[:nodes], []
     if not any(same_start(line) for line in attempts):
-        return hosts[:nodes], []
-    return [], [host for host in hosts if host in bad]
+        return []
+    bad = bad_nodes(attempts) | set(silent)
+    return [host for host in hosts if host in bad]
 
 
 def between(run_dir: Path, message: str = "", **change: str) -> None:
