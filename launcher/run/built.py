@@ -58,25 +58,17 @@ def solve(environment: Environment) -> list[str]:
     PreflightFault holds uv's reason in one line.
     """
     _check_uv(environment)
-    done = _compile(environment, environment.pins)
-    if done.returncode and environment.pins:
-        # Without the kit's versions it may be another reason, which no pins=false would help.
-        alone = _compile(environment, pins=False)
-        if alone.returncode == 0:
-            raise PreflightFault(_reason(environment, done.stderr, pinned=True))
-        done = alone
+    done = _compile(environment)
     if done.returncode:
         raise PreflightFault(_reason(environment, done.stderr))
     return _packages(done.stdout)
 
 
-def _compile(
-    environment: Environment, pins: bool, without: str = ""
-) -> "subprocess.CompletedProcess[str]":
+def _compile(environment: Environment, without: str = "") -> "subprocess.CompletedProcess[str]":
     """Let uv solve the dependencies; without: a package that is left out, with what it needs."""
     argv = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-strip-markers"]
     argv += ["--python", str(venv.python()), "-"]
-    if pins:
+    if environment.pins:
         argv += ["--constraint", str(venv.pins())]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         if without:
@@ -157,7 +149,7 @@ def _fill(environment: Environment, path: Path) -> None:
         there = {(venv.plain_name(n), v.partition("+")[0]) for n, v in venv.packages().items()}
         new = {_package(line): line for line in wanted if _package(line) not in there}
         if not any(name == "torch" for name, _ in new):
-            alone = _compile(environment, True, "torch").stdout
+            alone = _compile(environment, "torch").stdout
             kept = {_package(line)[0] for line in _packages(alone)}
             new = {pair: line for pair, line in new.items() if pair[0] in kept}
         wanted = list(new.values())
@@ -199,8 +191,8 @@ def _uv(argv: Sequence[str], text: str = "") -> "subprocess.CompletedProcess[str
     return subprocess.run([str(_program()), *argv], input=text, capture_output=True, text=True)
 
 
-def _reason(environment: Environment, output: str, pinned: bool = False) -> str:
-    """Return uv's reason in one line, and what to do; pinned: the kit's versions are the reason."""
+def _reason(environment: Environment, output: str) -> str:
+    """Return uv's reason in one line, and what to do."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", output)
     if source := re.search(r"Failed to build `([^`]+)`", text):
         printed = [line.strip() for line in text.partition("\nhint:")[0].splitlines()]
@@ -218,9 +210,9 @@ def _reason(environment: Environment, output: str, pinned: bool = False) -> str:
         r"^(error: )?(No solution found when resolving dependencies\W*(cause\W*)?)?", "", text
     )
     reason = f"environment.dependencies cannot be built: {text[:600].rstrip('.')}"
-    if not pinned:
+    if not environment.pins:
         return f"{reason}: correct them in {environment.place}"
-    remedy = "leave yours out, or set environment.pins=false for an environment without them"
+    remedy = "correct yours, or set environment.pins=false for an environment without them"
     return f"{reason}; versions that you did not ask for are the kit's ({venv.pins()}): {remedy}"
 
 
