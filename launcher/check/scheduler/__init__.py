@@ -16,7 +16,9 @@ _NO_SLURM = "--local: Slurm is not asked"
 def limits(context: Context) -> Iterable[Finding]:
     """Check what is asked for against the limits of partition, account, QoS and nodes.
 
-    What other jobs use now, and nodes that are down now, do not count.
+    Slurm takes a job that breaks them, and lets it wait. What it refuses at once, such as another
+    user's account, is left to sbatch. What other jobs use now, and nodes that are down now, do not
+    count.
     """
     if not context.executor.queued:
         raise Skipped(_NO_SLURM)
@@ -32,7 +34,6 @@ def limits(context: Context) -> Iterable[Finding]:
     chosen = chosen or [each for each in known.values() if each.default]
     if not chosen:
         return findings or [failed(SUBJECT, "this cluster has no default partition", _choose())]
-    findings += accounting.account_faults(context.rights, resources.account, resources.qos)
     jobs = [Job(context, each, rules.get(each.name)) for each in chosen]
     refused = [[*partition.faults(job), *accounting.limit_faults(job)] for job in jobs]
     if all(refused):  # one that takes the job is enough
@@ -61,5 +62,8 @@ def test_only(context: Context) -> Iterable[Finding]:
     except SlurmTimeout:
         raise
     except SlurmFault as fault:
-        remedy = "change what is asked for; if nodes are only down now, submit with --no-check"
+        remedy = (
+            "change what is asked for (cookbook doctor lists partitions, accounts and QoS); if "
+        )
+        remedy += "nodes are only down now, submit with --no-check"
         return [failed(subject, slurm.with_meaning(line), remedy) for line in fault.faults]
