@@ -32,7 +32,7 @@ for study in one_gpu four_gpus; do
 done
 
 step "table and plots"
-cookbook results one_gpu four_gpus --format json >"$COOKBOOK_ROOT/results.json"
+cookbook results one_gpu four_gpus --json >"$COOKBOOK_ROOT/results.json"
 python "$here/table.py" "$COOKBOOK_ROOT"
 cookbook report one_gpu four_gpus --output "$COOKBOOK_ROOT/report.html"
 

@@ -2,7 +2,6 @@
 
 import click
 
-from launcher.cli import completion
 from launcher.cli.common import cluster_option, note, runs_root
 from launcher.look import profile as profiles
 from launcher.look.outcome import resolved
@@ -10,7 +9,7 @@ from launcher.run.find import find
 
 
 @click.command()
-@click.argument("run", default="last", shell_complete=completion.runs)
+@click.argument("run", default="last")
 @click.option(
     "--top", type=click.IntRange(min=1), default=8, show_default=True, help="Number of operators."
 )

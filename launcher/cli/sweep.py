@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from launcher import site as sites
-from launcher.cli import common, completion
+from launcher.cli import common
 from launcher.cli.common import note
 from launcher.do import sweep as workflow
 from launcher.plugins import hook
@@ -21,9 +21,7 @@ from launcher.slurm.executors import Executor
 
 
 @click.command()
-@click.argument(
-    "words", nargs=-1, metavar="[NAME] [KEY=VALUE]...", shell_complete=completion.sweeps
-)
+@click.argument("words", nargs=-1, metavar="[NAME] [KEY=VALUE]...")
 @common.resource_options
 @click.option("--parallel", type=click.IntRange(min=1), help="Maximum number of concurrent runs.")
 @common.flag(
