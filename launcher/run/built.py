@@ -7,31 +7,18 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import paths, venv, yamlfile
 from launcher.errors import PreflightFault, RunFault
 from launcher.recipe.environment import BUILT, Environment
 from launcher.run import trust
-from launcher.run.directory import Run, runs_root
-from launcher.run.find import every
+from launcher.run.directory import Run
 from runspec import files, lock, publish
 
-# What a built environment holds besides its packages.
-_RECORD, _USED = "cookbook.json", ".cookbook-used"
+# In a built environment: its dependencies and packages.
+_RECORD = "cookbook.json"
 _WAIT_S = 3600.0
-
-
-@dataclass(frozen=True)
-class Built:
-    """A built environment: its folder, its dependencies, its size, its last use and its runs."""
-
-    path: Path
-    dependencies: list[str]
-    size: int
-    used: float
-    runs: list[str]
 
 
 def folder(environment: Environment, root: Path) -> Path:
@@ -107,8 +94,7 @@ def build(environment: Environment, root: Path, say: Callable[[str], None]) -> P
                     trust.close(*_checked(temporary))
             finally:
                 os.umask(before)
-            say(f"built in {time.monotonic() - began:.0f} s; cookbook environments lists it")
-        (path / _USED).touch()
+            say(f"built in {time.monotonic() - began:.0f} s: {path}")
     return path
 
 
@@ -126,7 +112,7 @@ def restore(run: Run, say: Callable[[str], None]) -> None:
         PreflightFault: as of build.
     """
     root = run.path.parent.parent
-    for digest in digests(run):
+    for digest in _digests(run):
         path = root / BUILT / str(os.geteuid()) / digest
         if (path / _RECORD).is_file():
             continue
@@ -216,29 +202,7 @@ def _reason(environment: Environment, output: str) -> str:
     return f"{reason}; versions that you did not ask for are the kit's ({venv.pins()}): {remedy}"
 
 
-def listed(root: Path) -> list[Built]:
-    """Return this user's built environments, the one used last first."""
-    users: dict[str, list[str]] = {}
-    unknown = []  # runs that may use any of them
-    for run in every(runs_root(root)):
-        try:
-            for digest in digests(run):
-                users.setdefault(digest, []).append(run.name)
-        except OSError:
-            unknown += [] if trust.is_anothers(run.path) else [run.name]
-    environments = []
-    for file in (root / BUILT / str(os.geteuid())).glob(f"[0-9a-f]*/{_RECORD}"):
-        path = file.parent
-        content = files.peek(file)
-        size = sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
-        used = path / _USED
-        when = (used if used.exists() else file).stat().st_mtime
-        known = users.get(path.name, []) + unknown
-        environments.append(Built(path, content.get("dependencies", []), size, when, known))
-    return sorted(environments, key=lambda each: -each.used)
-
-
-def digests(run: Run) -> set[str]:
+def _digests(run: Run) -> set[str]:
     """Return which of this user's built environments a run's job script names.
 
     Raises:

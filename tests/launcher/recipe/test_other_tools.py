@@ -183,7 +183,7 @@ def test_only_what_cannot_run_inside_the_job_is_refused(tmp_path, lines, fault):
 @pytest.mark.parametrize(
     ("typed", "line"),
     [
-        ("submit job.slurm", "job.slurm is a batch script: write a recipe in its place (docs/coming_f"),
+        ("submit job.slurm", "job.slurm is a batch script: write a recipe in its place (docs"),
         ("submit train.py", "train.py is started by a recipe: echo 'entry: script:train.py'"),
         ("check --recipe src/train.py", "echo 'entry: script:src/train.py' > my_train.yaml"),
         ("submit my.jsonl", "cookbook start my.jsonl MODEL"),
