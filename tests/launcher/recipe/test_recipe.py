@@ -197,7 +197,7 @@ def test_what_the_environment_lacks_is_found_before_the_queue():
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
     context = checks.Context(recipe, Site(), executor=choose(True))
     (fault,) = inside.inside(context)
-    assert f"{paths.venv_root()} lacks lm_eval, which this recipe starts" in fault.line
+    assert f"{paths.venv_root()} lacks lm_eval, which this recipe needs" in fault.line
     assert "add lm_eval to environment.dependencies in the recipe" in fault.line
 
 
