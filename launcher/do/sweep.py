@@ -24,7 +24,6 @@ from launcher.do.submit import (
     submitted_now,
 )
 from launcher.errors import (
-    CookbookError,
     RecipeFault,
     RunFault,
     SlurmFault,
@@ -32,7 +31,6 @@ from launcher.errors import (
     UsageFault,
 )
 from launcher.recipe import load as recipes
-from launcher.recipe.needs import needs
 from launcher.recipe.override import key_of
 from launcher.recipe.sweep import Cell, Sweep
 from launcher.run import built, code, directory, sweeps
@@ -153,23 +151,9 @@ def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
             if finding.state == "failed"
         ]
         for finding in failed:
-            # A run that does not fit comes to no checkpoint, which would need space.
-            of_memory = finding.subject == "GPU memory"
-            if not of_memory and not (finding.subject == "disk space" and not _fits(planned, run)):
+            if finding.subject != "GPU memory":
                 by_fault.setdefault(_repeatable(finding.line, run, cell), []).append(cell.name)
     return _with_cells(by_fault, len(planned.cells))
-
-
-def _fits(planned: PlannedSweep, run: PlannedRun) -> bool:
-    """Whether a run is predicted to fit, or nobody knows."""
-    site, resources = planned.site, run.recipe.resources
-    gpu = planned.sweep.gpu or site.gpu
-    try:
-        config = run.recipe.resolved(site.root, "run")
-        found = needs(config, resources.nodes, resources.gpus_per_node, gpu)
-        return found is None or found.fits
-    except CookbookError:
-        return True
 
 
 def _repeatable(fault: str, run: PlannedRun, cell: Cell) -> str:

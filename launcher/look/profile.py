@@ -11,12 +11,18 @@ from launcher.look.trace import RankTime
 from launcher.run.directory import Run
 from runspec import adapters, files
 
-_PARTS = ("compute", "exposed_communication", "copies", "data_loading", "idle")
-_HEADS = ("COMPUTE", "EXPOSED COMM", "COPIES", "DATA", "IDLE")
+# The parts of a step's time (launcher/look/trace.py) and their columns.
+_HEADS = {
+    "compute": "COMPUTE",
+    "communication": "EXPOSED COMM",
+    "copies": "COPIES",
+    "data loading": "DATA",
+    "idle": "IDLE",
+}
 # A rank whose own time exceeds that of the others by this much delays them.
 _SLOW = 0.05
 # From this share on a part is worth a change of settings.
-_WORTH = {"data_loading": 0.05, "copies": 0.1, "exposed_communication": 0.15, "idle": 0.25}
+_WORTH = {"data loading": 0.05, "copies": 0.1, "communication": 0.15, "idle": 0.25}
 
 
 def ranks(run: Run) -> tuple[list[RankTime], list[str]]:
@@ -50,15 +56,14 @@ def slowest(times: Sequence[RankTime]) -> tuple[RankTime, float] | None:
     """
     if len(times) < 2:
         return None
-    last = max(times, key=lambda each: each.own / each.steps)
-    others = median(each.own / each.steps for each in times if each is not last)
-    return last, last.own / last.steps - others
+    last = max(times, key=lambda each: each.own)
+    return last, last.own - median(each.own for each in times if each is not last)
 
 
 def advice(times: Sequence[RankTime], config: dict[str, Any]) -> str:
     """Return one sentence on what to try."""
     step_s = mean(each.total / each.steps for each in times)
-    shares = {part: mean(getattr(each, part) / each.total for each in times) for part in _PARTS}
+    shares = {part: mean(each.share(part) for each in times) for part in _HEADS}
     slow = slowest(times)
     if slow and slow[1] > _SLOW * step_s:
         rank, seconds = slow
@@ -76,15 +81,14 @@ def advice(times: Sequence[RankTime], config: dict[str, Any]) -> str:
             change = "fewer, larger operators (a larger batch_size)"
         share = f"{100 * shares['compute']:.0f} % of a step is compute"
         return f"{share}, so only faster operators help: look at the first ones above, try {change}"
-    if worst == "data_loading":
-        change = "raise num_workers"
-        return f"ranks wait for data in {share}: {change}, or put data on a faster disk"
+    if worst == "data loading":
+        return f"ranks wait for data in {share}: raise num_workers, or put data on a faster disk"
     if worst == "copies":
         change = "leave fsdp_cpu_offload and enable_activation_offloading out if memory allows"
         if not times[0].on_gpu:
             change = "a lower precision or a larger batch_size makes them fewer"
         return f"{share} is copies between or within memories: {change}"
-    if worst == "exposed_communication":
+    if worst == "communication":
         return (
             f"ranks wait for the network in {share}: raise batch_size or "
             "gradient_accumulation_steps, or shard within a node (data_parallel_replicate_dim = "
@@ -102,10 +106,14 @@ def lines(run: Run, times: Sequence[RankTime], config: dict[str, Any], top: int)
     traced = f"{len(times)} of {total} ranks" if total else f"{len(times)} ranks"
     steps = f"{times[0].steps} step{'s' if times[0].steps != 1 else ''}"
     yield f"{run.name}: {steps}, traced on {traced} ({'GPU' if times[0].on_gpu else 'CPU'})"
-    yield "RANK  STEP       " + "  ".join(f"{head:>12}" for head in _HEADS) + "      ALL COMM"
+    yield (
+        "RANK  STEP       "
+        + "  ".join(f"{head:>12}" for head in _HEADS.values())
+        + "      ALL COMM"
+    )
     for each in times:
         step = f"{each.total / each.steps * 1e3:,.1f} ms"
-        shares = [f"{100 * getattr(each, part) / each.total:.1f} %" for part in _PARTS]
+        shares = [f"{100 * each.share(part):.1f} %" for part in _HEADS]
         comm = f"{100 * each.communication / each.total:.1f} %"
         yield f"{each.rank:<5} {step:<11}" + "  ".join(f"{t:>12}" for t in (*shares, comm))
     yield from _operators(run, times[0].rank, top)
