@@ -106,11 +106,8 @@ def lines(run: Run, times: Sequence[RankTime], config: dict[str, Any], top: int)
     traced = f"{len(times)} of {total} ranks" if total else f"{len(times)} ranks"
     steps = f"{times[0].steps} step{'s' if times[0].steps != 1 else ''}"
     yield f"{run.name}: {steps}, traced on {traced} ({'GPU' if times[0].on_gpu else 'CPU'})"
-    yield (
-        "RANK  STEP       "
-        + "  ".join(f"{head:>12}" for head in _HEADS.values())
-        + "      ALL COMM"
-    )
+    heads = (*_HEADS.values(), "ALL COMM")
+    yield "RANK  STEP       " + "  ".join(f"{head:>12}" for head in heads)
     for each in times:
         step = f"{each.total / each.steps * 1e3:,.1f} ms"
         shares = [f"{100 * each.share(part):.1f} %" for part in _HEADS]

@@ -149,7 +149,7 @@ def _spans(events: Iterable[Event]) -> list[Interval]:
 
 
 def _given(layers: Sequence[list[Interval]], window: Interval) -> list[float]:
-    """Return the seconds for which each layer is at work in a window while no layer before it is."""
+    """Return for how many seconds each layer is at work while no layer before it is."""
     begin, end = window
     marks = sorted(
         (min(max(moment, begin), end), change, layer)
