@@ -1,6 +1,7 @@
 """What is different between two runs: configuration, code, packages, data, outcome."""
 
 import difflib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -111,10 +112,8 @@ def verdict(changed: list[Difference]) -> str:
     # One commit may change many things, and so may a package; each counts as one here.
     if len(changed) == 1:
         return f"one thing changed: {changed[0].part}, {changed[0].text}"
-    parts: dict[str, int] = {}
-    for each in changed:
-        parts[each.part] = parts.get(each.part, 0) + 1
-    counted = ", ".join(f"{count} in {part}" for part, count in parts.items())
+    counts = Counter(each.part for each in changed)
+    counted = ", ".join(f"{count} in {part}" for part, count in counts.items())
     return f"{len(changed)} things changed ({counted}): the outcome cannot be attributed to one"
 
 
