@@ -11,7 +11,6 @@ import jinja2
 from launcher import paths
 from launcher.errors import CookbookError, RunFault
 from launcher.look import curves, profile, results
-from launcher.look.outcome import resolved
 from launcher.look.text import plain
 from launcher.plugins import hooks
 from launcher.run.directory import Run
@@ -75,7 +74,7 @@ def write(
         try:
             times, wrong = profile.ranks(run)
             faults += wrong
-            profiles.append([*profile.lines(run, times, resolved(run), top=8)])
+            profiles.append([*profile.lines(run, times, top=8)])
         except CookbookError as error:
             faults += error.faults
     text = _template().render(
