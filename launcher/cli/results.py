@@ -93,14 +93,11 @@ def diff(a: str, b: str, cluster: str | None) -> None:
 
 @click.command()
 @click.argument("run")
-@flag("--dry-run", help="List what cannot be the same, print the job script and submit nothing.")
+@flag("--dry-run", help="Print the job script and submit nothing.")
 @flag("--local", help="Run on this host, without Slurm.")
 @cluster_option
 def replay(run: str, dry_run: bool, local: bool, cluster: str | None) -> None:
-    """Submit a new run with the recipe, code and uncommitted changes of RUN.
-
-    It lists what cannot be the same.
-    """
+    """Submit a new run with the recipe, code and uncommitted changes of RUN."""
     site = sites.load(cluster)
     again = replaying.prepare(find(runs_root(cluster), run), site, note)
     argv = again.command(dry_run, local)

@@ -22,8 +22,6 @@ _COLOURS = {
 }
 # From the one that is missed least, if the terminal is too narrow for all.
 _LEFT_OUT_FIRST = ("JOB", "RECIPE", "MFU", "USED", "TOK/S/GPU", "SIZE", "LEFT", "LOSS", "STEP")
-# A reason that has less room than this on its run's line stands below it.
-_REASON_ROOM = 24
 
 Row = dict[str, Any]
 
@@ -167,10 +165,6 @@ def table(
         line, reason = "  ".join(parts), plain(each["detail"])
         if room is None or len(reason) <= room:
             yield f"{line}  {reason}".rstrip()
-            continue
-        if room >= _REASON_ROOM and len(lines := textwrap.wrap(reason, room)) <= 2:
-            yield f"{line}  {lines[0]}"
-            yield from (" " * used + more for more in lines[1:])
             continue
         yield line.rstrip()
         indent = "    "

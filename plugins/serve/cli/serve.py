@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as changed
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 
@@ -13,7 +12,7 @@ from launcher.cli import common
 from launcher.cli.common import note
 from launcher.do import models
 from launcher.errors import EndpointFault, UsageFault
-from launcher.look.servers import listening, tunnel
+from launcher.look.servers import tunnel
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm.executors import choose, title
@@ -189,9 +188,7 @@ def _print_url(endpoint: Endpoint, as_json: bool, url: str = "", node: str | Non
         remedy = "serve it with bind=node, which opens it to the cluster"
         note(f"  it has no gateway on this host: {remedy}")
     note(f"  key       {endpoint.key_file}")
-    host, port = urlsplit(url).hostname, int(url.rpartition(":")[2])
-    if node or not listening(host or "127.0.0.1", port, "/v1"):
-        note(f"  laptop    {tunnel(port, node)}")
+    note(f"  laptop    {tunnel(int(url.rpartition(':')[2]), node)}")
     if not node:
         note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
 

@@ -1,7 +1,6 @@
 """cookbook results, diff and replay: what runs were set to, what came of them, once more."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -90,8 +89,6 @@ def test_the_last_mini_batch_does_not_decide(tmp_path, monkeypatch):
     heading, *lines = table(ordered(rows), keys)
     assert "LOSS (LAST 10 %)" in heading and "VAL LOSS" not in heading
     assert "1.0500" in lines[0] and "1.4500" in lines[1]
-    text = "\n".join(diff.lines(bad, good))
-    assert re.search(r"loss_last_tenth +1\.4500 +1\.0500 +\(-27\.6 %\)", text)
     assert facts.outcomes(good, state_of(good))["outcome/loss_last_tenth"] == pytest.approx(1.05)
     good, bad = run("well", [2.0, 2.0], val_loss=1.0), run("ill", [1.0, 1.0], val_loss=2.0)
     rows, keys = compare([bad, good])
@@ -130,7 +127,7 @@ def test_diff_says_whether_only_one_thing_changed(tmp_path):
     rate = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.001}}
     told = list(diff.lines(one, made(tmp_path, "rate", rate, loss=0.25)))
     assert told[-1] == "one thing changed: configuration, optimizer.lr  0.003 -> 0.001"
-    assert any("0.5000" in line and "(-50.0 %)" in line for line in told)
+    assert [line.split()[4] for line in told[-3:-1]] == ["0.5000", "0.2500"]
     kit = {"commit": "a" * 40, "diff": "-old\n+new\x1b[2J\n", "untracked": ["x.py"]}
     other = made(tmp_path, "code", rate, kit=kit, packages=["torch==2.12.0"])
     told = list(diff.lines(one, other))
@@ -172,8 +169,9 @@ def test_replay_uses_the_code_of_the_run(tmp_path, monkeypatch):
     again = replay.prepare(run, site, said.append)
     assert again.code == kit.folder and not any("code" in line for line in said)
     assert again.recipe.stem == "demo" and "output_dir" not in yamlfile.load(again.recipe)
-    for words in ("torch 1.0 -> 2.", "python 3.0 -> 3.1", "recorded no hash of it"):
-        assert any(words in line for line in said), said
+    assert (
+        said[-1] == f"once it is submitted, compare both runs with: cookbook diff {run.name} last"
+    )
     changed = shutil.copytree(kit.folder, tmp_path / "checkout")
     (changed / "runspec" / "new.py").write_text("")
     monkeypatch.setattr(paths, "REPO_ROOT", changed)
