@@ -197,7 +197,6 @@ class Supervisor:
             "ATTEMPT": str(number),
             "COOKBOOK_ATTEMPT": str(number),
             "LOGS": str(self.run_dir / files.LOGS / str(number)),
-            "HOSTS": ",".join(self._nodes.hosts),
             "HEAD_PORT": str(port_of(own_job_id(), number)),
         }
 

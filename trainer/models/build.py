@@ -265,9 +265,6 @@ def empty_module(
         )
     else:
         builder = component("model", block["_component_"])
-        # A qlora_* builder is the lora_* one with this keyword set.
-        preset = getattr(builder, "keywords", {}).get("quantize_base", False)
-        quantised = block.get("quantize_base", preset)
         if "quantize_base" in inspect.signature(builder).parameters:
             plain["quantize_base"] = False
         model = _adopted(instantiate("model", plain), block)

@@ -344,22 +344,6 @@ def test_a_process_of_this_host_that_runs_keeps_its_run(run_dir, monkeypatch):
         records.begin(run_dir, ["n1"])
 
 
-@pytest.mark.parametrize(
-    ("step", "begins"), [(None, "the first step"), (10, "the checkpoint of step 10")]
-)
-def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsys, step, begins):
-    records.begin(run_dir, ["n1"])
-    if step:
-        checkpoint(run_dir, step)
-    records.end(run_dir, 0, 1, max_retries=0)
-    assert capsys.readouterr().out.count("make a new run with: cookbook submit") == 0
-    monkeypatch.setenv("JOB_PID", str(os.getpid()))
-    records.begin(run_dir, ["n1"])
-    told = capsys.readouterr().out
-    assert f"continues the run of job local-1 in {run_dir}, from {begins}" in told
-    assert "make a new run with: cookbook submit" in told
-
-
 def test_a_finished_run_is_not_trained_again(run_dir):
     (run_dir / "progress.json").write_text('{"state": "finished", "attempt": 0}')
     cancelled = {"state": "CANCELLED", "job_id": "local-1", "attempt": 0}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from runspec.flops import of_shape
+from plugins.estimate.launcher.model_flops import of_shape
 from tests.trainer.models.transformers_cases import (
     FAMILIES,
     LARGER,
@@ -164,7 +164,7 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
     from peft import PeftModel
 
     source = sources[family]
-    block = LORA | {"_component_": "transformers", "use_dora": use_dora}
+    block = LORA | {"_component_": "transformers", "adapter": "dora" if use_dora else "lora"}
     config = load(config_of(tmp_path, source, dataset, model=block))
     model = models.build(config, world)
     randomise_adapter(model.module)
@@ -273,7 +273,7 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
             {"model": LORA | {"quantize_base": True}},
             "has layers with 48 inputs; set model.quantize_base=False",
         ),
-        ("mixtral", {"model": LORA | {"use_dora": True}}, "model.lora_modules=[k_proj,o_proj,q_p"),
+        ("mixtral", {"model": LORA | {"adapter": "dora"}}, "model.lora_modules=[k_proj,o_proj,q_p"),
         ("qwen3", EP, "expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"),
         ("qwen3.5", {"tensor_parallel_dim": 4}, "the model's linear_num_key_heads 2: choose"),
         ("qwen3", AUXILIARY, "router_aux_loss_coef: this model has no routers of experts that it"),

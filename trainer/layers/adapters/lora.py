@@ -75,11 +75,11 @@ class LoRA(AdapterKind):
 
     def _check_experts(self, dropout: float, others: set[str]) -> None:
         """PEFT has neither for weights of several experts."""
-        given = {"use_dora": self.use_dora, "lora_dropout": dropout}
+        given = {"adapter: dora": self.use_dora, "lora_dropout:": dropout}
         if wrong := [key for key, value in given.items() if value]:
             raise ConfigError(
                 *(
-                    f"model.{key}: is not possible for the experts; leave it out, or leave the "
+                    f"model.{key} is not possible for the experts; leave it out, or leave the "
                     f"experts out: model.lora_modules=[{','.join(sorted(others))}]"
                     for key in wrong
                 )
