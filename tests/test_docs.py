@@ -60,7 +60,6 @@ def test_the_pages_show_every_command():
         "models",
         "recipes",
         "start",
-        "clean",
         "check",
         "estimate",
         "submit",
@@ -89,7 +88,6 @@ def test_the_pages_show_every_command():
         "download",
         "init",
         "fetch",
-        "forward",
     }
 
 

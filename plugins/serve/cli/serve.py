@@ -4,16 +4,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as changed
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 
 from launcher import site as sites
-from launcher.cli import common, completion
+from launcher.cli import common
 from launcher.cli.common import note
 from launcher.do import models
 from launcher.errors import EndpointFault, UsageFault
-from launcher.look.servers import listening, tunnel
+from launcher.look.servers import tunnel
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm.executors import choose, title
@@ -25,7 +24,7 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 
 @click.command()
-@click.argument("given", nargs=-1, metavar="[MODEL] [KEY=VALUE]...", shell_complete=completion.runs)
+@click.argument("given", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--name", metavar="NAME", help="Name of the endpoint. [default: the registered name]")
 @click.option("--config", help="Name in configs/serve, or a path. [default: default]")
 @click.option("--replicas", type=click.IntRange(min=1), help="Jobs, one copy each. [default: 1]")
@@ -181,9 +180,7 @@ def _print_url(endpoint: Endpoint, as_json: bool, url: str = "", node: str | Non
         remedy = "serve it with bind=node, which opens it to the cluster"
         note(f"  it has no gateway on this host: {remedy}")
     note(f"  key       {endpoint.key_file}")
-    host, port = urlsplit(url).hostname, int(url.rpartition(":")[2])
-    if node or not listening(host or "127.0.0.1", port, "/v1"):
-        note(f"  laptop    {tunnel(port, node)}")
+    note(f"  laptop    {tunnel(int(url.rpartition(':')[2]), node)}")
     if not node:
         note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
 
