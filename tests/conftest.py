@@ -128,6 +128,11 @@ class SlurmCluster:
         options = {"env": self.env, "timeout": 60, "capture_output": True, "text": True} | options
         return subprocess.run(argv, **options)
 
+    @property
+    def controller(self) -> int:
+        """The process id of slurmctld."""
+        return int((self.state / "slurmctld.pid").read_text())
+
     def start_dead_daemons(self) -> None:
         """Start the daemons that have died; the others run on."""
         place = ["--name", self.name, "--state", str(self.root)]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from runspec import files
@@ -19,8 +20,7 @@ from tests.faults.kit import (
     Undisturbed,
     attempts,
     ended,
-    processes_of,
-    processes_of_node,
+    kill_node,
     rank,
     requeued,
     trains,
@@ -54,7 +54,7 @@ def test_a_controller_that_is_away_while_a_rank_dies_costs_no_run(
         user = user_of(cluster, root)
         _, run = user.submit(*SHORT)
         trains(run)
-        (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
+        controller = cluster.controller
         os.kill(controller, how)
         try:
             os.kill(rank(run, 1), signal.SIGKILL)
@@ -79,7 +79,7 @@ def test_ranks_that_slurm_has_forgotten_are_ended(new_cluster, root, undisturbed
         user = user_of(cluster, root)
         _, run = user.submit(*SHORT)
         trains(run)
-        (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
+        controller = cluster.controller
         os.kill(rank(run, 1), signal.SIGKILL)
         # The job has been saved long ago, this step has not.
         until(lambda: (run / "logs" / "1" / "node_1.log").exists(), 60, lambda: report(run))
@@ -103,7 +103,7 @@ def test_a_requeue_waits_for_the_controller(new_cluster, root, undisturbed: Undi
         user = user_of(cluster, root)
         job, run = user.submit(*SHORT)
         trains(run)
-        (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
+        controller = cluster.controller
         held = rank(run, 0)
         # The ranks do not stop, and take their file away, before the controller is gone.
         os.kill(held, signal.SIGSTOP)
@@ -129,10 +129,10 @@ def deadly(node: str, run: Path) -> Iterator[None]:
     def kill() -> None:
         while not stopped.wait(0.5):
             for pid in ranks_of(run).values():
-                with contextlib.suppress(OSError):
-                    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    if f"SLURMD_NODENAME={node}".encode() in environ:
-                        os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(pid)
+                    if process.environ().get("SLURMD_NODENAME") == node:
+                        process.kill()
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -170,8 +170,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(new_cluster, root, undisturb
         user = user_of(cluster, root)
         job, run = user.submit(*SHORT, "resources.spare_nodes=1")
         trains(run)
-        for pid in processes_of_node("n2", job, cluster.state):
-            os.kill(pid, signal.SIGKILL)
+        kill_node(cluster, "n2", job)
         lost, second = ended(user, run, "COMPLETED", timeout=300)
         assert (lost["cause"], lost["node"]) == ("node_failure", "n2"), report(run)
         assert (lost["nodes"], second["nodes"]) == (["n1", "n2"], ["n1", "n3"])
@@ -200,15 +199,13 @@ def test_storage_that_cannot_be_read_costs_no_checkpoint(user, undisturbed, tmp_
 
 def alive(run: Path, attempt: int) -> list[int]:
     """The ranks of one attempt of a run."""
-    wanted = {f"RUN_DIR={run}".encode(), f"COOKBOOK_ATTEMPT={attempt}".encode()}
-    found = []
-    for process in map(str, processes_of(run)):
-        with contextlib.suppress(OSError):
-            environ = set(Path("/proc", process, "environ").read_bytes().split(b"\0"))
-            name = Path("/proc", process, "comm").read_text()
-            if wanted <= environ and name.startswith("rank "):
-                found.append(int(process))
-    return found
+    wanted = {"RUN_DIR": str(run), "COOKBOOK_ATTEMPT": str(attempt)}.items()
+    return [
+        process.pid
+        for process in psutil.process_iter(["environ", "name"])
+        if (process.info["environ"] or {}).items() >= wanted
+        and process.info["name"].startswith("rank ")
+    ]
 
 
 @pytest.mark.named

@@ -2,14 +2,12 @@
 
     COOKBOOK_ENGINES=FOLDER python -m pytest -n 0 -m named tests/faults/test_engines.py
 
-FOLDER holds a virtual environment for each engine, by its name: trl, litgpt, axolotl, llamafactory,
-deepspeed, automodel_cpu. Without one its tests are skipped; stand-ins of automodel and torchtitan,
-and a script of the user's own, need none. automodel_cpu is a recipe of NeMo Automodel's own parts.
+FOLDER holds a virtual environment for each engine, by its name: trl, litgpt, axolotl, llamafactory.
+Without one its tests are skipped; the stand-ins of automodel and torchtitan need none.
 """
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,14 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from launcher import paths
 from runspec import files
 from tests.faults.conftest import user_of
-from tests.faults.kit import attempts, processes_of, processes_of_node
-from tests.launcher.kit import Kit, report, until
+from tests.faults.kit import attempts, lose_node
+from tests.launcher.kit import Kit, command, losses, processes_of, report, until
 
 EVERY, STEPS = 10, 60
 STANDINS = Path(__file__).parent / "standins"
@@ -33,11 +32,7 @@ DATA = paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl"
 
 @dataclass(frozen=True)
 class Case:
-    """An engine: its entry, what its ranks' command line holds, its parameters and keys.
-
-    script: a file, of standins/ if it has no folder, that lies beside the recipe. in_log: it runs
-    in the kit's environment and says its losses in its log alone.
-    """
+    """An engine: its entry, what its ranks' command line holds, its parameters and keys."""
 
     entry: str
     program: str
@@ -45,20 +40,9 @@ class Case:
     keys: dict[str, Any] = field(default_factory=dict)
     nodes: int = 2
     standin: bool = False
-    script: str = ""
-    in_log: bool = False
 
 
-_SCRIPT = "examples/transformers_fsdp/train.py"
 _HF = {"max_steps": STEPS, "save_steps": EVERY, "logging_steps": 1, "learning_rate": 1e-3}
-_OWN = {
-    "model": "MODEL",
-    "dataset": "DATA/qa.jsonl",
-    "steps": STEPS,
-    "save_every": EVERY,
-    "batch_size": 4,
-    "lr": 1e-3,
-}
 CASES = {
     "trl": Case(
         "trl:sft",
@@ -147,64 +131,11 @@ CASES = {
         },
         nodes=1,
     ),
-    "deepspeed": Case(
-        "deepspeed:train_deepspeed.py",
-        "train_deepspeed",
-        {
-            "train_micro_batch_size_per_gpu": 8,
-            "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_force_ds_cpu_optimizer": False,
-        },
-        {"args": ["--steps", STEPS, "--every", EVERY]},
-        script="train_deepspeed.py",
-    ),
     "automodel": Case(
         "automodel:mine.yaml",
         "nemo_automodel",
         {"step_scheduler": {"max_steps": STEPS, "ckpt_every_steps": EVERY}, "checkpoint": {}},
         standin=True,
-    ),
-    "automodel_cpu": Case(
-        "automodel:mine.yaml",
-        "nemo_automodel",
-        {
-            "recipe": "automodel_cpu.CpuRecipe",
-            "step_scheduler": {
-                "global_batch_size": 8,
-                "local_batch_size": 4,
-                "max_steps": STEPS,
-                "num_epochs": 5,
-                "ckpt_every_steps": EVERY,
-                "save_checkpoint_every_epoch": False,
-            },
-            "model": {"pretrained_model_name_or_path": "MODEL"},
-            "dataset": {"dataset_name": "DATA/squad"},
-            "distributed": {"strategy": "fsdp2"},
-            "checkpoint": {"save_consolidated": False, "model_repo_id": "MODEL"},
-        },
-        script="automodel_cpu.py",
-    ),
-    "script": Case(
-        "script:train.py",
-        "train.py",
-        _OWN,
-        {"max_retries": 3},
-        script=_SCRIPT,
-        in_log=True,
-    ),
-    "command": Case(
-        "command",
-        "train.py",
-        _OWN,
-        {
-            "max_retries": 3,
-            "command": "torchrun --nnodes=$NUM_NODES --node-rank=$NODE_RANK "
-            "--nproc-per-node=$GPUS_PER_NODE --master-addr=$MASTER_ADDR "
-            "--master-port=$MASTER_PORT train.py",
-        },
-        script=_SCRIPT,
-        in_log=True,
     ),
     "torchtitan": Case(
         "torchtitan:llama3/llama3_debugmodel",
@@ -238,19 +169,12 @@ def place(tmp_path_factory) -> Path:
     made = ["-m", "trainer.demo", str(root / "model"), "--dataset", str(DATA)]
     subprocess.run([sys.executable, *made], check=True, cwd=paths.REPO_ROOT)
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
-    (root / "qa.jsonl").write_bytes(DATA.read_bytes())
     for name in ("trl", "alpaca", "litgpt"):
         (root / name).mkdir()
     pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
     (root / "trl/qa.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
     told = [{"instruction": r["question"], "input": "", "output": r["answer"]} for r in rows]
     (root / "alpaca/data.json").write_text(json.dumps(told))
-    squad = [
-        {"context": a, "question": q, "answers": {"text": [a[:20]], "answer_start": [0]}}
-        for q, a in ((row["question"], row["answer"]) for row in rows)
-    ]
-    (root / "squad").mkdir()
-    (root / "squad/train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in squad))
     (root / "alpaca/dataset_info.json").write_text('{"qa": {"file_name": "data.json"}}')
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (root / "litgpt" / name).write_bytes((root / "model" / name).read_bytes())
@@ -259,8 +183,6 @@ def place(tmp_path_factory) -> Path:
 
 def environment(name: str, case: Case, place: Path) -> Path:
     """The virtual environment of an engine, or one in which a stand-in takes its name."""
-    if case.in_log:
-        return Path(sys.prefix)
     if not case.standin:
         venv = Path(os.environ.get("COOKBOOK_ENGINES", "/nonexistent")) / name
         if not (venv / "bin/python").exists():
@@ -296,9 +218,6 @@ def submit(user: Kit, name: str, place: Path) -> tuple[Kit, str, Path]:
     folder = place / name
     folder.mkdir(exist_ok=True)
     (folder / "mine.yaml").write_text(yaml.safe_dump(content["parameters"]))
-    if case.script:
-        source = paths.REPO_ROOT / case.script if "/" in case.script else STANDINS / case.script
-        (folder / source.name).write_bytes(source.read_bytes())
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(content))
     job, run = user.submit(str(path))
@@ -307,14 +226,18 @@ def submit(user: Kit, name: str, place: Path) -> tuple[Kit, str, Path]:
 
 def a_rank(run: Path, program: str) -> int:
     """The Python process of a rank: no shell that writes its log, no torchrun, no data worker."""
-    found = []
-    for pid in processes_of(run):
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        launcher = {"torch.distributed.run", "slurm.supervise"} & {*words} or "torchrun" in words[1]
-        if "python" in Path(words[0]).name and not launcher:
-            found += [pid] * (program in " ".join(words))
-    stats = {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in found}
-    return [pid for pid in found if int(stats[pid][1]) not in found][-1]
+    found = [psutil.Process(pid) for pid in processes_of(run)]
+    found = [
+        process
+        for process in found
+        if program in (words := command(process.pid))
+        and "python" in Path(words.partition(" ")[0]).name
+        and not any(
+            each in words for each in ("torch.distributed.run", "slurm.supervise", "torchrun")
+        )
+    ]
+    pids = {process.pid for process in found}
+    return [process.pid for process in found if process.ppid() not in pids][-1]
 
 
 def saved(run: Path) -> int:
@@ -324,21 +247,6 @@ def saved(run: Path) -> int:
 def status(run: Path) -> str:
     path = run / files.STATUS
     return path.read_text() if path.exists() else ""
-
-
-def step(run: Path) -> int:
-    """The newest step that the run has reported."""
-    last = files.last_json_line(run / files.METRICS) or {}
-    return int(last.get("step", 0))
-
-
-def losses(run: Path) -> dict[int, float]:
-    """The loss of each step that the run has logged."""
-    rows = files.read_json_lines(run / files.METRICS)
-    for log in [] if rows else sorted(run.glob("logs/[0-9]*/rank_0.log")):
-        for each in re.finditer(r"(?m)^step (\d+)/\d+  loss (\S+)$", log.read_text()):
-            rows.append({"step": int(each[1]), "loss": float(each[2])})
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 @pytest.fixture(scope="module")
@@ -367,21 +275,16 @@ def test_an_engine_loses_no_more_than_its_checkpoint_interval(
         elif fault == "time_limit":
             cluster.run(["scancel", "--batch", "--signal=USR1", job])
         else:
-            node = f"n{CASES[name].nodes}"
-            for pid in processes_of_node(node, job, cluster.state):
-                os.kill(pid, signal.SIGKILL)
-            show = ["scontrol", "show", "node", node]
-            until(lambda: "State=DOWN" in cluster.run(show).stdout, 60, lambda: report(run))
+            lose_node(cluster, f"n{CASES[name].nodes}", job)
             cluster.start_dead_daemons()
         told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=400)
         assert told["state"] == "COMPLETED", report(run)
         lines = attempts(run)
         assert len(lines) > 1 and lines[-1]["cause"] == "finished", report(run)
-        if not CASES[name].in_log:
-            progress = json.loads((run / "progress.json").read_text())
-            assert progress["step"] >= STEPS and progress["state"] == "finished", progress
-            assert step(run) == STEPS, "the steps are counted as the engine's own"
+        progress = json.loads((run / "progress.json").read_text())
+        assert progress["step"] >= STEPS and progress["state"] == "finished", progress
         first, logged = lines[0], losses(run)
+        assert max(logged) == STEPS, "the steps are counted as the engine's own"
         assert logged.keys() == undisturbed[name].keys() == {*range(1, STEPS + 1)}
         off = max(abs(logged[each] - undisturbed[name][each]) for each in logged)
         line = f"{name} {fault}: {first['cause']} at checkpoint {first['checkpoint_step']}"

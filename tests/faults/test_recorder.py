@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher import paths
@@ -133,7 +134,7 @@ def test_a_killed_supervisor_is_started_again_and_goes_on(place, plain_env, mome
     job = start(run, plain_env, HARMED=str(harmed))
     if moment == "attempts.jsonl":
         harmed.touch()
-    until(lambda: (run / moment).exists() and (run / moment).read_bytes, 30, lambda: report(run))
+    until((run / moment).exists, 30, lambda: report(run))
     if moment == "attempts.jsonl":
         until(lambda: (run / moment).read_text(), 30, lambda: report(run))
     before = json.loads((run / "logs" / "0" / ".child.json").read_text())
@@ -151,13 +152,9 @@ def test_a_killed_supervisor_is_started_again_and_goes_on(place, plain_env, mome
 
 def supervisor(script: int) -> int:
     """The supervisor of a job script."""
-    children = Path(f"/proc/{script}/task/{script}/children").read_text().split()
-    (pid,) = (int(each) for each in children if b"slurm.supervise" in command(int(each)))
+    children = psutil.Process(script).children()
+    (pid,) = (each.pid for each in children if "slurm.supervise" in each.cmdline())
     return pid
-
-
-def command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_a_supervisor_that_is_killed_after_the_attempt_has_ended_knows_how(place, plain_env):

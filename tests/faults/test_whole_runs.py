@@ -3,9 +3,9 @@
 import os
 import shutil
 import signal
-from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from runspec import files
@@ -15,8 +15,7 @@ from tests.faults.kit import (
     Undisturbed,
     attempts,
     ended,
-    processes_of,
-    processes_of_node,
+    lose_node,
     rank,
     trains,
 )
@@ -39,31 +38,9 @@ def test_a_killed_rank_is_named_and_costs_no_result(user: Kit, undisturbed: Undi
     undisturbed.is_equalled_by(run)
 
 
-@pytest.mark.long
-def test_a_killed_supervisor_costs_nothing(user: Kit, undisturbed: Undisturbed):
-    """It goes on with the ranks that run, and knows how they end."""
-    _, run = user.submit(*SHORT)
-    trains(run)
-    (pid,) = (each for each in processes_of(run) if b"slurm.supervise" in argv(each)[:5])
-    ranks = ranks_of(run)
-    os.kill(pid, signal.SIGKILL)
-    (line,) = ended(user, run, "COMPLETED")
-    assert (line["cause"], line["exit_code"]) == ("finished", 0), report(run)
-    log = (run / files.JOB_LOG).read_text()
-    assert "it is restarted" in log and "attempt 0 goes on" in log and ranks, log
-    undisturbed.is_equalled_by(run)
-
-
-def argv(pid: int) -> list[bytes]:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return []
-
-
 def step_id(pid: int) -> str:
     """The job step that a process belongs to."""
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(v for v in variables if v.startswith(b"SLURM_STEP_ID=")).partition(b"=")[2].decode()
+    return psutil.Process(pid).environ()["SLURM_STEP_ID"]
 
 
 @pytest.mark.long
@@ -134,11 +111,7 @@ def test_a_lost_node_costs_no_result(root: Path, new_cluster, undisturbed: Undis
         user = user_of(cluster, root)
         job, run = user.submit(*SHORT)
         trains(run)
-        for pid in processes_of_node("n2", job, cluster.state):
-            os.kill(pid, signal.SIGKILL)
-        # sinfo goes on saying "mixed*" for a while when it is asked often.
-        node = ["scontrol", "show", "node", "n2"]
-        until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
+        lose_node(cluster, "n2", job)
         # The node comes back: up starts daemons that have died.
         cluster.start_dead_daemons()
         user.wait(run, "COMPLETED", "FAILED")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher import site
@@ -70,14 +71,10 @@ def works(run: Run, job_id: str) -> bool:
 
 def batch_script(run: Run, job_id: str) -> int:
     """The process of a job's script."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_text()
-            environ = (process / "environ").read_text(errors="replace")
-        except OSError:
-            continue
-        if "slurm_script" in command and f"\0SLURM_JOB_ID={job_id}\0" in environ:
-            return int(process.name)
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        own = (process.info["environ"] or {}).get("SLURM_JOB_ID") == job_id
+        if own and "slurm_script" in " ".join(process.info["cmdline"] or []):
+            return process.pid
     pytest.fail(f"job {job_id} of {run.name} has no script")
 
 

@@ -221,7 +221,7 @@ def test_a_job_that_slurm_has_requeued_already_is_no_failure(kit: Kit, slurm, tm
 
 def under_a_hang(kit: Kit, slurm, argv: list[str], begun: Callable[[], Path | None]) -> tuple:
     """Run a command whose controller hangs from when begun says so; return run, job, all jobs."""
-    (pid,) = [int(path.read_text()) for path in slurm.state.rglob("slurmctld.pid")]
+    pid = slurm.controller
     whole = [sys.executable, "-m", "launcher", *argv]
     process = subprocess.Popen(whole, env=kit.env, stderr=subprocess.PIPE, text=True)
     try:

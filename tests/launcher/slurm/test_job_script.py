@@ -24,8 +24,7 @@ from launcher.site import Site, load
 from launcher.slurm.executors import choose
 from runspec.variables import owned_variables
 from tests.conftest import SlurmCluster
-from tests.faults.kit import processes_of
-from tests.launcher.kit import Kit, project, report, until
+from tests.launcher.kit import Kit, processes_of, project, report, until
 
 PASS = "print('trained')\n"
 SUPERVISE = [sys.executable, "-P", "-m", "slurm.supervise", "--", "srun", "true"]
