@@ -33,8 +33,9 @@ def cache(tmp_path_factory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def venv(tmp_path_factory, cache) -> Path:
     """The tests' own virtual environment, whose trainer answers from forks."""
-    forked.lease(forked.TRAINER)
-    return make_venv(tmp_path_factory.mktemp("own") / "venv", forked.session())
+    # Begins its imports.
+    forked.connect(forked.TRAINER).close()
+    return make_venv(tmp_path_factory.mktemp("own") / "venv", forked.SESSION)
 
 
 @pytest.fixture
