@@ -17,14 +17,16 @@ from tests.faults.kit import (
     rank,
     trains,
 )
-from tests.launcher.kit import Kit, command, processes_of, project, report, until
+from tests.launcher.kit import BY_SHELL, Kit, command, processes_of, project, report, until
 
 WAIT = "print('waiting', flush=True)\nimport time\ntime.sleep(600)\n"
 
 
 def waits(user: Kit, folder: Path, script: str = WAIT, **recipe) -> tuple[str, Path]:
     """A run of a script that does nothing but wait, once it does so."""
-    job, run = user.submit("--recipe", str(project(folder, script, **recipe)), "--nodes", "1")
+    job, run = user.submit(
+        "--recipe", str(project(folder, script, **BY_SHELL, **recipe)), "--nodes", "1"
+    )
     log = run / "logs" / "0" / "rank_0.log"
     until(lambda: log.exists() and "waiting" in log.read_text(), 120, lambda: report(run))
     return job, run

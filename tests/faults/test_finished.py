@@ -45,7 +45,7 @@ os.kill(os.getppid(), signal.SIGSTOP)
 
 @pytest.mark.long
 def test_a_stopped_torchrun_is_ended_by_a_supervisor_that_was_killed(place, plain_env):
-    run = made(place, STOPS_TORCHRUN).path
+    run = made(place, STOPS_TORCHRUN, shell=False).path
     script = run / "job.sbatch"
     # As for an entry that tells of its steps.
     watched = r"\1\nexport HANG_TIMEOUT_S=0 SIGNAL_LEAD_S=60 FINISH_WAIT_S=1"

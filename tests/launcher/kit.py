@@ -167,6 +167,10 @@ def model_folder(folder: Path, size: int = 8) -> Path:
     return folder
 
 
+# Keys of a project whose script a shell starts on each node: torchrun takes seconds to start.
+BY_SHELL = {"entry": "command", "command": "python train.py"}
+
+
 def project(folder: Path, script: str, **keys: object) -> Path:
     """A folder of code with a recipe in it; returns the recipe's path."""
     (folder / "code").mkdir(parents=True)

@@ -24,7 +24,7 @@ from launcher.site import Site, load
 from launcher.slurm.executors import choose
 from runspec.variables import owned_variables
 from tests.conftest import SlurmCluster
-from tests.launcher.kit import Kit, processes_of, project, report, until
+from tests.launcher.kit import BY_SHELL, Kit, processes_of, project, report, until
 
 PASS = "print('trained')\n"
 SUPERVISE = [sys.executable, "-P", "-m", "slurm.supervise", "--", "srun", "true"]
@@ -37,11 +37,17 @@ def root(tmp_path, monkeypatch) -> Path:
 
 
 def made(
-    folder: Path, script: str = PASS, shared: bool = False, max_retries: int = 0, **site
+    folder: Path,
+    script: str = PASS,
+    shared: bool = False,
+    max_retries: int = 0,
+    shell: bool = True,
+    **site,
 ) -> Run:
-    """A run of a training script of one line on a site; its job is not started."""
+    """A run of a script of one line on a site, without torchrun by default; it is not started."""
     resources = {"nodes": 1, "gpus_per_node": 1, "time": "10"}
-    path = project(folder, script, resources=resources, max_retries=max_retries)
+    keys = {"resources": resources, "max_retries": max_retries, **(BY_SHELL if shell else {})}
+    path = project(folder, script, **keys)
     loaded = recipes.load(str(path), ["share=group"] if shared else [])
     planned = plan(loaded, Site(name="site", **site), choose(True))
     umask = int(loaded.umask, 8)
@@ -129,7 +135,7 @@ def site_file(monkeypatch, tmp_path) -> Path:
 
 def test_a_fixed_site_file_takes_effect_at_resume(root, plain_env, site_file):
     site_file.write_text("# Ours.\njob_setup:\n  - export BEFORE=1\n  - module-of-ours load\n")
-    path = project(root, PASS, resources={"nodes": 1, "gpus_per_node": 1, "time": "10"})
+    path = project(root, PASS, **BY_SHELL, resources={"nodes": 1, "time": "10"})
     planned = plan(recipes.load(str(path)), load("here"), choose(True))
     run = record(planned, code.present(planned.cluster.root))
     assert by_bash(run, plain_env) == 1
@@ -144,12 +150,11 @@ def test_a_fixed_site_file_takes_effect_at_resume(root, plain_env, site_file):
     assert run.jobs[-1]["changes"] == [again]
 
 
-def test_a_script_that_was_edited_by_hand_stays_as_it_is(root, plain_env, site_file):
+def test_a_script_that_was_edited_by_hand_stays_as_it_is(root, site_file):
     site_file.write_text("job_setup: [export BEFORE=1]\n")
-    path = project(root, "raise SystemExit(1)\n", resources={"time": "10"}, max_retries=0)
+    path = project(root, PASS, resources={"time": "10"})
     planned = plan(recipes.load(str(path)), load("here"), choose(True))
     run = record(planned, code.present(planned.cluster.root))
-    assert by_bash(run, plain_env) == 1
     script, said = run.path / "job.sbatch", []
     edited = script.read_text().replace("BEFORE=1", "BEFORE=2")
     site_file.write_text("job_setup: [export BEFORE=3]\n")
@@ -391,7 +396,7 @@ def test_every_variable_that_the_scripts_set_is_owned_or_may_be_set():
 
 
 def test_a_local_process_that_is_gone_is_failed_and_resumes(root, user: Kit):
-    path = project(root, "import time; time.sleep(600)\n")
+    path = project(root, "import time; time.sleep(600)\n", **BY_SHELL)
     job, folder = user.submit("--recipe", str(path), "--local", "--nodes", "1")
     run = Run(folder)
     until(lambda: run.status, 30, lambda: report(folder))
