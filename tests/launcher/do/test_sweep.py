@@ -13,7 +13,7 @@ from launcher.recipe import sweep
 from launcher.run import sweeps
 from launcher.run.directory import Run
 from runspec.files import read_json_lines
-from tests.launcher.kit import BY_SHELL, Kit, project, report, until
+from tests.launcher.kit import Kit, project, report, until
 
 NAME = "20260102-030405-study-0a1b"
 # One cell trains, one has no memory, one fails until a file is there.
@@ -92,7 +92,7 @@ def test_words_name_a_sweep_or_a_run(tmp_path):
 @pytest.fixture
 def study(tmp_path) -> str:
     """A sweep over a script: one run ends, one has no memory, one fails."""
-    path = project(tmp_path, SCRIPT, **BY_SHELL, parameters={"kind": "none"})
+    path = project(tmp_path, SCRIPT, parameters={"kind": "none"}, node_check=False)
     kinds = {"parameters.kind": ["small", "large", "late"]}
     one = {"resources.nodes": 1}
     return written(path.parent, recipe=str(path), parallel=1, set=one, grid=kinds)
