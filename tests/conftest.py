@@ -175,12 +175,9 @@ def _cluster(root: Path, name: str, *options: str) -> Iterator[SlurmCluster]:
 
 
 def _of_release(options: tuple[str, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The environment and options of up for --release R, a Slurm that is not the installed one."""
-    env, release = _plain_env(), os.environ.get("COOKBOOK_TEST_SLURM")
-    if "--release" in options:
-        place = options.index("--release")
-        release, options = options[place + 1], (*options[:place], *options[place + 2 :])
-    if release:
+    """The environment and options of up; COOKBOOK_TEST_SLURM names another release of Slurm."""
+    env = _plain_env()
+    if release := os.environ.get("COOKBOOK_TEST_SLURM"):
         made = subprocess.run([RELEASE_SH, release], env=env, capture_output=True, text=True)
         if made.returncode:
             pytest.fail(made.stderr, False)
