@@ -3,7 +3,7 @@
     COOKBOOK_ENGINES=FOLDER python -m pytest -n 0 -m named tests/faults/test_engines.py
 
 FOLDER holds a virtual environment for each engine, by its name: trl, litgpt, axolotl, llamafactory.
-Without one its tests are skipped; the stand-ins of automodel and torchtitan need none.
+Without one its tests are skipped.
 """
 
 import json
@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ class Case:
     parameters: dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
     nodes: int = 2
-    standin: bool = False
 
 
 _HF = {"max_steps": STEPS, "save_steps": EVERY, "logging_steps": 1, "learning_rate": 1e-3}
@@ -131,18 +130,6 @@ CASES = {
         },
         nodes=1,
     ),
-    "automodel": Case(
-        "automodel:mine.yaml",
-        "nemo_automodel",
-        {"step_scheduler": {"max_steps": STEPS, "ckpt_every_steps": EVERY}, "checkpoint": {}},
-        standin=True,
-    ),
-    "torchtitan": Case(
-        "torchtitan:llama3/llama3_debugmodel",
-        "torchtitan",
-        {"training": {"steps": STEPS}, "checkpoint": {"interval": EVERY}},
-        standin=True,
-    ),
 }
 
 _LITGPT_MODEL = """
@@ -181,32 +168,33 @@ def place(tmp_path_factory) -> Path:
     return root
 
 
-def environment(name: str, case: Case, place: Path) -> Path:
-    """The virtual environment of an engine, or one in which a stand-in takes its name."""
-    if not case.standin:
-        venv = Path(os.environ.get("COOKBOOK_ENGINES", "/nonexistent")) / name
-        if not (venv / "bin/python").exists():
-            pytest.skip(f"COOKBOOK_ENGINES has no environment {name}")
-        if name == "litgpt" and not (place / "litgpt/lit_model.pth").exists():
-            code = ["-c", _LITGPT_MODEL, str(place / "litgpt")]
-            subprocess.run([str(venv / "bin/python"), *code], check=True)
-        return venv
+def environment(name: str, place: Path) -> Path:
+    """The virtual environment of an engine."""
+    venv = Path(os.environ.get("COOKBOOK_ENGINES", "/nonexistent")) / name
+    if not (venv / "bin/python").exists():
+        pytest.skip(f"COOKBOOK_ENGINES has no environment {name}")
+    if name == "litgpt" and not (place / "litgpt/lit_model.pth").exists():
+        code = ["-c", _LITGPT_MODEL, str(place / "litgpt")]
+        subprocess.run([str(venv / "bin/python"), *code], check=True)
+    return venv
+
+
+def standin(place: Path) -> Path:
+    """A virtual environment in which a stand-in has the name of TRL."""
     venv = place / "standin"
-    if not venv.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-        (packages,) = venv.glob("lib/python*/site-packages")
-        (own,) = Path(sys.prefix).glob("lib/python*/site-packages")
-        (packages / "kit.pth").write_text(f"{own}\n{STANDINS}\n")
-        # As if they were installed: else the engine's own packages would be built.
-        for package in ("nemo_automodel-0.7.0", "torchtitan-0.3.0", "trl-1.16.0"):
-            (packages / f"{package}.dist-info").mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (own,) = Path(sys.prefix).glob("lib/python*/site-packages")
+    (packages / "kit.pth").write_text(f"{own}\n{STANDINS}\n")
+    # As if it were installed: else the engine's own packages would be built.
+    (packages / "trl-1.16.0.dist-info").mkdir()
     return venv
 
 
 def submit(user: Kit, name: str, place: Path) -> tuple[Kit, str, Path]:
     """Start a case; return its user, its job and its run."""
     case = CASES[name]
-    venv = environment(name, case, place)
+    venv = environment(name, place)
     user = Kit({**user.env, "COOKBOOK_VENV": str(venv)}, user.root)
     text = json.dumps(case.parameters).replace("MODEL", str(place / "model"))
     content = {
@@ -301,9 +289,7 @@ def test_an_engine_loses_no_more_than_its_checkpoint_interval(
 def test_a_stopped_rank_of_transformers_trainer_is_found_and_every_command_works(user, tmp_path):
     """The wrapper around transformers' own Trainer; TRL's script alone is a stand-in."""
     place = tmp_path
-    venv = environment("trl", replace(CASES["trl"], standin=True), place)
-    env = {**user.env, "COOKBOOK_VENV": str(venv)}
-    user = Kit(env, user.root)
+    user = Kit({**user.env, "COOKBOOK_VENV": str(standin(place))}, user.root)
     steps = {**_HF, "max_steps": 24, "save_steps": 8, "report_to": "none", "use_cpu": True}
     recipe = {
         "entry": "trl:sft",
