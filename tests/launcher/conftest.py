@@ -68,11 +68,12 @@ def slurm_user(slurm, tmp_path, venv) -> Kit:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
-    """The demo's model, with its tokenizer and chat template."""
+def model(shared) -> Path:
+    """The demo's model, with its tokenizer and chat template, where its runs make it too."""
     # Imported late: few tests here need torch.
     from trainer import demo
 
-    folder = tmp_path_factory.mktemp("model") / "demo-llama"
-    demo.make(folder, paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl")
+    folder = shared / "models" / "demo-llama"
+    if not folder.exists():
+        demo.make(folder, paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl")
     return folder
