@@ -160,25 +160,6 @@ def write_json(path: Path, value: Any, mode: int | None = None) -> None:
     write_text(path, json_text(value), mode)
 
 
-def renew_json(path: Path, value: Any, mode: int | None = None) -> None:
-    """Replace path by value; on a full disk in place, which needs no space.
-
-    Then a reader, or a crash, may see a part of it: only for what is written again soon.
-
-    Raises:
-        OSError: it cannot be written, or it is new and the disk is full.
-    """
-    try:
-        write_json(path, value, mode)
-    except OSError as error:
-        if error.errno not in storage.OF_A_DISK:
-            raise
-        with open(path, "r+b", buffering=0) as file:
-            text = json_text(value).encode().ljust(os.fstat(file.fileno()).st_size)
-            if file.write(text) < len(text):
-                raise
-
-
 def json_text(value: Any) -> str:
     """Return value as write_json writes it."""
     return json.dumps(value, indent=1) + "\n"

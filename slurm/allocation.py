@@ -83,13 +83,6 @@ def answers(hosts: Sequence[str]) -> str | None:
     return output if status else None
 
 
-def steps_of_attempts() -> set[str]:
-    """Return the ids of this job's steps that ran attempts; a user may have started others."""
-    argv = ["squeue", "--noheader", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}"]
-    printed = ask([*argv, "--format=%j %i"]) or ""
-    return set(re.findall(r"^attempt-\d+ +(\S+)", printed, re.MULTILINE))
-
-
 def excluded(more: Sequence[str] = ()) -> str:
     """Return the nodes that this job excludes, and additional ones, as --exclude takes them."""
     return ",".join(filter(None, [field("ExcNodeList"), *more]))

@@ -181,8 +181,7 @@ def test_what_runs_on_the_cluster_needs_only_the_standard_library():
     """The job's records and the rendezvous start fast, and work if the environment is broken."""
     allowed = {*sys.stdlib_module_names, "runspec", "slurm"}
     for path in tracked("slurm/*.py", "plugins/*/slurm/*.py"):
-        if path.name != "all_reduce.py":
-            assert {name.partition(".")[0] for name in imports(path)} <= allowed, path
+        assert {name.partition(".")[0] for name in imports(path)} <= allowed, path
     for path in tracked("launcher/*.py"):
         assert not [name for name in imports(path) if name.startswith("slurm.")], path
 

@@ -61,7 +61,7 @@ def start(environment: Environment, context: Context, *argv: str) -> tuple[int, 
     options += slurm_options(resources, context.cluster, resources.gpus_per_node, without)
     step = slurm.run_on_nodes(options, script, _WAIT_S, _LIMIT_S)
     if not step.pending:
-        lines = [*(line for _, line in step.lines), *step.message.split(" | ")]
+        lines = [*step.lines, *step.message.split(" | ")]
         # Pyxis starts a step within this one, and both put the task's number before a line.
         return step.exit_code, [re.sub(r"^(\d+:( |$))+", "", line) for line in lines]
     if environment.is_container:

@@ -66,7 +66,7 @@ def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> 
     measured = [each.get("peak_memory_reserved_gb") for each in metrics]
     peaks = [value for value in measured if isinstance(value, int | float)]
     gpus = (values["node_count"] or 0) * (values["gpus_per_node"] or 0)
-    # An attempt knows the GPUs of its own allocation, which spare nodes are part of.
+    # An attempt knows the GPUs of its own allocation.
     attempts = [{"gpus": gpus, **line} for line in run.attempts]
     running = {"gpus": gpus, **run.own_status, "ended": time.time()}
     now = [running] if running.get("state") == "RUNNING" and not state.ended else []

@@ -96,8 +96,7 @@ class Entry:
 
 
 # Resources that the job script asks for in its own way; the others are options of sbatch and srun.
-_OWN_WAY = {"nodes", "spare_nodes", "gpus_per_node", "gpu_type", "cpus_per_gpu"}
-_OWN_WAY |= {"exclusive", "rollout"}
+_OWN_WAY = {"nodes", "gpus_per_node", "gpu_type", "cpus_per_gpu", "exclusive", "rollout"}
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,8 @@ class Resources(ResourceKeys):
 
     @property
     def allocated_nodes(self) -> int:
-        """Number of nodes that the job asks Slurm for, those that generate or wait included."""
-        return self.nodes + self.rollout_nodes + self.spare_nodes
+        """Number of nodes that the job asks Slurm for, those that generate included."""
+        return self.nodes + self.rollout_nodes
 
     @property
     def time_s(self) -> int | None:

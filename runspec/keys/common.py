@@ -14,9 +14,6 @@ class ResourceKeys:
     """What one run asks of Slurm; None leaves the choice to the cluster."""
 
     nodes: int = option("positive", "Number of nodes. Option: --nodes.", 1)
-    spare_nodes: int = option(
-        "count", "Additional nodes of the job: one replaces a node that fails.", 0
-    )
     gpus_per_node: int = option("positive", "GPUs per node, with one rank each.", 1)
     gpu_type: str | None = option("name", "Type of the GPUs, as in sinfo -o %G.")
     cpus_per_gpu: int | None = option(

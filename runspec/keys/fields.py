@@ -167,16 +167,6 @@ class PrecisionKeys:
         "What the backward pass recomputes: none; full, every layer; n, every n-th layer; op, "
         "in each layer all but matrix products and attention. Default: none.",
     )
-    enable_activation_checkpointing: bool = changeable(
-        "flag",
-        "Same as activation_checkpointing=full.",
-        False,
-    )
-    ac_mode: str | None = changeable(
-        "none | full | selective",
-        "torchtune's form of activation_checkpointing; see ac_option.",
-    )
-    ac_option: Any = changeable("any", "With ac_mode=selective: op or n.")
     enable_activation_offloading: bool = changeable(
         "flag", "Keep inputs of recomputed layers in CPU memory.", False
     )
@@ -235,11 +225,6 @@ class LayoutKeys:
     )
     fsdp_cpu_offload: bool = changeable(
         "flag", "Keep weights, gradients and optimizer state in CPU memory.", False
-    )
-    fsdp: dict[str, Any] | None = changeable(
-        "block",
-        "torchtune's older block.",
-        inner=(Key("cpu_offload", "flag", "Same as fsdp_cpu_offload.", False),),
     )
     fsdp_reshard_after_forward: bool = changeable(
         "flag", "Gather weights again for the backward pass.", True

@@ -264,19 +264,13 @@ def with_train_on_input(block: Any, value: bool) -> Any:
 
 
 def recomputed(config: Mapping[str, Any]) -> int | str | None:
-    """Return what the backward pass recomputes, from the one key or from torchtune's three.
+    """Return what the backward pass recomputes, by a recipe's content.
 
     n: every n-th layer (1: all). "op": all but matrix products and softmax attention. None:
     nothing.
     """
-    mode = config.get("activation_checkpointing") or config.get("ac_mode")
-    if mode == "selective":
-        mode = config.get("ac_option")
-    if mode is None:
-        mode = "full" if config.get("enable_activation_checkpointing") else "none"
-    if mode in ("none", "full", "op"):
-        return {"none": None, "full": 1, "op": "op"}[str(mode)]
-    return int(mode) if str(mode).isdigit() else None
+    mode: int | str | None = config.get("activation_checkpointing")
+    return {"none": None, "full": 1}.get(str(mode), mode)
 
 
 def uncompiled_experts(config: Mapping[str, Any]) -> bool:

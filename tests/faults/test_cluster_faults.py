@@ -20,7 +20,6 @@ from tests.faults.kit import (
     Undisturbed,
     attempts,
     ended,
-    kill_node,
     rank,
     requeued,
     trains,
@@ -72,30 +71,6 @@ def test_a_controller_that_is_away_while_a_rank_dies_costs_no_run(
         undisturbed.is_equalled_by(run)
 
 
-@pytest.mark.named
-def test_ranks_that_slurm_has_forgotten_are_ended(new_cluster, root, undisturbed: Undisturbed):
-    """A controller that dies as a step begins has not saved it, and later cannot end it."""
-    with new_cluster("forgets", "--requeue-delay", "5") as cluster:
-        user = user_of(cluster, root)
-        _, run = user.submit(*SHORT)
-        trains(run)
-        controller = cluster.controller
-        os.kill(rank(run, 1), signal.SIGKILL)
-        # The job has been saved long ago, this step has not.
-        until(lambda: (run / "logs" / "1" / "node_1.log").exists(), 60, lambda: report(run))
-        os.kill(controller, signal.SIGKILL)
-        until(lambda: len(ranks_of(run)) == 2, 60, lambda: report(run))
-        # One that still connects would end by itself when the other one is gone.
-        os.kill(rank(run, 0), signal.SIGSTOP)
-        os.kill(rank(run, 1), signal.SIGKILL)
-        time.sleep(10)
-        cluster.start_dead_daemons()
-        lines = ended(user, run, "COMPLETED", timeout=300)
-        assert [line["cause"] for line in lines] == ["killed", "killed", "finished"], report(run)
-        assert "srun could not end the other ranks" in (run / "logs" / "job.log").read_text()
-        undisturbed.is_equalled_by(run)
-
-
 @pytest.mark.long
 def test_a_requeue_waits_for_the_controller(new_cluster, root, undisturbed: Undisturbed):
     shape = ["--requeue-delay", "5"]
@@ -143,39 +118,18 @@ def deadly(node: str, run: Path) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    # A spare node is begun with in the next test, too.
-    "spare",
-    [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.named)],
-)
-def test_a_bad_node_is_left_out(new_cluster, root, undisturbed: Undisturbed, spare):
+@pytest.mark.long
+def test_a_bad_node_is_left_out(new_cluster, root, undisturbed: Undisturbed):
     with new_cluster("bad", "--nodes", "3", "--requeue-delay", "5") as cluster:
         user = user_of(cluster, root)
-        job, run = user.submit(*SHORT, f"resources.spare_nodes={spare}")
+        job, run = user.submit(*SHORT)
         with deadly("n2", run):
             lines = ended(user, run, "COMPLETED", timeout=400)
         assert [line["node"] for line in lines] == ["n2", "n2", None], report(run)
         assert [line["cause"] for line in lines] == ["killed", "killed", "finished"]
         assert lines[-1]["nodes"] == ["n1", "n3"]
-        # With a spare node in the same allocation, else from the queue.
-        assert lines[-1]["restart_count"] == 1 - spare
+        assert lines[-1]["restart_count"] == 1
         assert {line["job_id"] for line in lines} == {job}
-        undisturbed.is_equalled_by(run)
-
-
-@pytest.mark.long
-def test_a_spare_node_takes_the_place_of_a_lost_one(new_cluster, root, undisturbed: Undisturbed):
-    shape = ("--nodes", "3", "--requeue-delay", "5", "--set", "SlurmdTimeout=6")
-    with new_cluster("spare", *shape) as cluster:
-        user = user_of(cluster, root)
-        job, run = user.submit(*SHORT, "resources.spare_nodes=1")
-        trains(run)
-        kill_node(cluster, "n2", job)
-        lost, second = ended(user, run, "COMPLETED", timeout=300)
-        assert (lost["cause"], lost["node"]) == ("node_failure", "n2"), report(run)
-        assert (lost["nodes"], second["nodes"]) == (["n1", "n2"], ["n1", "n3"])
-        # The allocation was kept: nobody else can take its nodes meanwhile.
-        assert (second["job_id"], second["restart_count"]) == (job, 0)
         undisturbed.is_equalled_by(run)
 
 

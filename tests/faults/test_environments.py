@@ -18,11 +18,10 @@ from tests.conftest import SlurmCluster, running_cluster
 from tests.faults import containers
 from tests.faults.conftest import user_of
 from tests.faults.kit import SHORT, attempts, ended, rank, trains
-from tests.launcher.check.test_environments import CONDA
 from tests.launcher.kit import Kit, command, processes_of, ranks_of, report, until
 
 SHORTEST = ("pyxis", "apptainer")
-KINDS = ("venv", "conda", "modules", "pyxis", "apptainer")
+KINDS = ("venv", "modules", "pyxis", "apptainer")
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not containers.SPANK.exists() or not shutil.which("gcc"),
@@ -35,11 +34,8 @@ def place(tmp_path_factory) -> Path:
     """A folder with an image, and all that the kinds need."""
     place = tmp_path_factory.mktemp("kinds")
     containers.make(place)
-    for folder in ("modules", "etc/profile.d", "envs"):
-        (place / folder).mkdir(parents=True)
+    (place / "modules").mkdir()
     (place / "modules/llm").write_text(f"#%Module1.0\nprepend-path PATH {sys.prefix}/bin\n")
-    (place / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS={place}/envs\n{CONDA}")
-    (place / "envs/llm").symlink_to(sys.prefix)
     return place
 
 
@@ -66,7 +62,6 @@ def block(kind: str, place: Path) -> str:
     apptainer = shutil.which("apptainer") or "apptainer"
     own = {
         "venv": f"python: {sys.prefix}/bin/python",
-        "conda": f"conda: llm, conda_root: {place}",
         "modules": f"setup: [export MODULEPATH={place}/modules], modules: [llm]",
         "apptainer": f"{image}, setup: [export APPTAINER={apptainer}]",
     }

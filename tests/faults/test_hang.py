@@ -11,7 +11,7 @@ import pytest
 
 from runspec import files
 from runspec.progress import Heartbeat
-from slurm.watchdog import LEFT_S, LeftBehind, Watch, laggards, stop_limit_s
+from slurm.watchdog import Watch, laggards, stop_limit_s
 from tests.conftest import SlurmCluster
 from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, ended, rank, trains
 from tests.launcher.kit import Kit, report
@@ -90,19 +90,6 @@ def test_the_one_that_lags_is_silent_or_waits_for_nobody(tmp_path: Path):
     assert laggards(tmp_path) == [(1, "n2", "is not waiting for the others")]
     (tmp_path / "stack_rank_2.log").write_text("n3 4711\n")
     assert laggards(tmp_path) == [(2, "n3", "does not answer")]
-
-
-def test_sruns_word_of_ranks_that_do_not_end_is_read_once_it_is_whole(tmp_path: Path):
-    log = tmp_path / "job.log"
-    log.write_text("srun: First task exited 60s ago\n")
-    watch = LeftBehind(log, log.stat().st_size)
-    with log.open("a") as file:
-        file.write("srun: error: n3: task 1\nsrun: First task")
-        file.flush()
-        assert not watch.look(0.0) and not watch.look(1000.0)
-        file.write(" exited 60s ago\n")
-    assert not watch.look(1001.0)
-    assert not watch.look(1001.0 + LEFT_S - 1) and watch.look(1001.0 + LEFT_S)
 
 
 @pytest.fixture(scope="module")

@@ -104,8 +104,7 @@ def test_every_unfit_node_of_an_attempt_is_left_out_at_once(tmp_path, monkeypatc
     assert records.end(tmp_path, 0, 1, max_retries=3) == "run"
     told = json.loads((tmp_path / "status.json").read_text())
     assert (told["cause"], told["message"]) == ("bad_node", "node n2 is bad")
-    assert records.choose(tmp_path, ["n1", "n2", "n3", "n4"], 2) == (["n1", "n3"], [])
-    assert records.choose(tmp_path, ["n1", "n2", "n3", "n4"], 4) == ([], ["n2", "n4"])
+    assert records.nodes_to_leave(tmp_path, ["n1", "n2", "n3", "n4"]) == ["n2", "n4"]
 
 
 # The ranks' own check ------------------------------------------------------------------------

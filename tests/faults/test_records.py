@@ -107,18 +107,16 @@ def killed(run_dir: Path, number: int, rank: int) -> None:
 
 
 def test_a_node_that_fails_twice_in_a_row_is_left_out(run_dir):
-    hosts = ["n1", "n2", "n3"]
-    assert records.choose(run_dir, hosts, 2) == (["n1", "n2"], [])
+    hosts = ["n1", "n2"]
+    assert records.nodes_to_leave(run_dir, hosts) == []
     for number, rank in enumerate([1, 0, 1, 1]):
-        records.begin(run_dir, ["n1", "n2"])
+        records.begin(run_dir, hosts)
         killed(run_dir, number, rank)
         records.end(run_dir, number, 1, max_retries=9)
-        used = ["n1", "n3"] if number == 3 else ["n1", "n2"]
-        assert records.choose(run_dir, hosts, 2) == (used, [])
+        assert records.nodes_to_leave(run_dir, hosts) == (["n2"] if number == 3 else [])
     assert lines(run_dir)[-1]["node"] == "n2"
     assert lines(run_dir)[-1]["message"].startswith("rank 1 on n2: Killed")
-    assert records.choose(run_dir, ["n1", "n2"], 2) == ([], ["n2"])
-    assert records.choose(run_dir, hosts, 2, ["n3"]) == ([], ["n2", "n3"])
+    assert records.nodes_to_leave(run_dir, ["n1", "n2", "n3"], ["n3"]) == ["n2", "n3"]
 
 
 def test_a_new_allocation_is_tried_once(run_dir, monkeypatch):
@@ -126,9 +124,9 @@ def test_a_new_allocation_is_tried_once(run_dir, monkeypatch):
         records.begin(run_dir, ["n1"])
         killed(run_dir, number, 0)
         records.end(run_dir, number, 1, max_retries=9)
-    assert records.choose(run_dir, ["n1"], 1) == ([], ["n1"])
+    assert records.nodes_to_leave(run_dir, ["n1"]) == ["n1"]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert records.choose(run_dir, ["n1"], 1) == (["n1"], [])
+    assert records.nodes_to_leave(run_dir, ["n1"]) == []
 
 
 # Slurm's words ------------------------------------------------------------------------------

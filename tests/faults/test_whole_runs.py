@@ -5,10 +5,8 @@ import shutil
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
-from runspec import files
 from tests.faults.conftest import user_of
 from tests.faults.kit import (
     SHORT,
@@ -38,23 +36,13 @@ def test_a_killed_rank_is_named_and_costs_no_result(user: Kit, undisturbed: Undi
     undisturbed.is_equalled_by(run)
 
 
-def step_id(pid: int) -> str:
-    """The job step that a process belongs to."""
-    return psutil.Process(pid).environ()["SLURM_STEP_ID"]
-
-
 @pytest.mark.long
 def test_the_warning_before_the_time_limit_saves_and_requeues(
     user: Kit, slurm, undisturbed: Undisturbed
 ):
     job, run = user.submit(*SHORT)
     trains(run)
-    steps = [step_id(rank(run, 1))]
     slurm.run(["scancel", "--batch", "--signal=USR1", job])
-    until(lambda: (run / "logs" / "1" / files.HEARTBEAT).exists(), 90, lambda: report(run))
-    steps.append(step_id(rank(run, 1)))
-    # Slurm may still hold an order to end a step of the time before, which has these numbers, too.
-    assert steps == ["0", "1"]
     first, second = ended(user, run, "COMPLETED")
     assert first["cause"] == "time_limit" and first["checkpoint_step"] > 0, first
     assert (first["restart_count"], second["restart_count"]) == (0, 1)

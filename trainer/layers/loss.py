@@ -15,11 +15,6 @@ from trainer.layers.log_probs import linear_cross_entropy
 from trainer.model import Decoder
 
 SUPPORTED = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropy")
-# torchtune's configs name it so after its last release, which has no such class yet.
-LATER_NAMES = (
-    "torchtune.modules.loss.LinearCrossEntropyLoss",
-    "torchtune.modules.loss.cross_entropy_loss.LinearCrossEntropyLoss",
-)
 
 # Times the model's width: its head costs about as much as a block's linear layers.
 SMALL_VOCABULARY = 4
@@ -53,10 +48,7 @@ class TokenLoss:
     """
 
     def __init__(self, config: SftConfig) -> None:
-        block = config.loss
-        if block["_component_"] in LATER_NAMES:
-            block = block | {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
-        component = instantiate("loss", block)
+        component = instantiate("loss", config.loss)
         name = type(component).__name__
         if name not in SUPPORTED:
             raise ConfigError(f"loss: {name} is not supported; known: {', '.join(SUPPORTED)}")

@@ -111,15 +111,13 @@ def _closed(job: Job) -> Iterator[tuple[str, str]]:
 
 def _too_large(job: Job) -> Iterator[tuple[str, str]]:
     """Whether the partition has, and gives a job, as many nodes and as much time."""
-    nodes, spare = job.resources.allocated_nodes, job.resources.spare_nodes
-    partition, rules = job.partition, job.rules
+    nodes, partition, rules = job.resources.allocated_nodes, job.partition, job.rules
     qos = job.rights.qos.get(job.qos) if job.rights else None
     flags = qos.flags if qos else frozenset()
-    with_spare = f", {spare} of them as spare_nodes" if spare else ""
-    lower = "lower --nodes or resources.spare_nodes" if spare else "lower --nodes"
+    generating, lower = "", "lower --nodes"
     if rollout := job.resources.rollout_nodes:
-        with_spare, lower = f", {rollout} of them for rollouts", f"{lower} or resources.rollout"
-    asked = f"{nodes} nodes are asked for{with_spare}, and partition {partition.name}"
+        generating, lower = f", {rollout} of them for rollouts", f"{lower} or resources.rollout"
+    asked = f"{nodes} nodes are asked for{generating}, and partition {partition.name}"
     if nodes > partition.nodes:
         yield f"{asked} has {partition.nodes}: the job would wait forever", lower
     elif rules and nodes > (rules.max_nodes or nodes) and "PartitionMaxNodes" not in flags:

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 
+from plugins.estimate.launcher.model_flops import of_shape
 from runspec import adapters
 from runspec.adapters import KINDS, Adapter
-from runspec.flops import of_shape
 from runspec.layout import Layout, StepFacts
 from runspec.shape import Block, Matrix, Part, Role, Shape
 

@@ -172,7 +172,7 @@ def test_a_step_that_does_not_fit_the_gpu_is_told_with_what_would_help():
     (one,) = found("GPU memory", "llama8b_lora", ["batch_size=16"], small)
     assert one.state == "failed" and "usable on a100-40 (the site's file" in one.message
     assert "it would fit with activation_checkpointing=full" in one.remedy
-    changed = ["batch_size=16", "ac_mode=full"]
+    changed = ["batch_size=16", "activation_checkpointing=full"]
     assert found("GPU memory", "llama8b_lora", changed, large)[0].state == "ok"
     assert found("GPU memory", "llama8b_lora", changed)[0].state == "skipped", "no GPU is named"
 

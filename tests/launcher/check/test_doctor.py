@@ -10,11 +10,8 @@ from functools import partial
 import pytest
 
 from launcher import paths
-from launcher.check.doctor import report
-from launcher.check.doctor.ask import NodeReport
 from launcher.check.doctor.slurm import CHECKS, SlurmAnswers
 from launcher.site import Site
-from launcher.venv import TorchBuild
 from tests.launcher.kit import Kit, until
 
 
@@ -71,7 +68,7 @@ def test_a_site_in_order_is_found_so(slurm_user: Kit):
     assert status == 0, findings
     found = states(findings)
     right = "Slurm,partitions,preemption,accounting,site file,sbatch test,virtual environment,"
-    for check in f"{right}shared files,clock,network,local disk".split(","):
+    for check in f"{right}shared files,network".split(","):
         assert "ok" in found[check], (check, findings)
         assert not found[check] & {"failed", "skipped"}, (check, findings)
     assert "2 with 8 x h100" in text_of(findings, "partitions", "ok")
@@ -178,30 +175,19 @@ def test_what_the_driver_says_is_checked_against_torch_and_the_request(slurm_use
         "COOKBOOK_VENV": str(venv),
     }
 
-    def gpus(driver: str, ecc: str, cuda: str) -> list[dict[str, str]]:
-        tool.write_text(f"#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 81559, {driver}, {ecc}'\n")
+    def gpus(driver: str, cuda: str) -> list[dict[str, str]]:
+        tool.write_text(f"#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, {driver}'\n")
         tool.chmod(0o755)
         (packages / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\ncuda = {cuda}\n")
         return doctor(Kit(env, slurm_user.root))[1]
 
-    found = gpus("580.65.06", "0", "'13.0'")
+    found = gpus("580.65.06", "'13.0'")
     told = "1 x NVIDIA H100 80GB HBM3, 80 GiB, driver 580.65.06; torch is built for CUDA 13.0"
     assert told in text_of(found, "GPUs", "ok") and states(found)["GPUs"] == {"ok"}
-    found = gpus("570.86.15", "3", "'13.0'")
-    told = text_of(found, "GPUs", "failed")
-    assert "needs driver 580 or newer" in told and "3 uncorrected ECC errors" in told
-    found = gpus("580.65.06", "[N/A]", "None")
+    found = gpus("570.86.15", "'13.0'")
+    assert "needs driver 580 or newer" in text_of(found, "GPUs", "failed")
+    found = gpus("580.65.06", "None")
     assert "the installed torch is built for CPUs" in text_of(found, "GPUs", "failed")
-
-
-@pytest.mark.parametrize(("seen", "state"), [("0", "failed"), ("1", "failed"), ("2", "ok")])
-def test_gpus_that_torch_does_not_see_are_told(seen, state):
-    gpus = [f"{number}, NVIDIA H100 80GB HBM3, 81559, 580.65.06, 0" for number in range(2)]
-    packages = [f"torch 2.13.0+cu130 sees {seen} GPUs"]
-    values = {"gpu_tool": ["nvidia-smi"], "gpu": gpus, "packages": packages}
-    found = report._gpus(NodeReport("n1", values), TorchBuild("2.13.0", "13.0", None), 2)
-    assert found.state == state
-    assert state == "ok" or f"built for CUDA 13.0, sees {seen} of them" in found.message
 
 
 def test_a_shared_folder_that_the_nodes_do_not_share(slurm_user: Kit, tmp_path):

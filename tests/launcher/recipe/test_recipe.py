@@ -20,7 +20,6 @@ from launcher.site import Site, complete
 from launcher.slurm import render
 from launcher.slurm.executors import choose
 from runspec.keys.common import COMMON
-from runspec.keys.train import recomputed
 
 
 def written(
@@ -406,14 +405,35 @@ def test_what_another_key_makes_useless_is_noted():
     [
         ([], 2),
         (["activation_checkpointing=op"], "op"),
-        (["enable_activation_checkpointing=true"], 1),
-        (["ac_mode=none"], None),
-        (["ac_mode=selective", "ac_option=op"], "op"),
-        (["ac_mode=full", "activation_checkpointing=none"], None),
+        (["enable_activation_checkpointing=true"], "full"),
+        (["enable_activation_checkpointing=false"], "none"),
+        (["ac_mode=none"], "none"),
+        (["ac_option=op", "ac_mode=selective"], "op"),
+        (["ac_option='3'"], 3),
+        (["ac_mode=full", "activation_checkpointing=none"], "none"),
     ],
 )
-def test_whichever_way_to_say_it_is_given_last_counts(overrides, layers):
-    assert recomputed(recipes.load("llama8b_qlora", overrides).config) == layers
+def test_torchtunes_keys_are_read_as_the_kits_and_the_last_one_counts(overrides, layers):
+    config = recipes.load("llama8b_qlora", overrides).config
+    assert config["activation_checkpointing"] == layers and not torchtune.KEYS & config.keys()
+
+
+def test_the_other_names_of_torchtune_are_read_as_the_kits_too(tmp_path):
+    mine, cosine = tmp_path / "mine.yaml", "get_cosine_schedule_with_warmup"
+    mine.write_text(
+        "extends: llama8b_full\nfsdp: {cpu_offload: true}\n"
+        "loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}\n"
+        f"lr_scheduler: {{_component_: torchtune.training.{cosine}, num_warmup_steps: 3}}\n"
+    )
+    config = recipes.load(str(mine)).config
+    assert config["fsdp_cpu_offload"] is True and "fsdp" not in config
+    assert config["loss"] == {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
+    assert config["lr_scheduler"]["_component_"] == f"torchtune.training.lr_schedulers.{cosine}"
+    assert recipes.load(str(mine), ["fsdp_cpu_offload=false"]).config["fsdp_cpu_offload"] is False
+    for wrong, at in (("ac_mode=selective", "the override 'ac_mode=selective'"), ("", "line 2")):
+        mine.write_text("extends: llama8b_full\nenable_activation_checkpointing: maybe\n")
+        with pytest.raises(RecipeFault, match=f"every n-th layer, got .*{at}"):
+            recipes.load(str(mine), [wrong] if wrong else [])
 
 
 def test_who_may_read_a_run_is_the_recipes_choice_then_the_sites():

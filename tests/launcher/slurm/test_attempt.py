@@ -200,8 +200,7 @@ def test_shared_storage_that_fails_is_no_nodes_fault(run_dir, monkeypatch, scrip
     assert [retry.pause_s(lines[:number]) for number in range(4)] == [0, 15, 30, 60]
     assert retry.pause_s([*lines, {"cause": "error"}]) == 0
     assert retry.pause_s(lines * 9) == 240
-    assert records.choose(run_dir, ["n1", "n2"], 1) == (["n1"], [])
-    assert records.choose(run_dir, ["n2", "n1"], 1) == (["n2"], [])
+    assert records.nodes_to_leave(run_dir, ["n1", "n2"]) == []
 
 
 # What Slurm 22.05 wrote when it lost n2, which was not the first node.
@@ -229,8 +228,7 @@ def test_a_lost_node_is_named_and_left_out(run_dir, monkeypatch, recorded, nodes
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert (line["cause"], line["node"], line["bad_nodes"]) == ("node_failure", "n2", names)
     assert line["message"] == f"Slurm ended the job because it lost a node: {', '.join(names)}"
-    left = [host for host in hosts if host not in names]
-    assert records.choose(run_dir, hosts, len(left)) == (left, [])
+    assert retry.bad_nodes([line]) == set(names)
 
 
 MEMORY = "error: StepId=11.0 exceeded memory limit (944 > 900), being killed"

@@ -171,12 +171,6 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
     assert len(fault.value.faults) == 10
 
 
-def test_spare_nodes_are_asked_for_and_wait(fixed):
-    text = script("demo", Site(), "resources.spare_nodes=1")
-    assert "#SBATCH --nodes=3\n#SBATCH --no-kill\n" in text
-    assert "export NODES=$((${SLURM_JOB_NUM_NODES:-3} - 1))\n" in text
-
-
 def test_vllm_is_on_the_rollout_nodes():
     own = ["rollout_engine=vllm", "environment=vllm", "resources.nodes=2", "rollout_gpus=4"]
     text = script("qwen3_8b_grpo_lora", Site(), *own, "resources.rollout=1")

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from runspec.engines import Records
 from slurm import records
 from slurm.watchdog import Watch
 from tests.faults.test_engines import CASES
-from tests.launcher.check.test_environments import CONDA
 from tests.launcher.recipe.test_commands import RESOURCES, planned
 from tests.launcher.recipe.test_other_tools import LITGPT, refusal, written
 
@@ -312,18 +310,16 @@ def test_a_damaged_engine_json_ends_the_run_with_its_name(tmp_path, monkeypatch)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["apptainer", "conda"])
+@pytest.mark.parametrize("kind", ["apptainer", "modules"])
 def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if kind == "apptainer" and (os.geteuid() or not shutil.which("gcc")):
         pytest.skip("the tests' Apptainer needs root and gcc")
-    (tmp_path / "etc/profile.d").mkdir(parents=True)
-    (tmp_path / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS={tmp_path}\n{CONDA}")
-    (tmp_path / "own").symlink_to(sys.prefix)
     own = {
         "apptainer": "image: PLACE/image, python: PREFIX/bin/python, "
         "setup: ['PATH=PLACE/bin:$PATH'], binds: ['/usr:/usr:ro', OWN, PREFIX, REPO]",
-        "conda": f"conda: own, conda_root: {tmp_path}",
+        "modules": "setup: ['module() { export LOADEDMODULES=own PATH=PREFIX/bin:$PATH; }'], "
+        "modules: [own], python: python",
     }
     block = f"{{kind: {kind}, {own[kind]}, "
     # TRL's script alone is a stand-in.

@@ -34,12 +34,12 @@ optimizer: {_component_: torch.optim.AdamW, lr: 2e-5, fused: true}
 loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
 batch_size: 8
 gradient_accumulation_steps: 1
-enable_activation_checkpointing: false
+activation_checkpointing: none
 """
 
 
 SMALLER = [
-    *("--nodes=2", "--gpu=h200-141", "batch_size=2", "enable_activation_checkpointing=true"),
+    *("--nodes=2", "--gpu=h200-141", "batch_size=2", "activation_checkpointing=full"),
     "model._component_=torchtune.models.llama3_3.lora_llama3_3_70b",
     "+model.lora_attn_modules=[q_proj, v_proj]",
 ]

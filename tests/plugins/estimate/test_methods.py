@@ -87,7 +87,7 @@ def wide_content(folder: Path, model_folder: Path, dataset: Path, **more: Any) -
         pytest.param("dpo", {"reference": "log_probs"}, 0, marks=LONG),
         pytest.param("dpo", {"reference": "adapter_off", "model": LORA}, 0, marks=LONG),
         pytest.param("dpo", {"reference": "model"}, 1, marks=LONG),
-        ("toy_objective", {"enable_activation_checkpointing": True}, 1),
+        ("toy_objective", {"activation_checkpointing": "full"}, 1),
         pytest.param("toy_objective", {"model": LORA}, 0, marks=LONG),
     ],
     ids=["log_probs", "adapter_off", "model", "toy-model", "toy-adapter_off"],
@@ -150,7 +150,7 @@ def test_a_reward_model_has_no_logits(changes):
         "batch_size": 2,
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4, "foreach": False},
         "clip_grad_norm": 1.0,
-        "enable_activation_checkpointing": True,
+        "activation_checkpointing": "full",
     } | changes
     step = step_of(content | {"entry": "reward"}, 1, 8)
     step = replace(step, shape=step.shape.cut(3))

@@ -46,7 +46,7 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4, "foreach": False},
         "loss": {"_component_": CHUNKED},
         "clip_grad_norm": 1.0,
-        "enable_activation_checkpointing": True,
+        "activation_checkpointing": "full",
     } | changes
 
 
@@ -56,14 +56,13 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
     [
         ("llama3_2.lora_llama3_2_1b", 8, {"tensor_parallel_dim": 2}),
         ("llama3_1.llama3_1_8b", 4, {"gradient_accumulation_steps": 2, "batch_size": 1}),
-        ("llama3_1.llama3_1_8b", 8, {"ac_mode": "selective", "ac_option": "op"}),
+        ("llama3_1.llama3_1_8b", 8, {"activation_checkpointing": "op"}),
         ("llama3_1.llama3_1_8b", 8, {"master_weights": "fp32"}),
     ],
     ids=["lora, tensor parallel", "full, accumulated", "op", "fp32 weights"],
 )
 def test_the_closed_form_follows_what_no_recipe_of_the_catalogue_has(model, ranks, changes) -> None:
     config = recipe(model, **changes)
-    config["enable_activation_checkpointing"] = "ac_mode" not in changes
     step = step_of(config, 1, ranks)
     found = StepMemory(replace(step, shape=step.shape.cut(3)))
     traced = trace(configs.parse(config), ranks, layers=3)
@@ -105,9 +104,9 @@ def test_two_depths_tell_the_whole_model(ranks) -> None:
 @pytest.mark.long
 def test_the_first_trace_of_a_process_is_as_the_next(tmp_path) -> None:
     """An operator that is not yet imported when a layer is prepared would be recomputed."""
-    by_operation = {"enable_activation_checkpointing": False, "ac_mode": "selective"}
     file = tmp_path / "train.yaml"
-    file.write_text(yaml.safe_dump(recipe("llama3_2.llama3_2_1b", **by_operation, ac_option="op")))
+    content = recipe("llama3_2.llama3_2_1b", activation_checkpointing="op")
+    file.write_text(yaml.safe_dump(content))
     code = (
         "import sys; from pathlib import Path; "
         "from plugins.estimate import trace; from trainer import config;"

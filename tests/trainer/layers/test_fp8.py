@@ -105,9 +105,9 @@ def test_sizes_that_no_gpu_multiplies_are_named():
 
 # Runs by name: ranks, the run that it must be near, changes to the config.
 TP = {"tensor_parallel_dim": 2}
-COMPILED = {"compile": True, "ac_mode": "selective", "ac_option": "op"}
+COMPILED = {"compile": True, "activation_checkpointing": "op"}
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "full-rowwise": (1, "full-bf16", ROWWISE | {"enable_activation_checkpointing": True}),
+    "full-rowwise": (1, "full-bf16", ROWWISE | {"activation_checkpointing": "full"}),
     "full-compiled": (1, "full-bf16", FP8 | COMPILED),
     "full-fsdp2-masters": (2, "full-bf16", FP8 | {"batch_size": 2, "master_weights": "fp32"}),
     "full-tp2": (2, "full-bf16", ROWWISE | TP),

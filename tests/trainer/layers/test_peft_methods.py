@@ -279,7 +279,7 @@ def test_builders_with_and_without_quantize_base(world):
 
 
 # Runs on several ranks by name: ranks, method, changes to the config of `single`.
-CHECKPOINTING = {"enable_activation_checkpointing": True}
+CHECKPOINTING = {"activation_checkpointing": "full"}
 LAYOUTS = {
     "qlora-fsdp2": (2, "qlora", {"batch_size": 2, "gradient_accumulation_steps": 2}),
     "qlora-tp2": (2, "qlora", {"tensor_parallel_dim": 2} | CHECKPOINTING),

@@ -39,7 +39,7 @@ PACKED = {"row_length": 96, "batch_size": 2}
 # By name: ranks, changes to the config.
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "lora-fsdp": (2, {"model": LORA, "batch_size": 2}),
-    "full-tensor": (2, {"tensor_parallel_dim": 2, "enable_activation_checkpointing": True}),
+    "full-tensor": (2, {"tensor_parallel_dim": 2, "activation_checkpointing": "full"}),
     "packed": (1, {"model": LORA | {"quantize_base": True}} | PACKED),
 }
 

@@ -391,7 +391,7 @@ def test_a_checkpointer_of_another_family_is_refused(tmp_path, sources, dataset,
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "tp": (2, {"tensor_parallel_dim": 2}),
-    "fsdp": (2, {"batch_size": 4, "enable_activation_checkpointing": True}),
+    "fsdp": (2, {"batch_size": 4, "activation_checkpointing": "full"}),
 }
 # Layouts meet a tied table and biases, norms with an offset, caps and windows, fused matrices.
 TRAINED = ("qwen2-tied", "gemma2", "phi3")

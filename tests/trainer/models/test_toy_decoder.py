@@ -35,13 +35,13 @@ RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
         {"max_steps": 1, "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}},
     ),
     "full-fsdp2": (2, "full", {"batch_size": 4, "compile": True}),
-    "full-tp2": (2, "full", TP | {"ac_mode": "selective", "ac_option": "op"}),
+    "full-tp2": (2, "full", TP | {"activation_checkpointing": "op"}),
     "lora-tp2": (
         2,
         "lora",
         PACKED
         | TP
-        | {"model": LORA, "enable_activation_checkpointing": True}
+        | {"model": LORA, "activation_checkpointing": "full"}
         | {"save_every_n_steps": 2},
     ),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from runspec.flops import of_shape
+from plugins.estimate.launcher.model_flops import of_shape
 from tests.trainer.models.transformers_cases import (
     FAMILIES,
     LARGER,

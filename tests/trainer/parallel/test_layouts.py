@@ -77,7 +77,7 @@ def folders(tmp_path_factory, model_folder, dataset):
             batch_size=2,
             max_steps=1,
             optimizer={"_component_": "torch.optim.AdamW", "lr": 0.0, "fused": True},
-            enable_activation_checkpointing=True,
+            activation_checkpointing="full",
             custom_sharded_layers=["tok_embeddings", "output"],
         )
     )
@@ -89,7 +89,7 @@ def folders(tmp_path_factory, model_folder, dataset):
             batch_size=4,
             max_steps=7,
             dtype="bf16",
-            enable_activation_checkpointing=True,
+            activation_checkpointing="full",
             model=lora_model(),
         )
     )

@@ -44,13 +44,13 @@ OFFLOAD = {"fsdp_cpu_offload": True}
 MASTERS = {"master_weights": "fp32"}
 COPIES = {"data_parallel_replicate_dim": 2}
 TP = {"tensor_parallel_dim": 2}
-EVERY_SECOND = {"ac_mode": "selective", "ac_option": 2}
+EVERY_SECOND = {"activation_checkpointing": 2}
 SLOW = {"max_steps": 16, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5}}
 TRACED = {
     "profiler": {"enabled": True, "wait_steps": 1, "warmup_steps": 1, "active_steps": 1},
 }
-BY_OPERATION = {"ac_mode": "selective", "ac_option": "op"}
-INPUTS_ON_CPU = {"enable_activation_checkpointing": True, "enable_activation_offloading": True}
+BY_OPERATION = {"activation_checkpointing": "op"}
+INPUTS_ON_CPU = {"activation_checkpointing": "full", "enable_activation_offloading": True}
 # Changes to the config by name, by number of ranks; what the name begins with it must equal.
 RUNS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
@@ -63,7 +63,7 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "slowmasters": SLOW | {"dtype": "bf16"} | MASTERS,
     },
     2: {
-        "full-tp-offload": TP | {"fsdp": {"cpu_offload": True}} | BY_OPERATION,
+        "full-tp-offload": TP | {"fsdp_cpu_offload": True} | BY_OPERATION,
         "lora-tp-masters": LORA | TP | MASTERS,
         "full-prefetch": {"fsdp_prefetch": 8, "gradient_accumulation_steps": 2} | INPUTS_ON_CPU,
         "fullreduced": {"fsdp_reduce_dtype": "bf16"},

@@ -58,7 +58,7 @@ RUNS: dict[str, tuple[int, str | None, dict]] = {
             "model": LORA,
             "batch_size": 2,
             "gradient_accumulation_steps": 2,
-            "enable_activation_checkpointing": True,
+            "activation_checkpointing": "full",
         },
     ),
     "tied-tp2-dp2": (4, "tied", {"model": TIED, "loss": SMOOTHED, "batch_size": 4}),
