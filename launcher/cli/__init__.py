@@ -34,16 +34,14 @@ _COMMANDS = {
     "diff": ("results", "Show the differences between two runs."),
     "replay": ("results", "Submit a run once more, from its provenance."),
     "profile": ("profile", "Show where the time of a run's profiled steps goes."),
-    "clean": ("clean", "List or remove caches and leftovers, with their sizes."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
     "init": ("remote", "Install the kit on a cluster from this machine, and check it."),
     "fetch": ("remote", "Copy a run's model, adapter or logs from the cluster to this machine."),
-    "forward": ("remote", "Forward a port of this machine to a node of a run."),
 }
 
 
 # With --host they use the connection themselves.
-_OF_THIS_MACHINE = ("fetch", "forward", "init")
+_OF_THIS_MACHINE = ("fetch", "init")
 
 # How --help groups them, with an example of each group.
 _GROUPS = {
@@ -53,7 +51,7 @@ _GROUPS = {
     ),
     "Run": (
         "cookbook submit llama70b_lora --nodes 2 --watch",
-        "submit sweep cancel resume replay clean",
+        "submit sweep cancel resume replay",
     ),
     "Look": (
         "cookbook logs last -f",
@@ -61,7 +59,7 @@ _GROUPS = {
     ),
     "Deliver": (
         "cookbook --host NAME fetch last",
-        "fetch forward",
+        "fetch",
     ),
 }
 
@@ -97,11 +95,6 @@ class _Lazy(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in names():
-            from launcher.cli import habits  # hardly any command is another tool's
-
-            if way := habits.line(args):
-                raise UsageFault(way)
         host = chosen(ctx.params.get("host"))
         if host is None or args[0] not in names() or args[0] in _OF_THIS_MACHINE:
             return super().resolve_command(ctx, args)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher import site as sites
-from launcher.cli import completion
 from launcher.errors import UsageFault
 from launcher.run import directory
 from launcher.slurm.executors import title
@@ -61,10 +60,9 @@ def recipe_arguments(command: Command) -> Command:
         name, overrides = (words[0], words[1:]) if named else (recipe, words)
         return command(*args, recipe_name=name, overrides=overrides, **options)
 
-    metavar, complete = "[RECIPE] [KEY=VALUE]...", completion.recipes
-    called = click.argument("words", nargs=-1, metavar=metavar, shell_complete=complete)(called)
+    called = click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")(called)
     words = "Name of a recipe or of a torchtune config, or path of a YAML file."
-    return click.option("--recipe", metavar="NAME", help=words, shell_complete=complete)(called)
+    return click.option("--recipe", metavar="NAME", help=words)(called)
 
 
 def own_options(command: Command) -> Command:

@@ -16,7 +16,7 @@ def environments(cluster: str | None) -> None:
     """List the environments in configs/environments, and yours that were built.
 
     A built environment is shared by all your runs with the same dependencies. It is listed with its
-    size, the time since its last use, and its runs. cookbook clean removes those without runs.
+    size, the time since its last use, and its runs. One without runs can be removed.
     """
     site = sites.load(cluster)
     named = [environment.Environment.of(environment.record(each)) for each in environment.names()]

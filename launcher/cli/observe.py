@@ -4,7 +4,6 @@ import sys
 
 import click
 
-from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, note, runs_root
 from launcher.errors import UnknownRun, UsageFault
 from launcher.look import logs as log_files
@@ -21,7 +20,7 @@ _COUNT = click.IntRange(min=0)
 
 
 @click.command()
-@click.argument("run", default="last", shell_complete=completion.runs)
+@click.argument("run", default="last")
 @click.option(
     "--node", "nodes", multiple=True, metavar="N", help="Logs of a node's ranks: 1, n2, all."
 )
@@ -106,7 +105,7 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...", shell_complete=completion.runs)
+@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
 @click.option(
     "--port",
     type=click.IntRange(1024, 65535),

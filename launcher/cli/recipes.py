@@ -1,6 +1,5 @@
 """cookbook recipes"""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,47 +8,24 @@ import click
 
 from launcher import gpus, yamlfile
 from launcher import site as sites
-from launcher.cli import completion
 from launcher.cli.common import cluster_option, note
 from launcher.errors import RecipeFault
-from launcher.recipe import entries
 from launcher.recipe import load as recipe_file
 from launcher.recipe.model import Recipe
 from launcher.recipe.needs import needs
 
 
 @click.command()
-@click.argument("name", required=False, shell_complete=completion.recipes)
-@click.option("--key", metavar="KEY", help="Explain a recipe key, such as dataset.packed.")
+@click.argument("name", required=False)
 @cluster_option
-def recipes(name: str | None, key: str | None, cluster: str | None) -> None:
-    """List the recipes, show NAME with all settings resolved, or explain a KEY."""
-    if key is not None:
-        click.echo("\n".join(_explanation(entries.explain(key))))
-        return
+def recipes(name: str | None, cluster: str | None) -> None:
+    """List the recipes, or show NAME with all settings resolved."""
     root = sites.load(cluster).root
     if name is not None:
         resolved = recipe_file.load(name).resolved(root, "RUN_DIRECTORY")
         click.echo(yamlfile.dump(resolved), nl=False)
     else:
         click.echo("\n".join(_table(list(_rows(root)))))
-
-
-def _explanation(about: dict[str, Any]) -> Iterator[str]:
-    default = about["default"]
-    shown = default if isinstance(default, str) else json.dumps(default)
-    yield f"{about['key']}: {about['help']}"
-    yield f"  type       {about['type']}"
-    yield f"  default    {'none' if default is None else shown}"
-    yield f"  entries    {', '.join(about['entries'])}"
-    yield f"  at resume  {'may change' if about['may_change_at_resume'] else 'must be the same'}"
-    for word in ("not_used", "refused"):
-        if about[word]:
-            yield f"  {word.replace('_', ' '):<9}  {about[word]}"
-    if about["keys"]:
-        yield "  keys"
-        width = max(map(len, about["keys"]))
-        yield from (f"    {name:<{width}}  {text}" for name, text in about["keys"].items())
 
 
 def _rows(root: Path) -> Iterator[dict[str, Any]]:

@@ -32,16 +32,8 @@ _STEPS, _LINES = 4000, 50
 _NOTHING = State("...", "nobody", "querying Slurm")
 # From a Run, its State and its newest logged steps, oldest first, to lines of a plug-in.
 _HOOK = "live_lines"
-# The trainer's line of a step (trainer/metrics.py), and what is left out of it first.
+# The trainer's line of a step (trainer/metrics.py).
 _STEP = re.compile(r"step +\d+/\d+  ")
-_FIELDS = (
-    re.compile(r"  grad norm +\S+"),
-    re.compile(r"  mem +\S+ GiB"),
-    re.compile(r"  epoch +\S+"),
-    re.compile(r"  lr \S+"),
-    re.compile(r"  MFU +\S+ %"),
-    re.compile(r"  +\S+ tok/s/GPU"),
-)
 
 
 class View:
@@ -94,10 +86,7 @@ class View:
         attempts = [_attempt(each) for each in run.attempts[-3:]]
         parts += [Text(each, no_wrap=True, overflow="ellipsis") for each in attempts]
         room = max(1, height - len(parts) - 2)
-        newest = [
-            fitted(line, width - 4) if _STEP.match(line) else line
-            for line in list(self._lines)[-room:]
-        ]
+        newest = list(self._lines)[-room:]
         parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in newest]
         title = Text(f"{self.run.name}  ").append(state.word, style=f"bold {colour}")
         return Panel(Group(*parts), title=title, title_align="left", border_style=colour)
@@ -143,15 +132,6 @@ class View:
         ]
         known = [each for each in parts if not each.endswith("-")]
         return Text(", ".join(known) or "no step is logged yet", no_wrap=True, overflow="ellipsis")
-
-
-def fitted(line: str, width: int) -> str:
-    """Return a step's line in at most `width` characters; the least important fields go first."""
-    for field in _FIELDS:
-        if len(line) <= width:
-            break
-        line = field.sub("", line, count=1)
-    return line if len(line) <= width else f"{line[: max(0, width - 1)]}…"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

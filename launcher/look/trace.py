@@ -7,7 +7,7 @@ are operators like any other. So communication is "exposed" if nothing is comput
 
 import gzip
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,28 +31,25 @@ _CPU_COPIES = {"aten::copy_", "aten::_to_copy"}
 
 @dataclass(frozen=True)
 class RankTime:
-    """Where the time of a rank's recorded steps went, in seconds of all of them together.
-
-    compute, exposed_communication, copies, data_loading and idle add up to total. communication is
-    all of it, also what is hidden behind compute.
-    """
+    """Where the time of a rank's recorded steps went, in seconds of all of them together."""
 
     rank: int
-    host: str
     steps: int
     on_gpu: bool
     total: float
-    compute: float
+    # Compute, exposed communication, copies, data loading and idle, which add up to total.
+    parts: Mapping[str, float]
+    # All of it, also what is hidden behind compute.
     communication: float
-    exposed_communication: float
-    copies: float
-    data_loading: float
-    idle: float
 
     @property
     def own(self) -> float:
-        """Seconds that it took without waiting for the network or for other ranks."""
-        return self.total - self.exposed_communication
+        """Seconds per step that it took without waiting for the network or for other ranks."""
+        return (self.total - self.parts["communication"]) / self.steps
+
+    def share(self, part: str) -> float:
+        """The share of a part in its time."""
+        return self.parts[part] / self.total
 
 
 def newest(folder: Path) -> dict[int, Path]:
@@ -80,21 +77,20 @@ def read(path: Path, rank: int) -> RankTime:
         with opened(path, "rb") as file:
             trace = parse_json(file.read())
         events = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
-        host = str(trace.get("host_name") or "?")
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"{path} is not a complete trace ({type(error).__name__})"
         raise RunFault(
             f"{message}: the job may have ended while it was written; record it again"
         ) from error
     try:
-        return measured(events, rank, host)
+        return measured(events, rank)
     except (KeyError, TypeError, ValueError) as error:
         raise RunFault(
             f"{path} contains events in an unknown format ({error}): record it again"
         ) from error
 
 
-def measured(events: list[Event], rank: int, host: str = "?") -> RankTime:
+def measured(events: list[Event], rank: int) -> RankTime:
     """Return where the time of a trace's complete events went; their times are microseconds."""
     steps = [each for each in events if _name(each).startswith("ProfilerStep#")]
     steps = [each for each in steps if each.get("cat") != "gpu_user_annotation"]
@@ -103,26 +99,14 @@ def measured(events: list[Event], rank: int, host: str = "?") -> RankTime:
         raise ValueError("no events")
     spans = _spans(steps or known)
     window = min(begin for begin, _ in spans), max(end for _, end in spans)
+    total = (window[1] - window[0]) * 1e-6
     on_gpu = any(each.get("cat") in _KERNELS for each in known)
     loading = [each for each in known if _name(each).startswith("enumerate(DataLoader)")]
-    layers = _gpu_layers(known, loading) if on_gpu else _cpu_layers(known, loading)
-    given = _given([each for _, each in layers], window)
-    parts = dict(zip((name for name, _ in layers), given, strict=True))
-    (communication,) = _given([dict(layers)["communication"]], window)
-    second = 1e-6
-    return RankTime(
-        rank=rank,
-        host=host,
-        steps=max(1, len(steps)),
-        on_gpu=on_gpu,
-        total=(window[1] - window[0]) * second,
-        compute=parts["compute"] * second,
-        communication=communication * second,
-        exposed_communication=parts["communication"] * second,
-        copies=parts["copies"] * second,
-        data_loading=parts["data loading"] * second,
-        idle=(window[1] - window[0] - sum(given)) * second,
-    )
+    layers = dict(_gpu_layers(known, loading) if on_gpu else _cpu_layers(known, loading))
+    parts = dict(zip(layers, _given([*layers.values()], window), strict=True))
+    parts["idle"] = total - sum(parts.values())
+    (communication,) = _given([layers["communication"]], window)
+    return RankTime(rank, max(1, len(steps)), on_gpu, total, parts, communication)
 
 
 def _name(event: Event) -> str:
@@ -165,7 +149,7 @@ def _spans(events: Iterable[Event]) -> list[Interval]:
 
 
 def _given(layers: Sequence[list[Interval]], window: Interval) -> list[float]:
-    """Return for how long each layer is at work in a window while no layer before it is."""
+    """Return for how many seconds each layer is at work while no layer before it is."""
     begin, end = window
     marks = sorted(
         (min(max(moment, begin), end), change, layer)
@@ -177,7 +161,7 @@ def _given(layers: Sequence[list[Interval]], window: Interval) -> list[float]:
     for moment, change, layer in marks:
         first = next((k for k, count in enumerate(at_work) if count > 0), None)
         if first is not None:
-            lengths[first] += moment - last
+            lengths[first] += (moment - last) * 1e-6
         last = moment
         at_work[layer] += change
     return lengths

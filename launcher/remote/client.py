@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from launcher import plugins
 from launcher.errors import RemoteFault, UsageFault
@@ -113,30 +112,14 @@ def fetch(host: str, run: str, part: str, into: Path | None, cluster: str | None
         into: the folder for the run's files; None for one with the run's name, here.
     """
     connection = Connection(host)
-    known = _status(connection, run, cluster)
+    words = ["status", run, "--json", *(["--cluster", cluster] if cluster else [])]
+    known = json.loads(connection.output(connection.module("launcher", *words)))
     name = str(known["run"])
     if not into and not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII):
         raise RemoteFault(f"the cluster names the run {name!r}, which is no folder's name: use -o")
     folder = into or Path(name)
     connection.pull(f"{known['path']}/{part}", folder / part)
     return folder
-
-
-def forward(host: str, run: str, port: int, cluster: str | None, say: Say) -> None:
-    """Forward a port of this machine to the same of a run's first node, until Ctrl-C."""
-    servers.end_with_signals()
-    connection = Connection(host)
-    known = _status(connection, run, cluster)
-    if known["state"] != "RUNNING" or not known["nodes"]:
-        raise RemoteFault(f"{known['run']} runs on no node now: see: cookbook status {run}")
-    own = connection.forward(known["nodes"][0], port)
-    say(f"open: http://127.0.0.1:{own}/   ({known['nodes'][0]}; Ctrl-C here closes it)")
-    _hold(say)
-
-
-def _status(connection: Connection, run: str, cluster: str | None) -> Any:
-    words = ["status", run, "--json", *(["--cluster", cluster] if cluster else [])]
-    return json.loads(connection.output(connection.module("launcher", *words)))
 
 
 def _hold(say: Say) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import click
 
 from launcher import site as sites
-from launcher.cli import common, completion
+from launcher.cli import common
 from launcher.cli.common import note
 from launcher.do import models
 from launcher.errors import EndpointFault, UsageFault
@@ -27,7 +27,7 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 
 @click.command()
-@click.argument("given", nargs=-1, metavar="[MODEL] [KEY=VALUE]...", shell_complete=completion.runs)
+@click.argument("given", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--name", metavar="NAME", help="Name of the endpoint. [default: the registered name]")
 @click.option("--config", help="Name in configs/serve, or a path. [default: default]")
 @click.option("--replicas", type=click.IntRange(min=1), help="Jobs, one copy each. [default: 1]")

@@ -53,7 +53,6 @@ GRPO = "submit demo_grpo rollout_engine=vllm"
             "rollout_gpus: only for vLLM; set rollout_engine=vllm",
         ),
         (GRPO, 2, "rollout_engine: vLLM generates on nodes of its own; set resources.rollout=1"),
-        ("recipes --key dataset.pakced", 2, "did you mean dataset.packed?"),
         ("submit --recipe demo --node 2", 2, "No such option"),
         ("submit demo --nodes two", 2, "'two' is not a valid integer range"),
         ("submit demo --time '1:00\n#SBATCH --uid=0'", 2, "a limit such as"),
@@ -269,22 +268,3 @@ def test_a_note_names_keys_that_are_not_used(user: Kit):
         done = user.cookbook(*command, "--local", "--recipe", "demo", "optimizer_in_bwd=true")
         first = "note: keys that are not used: optimizer_in_bwd (the optimizer steps after the"
         assert done.stderr.startswith(first)
-
-
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("submit llama70b_l", {"plain,llama70b_lora"}),
-        ("submit --recipe llama70b_l", {"plain,llama70b_lora"}),
-        ("submit demo optimizer.l", {"plain,optimizer.lr="}),
-        ("sweep demo_", {"plain,demo_settings"}),
-        ("status ", {"plain,last"}),
-        ("status no_such_run", set()),
-    ],
-)
-def test_the_shell_completes_recipes_keys_sweeps_and_runs(user: Kit, typed: str, offered: set):
-    words = f"cookbook {typed}"
-    count = len(words.split()) - 1 + typed.endswith(" ")
-    given = {"COMP_WORDS": words, "COMP_CWORD": str(count), "_COOKBOOK_COMPLETE": "bash_complete"}
-    done = Kit(user.env | given, user.root).cookbook()
-    assert done.returncode == 0 and set(done.stdout.split()) == offered, done.stdout + done.stderr

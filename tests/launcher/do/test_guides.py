@@ -110,7 +110,7 @@ def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
     # As the README has it; the tiny models fit in each of its nine experiments.
     if os.environ.get("LITGPT_VENV"):
         itself = Kit(user.env | {"COOKBOOK_ROOT": str(root)}, root)
-        rows = json.loads(itself.cookbook("results", "litgpt", "--format", "json").stdout)
+        rows = json.loads(itself.cookbook("results", "litgpt", "--json").stdout)
         curves = {row["cell"]: losses(root / "runs" / row["run"]) for row in rows}
         assert len(rows) == 9 and {row["state"] for row in rows} == {"COMPLETED"}, rows
         assert all(list(curve) == [1, 2, 3] for curve in curves.values()), curves
