@@ -18,7 +18,7 @@ _COMMANDS = {
     "start": ("start", "Write a recipe for your data and model, and show what it needs."),
     "models": ("models", "List the model families, and what the trainer supports for each."),
     "recipes": ("recipes", "List the recipes, or show one with all settings resolved."),
-    "environments": ("environments", "List environments, and those that were built."),
+    "environments": ("environments", "List the environments in configs/environments."),
     "doctor": ("check", "Check whether this site can run the kit."),
     "download": ("check", "Download a recipe's model and dataset from the Hugging Face Hub."),
     "check": ("check", "Check everything that could stop a run, without submitting it."),

@@ -67,7 +67,7 @@ def sweep(
         _show(planned, executor, no_check)
         return
     made = workflow.submit_sweep(planned, note, no_check)
-    if executor.arrays:
+    if executor.queued:
         _tell(made)
         return
     _run_here(made, executor)
@@ -91,7 +91,7 @@ def _show(
     """Print what would be submitted, and what would refuse it."""
     predicted = _predicted(planned)
     click.echo("\n".join(predicted.lines() if predicted else (c.name for c in planned.cells)))
-    for script in planned.scripts.values() if executor.arrays else ():
+    for script in planned.scripts.values() if executor.queued else ():
         click.echo(f"\n{script}", nl=False)
     for fault in workflow.faults(planned, no_check):
         note(f"warning: sweep would refuse this: {fault}")
@@ -123,10 +123,10 @@ def _run_here(made: SweepDirectory, executor: Executor) -> None:
 
 def _resume(site: sites.Site, name: str, parallel: int | None, executor: Executor) -> None:
     sweep = find(site.root, name)
-    if executor.arrays is None:
+    if not executor.queued:
         _run_here(sweep, executor)
         return
-    again = workflow.resume_sweep(sweep, executor.arrays, note, parallel)
+    again = workflow.resume_sweep(sweep, note, parallel)
     job = sweep.record["jobs"][-1]["job_id"]
     click.echo(f"resumed {len(again)} runs of {sweep.name}, the last as job array {job}")
 

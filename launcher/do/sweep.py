@@ -39,7 +39,8 @@ from launcher.run.states import State, judged, state_of
 from launcher.run.sweeps import SweepDirectory
 from launcher.site import Site
 from launcher.slurm import executors, jobs, render
-from launcher.slurm.executors import Arrays, Executor
+from launcher.slurm.executor import living_tasks, start_array
+from launcher.slurm.executors import Executor
 from runspec import files
 
 Say = Callable[[str], None]
@@ -181,7 +182,7 @@ def submit_sweep(
         built.ensure(environment, planned.site.root, say)
     kit = code.present(planned.site.root)
     made: list[Run] = []
-    token, arrays = executors.token(planned.path.name), planned.executor.arrays
+    token, arrays = executors.token(planned.path.name), planned.executor.queued
     with interrupted_later():
         try:
             for cell in planned.cells:
@@ -196,7 +197,7 @@ def submit_sweep(
             raise
         sweep.name_runs()
         if arrays:
-            _start_arrays(arrays, sweep, planned.arrays, planned.parallel)
+            _start_arrays(sweep, planned.arrays, planned.parallel)
     return sweep
 
 
@@ -224,9 +225,7 @@ def _record(planned: PlannedSweep, token: str) -> dict[str, Any]:
     }
 
 
-def _start_arrays(
-    executor: Arrays, sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parallel: int
-) -> None:
+def _start_arrays(sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parallel: int) -> None:
     """Start these tasks of a sweep's arrays; each array begins when the one before it has ended.
 
     So the limit on parallel runs holds for all of them together.
@@ -241,9 +240,7 @@ def _start_arrays(
             script, known = sweep.path / files.ARRAY_SCRIPT.format(place), {"tasks": list(tasks)}
             try:
                 earlier = {str(job["job_id"]) for job in sweep.record["jobs"]}
-                job = executor.start_array(
-                    script, record["token"], lease, earlier, tasks, parallel, after
-                )
+                job = start_array(script, record["token"], lease, earlier, tasks, parallel, after)
             except SlurmTimeout:
                 raise
             except SlurmFault as fault:
@@ -270,7 +267,7 @@ def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:
 
 
 def resume_sweep(
-    sweep: SweepDirectory, executor: Arrays, say: Say, parallel: int | None = None
+    sweep: SweepDirectory, say: Say, parallel: int | None = None
 ) -> list[dict[str, Any]]:
     """Start again the cells that have ended and are not done, each from its checkpoint.
 
@@ -284,7 +281,7 @@ def resume_sweep(
     """
     record = sweep.record
     sweep.name_runs()
-    alive = executor.living_tasks(record["token"])
+    alive = living_tasks(record["token"])
     again = [
         cell for cell, state in unfinished(sweep) if state.ended and cell["number"] not in alive
     ]
@@ -302,7 +299,7 @@ def resume_sweep(
                 {**run.submission, "array": record["token"], "task": cell["number"]},
             )
     arrays = [[task for task in tasks if task in chosen] for tasks in record["arrays"]]
-    _start_arrays(executor, sweep, arrays, parallel or int(record["parallel"]))
+    _start_arrays(sweep, arrays, parallel or int(record["parallel"]))
     return again
 
 

@@ -8,7 +8,6 @@ from launcher import paths, venv, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipe import (
     absent,
-    air,
     entries,
     extend,
     functions,
@@ -76,8 +75,6 @@ def _as_recipe(config: dict[str, Any], path: Path, prefix: str) -> dict[str, Any
     """
     if prefix and "entry" in config:
         raise RecipeFault(f"{path} has its own entry: name the file without {prefix}")
-    if not prefix and air.is_workload(config):
-        return air.recipe(config, path)
     if row := prefix or entries.recognised(config):
         # Unchanged: the kit's launch around it. Beside `config`, `entry` may name a program.
         return {"entry": f"{row}{path.name}", "config": path.name}

@@ -192,7 +192,7 @@ def records_of(path: Path, source: str) -> Iterator[dict[str, Any]]:
         elif source == "text":
             yield from ({"text": line.rstrip("\n")} for line in file if line.strip())
         else:
-            yield from _json_records(path, file)
+            yield from _json_records(file)
 
 
 def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -204,7 +204,7 @@ def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
     yield from map(parse_json, done.stdout.splitlines())
 
 
-def _json_records(path: Path, file: Any) -> Iterator[dict[str, Any]]:
+def _json_records(file: Any) -> Iterator[dict[str, Any]]:
     """The objects of JSON lines, or of one JSON array."""
     lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
     for number, line in lines:

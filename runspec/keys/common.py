@@ -31,6 +31,8 @@ class ResourceKeys:
     constraint: str | None = option("features", "Node features, such as h100&ib.")
     reservation: str | None = option("name", "Reservation.")
     exclude: str | None = option("nodes", "Nodes to avoid, such as gpu-[07-09].")
+    mail_user: str | None = option("address", "Address to which Slurm sends mail.")
+    mail_type: str | None = option("events", "Events of which it sends mail: BEGIN,END,FAIL.")
     exclusive: bool = option("flag", "Do not share the nodes with other jobs.", False)
     rollout: int | str = option(
         "rollout nodes",
@@ -76,13 +78,6 @@ _KEYS = (
         "and an all-reduce. A node that fails is excluded. Use false if GPUs are shared.",
         True,
     ),
-    Key(
-        "notify",
-        "block",
-        "Slurm's mail about a run's events; the site's file may also set it.",
-    ),
-    Key("notify.events", "events", "Events to report. Default: all three."),
-    Key("notify.mail", "address", "Address to which Slurm sends mail."),
     Key(
         "tracking",
         "tracker",

@@ -114,23 +114,16 @@ def _script(question: Question, folder: Path, settings: Mapping[str, object]) ->
 
 
 def _setup(cluster: Site) -> list[str]:
-    """Return the site's job_setup, and what reports a line that fails or ends the script."""
+    """Return the site's job_setup, each line with what reports that it failed."""
     if not cluster.job_setup:
         return []
-    place = f"configs/clusters/{cluster.name}.yaml"
-    # As in slurm/supervise.sh, but the other checks go on if they can.
-    lines = [
-        """printf '@ node %s\\n' "${SLURMD_NODENAME:-$(hostname -s)}\"""",
-        "setup_failed() {",
-        "  local rc=$?",
-        "  trap - ERR EXIT",
-        """  printf '@ setup_fault %s %s\\n' "$((rc ? rc : 1))" "$SETUP_PLACE\"""",
-        "}",
-        "trap setup_failed ERR EXIT",
-    ]
+    lines = ["""printf '@ node %s\\n' "${SLURMD_NODENAME:-$(hostname -s)}\""""]
     for line in cluster.job_setup:
-        lines += [f"SETUP_PLACE={shlex.quote(f'{place}: {line!r}')}", line]
-    return [*lines, "trap - ERR EXIT", "set +eu"]
+        place = shlex.quote(f"configs/clusters/{cluster.name}.yaml: {line!r}")
+        report = f"printf '@ setup_fault %s %s\\n' $rc {place}"
+        lines += [line, f"rc=$?; [ $rc = 0 ] || {report}"]
+    # The other checks go on if they can.
+    return [*lines, "set +eu"]
 
 
 def _reports(step: slurm.Step) -> list[NodeReport]:

@@ -10,8 +10,7 @@ import pytest
 
 from launcher import check as checks
 from launcher import paths, yamlfile
-from launcher.check import preflight
-from launcher.check import recipe as recipe_checks
+from launcher.check import inside, preflight
 from launcher.errors import PreflightFault, RecipeFault
 from launcher.recipe import functions, torchtune
 from launcher.recipe import load as recipes
@@ -197,9 +196,9 @@ def test_what_the_environment_lacks_is_found_before_the_queue():
     path = torchtune.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
     context = checks.Context(recipe, Site(), executor=choose(True))
-    text = "\n".join(each.line for each in recipe_checks.script(context))
-    assert f"imports lm_eval, which {paths.venv_root()} lacks" in text
-    assert "pip install lm_eval" in text
+    (fault,) = inside.inside(context)
+    assert f"{paths.venv_root()} lacks lm_eval, which this recipe starts" in fault.line
+    assert "add lm_eval to environment.dependencies in the recipe" in fault.line
 
 
 def test_pickled_weights_are_refused(tmp_path):

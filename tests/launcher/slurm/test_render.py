@@ -85,7 +85,9 @@ def test_shellcheck_finds_nothing(cluster, tmp_path):
 
 
 def test_a_sites_values_yield_to_the_recipes(fixed):
-    rendered = script("llama70b_lora", SITE, "resources.partition=mine")
+    mail = ("resources.mail_user=me@example.org", "resources.mail_type=END,FAIL")
+    rendered = script("llama70b_lora", SITE, "resources.partition=mine", *mail)
+    assert "#SBATCH --mail-user=me@example.org\n#SBATCH --mail-type=END,FAIL\n" in rendered
     assert "#SBATCH --partition=mine\n" in rendered
     assert "#SBATCH --time=24:00:00\n" in rendered
     assert "#SBATCH --account=team\n" in rendered
