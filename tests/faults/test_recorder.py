@@ -268,22 +268,3 @@ def test_an_end_is_recorded_once_with_the_time_at_which_it_came(tmp_path, monkey
         assert records.end(tmp_path, 0, 1, 3, ended=ended) == "run"
     (line,) = attempts(tmp_path)
     assert line["ended"] == ended and line["cause"] == "killed"
-
-
-def test_a_job_that_pauses_before_the_next_attempt_ends_at_once(place, plain_env):
-    """Storage has failed several times: the pause is one of minutes."""
-    run = made(place, "open('/dev/full', 'w').write('x')\n", max_retries=9)
-    script = run.path / "job.sbatch"
-    line = r"{\"cause\": \"storage\", \"gained\": true, \"job_id\": \"local-$$\"}"
-    lines = f'for _ in {{1..9}}; do echo "{line}" >>$RUN_DIR/attempts.jsonl; done\n'
-    fault = r"{\"rank\": 0, \"time\": 1.0, \"type\": \"StorageError\", \"message\": \"gone\"}"
-    fails = f'echo "{fault}" >"$LOGS/error_rank_0.json"; exit 1\nexec '
-    text = script.read_text().replace("exec ", fails, 1)
-    script.write_text(text.replace("set -uo pipefail\n", "set -uo pipefail\n" + lines, 1))
-    job = start(run.path, plain_env)
-    # Until the job waits for nothing else than the time.
-    until(lambda: run.status.get("state") == "RETRYING", 60, lambda: said(run.path))
-    time.sleep(1)
-    job.terminate()
-    assert job.wait(20) == 143, said(run.path)
-    assert (run.status["state"], run.status["cause"]) == ("CANCELLED", "cancelled"), run.status

@@ -247,35 +247,6 @@ def test_a_lost_node_is_replaced(new_cluster, root: Path, in_turns: Path, node: 
         assert_equal(run, in_turns)
 
 
-HANGS = """
-import time
-
-def score(completions, answer):
-    if completions[0].startswith("1") and answer[0] == "9":
-        time.sleep(600)
-    return [float(completions[0] == answer[0])]
-"""
-
-
-@pytest.mark.named
-def test_a_reward_that_hangs_costs_its_answers(user: Kit, root: Path, tmp_path: Path):
-    """Of a run in turns and of one with rollout nodes the same ones, and a limit's time each."""
-    demo_sums.make(root / "models/demo-sums", steps=40)
-    (tmp_path / "own.py").write_text(HANGS)
-    own = ["max_steps=6", "save_every_n_steps=2", "reward_timeout=0.5"]
-    own += ["rewards={own: {function: " + f"{tmp_path}/own.py:score" + "}}"]
-    runs = []
-    for more in ([], ["resources.rollout=1"]):
-        _, run = user.submit(*RUN, *own, *more)
-        ended(user, run, "COMPLETED")
-        runs.append(run)
-    failed = [line["answers/failed"] for line in metrics(runs[1])]
-    assert 0 < sum(failed) / len(failed) < 0.1, failed
-    log = (runs[1] / "logs/0/rank_0.log").read_text()
-    assert log.count("note: reward own failed (timeout): took over 0.5 s") == 1
-    assert_equal(runs[1], runs[0])
-
-
 @pytest.mark.named
 def test_a_run_ahead_loses_no_step_and_keeps_its_bound(user: Kit, in_turns: Path):
     """A sampler that is killed, and then a rank: not the same losses, but all steps."""

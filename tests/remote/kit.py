@@ -39,11 +39,6 @@ class Cluster:
         """How often somebody has logged in."""
         return (self.folder / "sshd.log").read_text().count("Accepted publickey")
 
-    @property
-    def calls(self) -> int:
-        """How many commands ssh has started."""
-        return (self.folder / "sshd.log").read_text().count("Starting session: command")
-
     def start(self, *arguments: str, cwd: Path) -> "subprocess.Popen[bytes]":
         """Start the laptop's command."""
         return subprocess.Popen(

@@ -105,17 +105,6 @@ def test_every_experiment_of_the_course_has_a_state_and_a_prediction(user: Kit):
     assert "13B, bf16, batch 1, AdamW" in too_large, state
     assert "13B, bf16, batch 1, SGD" not in too_large and "7B, QLoRA, batch 4 x 4" not in too_large
     assert set(state.values()) == {"COMPLETED", "OUT_OF_MEMORY"}, state
-    page = (root / "report.html").read_text()
-    assert page.count("<svg") >= 2
-    # As the README has it; the tiny models fit in each of its nine experiments.
-    if os.environ.get("LITGPT_VENV"):
-        itself = Kit(user.env | {"COOKBOOK_ROOT": str(root)}, root)
-        rows = json.loads(itself.cookbook("results", "litgpt", "--json").stdout)
-        curves = {row["cell"]: losses(root / "runs" / row["run"]) for row in rows}
-        assert len(rows) == 9 and {row["state"] for row in rows} == {"COMPLETED"}, rows
-        assert all(list(curve) == [1, 2, 3] for curve in curves.values()), curves
-        whole, parts = curves["1.1B, 32-true, batch 32"], curves["1.1B, 32-true, batch 4 x 8"]
-        assert parts == pytest.approx(whole, abs=2e-3), "the same samples in each step"
 
 
 @pytest.mark.named
