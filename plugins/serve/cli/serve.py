@@ -16,6 +16,8 @@ from launcher.look.servers import tunnel
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm.executors import choose, title
+from plugins.serve import stats
+from plugins.serve.cli.since import since_option
 from plugins.serve.endpoint import reachable
 from plugins.serve.launcher import endpoint as endpoints
 from plugins.serve.launcher import gateway
@@ -39,6 +41,8 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 @click.option("--list", "listed", is_flag=True, help="List the endpoints.")
 @click.option("--url", metavar="NAME", help="Print the URL of an endpoint.")
 @click.option("--stop", metavar="NAME", help="Stop an endpoint's jobs and gateway.")
+@click.option("--stats", metavar="NAME", help="Show latency, throughput, errors and tokens.")
+@since_option("With --stats, requests since")
 @click.option(
     "--keep", metavar="NAME", help="Maintain an endpoint: alias changes, time limits, ended jobs."
 )
@@ -56,6 +60,8 @@ def serve(
     asked = [name for name in _ACTIONS if options[name] is not None]
     if listed + len(asked) + bool(given) != 1:
         raise UsageFault(f"give MODEL, or one of {_NAMED}")
+    if options["since"] and options["stats"] is None:
+        raise UsageFault("--since requires --stats: leave it out")
     if options["once"] and options["keep"] is None:
         raise UsageFault("--once requires --keep: leave it out")
     if not given and any(options[name] for name in (*_OF_A_MODEL, *_RESOURCES)):
@@ -73,9 +79,10 @@ def serve(
 _ACTIONS: dict[str, Callable[[Site, Endpoint, Mapping[str, Any]], None]] = {
     "url": lambda site, one, given: _print_url(one, given["as_json"]),
     "stop": lambda site, one, given: workflow.stop(site, one, note),
+    "stats": lambda site, one, given: _stats(one, given["since"], given["as_json"]),
     "keep": lambda site, one, given: maintenance.maintain(site, one, note, given["once"]),
 }
-_NAMED = "--list, --url, --stop, --keep"
+_NAMED = "--list, --url, --stop, --stats, --keep"
 _RESOURCES = ("nodes", "gpus_per_node", "time", "partition", "account", "qos", "environment")
 _OF_A_MODEL = ("name", "config", "replicas", "port", "local", "no_wait", "replace")
 
@@ -185,6 +192,11 @@ def _print_url(endpoint: Endpoint, as_json: bool, url: str = "", node: str | Non
     note(f"  laptop    {tunnel(int(url.rpartition(':')[2]), node)}")
     if not node:
         note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
+
+
+def _stats(endpoint: Endpoint, since: str | None, as_json: bool) -> None:
+    figures = workflow.figures(endpoint, since)
+    click.echo(json.dumps(figures, indent=1) if as_json else "\n".join(stats.lines(figures)))
 
 
 def _list(site: Site, as_json: bool) -> None:

@@ -12,6 +12,8 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
+from runspec.since import seconds
+
 from launcher import paths, venv, yamlfile
 from launcher import site as sites
 from launcher.do import models
@@ -26,6 +28,7 @@ from launcher.run.states import state_of
 from launcher.site import Site
 from launcher.slurm import executors
 from plugins.serve import endpoint as endpoints
+from plugins.serve import journal, stats
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
 from plugins.serve.recipe_keys import package_of
 from runspec import adapters, files
@@ -301,3 +304,12 @@ def failed_start(site: Site, endpoint: Endpoint) -> str:
         if state.word == "FAILED" and not (run.path / files.SERVED).exists():
             return f"{run.name} ended before it was ready ({state.detail})"
     return ""
+
+
+def figures(endpoint: Endpoint, since: str | None) -> dict[str, Any]:
+    """Return an endpoint's figures; EndpointFault if it has no requests."""
+    begin = seconds(since) if since else 0.0
+    found = stats.summary(journal.read(endpoint.folder / endpoints.REQUESTS, begin))
+    if not found["requests"]:
+        raise EndpointFault(f"no request of {endpoint.name} is logged in that time")
+    return found
