@@ -60,7 +60,7 @@ def serve(
     asked = [name for name in _ACTIONS if options[name] is not None]
     if listed + len(asked) + bool(given) != 1:
         raise UsageFault(f"give MODEL, or one of {_NAMED}")
-    if options["since"] and options["stats"] is None:
+    if options["since"] is not None and options["stats"] is None:
         raise UsageFault("--since requires --stats: leave it out")
     if options["once"] and options["keep"] is None:
         raise UsageFault("--once requires --keep: leave it out")
@@ -194,7 +194,7 @@ def _print_url(endpoint: Endpoint, as_json: bool, url: str = "", node: str | Non
         note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
 
 
-def _stats(endpoint: Endpoint, since: str | None, as_json: bool) -> None:
+def _stats(endpoint: Endpoint, since: float | None, as_json: bool) -> None:
     figures = workflow.figures(endpoint, since)
     click.echo(json.dumps(figures, indent=1) if as_json else "\n".join(stats.lines(figures)))
 
