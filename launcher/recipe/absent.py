@@ -26,8 +26,8 @@ KEYS = {
     "conda": _PACKAGES,
     "deepspeed": "the trainer uses FSDP, not DeepSpeed: leave it out, or start a script with "
     "entry: deepspeed:SCRIPT (docs/engines.md)",
-    "on_policy_share": "only entry: distill_on_policy has it (docs/methods.md)",
     "notify": "Slurm's mail is resources.mail_user and resources.mail_type",
+    "on_policy_share": "only entry: distill_on_policy has it (docs/methods.md)",
     "context_parallel_dim": "sequences are not split over GPUs: use tensor_parallel_dim",
     "pipeline_parallel_dim": "layers are not split over GPUs: use tensor_parallel_dim and FSDP",
 }

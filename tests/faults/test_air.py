@@ -16,8 +16,7 @@ import pytest
 
 from launcher import paths
 from tests.faults.kit import attempts
-from tests.faults.test_engines import a_rank
-from tests.launcher.kit import Kit, report, until
+from tests.launcher.kit import Kit, ranks_of, report, until
 
 WORKLOAD = paths.REPO_ROOT / "examples" / "air_fsdp" / "train.yaml"
 TOKEN = "hf_secret_of_the_workload"
@@ -59,7 +58,7 @@ def test_the_workload_of_the_guide_runs(user, tmp_path):
     )
     assert (run / "code/train.py").is_file() and not (run / "code").is_symlink(), "the snapshot"
     until(lambda: list(output.glob("step_*/.metadata")), 150, lambda: report(run))
-    os.kill(a_rank(run, "train.py"), signal.SIGKILL)
+    os.kill(ranks_of(run, "train.py")[1], signal.SIGKILL)
     state = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=200)
     assert state["state"] == "COMPLETED", report(run)
     assert len(attempts(run)) == 2 and attempts(run)[0]["cause"] == "killed", attempts(run)

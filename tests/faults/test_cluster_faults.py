@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from runspec import files
@@ -19,7 +20,6 @@ from tests.faults.kit import (
     Undisturbed,
     attempts,
     ended,
-    processes_of,
     rank,
     requeued,
     trains,
@@ -53,7 +53,7 @@ def test_a_controller_that_is_away_while_a_rank_dies_costs_no_run(
         user = user_of(cluster, root)
         _, run = user.submit(*SHORT)
         trains(run)
-        (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
+        controller = cluster.controller
         os.kill(controller, how)
         try:
             os.kill(rank(run, 1), signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_a_requeue_waits_for_the_controller(new_cluster, root, undisturbed: Undi
         user = user_of(cluster, root)
         job, run = user.submit(*SHORT)
         trains(run)
-        (controller,) = [int(path.read_text()) for path in cluster.state.rglob("slurmctld.pid")]
+        controller = cluster.controller
         held = rank(run, 0)
         # The ranks do not stop, and take their file away, before the controller is gone.
         os.kill(held, signal.SIGSTOP)
@@ -104,10 +104,10 @@ def deadly(node: str, run: Path) -> Iterator[None]:
     def kill() -> None:
         while not stopped.wait(0.5):
             for pid in ranks_of(run).values():
-                with contextlib.suppress(OSError):
-                    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    if f"SLURMD_NODENAME={node}".encode() in environ:
-                        os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(pid)
+                    if process.environ().get("SLURMD_NODENAME") == node:
+                        process.kill()
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -153,15 +153,13 @@ def test_storage_that_cannot_be_read_costs_no_checkpoint(user, undisturbed, tmp_
 
 def alive(run: Path, attempt: int) -> list[int]:
     """The ranks of one attempt of a run."""
-    wanted = {f"RUN_DIR={run}".encode(), f"COOKBOOK_ATTEMPT={attempt}".encode()}
-    found = []
-    for process in map(str, processes_of(run)):
-        with contextlib.suppress(OSError):
-            environ = set(Path("/proc", process, "environ").read_bytes().split(b"\0"))
-            name = Path("/proc", process, "comm").read_text()
-            if wanted <= environ and name.startswith("rank "):
-                found.append(int(process))
-    return found
+    wanted = {"RUN_DIR": str(run), "COOKBOOK_ATTEMPT": str(attempt)}.items()
+    return [
+        process.pid
+        for process in psutil.process_iter(["environ", "name"])
+        if (process.info["environ"] or {}).items() >= wanted
+        and process.info["name"].startswith("rank ")
+    ]
 
 
 @pytest.mark.named

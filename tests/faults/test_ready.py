@@ -137,16 +137,6 @@ def test_one_slow_try_is_no_fault_and_one_wrong_product_is():
     assert not wrong.or_better(FIT).product_is_right and not FIT.or_better(wrong).product_is_right
 
 
-def test_a_product_is_timed_for_as_long_as_asked():
-    alone = world.start("cpu")
-    try:
-        calls: list[int] = []
-        assert fitness._timed(lambda: calls.append(1), alone, 2, 0.05) < 0.05
-        assert len(calls) > 2 and len(calls) % 2 == 0
-    finally:
-        world.stop()
-
-
 def test_a_wrong_product_ends_the_rank_and_no_check_is_no_check(monkeypatch):
     alone = world.start("cpu")
     try:

@@ -3,20 +3,17 @@
 import os
 import shutil
 import signal
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from runspec import files
 from tests.faults.conftest import user_of
 from tests.faults.kit import (
     SHORT,
     Undisturbed,
     attempts,
     ended,
-    processes_of,
-    processes_of_node,
+    lose_node,
     rank,
     trains,
 )
@@ -37,27 +34,6 @@ def test_a_killed_rank_is_named_and_costs_no_result(user: Kit, undisturbed: Undi
     assert told.startswith(f"attempt 0 of {run.name} failed: killed: rank 1 on n2: Killed"), told
     assert f"==> {run / 'logs/0/node_1.log'}, the last 30 lines <==" in told
     undisturbed.is_equalled_by(run)
-
-
-@pytest.mark.long
-def test_a_killed_supervisor_costs_nothing(user: Kit, undisturbed: Undisturbed):
-    """It goes on with the ranks that run, and knows how they end."""
-    _, run = user.submit(*SHORT)
-    trains(run)
-    (pid,) = (each for each in processes_of(run) if b"slurm.supervise" in argv(each)[:5])
-    ranks = ranks_of(run)
-    os.kill(pid, signal.SIGKILL)
-    (line,) = ended(user, run, "COMPLETED")
-    assert (line["cause"], line["exit_code"]) == ("finished", 0), report(run)
-    log = (run / files.JOB_LOG).read_text()
-    assert "it is restarted" in log and "attempt 0 goes on" in log and ranks, log
-    undisturbed.is_equalled_by(run)
-
-
-def argv(pid: int) -> list[bytes]:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return []
 
 
 @pytest.mark.long
@@ -123,11 +99,7 @@ def test_a_lost_node_costs_no_result(root: Path, new_cluster, undisturbed: Undis
         user = user_of(cluster, root)
         job, run = user.submit(*SHORT)
         trains(run)
-        for pid in processes_of_node("n2", job, cluster.state):
-            os.kill(pid, signal.SIGKILL)
-        # sinfo goes on saying "mixed*" for a while when it is asked often.
-        node = ["scontrol", "show", "node", "n2"]
-        until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
+        lose_node(cluster, "n2", job)
         # The node comes back: up starts daemons that have died.
         cluster.start_dead_daemons()
         user.wait(run, "COMPLETED", "FAILED")

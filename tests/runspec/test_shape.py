@@ -39,7 +39,7 @@ PARAMETERS = {
     "DeepSeek-V3-bf16": 671_026_404_352,
     "gpt-oss-20b-BF16": 20_914_757_184,
     "gpt-oss-120b-BF16": 116_829_156_672,
-    # Not published: what trainer/demo_sums.py makes.
+    # Not published: what plugins/rl/demo_sums.py makes.
     "demo-sums": 75_840,
 }
 # As their cards have it, in billions, of those with experts: without the embedding for gpt-oss.

@@ -133,8 +133,7 @@ def _frozen_models(config: Mapping[str, Any], method: type[TrainConfig]) -> dict
     """The reference, and the teacher."""
     reference, teacher = method.reference_of(config), method.teacher_of(config)
     return {
-        "has_reference": reference in ("adapter_off", "model"),
-        "keeps_log_probs": reference == "log_probs",
+        "has_reference": bool(reference),
         "keeps_reference": reference == "model",
         "teacher": shape_of({}, Path(teacher)) if teacher else None,
         "teacher_quantised": config.get("teacher_quantize_base") is True,

@@ -17,6 +17,7 @@ from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm.executors import choose, title
 from plugins.serve import stats
+from plugins.serve.cli.since import since_option
 from plugins.serve.endpoint import reachable
 from plugins.serve.launcher import endpoint as endpoints
 from plugins.serve.launcher import gateway
@@ -41,7 +42,7 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 @click.option("--url", metavar="NAME", help="Print the URL of an endpoint.")
 @click.option("--stop", metavar="NAME", help="Stop an endpoint's jobs and gateway.")
 @click.option("--stats", metavar="NAME", help="Show latency, throughput, errors and tokens.")
-@common.since_option("With --stats, requests since")
+@since_option("With --stats, requests since")
 @click.option(
     "--keep", metavar="NAME", help="Maintain an endpoint: alias changes, time limits, ended jobs."
 )

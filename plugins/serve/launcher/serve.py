@@ -12,6 +12,8 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
+from runspec.since import seconds
+
 from launcher import paths, venv, yamlfile
 from launcher import site as sites
 from launcher.do import models
@@ -31,7 +33,6 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 from plugins.serve.recipe_keys import package_of
 from runspec import adapters, files
 from runspec.keys.key import NAME, NAME_RULE
-from runspec.since import seconds
 from runspec.weights import gives_scores
 
 Say = Callable[[str], None]

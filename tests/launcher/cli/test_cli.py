@@ -170,18 +170,6 @@ def test_dry_run_prints_the_script_and_writes_nothing(user: Kit):
     assert not user.root.exists()
 
 
-def test_every_option_of_the_queue_reaches_the_script(user: Kit):
-    options = ["--nodes", "3", "--gpus-per-node", "4", "--time", "1-12", "--partition", "a,b"]
-    options += ["--account", "team", "--qos", "high", "--name", "mine", "resources.mem=0"]
-    script = user.cookbook("submit", "--recipe", "demo", "--dry-run", *options).stdout
-    for line in (
-        *("--nodes=3", "--gpus-per-node=4", "--cpus-per-task=4", "--time=1-12", "--partition=a,b"),
-        *("--account=team", "--qos=high", "--job-name=mine", "--mem=0"),
-    ):
-        assert f"#SBATCH {line}\n" in script
-    assert "-mine-" in script and "RANKS_PER_NODE=4" in script
-
-
 def test_data_that_are_no_json_or_lack_a_column_are_named(user: Kit, tmp_path):
     data = tmp_path / "data.jsonl"
     submit = ["submit", "--recipe", "demo", "--local", f"dataset.data_files={data}"]

@@ -134,27 +134,6 @@ def test_without_a_terminal_there_are_lines_marked_with_their_run(tmp_path):
     assert {f"{name} | {text}" for name in NAMES for text in ("bar 99%", LINE)} <= set(said)
 
 
-def test_the_controller_is_asked_at_most_every_15_s(tmp_path, monkeypatch):
-    asked: list[int] = []
-
-    def judged(runs):
-        asked.append(len(runs))
-        return iter([(run, State("RUNNING", "squeue")) for run in runs])
-
-    monkeypatch.setattr(watching, "judged", judged)
-    runs = [made(tmp_path, name) for name in NAMES]
-    states, now = watching.States(), time.monotonic()
-    for second in range(46):
-        monkeypatch.setattr(watching.time, "monotonic", lambda at=now + second: at)
-        states.ask(runs)
-        states._thread.join()
-    assert asked == [2, 2, 2] or asked == [2, 2, 2, 2]
-    assert states.look(runs[0]).source == "squeue"
-    # The job's own word is newer than what Slurm said, and costs no question.
-    runs[0].write("status.json", {**runs[0].status, "state": "RETRYING", "message": "rank 1"})
-    assert states.look(runs[0]).word == "RETRYING"
-
-
 def shown(view: View) -> str:
     """The text of the live view of a run that trains."""
     console = Console(width=150, file=io.StringIO())

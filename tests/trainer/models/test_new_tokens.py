@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
+from pyarrow import Table, parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plugins.evaluate.model import Answerer
@@ -161,12 +162,12 @@ def test_new_tokens_are_trained_in_every_layout(name, folders, tagged, tmp_path)
 
 @pytest.mark.long
 def test_other_methods_train_new_tokens(folders, tagged, tmp_path):
-    """Preference tuning with kept log-probabilities, pre-training from scratch, distillation."""
+    """Preference tuning, pre-training from scratch, distillation."""
     source = folders[UNTIED]
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     pairs.write_text(pairs.read_text().replace("very ", "<very>"))
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": f"<ask> {i}<very>"}) + "\n" for i in range(64)))
+    text = tmp_path / "text.parquet"
+    parquet.write_table(Table.from_pydict({"text": [f"<ask> {i}<very>" for i in range(64)]}), text)
     stream = {"_component_": STREAM, "sources": [{"name": "own", "data_files": str(text)}]}
     runs: dict[str, dict[str, Any]] = {
         "dpo": {"model": saved(UNTIED)},
@@ -204,7 +205,8 @@ def test_other_methods_train_new_tokens(folders, tagged, tmp_path):
     (fault,) = check.faults(
         yaml.safe_load(path.read_text()) | {"teacher": str(source)}, OnPolicyDistillation
     )
-    assert "has no token '<ask>' and 2 more" in fault and "train the teacher" in fault
+    assert "is missing there and '<ask>' in" in fault and "3 of " in fault
+    assert "train the teacher with the same new_tokens" in fault
     # `cookbook eval` takes the adapter alone, too.
     settings = {"dtype": "fp32", "template": "chat", "temperature": 0}
     answerer = Answerer(tmp_path / "dpo/export/adapter", settings, torch.device("cpu"))
