@@ -181,15 +181,12 @@ def our_config(
     return path
 
 
-def our_distillation(folder: Path, student: Path, teacher: Path, data: Path, own: bool) -> Path:
-    """The train.yaml of our run of TRL's GKD, on the data or on the student's own answers.
+def our_distillation(folder: Path, student: Path, teacher: Path, data: Path) -> Path:
+    """The train.yaml of our run of TRL's GKD, on the data.
 
-    TRL's trainer takes its temperature for the answers only, so the loss has none.
+    TRL's trainer takes its temperature for answers only, so the loss has none.
     """
     changes: dict[str, Any] = {"teacher": str(teacher), "beta": 0.5, "cross_entropy_share": 0.0}
-    if own:
-        changes |= {"on_policy_share": 1.0, "sampling_temperature": 1e-6}
-        changes |= {"max_new_tokens": 12}
     path = our_config(folder, student, data, "kto", **changes)
     config = yaml.safe_load(path.read_text())
     config["dataset"] |= {
@@ -251,11 +248,10 @@ def curves(python: str, work: Path) -> None:
             print(name, found["losses"][name][::5], flush=True)
     student, teacher = make_chat_models(work / "chat")
     chats = write_chats(work / "chats.jsonl")
-    for method in ("gkd", "gkd_own"):
-        job = {"model": student, "teacher": teacher, "data": chats, "method": method}
-        job |= {"batch_size": BATCH, "steps": STEPS, "lr": RATE}
-        found["losses"][method] = trl(python, work / method, **job)["losses"][:STEPS]
-        print(method, found["losses"][method][::5], flush=True)
+    job = {"model": student, "teacher": teacher, "data": chats, "method": "gkd"}
+    job |= {"batch_size": BATCH, "steps": STEPS, "lr": RATE}
+    found["losses"]["gkd"] = trl(python, work / "gkd", **job)["losses"][:STEPS]
+    print("gkd", found["losses"]["gkd"][::5], flush=True)
     CURVES.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -272,13 +268,9 @@ def speed(python: str | None, work: Path, rounds: int, sigma: float) -> None:
             job |= {"steps": COUNT // BATCH, "lr": RATE, "max_length": LONGEST}
             times = trl(python, work / f"trl{number}", **job)["seconds"]
             found.setdefault("TRL, padded", []).append(1000 * statistics.mean(times[1:]) / BATCH)
-        for name, packed, reference in (
-            ("ours, padded", False, "model"),
-            ("ours, packed", True, "model"),
-            ("ours, packed, reference kept", True, "log_probs"),
-        ):
+        for name, packed in (("ours, padded", False), ("ours, packed", True)):
             folder = work / f"{name.replace(', ', '_')}{number}"
-            changes: dict[str, Any] = {"max_steps": None, "epochs": 1, "reference": reference}
+            changes: dict[str, Any] = {"max_steps": None, "epochs": 1}
             path = our_config(folder, model, data, "dpo", **changes)
             config = yaml.safe_load(path.read_text())
             config["tokenizer"]["max_seq_len"] = 2 * LONGEST if packed else LONGEST

@@ -47,7 +47,7 @@ EXIT_STATUS = ".exit_status"
 # What the trainer writes.
 PROGRESS = "progress.json"
 METRICS = "metrics.jsonl"
-# Of samplers: where they listen, and what became of them (plugins/rl/slurm/samplers.py).
+# Of samplers: where they listen, and what became of them.
 ROLLOUT = ".rollout"
 SAMPLER = "sampler_{}.json"
 WEIGHTS = "weights_{}.safetensors"

@@ -67,7 +67,7 @@ _TRACEBACK = re.compile(
 )
 _FRAME = re.compile(r'^ +File "([^"<]+)", line (\d+)', re.MULTILINE)
 # Where other people's code is.
-_PACKAGES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|/kit/plugins/engines/")
+_PACKAGES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|/kit/plugins/")
 # The last line of a traceback alone, at the beginning of a line.
 _EXCEPTION = re.compile(
     r"^()([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): ?(.*)", re.MULTILINE

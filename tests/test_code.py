@@ -186,6 +186,14 @@ def test_what_runs_on_the_cluster_needs_only_the_standard_library():
         assert not [name for name in imports(path) if name.startswith("slurm.")], path
 
 
+def test_no_file_of_the_core_names_a_plug_in():
+    """Neither by an import nor by a path in a script, a template or a comment."""
+    names = "|".join(sorted({path.parent.name for path in tracked("plugins/*/plugin.py")}))
+    core = ("launcher", "slurm", "runspec", "trainer", "templates")
+    for path in (path for folder in core for path in tracked(f"{folder}/*")):
+        assert not re.search(rf"plugins[./]({names})\b", path.read_text()), path
+
+
 def test_every_pin_is_exact():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line]
     pins = [line for line in lines if not line.startswith("#")]

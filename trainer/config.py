@@ -35,14 +35,12 @@ PROFILER_KEYS = {
 # What the kit has under torchtune's names, so that only a recipe with one of its builders of models
 # or tokenizers imports torchtune.
 _COSINE = "get_cosine_schedule_with_warmup"
-OWN_COMPONENTS = {f"torchtune.training.lr_schedulers.{_COSINE}": f"trainer.schedule.{_COSINE}"} | {
+OWN_COMPONENTS = {
+    f"torchtune.training.lr_schedulers.{_COSINE}": f"trainer.schedule.{_COSINE}",
+    "torchtune.datasets.text_completion_dataset": "trainer.data.instructions.Texts",
+} | {
     f"torchtune.datasets.{name}_dataset": f"trainer.data.instructions.{name}_dataset"
-    for name in (
-        "alpaca",
-        "chat",
-        "instruct",
-        "text_completion",
-    )
+    for name in ("alpaca", "chat", "instruct")
 }
 COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers", "bitsandbytes")
 # Names packages and modules of the user's own, separated by commas, whose components are allowed
@@ -77,9 +75,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = patiently(Path.read_bytes, path).decode("utf-8")
         content = yaml.load(text, Loader=yamlrules.loader(yaml))
-        # The launcher has resolved every interpolation, and OmegaConf takes a while to import.
-        if "${" in text:
-            content = _interpolated(path, content)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the run's train.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -92,16 +87,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold keys and values, found {type(content).__name__}")
     return {str(key): value for key, value in content.items()}
-
-
-def _interpolated(path: Path, content: Any) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return OmegaConf.to_container(OmegaConf.create(content), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
 @overload

@@ -1,7 +1,7 @@
 """Training by a method: torchrun ... -m trainer.train METHOD <run>/train.yaml
 
 METHOD is the name of one of the trainer's (runspec/keys/methods.py), such as sft, or MODULE:CLASS
-of a config class, such as a plug-in's plugins.rl.recipe_keys:GrpoConfig.
+of a config class, such as a plug-in's.
 """
 
 import sys

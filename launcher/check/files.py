@@ -260,9 +260,9 @@ def dataset_blocks(config: dict[str, Any]) -> list[tuple[str, dict[str, Any], di
         (key, block, {**blocks[0][1], **block} if key == "dataset_val" else block)
         for key, block in blocks
     ]
-    # A stream's sources, whose kind the names of the files say.
+    # A stream's sources are Parquet.
     return [
-        (key, each, {"source": "text", **each} if each is not block else whole)
+        (key, each, {"source": "parquet", **each} if each is not block else whole)
         for key, block, whole in candidates
         for each in _sources(block)
     ]

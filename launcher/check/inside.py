@@ -42,7 +42,7 @@ def _kits_own(recipe: Recipe) -> Finding:
     missing = [name for name in wanted if not any(_holds(folder, name) for folder in folders)]
     if not missing:
         return ok(SUBJECT, "the kit's virtual environment")
-    message = f"{paths.venv_root()} lacks {', '.join(missing)}, which this recipe starts"
+    message = f"{paths.venv_root()} lacks {', '.join(missing)}, which this recipe needs"
     if package:
         remedy = f"environment={package}, which is built once (configs/environments/{package}.yaml)"
         return failed(SUBJECT, message, remedy)

@@ -33,7 +33,7 @@ _COMMANDS = {
     "report": ("results", "Write an HTML report of runs."),
     "diff": ("results", "Show the differences between two runs."),
     "replay": ("results", "Submit a run once more, from its provenance."),
-    "profile": ("profile", "Show where the time of a run's profiled steps goes."),
+    "profile": ("profile", "Show the slowest operators of a run's profiled steps."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
     "init": ("remote", "Install the kit on a cluster from this machine, and check it."),
     "fetch": ("remote", "Copy a run's model, adapter or logs from the cluster to this machine."),

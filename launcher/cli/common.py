@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher import site as sites
-from launcher.errors import UsageFault
 from launcher.run import directory
 from launcher.slurm.executors import title
-from runspec.since import FORMS, moment
 
 if TYPE_CHECKING:
     from launcher.run.directory import Run
@@ -29,20 +27,6 @@ cluster_option = click.option(
     metavar="NAME",
     help="Site settings: configs/clusters/NAME.yaml. [default: default]",
 )
-
-
-def since_option(purpose: str) -> Callable[[Command], Command]:
-    """Add --since to a command, which gets it as it was typed, and checked."""
-
-    def checked(ctx: click.Context, option: click.Parameter, given: str | None) -> str | None:
-        try:
-            moment(given or "0m")
-        except ValueError as error:
-            raise UsageFault(str(error)) from error
-        return given
-
-    help_text = f"{purpose}: {FORMS}."
-    return click.option("--since", metavar="TIME", help=help_text, callback=checked)
 
 
 def recipe_arguments(command: Command) -> Command:

@@ -2,7 +2,7 @@
 
 import click
 
-from launcher.cli.common import cluster_option, note, runs_root
+from launcher.cli.common import cluster_option, runs_root
 from launcher.look import profile as profiles
 from launcher.run.find import find
 
@@ -14,12 +14,9 @@ from launcher.run.find import find
 )
 @cluster_option
 def profile(run: str, top: int, cluster: str | None) -> None:
-    """Show where the time of RUN's profiled steps goes.
+    """Show the slowest operators of RUN's profiled steps.
 
-    Record the traces with: cookbook submit RECIPE --profile
+    Record them with: cookbook submit RECIPE --profile. cookbook tensorboard shows computation and
+    communication of each rank.
     """
-    chosen = find(runs_root(cluster), run)
-    times, faults = profiles.ranks(chosen)
-    for fault in faults:
-        note(f"skipped: {fault}")
-    click.echo("\n".join(profiles.lines(chosen, times, top)))
+    click.echo("\n".join(profiles.lines(find(runs_root(cluster), run), top)))

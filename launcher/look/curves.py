@@ -24,11 +24,11 @@ def read(run: Run, names: Sequence[str]) -> dict[str, list[Point]]:
     return {name: thinned(line) for name, line in points.items() if line}
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Return at most this many points: of each part of the curve its lowest and its highest one."""
-    if len(points) <= most:
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return at most MOST_POINTS points: of each part of a curve its lowest and its highest one."""
+    if len(points) <= MOST_POINTS:
         return list(points)
-    parts = most // 2 - 1  # and the ends
+    parts = MOST_POINTS // 2 - 1  # and the ends
     bounds = [len(points) * k // parts for k in range(parts + 1)]
     kept: list[Point] = []
     for begin, end in pairwise(bounds):

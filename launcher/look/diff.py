@@ -1,6 +1,5 @@
 """What is different between two runs: configuration, code, packages, data, outcome."""
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,9 +11,6 @@ from launcher.look.results import compare, table
 from launcher.look.text import plain
 from launcher.run.directory import Run
 
-# Lines of a change of code that are shown.
-_SHOWN_LINES = 12
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -24,7 +20,6 @@ class Difference:
     name: str
     before: Any
     after: Any
-    lines: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -90,9 +85,7 @@ def _code(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Difference]
     yield from mapped("code", _some(before, ("commit",)), _some(after, ("commit",)))
     old, new = str(before.get("diff") or ""), str(after.get("diff") or "")
     if old != new:
-        lines = difflib.unified_diff(old.splitlines(), new.splitlines(), "A", "B", "", "", 0, "")
-        shown = tuple(line for line in lines if not line.startswith(("---", "+++", "@@")))
-        yield Difference("code", "uncommitted changes", _size(old), _size(new), shown)
+        yield Difference("code", "uncommitted changes", _size(old), _size(new))
     if before.get("untracked") != after.get("untracked"):
         yield Difference("code", "untracked files", _names(before), _names(after))
 
@@ -127,9 +120,6 @@ def lines(one: Run, other: Run) -> Iterator[str]:
         for each in changed:
             if each.part == part:
                 yield plain(f"  {each.text}")
-                yield from (plain(f"    {line}") for line in each.lines[:_SHOWN_LINES])
-                if len(each.lines) > _SHOWN_LINES:
-                    yield f"    and {len(each.lines) - _SHOWN_LINES} more lines"
     yield "outcome"
     rows, _ = compare([one, other])
     yield from (f"  {line}" for line in table(rows, ()))

@@ -149,9 +149,9 @@ def _attempt(record: dict[str, Any]) -> str:
     return plain(f"attempt {record.get('attempt')} {record.get('cause')}{message}")
 
 
-def watch_live(runs: Sequence[Run], console: Console | None = None) -> list[State]:
+def watch_live(runs: Sequence[Run]) -> list[State]:
     """Show runs until they have ended; return their last states."""
-    console = console or Console()
+    console = Console()
     states, views = States(), [View(run) for run in runs]
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:

@@ -72,9 +72,7 @@ def write(
         if not (run.path / files.PROFILE).is_dir():
             continue
         try:
-            times, wrong = profile.ranks(run)
-            faults += wrong
-            profiles.append([*profile.lines(run, times, top=8)])
+            profiles.append([*profile.lines(run, top=8)])
         except CookbookError as error:
             faults += error.faults
     text = _template().render(

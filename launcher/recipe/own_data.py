@@ -32,7 +32,7 @@ _READ = 200
 # Usual names of the columns of a question and of its answer; the first that a file has counts.
 _INPUTS = ("prompt", "question", "instruction", "input", "query", "user", "problem")
 _OUTPUTS = ("completion", "response", "answer", "output", "assistant", "solution", "target")
-_OF_PAIRS = ("prompt", "chosen", "rejected", "completions", "completion", "label", "tools")
+_OF_PAIRS = ("prompt", "chosen", "rejected", "completion", "label", "tools")
 _TEXTS = ("text", "content")
 _OF_CHATS = ("messages", "conversations")
 _KNOWN = (
@@ -276,7 +276,7 @@ def _preferences(
     """As `_form`, for pairs of answers, or answers with labels; None if the file has none."""
     names = {**{name: name for name in _OF_PAIRS}, **(column_map or {})}
     used = {name for name in names.values() if name in columns}
-    two = {names["chosen"], names["rejected"]} <= used or names["completions"] in used
+    two = {names["chosen"], names["rejected"]} <= used
     labelled = {names["prompt"], names["completion"], names["label"]} <= used
     if pairs == "" and two and not column_map:
         raise UsageFault(

@@ -102,8 +102,8 @@ def _dora_faults(shape: Shape) -> Iterator[str]:
     if shape.experts:
         others = {n.rpartition(".")[2] for n, part in shape.names.items() if part != "experts"}
         yield (
-            "model.use_dora: is not possible for the experts; leave it out, or leave the experts "
-            f"out: model.lora_modules=[{','.join(sorted(others))}]"
+            "model.adapter: dora is not possible for the experts; leave it out, or leave the "
+            f"experts out: model.lora_modules=[{','.join(sorted(others))}]"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from launcher.errors import RecipeFault
 from launcher.venv import packages, site_packages
+from runspec.adapters import own_adapters
 
 # What the method sft does in the place of these recipes, for the models that it builds.
 _OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)")
@@ -66,10 +67,23 @@ def normalise(config: dict[str, Any]) -> None:
     if option is not None and mode in (None, "selective"):
         mode = int(option) if str(option).isdigit() else option
     _take(config, "activation_checkpointing", mode)
+    if isinstance(model := config.get("model"), dict):
+        _normalise_adapter(model)
     for block in config.values():
         named = block.get("_component_") if isinstance(block, dict) else None
         for ours in (key for key, theirs in _COMPONENTS.items() if named in theirs):
             block["_component_"] = ours
+
+
+def _normalise_adapter(model: dict[str, Any]) -> None:
+    """A builder of a base in 4 bits is that of LoRA with a key; only builders have `use_dora`."""
+    module, _, builder = str(model.get("_component_") or "").rpartition(".")
+    if module.startswith("torchtune.") and builder.startswith("qlora_"):
+        model["_component_"] = f"{module}.{builder.removeprefix('q')}"
+        _take(model, "quantize_base", True)
+    dora = own_adapters(model) and model.pop("use_dora", None)
+    if dora and model.get("adapter") in (None, "lora"):
+        model["adapter"] = "dora"
 
 
 def _take(config: dict[str, Any], key: str, value: Any) -> None:

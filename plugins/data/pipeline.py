@@ -43,8 +43,6 @@ class Prepared:
     """The result of a recipe."""
 
     rows: Rows
-    # Before the first step.
-    start: Rows
     inputs: list[Input]
     # Of each step.
     records: list[dict[str, Any]]
@@ -78,7 +76,7 @@ def run(
     inputs = sources.find(config, base, work / "sources", threads, say, limit)
     first = _fingerprint(FORMAT, [each.sha256 for each in inputs], config["sources"], limit)
     rows, bad = _ingest(config, engine, work / f"00-read-{first}", inputs, all_keep, limit, say)
-    start, records, folders = rows, [], {}
+    records, folders = [], {}
     engine.progress.step()
     print_, seed = first, int(config.get("seed") or 0)
     for number, step in enumerate(config.get("steps") or [], 1):
@@ -91,7 +89,7 @@ def run(
         here = Work(engine, folder, options, where, seed, say)
         rows, record = _step(key, name, rows, here)
         records.append(record)
-    return Prepared(rows, start, inputs, records, bad, folders)
+    return Prepared(rows, inputs, records, bad, folders)
 
 
 def _step(key: str, name: str, before: Rows, here: Work) -> tuple[Rows, dict[str, Any]]:

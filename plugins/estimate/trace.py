@@ -142,9 +142,7 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     block = {k: v for k, v in block.items() if v or k in arguments_of("optimizer", block)}
     optimizer = groups.make(block, groups.trained_of(module))
     batch = _batch(config, module)
-    # Answers that are packed again may need further micro-steps.
     several = config.gradient_accumulation_steps > 1
-    several |= method.generates and bool(config.dataset.get("packed"))
     tracker = MemoryTracker()
     for each in made.modules:
         _spread_rows(batch, each, config, world)
@@ -236,7 +234,6 @@ def _spread_rows(batch: MicroBatch, module: Decoder, config: TrainConfig, world:
 def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
     length = min(config.tokenizer.get("max_seq_len") or module.max_seq_len, module.max_seq_len)
     packed, each = bool(config.dataset.get("packed")), config.documents_per_sample
-    kept = config.reference_kind == "log_probs"
     # A packed row has one sample, whose documents share it; else each is a row.
     rows = config.batch_size * (1 if packed else each)
     shape = rows, length + -length % config.row_multiple
@@ -263,7 +260,6 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         document_index=torch.arange(total).repeat_interleave(torch.tensor(lengths)),
         samples=torch.arange(config.batch_size),
         numbers=torch.zeros(config.batch_size),
-        reference=torch.zeros(config.batch_size, each) if kept else None,
         documents_per_sample=each,
         ends=torch.tensor(ends[1:]) - 1,
     )

@@ -29,5 +29,6 @@ PLUGIN = Plugin(
     hooks={
         "runs_ended": "plugins.registry.launcher.importer:import_ended",
         "registered_model": "plugins.registry.launcher.registered:model",
+        "tracked_run": "plugins.registry.launcher.importer:node_program",
     },
 )

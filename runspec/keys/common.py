@@ -115,7 +115,7 @@ _KEYS = (
     Key("hub.teacher", "repository", "The same for the folder of a teacher."),
     Key("hub.dataset", "repository", "A dataset, for nodes without internet."),
     Key("prepare", "block", "A step on the login node, before the first run."),
-    Key("prepare.module", "text", "Module of the trainer, such as trainer.demo."),
+    Key("prepare.module", "text", "Module of the kit, such as trainer.demo."),
     Key("prepare.args", "list", "Its arguments."),
     Key(
         "prepare.creates", "text", "A file that it makes; if the file exists, the step is skipped."

@@ -42,7 +42,6 @@ class DataKeys:
             Key("split", "text", "Split, or a part of one: train[:95%].", "train"),
             Key("train_on_input", "flag", "Also train on the prompt tokens.", False),
             Key("train_on", "all | last | marked", "Which answers of a conversation are trained."),
-            Key("train_on_reasoning", "flag", "Train on the answers' reasoning. Default: true."),
             Key(
                 "packed",
                 "flag",
@@ -172,14 +171,8 @@ class PrecisionKeys:
     )
     compile: bool = changeable(
         "flag",
-        "torch.compile each layer, or the whole of a model of two on a CPU; the first step takes a "
-        "minute longer.",
+        "torch.compile each layer; the first step takes a minute longer.",
         False,
-    )
-    flash_attention: str | None = changeable(
-        "FA3 | FA4",
-        "FlashAttention 3 (H100; the package flash_attn_interface) or 4 (H100, B200; flash-attn-4) "
-        "in the place of torch's own FlashAttention 2.",
     )
     enable_fp8_training: bool = setting(
         "flag", "Matrix products in fp8 (H100, L40S and later), in full fine-tuning.", False
@@ -285,7 +278,6 @@ class LoggingKeys:
             Key("warmup_steps", "count", "Steps that are recorded and dropped.", 3),
             Key("active_steps", "positive", "Steps that are recorded and kept.", 2),
             Key("num_cycles", "count", "Number of cycles; 0: until the end.", 1),
-            Key("steps", "steps", "First and last step to record, instead of cycles."),
             Key("ranks", "ranks", "Ranks to record. Default: the first of each node."),
             Key("_component_", "text", "torchtune's profiler; torch.profiler is used."),
             Key(

@@ -61,6 +61,7 @@ class TrainConfig(
         goal: what it does, in the title of a recipe that `cookbook start` writes.
         torchtune: part of the names of torchtune's scripts of the same purpose.
         companion: what the supervisor calls beside the ranks, MODULE:CLASS; "" for nothing.
+        sampler: the module that each GPU of rollout nodes runs, if the method samples answers.
     """
 
     objective: ClassVar[str] = ""
@@ -75,6 +76,7 @@ class TrainConfig(
     goal: ClassVar[str] = ""
     torchtune: ClassVar[str] = ""
     companion: ClassVar[str] = ""
+    sampler: ClassVar[str] = ""
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (
         Key(
@@ -154,8 +156,8 @@ class TrainConfig(
     def reference_of(cls, config: Mapping[str, Any]) -> str:
         """What stands for the policy before training, by a recipe's content.
 
-        adapter_off: the policy with its adapter off; model: a frozen second model; log_probs: its
-        log-probabilities, kept beside the tokens; "": nothing does.
+        adapter_off: the policy with its adapter off; model: a frozen second model; "": nothing
+        does.
         """
         if not cls.has_reference:
             return ""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from plugins.rl import demo_sums
 from runspec import files
 from tests.failing_storage import FailingStorage
 from tests.faults.conftest import user_of
@@ -21,7 +22,6 @@ from tests.faults.kit import attempts, ended, kill_node
 from tests.launcher.kit import Kit, checkpoints, losses, processes_of, ranks_of, report, until
 from tests.trainer.runs import metrics
 from tests.vllm_stand_in import vllm_python
-from trainer import demo_sums
 
 RUN = [
     *("--recipe", "demo_grpo", "--nodes", "1", "--gpus-per-node", "1", "batch_size=32"),

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -234,26 +233,6 @@ def test_a_recipe_and_a_report_come_to_this_machine(cluster, project, run):
     assert run.name in (project.parent / "r.html").read_text()
     trees = kit.paths.sent(cluster.root) / "trees"
     assert not list(trees.rglob("*.html"))
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_port_is_forwarded_and_closed(cluster, project, run, number):
-    """Also if the terminal is closed: the open connection, which has the port, lives on."""
-    (run.path / "tensorboard").mkdir()
-    process = cluster.start("tensorboard", run.name, cwd=project)
-    assert process.stderr
-    address = ""
-    for line in process.stderr:
-        if found := re.search(rb"open: (http://\S+)", line):
-            address = found[1].decode()
-            break
-    assert json.load(urllib.request.urlopen(f"{address}data/runs")) == []
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode == 128 + number
-    assert _ends(f"launcher tensorboard {run.name}")
-    with pytest.raises(OSError):
-        urllib.request.urlopen(address)
 
 
 def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):

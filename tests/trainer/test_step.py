@@ -109,7 +109,6 @@ COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     # The first layer behind a frozen embedding, the others, validation; the loss with gradients
     # and without.
     "qlora": (QLORA | VALIDATED | {"activation_checkpointing": "full"}, 5),
-    # The loss of so many tokens of so large a vocabulary stays behind the model's graph.
     "full": (VALIDATED | {"gradient_accumulation_steps": 2, "batch_size": 3}, 4),
     "full-by-operation": ({"activation_checkpointing": "op"}, 2),
     "dora-masters": (

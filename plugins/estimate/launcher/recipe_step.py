@@ -54,7 +54,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         **optimizer_of(_block(config, "optimizer")),
         **_loss(_block(config, "loss"), method),
         **_frozen_models(config, method),
-        **_on_policy(config, method),
+        **_rollouts(config, method),
     )
     if faults := faults + step.faults():
         raise RecipeFault(faults)
@@ -133,8 +133,7 @@ def _frozen_models(config: Mapping[str, Any], method: type[TrainConfig]) -> dict
     """The reference, and the teacher."""
     reference, teacher = method.reference_of(config), method.teacher_of(config)
     return {
-        "has_reference": reference in ("adapter_off", "model"),
-        "keeps_log_probs": reference == "log_probs",
+        "has_reference": bool(reference),
         "keeps_reference": reference == "model",
         "teacher": shape_of({}, Path(teacher)) if teacher else None,
         "teacher_quantised": config.get("teacher_quantize_base") is True,
@@ -142,26 +141,21 @@ def _frozen_models(config: Mapping[str, Any], method: type[TrainConfig]) -> dict
     }
 
 
-def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+def _rollouts(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
     """How answers are sampled, if they are."""
-    at_once = config.get("generation_batch_size")
-    batch = {"generation_batch": at_once and int(at_once)}
-    if method.samples_answers:
-        rewards, apart = _block(config, "rewards"), _block(config, "resources").get("rollout")
-        folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
-        most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
-        return batch | {
-            "on_policy_share": 1 / int(config.get("updates_per_rollout") or 1),
-            "new_tokens": int(most),
-            "keeps_sampled": True,
-            "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
-            "apart": apart not in (None, "same"),
-        }
-    keys, own = method.keys(), ("on_policy_share", "max_new_tokens")
-    if own[0] not in keys:
+    if not method.samples_answers:
         return {}
-    share, most = (keys[n].default if config.get(n) is None else config[n] for n in own)
-    return batch | {"on_policy_share": float(share), "new_tokens": int(most)}
+    at_once = config.get("generation_batch_size")
+    rewards, apart = _block(config, "rewards"), _block(config, "resources").get("rollout")
+    folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
+    most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
+    return {
+        "generation_batch": at_once and int(at_once),
+        "rollout_share": 1 / int(config.get("updates_per_rollout") or 1),
+        "new_tokens": int(most),
+        "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
+        "apart": apart not in (None, "same"),
+    }
 
 
 def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

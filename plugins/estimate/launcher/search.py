@@ -6,7 +6,6 @@ for their memory and time.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -99,7 +98,7 @@ def _keys(step: StepConfig) -> Iterator[str]:
     yield _method_keys(step)
     if step.cpu_offload:
         yield "fsdp_cpu_offload=true"
-    if step.keeps_sampled and step.generation_batch:
+    if step.rollout_share and step.generation_batch:
         yield f"generation_batch_size={step.generation_batch}"
 
 
@@ -112,8 +111,9 @@ def _method_keys(step: StepConfig) -> str:
             return "model.lora_rank=null"
         return f"model.lora_rank={step.lora_rank} {base}"
     module, _, name = step.builder.rpartition(".")
-    prefix = {"full": "", "lora": "lora_", "dora": "lora_"}.get(step.method, "qlora_")
-    text = f"model._component_={module}.{prefix}{re.sub('^q?lora_', '', name)}"
+    prefix = "" if step.method == "full" else "lora_"
+    text = f"model._component_={module}.{prefix}{name.removeprefix('lora_')}"
+    text += " model.quantize_base=true" * step.is_quantised
     if step.method == "full" or "lora_" in name:
         return text
     # The recipe has no adapter yet.
@@ -206,7 +206,7 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     yield {"fields": [{"checkpointing": "full"}]}
     if step.accumulation > 1 and step.fsdp:
         yield {"fields": [{"sync_each": True}]}
-    if step.keeps_sampled and step.answers_at_once > 1 and not step.apart:
+    if step.rollout_share and step.answers_at_once > 1 and not step.apart:
         yield {"fields": [{"generation_batch": step.answers_at_once // 2}]}
     if step.batch > 1:
         rows = step.batch * step.accumulation

@@ -59,13 +59,11 @@ class StepConfig:
     frozen: tuple[str, ...] = ()  # patterns of names of parameters that are not trained
     has_reference: bool = False  # the policy's own model runs forward a second time, frozen
     adapter_only: bool = False  # the export is the adapter, although it could be merged
-    keeps_log_probs: bool = False  # of the reference, computed once before the first step
     keeps_reference: bool = False  # as a second model beside the policy
     teacher: Shape | None = None  # a frozen model that runs forward
     teacher_quantised: bool = False  # its layers are NF4
-    on_policy_share: float = 0.0  # of the steps, in which the policy first generates the answers
+    rollout_share: float = 0.0  # of the steps, in which the policy first generates the answers
     new_tokens: int = 0  # of such an answer at most
-    keeps_sampled: bool = False  # log-probabilities of such answers, which no row has several of
     in_reward_models: int = 0  # numbers, all of them on each GPU
     apart: bool = False  # rollout nodes generate them, of which nothing is computed
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
@@ -156,27 +154,13 @@ class StepConfig:
 
     @property
     def answers_per_step(self) -> int:
-        """Answers that a rank generates for a step; in packed rows as many as fill them."""
-        return self.accumulation * (self._filling if self.packed else self.batch)
+        """Answers that a rank generates for a step."""
+        return self.accumulation * self.batch
 
     @property
     def answers_at_once(self) -> int:
-        """How many of them together: their keys and values fill no more than a micro-batch, unless
-        the recipe says how many.
-        """
-        own = self._filling if self.packed else self.batch
-        return min(self.generation_batch or own, self.answers_per_step)
-
-    @property
-    def answer_positions(self) -> int:
-        """Positions of the keys and values of such an answer and its prompt."""
-        if not self.packed:
-            return self.length
-        return self.batch * self.length // max(self.answers_at_once, 1)
-
-    @property
-    def _filling(self) -> int:
-        return max(1, self.batch * self.length // self.new_tokens) if self.new_tokens else 0
+        """How many of them together: as many as a micro-batch has, unless the recipe says."""
+        return min(self.generation_batch or self.batch, self.answers_per_step)
 
     @property
     def is_full(self) -> bool:
@@ -335,8 +319,6 @@ class StepConfig:
 class TokenFlops:
     """FLOPs per token if every position is trained: of the model, of the frozen models among them,
     and with what is computed again; a query sees half of the row on average, or of the window.
-
-    once: of the pass over the data before the first step, which is in none of the others.
     """
 
     def __init__(self, step: StepConfig) -> None:
@@ -344,7 +326,6 @@ class TokenFlops:
         ranks["output"] = step.lora_rank if step.lora_output else 0
         own = of_shape(step.shape, step.is_full, ranks)
         again = of_shape(step.shape, step.is_full, ranks, backward=False)
-        self.once = _forward(step.shape, step.length) if step.keeps_log_probs else 0.0
         self.frozen = sum(_forward(shape, step.length) for shape in step.frozen_passes)
         # A score head's products are few.
         output = 0.0 if step.loss == "score" else own.target

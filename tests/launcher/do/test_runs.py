@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.look import profile
-from launcher.run.directory import Run
 from tests.faults.kit import requeued
 from tests.launcher.kit import FAKE_TOKEN, Kit, losses, until
 
@@ -86,16 +84,15 @@ def test_logs_show_what_is_asked_for(kit: Kit, demo) -> None:
     assert missing.returncode == 2 and "has no rank_9.log; it has: rank_0.log" in missing.stderr
 
 
-def test_the_profile_says_where_the_time_goes(kit: Kit, demo) -> None:
+def test_the_profile_has_torchs_table_and_a_trace_of_each_node(kit: Kit, demo) -> None:
     run, _ = demo
-    found, faults = profile.ranks(Run(run))
-    # The first rank of each node is traced.
-    assert not faults and [each.rank for each in found] == [0, 1]
-    for each in found:
-        assert sum(each.parts.values()) == pytest.approx(each.total)
-        assert each.parts["compute"] > 0 and each.communication > 0 and each.steps == 2
-    # torch's own table of the same steps.
     assert " aten::mm " in kit.cookbook("profile", run.name, "--top", "50").stdout
+    traces = sorted((run / "profile").glob("*.pt.trace.json"))
+    assert [path.name.partition(".")[0] for path in traces] == ["rank_0", "rank_1"]
+    for path in traces:
+        names = {str(each.get("name")) for each in json.loads(path.read_text())["traceEvents"]}
+        assert "aten::mm" in names and any(name.startswith("gloo:") for name in names)
+        assert sum(name.startswith("ProfilerStep#") for name in names) == 2
 
 
 def test_a_finished_run_is_neither_resumed_nor_cancelled_nor_trained_again(

@@ -136,7 +136,8 @@ def test_diff_says_whether_only_one_thing_changed(tmp_path):
         "code",
         "packages",
     }
-    assert "    ++new\\x1b[2J" in told and all(line.isprintable() for line in told)
+    assert "  uncommitted changes  none -> 2 lines" in told
+    assert all(line.isprintable() for line in told)
     assert told[-1].startswith("4 things changed (1 in configuration, 2 in code, 1 in packages)")
 
 

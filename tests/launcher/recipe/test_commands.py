@@ -49,5 +49,5 @@ def test_what_a_script_imports_is_looked_for_in_its_environment(tmp_path):
     (fault,) = faults({"python": sys.executable})
     assert " has no notthere: install it there" in fault
     (fault,) = faults(None)
-    assert "lacks notthere, which this recipe starts: add notthere to environment.dep" in fault
+    assert "lacks notthere, which this recipe needs: add notthere to environment.dep" in fault
     assert fault.endswith(f"; put what is your own into {tmp_path}")

@@ -197,7 +197,7 @@ def test_what_the_environment_lacks_is_found_before_the_queue():
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
     context = checks.Context(recipe, Site(), executor=choose(True))
     (fault,) = inside.inside(context)
-    assert f"{paths.venv_root()} lacks lm_eval, which this recipe starts" in fault.line
+    assert f"{paths.venv_root()} lacks lm_eval, which this recipe needs" in fault.line
     assert "add lm_eval to environment.dependencies in the recipe" in fault.line
 
 
@@ -415,6 +415,26 @@ def test_what_another_key_makes_useless_is_noted():
 def test_torchtunes_keys_are_read_as_the_kits_and_the_last_one_counts(overrides, layers):
     config = recipes.load("llama8b_qlora", overrides).config
     assert config["activation_checkpointing"] == layers and not torchtune.KEYS & config.keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "read", "method"),
+    [
+        ("_component_: torchtune.models.llama3.qlora_llama3_8b", {"quantize_base": True}, "qlora"),
+        ("_component_: torchtune.models.llama3.lora_llama3_8b, use_dora: true", {}, "dora"),
+        ("lora_rank: 8, use_dora: true", {"lora_rank": 8, "adapter": "dora"}, "dora"),
+        ("lora_rank: 8, use_dora: false", {"lora_rank": 8}, "lora"),
+    ],
+)
+def test_an_adapter_has_one_spelling(given, read, method, tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: sft\nmodel: {{{given}}}\ncheckpointer: {{checkpoint_dir: /m}}\n")
+    more = ["+dataset._component_=torchtune.datasets.alpaca_dataset", "+dataset.source=/d"]
+    more += ["+tokenizer._component_=trainer.data.tokenizers.hugging_face_tokenizer"]
+    recipe = recipes.load(str(mine), [*more, "+tokenizer.path=/m", "batch_size=1"])
+    assert recipe.method == method and "qlora_" not in str(recipe.config["model"])
+    assert read.items() <= recipe.config["model"].items()
+    assert ("use_dora" in recipe.config["model"]) == ("true" in given and "_component_" in given)
 
 
 def test_the_other_names_of_torchtune_are_read_as_the_kits_too(tmp_path):

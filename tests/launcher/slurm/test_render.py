@@ -144,6 +144,16 @@ def test_a_stock_torchtune_recipe_is_started_as_such(fixed, monkeypatch):
         script("demo", Site(), "entry=torchtune:full_finetune_distribute")
 
 
+def test_a_plug_in_says_what_names_the_run_in_the_tracking_store(monkeypatch):
+    workload = paths.REPO_ROOT / "examples/air_fsdp/train.yaml"
+    recipe = recipes.load(str(workload), ["tracking=sqlite:////shared/mlflow.db"])
+    asks = 'if MLFLOW_RUN_ID=$(python -P "$COOKBOOK/plugins/registry/mlflow_run.py"); then'
+    assert asks in render.job_script(recipe, Site(), RUN, "air")
+    monkeypatch.setattr(render, "hook", lambda name: None)
+    text = render.job_script(recipe, Site(), RUN, "air")
+    assert "MLFLOW_RUN_ID" not in text and "MLFLOW_TRACKING_URI" in text
+
+
 def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, monkeypatch):
     from launcher import site as cluster
 

@@ -77,7 +77,7 @@ def test_what_is_printed(user: Kit, recipe, golden, arguments):
 def test_each_remedy_gives_the_figure_that_its_overrides_give(user: Kit, recipe, smaller):
     found = estimated(user, recipe, *smaller)
     assert not found["fits"] and found["remedies"]
-    assert ("qlora_" in found["remedies"][-1]["overrides"]) == bool(smaller)
+    assert ("quantize_base=true" in found["remedies"][-1]["overrides"]) == bool(smaller)
     applied: list[str] = [*smaller]
     for remedy in found["remedies"]:
         if not remedy["helps"]:

@@ -37,7 +37,7 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
     return {
         "output_dir": "run",
         "dtype": "bf16",
-        "model": block | (LORA if builder.startswith(("lora_", "qlora_")) else {}),
+        "model": block | (LORA if builder.startswith("lora_") else {}),
         "tokenizer": {"_component_": "trainer.none", "max_seq_len": 4096},
         "checkpointer": {"checkpoint_dir": "none"},
         "dataset": {"_component_": "trainer.none"},

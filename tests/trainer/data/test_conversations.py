@@ -110,9 +110,7 @@ def tokenizer_of(tmp_path, model_folder):
     return make
 
 
-def opened(
-    tokenizer: Any, folder: Path, *rows: dict, **changes: Any
-) -> conversations.Conversations:
+def opened(tokenizer: Any, folder: Path, *rows: dict, **changes: Any) -> conversations.Chats:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return conversations.conversation_dataset(
@@ -147,34 +145,6 @@ def test_exactly_the_chosen_answers_are_trained(
         position = text.index(span, position) + len(span)
     if template is THINKING and messages is CALLS:
         assert '"name": "jobs"' in text.partition("</s>")[0], "the tools' schemas"
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "expected"),
-    [
-        # The first answers' reasoning is not in the text; the last one's is left out.
-        (THINKING, CALLS, [CALLED, "Yes.</s>", "Yes.</s>"]),
-        (
-            THINKING,
-            [CALLS[0], CALLS[1] | {"reasoning_content": "I look."}],
-            [CALLED],
-        ),
-        # It stands in the content, with the answer behind it.
-        (
-            MARKED,
-            [CALLS[0], {"role": "assistant", "content": "<think>Hm.</think>No."}],
-            ["No.</s>"],
-        ),
-    ],
-)
-def test_the_reasoning_may_be_left_out_of_what_is_trained(
-    template, messages, expected, tokenizer_of, tmp_path
-):
-    tokenizer = tokenizer_of(template)
-    samples = opened(tokenizer, tmp_path, {"messages": messages}, train_on_reasoning=False)
-    assert trained_texts(tokenizer, *_sample(samples, 0, None)) == expected
-    whole = opened(tokenizer, tmp_path, {"messages": messages})
-    assert "Hm." in str(messages) or trained_texts(tokenizer, *_sample(whole, 0, None)) != expected
 
 
 @pytest.mark.parametrize(

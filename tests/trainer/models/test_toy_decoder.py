@@ -28,7 +28,7 @@ PACKED = {"row_length": 96, "batch_size": 4}
 RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
     "full": (1, None, {}),
     "lora": (1, None, PACKED | {"model": LORA}),
-    "qdora": (1, None, {"model": LORA | {"use_dora": True, "quantize_base": True}}),
+    "qdora": (1, None, {"model": LORA | {"adapter": "dora", "quantize_base": True}}),
     "unchanged": (
         1,
         None,

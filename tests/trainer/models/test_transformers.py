@@ -50,6 +50,8 @@ from trainer import check
 from trainer.checkpoint import export as exports
 from trainer.config import load, read_yaml
 from trainer.describe import of_block
+from trainer.errors import ConfigError
+from trainer.inference.loading import language_model
 from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.methods.sft import SupervisedFineTuning
@@ -164,7 +166,7 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
     from peft import PeftModel
 
     source = sources[family]
-    block = LORA | {"_component_": "transformers", "use_dora": use_dora}
+    block = LORA | {"_component_": "transformers", "adapter": "dora" if use_dora else "lora"}
     config = load(config_of(tmp_path, source, dataset, model=block))
     model = models.build(config, world)
     randomise_adapter(model.module)
@@ -210,15 +212,20 @@ def test_the_text_part_of_a_larger_model(name, tmp_path, dataset, world):
 
     source = write_larger(name, tmp_path / "source")
     whole = AutoModelForImageTextToText.from_pretrained(source, attn_implementation="eager").eval()
+    assert type(language_model(source, "auto", world.device)) is type(whole)
+    if name != "qwen3.5":
+        with pytest.raises(ConfigError, match="a model of text and images, over 2 ranks; use"):
+            language_model(source, "auto", world.device, 2)
     config = load(config_of(tmp_path, source, dataset, model=LORA))
     model = models.build(config, world)
+    assert set(model.module.linear_layers()) <= dict(whole.named_modules()).keys()
     with torch.inference_mode():
         torch.testing.assert_close(
             model.module(Inputs(TOKENS)), whole(TOKENS).logits, rtol=0, atol=1e-5
         )
     unchanged = exports.export(model, config, world)
     before, after = tensors(source), tensors(unchanged)
-    assert any("vision" in key for key in before)
+    assert any("vision" in key or "visual" in key for key in before)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
     randomise_adapter(model.module)
@@ -273,7 +280,7 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
             {"model": LORA | {"quantize_base": True}},
             "has layers with 48 inputs; set model.quantize_base=False",
         ),
-        ("mixtral", {"model": LORA | {"use_dora": True}}, "model.lora_modules=[k_proj,o_proj,q_p"),
+        ("mixtral", {"model": LORA | {"adapter": "dora"}}, "model.lora_modules=[k_proj,o_proj,q_p"),
         ("qwen3", EP, "expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"),
         ("qwen3.5", {"tensor_parallel_dim": 4}, "the model's linear_num_key_heads 2: choose"),
         ("qwen3", AUXILIARY, "router_aux_loss_coef: this model has no routers of experts that it"),
