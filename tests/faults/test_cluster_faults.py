@@ -187,13 +187,6 @@ def test_ranks_that_slurm_has_given_up_stop_themselves(new_cluster, root, undist
         ended(user, run, "CANCELLED")
 
 
-def test_a_requeue_that_slurm_refuses_is_told_at_once(slurm, tmp_path):
-    done = requeued(slurm.env, tmp_path, "1")
-    assert done.returncode == 1, done.stderr
-    assert '"FAILED"' in (tmp_path / "status.json").read_text()
-    assert attempts(tmp_path) == []
-
-
 def test_nodes_that_a_job_was_denied_before_are_not_counted_as_free(slurm, monkeypatch):
     nodes = slurm.run(["sinfo", "--noheader", "--Node", "--format=%N"]).stdout.split()
     first, second, *others = sorted(set(nodes))
