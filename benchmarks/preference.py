@@ -181,12 +181,15 @@ def our_config(
     return path
 
 
-def our_distillation(folder: Path, student: Path, teacher: Path, data: Path) -> Path:
-    """The train.yaml of our run of TRL's GKD, on the data.
+def our_distillation(folder: Path, student: Path, teacher: Path, data: Path, own: bool) -> Path:
+    """The train.yaml of our run of TRL's GKD, on the data or on the student's own answers.
 
-    TRL's trainer takes its temperature for answers only, so the loss has none.
+    TRL's trainer takes its temperature for the answers only, so the loss has none.
     """
     changes: dict[str, Any] = {"teacher": str(teacher), "beta": 0.5, "cross_entropy_share": 0.0}
+    if own:
+        changes |= {"on_policy_share": 1.0, "sampling_temperature": 1e-6}
+        changes |= {"max_new_tokens": 12}
     path = our_config(folder, student, data, "kto", **changes)
     config = yaml.safe_load(path.read_text())
     config["dataset"] |= {
@@ -248,10 +251,11 @@ def curves(python: str, work: Path) -> None:
             print(name, found["losses"][name][::5], flush=True)
     student, teacher = make_chat_models(work / "chat")
     chats = write_chats(work / "chats.jsonl")
-    job = {"model": student, "teacher": teacher, "data": chats, "method": "gkd"}
-    job |= {"batch_size": BATCH, "steps": STEPS, "lr": RATE}
-    found["losses"]["gkd"] = trl(python, work / "gkd", **job)["losses"][:STEPS]
-    print("gkd", found["losses"]["gkd"][::5], flush=True)
+    for method in ("gkd", "gkd_own"):
+        job = {"model": student, "teacher": teacher, "data": chats, "method": method}
+        job |= {"batch_size": BATCH, "steps": STEPS, "lr": RATE}
+        found["losses"][method] = trl(python, work / method, **job)["losses"][:STEPS]
+        print(method, found["losses"][method][::5], flush=True)
     CURVES.write_text(json.dumps(found, indent=1) + "\n")
 
 

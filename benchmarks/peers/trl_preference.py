@@ -30,6 +30,16 @@ class OrpoOfAnswers(ORPOTrainer):  # type: ignore[misc]
         return (*found[:4], -found[0].mean(), *found[5:])
 
 
+class GkdOfItsAnswers(GKDTrainer):  # type: ignore[misc]
+    """GKD whose mean is over the generated tokens; TRL divides by the number of the data's."""
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        """As TRL's, which counts the tokens itself if it is given no number."""
+        return super().compute_loss(*arguments, **options | {"num_items_in_batch": None})
+
+
+# So cold that the likeliest token is drawn.
+COLD = {"lmbda": 1.0, "temperature": 1e-6, "max_new_tokens": 12}
 # By our names: trainer, config, its settings.
 METHODS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "dpo": (DPOTrainer, DPOConfig, {"loss_type": ["sigmoid"]}),
@@ -38,6 +48,7 @@ METHODS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "kto": (KTOTrainer, KTOConfig, {}),
     "orpo": (OrpoOfAnswers, ORPOConfig, {}),
     "gkd": (GKDTrainer, GKDConfig, {"lmbda": 0.0, "beta": 0.5}),
+    "gkd_own": (GkdOfItsAnswers, GKDConfig, {"beta": 0.5, **COLD}),
     "simpo": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "simpo_gamma": 0.5, "cpo_alpha": 0.0}),
 }
 

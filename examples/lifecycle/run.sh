@@ -42,6 +42,7 @@ while read -r question; do
 done < <(head -n 20 "$data/test.jsonl" | python -c 'import json, sys; [print(json.loads(x)["question"]) for x in sys.stdin]')
 
 step "monitor, and use the log as data"
+cookbook serve --stats support-intent
 cookbook prepare from-requests support-intent --since 7d
 cookbook prepare "$root/datasets/requests-support-intent/requests-support-intent.yaml"
 cookbook data show requests-support-intent

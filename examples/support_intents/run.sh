@@ -104,6 +104,7 @@ step_serve() { # the champion, asked by its customers
   cookbook serve models:/support@champion --name support bind=node --time 00:30:00 "${how[@]}"
   trap 'cookbook serve --stop support' EXIT
   python "$here/traffic.py" "$data"
+  cookbook serve --stats support
   cookbook serve --stop support
   trap - EXIT
 }

@@ -11,7 +11,7 @@ ENTRIES = {
     "simpo": "entry of its own for SimPO: use entry: dpo with loss: simpo",
     "ipo": "entry of its own for IPO: use entry: dpo with loss: ipo",
     "kd": "entry of that name: use entry: distill",
-    "gkd": "GKD on the student's own answers: use entry: trl:distillation, or entry: distill",
+    "gkd": "entry of that name: use entry: distill_on_policy",
 }
 _CONTAINERS = "use environment: with kind and image (docs/environments.md)"
 _PACKAGES = "use environment: with dependencies (docs/environments.md)"
@@ -27,6 +27,7 @@ KEYS = {
     "deepspeed": "the trainer uses FSDP, not DeepSpeed: leave it out, or start a script with "
     "entry: deepspeed:SCRIPT (docs/engines.md)",
     "notify": "Slurm's mail is resources.mail_user and resources.mail_type",
+    "on_policy_share": "only entry: distill_on_policy has it (docs/methods.md)",
     "context_parallel_dim": "sequences are not split over GPUs: use tensor_parallel_dim",
     "pipeline_parallel_dim": "layers are not split over GPUs: use tensor_parallel_dim and FSDP",
 }

@@ -142,7 +142,9 @@ def _trace(config: TrainConfig, world: World, layers: int | None) -> Traced:
     block = {k: v for k, v in block.items() if v or k in arguments_of("optimizer", block)}
     optimizer = groups.make(block, groups.trained_of(module))
     batch = _batch(config, module)
+    # Answers that are packed again may need further micro-steps.
     several = config.gradient_accumulation_steps > 1
+    several |= method.generates and bool(config.dataset.get("packed"))
     tracker = MemoryTracker()
     for each in made.modules:
         _spread_rows(batch, each, config, world)

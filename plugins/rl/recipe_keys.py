@@ -1,9 +1,10 @@
-"""The config of `entry: grpo`, reinforcement learning."""
+"""The configs of `entry: grpo`, reinforcement learning, and of `entry: distill_on_policy`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from runspec.keys.distill import DistillConfig
 from runspec.keys.key import REQUIRED, Fault, changeable, setting
 from runspec.keys.train import TrainConfig
 
@@ -18,7 +19,24 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoConfig(TrainConfig):
+class AnswerKeys:
+    """The answers that the policy gives to prompts."""
+
+    max_new_tokens: int = setting(
+        "positive", "Tokens of an answer at most; tokenizer.max_seq_len also ends it.", 256
+    )
+    sampling_temperature: float = setting(
+        "number", "Temperature at which answers are sampled, and of their log-probabilities.", 1.0
+    )
+    generation_batch_size: int | None = changeable(
+        "positive",
+        "Answers that a GPU generates at once. Default: batch_size; of packed data as many as fill "
+        "their rows.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(AnswerKeys, TrainConfig):
     """Reinforcement learning: answers that score above others to the same prompt get likelier."""
 
     objective: ClassVar[str] = "plugins.rl.grpo.PolicyOptimisation"
@@ -29,15 +47,6 @@ class GrpoConfig(TrainConfig):
     companion: ClassVar[str] = "plugins.rl.slurm.samplers:SamplerProcesses"
     sampler: ClassVar[str] = "plugins.rl.sampler"
 
-    max_new_tokens: int = setting(
-        "positive", "Tokens of an answer at most; tokenizer.max_seq_len also ends it.", 256
-    )
-    sampling_temperature: float = setting(
-        "number", "Temperature at which answers are sampled, and of their log-probabilities.", 1.0
-    )
-    generation_batch_size: int | None = changeable(
-        "positive", "Answers that a GPU generates at once. Default: batch_size."
-    )
     rewards: dict[str, Any] = setting(
         "open block",
         "What scores the answers, by names of your own: {correct: {function: exact_match, column: "
@@ -204,3 +213,17 @@ class GrpoConfig(TrainConfig):
 def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     block = config.get(name)
     return block if isinstance(block, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyConfig(AnswerKeys, DistillConfig):
+    """Distillation in which the student gives the answers in a share of the steps."""
+
+    objective: ClassVar[str] = "plugins.rl.on_policy.OnPolicyDistillation"
+
+    on_policy_share: float = setting(
+        "rate",
+        "Share of the steps whose answers the student generates, in place of the data's (lmbda of "
+        "TRL's GKDConfig); which steps is drawn from the seed.",
+        0.5,
+    )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from plugins.rl import gathered
-from plugins.rl.recipe_keys import GrpoConfig
+from plugins.rl.recipe_keys import GrpoConfig, OnPolicyConfig
 from plugins.rl.samplers import Request, Sampled, Samplers
 from trainer.checkpoint import weights
 from trainer.config import instantiate
@@ -25,6 +25,26 @@ from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.methods.base import Models
 from trainer.parallel.world import World
+
+Config = GrpoConfig | OnPolicyConfig
+
+
+class Document(NamedTuple):
+    """A sample that counts."""
+
+    tokens: np.ndarray
+    # Which of them are trained.
+    trained: np.ndarray
+    # Its index in the dataset.
+    sample: int
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the last answer; [] without one."""
+        trained = np.flatnonzero(self.trained)
+        breaks = np.flatnonzero(np.diff(trained) > 1)
+        begin = 0 if not len(trained) else trained[breaks[-1] + 1 if len(breaks) else 0]
+        return self.tokens[: int(begin)].tolist()
 
 
 class Asked(NamedTuple):
@@ -68,20 +88,22 @@ class RolloutBatch(MicroBatch):
     old: torch.Tensor | None = None
 
 
-def prompts_of(batch: MicroBatch) -> list[tuple[int, list[int]]]:
-    """The samples of a batch that count, of one document each: their indices in the dataset, and
-    the tokens before their last answer; [] without one.
-    """
+def documents_of(batch: MicroBatch) -> list[Document]:
+    """The documents of a batch that count, of samples with one document each."""
     tokens, labels = batch.inputs.tokens.flatten().numpy(), batch.labels.flatten().numpy()
-    prompts, ends = [], batch.ends if batch.ends is not None else ()
+    documents, ends = [], batch.ends if batch.ends is not None else ()
     for last, length, sample in zip(ends, batch.lengths, batch.samples, strict=True):
-        first, end = int(last) + 1 - length, int(last)
+        end = int(last) + 1
+        trained = np.zeros(length, bool)
         # Label i is token i + 1.
-        trained = np.flatnonzero(labels[first:end] != IGNORE_INDEX) + 1
-        breaks = np.flatnonzero(np.diff(trained) > 1)
-        begin = trained[breaks[-1] + 1 if len(breaks) else 0] if len(trained) else 0
-        prompts.append((int(sample), tokens[first : first + int(begin)].tolist()))
-    return prompts
+        trained[1:] = labels[end - length : end - 1] != IGNORE_INDEX
+        documents.append(Document(tokens[end - length : end], trained, int(sample)))
+    return documents
+
+
+def prompts_of(batch: MicroBatch) -> list[tuple[int, list[int]]]:
+    """The samples of a batch: their indices, and the tokens before their last answer."""
+    return [(document.sample, document.prompt) for document in documents_of(batch)]
 
 
 class PromptBatches:
@@ -191,12 +213,12 @@ class Generation:
         ConfigError: that class cannot take the weights.
     """
 
-    def __init__(self, config: GrpoConfig, world: World) -> None:
+    def __init__(self, config: Config, world: World) -> None:
         self._config, self._world = config, world
         self.tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
         self.ends = gathered.Ends.of(self.tokenizer)
         self._whole = gathered.Copy(config.model_folder, world)
-        self.samplers = Samplers.of(config, world)
+        self.samplers = Samplers.of(config, world) if isinstance(config, GrpoConfig) else None
         self.held = False
         self.transfer_s = 0.0
 
@@ -238,7 +260,8 @@ class Generation:
         rooms = [min(config.max_new_tokens, limit - len(each.prompt)) for each in asked]
         answers = [Answer(each.sample, each.prompt, [], [], False) for each in asked]
         fits = [index for index, room in enumerate(rooms) if room > 0 and asked[index].prompt]
-        size = at_once(config)
+        longest = max((len(asked[index].prompt) + rooms[index] for index in fits), default=0)
+        size = at_once(config, longest)
         if self.samplers is not None and self.samplers.schedules:
             # It schedules answers itself, so that each sampler gets its share at once.
             size = config.generation_batch_size or -(-len(fits) // self.samplers.count) or 1
@@ -279,17 +302,25 @@ def sample(generator: gathered.Generator, asked: Request, ends: gathered.Ends) -
     return Sampled(new, torch.stack(draw.log_probs, 1).tolist())
 
 
-def at_once(config: GrpoConfig) -> int:
-    """How many answers are generated together."""
-    return config.generation_batch_size or config.batch_size
+def at_once(config: Config, longest: int) -> int:
+    """How many answers are generated together, the longest of so many tokens with its prompt.
+
+    In place of packed rows: as many as have the positions of a micro-batch.
+    """
+    if config.generation_batch_size or not config.dataset.get("packed"):
+        return config.generation_batch_size or config.batch_size
+    return max(1, config.batch_size * int(config.tokenizer["max_seq_len"]) // max(longest, 1))
 
 
-def trace(models: Models, config: GrpoConfig, world: World, answers: int) -> None:
+def trace(models: Models, config: Config, world: World, answers: int) -> None:
     """What a step's answers take, for `plugins.estimate.trace`, whose tensors have no values."""
     copy = gathered.Copy(config.model_folder, world, len(models.policy.module.blocks))
     copy.gather(models.policy)
-    rows = min(at_once(config), answers)
-    scores = copy.one_token(rows, int(config.tokenizer["max_seq_len"]) - 1)
+    rows, length = at_once(config, config.max_new_tokens), int(config.tokenizer["max_seq_len"])
+    if config.dataset.get("packed"):
+        length = config.batch_size * length // rows
+    rows = min(rows, answers)
+    scores = copy.one_token(rows, length - 1)
     draw = _Draw(config.sampling_temperature, None, models.policy.module.vocab_size, scores.device)
     # The noise, which generators cannot draw without values.
     noise = torch.empty_like(scores, dtype=torch.float32)

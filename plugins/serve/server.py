@@ -71,7 +71,7 @@ class Server:
         self.process: asyncio.subprocess.Process | None = None
         self.state, self.url = "starting", ""
         self.deaths: list[float] = []
-        self.ready_since, self.minutes = 0.0, -1
+        self.ready_since, self.start_s, self.minutes = 0.0, 0.0, -1
 
     async def run(self) -> str:
         """Serve until the stop file appears, or SIGTERM or SIGINT; return the state."""
@@ -88,6 +88,7 @@ class Server:
                     await self._open(server)
                 print(f"ready: {self.url}", flush=True)
                 self.state, self.ready_since = "ready", time.monotonic()
+                self.start_s = max(0.0, time.time() - _asked_at(self.run_dir))
             asked = False
             while not ended.is_set() and not asked:
                 # In a thread: a shared filesystem may be slow.
@@ -157,6 +158,7 @@ class Server:
             "job_id": os.environ.get("SLURM_JOB_ID"),
             "host": os.environ.get("NODE_NAME") or socket.gethostname(),
             "version": self.config.get("version"),
+            "start_s": round(self.start_s, 1),
             "model": self.config["model"],
             "in_flight": self.proxy.in_flight,
             "unlogged": self.proxy.journal.unlogged,
@@ -234,6 +236,15 @@ class Server:
         except TimeoutError:
             self.process.kill()
             await self.process.wait()
+
+
+def _asked_at(run_dir: Path) -> float:
+    """Return when this start was requested: the submission, later the start of the attempt."""
+    if os.environ.get("COOKBOOK_ATTEMPT", "0") == "0":
+        with suppress(OSError):
+            return (run_dir / files.SUBMISSION).stat().st_mtime
+    status = files.peek(run_dir / files.STATUS)
+    return float(status.get("started") or time.time())
 
 
 def main(arguments: list[str]) -> int:

@@ -174,6 +174,11 @@ class PrecisionKeys:
         "torch.compile each layer; the first step takes a minute longer.",
         False,
     )
+    flash_attention: str | None = changeable(
+        "FA3 | FA4",
+        "FlashAttention 3 (H100; the package flash_attn_interface) or 4 (H100, B200; flash-attn-4) "
+        "in the place of torch's own FlashAttention 2.",
+    )
     enable_fp8_training: bool = setting(
         "flag", "Matrix products in fp8 (H100, L40S and later), in full fine-tuning.", False
     )

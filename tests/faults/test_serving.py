@@ -3,15 +3,19 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plugins.serve import journal
 from plugins.serve.cli.query import ask
 from plugins.serve.launcher.endpoint import Endpoint
 from tests.faults.conftest import user_of
@@ -74,13 +78,13 @@ def test_a_successor_and_killed_processes_fail_no_request_and_lose_none(user: Ki
         os.kill(gateway["pid"], signal.SIGKILL)
         # Until the kernel has ended it, it counts as running, and nothing is to be done.
         until(lambda: not Path(f"/proc/{gateway['pid']}").exists(), 30)
-        again = user.cookbook("serve", "--url", name)
-        assert again.returncode == 0 and again.stdout.strip() == url, again.stderr
+        kept = user.cookbook("serve", "--keep", name, "--once")
+        assert kept.returncode == 0 and url.removesuffix("/v1") in kept.stderr, kept.stderr
         with asking(user, name, 12):
             os.kill(front_of(user, run), signal.SIGKILL)
         until(lambda: listed(user, name)["ready"] == 1, 90, lambda: words_of(user))
-        logged = journal.read(user.root / "endpoints" / name / "requests")
-        assert sum(row["status"] == 200 for row in logged) == 52
+        told = json.loads(user.cookbook("serve", "--stats", name, "--json").stdout)
+        assert told["status"].get("200", 0) == 52, told
     finally:
         user.cookbook("serve", "--stop", name)
 
@@ -112,6 +116,78 @@ def test_a_lost_node_fails_no_request_and_its_server_comes_back(new_cluster, tmp
             assert (run / "logs" / "1").is_dir(), "the same run, another attempt"
         finally:
             user.cookbook("serve", "--stop", "two")
+
+
+# Three backends, one after another.
+@pytest.mark.named
+def test_a_moved_alias_fails_no_request(new_cluster, tmp_path: Path, model: Path):
+    promote = ["promote", "tiny", "--to", "champion", "--gates", "none"]
+    with new_cluster("kept", "--requeue-delay", "5") as cluster:
+        user = user_of(cluster, tmp_path)
+
+        def done(*argv: str) -> subprocess.CompletedProcess[str]:
+            found = user.cookbook(*argv, timeout=600)
+            assert found.returncode == 0, found.stderr + words_of(user)
+            return found
+
+        done("register", str(model), "--as", "tiny")
+        done(*promote)
+        done("register", str(model), "--as", "tiny")
+        done("serve", "models:/tiny@champion")
+        try:
+            done(*promote)
+            with asking(user, "tiny", 40):
+                moved = done("serve", "--keep", "tiny", "--once")
+                assert "models:/tiny@champion is v2 now, and tiny v1 is served" in moved.stderr
+            assert listed(user, "tiny")["versions"] == ["tiny v2"]
+        finally:
+            user.cookbook("serve", "--stop", "tiny")
+
+
+class Watcher(threading.Thread):
+    """Asks a gateway for its health, and notes the longest time that it was not ready."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url, self.longest_s, self.ended = url, 0.0, threading.Event()
+
+    def run(self) -> None:
+        well = time.monotonic()
+        while not self.ended.wait(0.2):
+            with suppress(OSError), urllib.request.urlopen(self.url, timeout=5):
+                well = time.monotonic()
+            self.longest_s = max(self.longest_s, time.monotonic() - well)
+
+
+# A job of two minutes is replaced before its limit: Slurm's warning comes after 90 s.
+@pytest.mark.named
+def test_a_job_is_replaced_before_its_time_limit_without_a_failed_request(
+    new_cluster, tmp_path: Path, model: Path
+):
+    with new_cluster("limit", "--requeue-delay", "5") as cluster:
+        user = user_of(cluster, tmp_path)
+        argv = ["serve", str(model), "--name", "short", "--time", "2", "--json"]
+        started = user.cookbook(*argv)
+        assert started.returncode == 0, started.stderr
+        (before,) = listed(user, "short")["runs"]
+        argv = [sys.executable, "-m", "launcher", "serve", "--keep", "short"]
+        keeper = subprocess.Popen(argv, env=user.env, stderr=subprocess.PIPE, text=True)
+        url = json.loads(started.stdout)["url"].removesuffix("/v1")
+        watcher = Watcher(f"{url}/health")
+        watcher.start()
+        try:
+            with asking(user, "short", 400):
+                until(lambda: before not in listed(user, "short")["runs"], 200)
+            assert listed(user, "short")["ready"]
+        finally:
+            watcher.ended.set()
+            keeper.terminate()
+            _, words = keeper.communicate()
+            user.cookbook("serve", "--stop", "short")
+        assert f"the time limit of {before} is" in words
+        ended = json.loads((user.root / "runs" / before / "status.json").read_text())
+        assert ended["state"] == "CANCELLED", "it was ended before its limit, by the keeper"
+        assert watcher.longest_s < 3, "another server was ready all the time"
 
 
 # As many questions as take long enough to be killed between the first answers and the last.

@@ -23,6 +23,8 @@ except ImportError:
 FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_DIM, FLASH_HEAD_MULTIPLE = 256, 8
+# What torch can put in its place: the package, and the compute capabilities (its _fa3.py, _fa4.py).
+REPLACEMENTS = {"FA3": ("flash_attn_interface", (9,)), "FA4": ("flash_attn.cute", (9, 10))}
 
 Mask: TypeAlias = Documents | flex.BlockMasks | torch.Tensor | None
 
@@ -245,6 +247,26 @@ def choose_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) -
     without_kernel = any(layer.varlen_attention is None for layer in layers(model))
     if without_kernel and not any(layer.dropout for layer in layers(model)):
         use_flex_attention(model, device)
+
+
+def replace_flash_attention(name: str, device: torch.device) -> str | None:
+    """Let torch's flash attention be FlashAttention 3 or 4 from here on; or return what is missing.
+
+    All operators of torch's that are made of it change: of packed rows and of others.
+    """
+    package, capabilities = REPLACEMENTS[name]
+    if device.type != "cuda":
+        return "there is no GPU"
+    if (major := torch.cuda.get_device_capability(device)[0]) not in capabilities:
+        needed = " or ".join(map(str, capabilities))
+        return f"it needs compute capability {needed}, and this GPU has {major}"
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        return f"torch {torch.__version__} cannot use it; 2.13 can"
+    try:
+        torch.nn.attention.activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:
+        return f"its package {package} cannot be used ({error})"
+    return None
 
 
 def use_flash_attention(model: nn.Module, dtype: torch.dtype) -> None:

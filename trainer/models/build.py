@@ -384,6 +384,9 @@ def _check_dtypes(config: TrainConfig, device: torch.device) -> None:
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
     if config.fp8_recipe and (lack := fp8.missing(device)):
         raise ConfigError(f"enable_fp8_training: {lack}; set enable_fp8_training=False")
+    name = config.flash_attention
+    if name and (lack := attention.replace_flash_attention(name, device)):
+        raise ConfigError(f"flash_attention: {name}: {lack}; leave flash_attention out")
 
 
 def allocate(module: Decoder, device: torch.device, *, parameters_on_cpu: bool) -> None:

@@ -3,7 +3,8 @@
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,9 @@ SAVED_IF_COMPILED = ("aten.topk",)
 # ones; FSDP marks one range more in it if experts within the block are a group of their own.
 RANGES = ("profiler._record_function_enter_new", "profiler._record_function_exit._RecordFunction")
 
+# Of a checkpoint: of its first pass, and of the one that computes it again.
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
 
 def prepare(model: Decoder, config: TrainConfig) -> None:
     """Compile the blocks of `model`, and apply activation checkpointing, as `config` says.
@@ -83,11 +87,18 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
     # With "op" the compiler must see what is kept; else it need not know of the recomputation.
     if config.compile:
         _compile(model.blocks[index] for index in whole)
+    settings: dict[str, Any] = {}
+    if any(map(_exchanges_tokens, model.blocks)):
+        from trainer.parallel.expert_parallel import remembered
+
+        settings = {"context_fn": remembered}
     if mode == "op":
-        _recompute(model, whole)
+        _recompute(model, whole, **settings)
         for compiled in (True, False):
             # All blocks of a kind have the same function, or each would be compiled separately.
-            contexts = partial(create_selective_checkpoint_contexts, _policy(compiled))
+            # Those that are compiled exchange no tokens; the compiler takes no other contexts.
+            more = None if compiled else settings.get("context_fn")
+            contexts = partial(_contexts, more, _policy(compiled))
             chosen = [
                 index
                 for index, block in enumerate(model.blocks)
@@ -98,7 +109,8 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
             if compiled:
                 _compile(model.blocks[index] for index in chosen)
     elif isinstance(mode, int):
-        settings = {"checkpoint_fn": offloaded} if config.enable_activation_offloading else {}
+        if config.enable_activation_offloading:
+            settings["checkpoint_fn"] = InputOffloading()
         _recompute(model, range(mode - 1, len(model.blocks), mode), **settings)
 
 
@@ -152,6 +164,23 @@ def _recompute(model: Decoder, indices: Iterable[int], **settings: Any) -> None:
         model.blocks[index] = checkpoint_wrapper(model.blocks[index], **settings)
 
 
+def _contexts(
+    more: Callable[[], Contexts] | None, policy: Callable[..., CheckpointPolicy]
+) -> Contexts:
+    """The contexts of a checkpoint by operation, and others around them."""
+    own = create_selective_checkpoint_contexts(policy)
+    if more is None:
+        return own
+    first, again = (_both(*pair) for pair in zip(more(), own, strict=True))
+    return first, again
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 def _policy(compiled: bool = False) -> Callable[..., CheckpointPolicy]:
     names = SAVED_OPERATIONS + (SAVED_IF_COMPILED if compiled else ())
     saved = {op for name in names if (op := _operation(name)) is not None}
@@ -170,23 +199,74 @@ def _operation(name: str) -> Any:
     return getattr(packet, overload[0] if overload else "default", packet)
 
 
-def offloaded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+class InputOffloading:
     """torch.utils.checkpoint, with a layer's input on the CPU until the backward pass needs it.
 
-    Only what a checkpoint keeps is moved, no weights. (torchtune's OffloadActivations sees every
-    tensor that the whole model saves, and cannot copy DTensors: its issue 2451.) On a GPU the
-    copies are in the stream that computes: the host waits for none.
+    Only plain tensors that a checkpoint keeps are moved, neither weights nor DTensors, so tensor
+    parallelism changes nothing. (torchtune's OffloadActivations sees every tensor that the whole
+    model saves, and cannot copy DTensors: its issue 2451.) On a GPU copies go over a stream of
+    their own; while one layer is recomputed, the input of the layer before it comes back.
     """
-    # Inside, the checkpoint's own hooks stand before these: they see its inputs only.
-    with saved_tensors_hooks(_to_host, _to_device):
-        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    def __init__(self) -> None:
+        self._newest: _Input | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `function` as torch.utils.checkpoint.checkpoint would."""
+        # Inside, the checkpoint's own hooks stand before these: they see its inputs only.
+        with saved_tensors_hooks(self._pack, _unpack):
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    def _pack(self, tensor: torch.Tensor) -> "_Input | torch.Tensor":
+        if not tensor.numel():
+            # Besides the inputs torch 2.11 keeps an empty tensor on the CPU.
+            return tensor
+        if tensor.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._newest = _Input(tensor, self._newest, self._stream)
+        return self._newest
 
 
-def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-    kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return tensor.device, kept.copy_(tensor, non_blocking=True)
+def _unpack(kept: "_Input | torch.Tensor") -> torch.Tensor:
+    return kept.take() if isinstance(kept, _Input) else kept
 
 
-def _to_device(kept: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-    device, tensor = kept
-    return tensor.to(device, non_blocking=True, copy=True)
+class _Input:
+    """One layer's input while it is on the CPU.
+
+    Args:
+        before: the input of the layer before, which the backward pass needs next.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, before: "_Input | None", stream: torch.cuda.Stream | None
+    ) -> None:
+        self._before, self._stream, self._device = before, stream, tensor.device
+        self._fetched: torch.Tensor | None = None
+        self._taken = False
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+            # Its memory is used again only when the copy is done.
+            tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            self._host.copy_(tensor, non_blocking=True)
+
+    def take(self) -> torch.Tensor:
+        """The tensor, on its device again."""
+        tensor, self._fetched = self._fetch(), None
+        self._taken = True
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            tensor.record_stream(torch.cuda.current_stream())
+        if self._before is not None and not self._before._taken:
+            self._before._fetch()
+        self._before = None
+        return tensor
+
+    def _fetch(self) -> torch.Tensor:
+        if self._fetched is None:
+            with torch.cuda.stream(self._stream):
+                self._fetched = self._host.to(self._device, non_blocking=True)
+        return self._fetched

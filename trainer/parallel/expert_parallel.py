@@ -5,7 +5,11 @@ output back, by all-to-all, as in GShard (Lepikhin et al. 2020, arXiv 2006.16668
 dropped. Ranks that have the same experts shard them further by FSDP.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,15 +70,21 @@ class Exchange:
     ) -> torch.Tensor:
         """As `experts.apply`, with the experts of all ranks."""
         own = local(getattr(layer, experts.MATRICES[0])).shape[0]
-        leaving = experts.counts(chosen, own * self._ranks)
-        coming = torch.empty_like(leaving)
-        dist.all_to_all_single(coming, leaving, group=self._group)
-        known = self.counted(leaving, coming)
-        order = chosen.argsort(stable=True)
+        way = known_way(layer)
+        if way is None:
+            leaving = experts.counts(chosen, own * self._ranks)
+            coming = torch.empty_like(leaving)
+            dist.all_to_all_single(coming, leaving, group=self._group)
+            known = self.counted(leaving, coming)
+            order = chosen.argsort(stable=True)
+        else:
+            order, coming, sent, received = way
         back = experts.inverse(order)
         x = experts.permuted(rows, order, back, active)
-        # The host waits for the counts alone: the device has the rows to sort meanwhile.
-        sent, received = self.rows_per_rank(known)
+        if way is None:
+            # The host waits for the counts alone: the device has the rows to sort meanwhile.
+            sent, received = self.rows_per_rank(known)
+            remember(layer, Way(order, coming, sent, received))
         by_rank = coming.view(self._ranks, own)
         # The gradient is small between the two, where the experts are, and whole outside.
         x = _AllToAll.apply(x, received, sent, self._group, 1 / self._share)
@@ -112,6 +122,56 @@ def by_expert(coming: torch.Tensor, rows: int) -> torch.Tensor:
     shift = begins - (numbers.cumsum(0) - numbers)
     here = torch.arange(rows, device=coming.device)
     return here + shift.repeat_interleave(numbers, output_size=rows)
+
+
+class Way(NamedTuple):
+    """Where the rows of a layer's tokens went: their order by expert, and how many go and come."""
+
+    order: torch.Tensor
+    coming: torch.Tensor
+    sent: list[int]
+    received: list[int]
+
+
+@dataclass
+class _Memory:
+    """The ways of a block's first pass, for the pass that computes it again."""
+
+    ways: dict[nn.Module, Any]
+    again: bool
+
+
+_memory: ContextVar[_Memory | None] = ContextVar("memory", default=None)
+
+
+def known_way(layer: nn.Module) -> Any:
+    """The way of the layer's rows in the pass that is computed again; None in a first pass."""
+    memory = _memory.get()
+    return memory.ways.get(layer) if memory is not None and memory.again else None
+
+
+def remember(layer: nn.Module, way: Any) -> None:
+    """Keep the way of the layer's rows, if the pass may be computed again."""
+    if (memory := _memory.get()) is not None:
+        memory.ways[layer] = way
+
+
+def remembered() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a checkpoint's first pass and of the one that computes it again.
+
+    Rows go the same way again, so nothing is counted, exchanged and waited for a second time.
+    """
+    ways: dict[nn.Module, Any] = {}
+    return _with(_Memory(ways, again=False)), _with(_Memory(ways, again=True))
+
+
+@contextmanager
+def _with(memory: _Memory) -> Iterator[None]:
+    token = _memory.set(memory)
+    try:
+        yield
+    finally:
+        _memory.reset(token)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -18,8 +18,7 @@ BYTES_PER_TOKEN = 4
 
 def epoch_of(config: Mapping[str, Any], step: StepConfig) -> tuple[int, str, int]:
     """Return the tokens of an epoch, by the size of local files, else a million; what it is; and
-    its samples; where they are not known, rows as long as can be.
-
+    its samples; where they are not known, rows as long as can be, or packed ones full of answers.
     RecipeFault if a file cannot be read.
 
     Of a stream, which has no epochs, those of the whole run.
@@ -36,8 +35,9 @@ def epoch_of(config: Mapping[str, Any], step: StepConfig) -> tuple[int, str, int
         what = f"{error.filename or given} cannot be read: {error.strerror}"
         raise RecipeFault(f"dataset.data_files: {what}; look at it with: ls -l") from error
     if not sizes:
+        each = step.new_tokens if step.packed and step.on_policy_share else length
         why = "the dataset is not a local JSON, CSV or text file"
-        return 10**6, f"a million tokens: {why}", 10**6 // length
+        return 10**6, f"a million tokens: {why}", 10**6 // each
     tokens = max(sum(sizes) // BYTES_PER_TOKEN, 1)
     text = f"an epoch of {len(sizes):,} samples, about {tokens:,} tokens by file size"
     return tokens, text, len(sizes)

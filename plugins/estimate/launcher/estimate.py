@@ -111,7 +111,7 @@ class Estimate:
         tokens, text, samples = epoch_of(self.config, step)
         if method.samples_answers:
             group = self.config.get("group_size") or method.keys()["group_size"].default
-            updates, samples = round(1 / step.rollout_share), samples * int(group)
+            updates, samples = round(1 / step.on_policy_share), samples * int(group)
             often = f", each in {updates} updates" if updates > 1 else ""
             text = f"an epoch of {samples:,} answers, as long as can be{often}"
             tokens = samples * updates * step.length

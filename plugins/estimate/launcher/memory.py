@@ -57,6 +57,9 @@ class _Phases:
     """Yields the phases of a step, each with its terms."""
 
     def __init__(self, step: StepConfig) -> None:
+        if step.on_policy_share and step.packed and step.accumulation == 1:
+            # Longer answers than the data's fill further micro-batches.
+            step = replace(step, accumulation=2)
         shape, e, tp, t = step.shape, step.element_bytes, step.layout.tensor_parallel, step.tokens
         self.step, self.units = step, units_of(step)
         # Offloaded state is on the CPU. Without FSDP nothing is gathered or reduced.
@@ -101,7 +104,7 @@ class _Phases:
 
     def __iter__(self) -> Iterator[tuple[str, Terms]]:
         step = self.step
-        if step.rollout_share and not step.apart:
+        if step.on_policy_share and not step.apart:
             yield "generating answers", self.state | {"generation": sum(generation(step).values())}
         for number, model in enumerate(self.frozen, 1):
             yield f"frozen model {number}, forward", self._frozen_forward(model)
@@ -201,13 +204,14 @@ def generation(step: StepConfig) -> Terms:
     token of each row.
     """
     shape, e = step.shape, step.element_bytes
-    batch = step.answers_at_once
+    batch = step.batch if step.packed else step.answers_at_once
     alone = replace(step, layout=Layout(), method="full", checkpointing="full", batch=batch)
+    width = step.answer_positions
     each = sum(count * b.attention.kv_width for b, count in shape.blocks if b.attention)
     # In the dtype of the computation; in fp32 as scores, log-probabilities, noise and their sum.
     return {
         "weights": e * shape.parameters,
-        "keys and values": 2 * e * step.answers_at_once * step.length * each,
+        "keys and values": 2 * e * step.answers_at_once * width * each,
         "logits": step.answers_at_once * shape.vocab * (e + 4 * FP32),
         "working memory": max(working(alone, block, False) for block, _ in shape.blocks),
     }

@@ -54,7 +54,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         **optimizer_of(_block(config, "optimizer")),
         **_loss(_block(config, "loss"), method),
         **_frozen_models(config, method),
-        **_rollouts(config, method),
+        **_on_policy(config, method),
     )
     if faults := faults + step.faults():
         raise RecipeFault(faults)
@@ -141,21 +141,26 @@ def _frozen_models(config: Mapping[str, Any], method: type[TrainConfig]) -> dict
     }
 
 
-def _rollouts(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
+def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
     """How answers are sampled, if they are."""
-    if not method.samples_answers:
-        return {}
     at_once = config.get("generation_batch_size")
-    rewards, apart = _block(config, "rewards"), _block(config, "resources").get("rollout")
-    folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
-    most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
-    return {
-        "generation_batch": at_once and int(at_once),
-        "rollout_share": 1 / int(config.get("updates_per_rollout") or 1),
-        "new_tokens": int(most),
-        "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
-        "apart": apart not in (None, "same"),
-    }
+    batch = {"generation_batch": at_once and int(at_once)}
+    if method.samples_answers:
+        rewards, apart = _block(config, "rewards"), _block(config, "resources").get("rollout")
+        folders = [Path(str(_block(rewards, name).get("model") or "")) for name in rewards]
+        most = config.get("max_new_tokens") or method.keys()["max_new_tokens"].default
+        return batch | {
+            "on_policy_share": 1 / int(config.get("updates_per_rollout") or 1),
+            "new_tokens": int(most),
+            "keeps_sampled": True,
+            "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
+            "apart": apart not in (None, "same"),
+        }
+    keys, own = method.keys(), ("on_policy_share", "max_new_tokens")
+    if own[0] not in keys:
+        return {}
+    share, most = (keys[n].default if config.get(n) is None else config[n] for n in own)
+    return batch | {"on_policy_share": float(share), "new_tokens": int(most)}
 
 
 def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -98,7 +98,7 @@ def _keys(step: StepConfig) -> Iterator[str]:
     yield _method_keys(step)
     if step.cpu_offload:
         yield "fsdp_cpu_offload=true"
-    if step.rollout_share and step.generation_batch:
+    if step.keeps_sampled and step.generation_batch:
         yield f"generation_batch_size={step.generation_batch}"
 
 
@@ -206,7 +206,7 @@ def _remedies(step: StepConfig) -> Iterator[dict[str, Choices]]:
     yield {"fields": [{"checkpointing": "full"}]}
     if step.accumulation > 1 and step.fsdp:
         yield {"fields": [{"sync_each": True}]}
-    if step.rollout_share and step.answers_at_once > 1 and not step.apart:
+    if step.keeps_sampled and step.answers_at_once > 1 and not step.apart:
         yield {"fields": [{"generation_batch": step.answers_at_once // 2}]}
     if step.batch > 1:
         rows = step.batch * step.accumulation

@@ -62,8 +62,9 @@ class StepConfig:
     keeps_reference: bool = False  # as a second model beside the policy
     teacher: Shape | None = None  # a frozen model that runs forward
     teacher_quantised: bool = False  # its layers are NF4
-    rollout_share: float = 0.0  # of the steps, in which the policy first generates the answers
+    on_policy_share: float = 0.0  # of the steps, in which the policy first generates the answers
     new_tokens: int = 0  # of such an answer at most
+    keeps_sampled: bool = False  # log-probabilities of such answers, which no row has several of
     in_reward_models: int = 0  # numbers, all of them on each GPU
     apart: bool = False  # rollout nodes generate them, of which nothing is computed
     generation_batch: int | None = None  # of these, how many are generated at once; else batch
@@ -154,13 +155,27 @@ class StepConfig:
 
     @property
     def answers_per_step(self) -> int:
-        """Answers that a rank generates for a step."""
-        return self.accumulation * self.batch
+        """Answers that a rank generates for a step; in packed rows as many as fill them."""
+        return self.accumulation * (self._filling if self.packed else self.batch)
 
     @property
     def answers_at_once(self) -> int:
-        """How many of them together: as many as a micro-batch has, unless the recipe says."""
-        return min(self.generation_batch or self.batch, self.answers_per_step)
+        """How many of them together: their keys and values fill no more than a micro-batch, unless
+        the recipe says how many.
+        """
+        own = self._filling if self.packed else self.batch
+        return min(self.generation_batch or own, self.answers_per_step)
+
+    @property
+    def answer_positions(self) -> int:
+        """Positions of the keys and values of such an answer and its prompt."""
+        if not self.packed:
+            return self.length
+        return self.batch * self.length // max(self.answers_at_once, 1)
+
+    @property
+    def _filling(self) -> int:
+        return max(1, self.batch * self.length // self.new_tokens) if self.new_tokens else 0
 
     @property
     def is_full(self) -> bool:

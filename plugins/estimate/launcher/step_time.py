@@ -174,7 +174,7 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     It is gathered once. Each token reads all weights, or waits for the products; the prompts are
     one forward pass, of rows as long as can be.
     """
-    if not step.rollout_share or step.apart:
+    if not step.on_policy_share or step.apart:
         return 0.0
     compute, layout, size = Compute(step, gpu, reached), step.layout, step.answers_at_once
     weights = step.element_bytes * step.shape.parameters
@@ -186,4 +186,4 @@ def generation_s(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | No
     token = max(weights / compute.bytes_per_s, size * products)
     seconds = gather + step.accumulation * step.batch * step.length * products
     seconds += step.answers_per_step / size * step.new_tokens * token
-    return step.rollout_share * seconds
+    return step.on_policy_share * seconds

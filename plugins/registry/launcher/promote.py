@@ -177,6 +177,8 @@ def still_served(site: Site, name: str, alias: str, number: int | None) -> Itera
             ):
                 continue
             swap = f"cookbook serve models:/{name}@{alias} --name {endpoint.name} --replace"
+            if deployment.model == f"models:/{name}@{alias}":
+                swap = f"cookbook serve --keep {endpoint.name} --once"
             still = f"endpoint {endpoint.name} still serves {deployment.version}"
             yield f"{still}; swap it with: {swap}"
 

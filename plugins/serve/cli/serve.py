@@ -16,9 +16,12 @@ from launcher.look.servers import tunnel
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm.executors import choose, title
+from plugins.serve import stats
+from plugins.serve.cli.since import since_option
 from plugins.serve.endpoint import reachable
 from plugins.serve.launcher import endpoint as endpoints
 from plugins.serve.launcher import gateway
+from plugins.serve.launcher import maintain as maintenance
 from plugins.serve.launcher import serve as workflow
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
@@ -36,8 +39,14 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 @common.flag("--no-wait", help="Do not wait until it is ready, and start no gateway.")
 @common.flag("--replace", help="Replace the running deployment of NAME without interruption.")
 @click.option("--list", "listed", is_flag=True, help="List the endpoints.")
-@click.option("--url", metavar="NAME", help="Print the URL of an endpoint; start its gateway.")
+@click.option("--url", metavar="NAME", help="Print the URL of an endpoint.")
 @click.option("--stop", metavar="NAME", help="Stop an endpoint's jobs and gateway.")
+@click.option("--stats", metavar="NAME", help="Show latency, throughput, errors and tokens.")
+@since_option("With --stats, requests since")
+@click.option(
+    "--keep", metavar="NAME", help="Maintain an endpoint: alias changes, time limits, ended jobs."
+)
+@common.flag("--once", help="With --keep: check once, as from cron.")
 @common.json_option
 @common.cluster_option
 def serve(
@@ -51,6 +60,10 @@ def serve(
     asked = [name for name in _ACTIONS if options[name] is not None]
     if listed + len(asked) + bool(given) != 1:
         raise UsageFault(f"give MODEL, or one of {_NAMED}")
+    if options["since"] is not None and options["stats"] is None:
+        raise UsageFault("--since requires --stats: leave it out")
+    if options["once"] and options["keep"] is None:
+        raise UsageFault("--once requires --keep: leave it out")
     if not given and any(options[name] for name in (*_OF_A_MODEL, *_RESOURCES)):
         raise UsageFault(f"{_NAMED} accept no options for serving a MODEL: leave them out")
     if given:
@@ -64,10 +77,12 @@ def serve(
 
 # What is done with an endpoint, by the option that names it.
 _ACTIONS: dict[str, Callable[[Site, Endpoint, Mapping[str, Any]], None]] = {
-    "url": lambda site, one, given: _print_address(one, 0, given["as_json"]),
+    "url": lambda site, one, given: _print_url(one, given["as_json"]),
     "stop": lambda site, one, given: workflow.stop(site, one, note),
+    "stats": lambda site, one, given: _stats(one, given["since"], given["as_json"]),
+    "keep": lambda site, one, given: maintenance.maintain(site, one, note, given["once"]),
 }
-_NAMED = "--list, --url, --stop"
+_NAMED = "--list, --url, --stop, --stats, --keep"
 _RESOURCES = ("nodes", "gpus_per_node", "time", "partition", "account", "qos", "environment")
 _OF_A_MODEL = ("name", "config", "replicas", "port", "local", "no_wait", "replace")
 
@@ -144,7 +159,7 @@ def _wait(
     as_json: bool,
 ) -> None:
     """Wait until the runs are ready, start the gateway, and print the address."""
-    later = f"start its gateway when it is ready: cookbook serve --url {endpoint.name}"
+    later = f"start its gateway when it is ready: cookbook serve --keep {endpoint.name} --once"
     if no_wait:
         answer = {"endpoint": endpoint.name, "runs": [run.name for run in runs]}
         click.echo(json.dumps(answer) if as_json else later)
@@ -154,18 +169,12 @@ def _wait(
     except KeyboardInterrupt:
         note(f"{', '.join(run.name for run in runs)} continues; {later}")
         raise
-    _print_address(endpoint, port, as_json)
-
-
-def _print_address(endpoint: Endpoint, port: int, as_json: bool) -> None:
-    """Print the address of the gateway, which is started, or that of a server on another host."""
-    servers = endpoint.servers
-    if any(map(reachable, servers)):
+    if any(map(reachable, endpoint.servers)):
         gateway.start(endpoint, port)
-    if endpoint.gateway or not servers:
         _print_url(endpoint, as_json)
-    else:
-        _print_url(endpoint, as_json, str(servers[0]["url"]), str(servers[0]["host"]))
+        return
+    facts = endpoint.servers[0]
+    _print_url(endpoint, as_json, str(facts["url"]), str(facts["host"]))
 
 
 def _print_url(endpoint: Endpoint, as_json: bool, url: str = "", node: str | None = None) -> None:
@@ -183,6 +192,11 @@ def _print_url(endpoint: Endpoint, as_json: bool, url: str = "", node: str | Non
     note(f"  laptop    {tunnel(int(url.rpartition(':')[2]), node)}")
     if not node:
         note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
+
+
+def _stats(endpoint: Endpoint, since: float | None, as_json: bool) -> None:
+    figures = workflow.figures(endpoint, since)
+    click.echo(json.dumps(figures, indent=1) if as_json else "\n".join(stats.lines(figures)))
 
 
 def _list(site: Site, as_json: bool) -> None:

@@ -1,6 +1,7 @@
-"""An endpoint's gateway on this host."""
+"""An endpoint's gateway on this host: started, and ended if it hangs."""
 
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -12,6 +13,10 @@ from launcher.errors import EndpointFault, UsageFault
 from plugins.serve import endpoint as endpoints
 from plugins.serve.launcher.endpoint import Endpoint
 from runspec import files
+
+# A gateway that says nothing for so long hangs.
+_SILENT_S = 10.0
+_ENDS_S = 30.0
 
 
 def check_port(endpoint: Endpoint, port: int) -> None:
@@ -70,3 +75,27 @@ def _started(endpoint: Endpoint, port: int) -> str:
     output = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     reason = output[-1].removeprefix("error: ") if output else "no message"
     raise EndpointFault(f"the gateway of {endpoint.name} did not start: {reason} (see {log})")
+
+
+def end_hung(endpoint: Endpoint) -> bool:
+    """End this host's gateway if it neither renews its file nor answers; return whether it did."""
+    facts = endpoint.gateway
+    if facts is None or facts["host"] != socket.gethostname():
+        return False
+    if time.time() - float(facts.get("time") or 0) < endpoints.STALE_S or _answers(facts["url"]):
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(int(facts["pid"]), signal.SIGKILL)
+    deadline = time.monotonic() + _ENDS_S
+    while endpoint.gateway == facts and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return True
+
+
+def _answers(url: str) -> bool:
+    """Whether a gateway answers at all; the kernel accepts connections to one that is stopped."""
+    from runspec import client  # few commands ask
+
+    with suppress(OSError):
+        return bool(client.send(f"{url}/health", timeout_s=_SILENT_S).status)
+    return False

@@ -20,11 +20,13 @@ from launcher.do.cancel import cancel
 from launcher.errors import CookbookError, EndpointFault, UsageFault
 from launcher.recipe import load as recipe_file
 from launcher.recipe.model import Recipe
+from launcher.run import directory
 from launcher.run.directory import Run
 from launcher.run.states import state_of
 from launcher.site import Site
 from launcher.slurm import executors
 from plugins.serve import endpoint as endpoints
+from plugins.serve import journal, stats
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
 from plugins.serve.recipe_keys import package_of
 from runspec import adapters, files
@@ -66,15 +68,15 @@ def start(site: Site, asked: Deployment, name: str | None, say: Say) -> tuple[En
             "interruption with --replace, choose another --name, or stop it with: "
             f"cookbook serve --stop {endpoint.name}"
         )
-    new, runs, settings = launch(site, endpoint, asked, say)
+    new, runs, settings = launch(site, endpoint, asked, asked.replicas, say)
     endpoint.write([new], settings)
     return endpoint, runs
 
 
 def launch(
-    site: Site, endpoint: Endpoint, asked: Deployment, say: Say
+    site: Site, endpoint: Endpoint, asked: Deployment, count: int, say: Say
 ) -> tuple[Deployment, list[Run], dict[str, Any]]:
-    """Submit a job for each copy of a model; return them, and the fronts' settings.
+    """Submit this many jobs, each with a copy of a model; return them, and the fronts' settings.
 
     Each server is a job: the loss of a node ends one of them, and Slurm starts that one again.
     """
@@ -100,7 +102,7 @@ def launch(
     is_new = not endpoint.folder.exists()
     try:
         _make(endpoint)
-        for _ in range(asked.replicas):
+        for _ in range(count):
             planned = submission.plan(recipe, site, executor, f"serve-{endpoint.name}"[:64])
             runs.append(submission.submit(planned, say))
     except BaseException:
@@ -225,14 +227,32 @@ def await_ready(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
 def replace(site: Site, endpoint: Endpoint, asked: Deployment, say: Say) -> list[Run]:
     """Let one version take the place of all that an endpoint serves, without a gap."""
     before, going = endpoint.deployments, endpoint.living(site.root)
-    new, runs, settings = launch(site, endpoint, asked, say)
+    new, runs, settings = launch(site, endpoint, asked, asked.replicas, say)
     endpoint.write([*before, new], settings)
-    names, old = (", ".join(run.name for run in each) for each in (runs, going))
-    say(f"{names} will replace {old}" if old else f"{names} will serve")
-    await_ready(endpoint, runs, say)
-    drain(endpoint, going, say)
+    _take_over(endpoint, runs, going, say)
     endpoint.write([new])
     return runs
+
+
+def renew(
+    site: Site, endpoint: Endpoint, old: Deployment, going: Sequence[Run], count: int, say: Say
+) -> None:
+    """Let this many new jobs with the settings of a version take the place of some of its runs."""
+    new, runs, settings = launch(site, endpoint, changed(old, runs=()), count, say)
+    others = [each for each in endpoint.deployments if each != old]
+    endpoint.write([*others, changed(old, runs=[*old.runs, *new.runs])], settings)
+    _take_over(endpoint, runs, going, say)
+    ended = {run.name for run in going}
+    kept = [name for name in old.runs if name not in ended]
+    endpoint.write([*others, changed(old, runs=[*kept, *new.runs])])
+
+
+def _take_over(endpoint: Endpoint, runs: Sequence[Run], going: Sequence[Run], say: Say) -> None:
+    """Wait for new runs, and end those whose place they take."""
+    new, old = (", ".join(run.name for run in each) for each in (runs, going))
+    say(f"{new} will replace {old}" if old else f"{new} will serve")
+    await_ready(endpoint, runs, say)
+    drain(endpoint, going, say)
 
 
 def drain(endpoint: Endpoint, runs: Sequence[Run], say: Say) -> None:
@@ -270,3 +290,23 @@ def stop(site: Site, endpoint: Endpoint, say: Say) -> None:
             say(cancel(run, resumed=False))
     if gateway is not None and not here:
         say(f"the gateway runs on {gateway['host']}: repeat the command there to stop it")
+
+
+def failed_start(site: Site, endpoint: Endpoint) -> str:
+    """Say which of an endpoint's newest runs ended before it was ready, "" if none did."""
+    for each in endpoint.deployments:
+        if not each.runs:
+            continue
+        run = Run(directory.runs_root(site.root) / each.runs[-1])
+        state = state_of(run)
+        if state.word == "FAILED" and not (run.path / files.SERVED).exists():
+            return f"{run.name} ended before it was ready ({state.detail})"
+    return ""
+
+
+def figures(endpoint: Endpoint, since: float | None) -> dict[str, Any]:
+    """Return an endpoint's figures since a time; EndpointFault if it has no requests."""
+    found = stats.summary(journal.read(endpoint.folder / endpoints.REQUESTS, since or 0.0))
+    if not found["requests"]:
+        raise EndpointFault(f"no request of {endpoint.name} is logged in that time")
+    return found

@@ -40,6 +40,7 @@ GRPO = "submit demo_grpo rollout_engine=vllm"
         ("submitt", 2, "did you mean submit?"),
         ("submit", 2, "The recipe is missing. Give it as the first argument"),
         ("submit demo output_dir=/tmp", 2, "each run has its own directory in"),
+        ("submit llama8b_to_1b_distill on_policy_share=0.5", 2, "only entry: distill_on_policy"),
         ("submit demo resources.rollout=2", 2, "this entry generates no answers; leave it out"),
         (
             "submit demo_grpo max_staleness=1 importance_cap=2",

@@ -207,8 +207,8 @@ def test_the_gates_of_a_name_judge_its_next_version(site):
     serving.write("status.json", {"state": "RUNNING", "job_id": job})
     endpoint.write([Deployment("models:/own@champion", "own v1", runs=[serving.name])])
     assert asked(without=True) == 2 and "no gate is asked this once" in told[0]
-    swap = "cookbook serve models:/own@champion --name garden --replace"
-    assert told[-1] == f"endpoint garden still serves own v1; swap it with: {swap}"
+    swap = "endpoint garden still serves own v1; swap it with: cookbook serve --keep garden --once"
+    assert told[-1] == swap
     last = registry.history(stores.at(site.root), "own")[-1]
     assert (last["change"], last["gates"]) == ("champion", "none")
     endpoint.write([Deployment(str(bad.path / "export"), "own v2", runs=[serving.name])])

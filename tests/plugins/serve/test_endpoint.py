@@ -1,6 +1,8 @@
-"""What the launcher says of endpoints: addresses that are not here, ports in use."""
+"""What the launcher says of endpoints: addresses that are not here, ports in use, what is due."""
 
 import json
+import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -8,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import EndpointFault, UsageFault
+from launcher.recipe.model import time_limit_s
 from launcher.run.directory import Run
 from launcher.site import Site
 from plugins.serve import endpoint as endpoints
-from plugins.serve.launcher import gateway, serve
+from plugins.serve.launcher import gateway, maintain, serve
 from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 
@@ -60,6 +63,32 @@ def test_two_commands_do_not_change_an_endpoint_at_the_same_time(endpoint):
         raise AssertionError
 
 
+def test_a_gateway_that_hangs_is_replaced(endpoint, monkeypatch):
+    key = endpoint.key_file
+    key.write_text("a key")
+    endpoint.write([], {"endpoint": "intent", "key_file": str(key)})
+    told: list[str] = []
+    url = gateway.start(endpoint)
+    file = endpoint.folder / endpoints.GATEWAY
+    facts = json.loads(file.read_text())
+    try:
+        # Its file alone proves nothing: the filesystem may be slow.
+        file.write_text(json.dumps({**facts, "time": time.time() - 60}))
+        assert not gateway.end_hung(endpoint)
+        os.kill(facts["pid"], signal.SIGSTOP)
+        monkeypatch.setattr(gateway, "_SILENT_S", 0.5)
+        file.write_text(json.dumps({**facts, "time": time.time() - 60}))
+        maintain.look(Site(), endpoint, told.append)
+        facts = json.loads(file.read_text())
+        assert [line.partition(": ")[2] for line in told] == [
+            "the gateway did not answer: it was killed, and is restarted",
+            f"gateway {url}",
+        ]
+        assert not gateway.end_hung(endpoint)
+    finally:
+        os.kill(facts["pid"], signal.SIGKILL)
+
+
 LORA = {"r": 8, "lora_alpha": 16}
 PREFIX, IA3 = {"peft_type": "PREFIX_TUNING"}, {"peft_type": "IA3"}
 # As the kit exports a matrix of three: three times the rank and the alpha.
@@ -94,6 +123,41 @@ def test_an_adapter_that_a_backend_would_serve_wrongly_is_refused(
     assert [words in fault for fault in faults] == [True] * (words is not None), faults
 
 
+def served_run(endpoint: Endpoint, limit: str, began_s_ago: float) -> Run:
+    run = Run(endpoint.folder.parents[1] / "runs" / "20260102-030405-serve-intent-0a1b")
+    run.path.mkdir(parents=True)
+    lead = min(300, time_limit_s(limit) // 4)
+    run.write("submission.json", {"asked": {"time": limit, "signal_lead_s": lead}})
+    job = {"job_id": "7", "restart_count": 1}
+    # The attempt before went with another start of the job.
+    (run.path / "attempts.jsonl").write_text(json.dumps({**job, "restart_count": 0, "started": 1}))
+    status = {"state": "RUNNING", "started": time.time() - began_s_ago, **job}
+    run.write("status.json", status)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("limit", "began_s_ago", "near"),
+    [("04:00:00", 3 * 3600, False), ("04:00:00", 3.7 * 3600, True), ("10", 280, False),
+     ("10", 310, True), ("3", 30, False), ("3", 50, True)],
+)  # fmt: skip
+def test_a_successor_is_due_before_the_time_limit(endpoint, limit, began_s_ago, near):
+    """A start of 55 s, and Slurm's warning 300 s or a quarter of the limit before it."""
+    run, deployment = served_run(endpoint, limit, began_s_ago), Deployment("m", "m", runs=["x"])
+    facts = {"state": "ready", "run": run.name, "start_s": 55}
+    endpoints.tell(endpoint.folder, "a", facts)
+    going, count, reason = maintain.due(endpoint, deployment, [run])
+    assert (list(going) == [run], count == 1, "time limit" in reason) == (near, near, near)
+
+
+def test_a_slow_start_makes_it_due_earlier_and_a_missing_job_is_made_up_for(endpoint):
+    run, deployment = served_run(endpoint, "04:00:00", 3 * 3600), Deployment("m", "m", replicas=2)
+    assert maintain.due(endpoint, deployment, [run])[1:] == (1, "1 of 2 jobs serve m")
+    endpoints.tell(endpoint.folder, "a", {"state": "ready", "run": run.name, "start_s": 1500})
+    going, count, reason = maintain.due(endpoint, deployment, [run])
+    assert (list(going), count) == ([run], 1) and f"the time limit of {run.name} is" in reason
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -118,6 +182,6 @@ def test_an_endpoint_keeps_the_run_that_was_meant(endpoint, tmp_path, monkeypatc
         (export / name).write_text("{}")
     (export / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     for wanted, kept in (("last", run.name), ("a-0001", run.name), (str(export), str(export))):
-        asked = Deployment(wanted, "", executor="local", replicas=0)
-        new, _, _ = serve.launch(Site(shared_root=str(tmp_path)), endpoint, asked, print)
+        asked = Deployment(wanted, "", executor="local")
+        new, _, _ = serve.launch(Site(shared_root=str(tmp_path)), endpoint, asked, 0, print)
         assert (new.model, new.version) == (kept, run.name)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from plugins.serve import stats
 from plugins.serve.journal import Journal, read
 from plugins.serve.launcher import from_requests
 
@@ -115,3 +116,14 @@ def test_the_log_becomes_a_data_source_with_feedback(tmp_path):
     feedback = from_requests.Feedback(tmp_path / "feedback.jsonl")
     rows = from_requests.rows_of(tmp_path, 1001.0, feedback)
     assert (rows[0]["request_id"], feedback.unmatched) == ("r1", [9])
+
+
+def test_figures_of_a_log():
+    rows = [
+        {**row(k, when=float(k)), **answer(status=200 if k else 503), "stream": True}
+        for k in range(101)
+    ]
+    found = stats.summary(rows)
+    assert found["requests"] == 101 and found["errors"] == 1 and found["answer_tokens"] == 200
+    assert found["requests_per_s"] == 1.01 and found["latency_s"]["p99"] == 0.2
+    assert abs(found["per_token_s"]["p50"] - 0.1) < 1e-9

@@ -269,3 +269,15 @@ def test_the_gpus_kernel_gives_what_the_mask_gives(build):
     assert varlen is not None
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0.05, atol=0.05)
+
+
+def test_flash_attention_is_replaced_only_where_torch_can(monkeypatch):
+    assert set(torch.nn.attention.list_flash_attention_impls()) >= set(attention.REPLACEMENTS)
+    assert attention.replace_flash_attention("FA3", torch.device("cpu")) == "there is no GPU"
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    told = attention.replace_flash_attention("FA4", gpu)
+    assert told == "it needs compute capability 9 or 10, and this GPU has 8"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    told = attention.replace_flash_attention("FA3", gpu)
+    assert told and "its package flash_attn_interface cannot be used (No module named" in told

@@ -73,11 +73,15 @@ def test_its_curve_is_that_of_a_plain_loop(beta, tmp_path, model_folder, dataset
 
 
 @pytest.mark.long
-def test_its_curve_is_that_of_trls_gkd(tmp_path):
+@pytest.mark.parametrize("name", ["gkd", "gkd_own"])
+def test_its_curve_is_that_of_trls_gkd(name, tmp_path):
+    """On the data, and on answers that are so cold that no draw matters."""
     student, teacher = preference.make_chat_models(tmp_path / "chat")
     data = preference.write_chats(tmp_path / "chats.jsonl")
-    path = preference.our_distillation(tmp_path / "run", student, teacher, data)
-    finish(start(path, module="trainer.train distill"))
+    own = name == "gkd_own"
+    path = preference.our_distillation(tmp_path / "run", student, teacher, data, own)
+    method = "plugins.rl.recipe_keys:OnPolicyConfig" if own else "distill"
+    finish(start(path, module=f"trainer.train {method}"))
     losses = [line["loss"] for line in metrics(path.parent)]
-    wanted = json.loads(preference.CURVES.read_text())["losses"]["gkd"]
+    wanted = json.loads(preference.CURVES.read_text())["losses"][name]
     assert losses == pytest.approx(wanted, rel=1e-5, abs=1e-5)

@@ -12,6 +12,7 @@ from pyarrow import Table, parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plugins.evaluate.model import Answerer
+from plugins.rl.on_policy import OnPolicyDistillation
 from runspec.keys.fields import STREAM
 from runspec.tokens import grown, new_tokens
 from tests.trainer.methods.pairs import write_pairs
@@ -30,7 +31,6 @@ from trainer import check
 from trainer.config import load
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
-from trainer.methods.distill import Distillation
 from trainer.models import build as models
 
 NEW = ["<ask>", "<very>", "<unused>"]
@@ -191,17 +191,19 @@ def test_other_methods_train_new_tokens(folders, tagged, tmp_path):
         assert len(rows) == grown(1024, 1024 + len(NEW))
         assert json.loads((export / "config.json").read_text())["vocab_size"] == len(rows)
     assert abs(metrics(tmp_path / "dpo")[0]["loss"] - 0.6931) < 1e-4
-    # A teacher must have learnt them.
-    own = {"max_steps": 4, "teacher": str(tmp_path / "dpo/export")}
+    # A teacher must have learnt them; the student also answers by itself.
+    own = {"on_policy_share": 0.5, "max_steps": 4, "teacher": str(tmp_path / "dpo/export")}
     for folder, ranks, more in (
         ("one", 1, {"batch_size": 8}),
         ("two", 2, {"batch_size": 4}),
     ):
         path = config_of(tmp_path / "distil" / folder, source, tagged, **own | more)
-        finish(start(path, ranks, module="trainer.train distill"))
+        finish(start(path, ranks, module="trainer.train plugins.rl.recipe_keys:OnPolicyConfig"))
+    lines = metrics(tmp_path / "distil/one")
+    assert {line["on_policy/steps"] for line in lines} == {0, 1}
     assert_same_curve(tmp_path / "distil/two", tmp_path / "distil/one", 2e-5, 1e-4)
     (fault,) = check.faults(
-        yaml.safe_load(path.read_text()) | {"teacher": str(source)}, Distillation
+        yaml.safe_load(path.read_text()) | {"teacher": str(source)}, OnPolicyDistillation
     )
     assert "is missing there and '<ask>' in" in fault and "3 of " in fault
     assert "train the teacher with the same new_tokens" in fault

@@ -31,6 +31,7 @@ from trainer.layers import flex
 from trainer.models import build as models
 from trainer.parallel import activations
 from trainer.parallel import world as distributed
+from trainer.parallel.activations import InputOffloading
 
 # For several runs in one start, and for the compiler.
 LIMIT_S = 1200
@@ -173,7 +174,7 @@ def test_offloaded_inputs_are_let_go_and_come_back():
             return made
 
     found = []
-    for checkpointing in (partial(checkpoint, use_reentrant=False), activations.offloaded):
+    for checkpointing in (partial(checkpoint, use_reentrant=False), InputOffloading()):
         layers = [Layer(step) for step in range(1, 5)]
         x, inputs = torch.ones(4, 8, requires_grad=True), []
         with Alive():
