@@ -21,7 +21,6 @@ from tests.faults.kit import (
     attempts,
     ended,
     rank,
-    requeued,
     trains,
 )
 from tests.launcher.kit import checkpoints, ranks_of, report, until
