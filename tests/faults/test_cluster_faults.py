@@ -21,7 +21,6 @@ from tests.faults.kit import (
     attempts,
     ended,
     rank,
-    requeued,
     trains,
 )
 from tests.launcher.kit import checkpoints, ranks_of, report, until
@@ -185,13 +184,6 @@ def test_ranks_that_slurm_has_given_up_stop_themselves(new_cluster, root, undist
         assert "do not answer" not in (run / "logs" / "job.log").read_text()
         user.cookbook("cancel", run.name)
         ended(user, run, "CANCELLED")
-
-
-def test_a_requeue_that_slurm_refuses_is_told_at_once(slurm, tmp_path):
-    done = requeued(slurm.env, tmp_path, "1")
-    assert done.returncode == 1, done.stderr
-    assert '"FAILED"' in (tmp_path / "status.json").read_text()
-    assert attempts(tmp_path) == []
 
 
 def test_nodes_that_a_job_was_denied_before_are_not_counted_as_free(slurm, monkeypatch):

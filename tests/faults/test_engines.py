@@ -11,7 +11,7 @@ import yaml
 
 from runspec import files
 from tests.faults.kit import attempts
-from tests.launcher.kit import Kit, checkpoints, ranks_of, report, until
+from tests.launcher.kit import Kit, ranks_of, report, until
 
 STANDINS = Path(__file__).parent / "standins"
 
@@ -44,7 +44,7 @@ def test_a_stopped_rank_of_transformers_trainer_is_found_and_every_command_works
     }
     (place / "hang.yaml").write_text(yaml.safe_dump(recipe))
     _, run = user.submit(str(place / "hang.yaml"))
-    until(lambda: checkpoints(run), 90, lambda: report(run))
+    until(lambda: files.checkpoint_steps(run), 90, lambda: report(run))
     os.kill(ranks_of(run, "hf_trainer")[1], signal.SIGSTOP)
     (place / "hurry").touch()
     told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=120)

@@ -106,3 +106,20 @@ def test_a_lost_node_costs_no_result(root: Path, new_cluster, undisturbed: Undis
         told = attempts(run)
         assert told[-1]["cause"] == "finished" and len(told) > 1, report(run)
         undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_a_refused_requeue_names_the_command_that_continues(
+    user: Kit, slurm, undisturbed: Undisturbed
+):
+    job, run = user.submit(*SHORT)
+    trains(run)
+    slurm.run(["scontrol", "update", f"JobId={job}", "Requeue=0"])
+    slurm.run(["scancel", "--batch", "--signal=USR1", job])
+    (line,) = ended(user, run, "FAILED")
+    assert (line["job_id"], line["cause"]) == (job, "time_limit"), report(run)
+    again = f"continue with: cookbook resume {run.name}"
+    assert again in user.status(run)["detail"]
+    assert user.cookbook("resume", run.name).returncode == 0
+    ended(user, run, "COMPLETED")
+    undisturbed.is_equalled_by(run)

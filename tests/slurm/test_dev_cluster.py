@@ -171,47 +171,31 @@ def test_wrong_usage_exits_with_2_and_names_the_fault(arguments: list[str], mess
     assert answer.stderr.startswith(f"cluster.sh: {message}")
 
 
-def test_a_state_folder_that_munge_refuses_is_reported(cluster_root: Path) -> None:
-    closed = cluster_root / "closed"
-    closed.mkdir(mode=0o700)
-    shared = cluster_root / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
+def test_a_state_folder_that_cannot_be_used_is_refused_and_not_changed(cluster_root: Path) -> None:
+    closed, shared, foreign = (cluster_root / name for name in ("closed", "shared", "foreign"))
+    for folder, mode in ((closed, 0o700), (shared, 0o777), (foreign, 0o711)):
+        folder.mkdir()
+        folder.chmod(mode)
+    owner = "nobody"
+    if os.geteuid() == 0:
+        os.chown(foreign, 65534, 65534)
+    else:
+        foreign, owner = Path("/usr"), "root"
     for folder, fault in (
         (closed / "state", f'execute permissions for all required on "{closed}"'),
         (shared, f'world-writable permissions without sticky bit set on "{shared}"'),
         (cluster_root / ("x" * 60), "is too long for unix sockets"),
+        (foreign, f"belongs to {owner}, not to you"),
     ):
         up = cluster_sh("up", "--state", folder)
-        assert up.returncode == 1
-        assert fault in up.stderr
-    assert processes_of(cluster_root) == {}
-
-
-def test_a_state_folder_of_another_user_is_refused(cluster_root: Path) -> None:
-    if os.geteuid() == 0:
-        foreign = cluster_root / "foreign"
-        foreign.mkdir(mode=0o711)
-        os.chown(foreign, 65534, 65534)
-        message = "belongs to nobody, not to you"
-    else:
-        foreign, message = Path("/usr"), "belongs to root, not to you"
-    up = cluster_sh("up", "--state", foreign)
-    assert up.returncode == 1
-    assert message in up.stderr
-
-
-@pytest.mark.parametrize("command", ["up", "down"])
-def test_a_folder_that_is_not_a_state_folder_is_not_changed(
-    cluster_root: Path, command: str
-) -> None:
+        assert up.returncode == 1 and fault in up.stderr
     work = cluster_root / "work" / "thesis.tex"
     work.parent.mkdir()
     work.write_text("dear")
-    answer = cluster_sh(command, "--name", "work", "--state", cluster_root)
-    assert answer.returncode == 1
-    assert "is not a cluster's state folder" in answer.stderr
-    assert work.read_text() == "dear"
+    for command in ("up", "down"):
+        answer = cluster_sh(command, "--name", "work", "--state", cluster_root)
+        assert answer.returncode == 1 and "is not a cluster's state folder" in answer.stderr
+    assert work.read_text() == "dear" and processes_of(cluster_root) == {}
 
 
 def test_env_and_status_without_a_cluster_say_how_to_start_one(cluster_root: Path) -> None:

@@ -56,12 +56,7 @@ def test_support_messages_become_a_served_model_and_data_again(slurm_user: Kit):
     pytest.importorskip("pyspark")
     printed = ended(slurm_user, "support_intents", local=False)
     # tests/plugins has each step's rules.
-    for words in (
-        "\nMETHOD",
-        "is not promoted to staging: gate",
-        "requests     200 (200: 200)",
-    ):
-        assert words in printed
+    assert "\nMETHOD" in printed and "is not promoted to staging: gate" in printed
     registry = json.loads(slurm_user.cookbook("registry", "support", "--json").stdout)
     aliases = {each["version"]: set(each["aliases"]) for each in registry["versions"]}
     assert aliases == {1: set(), 2: {"staging", "champion"}, 3: {"candidate"}}

@@ -124,7 +124,6 @@ def test_squad_has_the_same_losses_on_every_layout(user: Kit):
 
 @pytest.mark.named
 def test_from_a_bare_model_to_answers(slurm_user: Kit):
-    """tests/remote has TensorBoard through a tunnel."""
     printed = ended(slurm_user, "torchtune_70b", local=False)
     for words in ("NODELIST(REASON)", "guide-full", "COMPLETED", "slowest", "in Python"):
         assert words in printed

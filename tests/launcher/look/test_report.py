@@ -106,13 +106,6 @@ def test_ticks_are_round(low, high, found):
     assert curves.ticks(low, high) == pytest.approx(found)
 
 
-def test_few_steps_have_whole_numbers_once(tmp_path):
-    report.write([made(tmp_path, steps=3)], tmp_path / "r.html")
-    chart = re.search(r"<svg.*?</svg>", page(tmp_path / "r.html")[0], re.DOTALL)[0]
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", chart)
-    assert [each for each in words if each in "0123"] == ["0", "1", "2", "3"], words
-
-
 def test_evaluations_are_in_it(tmp_path):
     run = made(tmp_path)
     (run.path / "evals").mkdir()
