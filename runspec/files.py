@@ -32,7 +32,6 @@ STOP = ".stop"
 # What the job script and its attempt record write.
 ATTEMPTS = "attempts.jsonl"
 STATUS = "status.json"
-RESERVE = ".reserve"  # space that is freed for the last word when the disk is full
 LOGS = "logs"
 LATEST_LOGS = "logs/latest"
 JOB_LOG = "logs/job.log"
@@ -158,6 +157,25 @@ def beside(path: Path) -> Path:
 def write_json(path: Path, value: Any, mode: int | None = None) -> None:
     """Replace path by value as indented JSON, atomically."""
     write_text(path, json_text(value), mode)
+
+
+def renew_json(path: Path, value: Any, mode: int | None = None) -> None:
+    """Replace path by value; on a full disk in place, in the space that the file has.
+
+    Then a reader, or a crash, may see a part of it: for what is written again soon, or last.
+
+    Raises:
+        OSError: it cannot be written, or it is new and the disk is full.
+    """
+    try:
+        write_json(path, value, mode)
+    except OSError as error:
+        if error.errno not in storage.OF_A_DISK:
+            raise
+        with open(path, "r+b", buffering=0) as file:
+            text = json_text(value).encode().ljust(os.fstat(file.fileno()).st_size)
+            if file.write(text) < len(text):
+                raise
 
 
 def json_text(value: Any) -> str:
