@@ -92,7 +92,7 @@ class Trainer:
         self.guard = optimizers.NonFiniteGuard(
             self.optimizer, config.max_non_finite_steps, world.device, self.state.skipped_steps
         )
-        self.profiler = world.on_all(lambda: profiler(config, world, self.state.step))
+        self.profiler = world.on_all(lambda: profiler(config, world))
         self.reporter.setup(time.monotonic() - started)
         self.reporter.progress("running")
 

@@ -285,7 +285,6 @@ class LoggingKeys:
             Key("warmup_steps", "count", "Steps that are recorded and dropped.", 3),
             Key("active_steps", "positive", "Steps that are recorded and kept.", 2),
             Key("num_cycles", "count", "Number of cycles; 0: until the end.", 1),
-            Key("steps", "steps", "First and last step to record, instead of cycles."),
             Key("ranks", "ranks", "Ranks to record. Default: the first of each node."),
             Key("_component_", "text", "torchtune's profiler; torch.profiler is used."),
             Key(

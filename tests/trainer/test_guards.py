@@ -108,7 +108,13 @@ def test_all_ranks_skip_what_one_has_seen_and_chosen_ranks_are_profiled(
         dataset,
         batch_size=4,
         max_steps=3,
-        profiler={"enabled": True, "ranks": [1], "steps": [2, 3]},
+        profiler={
+            "enabled": True,
+            "ranks": [1],
+            "wait_steps": 0,
+            "warmup_steps": 1,
+            "active_steps": 2,
+        },
     )
     paths = pair(tmp_path, poisoned, optimizer=FUSED, batch_size=4)
     said = train(*paths, profiled, ranks=2)
@@ -150,7 +156,7 @@ def test_a_rank_that_is_not_there_cannot_be_profiled(tmp_path, model_folder, dat
     world = distributed.start("cpu")
     try:
         with pytest.raises(ConfigError, match=r"ranks: there is no rank 5, the run has 1"):
-            profiler(config, world, done=0)
+            profiler(config, world)
     finally:
         distributed.stop()
 
