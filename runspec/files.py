@@ -194,6 +194,7 @@ def _no_json(name: str) -> None:
 
 
 _DIGITS = 300
+_TAIL_BYTES = 8192
 _DECODER = json.JSONDecoder(parse_int=_integer)
 _STRICT = json.JSONDecoder(parse_int=_integer, parse_constant=_no_json)
 
@@ -285,13 +286,13 @@ def read_json_lines(path: Path) -> list[Any]:
     return values
 
 
-def last_json_line(path: Path, tail_bytes: int = 8192) -> Any:
+def last_json_line(path: Path) -> Any:
     """Return the last whole value of a JSON lines file, None if there is none in its last bytes."""
     try:
         with open(path, "rb", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - tail_bytes))
-            lines = file.read(tail_bytes).splitlines()
+            file.seek(max(0, end - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines()
     except FileNotFoundError:
         return None
     for line in reversed(lines):
