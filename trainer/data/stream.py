@@ -18,7 +18,7 @@ from runspec.keys.fields import STREAM
 from trainer.config import TrainConfig, instantiate
 from trainer.data import batches, prepared, shards, tokenizers
 from trainer.data.batches import BatchSpec, Collator, Data, Row
-from trainer.data.logical import Mixture, TextSource, encoded
+from trainer.data.logical import Mixture, RowStream, TextSource, encoded
 from trainer.data.tokenised import tokenizer_files
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
@@ -123,7 +123,7 @@ class _Own(IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         numbers = list(self._states)[worker::workers]
-        streams = {n: self._mixture.rows(n, self._states[n]) for n in numbers}
+        streams = {n: RowStream(self._mixture, n, self._states[n]) for n in numbers}
         while True:
             try:
                 yield [(n, stream.row(), stream.state) for n, stream in streams.items()]
