@@ -8,6 +8,7 @@ each source; a checkpoint holds them for every stream.
 
 import hashlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ class Stream:
 
     def __init__(self, tokenizer: Any, sources: list[TextSource]) -> None:
         self.sources, self._tokenizer = sources, tokenizer
-        self._first: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -48,15 +48,13 @@ class Stream:
         tokens = encoded(self._tokenizer, self._texts[index])
         return {"tokens": tokens, "labels": list(tokens)}
 
-    @property
+    @cached_property
     def _texts(self) -> list[str]:
-        if self._first is None:
-            self._first = []
-            for source in self.sources:
-                parts = shards.parts_of(source.files[:1], 1)[:1]
-                block = next(iter(shards.blocks(parts[0], source.column)), []) if parts else []
-                self._first += block[:SHOWN]
-        return self._first
+        texts = []
+        for source in self.sources:
+            for part in shards.parts_of(source.files[:1], 1)[:1]:
+                texts += next(shards.blocks(part, source.column), [])[:SHOWN]
+        return texts
 
 
 def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: bool = True) -> Stream:
