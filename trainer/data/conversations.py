@@ -64,7 +64,8 @@ class Chats(Rows):
         return with_system(self._read(self.row(index)), self._system)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        turns = self.turns(index)
+        row = self.row(index)
+        turns = with_system(self._read(row), self._system)
         marked = [turn.pop(MARK, False) for turn in turns]
         weights = [turn.pop(WEIGHT, 1) for turn in turns]
         trained = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -75,7 +76,7 @@ class Chats(Rows):
         elif self._train_on == "marked":
             trained = [i for i in trained if marked[i]]
         trained = [i for i in trained if weights[i]]
-        tools = self.finite(self.row(index), self._tools) if self._tools else None
+        tools = self.finite(row, self._tools) if self._tools else None
         return labelled(self._tokenizer, turns, trained, schemas_of(tools, self._tools))
 
 
