@@ -23,7 +23,7 @@ def first_error(run: Run, attempt: int | None = None) -> tuple[str, Path] | None
         message, nodes = str(record.get("message") or ""), record.get("nodes")
         names = nodes if isinstance(nodes, list) else []
         at = names.index(record["node"]) if record.get("node") in names else 0
-        # A rank that was killed at once wrote nothing; its node's log holds what all its ranks wrote.
+        # A rank that was killed at once wrote nothing; its node's log has what all its ranks wrote.
         logs = [run.logs / str(number) / f"node_{at}.log"]
         if named := _RANK.search(message):
             logs.insert(0, run.logs / str(number) / f"rank_{named[1]}.log")
