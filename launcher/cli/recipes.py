@@ -29,11 +29,12 @@ def recipes(name: str | None, cluster: str | None) -> None:
     heads = ("RECIPE", "METHOD", "NODES x GPUS", "MEMORY PER GPU", "DESCRIPTION")
     for title, method, layout, memory, description in (heads, *rows):
         click.echo(f"{title:<{width}}  {method:<7} {layout:<13} {memory:>14}  {description}")
-    click.echo("Memory is computed, not measured; cookbook estimate NAME shows the terms.")
+    if any(row[3] != "-" for row in rows):
+        click.echo("Memory is computed, not measured; cookbook estimate NAME shows the terms.")
 
 
 def _rows(root: Path) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of the recipes that can be read; the faults of others go to standard error."""
+    """Yield the cells of the recipes that can be read; the faults of others go to stderr."""
     for name in recipe_file.names():
         try:
             yield _row(recipe_file.load(name), root)
