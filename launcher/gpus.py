@@ -9,8 +9,6 @@ from launcher.errors import UsageFault, nearest
 from runspec.devices import RESERVED_GIB, RESERVED_SHARE
 
 DEFAULT = "h100-80"
-# The round numbers that cards are sold by.
-_LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 144, 180, 186, 192, 256, 288)
 
 
 @dataclass(frozen=True)
