@@ -146,7 +146,7 @@ def test_a_stock_torchtune_recipe_is_started_as_such(fixed, monkeypatch):
 
 def test_a_plug_in_says_what_names_the_run_in_the_tracking_store(monkeypatch):
     workload = paths.REPO_ROOT / "examples/air_fsdp/train.yaml"
-    recipe = recipes.load(str(workload), ["tracking=sqlite:////shared/mlflow.db"])
+    recipe = recipes.load(str(workload), ["~environment", "tracking=sqlite:////shared/mlflow.db"])
     asks = 'if MLFLOW_RUN_ID=$(python -P "$COOKBOOK/plugins/registry/mlflow_run.py"); then'
     assert asks in render.job_script(recipe, Site(), RUN, "air")
     monkeypatch.setattr(render, "hook", lambda name: None)
