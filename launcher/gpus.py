@@ -65,11 +65,3 @@ def by_label(label: str) -> Gpu | None:
         if label.lower() == gpu.name or re.search(gpu.match, label, re.IGNORECASE):
             return gpu
     return None
-
-
-def smallest(gib: float) -> str | None:
-    """Return the label of the smallest memory in which gib fits, such as 80 GB; None for none."""
-    fitting = [gpu.memory_gib for gpu in known().values() if gib <= gpu.usable_gib]
-    if not fitting:
-        return None
-    return f"{min(_LABELS_GB, key=lambda label: abs(label - min(fitting)))} GB"
