@@ -9,8 +9,6 @@ from launcher.errors import UsageFault, nearest
 from runspec.devices import RESERVED_GIB, RESERVED_SHARE
 
 DEFAULT = "h100-80"
-# The round numbers that cards are sold by.
-_LABELS_GB = (24, 40, 48, 80, 94, 96, 141, 144, 180, 186, 192, 256, 288)
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,3 @@ def by_label(label: str) -> Gpu | None:
         if label.lower() == gpu.name or re.search(gpu.match, label, re.IGNORECASE):
             return gpu
     return None
-
-
-def smallest(gib: float) -> str | None:
-    """Return the label of the smallest memory in which gib fits, such as 80 GB; None for none."""
-    fitting = [gpu.memory_gib for gpu in known().values() if gib <= gpu.usable_gib]
-    if not fitting:
-        return None
-    return f"{min(_LABELS_GB, key=lambda label: abs(label - min(fitting)))} GB"

@@ -32,7 +32,6 @@ STOP = ".stop"
 # What the job script and its attempt record write.
 ATTEMPTS = "attempts.jsonl"
 STATUS = "status.json"
-RESERVE = ".reserve"  # space that is freed for the last word when the disk is full
 LOGS = "logs"
 LATEST_LOGS = "logs/latest"
 JOB_LOG = "logs/job.log"
@@ -160,6 +159,25 @@ def write_json(path: Path, value: Any, mode: int | None = None) -> None:
     write_text(path, json_text(value), mode)
 
 
+def renew_json(path: Path, value: Any, mode: int | None = None) -> None:
+    """Replace path by value; on a full disk in place, in the space that the file has.
+
+    Then a reader, or a crash, may see a part of it: for what is written again soon, or last.
+
+    Raises:
+        OSError: it cannot be written, or it is new and the disk is full.
+    """
+    try:
+        write_json(path, value, mode)
+    except OSError as error:
+        if error.errno not in storage.OF_A_DISK:
+            raise
+        with open(path, "r+b", buffering=0) as file:
+            text = json_text(value).encode().ljust(os.fstat(file.fileno()).st_size)
+            if file.write(text) < len(text):
+                raise
+
+
 def json_text(value: Any) -> str:
     """Return value as write_json writes it."""
     return json.dumps(value, indent=1) + "\n"
@@ -176,6 +194,7 @@ def _no_json(name: str) -> None:
 
 
 _DIGITS = 300
+_TAIL_BYTES = 8192
 _DECODER = json.JSONDecoder(parse_int=_integer)
 _STRICT = json.JSONDecoder(parse_int=_integer, parse_constant=_no_json)
 
@@ -267,13 +286,13 @@ def read_json_lines(path: Path) -> list[Any]:
     return values
 
 
-def last_json_line(path: Path, tail_bytes: int = 8192) -> Any:
+def last_json_line(path: Path) -> Any:
     """Return the last whole value of a JSON lines file, None if there is none in its last bytes."""
     try:
         with open(path, "rb", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - tail_bytes))
-            lines = file.read(tail_bytes).splitlines()
+            file.seek(max(0, end - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines()
     except FileNotFoundError:
         return None
     for line in reversed(lines):

@@ -15,13 +15,13 @@ from slurm import job_log
 _AWAY = re.compile(r"down|drain|drng|fail|maint|unk|\*")
 
 
-def ask(argv: Sequence[str], wait_s: float = 30, env: dict[str, str] | None = None) -> str | None:
+def ask(argv: Sequence[str], wait_s: float = 30) -> str | None:
     """Return what a command of Slurm prints, None if it fails or does not answer in time."""
-    status, output = said(argv, wait_s, env)
+    status, output = said(argv, wait_s)
     return None if status else output
 
 
-def said(argv: Sequence[str], wait_s: float, env: dict[str, str] | None = None) -> tuple[int, str]:
+def said(argv: Sequence[str], wait_s: float) -> tuple[int, str]:
     """Return a command's exit status and output; the error messages too if it fails."""
     try:
         done = subprocess.run(
@@ -29,7 +29,6 @@ def said(argv: Sequence[str], wait_s: float, env: dict[str, str] | None = None) 
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=wait_s,
-            env=env,
             check=False,
         )
     except subprocess.TimeoutExpired as late:

@@ -14,8 +14,16 @@ from runspec import files, publish
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
 from runspec.storage import OF_A_DISK
-from slurm import allocation, job_log, reserve
-from slurm.faults import NODE_FAILURE, fault, on_nodes, read_errors, slurm_errors, unfit
+from slurm import allocation, job_log
+from slurm.faults import (
+    NODE_FAILURE,
+    fault,
+    full_disk,
+    on_nodes,
+    read_errors,
+    slurm_errors,
+    unfit,
+)
 from slurm.history import (
     attempts_of,
     count_fruitless,
@@ -131,7 +139,7 @@ def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:
         raise Follows(SUPERSEDED, message)
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
         completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
-        reserve.write_status(run_dir, completed)
+        files.renew_json(run_dir / files.STATUS, completed)
         what = f"the run {run_dir.name} is finished already, nothing is left to train"
         raise Follows("finished", f"{what}; make a new run with: cookbook submit")
 
@@ -164,12 +172,11 @@ def _end_of_earlier(
 
 
 def _make_files(run_dir: Path, number: int) -> None:
-    """Make the log folder of an attempt, and what its end may find no space for."""
+    """Make the log folder of an attempt, and the file that its end adds a line to."""
     (run_dir / files.STOP).unlink(missing_ok=True)
     (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
     publish.link(run_dir / files.LATEST_LOGS, str(number))
     (run_dir / files.ATTEMPTS).touch()
-    reserve.keep(run_dir)
 
 
 def end(
@@ -194,7 +201,7 @@ def end(
         ended: the time of the end, if it is not now.
         settle: Companion.settle.
     """
-    full = reserve.fault(run_dir)
+    full = full_disk(run_dir)
     status = read_object(run_dir / files.STATUS)
     if (follows := _recorded(run_dir, status, attempt, job_state)) is not None:
         return follows
@@ -284,7 +291,7 @@ def _write_end(
         "next": verdict.next,
     }
     # The state first: on a full disk the line may fail.
-    reserve.write_status(run_dir, status)
+    files.renew_json(run_dir / files.STATUS, status)
     try:
         _append_attempt(run_dir, status, status["exit_code"], verdict, bad_nodes)
     except OSError as error:

@@ -36,7 +36,6 @@ def _recording(
         activities.append(ProfilerActivity.CUDA)
     with torch.profiler.profile(
         activities=activities or [ProfilerActivity.CPU],
-        # From the beginning of this start.
         schedule=torch.profiler.schedule(
             wait=settings["wait_steps"],
             warmup=settings["warmup_steps"],

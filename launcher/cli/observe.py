@@ -95,12 +95,10 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
     if error is None:
         note(f"no attempt of {run.name} has failed; see its state with: cookbook status {run.name}")
         return
-    click.echo(plain(f"attempt {error.attempt} of {run.name} failed: {error.message}"))
-    if error.traceback:
-        for line in error.traceback.rstrip().splitlines():
-            _print(line)
-    click.echo(f"==> {error.log}, the last {count} lines <==")
-    for line in read(error.log, tail_start(error.log, count)):
+    message, log = error
+    click.echo(plain(message))
+    click.echo(f"==> {log}, the last {count} lines <==")
+    for line in read(log, tail_start(log, count)):
         _print(line)
 
 

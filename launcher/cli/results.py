@@ -65,7 +65,7 @@ def results(wanted: tuple[str, ...], show_all: bool, as_json: bool, cluster: str
 )
 @cluster_option
 def report(wanted: tuple[str, ...], output: Path | None, cluster: str | None) -> None:
-    """Write an HTML report of each RUN: curves, outcome, attempts, profile, provenance.
+    """Write an HTML report of each RUN: curves, outcome, attempts, provenance.
 
     It includes the evaluations of the model.
 
@@ -76,8 +76,7 @@ def report(wanted: tuple[str, ...], output: Path | None, cluster: str | None) ->
     site = sites.load(cluster)
     runs = runs_of(site.root, wanted)
     target = output or (runs[0].path if len(runs) == 1 else Path.cwd()) / "report.html"
-    for fault in reports.write(runs, target, site.gpu_hour_price):
-        note(f"skipped: {fault}")
+    reports.write(runs, target, site.gpu_hour_price)
     click.echo(target)
 
 

@@ -19,7 +19,6 @@ from launcher.cli.common import (
 from launcher.errors import UsageFault
 from launcher.look.status import Row, chosen, row, table
 from launcher.look.summary import story, summary
-from launcher.look.text import plain as harmless
 from launcher.look.watch import watch_all
 from launcher.plugins import hooks
 from launcher.run.directory import Run
@@ -46,8 +45,7 @@ def status(run: str | None, show_all: bool, as_json: bool, cluster: str | None) 
             raise UsageFault("RUN is one run: leave out --all")
         named = runs_of(sites.load(cluster).root, [run])
         if len(named) > 1:
-            rows, _ = chosen(named, None)
-            _show(rows, as_json)
+            _show(chosen(named), as_json)
             return
         ((one, state),) = judged(named)
         if as_json:
@@ -57,16 +55,13 @@ def status(run: str | None, show_all: bool, as_json: bool, cluster: str | None) 
         return
     runs = every(root)
     limit = None if show_all else _NEWEST
-    rows, torn = chosen(runs, limit)
+    rows = chosen(runs, limit)
     if rows or as_json:
         _show(rows, as_json)
     else:
         note(none_yet(root))
     if limit is not None and len(rows) == limit < len(runs):
         note(f"the newest {limit} of {len(runs)} runs; more: cookbook status --all")
-    if names := [harmless(name) for name in torn]:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        note(f"skipped in {root}, because it is not a run: {', '.join(names[:3])}{more}")
 
 
 def _show(rows: list[Row], as_json: bool) -> None:

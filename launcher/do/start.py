@@ -144,20 +144,7 @@ def _data(data: str) -> tuple[dict[str, Any], str]:
     """Return the dataset block and the form in words."""
     if prepared.reference(data):
         return prepared.expanded(data), f"{data}, made by cookbook prepare"
-    path = Path(data).expanduser()
-    if path.is_dir() or path.suffix.lower() not in own_data.SUFFIXES:
-        if path.suffix in (".yaml", ".yml"):
-            raise UsageFault(
-                f"{data} is a recipe or a config, and no data file: start it with cookbook submit "
-                f"{shlex.quote(data)}; for a recipe of your own see docs/coming_from.md"
-            )
-        kind = "is a folder" if path.is_dir() else "is no data file"
-        raise UsageFault(
-            f"{data} {kind}: its name must end in one of {', '.join(own_data.SUFFIXES)}; or give "
-            f"{prepared.EXAMPLE}"
-        )
-    read_data = own_data.read(data)
-    return read_data.block, read_data.summary
+    return own_data.read(data)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,9 @@ huggingface_hub lists, fetches, resumes and verifies them.
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.hf_api import RepoFile
@@ -137,7 +135,8 @@ class Repository:
                 "or the disk may be at fault"
             )
         record = self.folder / paths.DOWNLOAD_RECORD
-        write_text(record, json.dumps(self._record(), indent=1) + "\n", mode=0o644)
+        made_of = {"repo": self.name, "kind": self.kind, "revision": self.commit}
+        write_text(record, json.dumps(made_of, indent=1) + "\n", mode=0o644)
         say(f"{self.name}: all {len(self.files)} files are whole; recorded in {record}")
         return record
 
@@ -148,12 +147,3 @@ class Repository:
         )
         wrong = {each["path"] for each in verified.mismatches}.union(verified.missing_paths)
         return [name for name in self.files if name in wrong]
-
-    def _record(self) -> dict[str, Any]:
-        return {
-            "repo": self.name,
-            "kind": self.kind,
-            "revision": self.commit,
-            "asked_for": self.revision,
-            "checked": time.time(),
-        }

@@ -122,5 +122,6 @@ def lines(one: Run, other: Run) -> Iterator[str]:
                 yield plain(f"  {each.text}")
     yield "outcome"
     rows, _ = compare([one, other])
+    rows.sort(key=lambda row: bool(row["run"] != one.name))
     yield from (f"  {line}" for line in table(rows, ()))
     yield plain(verdict(changed))

@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
@@ -151,19 +150,13 @@ def _attempt(record: dict[str, Any]) -> str:
 
 def watch_live(runs: Sequence[Run]) -> list[State]:
     """Show runs until they have ended; return their last states."""
-    console = Console()
-    states, views = States(), [View(run) for run in runs]
+    console, views = Console(), [View(run) for run in runs]
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
-            known = {run.name: states.look(run) for run in runs}
+        for known in States().followed(runs, 1.0):
             height = max(8, (console.height - 1) // len(runs))
             panels = [
                 view.panel(known[view.run.name] or _NOTHING, console.width, height)
                 for view in views
             ]
             live.update(Group(*panels), refresh=True)
-            left = [run for run in runs if not states.ended(run, known[run.name])]
-            if not left:
-                return [state for state in known.values() if state is not None]
-            states.ask(left)
-            time.sleep(1.0)
+    return [state for state in known.values() if state is not None]

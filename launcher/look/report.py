@@ -1,4 +1,4 @@
-"""Runs as one self-contained HTML file: curves, outcome, attempts, profile, what made them."""
+"""Runs as one self-contained HTML file: curves, outcome, attempts, what made them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from typing import Any
 import jinja2
 
 from launcher import paths
-from launcher.errors import CookbookError, RunFault
-from launcher.look import curves, profile, results
+from launcher.errors import RunFault
+from launcher.look import curves, results
 from launcher.look.text import plain
 from launcher.plugins import hooks
 from launcher.run.directory import Run
@@ -49,12 +49,8 @@ class Section:
     charts: Mapping[str, str] = field(default_factory=dict)
 
 
-def write(
-    runs: Sequence[Run],
-    target: Path,
-    price: float | None = None,
-) -> list[str]:
-    """Write a report of runs, the whole file or nothing; return what was passed over.
+def write(runs: Sequence[Run], target: Path, price: float | None = None) -> None:
+    """Write a report of runs, the whole file or nothing.
 
     Raises:
         RunFault: the file cannot be written.
@@ -67,14 +63,6 @@ def write(
     for parts in sections:
         for _, section in parts:
             charts |= section.charts
-    profiles, faults = [], []
-    for run in ordered:
-        if not (run.path / files.PROFILE).is_dir():
-            continue
-        try:
-            profiles.append([*profile.lines(run, top=8)])
-        except CookbookError as error:
-            faults += error.faults
     text = _template().render(
         title=_title(ordered),
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -82,7 +70,6 @@ def write(
         charts=[*_charts(charts, ordered)],
         names=[_legend(run) for run in ordered],
         attempts=[(run.name, _attempts(run)) for run in ordered],
-        profiles=profiles,
         sections=[
             shown for parts in sections if (shown := [each for each in parts if each[1].lines])
         ],
@@ -93,7 +80,6 @@ def write(
     except OSError as error:
         message = f"cannot write {target}: {error.strerror}"
         raise RunFault(f"{message}: choose another file with --output") from error
-    return faults
 
 
 def _title(runs: Sequence[Run]) -> str:

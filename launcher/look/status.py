@@ -3,6 +3,7 @@
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from launcher.look.text import duration, number, percent, plain
@@ -112,27 +113,14 @@ def left_s(newest: dict[str, Any], total: Any) -> float | None:
     return None
 
 
-def chosen(runs: Sequence[Run], limit: int | None) -> tuple[list[Row], list[str]]:
-    """Return the rows of the newest runs, oldest first.
+def chosen(runs: Sequence[Run], limit: int | None = None) -> list[Row]:
+    """Return the rows of the newest runs, oldest first; a directory without records is no run.
 
-    Args:
-        limit: the maximum number of rows; None for all.
-
-    Returns:
-        The rows, and the names of the directories that were passed over because they hold nothing.
+    limit: the maximum number of rows; None for all.
     """
-    torn: list[str] = []
-    picked: list[Run] = []
-    for run in runs[::-1]:
-        if len(picked) == limit:
-            break
-        if run.torn:
-            torn.append(run.name)
-        else:
-            picked.append(run)
-    rows = [row(run, state) for run, state in judged(picked)]
-    rows.sort(key=lambda each: each["run"])
-    return rows, sorted(torn)
+    picked = islice((run for run in reversed(runs) if not run.torn), limit)
+    rows = [row(run, state) for run, state in judged([*picked])]
+    return sorted(rows, key=lambda each: str(each["run"]))
 
 
 def table(

@@ -36,7 +36,7 @@ class SlurmExecutor:
 
     def states(self, wanted: Sequence[Job]) -> dict[str, JobState]:
         # Recently ended jobs too: squeue would hide them, and accounting is often off.
-        queue = _by_token(jobs.queue(all_states=True))
+        queue = _by_token(jobs.queue())
         queued = {job.token: _newest(_jobs_of(job, queue), job.job_id) for job in wanted}
         known = {token: _queued(job) for token, job in queued.items() if job}
         for job in wanted:
@@ -93,7 +93,7 @@ def living_tasks(array: str) -> dict[int, str]:
     Raises:
         SlurmFault: Slurm cannot be asked.
     """
-    queued = _by_token(jobs.queue(all_states=True)).get(array, [])
+    queued = _by_token(jobs.queue()).get(array, [])
     # Slurm cleans up after a task that is COMPLETING: nothing of it runs.
     over = {*jobs.ENDED, "COMPLETING"}
     living = [job.job_id for job in queued if job.state not in over and "_" in job.job_id]
@@ -146,7 +146,7 @@ def _age(job: jobs.QueuedJob) -> int:
 
 
 def _living(job: Job) -> dict[str, str]:
-    queue = _jobs_of(job, _by_token(jobs.queue(all_states=True)))
+    queue = _jobs_of(job, _by_token(jobs.queue()))
     return {each.job_id: each.state for each in queue if each.state not in jobs.ENDED}
 
 

@@ -34,6 +34,8 @@ FORMAT = 5
 SAMPLES = 5
 _RECORD = "_step.json"
 _BAD_SHARE = 0.01
+# Characters of a sample that a record shows.
+_SHORT = 240
 _PACKAGES = ["ibis-framework", "pyarrow", "numpy", "xxhash", "jinja2", "tokenizers", "py3langid"]
 _PACKAGES += ["phonenumberslite", "python-stdnum"]
 
@@ -265,10 +267,10 @@ def _short_row(row: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, An
     return {"id": row["_id"], "text": _short(row), **rest}
 
 
-def _short(row: Mapping[str, Any], limit: int = 240) -> str:
+def _short(row: Mapping[str, Any]) -> str:
     # Hidden first: a value that is cut in two would not be recognised.
     text = hidden("\n".join(part for part in (row.get("prompt"), row.get("answer")) if part))
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
 
 
 def _shown(samples: list[dict[str, Any]]) -> str:

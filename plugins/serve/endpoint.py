@@ -9,7 +9,6 @@ requests/       the log of requests and answers
 What reads a file raises OSError if it cannot be read, and files.DamagedFile if it is damaged.
 """
 
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -18,7 +17,6 @@ from typing import Any
 
 from runspec import files
 from runspec.states import process_start
-from runspec.storage import OF_A_DISK
 
 ENDPOINT, KEY, GATEWAY = "endpoint.json", "key", "gateway.json"
 BACKENDS, REQUESTS = "backends", "requests"
@@ -31,26 +29,7 @@ def tell(folder: Path, name: str, facts: dict[str, Any]) -> None:
     place = folder / BACKENDS
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = {**facts, "time": time.time(), "machine": socket.gethostname()}
-    renew_json(server_file(folder, name), own)
-
-
-def renew_json(path: Path, value: Any) -> None:
-    """Replace path by value; on a full disk in place, which needs no space.
-
-    Then a reader, or a crash, may see a part of it: only for what is written again soon.
-
-    Raises:
-        OSError: it cannot be written, or it is new and the disk is full.
-    """
-    try:
-        files.write_json(path, value, mode=0o600)
-    except OSError as error:
-        if error.errno not in OF_A_DISK:
-            raise
-        with open(path, "r+b", buffering=0) as file:
-            text = files.json_text(value).encode().ljust(os.fstat(file.fileno()).st_size)
-            if file.write(text) < len(text):
-                raise
+    files.renew_json(server_file(folder, name), own, mode=0o600)
 
 
 def servers(folder: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from plugins.serve.endpoint import ENDPOINT, GATEWAY, renew_json
+from plugins.serve.endpoint import ENDPOINT, GATEWAY
 from plugins.serve.faults import Faults, stop_event
 from plugins.serve.proxy import OWN_ID, ClientRequest, Proxy, runner
 from plugins.serve.recipe_keys import SERVE
@@ -115,7 +115,7 @@ async def run(folder: Path, port: int) -> int:
         nonlocal renewed
         if time.monotonic() - renewed >= _RENEWED_S and _is_of(folder, facts):
             renewed = time.monotonic()
-            renew_json(folder / GATEWAY, {**facts, "time": time.time()})
+            files.renew_json(folder / GATEWAY, {**facts, "time": time.time()}, mode=0o600)
 
     def look() -> None:
         """Read what changes; what cannot be read now stays as it was."""

@@ -41,7 +41,7 @@ class DataKeys:
             Key("data_files", "any", "Your own files: /shared/my.jsonl, or a list."),
             Key("split", "text", "Split, or a part of one: train[:95%].", "train"),
             Key("train_on_input", "flag", "Also train on the prompt tokens.", False),
-            Key("train_on", "all | last | marked", "Which answers of a conversation are trained."),
+            Key("train_on", "all | last", "Which answers of a conversation are trained."),
             Key(
                 "packed",
                 "flag",

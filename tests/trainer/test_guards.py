@@ -153,7 +153,7 @@ def test_a_rank_that_is_not_there_cannot_be_profiled(tmp_path, model_folder, dat
     world = distributed.start("cpu")
     try:
         with pytest.raises(ConfigError, match=r"ranks: there is no rank 5, the run has 1"):
-            profiler(config, world, done=0)
+            profiler(config, world)
     finally:
         distributed.stop()
 

@@ -14,9 +14,7 @@ from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
-TRAIN_ON = ("all", "last", "marked")
-# The key of a message that is trained with train_on: marked.
-MARK = "train"
+TRAIN_ON = ("all", "last")
 # OpenAI's key of an answer that is not to be trained (0) or is (1).
 WEIGHT = "weight"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -30,7 +28,7 @@ class Chats(Rows):
     Args:
         tokenizer: of the model's folder, or torchtune's.
         read: a row's turns, as a chat template takes them.
-        train_on: "all" answers, the "last" one, or those "marked" by `"train": true`.
+        train_on: "all" answers, or the "last" one; without those of the weight 0.
         train_on_input: train the other turns as well.
         new_system_prompt: takes the place of every system message; it is never trained.
         tools_column: of the schemas of a conversation's tools, which a row may leave out.
@@ -64,18 +62,16 @@ class Chats(Rows):
         return with_system(self._read(self.row(index)), self._system)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        turns = self.turns(index)
-        marked = [turn.pop(MARK, False) for turn in turns]
+        row = self.row(index)
+        turns = with_system(self._read(row), self._system)
         weights = [turn.pop(WEIGHT, 1) for turn in turns]
         trained = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         if self._train_on_input:
             trained = list(range(0 if self._system is None else 1, len(turns)))
         elif self._train_on == "last":
             trained = trained[-1:]
-        elif self._train_on == "marked":
-            trained = [i for i in trained if marked[i]]
         trained = [i for i in trained if weights[i]]
-        tools = self.finite(self.row(index), self._tools) if self._tools else None
+        tools = self.finite(row, self._tools) if self._tools else None
         return labelled(self._tokenizer, turns, trained, schemas_of(tools, self._tools))
 
 

@@ -1,6 +1,5 @@
 """Parquet files of text in parts that can be read one by one: their row groups."""
 
-import glob
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from runspec.storage import patiently
+from trainer.data import origin
 from trainer.errors import ConfigError
 
 # Documents that are read, and shuffled, together.
@@ -38,17 +38,11 @@ def files_of(key: str, given: Any) -> list[Path]:
     """
     chosen: set[Path] = set()
     for name in given if isinstance(given, list) else [given]:
-        pattern = str(Path(str(name)).expanduser())
-        paths = [Path(match) for match in glob.glob(pattern, recursive=True)]
-        own = [
-            inner
-            for path in paths
-            for inner in (path.rglob("*") if path.is_dir() else [path])
-            if inner.is_file() and not inner.name.startswith((".", "_"))
-        ]
+        found = origin.data_files({"data_files": str(name)})
+        own = {path for path in found if not path.name.startswith((".", "_"))}
         if not own:
             raise ConfigError(f"{key}: {name} names no file; give a file, a pattern or a folder")
-        chosen |= set(own)
+        chosen |= own
     if others := sorted(path for path in chosen if path.suffix != ".parquet"):
         raise ConfigError(
             f"{key}: {others[0]} is not Parquet; make Parquet files of other ones with: "

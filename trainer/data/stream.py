@@ -8,6 +8,7 @@ each source; a checkpoint holds them for every stream.
 
 import hashlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from runspec.keys.fields import STREAM
 from trainer.config import TrainConfig, instantiate
 from trainer.data import batches, prepared, shards, tokenizers
 from trainer.data.batches import BatchSpec, Collator, Data, Row
-from trainer.data.logical import Mixture, TextSource, encoded
+from trainer.data.logical import Mixture, RowStream, TextSource, encoded
 from trainer.data.tokenised import tokenizer_files
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
@@ -39,7 +40,6 @@ class Stream:
 
     def __init__(self, tokenizer: Any, sources: list[TextSource]) -> None:
         self.sources, self._tokenizer = sources, tokenizer
-        self._first: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -48,15 +48,13 @@ class Stream:
         tokens = encoded(self._tokenizer, self._texts[index])
         return {"tokens": tokens, "labels": list(tokens)}
 
-    @property
+    @cached_property
     def _texts(self) -> list[str]:
-        if self._first is None:
-            self._first = []
-            for source in self.sources:
-                parts = shards.parts_of(source.files[:1], 1)[:1]
-                block = next(iter(shards.blocks(parts[0], source.column)), []) if parts else []
-                self._first += block[:SHOWN]
-        return self._first
+        texts = []
+        for source in self.sources:
+            for part in shards.parts_of(source.files[:1], 1)[:1]:
+                texts += next(shards.blocks(part, source.column), [])[:SHOWN]
+        return texts
 
 
 def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: bool = True) -> Stream:
@@ -123,7 +121,7 @@ class _Own(IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         numbers = list(self._states)[worker::workers]
-        streams = {n: self._mixture.rows(n, self._states[n]) for n in numbers}
+        streams = {n: RowStream(self._mixture, n, self._states[n]) for n in numbers}
         while True:
             try:
                 yield [(n, stream.row(), stream.state) for n, stream in streams.items()]

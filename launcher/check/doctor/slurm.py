@@ -77,14 +77,10 @@ def _accounting(site: SlurmAnswers) -> list[Finding]:
     if rights is None:
         message = "this cluster keeps it, and sacctmgr does not answer here"
         return [warning(subject, message, "tell the administrators; runs do not need it")]
-    if not rights.mine and "associations" in rights.enforced:
-        message = "you have no account, and jobs without one are refused"
-        return [failed(subject, message, "ask the administrators for an account")]
-    if not rights.mine:
-        return [ok(subject, "it answers, and lists no account of yours; jobs run without one")]
     mine = sorted({f"{each.account}{' (default)' * each.default}" for each in rights.mine})
     qos = sorted({name for each in rights.mine for name in each.qos})
-    message = f"it answers; your accounts: {', '.join(mine)}; QoS: {', '.join(qos) or 'none'}"
+    message = f"it answers; your accounts: {', '.join(mine) or 'none'}"
+    message += f"; QoS: {', '.join(qos) or 'none'}"
     limited = "limits are enforced" if "limits" in rights.enforced else "no limits are enforced"
     return [ok(subject, f"{message}; {limited}")]
 

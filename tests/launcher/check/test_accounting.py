@@ -170,7 +170,7 @@ def test_what_slurm_starts_or_lets_wait_for_a_while_is_no_fault(
     assert sent.returncode == 0, sent.stderr
 
     def state() -> bool:
-        (job,) = [each for each in slurm.queue(True) if each.job_id == sent.stdout.strip()]
+        (job,) = [each for each in slurm.queue() if each.job_id == sent.stdout.strip()]
         return job.reason == word if word else job.state != "PENDING"
 
     try:

@@ -127,7 +127,7 @@ def test_diff_says_whether_only_one_thing_changed(tmp_path):
     rate = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.001}}
     told = list(diff.lines(one, made(tmp_path, "rate", rate, loss=0.25)))
     assert told[-1] == "one thing changed: configuration, optimizer.lr  0.003 -> 0.001"
-    assert [line.split()[4] for line in told[-3:-1]] == ["0.5000", "0.2500"]
+    assert [line.split()[3] for line in told[-3:-1]] == ["0.5000", "0.2500"]
     kit = {"commit": "a" * 40, "diff": "-old\n+new\x1b[2J\n", "untracked": ["x.py"]}
     other = made(tmp_path, "code", rate, kit=kit, packages=["torch==2.12.0"])
     told = list(diff.lines(one, other))

@@ -85,14 +85,14 @@ PLAIN = [
     {"role": "user", "content": "What is a node?"},
     {"role": "assistant", "content": " A machine. "},
     {"role": "user", "content": "And a rank?"},
-    {"role": "assistant", "content": "A process.", "train": True},
+    {"role": "assistant", "content": "A process."},
 ]
 CALLED = '<call>jobs{"user": "me"}</call><call>nodes{"idle": true}</call></s>'
 # Template, messages, what `train_on` says, and the texts that are trained.
 CASES: list[tuple[str, list[dict], str, list[str]]] = [
     (THINKING, CALLS, "all", [CALLED, "Yes.</s>", "<think>Still.</think>\nYes.</s>"]),
     (THINKING, CALLS, "last", ["<think>Still.</think>\nYes.</s>"]),
-    (INSTRUCT, PLAIN, "marked", ["A process.</s>"]),
+    (INSTRUCT, PLAIN, "last", ["A process.</s>"]),
     (MARKED, PLAIN, "all", ["  A machine. </s>", " A process.</s>"]),
 ]
 

@@ -146,9 +146,10 @@ def test_every_document_is_read_once_in_each_pass(streams, sources, empty_folder
         for block, texts in zip(sources, CORPUS.values(), strict=True):
             (source,) = stream.stream_dataset(None, sources=[block]).sources
             parts = shards.parts_of(source.files, streams)
+            mixture = logical.Mixture([source], [parts], None, 0, seed, streams, 0)
             order = []
             for number in range(streams):
-                cursor = logical.Cursor(source, parts, number, streams, seed, [0, 0, 0])
+                cursor = logical.Cursor(mixture, 0, number, [0, 0, 0])
                 order.append([])
                 while True:
                     text = cursor.text()
@@ -169,7 +170,7 @@ def test_long_documents_go_on_and_no_token_is_lost(empty_folder, sources, tmp_pa
     assert max(map(len, wanted)) > 2 * LENGTH
     read = Counter[tuple[int, ...]]()
     for number in data.own:
-        rows = data.mixture.rows(number, data.mixture.start(number))
+        rows = logical.RowStream(data.mixture, number, data.mixture.start(number))
         made = [rows.row() for _ in range(60)]
         assert all(sum(len(p) for p, _ in row.documents) >= LENGTH - 1 for row in made)
         documents = documents_of(made, tokenizer.bos_id, tokenizer.eos_id)
@@ -182,7 +183,7 @@ def test_tokens_come_by_weight(empty_folder, sources, tmp_path):
     _, data = built(config(tmp_path / "run", empty_folder, sources))
     total = torch.zeros(3)
     for number in data.own:
-        rows = data.mixture.rows(number, data.mixture.start(number))
+        rows = logical.RowStream(data.mixture, number, data.mixture.start(number))
         for _ in range(200):
             rows.row()
         total += torch.tensor(rows.state["taken"])
