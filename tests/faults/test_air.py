@@ -77,16 +77,10 @@ def test_the_workload_of_the_guide_runs(user, tmp_path):
     kept = [path for path in run.rglob("*") if path.is_file()]
     assert not any(TOKEN in path.read_text(errors="replace") for path in kept), "no secret is kept"
     with sqlite3.connect(store) as database:
-        (experiments,) = database.execute(
-            "SELECT count(*) FROM experiments WHERE name = 'air-multinode-llama-sft'"
-        ).fetchone()
         (runs,) = database.execute("SELECT count(*) FROM runs").fetchone()
         asked = "SELECT max(step), count(DISTINCT step) FROM metrics WHERE key = 'train_loss'"
         steps = database.execute(asked).fetchone()
-        asked = "SELECT value FROM params WHERE key = 'world_size'"
-        (ranks,) = database.execute(asked).fetchone()
-    assert experiments == runs == 1, "a retry continues the same MLflow run"
-    assert steps == (STEPS, STEPS) and ranks == "4"
+    assert runs == 1 and steps == (STEPS, STEPS), "a retry continues the same MLflow run"
     assert not (run / "code/mlruns").exists(), "artifacts lie beside the store"
     # Imported late: dry runs need no torch.
     from transformers import AutoModelForCausalLM

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SlurmCluster
 from tests.launcher.kit import until
 
 CLUSTER_SH = Path(__file__).parents[2] / "slurm" / "dev-cluster" / "cluster.sh"
@@ -56,8 +57,15 @@ def test_sbatch_test_only_answers_like_a_gpu_cluster(
     assert (answer.returncode == 0) is accepted, answer.stderr
 
 
+def at_rest(cluster: SlurmCluster) -> dict[int, str]:
+    """The processes of a cluster, once no job of an earlier test is ending."""
+    ending = ("slurmstepd", "bash", "sleep")
+    until(lambda: not any(n.startswith(ending) for n in processes_of(cluster.state).values()), 20)
+    return processes_of(cluster.state)
+
+
 def test_down_stops_only_its_own_cluster(slurm, cluster_root: Path, new_cluster) -> None:
-    before = processes_of(slurm.state)
+    before = at_rest(slurm)
     with new_cluster("other", "--nodes", "1", "--gpus", "2") as other:
         # A process does not belong to the cluster because of its arguments or its SLURM_CONF.
         bystander = subprocess.Popen(["sleep", "600"], env=other.env)
@@ -81,9 +89,7 @@ def test_down_stops_only_its_own_cluster(slurm, cluster_root: Path, new_cluster)
 
 def test_a_second_up_changes_nothing(slurm) -> None:
     options = ["--name", slurm.name, "--state", slurm.root]
-    # A job step of an earlier test may still be ending.
-    until(lambda: "slurmstepd" not in str(processes_of(slurm.state)), 20)
-    before = processes_of(slurm.state)
+    before = at_rest(slurm)
     again = cluster_sh("up", *options, "--requeue-delay", "5")
     assert (again.returncode, again.stdout) == (0, "")
     assert again.stderr == "cluster 'tests' is already up: nodes=2 gpus=8 requeue-delay=5\n"

@@ -62,7 +62,7 @@ def torchrun(tmp_path: Path):
     ("deed", "kind", "message"),
     [
         ("fails", "ValueError", "no such thing (toy.py:14)"),
-        ("is killed", "Killed", faults.SIGKILL),
+        pytest.param("is killed", "Killed", faults.SIGKILL, marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_fails_is_named_with_its_fault(torchrun, tmp_path, deed, kind, message):
@@ -102,6 +102,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_ranks_end_with_a_torchrun_that_is_killed(torchrun, tmp_path):
     """Those of the kit: without Slurm nothing else would end them."""
     (tmp_path / "toy.py").write_text(WAITS)

@@ -212,6 +212,7 @@ def demo_model(shared: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fast_trainer")
 def test_cells_of_a_sweep_are_one_question(demo_model: Path):
     """The trainer's start takes seconds: it is asked for all components, and once for the data."""

@@ -98,14 +98,6 @@ def test_a_long_run_makes_a_small_page_that_keeps_every_peak(tmp_path):
     assert sorted(heights)[1] > 150
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "found"),
-    [(0, 100, [0, 50, 100]), (0.1, 0.5, [0.1, 0.2, 0.3, 0.4, 0.5]), (3, 3, [3])],
-)
-def test_ticks_are_round(low, high, found):
-    assert curves.ticks(low, high) == pytest.approx(found)
-
-
 def test_evaluations_are_in_it(tmp_path):
     run = made(tmp_path)
     (run.path / "evals").mkdir()

@@ -12,11 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from launcher.look import watch as watching
-from launcher.look.live import View, sparkline
+from launcher.look.live import View
 from launcher.run.directory import Run
 from launcher.run.states import State
 from tests.launcher.kit import Kit
@@ -170,16 +169,3 @@ def test_the_live_view_shows_both_roles(tmp_path):
     (run.path / "rollout.json").write_text(json.dumps(roles))
     told = "samplers: 2 ready, 1 starting; last one ended: 2 on n2, killed by SIGKILL"
     assert told in shown(View(run))
-
-
-@pytest.mark.parametrize(
-    ("values", "width", "curve"),
-    [
-        ([8, 7, 6, 5, 4, 3, 2, 1], 8, "█▇▆▅▄▃▂▁"),
-        ([2, 2, 1, 1], 2, "█▁"),
-        ([1.0], 9, "▁"),
-        ([3, 3, 3], 9, "▁▁▁"),
-    ],
-)
-def test_sparklines(values, width, curve):
-    assert sparkline(values, width) == curve
