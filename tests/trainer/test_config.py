@@ -1,7 +1,6 @@
 """What a config may hold, and one clear line for everything that is wrong with it."""
 
 import json
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -122,52 +121,6 @@ def test_broken_yaml_is_named_by_line_and_column(tmp_path):
     path.write_text("a: ${b}\n")
     with pytest.raises(ConfigError, match="'b' not found"):
         configs.load(path)
-
-
-def stale_weights(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.norm.weight"]
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:1000].clone()
-    tensors["model.layers.9.mlp.up_proj.weight"] = tensors["lm_head.weight"][:1].clone()
-    save_file(tensors, folder / "model.safetensors")
-
-
-def other_rope(folder: Path) -> None:
-    settings = json.loads((folder / "config.json").read_text())
-    settings["rope_parameters"]["rope_theta"] = 500000.0
-    (folder / "config.json").write_text(json.dumps(settings))
-
-
-def cut_short(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-
-
-@pytest.mark.parametrize(
-    ("harm", "faults"),
-    [
-        (
-            stale_weights,
-            (
-                "tensor model.norm.weight is missing",
-                "tensor model.layers.9.mlp.up_proj.weight belongs to no part of the model",
-                "tensor lm_head.weight has shape [1000, 128], the model needs [1024, 128]",
-            ),
-        ),
-        (other_rope, ("the builder has rope_theta 10000, the model's config.json has 500000.0",)),
-        (cut_short, ("model.safetensors is damaged",)),
-        (lambda folder: (folder / "config.json").unlink(), ("config.json is missing or no JSON",)),
-        (lambda folder: shutil.rmtree(folder), ("tokenizer.json is missing",)),
-    ],
-    ids=["tensors", "rope", "damaged", "config.json", "folder"],
-)
-def test_a_model_folder_that_does_not_fit(harm, faults, tmp_path, model_folder, dataset, capfd):
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    harm(folder)
-    assert_refused(write_config(tmp_path / "run", folder, dataset), faults, capfd)
 
 
 @pytest.mark.parametrize(

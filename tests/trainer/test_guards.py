@@ -16,7 +16,7 @@ from tests.trainer.runs import ROOT, error_record, metrics, progress, train, wri
 from trainer import train as training
 from trainer.config import load
 from trainer.data.batches import build
-from trainer.data.tokenizers import faults, hugging_face_tokenizer
+from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.optimizers import warmup_note
 from trainer.parallel import world as distributed
@@ -188,39 +188,6 @@ def test_a_run_that_never_updated_has_not_completed(tmp_path, poisoned, capfd):
     assert run_here(path) == 65
     assert "step 1: the loss or the gradient was not finite in every step" in capfd.readouterr().err
     assert not (tmp_path / "export").exists() and not (tmp_path / "checkpoints").exists()
-
-
-TOKENIZER_FAULTS = {
-    "tokens": ("config", {"vocab_size": 900}, ["it has 1024 tokens, the model knows 900"]),
-    "begin": ("config", {"bos_token_id": 7}, ["its bos_id is 0, the model's 7"]),
-    "end": (
-        "generation_config",
-        {"eos_token_id": [7, 9]},
-        ["it ends a text by 4, the model by 7 or 9"],
-    ),
-    "all": (
-        "config",
-        {"vocab_size": 3, "bos_token_id": 1, "eos_token_id": 2},
-        ["it has 1024 tokens", "its eos_id is 4, the model knows 3", "its bos_id", "it ends"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TOKENIZER_FAULTS)
-def test_a_tokenizer_of_another_model_is_refused(name, tmp_path, model_folder):
-    file, changes, wanted = TOKENIZER_FAULTS[name]
-    tokenizer = hugging_face_tokenizer(str(model_folder))
-    assert faults(tokenizer, model_folder) == []
-    for other in ("config", "generation_config"):
-        source = model_folder / f"{other}.json"
-        settings = json.loads(source.read_text()) if source.is_file() else {}
-        kept = {key: value for key, value in settings.items() if key not in changes}
-        settings = kept | (changes if other == file else {})
-        (tmp_path / f"{other}.json").write_text(json.dumps(settings))
-    found = faults(tokenizer, tmp_path)
-    assert len(found) == len(wanted)
-    for line, text in zip(found, wanted, strict=True):
-        assert text in line and "give the tokenizer that belongs to" in line
 
 
 def test_an_empty_dataset_is_refused(tmp_path, model_folder):

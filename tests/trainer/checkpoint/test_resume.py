@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 import shutil
 import signal
@@ -23,7 +22,6 @@ from tests.trainer.runs import (
     curve,
     error_record,
     finish,
-    kill_at,
     kill_rank,
     lora_model,
     metrics,
@@ -190,20 +188,6 @@ def mean_answer_loss(export: Path) -> float:
         total += F.cross_entropy(logits, answer, reduction="sum").item()
         count += len(answer)
     return total / count
-
-
-@pytest.mark.long
-def test_killed_at_a_random_step(tmp_path, model_folder, dataset):
-    changes = {"gradient_accumulation_steps": 2, "row_length": 96, "batch_size": 1}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(config(whole, model_folder, dataset, 4, **changes), ranks=4)
-    path = config(killed, model_folder, dataset, 4, **changes)
-    step = random.randint(1, STEPS - 8)
-    kill_at(path, step, ranks=4)
-    train(path, ranks=4, attempt=1)
-    assert curve(killed) == curve(whole), f"killed after step {step}"
-    name = "export/model.safetensors"
-    assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(two_ranks, model_folder):

@@ -3,11 +3,9 @@
 import base64
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,69 +187,7 @@ def test_prompts_that_fill_no_step_wait_for_another_epoch(build):
 # Kinds of datasets
 
 
-SHAREGPT = [
-    {"from": "system", "value": "Be brief."},
-    {"from": "human", "value": "What is a node?"},
-    {"from": "gpt", "value": "A machine."},
-    {"from": "human", "value": "And a rank?"},
-    {"from": "gpt", "value": "A process."},
-]
-ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
-OPENAI = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in SHAREGPT]
 PAIR = {"question": "What is a queue?", "answer": "A line."}
-ANSWERS = "A machine.<|end|>A process.<|end|>"
-CHAT = {"_component_": "torchtune.datasets.chat_dataset"}
-# Of each kind of file: the dataset's block, its rows, and the text that is trained.
-FILES: dict[str, tuple[dict, dict, str]] = {
-    "json": (
-        CHAT | {"conversation_column": "conversations", "conversation_style": "sharegpt"},
-        {"conversations": SHAREGPT},
-        ANSWERS,
-    ),
-    "jsonl": (
-        CHAT | {"conversation_column": "messages", "conversation_style": "openai"},
-        {"messages": OPENAI},
-        ANSWERS,
-    ),
-    "parquet": (
-        {"_component_": "torchtune.datasets.text_completion_dataset", "column": "text"},
-        {"text": "Slurm starts jobs."},
-        "<|endoftext|>Slurm starts jobs.<|end|>",
-    ),
-}
-
-
-def write_rows(folder: Path, kind: str, row: dict) -> str:
-    """Two rows in a file of one kind; its path."""
-    rows = [row, row]
-    if kind == "parquet":
-        path = folder / "rows.parquet"
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif kind == "json":
-        path = folder / "rows.json"
-        path.write_text(json.dumps(rows))
-    else:
-        path = folder / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_only_what_is_asked_for_is_trained(file, build, tmp_path, model_folder):
-    block, row, trained_text = FILES[file]
-    block = block | {
-        "source": "parquet" if file == "parquet" else "json",
-        "data_files": write_rows(tmp_path, file, row),
-        "split": "train",
-    }
-    samples = build(dataset=block).training.rows.samples
-    tokenizer = hugging_face_tokenizer(str(model_folder))
-    assert len(samples) == 2
-    tokens, trained = samples[1]
-    assert tokenizer.decode(tokens[trained].tolist(), skip_special_tokens=False) == trained_text
-    if row == {"messages": OPENAI}:
-        whole = tokenizer.render(OPENAI)
-        assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == whole
 
 
 def test_torchtunes_tokenizer_with_a_prompt_template(build, tmp_path):

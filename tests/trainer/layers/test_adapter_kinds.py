@@ -1,7 +1,6 @@
 """(IA)3, prompt and prefix tuning: against PEFT's own, in every layout, resumed, exported."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer import check
-from trainer.checkpoint import adapter, weights
+from trainer.checkpoint import weights
 from trainer.config import load
 from trainer.data import batches
 from trainer.methods.sft import SupervisedFineTuning
-from trainer.model import Inputs
 from trainer.models import build as models
 
 FOLDER = {"_component_": "transformers"}
@@ -138,34 +136,6 @@ def test_layouts_equal_one_process(kind, runs):
         assert wanted.keys() == found.keys()
         for key, tensor in wanted.items():
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=5e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.inference_mode()
-def test_peft_loads_the_export(kind, alone, world):
-    own = load(alone / f"{kind}-one/train.yaml")
-    folder = alone / f"{kind}-one/export/adapter"
-    base = AutoModelForCausalLM.from_pretrained(own.model_folder)
-    plain = base(TOKENS).logits
-    found = peft.PeftModel.from_pretrained(base, folder).eval()(TOKENS).logits[:, -20:]
-    assert (found - plain).abs().max() > 1e-2
-    own.checkpointer["adapter_checkpoint"] = str(folder)
-    model = models.build(own, world)
-    adapter.load(model, own)
-    torch.testing.assert_close(model.module.eval()(Inputs(TOKENS)), found, rtol=0, atol=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_resumes_on_other_ranks(kind, runs, tmp_path, model_folder, dataset):
-    """Four ranks' checkpoint of step 3 on two, without tensor parallelism."""
-    there, here = runs / f"{kind}-hybrid", runs / f"{kind}-one"
-    half = PACKED | HALF | {"save_every_n_steps": 3}
-    again = config(tmp_path / "c", model_folder, dataset, kind, **half)
-    shutil.copytree(there / "checkpoints/step_3", tmp_path / "c/checkpoints/step_3")
-    assert "resuming from checkpoints/step_3" in train(again, ranks=2, attempt=1)
-    wanted = [line["loss"] for line in metrics(here)]
-    assert [line["loss"] for line in metrics(tmp_path / "c")] == pytest.approx(wanted[3:], abs=2e-5)
 
 
 def test_ia3_merges_exactly(tmp_path, model_folder, dataset):

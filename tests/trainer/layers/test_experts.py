@@ -1,17 +1,10 @@
 """Experts in every layout: expert and tensor parallelism, routers, NF4, resuming."""
 
 import json
-import re
 import shutil
-from functools import partial
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from runspec import versions
 from tests.trainer.forks import Ranks
@@ -45,7 +38,6 @@ from trainer.layers.adapters.lora_experts import ExpertsLoRA, from_peft, to_peft
 from trainer.layers.balance import Balance
 from trainer.model import Inputs
 from trainer.models import build as models
-from trainer.parallel import activations, expert_parallel
 
 COPIES = {"data_parallel_replicate_dim": 2}
 ADAMW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
@@ -102,41 +94,6 @@ def root(tmp_path_factory, sources, dataset):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "changes", "ranks"),
-    [
-        ("qwen3-moe", EP | COPIES | ADAMW, 4),
-        ("qwen3-moe", TP, 2),
-        ("gpt-oss", ADAPTED | COPIES | ADAMW, 2),
-    ],
-    ids=["ep2-copies", "tp2", "lora-copies"],
-)
-def test_ranks_read_model_and_checkpoint_once_between_them(
-    sources, dataset, tmp_path, model, changes, ranks
-):
-    source, run = sources[model], tmp_path / "run"
-    given = FULL | HALF | {"batch_size": 1, "max_steps": 1, "save_every_n_steps": 1} | changes
-    size = sum(tensor.nbytes for tensor in tensors(source).values())
-    restored_by_start = []
-    for _ in range(2):
-        path = config_of(run, source, dataset, **given)
-        started = Ranks("tests.trainer.checkpoint.counted_load", [str(path)], ranks)
-        output, _ = started.communicate(timeout=120)
-        assert started.returncode == 0, output
-        counts = re.findall(r"bytes read: (\d+), elements restored: (\d+)", output)
-        read, restored = (sum(map(int, each)) for each in zip(*counts, strict=True))
-        assert len(counts) == ranks and read == size, (counts, size)
-        restored_by_start.append(restored)
-        given = given | {"max_steps": 2}
-        (run / "progress.json").unlink()
-        shutil.rmtree(run / "export")
-    saved = FileSystemReader(run / "checkpoints" / "step_1").read_metadata()
-    held = {n: t for n, t in saved.state_dict_metadata.items() if not n.startswith("random")}
-    tensors_held = [t for t in held.values() if isinstance(t, TensorStorageMetadata)]
-    assert restored_by_start == [0, sum(each.size.numel() for each in tensors_held)]
-
-
-@pytest.mark.long
 def test_an_export_in_files_of_several_ranks_is_the_same(root, tmp_path):
     one, own = root / "moe-lora-ep2", tmp_path / "moe-lora-ep2"
     shutil.copytree(one, own)
@@ -174,13 +131,6 @@ def test_routers_are_balanced_or_frozen(root, sources):
         after = tensors(root / name / "export")
         same = [torch.equal(after[k], t) for k, t in before.items() if "mlp.gate." in k]
         assert same == [frozen] * 3
-
-
-def test_rows_from_several_ranks_are_sorted_by_expert_from_their_numbers():
-    coming = torch.tensor([[2, 0, 3], [0, 0, 1], [1, 4, 0]])
-    experts_of = torch.arange(3).repeat(3).repeat_interleave(coming.flatten())
-    order = expert_parallel.by_expert(coming, len(experts_of))
-    assert torch.equal(order, experts_of.argsort(stable=True))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -236,22 +186,6 @@ def test_a_run_goes_on_with_its_experts_on_other_ranks(tmp_path, sources, datase
     assert_same_tensors(path.parent, whole.parent, 2e-4)
 
 
-class Sent(TorchDispatchMode):
-    """Counts all-to-alls: of numbers of rows, which the host waits for, and of rows."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts, self.rows = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "alltoall_base" in str(func):
-            is_rows = args[0].is_floating_point()
-            self.rows, self.counts = self.rows + is_rows, self.counts + (not is_rows)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_router_that_changes_its_choice_in_place_is_computed_again(
     world, tmp_path, sources, dataset
 ):
@@ -263,32 +197,6 @@ def test_a_router_that_changes_its_choice_in_place_is_computed_again(
         module(Inputs(torch.arange(48).view(2, 24))).square().mean().backward()
         gradients.append([p.grad for p in module.parameters()])
     assert all(map(torch.equal, *gradients))
-
-
-@pytest.mark.parametrize("mode", ["full", "op"])
-def test_the_host_waits_for_a_layers_rows_once(mode, world):
-    """Also if the layer is computed again: its rows go the same way, with the same results."""
-    torch.manual_seed(2)
-    layer = torch.nn.Module()
-    for name, shape in (("gate_up_proj", (3, 8, 16)), ("down_proj", (3, 16, 8))):
-        setattr(layer, name, torch.nn.Parameter(torch.randn(shape)))
-    experts.prepare(layer, lambda _, x: x.tanh(), transposed=False)
-    hidden, index = torch.randn(10, 16, requires_grad=True), torch.randint(3, (10, 2))
-    given = (layer, hidden, index, torch.rand(10, 2))
-    leaves = [hidden, *layer.parameters()]
-    whole = experts.forward(*given)
-    wanted = torch.autograd.grad(whole.square().sum(), leaves)
-    mesh = init_device_mesh("cpu", (world.size,))
-    layer.exchange = expert_parallel.Exchange(mesh, 1.0)
-    contexts = expert_parallel.remembered
-    if mode == "op":
-        contexts = partial(activations._contexts, contexts, activations._policy())
-    with Sent() as sent:
-        out = checkpoint(experts.forward, *given, use_reentrant=False, context_fn=contexts)
-        found = torch.autograd.grad(out.square().sum(), leaves)
-    assert (sent.counts, sent.rows) == (1, 6), "there and back: forward, again, backward"
-    assert torch.equal(out, whole)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("outputs", [24, 16])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from typing import Any
 
 import peft
 import pytest
@@ -11,8 +10,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.runs import (
-    assert_same_curve,
-    assert_same_tensors,
     lora_model,
     metrics,
     tensors,
@@ -23,7 +20,6 @@ from trainer import optimizers
 from trainer.checkpoint import adapter, weights
 from trainer.config import load
 from trainer.data import batches
-from trainer.errors import ConfigError
 from trainer.model import Inputs
 from trainer.models import build as models
 
@@ -99,29 +95,6 @@ def test_twenty_steps_equal_pefts(settings, tmp_path, model_folder, dataset, wor
     torch.testing.assert_close(found, read, rtol=0, atol=1e-5)
     written = json.loads((folder / "adapter_config.json").read_text())
     assert written["use_rslora"] is bool(settings.get("use_rslora"))
-
-
-@pytest.mark.long
-def test_layouts_of_the_head(tmp_path, model_folder, dataset):
-    """With LoRA: tensor parallelism and FSDP together equal one process."""
-    runs: dict[str, tuple[int, dict[str, Any]]] = {
-        "one": (1, {}),
-        "both": (4, {"tensor_parallel_dim": 2, "batch_size": 4, "master_weights": "fp32"}),
-    }
-    for name, (ranks, changes) in runs.items():
-        given = {"model": FOLDER | HEAD, "optimizer": SGD, **changes}
-        train(write_config(tmp_path / name, model_folder, dataset, **given), ranks=ranks)
-        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
-        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-            assert_same_tensors(tmp_path / name, tmp_path / "one", 1e-4, f"export/{file}")
-    for model, words in (
-        ({"lora_modules": ["q_proj", "embed_tokens"]}, "no layer embed_tokens; has .*lm_head"),
-        ({"modules_to_save": ["lm_head"]}, "lm_head is in model.lora_modules, too"),
-    ):
-        given = FOLDER | HEAD | model
-        path = write_config(tmp_path / "wrong", model_folder, dataset, model=given)
-        with pytest.raises(ConfigError, match=words):
-            models.fitting(load(path))
 
 
 @pytest.mark.long

@@ -142,17 +142,6 @@ def test_it_is_the_same_in_the_models_graph_and_behind_it(
                 assert loss.item() == 0 and not any(g.any() for g in found.values())
 
 
-def test_a_batch_without_trained_tokens_has_zero_gradients_everywhere(
-    tmp_path, model_folder, dataset
-):
-    model = random_model(MODELS["lora-output"])
-    loss = token_loss(tmp_path, model_folder, dataset, LINEAR)(model, batch(0.0), CPU)
-    assert loss.item() == 0
-    found = gradients(model, loss)
-    assert found.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
-    assert all(not gradient.any() for gradient in found.values())
-
-
 @pytest.mark.parametrize("summed", [True, False])
 def test_gradients_are_right_with_a_soft_cap_and_two_factors(summed):
     """Those of the sum, and of what is made of single log-probabilities."""

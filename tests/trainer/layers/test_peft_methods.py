@@ -9,15 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torchtune.modules.peft import DoRALinear
 
 from tests.trainer.runs import (
     MODEL_SIZES,
     assert_same_curve,
     assert_same_tensors,
-    curve,
-    kill_at,
     lora_model,
     metrics,
     train,
@@ -27,7 +24,7 @@ from trainer import config as configs
 from trainer import train as training
 from trainer.errors import ConfigError
 from trainer.layers import linear, nf4
-from trainer.layers.adapters import lora, lora_linear
+from trainer.layers.adapters import lora_linear
 from trainer.layers.adapters.base import method
 from trainer.models import build as models
 from trainer.parallel import tensor_parallel
@@ -224,14 +221,6 @@ def test_adapter_in_peft_gives_the_merged_models_logits(
     assert (adapted - plain).abs().max() > 1e-3, "the adapter must have learned something"
 
 
-def test_checkpoints_hold_the_adapter_only(single):
-    metadata = FileSystemReader(single / "qdora/checkpoints/step_6").read_metadata()
-    held = {key for key in metadata.state_dict_metadata if key.startswith("model.")}
-    # 3 blocks, 7 layers in each.
-    assert len(held) == 3 * 7 * 3
-    assert all(lora.DoRA({}).owns(key) for key in held)
-
-
 def test_parameters_count_as_many_weights_as_they_stand_for(single, world):
     config = configs.load(single / "qlora/train.yaml")
     model, plain = (
@@ -330,27 +319,6 @@ def test_bf16_follows_fp32_and_nothing_warns(single, layouts):
     )
     assert [line for line in said.splitlines() if "arning" in line] == []
     assert "method     QDoRA, " in said and "method     DoRA, " in said
-
-
-@pytest.mark.long
-def test_a_killed_qdora_run_resumes_the_same_and_on_one_process(
-    layouts, tmp_path, model_folder, dataset
-):
-    name = "qdora-tp2-fsdp2"
-    whole, killed, alone = layouts[0] / name, tmp_path / "killed", tmp_path / "alone"
-    path = layout_config(killed, name, model_folder, dataset)
-    kill_at(path, 3, ranks=4)
-    shutil.copytree(killed, alone)
-
-    assert "resuming from checkpoints/step_" in train(path, ranks=4, attempt=1)
-    assert curve(killed) == curve(whole)
-    export = "export/model.safetensors"
-    assert (killed / export).read_bytes() == (whole / export).read_bytes()
-
-    path = write_config(alone, model_folder, dataset, model=lora_model(**METHODS["qdora"]))
-    assert "resuming from checkpoints/step_" in train(path, attempt=1)
-    assert_same_curve(alone, whole, LOSS_TOLERANCE)
-    assert_same_tensors(alone, whole, WEIGHT_TOLERANCE)
 
 
 def test_blocks_that_the_ranks_do_not_divide_are_refused():

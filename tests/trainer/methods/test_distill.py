@@ -1,7 +1,6 @@
 """Distillation from a larger teacher: the same in each layout, resumed, or refused."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from tests.trainer.runs import (
     finish,
     kill_at,
     lora_model,
-    metrics,
     start,
     write_config,
 )
@@ -31,19 +29,6 @@ LORA = lora_model(lora_dropout=0.0)
 STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
 LONG = pytest.mark.long
 TP = {"tensor_parallel_dim": 2}
-RUNS: dict[str, dict[str, Any]] = {
-    "full-packed": {"row_length": 96, "batch_size": 2, "shuffle": False},
-    "lora": {"model": LORA, "beta": 0.5, "temperature": 2.0},
-}
-
-
-@LONG
-def test_the_teachers_memory_is_free_when_the_export_begins(
-    tmp_path, model_folder, dataset, teacher
-):
-    path = write_config(tmp_path, model_folder, dataset, teacher=str(teacher), **STEP)
-    said = finish(start(path, 2, module="tests.trainer.methods.freed_teacher"))
-    assert re.findall(r"of (\d+) tensors of the teacher (\d+) are left", said) == [("39", "0")] * 2
 
 
 @pytest.fixture(scope="module")
@@ -65,34 +50,6 @@ def write_teacher(folder: Path, model_folder: Path, **changes: int) -> Path:
     model = LlamaForCausalLM(LlamaConfig(**settings | sizes | {"initializer_range": 0.08}))
     model.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory, model_folder, dataset, teacher):
-    """The folder in which every run lies by its name."""
-    folder = tmp_path_factory.mktemp("distill")
-    for name, changes in RUNS.items():
-        path = write_config(
-            folder / name, model_folder, dataset, teacher=str(teacher), **STEP | changes
-        )
-        assert "teacher    frozen, " in finish(start(path, module=MODULE))
-    return folder
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_it_learns_from_the_teacher(name, root):
-    first, *_, last = metrics(root / name)
-    assert last["kd_loss"] < first["kd_loss"] and last["loss"] < first["loss"]
-    assert first["loss"] == pytest.approx((first["kd_loss"] + first["cross_entropy"]) / 2)
-    assert 0 <= last["top1_agreement"] <= 1
-
-
-def test_a_packed_set_has_the_loss_of_a_padded_one(tmp_path, model_folder, dataset, teacher):
-    """All samples in one step, at a learning rate that changes nothing."""
-    for name, more in {"padded": {}, "packed": {"row_length": 96}}.items():
-        more |= {"batch_size": 44, "max_steps": 1, "teacher": str(teacher)}
-        finish(start(write_config(tmp_path / name, model_folder, dataset, **more), module=MODULE))
-    assert_same_curve(tmp_path / "packed", tmp_path / "padded", 2e-5, 1e-4)
 
 
 @pytest.mark.long

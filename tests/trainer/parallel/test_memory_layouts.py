@@ -1,7 +1,6 @@
 """Copies of shards, offloading, recomputation: what saves memory changes no result."""
 
 import json
-import re
 import weakref
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from tests.trainer.runs import (
     assert_same_curve,
@@ -27,9 +25,7 @@ from tests.trainer.runs import (
 from trainer import optimizers
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.layers import flex
 from trainer.models import build as models
-from trainer.parallel import activations
 from trainer.parallel import world as distributed
 from trainer.parallel.activations import InputOffloading
 
@@ -219,19 +215,6 @@ def test_dimensions_must_make_up_the_ranks(replicate, shard, fault, monkeypatch)
 
 
 @pytest.mark.long
-def test_the_layout_is_told(root):
-    """What the log says of the ranks, by run."""
-    said = (root / "said_4.txt").read_text()
-    told = dict(re.findall(r"ranks +(.*)\n(?s:.*?)exported to .*/(.*)/export", said))
-    expected = {
-        "4 on cpu, fp32, FSDP over 2, 2 data-parallel replicas": "full-copies",
-        "4 on cpu, fp32, 2 data-parallel replicas, tensor parallel over 2, "
-        "parameters and optimizer on the CPU": "lora-copies-tp-offload",
-    }
-    assert expected.items() <= told.items()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
@@ -314,59 +297,3 @@ def test_an_optimizer_that_cannot_update_this_layout_is_refused(tmp_path, model_
         assert found.defaults["fused"] and not found.state, "the try must leave nothing behind"
     finally:
         distributed.stop()
-
-
-@pytest.mark.long
-def test_compiled_layers_compute_the_same(root, tmp_path, model_folder, dataset, monkeypatch):
-    """Lengths change from batch to batch, and the last batch of the six is a short one."""
-    monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_breaks")
-    # tests/benchmarks runs inductor's own code.
-    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-    compiled = {"compile": True, "save_every_n_steps": 0}
-    runs = {
-        "full-tp": compiled | TP | INPUTS_ON_CPU,
-        "lora-tp-masters": compiled | TP | MASTERS | LORA,
-    }
-    paths = [
-        write_config(tmp_path / name, model_folder, dataset, **changes)
-        for name, changes in runs.items()
-    ]
-    output = train(*paths, ranks=2, limit_s=LIMIT_S)
-    assert "raph break" not in output
-    # For all lengths (in vain once, with tensor parallelism) and, behind a frozen embedding, for
-    # the first layer: in each run, on both ranks.
-    assert output.count("Recompiling function") <= (2 + 3) * 2
-    for name in runs:
-        assert_same(tmp_path / name, root / name.partition("-")[0], weight_tolerance=5e-4)
-
-
-class _Kernels(TorchDispatchMode):
-    """Counts the runs of compiled code."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.runs += "inductor_compiled_code" in str(operation)
-        return operation(*args, **(kwargs or {}))
-
-
-@pytest.mark.long
-def test_what_is_compiled_by_itself_is_not_run_again_for_the_backward_pass():
-    """As FlexAttention in a block that is not compiled: compiled with the options that it has."""
-    options = {"wrap_inductor_compiled_regions": True}
-    assert str(options) in Path(flex.__file__).read_text().replace('"', "'")
-    kernel = torch.compile(lambda x, y: torch.tanh(x * y).cos(), options=options)
-    x, y = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
-    contexts = partial(create_selective_checkpoint_contexts, activations._policy())
-    with _Kernels() as kernels:
-        out = checkpoint(lambda x: kernel(x.exp(), y), x, use_reentrant=False, context_fn=contexts)
-        out.sum().backward()
-    assert kernels.runs == 2, "forward and backward"

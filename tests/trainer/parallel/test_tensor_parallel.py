@@ -20,11 +20,9 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer.errors import ConfigError
-from trainer.model import Role
 from trainer.models.build import empty_module
 from trainer.parallel import tensor_parallel
 from trainer.parallel import world as distributed
-from trainer.parallel.fake import fake_world
 
 # fp32 on the CPU: only the order of summation differs. Adam divides by the root of tiny second
 # moments in its first steps, which enlarges that difference in single weights.
@@ -161,13 +159,3 @@ def test_ranks_that_do_not_divide_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="tensor_parallel_dim 3 does not divide 4 ranks"):
         distributed.start("cpu", {"tensor_parallel_dim": 3})
     assert not torch.distributed.is_initialized()
-
-
-def test_flash_attention_takes_what_a_fused_layer_computes():
-    """Heads whose features are neighbours in memory."""
-    with fake_world({"tensor_parallel_dim": 2}, 2) as world:
-        layer = torch.nn.Linear(8, 24)
-        layer.pieces = (16, 4, 4)
-        tensor_parallel._split_module(layer, world.mesh(False)["tp"], Role.FUSED)
-        out = layer(torch.zeros(2, 3, 8))
-    assert out.shape == (2, 3, 12) and out.is_contiguous()
