@@ -17,7 +17,6 @@ from tests.trainer.models.transformers_cases import write
 from tests.trainer.models.transformers_runs import BY_OPERATION, TP, config_of
 from trainer import config as configs
 
-ROOT = Path(__file__).parents[3]
 LORA = {
     "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,

@@ -1,6 +1,5 @@
 """What the model sees of a dataset: tokens, masks, packed rows, their order, and their cache."""
 
-import base64
 import json
 from itertools import pairwise
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from runspec.layout import Layout
-from tests.trainer.runs import MODEL_SIZES
+from tests.trainer.runs import MODEL_SIZES, llama3_tokenizer
 from trainer.config import instantiate, load
 from trainer.data import origin
 from trainer.data.batches import Batches, MicroBatch
@@ -192,15 +191,9 @@ PAIR = {"question": "What is a queue?", "answer": "A line."}
 
 def test_torchtunes_tokenizer_with_a_prompt_template(build, tmp_path):
     """Llama 3's own, over single bytes; its tokens are beyond the demo model's vocabulary."""
-    lines = [f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256)]
-    (tmp_path / "tokenizer.model").write_text("".join(lines))
     found = build(
-        tokenizer={
-            "_component_": "torchtune.models.llama3.llama3_tokenizer",
-            "path": str(tmp_path / "tokenizer.model"),
-            "max_seq_len": None,
-            "prompt_template": {"user": ["Q: ", "\n"], "assistant": ["A: ", ""]},
-        }
+        tokenizer=llama3_tokenizer(tmp_path)
+        | {"prompt_template": {"user": ["Q: ", "\n"], "assistant": ["A: ", ""]}}
     )
     tokens, trained = found.training.rows.samples[0]
     text = bytes(t for t in tokens.tolist() if t < 256).decode()

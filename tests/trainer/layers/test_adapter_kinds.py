@@ -11,14 +11,7 @@ import torch.nn.functional as F
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.runs import (
-    MODEL_SIZES,
-    assert_same_curve,
-    metrics,
-    tensors,
-    train,
-    write_config,
-)
+from tests.trainer.runs import MODEL_SIZES, Runs, metrics, tensors, train, write_config
 from trainer import check
 from trainer.checkpoint import weights
 from trainer.config import load
@@ -97,45 +90,19 @@ def test_twenty_steps_equal_pefts_module_in_a_plain_loop(
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, model_folder, dataset):
-    """Every kind on one process, on packed rows."""
-    root = tmp_path_factory.mktemp("kinds")
-    for kind in KINDS:
-        given = {"save_every_n_steps": 3} | PACKED
-        train(config(root / f"{kind}-one", model_folder, dataset, kind, **given))
-    return root
+def runs(tmp_path_factory, model_folder, dataset):
+    def write(folder: Path, **changes: Any) -> Path:
+        return config(folder, model_folder, dataset, folder.name.partition("-")[0], **changes)
 
-
-@pytest.fixture(scope="module")
-def runs(alone, model_folder, dataset):
-    """Every kind in every layout, beside those on one process."""
-    starts: dict[int, list[Path]] = {}
-    for kind in KINDS:
-        for name, (ranks, changes) in LAYOUTS.items():
-            given = {"save_every_n_steps": 3} | PACKED | changes
-            path = config(alone / f"{kind}-{name}", model_folder, dataset, kind, **given)
-            starts.setdefault(ranks, []).append(path)
-    with pytest.MonkeyPatch.context() as patch:
-        # Not the usual compiler, whose code for CPUs takes long.
-        patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-        for ranks, paths in starts.items():
-            train(*paths, ranks=ranks)
-    return alone
+    layouts = {f"{kind}-{name}": layout for kind in KINDS for name, layout in LAYOUTS.items()}
+    return Runs(tmp_path_factory.mktemp("kinds"), write, dict.fromkeys(KINDS, PACKED), layouts)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_layouts_equal_one_process(kind, runs):
-    one = runs / f"{kind}-one"
-    assert metrics(one)[-1]["loss"] < metrics(one)[0]["loss"]
-    for name in LAYOUTS:
-        assert_same_curve(runs / f"{kind}-{name}", one, 2e-5, 1e-4)
-        wanted, found = (
-            tensors(folder / "export/adapter") for folder in (one, runs / f"{kind}-{name}")
-        )
-        assert wanted.keys() == found.keys()
-        for key, tensor in wanted.items():
-            torch.testing.assert_close(found[key], tensor, rtol=0, atol=5e-5)
+def test_layouts_equal_one_process(kind, layout, runs):
+    runs.assert_same(f"{kind}-{layout}")
 
 
 def test_ia3_merges_exactly(tmp_path, model_folder, dataset):

@@ -19,10 +19,10 @@ from tests.trainer.models.transformers_runs import (
     HALF,
     LORA,
     TP,
-    Runs,
-    assert_same_training,
+    Bases,
+    Layouts,
     config_of,
-    train_all,
+    runs_of,
 )
 from tests.trainer.runs import (
     assert_same_curve,
@@ -40,43 +40,36 @@ from trainer.model import Inputs
 from trainer.models import build as models
 
 COPIES = {"data_parallel_replicate_dim": 2}
-ADAMW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
-RUNS: Runs = {
-    "moe": (1, "qwen3-moe", None, FULL),
-    "moe-fsdp2": (2, "qwen3-moe", "moe", FULL | HALF | CHECKPOINTED),
-    "moe-aux": (1, "qwen3-moe", None, FULL | AUXILIARY),
-    "moe-aux-ep2": (2, "qwen3-moe", "moe-aux", FULL | AUXILIARY | HALF | EP | CHECKPOINTED),
-    "moe-frozen-router": (1, "qwen3-moe", None, FULL | {"train_router": False}),
-    "moe-lora": (1, "qwen3-moe", None, ADAPTED),
-    "moe-ep2-fsdp2": (4, "qwen3-moe", "moe", FULL | {"batch_size": 1} | EP),
-    "moe-ep2-copies": (4, "qwen3-moe", "moe", FULL | {"batch_size": 1} | EP | COPIES),
-    "moe-lora-ep2": (2, "qwen3-moe", "moe-lora", ADAPTED | HALF | EP | CHECKPOINTED),
-    # Three experts have no equal parts for two ranks: each has a part of every expert.
-    "odd": (1, "mixtral", None, FULL),
-    "odd-fsdp2": (2, "mixtral", "odd", FULL | HALF | CHECKPOINTED),
-    "qlora-moe": (1, "mixtral", None, ADAPTED | {"model": LORA | {"quantize_base": True}}),
-    "qlora-moe-fsdp2": (
-        2,
-        "mixtral",
-        "qlora-moe",
-        ADAPTED | HALF | {"model": LORA | {"quantize_base": True}},
-    ),
-}
-# What their tensor parallelism has beside: sinks and biases; latent attention, and a block without
-# experts.
 # With the seed of runs.py rounding decides between two experts at the fourth step.
 OTHER_ORDER = {"seed": 7}
-RUNS |= {
-    "gpt-oss": (1, "gpt-oss", None, ADAPTED | OTHER_ORDER),
-    "gpt-oss-ep2-tp2": (2, "gpt-oss", "gpt-oss", ADAPTED | OTHER_ORDER | EP | TP),
-    "deepseek-v3": (1, "deepseek-v3", None, FULL),
+QLORA = ADAPTED | {"model": LORA | {"quantize_base": True}}
+BASES: Bases = {
+    "moe": FULL | {"family": "qwen3-moe"},
+    "moe-aux": FULL | AUXILIARY | {"family": "qwen3-moe"},
+    "moe-frozen-router": FULL | {"family": "qwen3-moe", "train_router": False},
+    "moe-lora": ADAPTED | {"family": "qwen3-moe"},
+    "mixtral": FULL | {"family": "mixtral"},
+    "qlora": QLORA | {"family": "mixtral"},
+    # Sinks and biases; latent attention, and a block without experts.
+    "gpt-oss": ADAPTED | OTHER_ORDER | {"family": "gpt-oss"},
+    "deepseek-v3": FULL | {"family": "deepseek-v3"},
+}
+LAYOUTS: Layouts = {
+    "moe-fsdp2": (2, HALF | CHECKPOINTED),
+    "moe-aux-ep2": (2, HALF | EP | CHECKPOINTED),
+    "moe-ep2-fsdp2": (4, {"batch_size": 1} | EP),
+    "moe-ep2-copies": (4, {"batch_size": 1} | EP | COPIES),
+    "moe-lora-ep2": (2, HALF | EP | CHECKPOINTED),
+    # Three experts have no equal parts for two ranks: each has a part of every expert.
+    "mixtral-fsdp2": (2, HALF | CHECKPOINTED),
+    "qlora-fsdp2": (2, HALF),
+    "gpt-oss-ep2-tp2": (2, EP | TP),
     # The shared experts come after the others, which are a group of FSDP's in what is recomputed.
-    "deepseek-v3-ep2": (2, "deepseek-v3", "deepseek-v3", FULL | HALF | EP | BY_OPERATION),
-    "deepseek-v3-tp2": (2, "deepseek-v3", "deepseek-v3", FULL | TP | CHECKPOINTED),
+    "deepseek-v3-ep2": (2, HALF | EP | BY_OPERATION),
+    "deepseek-v3-tp2": (2, TP | CHECKPOINTED),
 }
 if versions.sharding_fault(torch.__version__):
-    del RUNS["qlora-moe-fsdp2"]
-PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
+    del LAYOUTS["qlora-fsdp2"]
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +81,13 @@ def sources(tmp_path_factory, model_folder):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, sources, dataset):
-    """The folder in which every run lies by its name."""
-    return train_all(tmp_path_factory.mktemp("runs"), RUNS, sources, dataset)
+def runs(tmp_path_factory, sources, dataset):
+    return runs_of(tmp_path_factory.mktemp("runs"), sources, dataset, BASES, LAYOUTS)
 
 
 @pytest.mark.long
-def test_an_export_in_files_of_several_ranks_is_the_same(root, tmp_path):
-    one, own = root / "moe-lora-ep2", tmp_path / "moe-lora-ep2"
+def test_an_export_in_files_of_several_ranks_is_the_same(runs, tmp_path):
+    one, own = runs["moe-lora-ep2"], tmp_path / "moe-lora-ep2"
     shutil.copytree(one, own)
     shutil.rmtree(own / "export")
     (own / "progress.json").unlink()
@@ -111,16 +103,16 @@ def test_an_export_in_files_of_several_ranks_is_the_same(root, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
-def test_experts_in_every_layout_equal_the_single_process(name, reference, root):
-    assert_same_training(root / name, root / reference)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_experts_in_every_layout_equal_the_single_process(name, runs):
+    runs.assert_same(name, weights=5e-5)
 
 
 @pytest.mark.long
-def test_routers_are_balanced_or_frozen(root, sources):
+def test_routers_are_balanced_or_frozen(runs, sources):
     """The auxiliary loss lowers itself; the balance is the same whatever the layout is."""
     names = ("router_aux_loss", "router_entropy", "expert_load_max", "expert_load_min")
-    alone, spread, plain = (metrics(root / n) for n in ("moe-aux", "moe-aux-ep2", "moe"))
+    alone, spread, plain = (metrics(runs[n]) for n in ("moe-aux", "moe-aux-ep2", "moe"))
     assert alone[-1]["router_aux_loss"] < alone[0]["router_aux_loss"]
     assert alone[-1]["router_entropy"] > plain[-1]["router_entropy"]
     for line, other in zip(alone, spread, strict=True):
@@ -128,7 +120,7 @@ def test_routers_are_balanced_or_frozen(root, sources):
             assert other[name] == pytest.approx(line[name], rel=1e-4), name
     before = tensors(sources["qwen3-moe"])
     for name, frozen in (("moe", False), ("moe-frozen-router", True)):
-        after = tensors(root / name / "export")
+        after = tensors(runs[name] / "export")
         same = [torch.equal(after[k], t) for k, t in before.items() if "mlp.gate." in k]
         assert same == [frozen] * 3
 

@@ -15,7 +15,6 @@ from tests.trainer.runs import (
     curve,
     finish,
     kill_at,
-    lora_model,
     start,
     write_config,
 )
@@ -25,9 +24,7 @@ from trainer.layers import nf4
 from trainer.methods.distill import Distillation, tokenizer_faults
 
 MODULE = "trainer.train distill"
-LORA = lora_model(lora_dropout=0.0)
 STEP = {"max_steps": 4, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
-LONG = pytest.mark.long
 TP = {"tensor_parallel_dim": 2}
 
 

@@ -12,6 +12,7 @@ import yaml
 from benchmarks import preference
 from tests.trainer.methods.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (
+    Runs,
     assert_same_curve,
     curve,
     finish,
@@ -29,13 +30,17 @@ NEVER = {"_component_": "torch.optim.AdamW", "lr": 0.0}
 SLOW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4}}
 PAIRS = "trainer.data.preferences.PreferenceDataset"
 UNPAIRED = "trainer.data.preferences.UnpairedPreferenceDataset"
-# By name: ranks, the run that it equals, changes to the config.
-RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
-    "lora": (1, None, {"model": LORA, "epochs": 1}),
-    "lora-kept": (1, "lora", {"model": LORA, "reference": "log_probs"}),
-    "lora-model": (1, "lora", {"model": LORA, "reference": "model"}),
-    "full": (1, None, SLOW),
-    "full-model": (2, "full", SLOW | {"batch_size": 2, "reference": "model"}),
+BASES: dict[str, dict[str, Any]] = {"lora": {"model": LORA, "epochs": 1}, "full": SLOW}
+# Ranks, and changes; each run says where its reference comes from.
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "lora-kept": (1, {"reference": "log_probs"}),
+    "lora-model": (1, {"reference": "model"}),
+    "full-model": (2, {"batch_size": 2, "reference": "model"}),
+}
+SAID = {
+    "adapter_off": "the policy with its adapter off",
+    "log_probs": "log-probabilities of the policy before training",
+    "model": "frozen, 1,",
 }
 
 
@@ -52,32 +57,26 @@ def config(
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, model_folder, pairs):
-    """The folder in which every run lies by its name."""
-    folder = tmp_path_factory.mktemp("preference")
-    lines = {
-        "adapter_off": "the policy with its adapter off",
-        "log_probs": "log-probabilities of the policy before training",
-        "model": "frozen, 1,",
-    }
-    for name, (ranks, _, changes) in RUNS.items():
-        path = config(folder / name, model_folder, pairs, **changes)
-        output = finish(start(path, ranks, module="trainer.train dpo"))
-        kind = changes.get("reference", "adapter_off" if "lora" in name else "log_probs")
-        assert f"reference  {lines[kind]}" in output
-        assert "5.8 tokens longer than rejected ones on average" in output
-    return folder
+def runs(tmp_path_factory, model_folder, pairs):
+    def write(folder: Path, **changes: Any) -> Path:
+        return config(folder, model_folder, pairs, **changes)
+
+    return Runs(tmp_path_factory.mktemp("preference"), write, BASES, KINDS, "dpo")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
-def test_every_kind_of_reference_gives_the_same_run(name, root):
-    wanted = root / str(RUNS[name][1])
-    assert_same_curve(root / name, wanted, 2e-5, 1e-4)
-    for own, other in zip(metrics(root / name), metrics(wanted), strict=True):
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_reference_gives_the_same_run(name, runs):
+    base = runs.base(name)
+    assert_same_curve(runs[name], runs[base], 2e-5, 1e-4)
+    for own, other in zip(metrics(runs[name]), metrics(runs[base]), strict=True):
         for figure in ("rewards/margins", "logps/chosen", "val_rewards/margins", "val_loss"):
             assert (figure in own) == (figure in other)
             assert own.get(figure, 0) == pytest.approx(other.get(figure, 0), rel=2e-5, abs=2e-5)
+    chosen = {"lora": "adapter_off", "full": "log_probs"}[base]
+    for run, kind in ((name, KINDS[name][1]["reference"]), (base, chosen)):
+        assert f"reference  {SAID[kind]}" in runs.said[run]
+        assert "5.8 tokens longer than rejected ones on average" in runs.said[run]
 
 
 @pytest.fixture(scope="module")

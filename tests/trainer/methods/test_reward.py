@@ -35,12 +35,10 @@ from trainer.models import build
 MODULE = "trainer.train reward"
 FULL = {"_component_": TRANSFORMERS}
 LORA = FULL | {"lora_rank": 4, "lora_alpha": 8}
-PACKED = {"row_length": 96, "batch_size": 2}
 # By name: ranks, changes to the config.
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "lora-fsdp": (2, {"model": LORA, "batch_size": 2}),
     "full-tensor": (2, {"tensor_parallel_dim": 2, "enable_activation_checkpointing": True}),
-    "packed": (1, {"model": LORA | {"quantize_base": True}} | PACKED),
 }
 
 # The loss of each of 20 steps of trl.RewardTrainer 1.16 on the pairs of this file, in their order,
@@ -170,7 +168,7 @@ def scores_of(model: torch.nn.Module, folder: Path, pairs: Path) -> dict[str, fl
     return found
 
 
-@pytest.mark.parametrize("name", ["full-tensor", "lora-fsdp"])
+@pytest.mark.parametrize("name", RUNS)
 def test_the_export_scores_as_the_run_did(name, root, model_folder, pairs):
     export, last = root / name / "export", metrics(root / name)[-1]
     content = json.loads((export / "config.json").read_text())

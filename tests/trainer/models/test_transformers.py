@@ -30,11 +30,11 @@ from tests.trainer.models.transformers_runs import (
     POSITIONS,
     TOKENS,
     TP,
-    Runs,
-    assert_same_training,
+    Bases,
+    Layouts,
     config_of,
     logits,
-    train_all,
+    runs_of,
     write_sources,
 )
 from tests.trainer.runs import (
@@ -281,46 +281,38 @@ def test_linear_attention_of_another_kind_is_neither_packed_nor_split(tmp_path, 
     )
 
 
-# Runs by name: ranks, family, the run that it must equal, changes to the config. The families
-# differ in what the layouts must get right: norms of heads; scaled embeddings and norms with an
-# offset; multipliers of embedding and logits; fused rows; linear attention.
-# A length of packed rows that tensor parallelism must add to.
-ODD = {"row_length": 95}
-RUNS: Runs = {
-    "qwen3": (1, "qwen3", None, ADAPTED),
-    "qwen3-tp2": (2, "qwen3", "qwen3", ADAPTED | TP),
-    "qwen3-hsdp": (4, "qwen3", "qwen3", ADAPTED | COPIES),
-    "gemma3": (1, "gemma3", None, FULL),
-    "gemma3-tp2": (2, "gemma3", "gemma3", FULL | TP | CHECKPOINTED),
-    "granite": (1, "granite", None, FULL | ODD),
-    "granite-tp2": (2, "granite", "granite", FULL | TP | ODD),
-    "phi4-mini": (1, "phi4-mini", None, FULL),
-    "phi4-mini-fsdp2": (
-        2,
-        "phi4-mini",
-        "phi4-mini",
-        FULL | HALF | {"custom_sharded_layers": ["embedding", "output_head"]},
-    ),
-    "phi4-mini-tp2": (2, "phi4-mini", "phi4-mini", FULL | TP | {"compile": True}),
-    "qwen3.5": (1, "qwen3.5", None, FULL),
-    "qwen3.5-fsdp2": (2, "qwen3.5", "qwen3.5", FULL | HALF | CHECKPOINTED),
-    "qwen3.5-tp2": (2, "qwen3.5", "qwen3.5", FULL | TP | {"compile": True}),
-    "bf16": (2, "llama3", None, FULL | HALF | {"dtype": "bf16"}),
-    "fp8": (2, "llama3", None, FULL | HALF | {"dtype": "bf16", "enable_fp8_training": True}),
+# The families differ in what the layouts must get right: norms of heads; scaled embeddings and
+# norms with an offset; multipliers of embedding and logits; fused rows; linear attention.
+BASES: Bases = {
+    "qwen3": ADAPTED | {"family": "qwen3"},
+    "gemma3": FULL | {"family": "gemma3"},
+    # A length of packed rows that tensor parallelism must add to.
+    "granite": FULL | {"family": "granite", "row_length": 95},
+    "phi4-mini": FULL | {"family": "phi4-mini"},
+    "qwen3.5": FULL | {"family": "qwen3.5"},
 }
-PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
+TABLES = {"custom_sharded_layers": ["embedding", "output_head"]}
+LAYOUTS: Layouts = {
+    "qwen3-tp2": (2, TP),
+    "qwen3-hsdp": (4, COPIES),
+    "gemma3-tp2": (2, TP | CHECKPOINTED),
+    "granite-tp2": (2, TP),
+    "phi4-mini-fsdp2": (2, HALF | TABLES),
+    "phi4-mini-tp2": (2, TP | {"compile": True}),
+    "qwen3.5-fsdp2": (2, HALF | CHECKPOINTED),
+    "qwen3.5-tp2": (2, TP | {"compile": True}),
+}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, sources, dataset):
-    """The folder in which every run lies by its name."""
-    return train_all(tmp_path_factory.mktemp("runs"), RUNS, sources, dataset)
+def runs(tmp_path_factory, sources, dataset):
+    return runs_of(tmp_path_factory.mktemp("runs"), sources, dataset, BASES, LAYOUTS)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
-def test_every_layout_equals_the_single_process(name, reference, root):
-    assert_same_training(root / name, root / reference)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_equals_the_single_process(name, runs):
+    runs.assert_same(name, weights=5e-5)
 
 
 SPLIT = ("gemma4", "glm4", "olmo2", "exaone4", "smollm3", "glm4.5-moe", "granite-moe", "llama4")
@@ -336,14 +328,10 @@ def test_other_families_under_tensor_parallelism_equal_the_single_process(
     heads = {"num_key_value_heads": 4, "num_global_key_value_heads": 2}
     sizes = heads if family == "gemma4" else {}
     own = {family: write(family, tmp_path / "source", sources["llama3"], **sizes)}
-    runs: Runs = {
-        "full": (1, family, None, FULL),
-        "full-tp2": (2, family, "full", FULL | TP | CHECKPOINTED),
-        "lora": (1, family, None, ADAPTED),
-        "lora-tp2": (2, family, "lora", ADAPTED | TP),
-    }
-    root = train_all(tmp_path / "runs", runs, own, dataset)
-    assert_same_training(root / "full-tp2", root / "full")
+    bases = {"full": FULL | {"family": family}, "lora": ADAPTED | {"family": family}}
+    layouts = {"full-tp2": (2, TP | CHECKPOINTED), "lora-tp2": (2, TP)}
+    runs = runs_of(tmp_path / "runs", own, dataset, bases, layouts)
+    runs.assert_same("full-tp2", weights=5e-5)
     # Not that the loss falls: Granite MoE's adapters learn nothing in four steps.
-    assert_same_curve(root / "lora-tp2", root / "lora", 2e-5, 1e-4)
-    assert_same_tensors(root / "lora-tp2", root / "lora", 5e-5)
+    assert_same_curve(runs["lora-tp2"], runs["lora"], 2e-5, 1e-4)
+    assert_same_tensors(runs["lora-tp2"], runs["lora"], 5e-5)

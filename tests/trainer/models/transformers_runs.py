@@ -3,21 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.trainer.models.transformers_cases import FAMILIES, reference, write
-from tests.trainer.runs import (
-    assert_same_curve,
-    assert_same_tensors,
-    metrics,
-    train,
-    write_config,
-)
+from tests.trainer.runs import Runs, write_config
 from trainer.model import Documents
 
-# By name: ranks, family, the run that it must equal, changes to the config.
-Runs = dict[str, tuple[int, str, str | None, dict[str, Any]]]
+# Changes of a config by the name of a run; and ranks with what a layout changes of its base.
+Bases, Layouts = dict[str, dict[str, Any]], dict[str, tuple[int, dict[str, Any]]]
 # Two rows of two documents each, of which one is longer than LongRoPE's first length.
 FIRST, LENGTH = 37, 90
 TOKENS = torch.randint(5, 1024, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -57,23 +50,12 @@ def logits(folder: Path, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat([model(part).logits for part in parts], 1)
 
 
-def train_all(folder: Path, runs: Runs, sources: dict[str, Path], dataset: Path) -> Path:
-    """Train every run in a folder of its name for four steps, and return `folder`."""
-    starts: dict[int, list[Path]] = {}
-    for name, (ranks, family, _, changes) in runs.items():
-        path = config_of(folder / name, sources[family], dataset, **{"max_steps": 4} | changes)
-        starts.setdefault(ranks, []).append(path)
-    with pytest.MonkeyPatch.context() as patch:
-        # Not the usual compiler, whose code for CPUs takes long.
-        patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-        for ranks, paths in starts.items():
-            train(*paths, ranks=ranks)
-    return folder
+def runs_of(
+    root: Path, sources: dict[str, Path], dataset: Path, bases: Bases, layouts: Layouts
+) -> Runs:
+    """Runs of four steps under `root`; a base's `family` is the model's."""
 
+    def config(folder: Path, family: str, **changes: Any) -> Path:
+        return config_of(folder, sources[family], dataset, **{"max_steps": 4} | changes)
 
-def assert_same_training(own: Path, wanted: Path) -> None:
-    """The same curve and weights, and a loss that falls."""
-    assert len(metrics(own)) == 4
-    assert_same_curve(own, wanted, 2e-5, 1e-4)
-    assert_same_tensors(own, wanted, 5e-5)
-    assert metrics(own)[-1]["loss"] < metrics(own)[0]["loss"]
+    return Runs(root, config, bases, layouts)
