@@ -149,7 +149,7 @@ def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
     with open(killed / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "lo')
     (killed / "checkpoints/.tmp_step_12.0").mkdir()
-    train(path, attempt=1)
+    said = train(path, attempt=1)
     assert curve(killed) == curve(whole)
     losses = {line["step"]: line["val_loss"] for line in metrics(killed) if "val_loss" in line}
     assert list(losses) == [7, 14, 21, 28, 30]
@@ -157,12 +157,19 @@ def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
     # The best by validation is kept beside the last two, and exported.
     best = min(losses, key=losses.__getitem__)
     assert names == {f"step_{best}", "step_28", "step_30"}
+    assert f"exporting step {best}: its val_loss {losses[best]:.4f} is the lowest of all" in said
+    assert progress(killed)["best_step"] == best
     shard = next((killed / "checkpoints/step_30").glob("__0_*"))
     assert shard.stat().st_size < 1_000_000, "LoRA's checkpoints must not hold the base model"
 
     state = json.loads((killed / "checkpoints/step_30/trainer_state.json").read_text())
     assert state["val_loss"] == losses[30]
     assert losses[best] == pytest.approx(mean_answer_loss(killed / "export"), abs=1e-5)
+    path.write_text(path.read_text() + "export_checkpoint: last\n")
+    shutil.rmtree(killed / "export")
+    reopen(killed)
+    train(path, attempt=2)
+    assert losses[30] == pytest.approx(mean_answer_loss(killed / "export"), abs=1e-5)
 
 
 def mean_answer_loss(export: Path) -> float:

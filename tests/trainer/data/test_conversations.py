@@ -88,12 +88,19 @@ PLAIN = [
     {"role": "assistant", "content": "A process.", "train": True},
 ]
 CALLED = '<call>jobs{"user": "me"}</call><call>nodes{"idle": true}</call></s>'
-# Template, messages, what `train_on` says, and the texts that are trained.
-CASES: list[tuple[str, list[dict], str, list[str]]] = [
-    (THINKING, CALLS, "all", [CALLED, "Yes.</s>", "<think>Still.</think>\nYes.</s>"]),
-    (THINKING, CALLS, "last", ["<think>Still.</think>\nYes.</s>"]),
-    (INSTRUCT, PLAIN, "marked", ["A process.</s>"]),
-    (MARKED, PLAIN, "all", ["  A machine. </s>", " A process.</s>"]),
+THOUGHT = {"role": "assistant", "content": "<think>Hm.</think>No."}
+ALL, ANSWERS = {"train_on": "all"}, {"train_on_reasoning": False}
+# Template, messages, the dataset's keys, and the texts that are trained.
+CASES: list[tuple[str, list[dict], dict, list[str]]] = [
+    (THINKING, CALLS, ALL, [CALLED, "Yes.</s>", "<think>Still.</think>\nYes.</s>"]),
+    (THINKING, CALLS, {"train_on": "last"}, ["<think>Still.</think>\nYes.</s>"]),
+    (INSTRUCT, PLAIN, {"train_on": "marked"}, ["A process.</s>"]),
+    (MARKED, PLAIN, ALL, ["  A machine. </s>", " A process.</s>"]),
+    # The first answers' reasoning is not in the text; the last one's is left out.
+    (THINKING, CALLS, ANSWERS, [CALLED, "Yes.</s>", "Yes.</s>"]),
+    (THINKING, [CALLS[0], CALLS[1] | {"reasoning_content": "I look."}], ANSWERS, [CALLED]),
+    # It stands in the content, with the answer behind it.
+    (MARKED, [CALLS[0], THOUGHT], ANSWERS, ["No.</s>"]),
 ]
 
 
@@ -131,15 +138,15 @@ def trained_texts(tokenizer: HuggingFaceTokenizer, tokens: Any, trained: Any) ->
     return [tokenizer.decode(span, skip_special_tokens=False) for span in spans]
 
 
-@pytest.mark.parametrize(("template", "messages", "train_on", "expected"), CASES)
+@pytest.mark.parametrize(("template", "messages", "keys", "expected"), CASES)
 def test_exactly_the_chosen_answers_are_trained(
-    template, messages, train_on, expected, tokenizer_of, tmp_path
+    template, messages, keys, expected, tokenizer_of, tmp_path
 ):
     tokenizer = tokenizer_of(template)
     row = {"messages": messages, "tools": TOOLS}
     # The other row gives its calls other arguments: the table then has null for these here.
     other = {"messages": [*CALLS[:1], CALLS[1] | {"tool_calls": [call("x", '{"y": 1}')]}]}
-    tokens, trained = _sample(opened(tokenizer, tmp_path, row, other, train_on=train_on), 0, None)
+    tokens, trained = _sample(opened(tokenizer, tmp_path, row, other, **keys), 0, None)
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
     position = 0
     assert trained_texts(tokenizer, tokens, trained) == expected
@@ -147,34 +154,6 @@ def test_exactly_the_chosen_answers_are_trained(
         position = text.index(span, position) + len(span)
     if template is THINKING and messages is CALLS:
         assert '"name": "jobs"' in text.partition("</s>")[0], "the tools' schemas"
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "expected"),
-    [
-        # The first answers' reasoning is not in the text; the last one's is left out.
-        (THINKING, CALLS, [CALLED, "Yes.</s>", "Yes.</s>"]),
-        (
-            THINKING,
-            [CALLS[0], CALLS[1] | {"reasoning_content": "I look."}],
-            [CALLED],
-        ),
-        # It stands in the content, with the answer behind it.
-        (
-            MARKED,
-            [CALLS[0], {"role": "assistant", "content": "<think>Hm.</think>No."}],
-            ["No.</s>"],
-        ),
-    ],
-)
-def test_the_reasoning_may_be_left_out_of_what_is_trained(
-    template, messages, expected, tokenizer_of, tmp_path
-):
-    tokenizer = tokenizer_of(template)
-    samples = opened(tokenizer, tmp_path, {"messages": messages}, train_on_reasoning=False)
-    assert trained_texts(tokenizer, *_sample(samples, 0, None)) == expected
-    whole = opened(tokenizer, tmp_path, {"messages": messages})
-    assert "Hm." in str(messages) or trained_texts(tokenizer, *_sample(whole, 0, None)) != expected
 
 
 @pytest.mark.parametrize(

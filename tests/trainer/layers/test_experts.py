@@ -48,6 +48,8 @@ BASES: Bases = {
     "moe-aux": FULL | AUXILIARY | {"family": "qwen3-moe"},
     "moe-frozen-router": FULL | {"family": "qwen3-moe", "train_router": False},
     "moe-lora": ADAPTED | {"family": "qwen3-moe"},
+    "moe-ia3": FULL
+    | {"family": "qwen3-moe", "model": {"adapter": "ia3"}, "save_adapter_weights_only": True},
     "mixtral": FULL | {"family": "mixtral"},
     "qlora": QLORA | {"family": "mixtral"},
     # Sinks and biases; latent attention, and a block without experts.
@@ -60,6 +62,7 @@ LAYOUTS: Layouts = {
     "moe-ep2-fsdp2": (4, {"batch_size": 1} | EP),
     "moe-ep2-copies": (4, {"batch_size": 1} | EP | COPIES),
     "moe-lora-ep2": (2, HALF | EP | CHECKPOINTED),
+    "moe-ia3-ep2": (2, HALF | EP),
     # Three experts have no equal parts for two ranks: each has a part of every expert.
     "mixtral-fsdp2": (2, HALF | CHECKPOINTED),
     "qlora-fsdp2": (2, HALF),

@@ -1,6 +1,5 @@
 """rsLoRA, and LoRA on the output head: against PEFT's own."""
 
-import json
 import shutil
 
 import peft
@@ -17,10 +16,9 @@ from tests.trainer.runs import (
     write_config,
 )
 from trainer import optimizers
-from trainer.checkpoint import adapter, weights
+from trainer.checkpoint import weights
 from trainer.config import load
 from trainer.data import batches
-from trainer.model import Inputs
 from trainer.models import build as models
 
 TOKENS = torch.arange(40).reshape(2, 20) * 13 % 1024
@@ -78,23 +76,12 @@ def test_twenty_steps_equal_pefts(settings, tmp_path, model_folder, dataset, wor
         losses.append(loss.item())
     found = [line["loss"] for line in metrics(tmp_path / "own")]
     assert found == pytest.approx(losses, abs=1e-5) and found[-1] < found[0] - 0.1
-
-    # PEFT reads the export, and a run goes on from it.
-    folder = tmp_path / "own/export/adapter"
+    # PEFT reads the export.
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
     with torch.inference_mode():
-        plain = AutoModelForCausalLM.from_pretrained(model_folder)
-        read = peft.PeftModel.from_pretrained(plain, folder).eval()(TOKENS).logits
-        torch.testing.assert_close(read, other.eval()(TOKENS).logits, rtol=0, atol=1e-4)
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "own/export")(TOKENS).logits
-    torch.testing.assert_close(merged, read, rtol=0, atol=2e-5)
-    own.checkpointer["adapter_checkpoint"] = str(folder)
-    again = models.build(own, world)
-    adapter.load(again, own)
-    with torch.inference_mode():
-        found = again.module.eval()(Inputs(TOKENS))
-    torch.testing.assert_close(found, read, rtol=0, atol=1e-5)
-    written = json.loads((folder / "adapter_config.json").read_text())
-    assert written["use_rslora"] is bool(settings.get("use_rslora"))
+        read = peft.PeftModel.from_pretrained(plain, tmp_path / "own/export/adapter").eval()
+        wanted = other.eval()(TOKENS).logits
+        torch.testing.assert_close(read(TOKENS).logits, wanted, rtol=0, atol=1e-4)
 
 
 @pytest.mark.long

@@ -1,25 +1,20 @@
 """Preference tuning: pairs and labelled answers, with each kind of reference."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from benchmarks import preference
 from tests.trainer.methods.pairs import pairs_config, write_pairs
 from tests.trainer.runs import (
     Runs,
     assert_same_curve,
-    curve,
     finish,
-    kill_at,
     lora_model,
     metrics,
-    reopen,
     start,
 )
 from trainer.errors import ConfigError
@@ -160,34 +155,6 @@ def test_figures_of_labelled_answers_are_means_over_their_label(tmp_path, model_
     )
     (line,) = metrics(tmp_path / "none")
     assert line[chosen] == pytest.approx(found[0][chosen], rel=1e-6) and line[rejected] is None
-
-
-@pytest.mark.long
-def test_kept_log_probs_are_made_once_and_a_killed_run_resumes_by_them(
-    tmp_path, model_folder, pairs
-):
-    changes, module = SLOW | {"batch_size": 2, "max_steps": 6}, "trainer.train kto"
-    whole, killed = (
-        config(tmp_path / name, model_folder, pairs, UNPAIRED, **changes)
-        for name in ("whole", "killed")
-    )
-    made = "log-probabilities of 48 samples of dataset ..."
-    assert made in finish(start(whole, 2, module=module))
-    kill_at(killed, 4, 2, module)
-    output = finish(start(killed, 2, attempt=1, module=module))
-    assert "resuming from checkpoints/step_" in output and made not in output
-    assert curve(killed.parent) == curve(whole.parent)
-    # On one rank, from the same checkpoint, with another kind of reference.
-    other = tmp_path / "other"
-    shutil.copytree(whole.parent, other)
-    for path in (other / "checkpoints").glob("step_6*"):
-        shutil.rmtree(path)
-    content = yaml.safe_load(whole.read_text()) | {"output_dir": str(other), "batch_size": 4}
-    (other / "train.yaml").write_text(yaml.safe_dump(content | {"reference": "model"}))
-    reopen(other)
-    output = finish(start(other / "train.yaml", attempt=1, module=module))
-    assert "resuming from checkpoints/step_4" in output and "reference  frozen, " in output
-    assert_same_curve(other, whole.parent, 2e-5, 1e-4)
 
 
 def test_a_part_of_the_kept_log_probs_goes_on(tmp_path, model_folder, pairs):

@@ -207,9 +207,6 @@ def test_the_text_part_of_a_larger_model(name, tmp_path, dataset, world):
 @pytest.mark.parametrize(
     ("kind", "settings", "told"),
     [
-        ("no_such_model", {}, "has no causal language model for config.json's model_type 'no_such"),
-        ("own", {"auto_map": {"AutoConfig": "own.Own"}}, "code of a folder is never run"),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised (fp8); download"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "it has bidirectional attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type dyna"),
         ("llama", {"num_attention_heads": "four"}, "is refused by transformers"),
