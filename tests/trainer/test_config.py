@@ -126,7 +126,6 @@ def test_broken_yaml_is_named_by_line_and_column(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"optimizer": {"_component_": "torch.optim.AdamW", "rate": 1}}, "refused its arguments"),
         (
             {"optimizer": {"_component_": "bitsandbytes.optim.Adam8bit"}},
             "Adam8bit needs a GPU; use torchao.optim.Adam8bit",
@@ -138,28 +137,14 @@ def test_broken_yaml_is_named_by_line_and_column(tmp_path):
             {"model": {"_component_": "torch.nn.Identity"}},
             "returns a Identity, not a trainer.model.Decoder",
         ),
-        ({"checkpointer": {"checkpoint_dir": "/nowhere"}}, "/nowhere does not exist"),
         (
             {"dataset": {"data_files": "/nowhere.jsonl"}},
             "dataset: torchtune.datasets.instruct_dataset refused its arguments: Unable to find",
         ),
         ({"dataset": {"column_map": {"input": "q", "output": "a"}}}, "there is no column 'q'"),
         ({"tokenizer": {"max_seq_len": 4}}, "dataset: no sample has a token to train on"),
-        ({"model": {"max_seq_len": 8}}, "tokens, the model takes 8; set tokenizer.max_seq_len=8"),
     ],
-    ids=[
-        "argument",
-        "package",
-        "null",
-        "no file",
-        "layer",
-        "decoder",
-        "model",
-        "file",
-        "column",
-        "cut",
-        "long",
-    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_components_that_do_not_work(changes, fault, tmp_path, model_folder, dataset, capfd):
     path = write_config(tmp_path, model_folder, dataset)

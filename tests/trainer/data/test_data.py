@@ -1,7 +1,6 @@
 """What the model sees of a dataset: tokens, masks, packed rows, their order, and their cache."""
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -98,34 +97,6 @@ def test_packed_documents_have_the_losses_of_unpacked_ones(builder, build):
                 torch.testing.assert_close(losses[own], wanted, rtol=0, atol=1e-5)
                 seen += 1
     assert seen == 2 * len(rows.samples) == 2 * 44
-
-
-def test_a_packed_batch_says_where_each_document_is(build):
-    rows = build(**packed()).training.rows
-    # Of the second row each token is trained, the first of each document, too.
-    whole = [(tokens, np.ones_like(trained)) for tokens, trained in rows[1].documents]
-    chosen = [rows[0], rows[1]._replace(documents=whole)]
-    batch = rows.collate(chosen)
-    assert batch.inputs.tokens.shape == (2, ROW)
-    begins = batch.inputs.documents.cu_seqlens.tolist()
-    assert begins[0] == 0 and begins[-1] == batch.inputs.tokens.numel()
-    position = pairwise(begins)
-    given = {"labels": batch.labels, **batch.inputs._asdict()}
-    flat = {name: given[name].flatten() for name in ("tokens", "labels", "positions")}
-    for row in chosen:
-        for tokens, trained in row.documents:
-            begin, end = next(position)
-            assert flat["tokens"][begin:end].tolist() == tokens.tolist()
-            assert flat["positions"][begin:end].tolist() == list(range(end - begin))
-            wanted = np.where(trained[1:], tokens[1:], IGNORE_INDEX).tolist()
-            assert flat["labels"][begin:end].tolist() == [*wanted, IGNORE_INDEX]
-        if sum(len(tokens) for tokens, _ in row.documents) < ROW:
-            begin, end = next(position)
-            assert (flat["labels"][begin:end] == IGNORE_INDEX).all()
-    assert next(position, None) is None
-    masked = rows.collate([rows[~0]])
-    assert masked.token_count == masked.target_count == 0
-    assert torch.equal(masked.inputs.tokens[0], batch.inputs.tokens[0])
 
 
 # The order of batches

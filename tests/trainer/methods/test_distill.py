@@ -10,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from tests.trainer.models.transformers_cases import write
 from tests.trainer.runs import (
     assert_same_curve,
     curve,
@@ -35,18 +36,8 @@ def teacher(tmp_path_factory, model_folder):
 
 def write_teacher(folder: Path, model_folder: Path, **changes: int) -> Path:
     """A Llama that is wider and deeper than the student, its vocabulary padded by 32 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    settings = json.loads((model_folder / "config.json").read_text())
     sizes = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 48}
-    sizes["vocab_size"] = settings["vocab_size"] + 32
-    torch.manual_seed(5)
-    # Further apart than at the beginning of a training: else there is little to learn.
-    sizes |= changes
-    model = LlamaForCausalLM(LlamaConfig(**settings | sizes | {"initializer_range": 0.08}))
-    model.save_pretrained(folder)
-    return folder
+    return write("llama3", folder, model_folder, vocab_size=1056, **sizes | changes)
 
 
 @pytest.mark.long

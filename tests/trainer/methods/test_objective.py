@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,8 @@ from tests.trainer.runs import (
     metrics,
 )
 from trainer.config import parse, read_yaml
-from trainer.data import batches
 from trainer.data.preview import previews
 from trainer.data.source import PREPARED
-from trainer.layers.batch import IGNORE_INDEX
-from trainer.parallel import world as distributed
 
 TOY = "tests.trainer.methods.toy_objective"
 MODULE = f"trainer.train {TOY}:ToyConfig"
@@ -52,34 +48,6 @@ def pairs(tmp_path_factory):
 
 def config(folder: Path, model_folder: Path, pairs: Path, **changes: Any) -> Path:
     return pairs_config(folder, model_folder, pairs, f"{TOY}.Pairs", **changes)
-
-
-def test_a_packed_row_holds_whole_pairs(model_folder, pairs, tmp_path):
-    changes = {"row_length": PACKED_LENGTH, "batch_size": 2}
-    path = config(tmp_path / "packed", model_folder, pairs, **changes)
-    world = distributed.start("cpu")
-    try:
-        data = batches.build(parse(read_yaml(path), ToyConfig), world, PreferFirst.form)
-        (batch,) = next(data.training.from_step(0))
-    finally:
-        distributed.stop()
-    rows = data.training.rows
-    assert len(rows) < len(rows.samples) and rows.samples.documents.max() <= PACKED_LENGTH // 2
-    assert batch.documents_per_sample == 2 and len(batch.lengths) == 2 * batch.sample_count
-    tokens, labels = batch.inputs.tokens.flatten(), batch.labels.flatten()
-    # Padding is a document of the mask, too.
-    own = [
-        (begin, end)
-        for begin, end in pairwise(batch.inputs.documents.cu_seqlens.tolist())
-        if (labels[begin:end] != IGNORE_INDEX).any()
-    ]
-    assert [end - begin for begin, end in own] == list(batch.lengths)
-    for (first, _), (second, _) in zip(own[::2], own[1::2], strict=True):
-        assert tokens[first : first + 5].equal(tokens[second : second + 5]), "one question"
-    for position, document in zip(batch.trained, batch.document_index, strict=True):
-        begin, end = own[document]
-        assert begin <= position < end - 1
-    assert set(batch.numbers.tolist()) <= {1.0, 2.0} and len(batch.numbers) == batch.sample_count
 
 
 def test_a_prepared_set_of_pairs_is_read_by_the_methods_component(tmp_path, model_folder, pairs):

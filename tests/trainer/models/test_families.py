@@ -10,11 +10,14 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.trainer.models import transformers_cases
+from tests.trainer.models.transformers_cases import LLAMA3, WINDOW, reference
+from tests.trainer.models.transformers_runs import DOCUMENTS, FIRST, POSITIONS, TOKENS, logits
 from tests.trainer.runs import Runs, randomise_adapter, tensors, write_config
 from trainer.checkpoint import export as exports
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.model import Decoder, Documents, Inputs
+from trainer.model import Decoder, Inputs
 from trainer.models import build as models
 
 SIZES = {
@@ -26,32 +29,7 @@ SIZES = {
     "intermediate_dim": 88,
     "max_seq_len": 256,
 }
-HF_SIZES = {
-    "vocab_size": 1024,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 64,
-    "intermediate_size": 88,
-    "max_position_embeddings": 256,
-    # Weights so large that a wrong mask, angle or cap shows in the logits.
-    "initializer_range": 0.1,
-    "attn_implementation": "eager",
-    # A padding token has an embedding of zeros, and behind a norm a gradient without bound.
-    "pad_token_id": None,
-    "bos_token_id": 0,
-    "eos_token_id": 4,
-}
-# Shorter than the test's sequences, as is the length from which Llama 3.1 scales its angles.
-WINDOW = {"sliding_window": 16}
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 3.0,
-    "original_max_position_embeddings": 40,
-}
+HF_SIZES = transformers_cases.SIZES | {"intermediate_size": 88}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 GEMMA2 = {
     "head_dim": 20,
@@ -93,14 +71,14 @@ CASES: dict[str, tuple[str, dict, str, dict, str]] = {
     ),
     "llama3_1": (
         "llama",
-        {"rms_norm_eps": 1e-5, "rope_parameters": SCALED},
+        {"rms_norm_eps": 1e-5, "rope_parameters": LLAMA3},
         "llama3_1.llama3_1",
         {"scale_factor": 4},
         "LLAMA3",
     ),
     "llama3_2": (
         "llama",
-        {"rms_norm_eps": 1e-5, "rope_parameters": SCALED, "tie_word_embeddings": True},
+        {"rms_norm_eps": 1e-5, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
         "llama3_2.llama3_2",
         {"scale_factor": 4},
         "LLAMA3_2",
@@ -136,14 +114,6 @@ LORA = {
     "lora_rank": 4,
     "lora_alpha": 8,
 }
-TOKENS = torch.arange(120).reshape(2, 60) * 7 % 1024
-# Two documents in each row, both longer than the window.
-FIRST, SECOND = 25, 35
-POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(SECOND)]).expand(2, -1)
-DOCUMENTS = Documents(
-    ids=torch.tensor([0] * FIRST + [1] * SECOND, dtype=torch.int32).expand(2, -1),
-    cu_seqlens=torch.tensor([0, FIRST, 60, 60 + FIRST, 120], dtype=torch.int32),
-)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +123,7 @@ def sources(tmp_path_factory):
     for name, (model_type, changes, *_) in CASES.items():
         torch.manual_seed(1)
         settings = AutoConfig.for_model(model_type, **(HF_SIZES | changes))
-        model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(settings)
         with torch.no_grad():
             for parameter in model.parameters():
                 # Norms and biases start alike, and would not tell which is which.
@@ -175,13 +145,6 @@ def builder(name: str, lora: dict[str, Any] | None = None) -> dict[str, Any]:
     }
 
 
-def logits(folder: Path, *batches: torch.Tensor) -> torch.Tensor:
-    """What transformers computes from a model folder, batch by batch, side by side."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    with torch.inference_mode():
-        return torch.cat([model(batch).logits for batch in batches or (TOKENS,)], dim=1)
-
-
 def config_of(name: str, folder: Path, source: Path, dataset: Path, **changes: Any) -> Path:
     checkpointer = {"checkpoint_dir": str(source), "model_type": CASES[name][4]}
     changes = {"model": builder(name)} | changes
@@ -195,7 +158,7 @@ def test_logits_equal_transformers_and_export_is_exact(
     source = sources[name]
     config = load(config_of(name, tmp_path, source, dataset))
     model = models.build(config, world)
-    expected = logits(source)
+    expected = logits(source, TOKENS)
     with torch.inference_mode():
         found = model.module(Inputs(TOKENS))
         packed = model.module(Inputs(TOKENS, DOCUMENTS, POSITIONS))
@@ -211,7 +174,7 @@ def test_logits_equal_transformers_and_export_is_exact(
     assert tensors(folder).keys() == tensors(source).keys()
     for key, tensor in tensors(source).items():
         assert torch.equal(tensors(folder)[key], tensor), key
-    assert torch.equal(logits(folder), expected)
+    assert torch.equal(logits(folder, TOKENS), expected)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +196,12 @@ def test_the_adapter_in_peft_gives_the_merged_models_logits(
     with torch.no_grad():
         trained = model.module(Inputs(TOKENS))
     folder = exports.export(model, config, world)
-    base = AutoModelForCausalLM.from_pretrained(sources[name], attn_implementation="eager")
+    base = reference(sources[name])
     with torch.inference_mode():
         plain = base(TOKENS).logits
         adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()(TOKENS).logits
     torch.testing.assert_close(adapted, trained, rtol=0, atol=2e-5)
-    torch.testing.assert_close(logits(folder), trained, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logits(folder, TOKENS), trained, rtol=0, atol=2e-5)
     assert (adapted - plain).abs().max() > 1e-2, "the adapter must do something"
 
 
@@ -317,7 +280,7 @@ def test_torchtunes_builders_fit_the_real_models(component):
         ("llama3", {}, {"model_type": "gpt2"}, "model_type 'gpt2', which is not supported; known"),
         ("llama3", {}, {"hidden_act": "gelu"}, "has activation silu, the model's config.json has"),
         ("llama3", {"norm_eps": 1e-6}, {}, "rms_norm_eps 1e-06, the model's config.json has 1e-05"),
-        ("llama3", {}, {"rope_parameters": SCALED}, "has rope type default, the model's"),
+        ("llama3", {}, {"rope_parameters": LLAMA3}, "has rope type default, the model's"),
         ("llama3_1", {"scale_factor": 8}, {}, "has factor 8, the model's config.json has 4.0; set"),
         ("mistral", {}, {"rope_parameters": {"rope_type": "yarn"}}, "has rope type 'yarn', which"),
         ("phi3", {}, {"rope_scaling": {"type": "longrope"}}, "has rope type 'longrope', which is"),
