@@ -10,12 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from runspec.keys.sft import SftConfig
-from tests.trainer.runs import (
-    metrics,
-    tensors,
-    train,
-    write_config,
-)
+from tests.trainer.runs import metrics, tensors, train, write_config
 from trainer import optimizers
 from trainer.config import load
 from trainer.data import batches

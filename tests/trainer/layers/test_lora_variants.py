@@ -8,13 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.runs import (
-    lora_model,
-    metrics,
-    tensors,
-    train,
-    write_config,
-)
+from tests.trainer.runs import lora_model, metrics, tensors, train, write_config
 from trainer import optimizers
 from trainer.checkpoint import weights
 from trainer.config import load

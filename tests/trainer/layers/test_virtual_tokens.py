@@ -11,13 +11,7 @@ from peft import PeftModel
 
 from tests.trainer.layers.test_documents import by_document
 from tests.trainer.models.transformers_cases import reference, write
-from tests.trainer.models.transformers_runs import (
-    DOCUMENTS,
-    FIRST,
-    POSITIONS,
-    TOKENS,
-    config_of,
-)
+from tests.trainer.models.transformers_runs import DOCUMENTS, FIRST, POSITIONS, TOKENS, config_of
 from tests.trainer.runs import randomise_adapter
 from trainer.checkpoint.export import export
 from trainer.config import load

@@ -11,14 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.models.transformers_cases import write
-from tests.trainer.runs import (
-    assert_same_curve,
-    curve,
-    finish,
-    kill_at,
-    start,
-    write_config,
-)
+from tests.trainer.runs import assert_same_curve, finish, reopen, start, write_config
 from trainer import check
 from trainer.config import read_yaml
 from trainer.layers import nf4
@@ -41,31 +34,23 @@ def write_teacher(folder: Path, model_folder: Path, **changes: int) -> Path:
 
 
 @pytest.mark.long
-def test_a_killed_run_resumes_the_same_and_with_the_same_teacher_only(
-    tmp_path, model_folder, dataset, teacher
-):
-    changes = STEP | {"max_steps": 20, "save_every_n_steps": 2, "teacher": str(teacher)}
-    killed, whole = (
-        write_config(tmp_path / name, model_folder, dataset, **changes)
-        for name in ("killed", "whole")
-    )
-    finish(start(whole, module=MODULE))
-    kill_at(killed, 4, module=MODULE)
-    content = yaml.safe_load(killed.read_text())
+def test_a_run_resumes_with_the_same_teacher_only(tmp_path, model_folder, dataset, teacher):
+    run = tmp_path / "run"
+    path = write_config(run, model_folder, dataset, teacher=str(teacher), **STEP)
+    finish(start(path, module=MODULE))
+    reopen(run)
+    content = yaml.safe_load(path.read_text())
     for change, why in (
         ({"beta": 1.0}, "beta"),
         ({"teacher": str(model_folder)}, "teacher_weights"),
     ):
-        killed.write_text(yaml.safe_dump(content | change))
-        said = finish(start(killed, attempt=1, module=MODULE), status=None)
+        path.write_text(yaml.safe_dump(content | change))
+        said = finish(start(path, attempt=1, module=MODULE), status=None)
         assert f"{why} may not change at resume" in said
     # Where the teacher lies does not matter.
     moved = shutil.copytree(teacher, tmp_path / "moved")
-    killed.write_text(yaml.safe_dump(content | {"teacher": str(moved)}))
-    assert "resuming from checkpoints/step_" in finish(start(killed, attempt=2, module=MODULE))
-    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
-    tensors = [load_file(tmp_path / n / "export/model.safetensors") for n in ("killed", "whole")]
-    assert all(tensors[0][key].equal(tensor) for key, tensor in tensors[1].items())
+    path.write_text(yaml.safe_dump(content | {"teacher": str(moved), "max_steps": 5}))
+    assert "resuming from checkpoints/step_4" in finish(start(path, attempt=2, module=MODULE))
 
 
 @pytest.mark.long

@@ -18,11 +18,7 @@ from launcher.cli import cookbook
 from launcher.recipe import entries
 from tests.trainer.methods.pairs import pairs_config, write_pairs
 from tests.trainer.methods.toy_objective import PreferFirst, ToyConfig
-from tests.trainer.runs import (
-    ROOT,
-    lora_model,
-    metrics,
-)
+from tests.trainer.runs import ROOT, lora_model, metrics
 from trainer.config import parse, read_yaml
 from trainer.data.preview import previews
 from trainer.data.source import PREPARED

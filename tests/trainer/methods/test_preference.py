@@ -9,14 +9,7 @@ import pytest
 
 from benchmarks import preference
 from tests.trainer.methods.pairs import pairs_config, write_pairs
-from tests.trainer.runs import (
-    Runs,
-    assert_same_curve,
-    finish,
-    lora_model,
-    metrics,
-    start,
-)
+from tests.trainer.runs import Runs, assert_same_curve, finish, lora_model, metrics, start
 from trainer.errors import ConfigError
 from trainer.methods import reference
 

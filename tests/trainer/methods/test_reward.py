@@ -19,12 +19,7 @@ from transformers import (
 from runspec.keys.model import TRANSFORMERS
 from runspec.keys.reward import RewardConfig
 from tests.trainer.methods.pairs import pairs_config, write_pairs
-from tests.trainer.runs import (
-    finish,
-    lora_model,
-    metrics,
-    start,
-)
+from tests.trainer.runs import finish, lora_model, metrics, start
 from trainer.check import faults
 from trainer.checkpoint.classifier import pad_token
 from trainer.config import parse, read_yaml

@@ -11,13 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runspec.tokens import grown, new_tokens
 from tests.trainer.models.transformers_cases import write
-from tests.trainer.runs import (
-    assert_same_curve,
-    assert_same_tensors,
-    tensors,
-    train,
-    write_config,
-)
+from tests.trainer.runs import assert_same_curve, assert_same_tensors, tensors, train, write_config
 from trainer.config import load
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError

@@ -37,12 +37,7 @@ from tests.trainer.models.transformers_runs import (
     runs_of,
     write_sources,
 )
-from tests.trainer.runs import (
-    assert_same_curve,
-    assert_same_tensors,
-    randomise_adapter,
-    tensors,
-)
+from tests.trainer.runs import assert_same_curve, assert_same_tensors, randomise_adapter, tensors
 from trainer import check
 from trainer.checkpoint import export as exports
 from trainer.config import load, read_yaml
