@@ -21,19 +21,17 @@ from tests.trainer.models.transformers_runs import (
     AUXILIARY,
     CHECKPOINTED,
     COPIES,
-    DOCUMENTS,
     EP,
-    FIRST,
     FULL,
     HALF,
     LORA,
-    POSITIONS,
     TOKENS,
     TP,
     Bases,
     Layouts,
+    assert_equals_transformers,
+    assert_peft_agrees,
     config_of,
-    logits,
     runs_of,
     write_sources,
 )
@@ -57,30 +55,10 @@ def sources(tmp_path_factory, model_folder):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers_and_export_is_exact(family, tmp_path, sources, dataset, world):
-    source = sources[family]
-    config = load(config_of(tmp_path, source, dataset))
+    config = load(config_of(tmp_path, sources[family], dataset))
     model = models.build(config, world)
-    changed = TOKENS.clone()
-    changed[:, :FIRST] = TOKENS[:, :FIRST].flip(1)
-    with torch.inference_mode():
-        found = model.module(Inputs(TOKENS))
-        packed = model.module(Inputs(TOKENS, DOCUMENTS, POSITIONS))
-        other = model.module(Inputs(changed, DOCUMENTS, POSITIONS))
-    expected = logits(source, TOKENS)
-    assert expected.std() > 0.1, "logits so small would hide a difference"
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    apart = logits(source, TOKENS[:, :FIRST], TOKENS[:, FIRST:])
-    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
-    assert torch.equal(other[:, FIRST:], packed[:, FIRST:]), "a document sees another one"
-    assert not torch.equal(other[:, :FIRST], packed[:, :FIRST])
-
-    _assert_shape(source, model.module)
-
-    folder = exports.export(model, config, world)
-    before, after = tensors(source), tensors(folder)
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
-    assert torch.equal(logits(folder, TOKENS), expected)
+    assert_equals_transformers(model, config, world)
+    _assert_shape(sources[family], model.module)
 
 
 def _assert_shape(source: Path, module: Decoder) -> None:
@@ -153,23 +131,9 @@ def test_losses_and_gradients_equal_a_plain_loops(family, tmp_path, sources, dat
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
     family, use_dora, tmp_path, sources, dataset, world
 ):
-    from peft import PeftModel
-
-    source = sources[family]
     block = LORA | {"_component_": "transformers", "use_dora": use_dora}
-    config = load(config_of(tmp_path, source, dataset, model=block))
-    model = models.build(config, world)
-    randomise_adapter(model.module)
-    with torch.no_grad():
-        trained = model.module(Inputs(TOKENS))
-    folder = exports.export(model, config, world)
-    with torch.inference_mode():
-        base = reference(source).eval()
-        plain = base(TOKENS).logits
-        adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()(TOKENS).logits
-    torch.testing.assert_close(adapted, trained, rtol=0, atol=2e-5)
-    torch.testing.assert_close(logits(folder, TOKENS), trained, rtol=0, atol=2e-5)
-    assert (adapted - plain).abs().max() > 1e-2, "the adapter must do something"
+    config = load(config_of(tmp_path, sources[family], dataset, model=block))
+    assert_peft_agrees(models.build(config, world), config, world)
 
 
 @pytest.mark.parametrize("name", LARGER)
