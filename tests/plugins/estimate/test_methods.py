@@ -77,16 +77,16 @@ def wide_content(folder: Path, model_folder: Path, dataset: Path, **more: Any) -
     return content | {"teacher": str(wide)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("entry", "changes", "held"),
     [
-        pytest.param("dpo", {"reference": "log_probs"}, 0, marks=LONG),
-        pytest.param("dpo", {"reference": "adapter_off", "model": LORA}, 0, marks=LONG),
-        pytest.param("dpo", {"reference": "model"}, 1, marks=LONG),
+        ("dpo", {"reference": "log_probs"}, 0),
+        ("dpo", {"reference": "adapter_off", "model": LORA}, 0),
+        ("dpo", {"reference": "model"}, 1),
         ("toy_objective", {"enable_activation_checkpointing": True}, 1),
-        pytest.param("toy_objective", {"model": LORA}, 0, marks=LONG),
     ],
-    ids=["log_probs", "adapter_off", "model", "toy-model", "toy-adapter_off"],
+    ids=["log_probs", "adapter_off", "model", "toy-model"],
 )
 @pytest.mark.usefixtures("toy")
 def test_a_reference_is_counted(entry, changes, held, tmp_path, model_folder, dataset):
@@ -161,12 +161,13 @@ def assert_states(path: Path) -> int:
     return step.shape.vocab
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
         {"model": SAVED},
-        pytest.param({"freeze": ["model.layers.*.mlp.*", "lm_head.*"]}, marks=LONG),
-        pytest.param({"model": HEAD}, marks=LONG),
+        {"freeze": ["model.layers.*.mlp.*", "lm_head.*"]},
+        {"model": HEAD},
     ],
     ids=["saved", "frozen", "head"],
 )
