@@ -16,7 +16,7 @@ from tests.trainer.runs import ROOT, error_record, metrics, progress, train, wri
 from trainer import train as training
 from trainer.config import load
 from trainer.data.batches import build
-from trainer.data.tokenizers import hugging_face_tokenizer
+from trainer.data.tokenizers import faults, hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.optimizers import warmup_note
 from trainer.parallel import world as distributed
@@ -188,6 +188,16 @@ def test_a_run_that_never_updated_has_not_completed(tmp_path, poisoned, capfd):
     assert run_here(path) == 65
     assert "step 1: the loss or the gradient was not finite in every step" in capfd.readouterr().err
     assert not (tmp_path / "export").exists() and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, model_folder):
+    other = {"vocab_size": 3, "bos_token_id": 1, "eos_token_id": [2, 9]}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    found = faults(hugging_face_tokenizer(str(model_folder)), tmp_path)
+    wanted = ("it has 1024 tokens, the model knows 3", "its eos_id is 4, the model knows 3")
+    wanted += ("its bos_id is 0, the model's 1", "it ends a text by 4, the model by 2 or 9")
+    for line, text in zip(found, wanted, strict=True):
+        assert text in line and "give the tokenizer that belongs to" in line
 
 
 def test_an_empty_dataset_is_refused(tmp_path, model_folder):

@@ -327,14 +327,6 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
         edit("config", vocab_size=200),
         ("tokenizer: it has 256 tokens, the model knows 200; give the tokenizer",),
     ),
-    "another begin token": (
-        edit("config", bos_token_id=7),
-        ("tokenizer: its bos_id is 256, the model's 7; give the tokenizer that belongs to",),
-    ),
-    "other ends of a text": (
-        edit("generation_config", eos_token_id=[7, 9]),
-        ("tokenizer: it ends a text by 258, the model by 7 or 9; give the tokenizer",),
-    ),
     "weights that are cut short": (
         lambda folder: os.truncate(folder / WHOLE, 1000),
         ("model.safetensors is damaged",),
