@@ -267,7 +267,9 @@ class Runs:
             with pytest.MonkeyPatch.context() as patch:
                 # Not the usual compiler, whose code for CPUs takes long.
                 patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-                self.said[name] = finish(start(path, ranks, module=self.module))
+                started = start(path, ranks, module=self.module)
+                # Some are compiled.
+                self.said[name] = finish(started, limit_s=4 * START_LIMIT_S)
         return self.root / name
 
     def assert_same(
