@@ -272,13 +272,9 @@ def speed(python: str | None, work: Path, rounds: int, sigma: float) -> None:
             job |= {"steps": COUNT // BATCH, "lr": RATE, "max_length": LONGEST}
             times = trl(python, work / f"trl{number}", **job)["seconds"]
             found.setdefault("TRL, padded", []).append(1000 * statistics.mean(times[1:]) / BATCH)
-        for name, packed, reference in (
-            ("ours, padded", False, "model"),
-            ("ours, packed", True, "model"),
-            ("ours, packed, reference kept", True, "log_probs"),
-        ):
+        for name, packed in (("ours, padded", False), ("ours, packed", True)):
             folder = work / f"{name.replace(', ', '_')}{number}"
-            changes: dict[str, Any] = {"max_steps": None, "epochs": 1, "reference": reference}
+            changes: dict[str, Any] = {"max_steps": None, "epochs": 1}
             path = our_config(folder, model, data, "dpo", **changes)
             config = yaml.safe_load(path.read_text())
             config["tokenizer"]["max_seq_len"] = 2 * LONGEST if packed else LONGEST

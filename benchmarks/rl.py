@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         model = work / "model"
-        making = [sys.executable, "-m", "trainer.demo_sums", str(model)]
+        making = [sys.executable, "-m", "plugins.rl.demo_sums", str(model)]
         subprocess.run(making, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         for number, seed in enumerate(seed for seed in given.seeds if str(seed) not in runs):
             values: dict[str, Run] = {}

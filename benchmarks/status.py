@@ -90,7 +90,7 @@ def main() -> None:
         make(root, given.runs, given.open)
         print(f"{'':<24}{'first':>8}{'cold':>8}{'best':>8}{'MiB':>7}")
         status, results = ("status", "status --all"), ("results", "results --all")
-        for words in (*status, "status --state RUNNING", *results, "results --all --format csv"):
+        for words in (*status, *results, "results --all --json"):
             first, _ = timed(root, *words.split())
             cold = f"{timed(root, *words.split())[0]:.2f}s" if emptied() else "-"
             measured = [timed(root, *words.split()) for _ in range(5)]

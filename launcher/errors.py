@@ -113,5 +113,5 @@ def of_the_system(error: OSError) -> str | None:
     if error.errno in (errno.EACCES, errno.EPERM):
         remedy = f"ask its owner for access; who that is, says: namei -l {quoted}"
     elif error.errno in OF_A_DISK:
-        remedy = f"free some space there, such as with: cookbook clean; see: df -h {quoted}"
+        remedy = f"free some space there; see: df -h {quoted}"
     return f"{path}: {error.strerror}: {remedy}"

@@ -26,8 +26,6 @@ class Command:
     help: str
     # Its group there: Prepare, Run, Look or Deliver.
     group: str
-    # It says where a server listens that goes on after it (launcher/look/servers.py).
-    starts_server: bool = False
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ class Site:
     )
     # What a recipe and a site may both say: the recipe's comes first.
     resources: dict[str, Any] = field(default_factory=dict)
-    notify: dict[str, Any] = field(default_factory=dict)
     share: str = "private"
     tracking: str | None = None
 
@@ -57,7 +56,7 @@ class Site:
         return paths.shared_root(self.shared_root)
 
 
-_SHARED = ("share", "resources", "notify", "tracking")
+_SHARED = ("share", "resources", "tracking")
 KEYS = keys_of(Site) | {name: key for name, key in COMMON.items() if name.startswith(_SHARED)}
 
 
@@ -115,8 +114,6 @@ def complete(recipe: Recipe, site: Site, executor: "Executor | None" = None) -> 
         from launcher.recipe import environment  # most runs have none
 
         config["environment"] = environment.record(given)
-    if notify := {**site.notify, **(recipe.config.get("notify") or {})}:
-        config["notify"] = notify
     return replace(recipe, config=config, resources=resources)
 
 
@@ -138,8 +135,9 @@ def with_site_defaults(resources: Resources, site: Site) -> Resources:
 def slurm_options(
     resources: Resources, site: Site, gpus: int, without: Iterable[str] = ()
 ) -> list[str]:
-    """Return Slurm's options for a job's resources, and for its GPUs per node."""
-    options = [f"--{key}={value}" for key, value in resources.options(without).items()]
+    """Return Slurm's options for a short job's resources, and for its GPUs per node."""
+    left_out = (*without, "mail_user", "mail_type")
+    options = [f"--{key}={value}" for key, value in resources.options(left_out).items()]
     request = {"gres": "--gres=gpu:", "gpus-per-node": "--gpus-per-node="}.get(site.gpu_request)
     kind = f"{resources.gpu_type}:" if resources.gpu_type else ""
     return [*options, f"{request}{kind}{gpus}"] if gpus and request else options

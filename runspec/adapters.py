@@ -14,8 +14,8 @@ from typing import Any
 
 # What a parameter belongs to, then its sizes.
 Sizes = tuple[str, ...]
-# Prefixes of torchtune's builders that add LoRA or DoRA themselves.
-BUILT_IN = ("lora_", "qlora_")
+# How torchtune's builders begin that add LoRA or DoRA themselves.
+BUILT_IN = "lora_"
 # The rank of torchtune's builders if a recipe names none; and the usual one, of configs/base.
 TORCHTUNE_RANK, USUAL_RANK = 8, 16
 # Virtual tokens of prompts and prefixes if a recipe names none.
@@ -75,7 +75,7 @@ LORA = Adapter(
         "lora_b.weight": ("linear", "out", "lora_rank"),
     },
     saved=(("linear", "lora_rank"),),
-    keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_dora", *OF_LORA),
+    keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", *OF_LORA),
     merges=True,
     peft_type="LORA",
     made_by="trainer.layers.adapters.lora.LoRA",
@@ -132,9 +132,9 @@ def name_of(model: Any) -> str | None:
     name = model.get("adapter") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(name, str | None):
         return None
-    if name is None and (is_built_in(model) or (own_adapters(model) and model.get("lora_rank"))):
-        name = "lora"
-    return "dora" if name == "lora" and model.get("use_dora") else name
+    if is_built_in(model) and name in (None, "lora"):
+        return "dora" if model.get("use_dora") else "lora"
+    return "lora" if name is None and own_adapters(model) and model.get("lora_rank") else name
 
 
 def virtual_tokens(model: Mapping[str, Any]) -> int:
@@ -165,8 +165,7 @@ def is_built_in(model: Mapping[str, Any]) -> bool:
 
 def is_quantised(model: Mapping[str, Any]) -> bool:
     """Whether the base weights are kept in NF4."""
-    builder = str(model.get("_component_") or "").rpartition(".")[2]
-    return bool(model.get("quantize_base", builder.startswith("qlora_")))
+    return bool(model.get("quantize_base"))
 
 
 def own_adapters(model: Mapping[str, Any]) -> bool:

@@ -28,29 +28,26 @@ def send(
     headers: Mapping[str, str] | None = None,
     *,
     timeout_s: float,
-    method: str | None = None,
     unix_socket: Path | None = None,
-    proxies: bool = False,
 ) -> Answer:
     """Return what a server answers.
 
     Args:
-        body: what is sent as JSON; None for nothing.
+        body: what is sent as JSON, by POST; None: nothing, by GET.
         timeout_s: of each part that arrives.
-        method: by default POST with a body, else GET.
         unix_socket: where the server listens, instead of the URL's host.
-        proxies: use those of the environment: for servers outside the cluster.
 
     Raises:
         OSError: it cannot be reached, or not in time (TimeoutError), or it answers no HTTP.
         ValueError: this is no URL.
     """
-    handlers: list[Any] = [] if proxies else [urllib.request.ProxyHandler({})]
+    # The environment's proxies are for servers outside the cluster.
+    handlers: list[Any] = [urllib.request.ProxyHandler({})]
     if unix_socket is not None:
         handlers.append(_UnixHandler(unix_socket))
     data = None if body is None else json.dumps(body).encode()
     own = {"User-Agent": "slurm-cookbook", "Content-Type": "application/json", **(headers or {})}
-    request = urllib.request.Request(url, data, own, method=method)
+    request = urllib.request.Request(url, data, own)
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as answer:
             return Answer(answer.status, answer.reason, answer.read())

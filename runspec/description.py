@@ -74,7 +74,7 @@ class Subject:
         OSError, ValueError: config.json cannot be read.
     """
 
-    def __init__(self, model: Mapping[str, Any], folder: Path | None, code: str = "") -> None:
+    def __init__(self, model: Mapping[str, Any], folder: Path | None) -> None:
         self.model = base_of(model)
         self.component = self.model["_component_"]
         self.folder, from_folder = folder, self.component == TRANSFORMERS
@@ -84,8 +84,6 @@ class Subject:
         if self.file is not None:
             self.of = {"config": read_json(self.file)}
             self.title = self.file.parent.name if self.file.stem == "config" else self.file.stem
-        if code:
-            self.of["code"] = code
         names = (n for start, n in _PACKAGES.items() if self.component.startswith(start))
         self.package = next(names, "")
 

@@ -1,7 +1,7 @@
 """Where another trainer keeps its progress, as data: engine.json in the run directory.
 
 The launcher writes it from the row of the entry table, so that a run holds all that is needed to
-follow it. plugins/engines/slurm/engine.py reads the engine's files by it. Standard library only.
+follow it. The entry's companion reads the engine's files by it. Standard library only.
 """
 
 import re

@@ -32,7 +32,6 @@ STOP = ".stop"
 # What the job script and its attempt record write.
 ATTEMPTS = "attempts.jsonl"
 STATUS = "status.json"
-RESERVE = ".reserve"  # space that is freed for the last word when the disk is full
 LOGS = "logs"
 LATEST_LOGS = "logs/latest"
 JOB_LOG = "logs/job.log"
@@ -47,7 +46,7 @@ EXIT_STATUS = ".exit_status"
 # What the trainer writes.
 PROGRESS = "progress.json"
 METRICS = "metrics.jsonl"
-# Of samplers: where they listen, and what became of them (plugins/rl/slurm/samplers.py).
+# Of samplers: where they listen, and what became of them.
 ROLLOUT = ".rollout"
 SAMPLER = "sampler_{}.json"
 WEIGHTS = "weights_{}.safetensors"
@@ -161,9 +160,9 @@ def write_json(path: Path, value: Any, mode: int | None = None) -> None:
 
 
 def renew_json(path: Path, value: Any, mode: int | None = None) -> None:
-    """Replace path by value; on a full disk in place, which needs no space.
+    """Replace path by value; on a full disk in place, in the space that the file has.
 
-    Then a reader, or a crash, may see a part of it: only for what is written again soon.
+    Then a reader, or a crash, may see a part of it: for what is written again soon, or last.
 
     Raises:
         OSError: it cannot be written, or it is new and the disk is full.
@@ -195,6 +194,7 @@ def _no_json(name: str) -> None:
 
 
 _DIGITS = 300
+_TAIL_BYTES = 8192
 _DECODER = json.JSONDecoder(parse_int=_integer)
 _STRICT = json.JSONDecoder(parse_int=_integer, parse_constant=_no_json)
 
@@ -286,13 +286,13 @@ def read_json_lines(path: Path) -> list[Any]:
     return values
 
 
-def last_json_line(path: Path, tail_bytes: int = 8192) -> Any:
+def last_json_line(path: Path) -> Any:
     """Return the last whole value of a JSON lines file, None if there is none in its last bytes."""
     try:
         with open(path, "rb", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - tail_bytes))
-            lines = file.read(tail_bytes).splitlines()
+            file.seek(max(0, end - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines()
     except FileNotFoundError:
         return None
     for line in reversed(lines):

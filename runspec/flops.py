@@ -15,10 +15,8 @@ utilisation) counts what activation checkpointing computes again, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from runspec.shape import Block, Matrix, Shape
 
 
 @dataclass(frozen=True)
@@ -155,42 +153,6 @@ def _products(linear: Linear, flows: bool, backward: bool) -> float:
     if not backward:
         return 2 * (linear.weights + a + b)
     return 2 * linear.weights * (1 + flows + linear.trained) + 2 * a * (2 + flows) + 2 * b * 3
-
-
-def of_shape(
-    shape: Shape, full: bool, ranks: Mapping[str, int], backward: bool = True
-) -> ModelFlops:
-    """Count for a model of this shape.
-
-    Every layer is counted alike. In the first one LoRA needs no gradient of the input of q, k and
-    v, so that this is up to 0.1 % more than `count` of a real model.
-
-    Args:
-        full: every weight is trained; else LoRA's adapters alone.
-        ranks: the adapters' rank by matrix of its blocks; "output" for the output layer.
-        backward: False counts the forward pass alone.
-    """
-
-    def linear(name: str, matrix: Matrix) -> Linear:
-        rank = matrix.active * ranks.get(name, 0)
-        adapter = rank * matrix.inputs, rank * matrix.outputs
-        return Linear(matrix.active_parameters, full, adapter)
-
-    output = linear("output", shape.output)
-    flops = count((), output, trained_before=True, backward=backward)
-    for block, number in shape.blocks:
-        layers = [linear(name, matrix) for name, matrix in block.matrices.items()]
-        stages = [layers, _attention(block)]
-        nothing = Linear(0.0, False)
-        flops += number * count(stages, nothing, trained_before=True, backward=backward)
-    return flops
-
-
-def _attention(block: Block) -> Stage:
-    if block.attention is None:
-        return Recurrence(block.delta.state) if block.delta else ()
-    width = (block.attention.query_width + block.attention.value_width) / 2
-    return Attention(width, block.attention.window)
 
 
 def tflops_per_gpu(flops: float, seconds: float, gpus: int) -> float:

@@ -7,7 +7,6 @@
     lineage.json                     inputs, recipe, versions, engine, counts of each step
     removed/<step>/part-*.parquet    which rows each step removed, and in favour of which
     bad_rows.jsonl                   what no format could read, with file, line and reason
-    report.html
 """
 
 import re
@@ -20,7 +19,6 @@ from runspec.files import patient_json
 CARD = "card.json"
 LINEAGE = "lineage.json"
 BAD_ROWS = "bad_rows.jsonl"
-REPORT = "report.html"
 DATA = "data"
 REMOVED = "removed"
 CURRENT = "current"

@@ -1,6 +1,6 @@
 """How far a program has come: a run's progress.json, and the sign of life of its steps.
 
-Standard library only: plugins/engines/hf_trainer.py uses it in the environment of another trainer.
+Standard library only: a plug-in uses it in the environment of another trainer.
 """
 
 import json

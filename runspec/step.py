@@ -25,20 +25,13 @@ class StepSums(NamedTuple):
     due: float
 
 
-def offloads(config: Mapping[str, Any]) -> bool:
-    """Whether weights and optimizer state lie on the CPU."""
-    block = config.get("fsdp")
-    older = isinstance(block, Mapping) and block.get("cpu_offload")
-    return bool(config.get("fsdp_cpu_offload") or older)
-
-
 def reduces_each(config: Mapping[str, Any]) -> bool:
     """Whether gradients are reduced after every micro-step.
 
     If they are not, each GPU keeps a whole replica's gradients, which offloading is to save.
     """
     each = config.get("sync_each_micro_batch")
-    return offloads(config) if each is None else bool(each)
+    return bool(config.get("fsdp_cpu_offload") if each is None else each)
 
 
 def loss_tokens(tokens: int, vocabulary: int, dim: int, chunks: int | None) -> int:

@@ -15,13 +15,13 @@ from slurm import job_log
 _AWAY = re.compile(r"down|drain|drng|fail|maint|unk|\*")
 
 
-def ask(argv: Sequence[str], wait_s: float = 30, env: dict[str, str] | None = None) -> str | None:
+def ask(argv: Sequence[str], wait_s: float = 30) -> str | None:
     """Return what a command of Slurm prints, None if it fails or does not answer in time."""
-    status, output = said(argv, wait_s, env)
+    status, output = said(argv, wait_s)
     return None if status else output
 
 
-def said(argv: Sequence[str], wait_s: float, env: dict[str, str] | None = None) -> tuple[int, str]:
+def said(argv: Sequence[str], wait_s: float) -> tuple[int, str]:
     """Return a command's exit status and output; the error messages too if it fails."""
     try:
         done = subprocess.run(
@@ -29,7 +29,6 @@ def said(argv: Sequence[str], wait_s: float, env: dict[str, str] | None = None) 
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=wait_s,
-            env=env,
             check=False,
         )
     except subprocess.TimeoutExpired as late:
@@ -81,13 +80,6 @@ def answers(hosts: Sequence[str]) -> str | None:
     argv = ["srun", "--overlap", "--mem=0", f"--nodes={count}", f"--nodelist={nodes}"]
     status, output = said([*argv, f"--ntasks={count}", "--ntasks-per-node=1", "true"], 30)
     return output if status else None
-
-
-def steps_of_attempts() -> set[str]:
-    """Return the ids of this job's steps that ran attempts; a user may have started others."""
-    argv = ["squeue", "--noheader", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}"]
-    printed = ask([*argv, "--format=%j %i"]) or ""
-    return set(re.findall(r"^attempt-\d+ +(\S+)", printed, re.MULTILINE))
 
 
 def excluded(more: Sequence[str] = ()) -> str:

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The environment of the ranks: modules and conda, which the job script enters once on the first
-# node, and containers, which every node starts. Sourced only if a record of configs/environments
+# The environment of the ranks: modules, which the job script loads once on the first node, and
+# containers, which every node starts. Sourced only if a record of configs/environments
 # is used (docs/environments.md).
 
 # Runs a command that reads shared files, again while they may be out of sight.
@@ -31,25 +31,7 @@ load_module() {
   case :${LOADEDMODULES:-}: in *:"$1":* | *:"$1"/*) ;; *) printf 'cookbook: the module %s was not loaded: module avail shows the names\n' "$1" >&2; return 1 ;; esac
 }
 
-# Activates a conda environment: its name or folder, and conda's folder. It starts Python, so this
-# happens once, and srun passes the variables on to the nodes.
-enter_conda() {
-  local base=${2:-} each
-  if [ -z "$base" ] && [ -n "${CONDA_EXE:-}" ]; then base=${CONDA_EXE%/*/*}; fi
-  for each in "$base" ~/miniforge3 ~/miniconda3 ~/anaconda3 /opt/conda; do
-    [ -z "$base" ] || [ "$each" = "$base" ] || break
-    if [ -n "$each" ] && [ -r "$each/etc/profile.d/conda.sh" ]; then
-      # shellcheck disable=SC1091  # the user's
-      source "$each/etc/profile.d/conda.sh" && conda activate "$1" && return
-      printf 'cookbook: the conda environment %s cannot be activated: conda env list shows the names\n' "$1" >&2
-      return 1
-    fi
-  done
-  printf 'cookbook: there is no conda in %s: set conda_root\n' "${base:-~/miniforge3}" >&2
-  return 1
-}
-
-# Sets ENV_PYTHON, the interpreter of conda or of modules, as a path.
+# Sets ENV_PYTHON, an interpreter that is a name in PATH, as a path.
 find_python() {
   ENV_PYTHON=$(type -P "$1") || { printf 'cookbook: there is no %s in PATH: set environment.python\n' "$1" >&2; return 1; }
   export ENV_PYTHON

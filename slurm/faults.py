@@ -3,14 +3,16 @@
 Standard library only.
 """
 
+import os
 import re
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from runspec import files
-from runspec.storage import UNREADABLE, patiently
+from runspec.storage import OF_A_DISK, UNREADABLE, patiently
 from slurm import job_log
 
 # Recorded by slurm/watchdog.py, by which the ranks were ended.
@@ -30,8 +32,8 @@ _OF_OTHERS = ("NetworkTimeout", "NetworkError", "PeerError")
 # What NCCL's watchdog writes before it ends the rank.
 _NCCL_TIMEOUT = re.compile(r"^.*Watchdog caught collective operation timeout.*$", re.MULTILINE)
 
-# The end of a log that is searched.
-_TAIL_BYTES = 65536
+# The end of a log that is searched, and what the last records of a run may take.
+_TAIL_BYTES = _LAST_BYTES = 65536
 
 # What torchrun's ChildFailedError prints about a killed rank. SIGTERM is what torchrun and Slurm
 # themselves send once something has failed, so it explains nothing.
@@ -67,7 +69,7 @@ _TRACEBACK = re.compile(
 )
 _FRAME = re.compile(r'^ +File "([^"<]+)", line (\d+)', re.MULTILINE)
 # Where other people's code is.
-_PACKAGES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|/kit/plugins/engines/")
+_PACKAGES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|/kit/plugins/")
 # The last line of a traceback alone, at the beginning of a line.
 _EXCEPTION = re.compile(
     r"^()([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): ?(.*)", re.MULTILINE
@@ -169,6 +171,21 @@ def no_space(folder: Path, inodes: bool = False) -> dict[str, Any]:
             "files, or raise the quota of their number"
         )
     return fault(message, "NoSpace", None)
+
+
+def full_disk(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of a disk that is full, None if the run's has space."""
+    probe = run_dir / f".probe.{os.getpid()}"
+    try:
+        with probe.open("xb", buffering=0) as file:
+            file.write(b"0" * _LAST_BYTES)
+    except OSError as error:
+        # An empty new file needs an inode only.
+        return no_space(run_dir, not probe.exists()) if error.errno in OF_A_DISK else None
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return None
 
 
 def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:

@@ -85,6 +85,6 @@ def ranks_per_node() -> int:
 
 
 def gpus() -> int:
-    """Number of GPUs of the allocation, or of ranks; spare nodes count, too."""
+    """Number of GPUs of the allocation, or of ranks."""
     here = int(os.environ.get("NODES") or 1) + int(os.environ.get("ROLLOUT_NODES") or 0)
     return int(os.environ.get("SLURM_JOB_NUM_NODES") or here) * ranks_per_node()

@@ -7,17 +7,12 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
-from runspec import files
 from slurm import allocation, job_log, records
 from slurm.identity import in_slurm
 from slurm.job_log import say
 from slurm.recorder import Recorder, seconds
 
-# How long Slurm may list the step of an attempt that has ended, and when nodes kill its ranks.
-_OLD_STEP_S, _END_RANKS_S = 45.0, 30.0
 # How long no node may answer: just after its controller has come back Slurm starts no step.
 _NO_NODE_S = 60.0
 
@@ -46,22 +41,12 @@ class Nodes:
         self.rollout_hosts: list[str] = []
         self.left_out: list[str] = []
         self._silent: list[str] = []
-        self._old_steps: set[str] = set()
-        self._passed_over = False
 
     @property
     def on_hosts(self) -> list[str]:
         """Options of an srun with one task on each node that trains."""
         count, nodes = len(self.hosts), f"--nodelist={','.join(self.hosts)}"
         return [f"--nodes={count}", nodes, f"--ntasks={count}", "--ntasks-per-node=1"]
-
-    @property
-    def beside(self) -> list[str]:
-        """Options of the srun of an attempt if a step of an earlier one is left.
-
-        Slurm never cleans up a step that lost a node: the step keeps its resources on the others.
-        """
-        return ["--overlap", "--mem=0"] if self._silent or self._old_steps else []
 
     def choose(self) -> None:
         """Choose the nodes of the next attempt.
@@ -75,43 +60,22 @@ class Nodes:
             return
         self._await_controller()
         hosts = job_log.hosts(os.environ["SLURM_JOB_NODELIST"])
-        count = self._count + self._rollout_count
-        names, bad = self._record(records.choose, hosts, count, self._silent)
-        if not names:
+        if bad := self._record(records.nodes_to_leave, hosts, self._silent):
             if allocation.has_enough_without(bad):
                 why = "attempts on it failed or it does not answer"
                 say(f"left out from now on, because {why}: {','.join(bad)}")
                 self.left_out = bad
+            if self.left_out or self._silent:
                 raise records.Follows("requeue")
-            if self._silent:
-                raise records.Follows("requeue")
-            others = "the partition has too few other nodes"
-            say(f"attempts failed on {','.join(bad)}, and {others}")
-            names = hosts[:count]
-        elif names != hosts:
-            say(f"of the nodes {','.join(hosts)} these are used: {','.join(names)}")
+            say(f"attempts failed on {','.join(bad)}, and the partition has too few other nodes")
         # The first nodes train, the last ones generate answers.
-        self.hosts, self.rollout_hosts = names[: self._count], names[self._count :]
-        self._pass_over_a_step()
+        self.hosts = hosts[: self._count]
+        self.rollout_hosts = hosts[self._count : self._count + self._rollout_count]
 
-    def _pass_over_a_step(self) -> None:
-        """Let the first attempt be step 1 instead of step 0 after every other requeue.
-
-        If a lost node did not receive the request to kill a step, Slurm sends it again about a
-        minute later. By then the requeued job may run on that node, with step numbers that start at
-        0 again, and the request would kill its ranks.
-        """
-        if not self._passed_over and int(os.environ.get("SLURM_RESTART_COUNT") or 0) % 2:
-            allocation.answers(self.hosts[:1])
-        self._passed_over = True
-
-    def await_slurm(self, logs: Path) -> None:
+    def await_slurm(self) -> None:
         """Wait until Slurm can start the next attempt.
 
         A node that was just lost is part of the allocation until Slurm detects it.
-
-        Args:
-            logs: those of the last attempt.
 
         Raises:
             Follows: it does not answer, or cannot.
@@ -119,8 +83,6 @@ class Nodes:
         if in_slurm():
             self._await_controller()
             self._find_silent_nodes()
-            if not self._silent:
-                self._await_old_step(logs)
 
     def _await_controller(self) -> None:
         """Wait for Slurm's controller, which may be down for minutes."""
@@ -158,22 +120,3 @@ class Nodes:
                 self._silent += silent
                 return
             time.sleep(2)
-
-    def _await_old_step(self, logs: Path) -> None:
-        """Wait until Slurm has cleaned up the step of the last attempt.
-
-        A restarted controller may continue to list a step that has ended, with its CPUs. Then the
-        next attempt overlaps this step, after the nodes have killed any remaining rank.
-        """
-        began = time.monotonic()
-        while old := allocation.steps_of_attempts() - self._old_steps:
-            spent_s, listed = time.monotonic() - began, ", ".join(sorted(old))
-            if spent_s >= _OLD_STEP_S:
-                what = f"Slurm still lists step {listed}, whose ranks have ended"
-                say(f"{what}: the next attempt starts beside it")
-                self._old_steps |= old
-                return
-            if spent_s >= _END_RANKS_S:
-                with suppress(OSError):
-                    (logs / files.END_RANKS).touch()
-            time.sleep(1)

@@ -6,8 +6,7 @@ raises OSError is (slurm/recorder.py). Standard library only.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,16 @@ from runspec import files, publish
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
 from runspec.storage import OF_A_DISK
-from slurm import allocation, job_log, reserve
-from slurm.faults import NODE_FAILURE, fault, no_space, on_nodes, read_errors, slurm_errors, unfit
+from slurm import allocation, job_log
+from slurm.faults import (
+    NODE_FAILURE,
+    fault,
+    full_disk,
+    on_nodes,
+    read_errors,
+    slurm_errors,
+    unfit,
+)
 from slurm.history import (
     attempts_of,
     count_fruitless,
@@ -48,7 +55,6 @@ _MAX_LOST = 3
 
 # The answer if another job has the run: the job script ends and changes nothing.
 SUPERSEDED = "superseded"
-_NEW_RUN = "make a new run with: cookbook submit"
 
 
 class Follows(Exception):
@@ -80,52 +86,25 @@ def begin(
 
     Raises:
         Follows: nothing is left to train, another job has the run, too many attempts ended without
-            a record and saved nothing, the run was cancelled, or the disk is full.
+            a record and saved nothing, or the run was cancelled.
     """
-    with _full_disk_fails(run_dir):
-        status = read_object(run_dir / files.STATUS)
-        repeated = status.get("state") == "RUNNING" and is_of_this_start(status)
-        _refuse_what_is_done(run_dir, status)
-        if status.get("state") == "RUNNING" and not repeated:
-            _end_of_earlier(run_dir, status, max_retries, exists)
-        number = next_attempt(run_dir, status)
-        if repeated:
-            # An end would have been recorded before another attempt of this start of the job.
-            number = int(status.get("attempt", number))
-        else:
-            _say_whose_run_it_is(run_dir, status)
-            try:
-                prepare()
-            except files.DamagedFile as error:
-                raise _refused(run_dir, status, "user_error", str(error)) from error
-        _make_files(run_dir, number)
-        _write_start(run_dir, number, hosts, rollout_hosts)
-        return number
-
-
-@contextmanager
-def _full_disk_fails(run_dir: Path) -> Iterator[None]:
-    """Record the end of the run if its disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in OF_A_DISK:
-            raise
-        full = reserve.fault(run_dir) or no_space(run_dir)
-        status = {**read_object(run_dir / files.STATUS), **this_job()}
-        # Even this may fail; the job's log has the message.
-        with suppress(OSError):
-            reserve.write_status(run_dir, {**status, **_failed("no_space", full["message"])})
-        raise Follows("failed", full["message"]) from error
-
-
-def _say_whose_run_it_is(run_dir: Path, status: dict[str, Any]) -> None:
-    job_id, before = own_job_id(), status.get("job_id")
-    if before not in (None, job_id):
-        step = latest_checkpoint(run_dir)
-        since = f"the checkpoint of step {step}" if step >= 0 else "the first step"
-        what = f"job {job_id} continues the run of job {before} in {run_dir}"
-        say(f"{what}, from {since}; {_NEW_RUN}")
+    status = read_object(run_dir / files.STATUS)
+    repeated = status.get("state") == "RUNNING" and is_of_this_start(status)
+    _refuse_what_is_done(run_dir, status)
+    if status.get("state") == "RUNNING" and not repeated:
+        _end_of_earlier(run_dir, status, max_retries, exists)
+    number = next_attempt(run_dir, status)
+    if repeated:
+        # An end would have been recorded before another attempt of this start of the job.
+        number = int(status.get("attempt", number))
+    else:
+        try:
+            prepare()
+        except files.DamagedFile as error:
+            raise _refused(run_dir, status, "user_error", str(error)) from error
+    _make_files(run_dir, number)
+    _write_start(run_dir, number, hosts, rollout_hosts)
+    return number
 
 
 def _write_start(
@@ -160,9 +139,9 @@ def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:
         raise Follows(SUPERSEDED, message)
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
         completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
-        reserve.write_status(run_dir, completed)
+        files.renew_json(run_dir / files.STATUS, completed)
         what = f"the run {run_dir.name} is finished already, nothing is left to train"
-        raise Follows("finished", f"{what}; {_NEW_RUN}")
+        raise Follows("finished", f"{what}; make a new run with: cookbook submit")
 
 
 def _end_of_earlier(
@@ -193,12 +172,11 @@ def _end_of_earlier(
 
 
 def _make_files(run_dir: Path, number: int) -> None:
-    """Make the log folder of an attempt, and what its end may find no space for."""
+    """Make the log folder of an attempt, and the file that its end adds a line to."""
     (run_dir / files.STOP).unlink(missing_ok=True)
     (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
     publish.link(run_dir / files.LATEST_LOGS, str(number))
     (run_dir / files.ATTEMPTS).touch()
-    reserve.keep(run_dir)
 
 
 def end(
@@ -223,7 +201,7 @@ def end(
         ended: the time of the end, if it is not now.
         settle: Companion.settle.
     """
-    full = reserve.fault(run_dir)
+    full = full_disk(run_dir)
     status = read_object(run_dir / files.STATUS)
     if (follows := _recorded(run_dir, status, attempt, job_state)) is not None:
         return follows
@@ -313,7 +291,7 @@ def _write_end(
         "next": verdict.next,
     }
     # The state first: on a full disk the line may fail.
-    reserve.write_status(run_dir, status)
+    files.renew_json(run_dir / files.STATUS, status)
     try:
         _append_attempt(run_dir, status, status["exit_code"], verdict, bad_nodes)
     except OSError as error:
@@ -367,28 +345,21 @@ def _has_line(run_dir: Path, status: dict[str, Any]) -> bool:
     return any(all(line.get(key) == status.get(key) for key in keys) for line in last)
 
 
-def choose(
-    run_dir: Path, hosts: list[str], nodes: int, silent: Sequence[str] = ()
-) -> tuple[list[str], list[str]]:
-    """Return the nodes of the allocation for the next attempt, and those that keep it from one.
+def nodes_to_leave(run_dir: Path, hosts: list[str], silent: Sequence[str] = ()) -> list[str]:
+    """Return the nodes of the allocation without which the job has to be requeued.
 
-    The first list is empty if the job has to be requeued without those of the second. A node is
-    left out if it does not answer, or if two attempts in a row name it. A new allocation is tried
-    at least once: if Slurm did not exclude the node, the job would be requeued forever.
+    Those do not answer, or two attempts in a row name them. A new allocation is tried at least
+    once: if Slurm did not exclude the node, the job would be requeued forever.
 
     Args:
         hosts: the allocation's nodes.
-        nodes: how many of them are needed.
         silent: those that do not answer.
     """
     attempts = attempts_of(run_dir)
-    bad = bad_nodes(attempts) | set(silent)
-    good = [host for host in hosts if host not in bad]
-    if len(good) >= nodes:
-        return good[:nodes], []
     if not any(same_start(line) for line in attempts):
-        return hosts[:nodes], []
-    return [], [host for host in hosts if host in bad]
+        return []
+    bad = bad_nodes(attempts) | set(silent)
+    return [host for host in hosts if host in bad]
 
 
 def between(run_dir: Path, message: str = "", **change: str) -> None:

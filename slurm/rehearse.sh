@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Run by `cookbook doctor --rehearse` behind node_check.sh, in the same shell: trains each part of a
 # rehearsal, one after the other, whatever comes of the others. Needs REHEARSAL, the folder of the
-# parts, MODULE, the trainer's with its first argument, and LIMIT_S, seconds for all; and what
-# node_check.sh needs.
+# parts, MODULE, the trainer's with its first argument, LIMIT_S, seconds for all, and
+# RANKS_PER_NODE; and what node_check.sh needs.
 
 # So few seconds are not enough for a part.
 SHORTEST_S=20
@@ -13,14 +13,20 @@ trains() (
   local left=$((LIMIT_S - SECONDS)) folder=$REHEARSAL/$2 program
   read -ra program <<<"$MODULE"
   [ "$left" -ge "$SHORTEST_S" ] || exit 125
-  export NODE_CHECK=no HF_HOME COOKBOOK_ROOT
-  rm -f "$folder/.stop" "$folder"/logs/0/error_*.json
+  export RUN_DIR=$folder LOGS=$folder/logs/0 ATTEMPT=0 COOKBOOK_ATTEMPT=0 FILES_WAIT_S=5
+  export HEAD_ADDR=localhost HEAD_PORT ONE_HOST=yes NODES=1 RANKS_PER_NODE VENV COOKBOOK HF_HOME COOKBOOK_ROOT
+  mkdir -p "$LOGS"
+  rm -f "$folder/.stop" "$LOGS"/error_*.json
+  HEAD_PORT=$(PYTHONPATH=$COOKBOOK "$VENV/bin/python" -S -P -c "from slurm.rendezvous import port_of; print(port_of('$SLURM_JOB_ID', 0))") || exit 1
   if [ "$3" -gt 0 ]; then
     (until [ "$(wc -l 2>/dev/null <"$folder/metrics.jsonl" || echo 0)" -ge "$3" ]; do sleep 0.2; done; touch "$folder/.stop") &
     watcher=$!
     trap 'kill $watcher 2>/dev/null' EXIT
   fi
-  on_ranks "$left" "$folder" --no-python \
+  # shellcheck source=slurm/node.sh
+  source "$COOKBOOK/slurm/node.sh"
+  timeout --kill-after=10 "$left" python -P -m torch.distributed.run --nproc-per-node="$RANKS_PER_NODE" \
+    --rdzv-backend=static --master-addr="$HEAD_ADDR" --master-port="$HEAD_PORT" --max-restarts=0 --no-python \
     bash "$COOKBOOK/slurm/rank.sh" python -P -m "${program[@]}" "$folder/train.yaml"
 )
 

@@ -67,8 +67,6 @@ class Supervisor:
         self._options = list(takewhile(lambda word: word.startswith("--"), command[1:]))
         self._program = list(command[1 + len(self._options) :])
         self._max_retries = int(os.environ["MAX_RETRIES"])
-        # Set by --no-kill, which spare nodes need. srun would let ranks continue after others die.
-        os.environ.pop("SLURM_NO_KILL", None)
         self._nodes = Nodes(self.record)
         self._attempt: int | None = None
         self._child: Child | None = None
@@ -145,7 +143,7 @@ class Supervisor:
             return
         self._attempt = None
         if state == "RETRYING":
-            self._nodes.await_slurm(self._logs)
+            self._nodes.await_slurm()
         elif "next" in status:
             raise Follows(str(status["next"]))
 
@@ -199,7 +197,6 @@ class Supervisor:
             "ATTEMPT": str(number),
             "COOKBOOK_ATTEMPT": str(number),
             "LOGS": str(self.run_dir / files.LOGS / str(number)),
-            "HOSTS": ",".join(self._nodes.hosts),
             "HEAD_PORT": str(port_of(own_job_id(), number)),
         }
 
@@ -209,8 +206,9 @@ class Supervisor:
             return ["bash", f"{os.environ['COOKBOOK']}/slurm/local_nodes.sh", *program]
         log = f"--output={self._logs}/node_%t.log"
         own = [f"--job-name=attempt-{os.environ['ATTEMPT']}", log, "--open-mode=append"]
-        nodes = [*self._nodes.beside, *self._nodes.on_hosts]
-        return ["srun", *own, *nodes, *self._options, *program]
+        # A step that lost a node, or that a restarted controller still lists, keeps its resources.
+        beside = ["--overlap", "--mem=0"]
+        return ["srun", *own, *beside, *self._nodes.on_hosts, *self._options, *program]
 
     def _watch(self, child: Child) -> int:
         """Look at the attempt until its command has ended; return the exit status."""
@@ -264,10 +262,13 @@ class Supervisor:
             settle=self._companion.settle,
         )
         self._child = self._attempt = None
+        # Ranks that srun could not end: their nodes do.
+        with suppress(OSError):
+            (self._logs / files.END_RANKS).touch()
         if self.next == "run":
             # Such as after storage that was away.
             time.sleep(self.record(lambda run_dir: pause_s(attempts_of(run_dir))))
-            self._nodes.await_slurm(self._logs)
+            self._nodes.await_slurm()
 
     # Beside the attempts ---------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 from runspec import files
 from slurm.child import Child
 from slurm.faults import fault
-from slurm.job_log import say, since
+from slurm.job_log import say
 
 # A hang is at least this many median steps, or longest saves.
 SLOW_STEPS = 5
@@ -24,10 +24,6 @@ UNKNOWN_S = 600.0
 # How long the ranks may take to write their stacks, and srun to end before it is killed. Without
 # Slurm that is what started the ranks, which waits for them for 30 s.
 ANSWER_S, END_S = 15.0, 45.0
-# From srun when a task has ended and the others have not within its --wait seconds: it asks Slurm
-# to end them. A controller that died just after the step began does not know the step, and does
-# nothing.
-LEFT_BEHIND, LEFT_S = "First task exited", 15.0
 # What remains of the warning's lead for ending the ranks and for the queue.
 RESERVE_S = 60.0
 # How long srun and what started the ranks may take to end once everything is written, and then to
@@ -83,21 +79,6 @@ class Watch:
                 f"hang_timeout_s ({self.timeout_s:.0f} s)"
             )
         return "Hang", message
-
-
-@dataclass
-class LeftBehind:
-    """Finds the line in the job's log with which srun says that it waits for tasks to end."""
-
-    log: Path
-    start: int  # the byte at which the attempt began
-    _since: float | None = None
-
-    def look(self, now: float) -> bool:
-        """Return whether that line is LEFT_S old; now: a monotonic clock, in seconds."""
-        if self._since is None and LEFT_BEHIND in since(self.log, self.start):
-            self._since = now
-        return self._since is not None and now - self._since >= LEFT_S
 
 
 @dataclass
@@ -181,17 +162,10 @@ def _wait(done: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.2)
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
 class Watchdog:
     """Looks at a running attempt, and ends it if it hangs, or does not stop in time.
 
-    It also ends processes that remain after the run is finished, and ranks that srun cannot end.
+    It also ends processes that remain after the run is finished.
     """
 
     def __init__(self, run_dir: Path, attempt: int, child: Child) -> None:
@@ -199,12 +173,8 @@ class Watchdog:
         self._logs = run_dir / files.LOGS / str(attempt)
         stop_s = stop_limit_s(float(os.environ["SIGNAL_LEAD_S"]))
         self._watch = Watch(float(os.environ["HANG_TIMEOUT_S"]), stop_s)
-        log = run_dir / files.JOB_LOG
-        start = files.peek(run_dir / files.STATUS).get("job_log_bytes", _size(log))
-        self._left_behind = LeftBehind(log, start)
         wait_s = float(os.environ.get("FINISH_WAIT_S", FINISH_WAIT_S))
         self._finished = Finished(run_dir / files.PROGRESS, attempt, wait_s)
-        self._nodes_asked = False
 
     def look(self) -> None:
         """Look once, and do what follows; OSError: a file could not be looked at or written."""
@@ -214,10 +184,6 @@ class Watchdog:
             self._have_nodes_end_ranks()
             self._end(FINISH_END_S)
             return
-        if not self._nodes_asked and self._left_behind.look(now):
-            self._nodes_asked = True
-            say("srun could not end the other ranks: nodes end them")
-            self._have_nodes_end_ranks()
         beat = files.peek(self._logs / files.HEARTBEAT)
         found = self._watch.look(beat or None, os.path.exists(self._run_dir / files.STOP), now)
         if found is not None:

@@ -126,6 +126,11 @@ class SlurmCluster:
         options = {"env": self.env, "timeout": 60, "capture_output": True, "text": True} | options
         return subprocess.run(argv, **options)
 
+    @property
+    def controller(self) -> int:
+        """The process id of slurmctld."""
+        return int((self.state / "slurmctld.pid").read_text())
+
     def start_dead_daemons(self) -> None:
         """Start the daemons that have died; the others run on."""
         place = ["--name", self.name, "--state", str(self.root)]
@@ -168,12 +173,9 @@ def _cluster(root: Path, name: str, *options: str) -> Iterator[SlurmCluster]:
 
 
 def _of_release(options: tuple[str, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The environment and options of up for --release R, a Slurm that is not the installed one."""
-    env, release = _plain_env(), os.environ.get("COOKBOOK_TEST_SLURM")
-    if "--release" in options:
-        place = options.index("--release")
-        release, options = options[place + 1], (*options[:place], *options[place + 2 :])
-    if release:
+    """The environment and options of up; COOKBOOK_TEST_SLURM names another release of Slurm."""
+    env = _plain_env()
+    if release := os.environ.get("COOKBOOK_TEST_SLURM"):
         made = subprocess.run([RELEASE_SH, release], env=env, capture_output=True, text=True)
         if made.returncode:
             pytest.fail(made.stderr, False)

@@ -8,10 +8,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.launcher.kit import until
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,22 +36,6 @@ def installed() -> dict[str, str]:
     return {"COOKBOOK_VENV": sys.prefix}
 
 
-def test_help_names_every_option():
-    done = setup("--help")
-    assert done.returncode == 0
-    for option in (
-        "--demo",
-        "--test",
-        "--test-all",
-        "--with",
-        "--torch",
-        "--torch-index",
-        "COOKBOOK_VENV",
-        "COOKBOOK_PYTHON",
-    ):
-        assert option in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -59,6 +44,9 @@ def test_help_names_every_option():
         (["--torch"], "--torch needs a value"),
         (["--torch", "1.13"], "supports torch 2.11 to 2.13"),
         (["--torch", "2.13.0; rm -rf x"], "supports torch 2.11 to 2.13"),
+        (["--with"], "--with needs a name"),
+        (["--with", "dev"], "unknown part 'dev': --with accepts "),
+        (["--with", ""], "unknown part '': --with accepts "),
     ],
 )
 def test_wrong_usage_is_one_line(arguments, message, tmp_path):
@@ -68,9 +56,16 @@ def test_wrong_usage_is_one_line(arguments, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_with_a_blank_is_refused(tmp_path):
-    done = setup(COOKBOOK_VENV=str(tmp_path / "my venv"))
-    assert done.returncode == 1 and "contains a space" in done.stderr
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("/tmp/my venv", "contains a space"),
+        ("/proc/nowhere/venv", "set COOKBOOK_VENV to a folder that you own"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_named(folder, message):
+    done = setup(COOKBOOK_VENV=folder)
+    assert done.returncode == 1 and message in done.stderr
 
 
 def test_an_unsupported_python_is_named(tmp_path):
@@ -112,32 +107,17 @@ def test_torchs_build_follows_the_driver_or_the_option(driver, arguments, wheel,
     assert not (tmp_path / "venv").exists()
 
 
-def test_a_folder_that_is_not_writable_is_named():
-    done = setup(COOKBOOK_VENV="/proc/nowhere/venv")
-    assert done.returncode == 1 and "set COOKBOOK_VENV to a folder that you own" in done.stderr
-
-
-def test_a_second_run_changes_nothing_and_ends_with_the_next_command(installed):
+def test_a_second_run_changes_nothing_and_ends_with_the_next_command(installed, slurm):
     stamp = (Path(sys.prefix) / ".cookbook-setup").read_text()
-    done = setup(**installed)
-    assert done.returncode == 0, done.stderr
-    assert "is up to date" in done.stderr
-    assert "cookbook submit --recipe demo --nodes 2 --watch" in done.stderr.splitlines()[-1]
-    assert (Path(sys.prefix) / ".cookbook-setup").read_text() == stamp
-
-
-def test_the_kit_is_compiled_for_users_who_cannot_write_its_folder(installed):
+    # For users who cannot write the checkout's folder.
     compiled = Path(importlib.util.cache_from_source(str(ROOT / "launcher" / "errors.py")))
     compiled.unlink(missing_ok=True)
-    setup(**installed)
-    assert compiled.is_file()
-
-
-def test_parts_are_named_as_in_pyproject(installed):
-    for name in ("nothing", "dev", ""):
-        done = setup("--with", name, **installed)
-        assert done.returncode == 2 and f"unknown part '{name}': --with accepts " in done.stderr
-    assert setup("--with", **installed).returncode == 2
+    done = setup(**installed, SLURM_CONF=slurm.env["SLURM_CONF"])
+    assert done.returncode == 0, done.stderr
+    assert "is up to date" in done.stderr and compiled.is_file()
+    assert "Slurm: slurm" in done.stderr and "answers; 1 host(s)" in done.stderr
+    assert done.stderr.splitlines()[-1].strip() == "cookbook submit --recipe demo --nodes 2 --watch"
+    assert (Path(sys.prefix) / ".cookbook-setup").read_text() == stamp
 
 
 def test_a_second_setup_waits_for_the_first(installed):
@@ -150,14 +130,9 @@ def test_a_second_setup_waits_for_the_first(installed):
             stderr=subprocess.PIPE,
             text=True,
         )
-        time.sleep(1.5)
+        assert second.stderr
+        until(lambda: "another setup.sh is using" in second.stderr.readline(), 60)
         assert second.poll() is None, "it did not wait"
         fcntl.flock(lock, fcntl.LOCK_UN)
-    _, words = second.communicate(timeout=60)
-    assert second.returncode == 0 and "another setup.sh is using" in words
-
-
-def test_slurm_is_reported(installed, slurm):
-    done = setup(**installed, SLURM_CONF=slurm.env["SLURM_CONF"])
-    assert "Slurm: slurm" in done.stderr and "answers; 1 host(s)" in done.stderr
-    assert done.stderr.splitlines()[-1].strip() == "cookbook submit --recipe demo --nodes 2 --watch"
+    second.communicate(timeout=60)
+    assert second.returncode == 0

@@ -31,7 +31,6 @@ from trainer import groups, optimizers
 from trainer.checkpoint import adapter
 from trainer.data import tokenizers
 from trainer.errors import ConfigError
-from trainer.layers.loss import LATER_NAMES
 from trainer.methods.base import Objective, named
 from trainer.model import Decoder
 from trainer.models import build as models
@@ -67,9 +66,8 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
     """
     texts: list[str] = []
     for key, block in _blocks("", content):
-        # Loggers are ignored, and losses by torchtune's later names are ours.
-        if key == "metric_logger" or block["_component_"] in LATER_NAMES:
-            continue
+        if key == "metric_logger":
+            continue  # the trainer has its own
         if key == "checkpointer" and complete:
             continue  # torchtune's configs name one, and it is never called
         if key == "model" and block["_component_"] == TRANSFORMERS:

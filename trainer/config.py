@@ -23,7 +23,7 @@ from runspec.keys.sft import SftConfig
 from runspec.keys.train import TrainConfig as TrainConfig
 from runspec.keys.train import recomputed, with_train_on_input
 from runspec.layout import StepFacts
-from runspec.step import offloads, reduces_each
+from runspec.step import reduces_each
 from runspec.storage import patiently
 from trainer.errors import ConfigError
 
@@ -36,16 +36,11 @@ PROFILER_KEYS = {
 # or tokenizers imports torchtune.
 _COSINE = "get_cosine_schedule_with_warmup"
 OWN_COMPONENTS = {
-    f"torchtune.training.{_COSINE}": f"trainer.schedule.{_COSINE}",
     f"torchtune.training.lr_schedulers.{_COSINE}": f"trainer.schedule.{_COSINE}",
+    "torchtune.datasets.text_completion_dataset": "trainer.data.instructions.Texts",
 } | {
     f"torchtune.datasets.{name}_dataset": f"trainer.data.instructions.{name}_dataset"
-    for name in (
-        "alpaca",
-        "chat",
-        "instruct",
-        "text_completion",
-    )
+    for name in ("alpaca", "chat", "instruct")
 }
 COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers", "bitsandbytes")
 # Names packages and modules of the user's own, separated by commas, whose components are allowed
@@ -80,9 +75,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = patiently(Path.read_bytes, path).decode("utf-8")
         content = yaml.load(text, Loader=yamlrules.loader(yaml))
-        # The launcher has resolved every interpolation, and OmegaConf takes a while to import.
-        if "${" in text:
-            content = _interpolated(path, content)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the run's train.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -95,16 +87,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold keys and values, found {type(content).__name__}")
     return {str(key): value for key, value in content.items()}
-
-
-def _interpolated(path: Path, content: Any) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return OmegaConf.to_container(OmegaConf.create(content), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
 @overload
@@ -144,7 +126,6 @@ def _with_defaults(given: dict[str, Any], used: Mapping[str, Key]) -> dict[str, 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
     """Values with what follows from others."""
     values["model"] = {"_component_": TRANSFORMERS, **(values["model"] or {})}
-    values["fsdp_cpu_offload"] = offloads(values)
     values["sync_each_micro_batch"] = reduces_each(values)
     if values["batch_size_val"] is None:
         values["batch_size_val"] = values["batch_size"]
@@ -184,15 +165,7 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
         is_packed = tokenizer and (values[name] or {}).get("packed")
         if is_packed and not tokenizer.get("max_seq_len"):
             yield f"{name}.packed: set tokenizer.max_seq_len, the length of a packed row"
-    mode, layers = values["ac_mode"], recomputed(values)
-    if mode == "selective" and layers is None:
-        yield (
-            "ac_option: must be op, or n to recompute every n-th layer, if ac_mode is selective; "
-            f"got {values['ac_option']!r}"
-        )
-    if mode == "none" and values["enable_activation_checkpointing"]:
-        yield "ac_mode: is none and enable_activation_checkpointing is True; remove one"
-    if values["enable_activation_offloading"] and not isinstance(layers, int):
+    if values["enable_activation_offloading"] and not isinstance(recomputed(values), int):
         yield (
             "enable_activation_offloading: moves the inputs of recomputed layers; set "
             "activation_checkpointing to full or a number"

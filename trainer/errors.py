@@ -13,8 +13,6 @@ TrainerError             a fault that the trainer understands
 
 import errno
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,18 +40,6 @@ class ConfigError(TrainerError):
     def __init__(self, *faults: str) -> None:
         self.faults = faults
         super().__init__("\n".join(faults))
-
-
-@contextmanager
-def cache_written(folder: Path) -> Iterator[None]:
-    """Raise ConfigError for an OSError inside, where a folder of the data's cache is written to."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"data_cache_dir: {folder} cannot be written to: {error.strerror}; set "
-            "data_cache_dir to a folder of your own that all nodes share"
-        ) from None
 
 
 class NonFiniteLossError(TrainerError):

@@ -92,7 +92,7 @@ class Trainer:
         self.guard = optimizers.NonFiniteGuard(
             self.optimizer, config.max_non_finite_steps, world.device, self.state.skipped_steps
         )
-        self.profiler = world.on_all(lambda: profiler(config, world, self.state.step))
+        self.profiler = world.on_all(lambda: profiler(config, world))
         self.reporter.setup(time.monotonic() - started)
         self.reporter.progress("running")
 
@@ -120,74 +120,84 @@ class Trainer:
 
     def train(self) -> bool:
         """Train to the last step; False if a stop was requested and done before it."""
-        config, batches, state = self.config, self.batches, self.state
-        last, weight = batches.total_steps, self.world.data_weight
         with self.profiler as profile:
-            waited = self.reporter.clock.waiting(batches.from_step(state.step))
+            waited = self.reporter.clock.waiting(self.batches.from_step(self.state.step))
             for given in _collected_between(waited):
-                micro_batches = self.objective.before_step(self.models, given, state.step)
-                targets, tokens, flops, stop, too_many, failed, lost, due = self.world.sum(
-                    StepSums(
-                        weight * sum(map(self.objective.target_count, micro_batches)),
-                        weight * sum(b.token_count for b in micro_batches),
-                        weight * sum(map(self.reporter.flops, micro_batches)),
-                        self.stop.seen_here(),
-                        self.guard.exceeded(),
-                        self.checkpoints.failed_here(),
-                        self.checkpoints.lost_here(),
-                        self._save_is_due(),
-                    )
-                )
-                if lost:
-                    raise self.checkpoints.committed.lease.superseded()
-                self.reporter.saved()
-                if failed:
-                    self.checkpoints.wait()
-                if too_many:
-                    raise self.guard.fault(state.step)
-                if stop:
-                    self._log_before()
-                    self._honour_stop()
+                micro_batches = self.objective.before_step(self.models, given, self.state.step)
+                agreed = self._agreed(micro_batches)
+                if self._stops(agreed):
                     return False
-                sums = self._backward(micro_batches, max(targets, 1))
-                if targets:
-                    self.losses.append(sums["loss"] / targets)
-                step = state.step + 1
-                validating = self._validates(step)
-                logging = validating or step in (1, last) or step % config.log_every_n_steps == 0
-                every = config.save_every_n_steps
-                saving = step == last or due or (every and step % every == 0)
-                norm = self._update(sums["loss"])
-                self._log_before()
-                state.step, state.tokens = step, state.tokens + int(tokens)
-                # The last one was measured on other weights, and this checkpoint may have none.
-                state.val_loss = None
-                self.reporter.count(tokens, flops)
-                if logging or saving:
-                    sent = self._sent(sums, targets, norm, logging)
-                # Any other logged step is read when the next one has been launched.
-                if step in (1, last) or validating or saving:
-                    values = self._read(sent)
-                    if step == 1 and (fault := self.objective.first_step_fault(values)):
-                        raise ConfigError(fault)
-                    if validating:
-                        with self.reporter.paused("validating"):
-                            values |= self._validate()
-                        saving = saving or self._is_best()
-                    if logging:
-                        self.reporter.log(sent, values)
-                    if saving and (step == last or values["grad_norm"] is not None):
-                        if self._is_best():
-                            state.best_val_loss = state.val_loss
-                        with self.reporter.paused("saving"):
-                            self._save(wait=step == last)
-                elif logging:
-                    # A CPU has done the step by now; the next one's time is not this one's.
-                    done = sent.arrived is None
-                    self.before = sent, self.reporter.clock.lap() if done else None
+                self._step(micro_batches, agreed)
                 if profile is not None:
                     profile.step()
         return True
+
+    def _agreed(self, micro_batches: list[MicroBatch]) -> StepSums:
+        """What all ranks must know before a step."""
+        weight = self.world.data_weight
+        own = StepSums(
+            weight * sum(map(self.objective.target_count, micro_batches)),
+            weight * sum(b.token_count for b in micro_batches),
+            weight * sum(map(self.reporter.flops, micro_batches)),
+            self.stop.seen_here(),
+            self.guard.exceeded(),
+            self.checkpoints.failed_here(),
+            self.checkpoints.lost_here(),
+            self._save_is_due(),
+        )
+        return StepSums(*self.world.sum(own))
+
+    def _stops(self, agreed: StepSums) -> bool:
+        """Whether the run has stopped before the next step; raises what has ended it."""
+        if agreed.lost:
+            raise self.checkpoints.committed.lease.superseded()
+        self.reporter.saved()
+        if agreed.failed:
+            self.checkpoints.wait()
+        if agreed.too_many:
+            raise self.guard.fault(self.state.step)
+        if agreed.stop:
+            self._log_before()
+            self._honour_stop()
+        return bool(agreed.stop)
+
+    def _step(self, micro_batches: list[MicroBatch], agreed: StepSums) -> None:
+        """One optimizer step, and what is due after it: validation, a log line, a checkpoint."""
+        config, state, last = self.config, self.state, self.batches.total_steps
+        sums = self._backward(micro_batches, max(agreed.targets, 1))
+        if agreed.targets:
+            self.losses.append(sums["loss"] / agreed.targets)
+        step = state.step + 1
+        validating = self._validates(step)
+        logging = validating or step in (1, last) or step % config.log_every_n_steps == 0
+        every = config.save_every_n_steps
+        saving = step == last or agreed.due or (every and step % every == 0)
+        norm = self._update(sums["loss"])
+        self._log_before()
+        state.step, state.tokens = step, state.tokens + int(agreed.tokens)
+        # The last one was measured on other weights, and this checkpoint may have none.
+        state.val_loss = None
+        self.reporter.count(agreed.tokens, agreed.flops)
+        if logging or saving:
+            sent = self._sent(sums, agreed.targets, norm, logging)
+        # Any other logged step is read when the next one has been launched.
+        if step in (1, last) or validating or saving:
+            values = self._read(sent)
+            if validating:
+                with self.reporter.paused("validating"):
+                    values |= self._validate()
+                saving = saving or self._is_best()
+            if logging:
+                self.reporter.log(sent, values)
+            if saving and (step == last or values["grad_norm"] is not None):
+                if self._is_best():
+                    state.best_val_loss = state.val_loss
+                with self.reporter.paused("saving"):
+                    self._save(wait=step == last)
+        elif logging:
+            # A CPU has done the step by now; the next one's time is not this one's.
+            done = sent.arrived is None
+            self.before = sent, self.reporter.clock.lap() if done else None
 
     def finish(self) -> None:
         """Write the export, and mark the run finished: what follows is none of its steps.

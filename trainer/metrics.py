@@ -145,64 +145,53 @@ def model_flops(model: Decoder, frozen: bool = False) -> flops.ModelFlops:
     # What an adapter adds to blocks is in no linear layer.
     added = kind is not None and bool(kind.declared.parts_of("block", "model"))
     # The last norm may be the first that is trained.
-    stages, last = [*_stages(model), [_linear(model.final_norm)]], _linear(output)
-    if frozen:
-        stages = [_without_adapters(stage) for stage in stages]
-        last = _without_adapter(last)
     return flops.count(
-        stages,
-        last,
+        [*_stages(model, frozen), [_linear(model.final_norm, frozen)]],
+        _linear(output, frozen),
         trained_before=added or any(p.requires_grad for p in model.embedding.parameters()),
         backward=not frozen,
     )
 
 
-def _without_adapters(stage: flops.Stage) -> flops.Stage:
-    if isinstance(stage, flops.Attention | flops.Recurrence):
-        return stage
-    return [_without_adapter(linear) for linear in stage]
-
-
-def _without_adapter(linear: flops.Linear) -> flops.Linear:
-    return flops.Linear(linear.weights, trained=False)
-
-
-def _stages(model: Decoder) -> Iterator[flops.Stage]:
+def _stages(model: Decoder, frozen: bool) -> Iterator[flops.Stage]:
     """The linear layers of the blocks and their attention, in the order of the forward pass."""
     rows = set(model.linear_layers(Role.ROW))
     heads = model.sizes()["num_heads"]
     shares, parameters = dict(model.expert_shares()), dict(named_parameters(model))
     for parent, names in groupby(model.linear_layers(), lambda name: name.rpartition(".")[0]):
         layers = {name: model.get_submodule(name) for name in names}
-        yield [_linear(layer) for name, layer in layers.items() if name not in rows]
+        yield [_linear(layer, frozen) for name, layer in layers.items() if name not in rows]
         for attention in model.get_submodule(parent).children():
             if isinstance(attention, DocumentAttention):
                 width = heads * (attention.head_dim + attention.value_dim) / 2
                 yield flops.Attention(width, attention.window)
         if state := model.recurrent_state(parent):
             yield flops.Recurrence(state)
-        yield [_linear(layer) for name, layer in layers.items() if name in rows]
+        yield [_linear(layer, frozen) for name, layer in layers.items() if name in rows]
         block = parent.rpartition(".")[0]
         # Once in a block, whatever other modules with linear layers it has.
         if experts := [name for name in shares if name.startswith(f"{block}.")]:
-            yield [_expert(name, shares.pop(name), parameters) for name in experts]
+            yield [_expert(name, shares.pop(name), parameters, frozen) for name in experts]
 
 
-def _expert(name: str, share: float, parameters: dict[str, nn.Parameter]) -> flops.Linear:
+def _expert(
+    name: str, share: float, parameters: dict[str, nn.Parameter], frozen: bool
+) -> flops.Linear:
     """The part of the experts' weights, or of a router's, that one token is multiplied with."""
     weight = parameters[name]
     owner, _, last = name.rpartition(".")
     added = [p for n, p in parameters.items() if n.startswith(f"{owner}.adapters.{last}.")]
-    a, b = (share * parameter.numel() for parameter in added) if added else (0.0, 0.0)
+    both = added and not frozen
+    a, b = (share * parameter.numel() for parameter in added) if both else (0.0, 0.0)
     return flops.Linear(share * nf4.dense_numel(weight), weight.requires_grad, (a, b))
 
 
-def _linear(module: nn.Module) -> flops.Linear:
+def _linear(module: nn.Module, frozen: bool) -> flops.Linear:
     """A linear layer with an adapter or not; a norm has no weights that count."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.ndim < 2:
         return flops.Linear(0, any(parameter.requires_grad for parameter in module.parameters()))
-    adapter = module.products if isinstance(module, AdaptedLinear) else (0.0, 0.0)
+    adapter = module.products if isinstance(module, AdaptedLinear) and not frozen else (0.0, 0.0)
     return flops.Linear(nf4.dense_numel(weight), weight.requires_grad, adapter)
 
 

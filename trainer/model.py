@@ -24,7 +24,8 @@ from trainer.sharded import full_tensor
 # The score head's weight, by the name that transformers' classes for sequences have for it.
 SCORE = "score.weight"
 PEFT_PREFIX = "base_model.model."
-# By tensor of the hub, the base parameters in its rows: trainer.checkpoint.weights.hub_tensors.
+# By tensor of transformers' class, the base parameters in its rows:
+# trainer.checkpoint.weights.hub_tensors.
 Hub = Mapping[str | None, list[tuple[str, torch.Tensor]]]
 
 
@@ -122,9 +123,6 @@ class Decoder(nn.Module, ABC):
     output_multiplier: float | None = None
     # Logits x become cap * tanh(x / cap).
     output_softcap: float | None = None
-    # It is compiled as one graph; see trainer.parallel.activations. A call with in_graph=True has
-    # its `output` in the graph too.
-    one_graph: bool = False
     # A loss compiles what it does to its logits; see trainer.layers.head.
     compiles_loss: bool = False
     # Packed rows keep their documents apart.
@@ -329,16 +327,20 @@ class Decoder(nn.Module, ABC):
         raise ConfigError("from_scratch: this source of models knows no first weights")
 
     def hub_name(self, parameter: str) -> str | None:
-        """Name of the tensor on the Hugging Face hub that holds a parameter; None if none does.
+        """Name of the tensor in transformers' class that holds a parameter; None if none does.
 
         Parameters with the same tensor lie in its rows one after another, in the model's order.
         """
         return parameter
 
-    def hub_pieces(self, parameter: str) -> dict[str, tuple[Any, ...]]:
-        """The tensors of the hub that each hold a piece of a parameter, and the piece's index.
+    def file_name(self, tensor: str) -> str:
+        """Name that the files of the model folder have for a tensor of transformers' class."""
+        return tensor
 
-        So experts, of which the hub has a tensor each, are one parameter here. {} if `hub_name`
+    def hub_pieces(self, parameter: str) -> dict[str, tuple[Any, ...]]:
+        """The tensors of the folder's files that each hold a piece of a parameter, and its index.
+
+        So experts, of which files have a tensor each, are one parameter here. {} if `hub_name`
         tells the tensor.
         """
         return {}
@@ -364,14 +366,6 @@ class Decoder(nn.Module, ABC):
         active, of a router all.
         """
         return {}
-
-    def peft_name(self, tensor: str) -> str:
-        """The name that transformers' class, and so PEFT, has for a tensor of the hub."""
-        return tensor
-
-    def peft_module(self, module: str) -> str:
-        """The name that transformers' class, and so PEFT, has for a module of this model."""
-        return module
 
     def from_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a parameter, [out, ...], from the order of the hub to the model's."""

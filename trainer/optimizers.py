@@ -23,15 +23,7 @@ from trainer.parallel import gradients
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 # Keys of a schedule's block that are shares of the run's steps, and what they become.
 SHARES = {"warmup_ratio": "num_warmup_steps", "decay_ratio": "num_decay_steps"}
-# What schedules of torch need and nothing here can give them.
-UNUSABLE_SCHEDULES = {
-    f"torch.optim.lr_scheduler.{name}": need
-    for name, need in {
-        "ReduceLROnPlateau": "a metric at each step, and validation is not at each step",
-        "LambdaLR": "a function as lr_lambda, which a recipe cannot hold",
-        "MultiplicativeLR": "a function as lr_lambda, which a recipe cannot hold",
-    }.items()
-}
+PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
 
 
 def build(
@@ -126,8 +118,7 @@ def _check_bitsandbytes(name: str, parameters: list[torch.nn.Parameter]) -> None
 def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> LRScheduler | None:
     """The learning rate's schedule over `steps` optimizer steps; None if none is named.
 
-    It is stepped after each optimizer step. Schedules within a list of the block, as SequentialLR
-    takes them, are made first.
+    It is stepped after each optimizer step.
 
     Raises:
         ConfigError: it does not exist, does not take its arguments, or cannot work here.
@@ -137,18 +128,13 @@ def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> 
     if why := unusable_schedule(block):
         raise ConfigError(why)
     block = _in_steps(block, steps)
-    inner = {
-        key: [schedule(each, optimizer, steps) for each in value]
-        for key, value in block.items()
-        if isinstance(value, list) and all(isinstance(each, dict) for each in value)
-    }
     factory = component("lr_scheduler", block["_component_"])
     given = {
         name: optimizer if name == "optimizer" else steps
         for name in schedule_arguments(factory, block)
     }
     positional = () if "optimizer" in given else (optimizer,)
-    made = instantiate("lr_scheduler", block | inner, *positional, **given)
+    made = instantiate("lr_scheduler", block, *positional, **given)
     if not isinstance(made, LRScheduler):
         raise ConfigError(f"lr_scheduler: {block['_component_']} returns no LRScheduler of torch")
     total = getattr(made, "total_steps", steps)
@@ -168,9 +154,8 @@ def _in_steps(block: dict[str, Any], steps: int) -> dict[str, Any]:
             continue
         if name not in arguments:
             raise ConfigError(
-                f"lr_scheduler.{share}: {block['_component_']} has no {name}; put it behind "
-                "torch.optim.lr_scheduler.LinearLR in a SequentialLR, or use a schedule of "
-                "transformers"
+                f"lr_scheduler.{share}: {block['_component_']} has no {name}; use a schedule of "
+                "transformers, such as transformers.get_wsd_schedule"
             )
         if name in block or not 0 <= block[share] <= 1:
             raise ConfigError(
@@ -194,12 +179,11 @@ def schedule_arguments(factory: Callable[..., Any], block: dict[str, Any]) -> se
 
 def unusable_schedule(block: dict[str, Any]) -> str | None:
     """Why a schedule of torch cannot work in any recipe; None if it may."""
-    name = str(block.get("_component_"))
-    if name not in UNUSABLE_SCHEDULES:
+    if block.get("_component_") != PLATEAU:
         return None
     return (
-        f"lr_scheduler: {name} needs {UNUSABLE_SCHEDULES[name]}; use another schedule, such as "
-        "torch.optim.lr_scheduler.CosineAnnealingLR, or a function of your own that returns one"
+        f"lr_scheduler: {PLATEAU} needs a metric at each step, and validation is not at each step; "
+        "use another schedule, such as torch.optim.lr_scheduler.CosineAnnealingLR"
     )
 
 

@@ -1,11 +1,11 @@
 """torch.profiler by the config's `profiler` block; traces land where TensorBoard finds them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, tensorboard_trace_handler
+from torch.profiler import ProfilerActivity, tensorboard_trace_handler
 
 from runspec import files
 from trainer.config import PROFILER_KEYS, TrainConfig
@@ -19,7 +19,7 @@ SUMMARY_ROWS = 50
 
 @contextmanager
 def _recording(
-    config: TrainConfig, world: World, settings: dict[str, Any], done: int
+    config: TrainConfig, world: World, settings: dict[str, Any]
 ) -> Iterator[torch.profiler.profile]:
     """Record what `profiler` describes."""
     folder, on_gpu = config.output_dir / files.PROFILE, world.device.type == "cuda"
@@ -36,7 +36,12 @@ def _recording(
         activities.append(ProfilerActivity.CUDA)
     with torch.profiler.profile(
         activities=activities or [ProfilerActivity.CPU],
-        schedule=_schedule(settings, done),
+        schedule=torch.profiler.schedule(
+            wait=settings["wait_steps"],
+            warmup=settings["warmup_steps"],
+            active=settings["active_steps"],
+            repeat=settings["num_cycles"],
+        ),
         on_trace_ready=write,
         **{name: settings[name] for name in DETAILS},
     ) as profile:
@@ -44,16 +49,13 @@ def _recording(
 
 
 def profiler(
-    config: TrainConfig, world: World, done: int
+    config: TrainConfig, world: World
 ) -> AbstractContextManager[torch.profiler.profile | None]:
     """A context manager that gives what `step()` is called on after each step, or None.
 
     On the chosen ranks (`ranks`: a list or all; the first of each node by default) it
     writes <output_dir>/profile/rank_<r>.<time>.pt.trace.json and summary_rank_<r>.txt, the time by
     operation.
-
-    Args:
-        done: the last step that an earlier start of the run has done.
 
     Raises:
         ConfigError: a chosen rank does not exist.
@@ -69,30 +71,4 @@ def profiler(
         )
     # The ranks of one node do the same work, and each trace takes tens of megabytes.
     chosen = world.local_rank == 0 if ranks is None else ranks == "all" or world.rank in ranks
-    return _recording(config, world, settings, done) if chosen else nullcontext()
-
-
-def _schedule(settings: dict[str, Any], done: int) -> Callable[[int], ProfilerAction]:
-    """What to do in the n-th step of this start, n from 0.
-
-    wait_steps and the like count from this start's beginning; `steps` are the run's own numbers.
-    """
-    if settings["steps"] is None:
-        return torch.profiler.schedule(
-            wait=settings["wait_steps"],
-            warmup=settings["warmup_steps"],
-            active=settings["active_steps"],
-            repeat=settings["num_cycles"],
-        )
-    first, last = settings["steps"]
-
-    def action(number: int) -> ProfilerAction:
-        step = done + number + 1
-        if first <= step < last:
-            return ProfilerAction.RECORD
-        if step == last:
-            return ProfilerAction.RECORD_AND_SAVE
-        warms_up = first - settings["warmup_steps"] <= step < first
-        return ProfilerAction.WARMUP if warms_up else ProfilerAction.NONE
-
-    return action
+    return _recording(config, world, settings) if chosen else nullcontext()

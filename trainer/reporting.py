@@ -49,7 +49,7 @@ class Reporter:
         self._progress = Progress(data.training.total_steps, attempt, device)
         self._metrics = world.on_main(lambda: metrics.Metrics(config.output_dir, state.step))
         frozen = [models.teacher] if models.teacher else []
-        if config.reference_kind in ("adapter_off", "model"):
+        if config.reference_kind:
             frozen.append(models.reference or models.policy)
         self._frozen = _frozen_line(config, models)
         self._flops = metrics.model_flops(models.policy.module)
@@ -211,13 +211,9 @@ class Reporter:
 def _frozen_line(config: TrainConfig, models: Models) -> list[str]:
     """What is run beside the policy, a line each."""
     lines = []
-    if kind := config.reference_kind:
-        kinds = {
-            "adapter_off": "the policy with its adapter off",
-            "log_probs": "log-probabilities of the policy before training, kept with the tokens",
-        }
+    if config.reference_kind:
         own = models.reference and f"frozen, {models.reference.parameter_counts()[1]:,} parameters"
-        lines.append(f"reference  {own or kinds[kind]}")
+        lines.append(f"reference  {own or 'the policy with its adapter off'}")
     if models.teacher is not None:
         lines.append(f"teacher    frozen, {models.teacher.parameter_counts()[1]:,} parameters")
     return lines

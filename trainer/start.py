@@ -23,18 +23,10 @@ from trainer.parallel import fitness
 from trainer.parallel import world as distributed
 
 
-def main(arguments: list[str], objective: type[Objective]) -> int:
-    """Train by the given train.yaml; a fault becomes a record, a message and an exit status.
-
-    Args:
-        arguments: the path of train.yaml.
-        objective: the training method.
-    """
-    if len(arguments) != 1:
-        print(f"usage: python -m {_module()} <run>/train.yaml", file=sys.stderr)
-        return 2
+def main(path: Path, objective: type[Objective]) -> int:
+    """Train by the given train.yaml; a fault becomes a record, a message and an exit status."""
     end_with_torchrun()
-    path, rank, attempt = Path(arguments[0]), int(os.environ.get("RANK", 0)), attempt_number()
+    rank, attempt = int(os.environ.get("RANK", 0)), attempt_number()
     run_dir = path.absolute().parent
     _show_stacks_when_asked(run_dir / files.LOGS / str(attempt), rank)
     faulthandler.enable()  # the rank's log says where Python was when a library crashed
@@ -123,8 +115,3 @@ def attempt_number() -> int:
     """The number of this attempt of the run, from its job; 0 without one."""
     text = os.environ.get("COOKBOOK_ATTEMPT", "0")
     return int(text) if text.isdigit() else 0
-
-
-def _module() -> str:
-    spec = sys.modules["__main__"].__spec__
-    return spec.name if spec is not None else Path(sys.argv[0]).name

@@ -1,10 +1,11 @@
 """Training by a method: torchrun ... -m trainer.train METHOD <run>/train.yaml
 
 METHOD is the name of one of the trainer's (runspec/keys/methods.py), such as sft, or MODULE:CLASS
-of a config class, such as a plug-in's plugins.rl.recipe_keys:GrpoConfig.
+of a config class, such as a plug-in's.
 """
 
 import sys
+from pathlib import Path
 
 from runspec.keys.methods import config_class
 from trainer import start
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> int:
     except LookupError as error:
         print(error.args[0], file=sys.stderr)
         return 2
-    return start.main(arguments[1:], named(method.objective))
+    return start.main(Path(arguments[1]), named(method.objective))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def train_config(job: Job, out: Path) -> dict[str, Any]:
         },
         "loss": {"_component_": "trainer.layers.loss.LinearCrossEntropy"},
         "clip_grad_norm": engine.CLIP,
-        "enable_activation_checkpointing": False,
+        "activation_checkpointing": "none",
         "compile": job.device == "cuda",
         "log_every_n_steps": 1,
     }
@@ -76,7 +76,7 @@ def train_config(job: Job, out: Path) -> dict[str, Any]:
     for key, value in settings.items():
         # All engines take true or false under this name.
         if key == "activation_checkpointing" and isinstance(value, bool):
-            key = "enable_activation_checkpointing"
+            value = "full" if value else "none"
         *blocks, last = key.split(".")
         section = config
         for block in blocks:
@@ -122,7 +122,7 @@ def run(job: Job) -> dict[str, Any]:
         "peak_rss_gib": highest(measured, "memory_rss_gb"),
         "settings": {
             "compile": config["compile"],
-            "activation_checkpointing": config["enable_activation_checkpointing"],
+            "activation_checkpointing": config["activation_checkpointing"],
             "loss": config["loss"]["_component_"].rpartition(".")[2],
         }
         | job.settings,

@@ -32,7 +32,7 @@ for study in one_gpu four_gpus; do
 done
 
 step "table and plots"
-cookbook results one_gpu four_gpus --format json >"$COOKBOOK_ROOT/results.json"
+cookbook results one_gpu four_gpus --json >"$COOKBOOK_ROOT/results.json"
 python "$here/table.py" "$COOKBOOK_ROOT"
 cookbook report one_gpu four_gpus --output "$COOKBOOK_ROOT/report.html"
 
@@ -44,7 +44,7 @@ mkdir -p "$lit"
 cp "$here"/litgpt*.yaml "$lit"
 "$LITGPT_VENV/bin/python" "$here/litgpt_models.py" "$COOKBOOK_ROOT" "$lit"
 source="{json_path: $lit/alpaca.json, val_split_fraction: 0.1, num_workers: 0}"
-COOKBOOK_VENV=$LITGPT_VENV limited cookbook sweep "$lit/litgpt.yaml" --local --parallel 1 \
+COOKBOOK_VENV=$LITGPT_VENV limited cookbook sweep "$lit/litgpt.yaml" --local \
   "parameters.data={class_path: litgpt.data.JSON, init_args: $source}" parameters.train.max_steps=3 \
   parameters.train.lr_warmup_steps=1 parameters.train.max_seq_length=128 \
   +parameters.train.log_interval=1 || true

@@ -41,7 +41,7 @@ cat "$data/sft.log"
 step "the eight methods"
 cookbook sweep strategies "${how[@]}"
 cookbook watch strategies --plain
-cookbook results strategies --format json >"$data/results.json"
+cookbook results strategies --json >"$data/results.json"
 
 step "accuracy on the test requests"
 # Two at a time: much of an evaluation is its start.

@@ -1,15 +1,12 @@
-"""Whether the virtual environment of the jobs is there, and its torch can use the job's GPUs."""
+"""Whether the virtual environment of the jobs is there, and its torch is a build for their GPUs."""
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from launcher import gpus, paths, venv
 from launcher.check import Context, Finding, Skipped, failed, ok, warning
 from launcher.errors import SlurmFault
-
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def python(context: Context) -> Iterable[Finding]:
@@ -52,18 +49,7 @@ def torch_build(context: Context) -> Iterable[Finding]:
     if not wanted:
         remedy = f"bash setup.sh --torch {option} (or another build: bash setup.sh --help)"
         return [failed(subject, f"{shown}, and the GPUs are {kind.name}", remedy)]
-    text = _DRIVER.read_text() if not kind.is_amd and _DRIVER.is_file() else ""
-    driver = re.search(r"Module\s+(\d+)\.([\d.]+)", text)
-    if driver is None or int(driver[1]) >= build.oldest_driver:
-        return [ok(subject, f"{shown}, for {kind.name}")]
-    message = (
-        f"{shown}, which needs NVIDIA driver {build.oldest_driver} or newer, and this host has "
-    )
-    message += f"{driver[1]}.{driver[2]}"
-    # Without a queue the job runs on this host; the nodes may have another driver.
-    if context.executor.queued:
-        return [warning(subject, message, "compare with the nodes: cookbook doctor")]
-    return [failed(subject, message, "bash setup.sh --torch cu126")]
+    return [ok(subject, f"{shown}, for {kind.name}")]
 
 
 def kind_of_gpu(context: Context) -> tuple[gpus.Gpu, str]:

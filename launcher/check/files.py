@@ -12,12 +12,11 @@ from launcher.recipe import own_data
 from launcher.recipe.own import listed
 from launcher.run import trust
 from runspec import prepared
-from runspec.files import SUBMISSION, parse_json, read_object, sha256
+from runspec.files import SUBMISSION, parse_json, read_object
 from runspec.keys.fields import FILE_SOURCES, STREAM, names_no_files
 from runspec.weights import NoWeights, weight_files
 
 _AGAIN = "download it again"
-_MEDIA = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
 # Variables with which the libraries of the Hub do not ask it.
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
@@ -102,7 +101,7 @@ def _download(context: Context, key: str = "model") -> str:
 
 
 def whole(folder: Path, names: list[str]) -> list[Finding]:
-    """Check the weights against their headers and the download's record.
+    """Check the weights against their headers; cookbook download checks them against the hub.
 
     Args:
         names: of the files that hold them.
@@ -121,27 +120,11 @@ def whole(folder: Path, names: list[str]) -> list[Finding]:
         elif promised != size:
             findings.append(failed("model", f"{path} has {size:,} of {promised:,} bytes", _AGAIN))
     record = read_object(folder / DOWNLOAD_RECORD) or {}
-    findings += _differences(folder, record)
     count = f"{len(names)} file{'s' * (len(names) != 1)}"
     message = f"{folder}: {count}, {sum(sizes.values()) / 2**30:.1f} GiB"
     if record:
         message += f", as downloaded from {record['repo']} at {record['revision'][:12]}"
     return findings or [ok("model", message)]
-
-
-def _differences(folder: Path, record: dict[str, Any]) -> Iterator[Finding]:
-    """Check files against what cookbook download recorded; a touched file is hashed again."""
-    for name, noted in record.get("files", {}).items():
-        path = folder / name
-        if not path.is_file():
-            yield failed("model", f"{path} was downloaded and is gone", _AGAIN)
-            continue
-        facts = path.stat()
-        same = facts.st_size == noted["size"]
-        if same and facts.st_mtime_ns != noted.get("mtime_ns"):
-            same = sha256(path) == noted["sha256"]
-        if not same:
-            yield failed("model", f"{path} differs from the hub's index", _AGAIN)
 
 
 def _promised_bytes(path: Path) -> int | None:
@@ -210,10 +193,6 @@ def dataset(context: Context) -> Iterable[Finding]:
             if why := unreadable(path) or _unfit(path, whole):
                 remedy = f"fix the path or the file, or set {key}.data_files="
                 findings.append(failed("dataset", f"{key}.data_files {path} {why}", remedy))
-            elif media := _media(path, whole):
-                message = f"{key}.data_files {path} has the column {media}, which is not trained"
-                remedy = "only text can be trained: for pictures and sound use axolotl or NeMo "
-                findings.append(warning("dataset", message, f"{remedy}Automodel"))
         if block.get("_component_") == prepared.COMPONENT:
             folder = Path(str(block.get("data_dir")))
             seen.append(folder)
@@ -281,9 +260,9 @@ def dataset_blocks(config: dict[str, Any]) -> list[tuple[str, dict[str, Any], di
         (key, block, {**blocks[0][1], **block} if key == "dataset_val" else block)
         for key, block in blocks
     ]
-    # A stream's sources, whose kind the names of the files say.
+    # A stream's sources are Parquet.
     return [
-        (key, each, {"source": "text", **each} if each is not block else whole)
+        (key, each, {"source": "parquet", **each} if each is not block else whole)
         for key, block, whole in candidates
         for each in _sources(block)
     ]
@@ -326,25 +305,6 @@ def on_hub(block: dict[str, Any]) -> bool:
     return not (is_files or (source and Path(str(source)).expanduser().exists()))
 
 
-def _media(path: Path, block: dict[str, Any]) -> str | None:
-    """Return the column of pictures, sound or video in a file of JSON lines or CSV, if any."""
-    kind = {".csv": "csv", ".jsonl": "json"}.get(path.suffix)
-    try:
-        first = next(own_data.records_of(path, kind), {}) if kind else {}
-    except (OSError, ValueError):
-        return None
-    return next((name for name, value in first.items() if value and name.lower() in _MEDIA), None)
-
-
-def _part_of_media(sample: dict[str, Any]) -> str | None:
-    """Return the type of the first part of a chat's messages that is no text."""
-    turns = [turn for value in sample.values() if isinstance(value, list) for turn in value]
-    contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
-    parts = [part for each in contents if isinstance(each, list) for part in each]
-    kinds = [str(part.get("type", "text")) for part in parts if isinstance(part, dict)]
-    return next((kind for kind in kinds if kind != "text"), None)
-
-
 def _unfit(path: Path, block: dict[str, Any]) -> str | None:
     """Say why a file of JSON lines cannot hold the samples, from its first line that has text."""
     if path.suffix != ".jsonl":
@@ -355,11 +315,6 @@ def _unfit(path: Path, block: dict[str, Any]) -> str | None:
         return f"cannot be used: {error}"
     if sample is None:
         return "is empty"
-    if kind := _part_of_media(sample):
-        return (
-            f"has a part of type {kind} in its first record; only text can be trained: for "
-            "pictures and sound use axolotl or NeMo Automodel"
-        )
     columns = block.get("column_map")
     for column in columns.values() if isinstance(columns, dict) else ():
         if column not in sample:

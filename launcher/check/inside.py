@@ -1,9 +1,11 @@
 """Whether an environment of a record works: its Python is started once, before the queue."""
 
+import ast
 import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -34,14 +36,19 @@ def inside(context: Context) -> Iterable[Finding]:
 
 
 def _kits_own(recipe: Recipe) -> Finding:
-    package, packages = recipe.entry.backend(recipe.config), venv.site_packages()
+    package, folders = recipe.entry.backend(recipe.config), venv.package_folders(venv.python())
     # cookbook serve looks before it submits.
-    found = recipe.entry.on_host or (packages and (packages / package).is_dir())
-    if not package or found:
+    wanted = [] if recipe.entry.on_host or not folders else _wanted(recipe)
+    missing = [name for name in wanted if not any(_holds(folder, name) for folder in folders)]
+    if not missing:
         return ok(SUBJECT, "the kit's virtual environment")
-    message = f"the kit's virtual environment lacks {package}, which this recipe starts"
-    remedy = f"environment={package}, which is built once (configs/environments/{package}.yaml)"
-    return failed(SUBJECT, message, remedy)
+    message = f"{paths.venv_root()} lacks {', '.join(missing)}, which this recipe needs"
+    if package:
+        remedy = f"environment={package}, which is built once (configs/environments/{package}.yaml)"
+        return failed(SUBJECT, message, remedy)
+    remedy = Environment().remedy.replace("{}", ", ".join(missing))
+    own = f"; put what is your own into {recipe.code_root}" if recipe.code_root else ""
+    return failed(SUBJECT, message, remedy + own)
 
 
 def start(environment: Environment, context: Context, *argv: str) -> tuple[int, list[str]]:
@@ -61,7 +68,7 @@ def start(environment: Environment, context: Context, *argv: str) -> tuple[int, 
     options += slurm_options(resources, context.cluster, resources.gpus_per_node, without)
     step = slurm.run_on_nodes(options, script, _WAIT_S, _LIMIT_S)
     if not step.pending:
-        lines = [*(line for _, line in step.lines), *step.message.split(" | ")]
+        lines = [*step.lines, *step.message.split(" | ")]
         # Pyxis starts a step within this one, and both put the task's number before a line.
         return step.exit_code, [re.sub(r"^(\d+:( |$))+", "", line) for line in lines]
     if environment.is_container:
@@ -91,23 +98,41 @@ def _named_faults(environment: Environment, context: Context) -> Iterator[Findin
                 f"correct it in {environment.place}; if only the nodes have it, name it under "
                 "node_paths: in the site's file",
             )
-    for option in environment.options:
-        if option.startswith("--container-name"):
-            message = (
-                f"options: {option}: an existing container of that name is used as it is, stale"
-            )
-            yield failed(SUBJECT, message, "leave it out: the kit gives one for each job")
 
 
 def _needs(recipe: Recipe) -> list[str]:
-    """Return the packages that a recipe's program imports, as far as its entry says it."""
-    entry = recipe.entry
-    if package := entry.backend(recipe.config):
-        return ["torch", package]
+    """Return the packages that a recipe's program imports, as far as is known."""
+    entry, wanted = recipe.entry, _wanted(recipe)
+    if entry.backend(recipe.config):
+        return ["torch", *wanted]
     if entry.engine:
-        return ["torch", entry.engine]
+        return list(dict.fromkeys(["torch", entry.engine, *wanted]))
     known = entry.checked == "complete" or entry.purpose == "evaluate"
-    return ["trainer", "torch"] * known
+    return [*["trainer", "torch"] * known, *wanted]
+
+
+def _wanted(recipe: Recipe) -> list[str]:
+    """Return the package of a recipe's backend, or those that its script imports at its top."""
+    if package := recipe.entry.backend(recipe.config):
+        return [package]
+    script = recipe.entry.program(recipe)
+    try:
+        body = ast.parse(script.read_text(encoding="utf-8")).body if script else []
+    except (OSError, SyntaxError, ValueError):
+        return []  # the check of the script says so
+    names: list[str] = []
+    for node in body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names.append(node.module)
+    own = [each for each in (script and script.parent, recipe.code_root) if each]
+    tops = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+    return sorted(name for name in tops if not any(_holds(folder, name) for folder in own))
+
+
+def _holds(folder: Path, name: str) -> bool:
+    return (folder / name).is_dir() or any(folder.glob(f"{name}.*"))
 
 
 def _script(

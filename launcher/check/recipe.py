@@ -1,11 +1,9 @@
 """What the recipe itself says: its layout, its secrets, its script, and its components."""
 
-import ast
 import contextlib
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 from launcher import paths, venv
 from launcher.check import Context, Finding, Skipped, failed, ok, unreadable
 from launcher.recipe import batch_script
-from launcher.recipe.environment import Environment
 from launcher.run import snapshot
 from launcher.run.directory import runs_root
 from runspec import versions
@@ -92,7 +89,7 @@ def _secret_files(files: dict[str, Path]) -> Iterator[Finding]:
 
 
 def script(context: Context) -> Iterable[Finding]:
-    """Check if the script is there, is copied, and finds what it imports."""
+    """Check if the script is there and is copied."""
     recipe = context.recipe
     script, folder = recipe.entry.program(recipe), recipe.code_root
     name = recipe.entry.title
@@ -112,7 +109,7 @@ def script(context: Context) -> Iterable[Finding]:
     if script is None:
         return [ok("script", name)]
     if folder is None:
-        return _imports(context, script, None)
+        return [ok("script", str(script))]
     if not folder.is_dir():
         message, remedy = f"code_root {folder} is no folder", "give the one with your code"
     elif not script.is_file():
@@ -125,58 +122,12 @@ def script(context: Context) -> Iterable[Finding]:
         remedy = f"git add -f {script.relative_to(folder)}"
     elif batch_script.is_one(script):
         message = f"entry: {script.name} is a shell script, and {recipe.entry_name} starts Python"
-        own = [f"; {fault}" for fault in batch_script.read(script)]
+        own = [f"; {fault}" for fault in batch_script.faults(batch_script.text_of(script))]
         remedy = f"write entry: command:bash {recipe.target}{''.join(own)}"
     else:
         why = snapshot.fault(folder)
-        return [failed("script", why)] if why else _imports(context, script, folder)
+        return [failed("script", why) if why else ok("script", str(script))]
     return [failed("script", message, remedy)]
-
-
-def _imports(context: Context, script: Path, code_root: Path | None) -> list[Finding]:
-    inside = context.recipe.environment
-    python = str((inside and inside.interpreter(context.cluster.root)) or venv.python())
-    # A container's, and one that is not built yet, are not there to be looked into.
-    known = not (inside and inside.is_container) and Path(python).is_absolute()
-    folders = venv.package_folders(Path(python)) if known else []
-    lacks = f"which {Path(python).parent.parent} lacks"
-    remedy = inside.remedy if inside else f"{Environment().remedy}, or {python} -m pip install {{}}"
-    if code_root:
-        remedy += f"; if it is your own, put it into {code_root}"
-    missing = [
-        failed("script", f"{script.name} imports {name}, {lacks}", remedy.replace("{}", name))
-        for name in _missing_imports(script, folders, code_root)
-    ]
-    return missing or [ok("script", str(script))]
-
-
-def _missing_imports(
-    script: Path, packages: Sequence[Path], code_root: Path | None = None
-) -> list[str]:
-    """Return the packages that a script imports at its top and the environment does not have.
-
-    packages are the folders of the environment's packages, none if they are not known; code_root is
-    the folder of the user's own modules.
-    """
-    if not packages:
-        return []
-    try:
-        body = ast.parse(script.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    wanted = []
-    for node in body:
-        if isinstance(node, ast.Import):
-            wanted += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            wanted.append(node.module)
-    folders = [*packages, script.parent, *([code_root] if code_root else [])]
-    names = {name.partition(".")[0] for name in wanted} - sys.stdlib_module_names
-    return sorted(name for name in names if not any(_holds(folder, name) for folder in folders))
-
-
-def _holds(folder: Path, name: str) -> bool:
-    return (folder / name).is_dir() or any(folder.glob(f"{name}.*"))
 
 
 def components(context: Context) -> Iterable[Finding]:

@@ -18,7 +18,7 @@ _COMMANDS = {
     "start": ("start", "Write a recipe for your data and model, and show what it needs."),
     "models": ("models", "List the model families, and what the trainer supports for each."),
     "recipes": ("recipes", "List the recipes, or show one with all settings resolved."),
-    "environments": ("environments", "List environments, and those that were built."),
+    "environments": ("environments", "List the environments in configs/environments."),
     "doctor": ("check", "Check whether this site can run the kit."),
     "download": ("check", "Download a recipe's model and dataset from the Hugging Face Hub."),
     "check": ("check", "Check everything that could stop a run, without submitting it."),
@@ -33,17 +33,15 @@ _COMMANDS = {
     "report": ("results", "Write an HTML report of runs."),
     "diff": ("results", "Show the differences between two runs."),
     "replay": ("results", "Submit a run once more, from its provenance."),
-    "profile": ("profile", "Show where the time of a run's profiled steps goes."),
-    "clean": ("clean", "List or remove caches and leftovers, with their sizes."),
+    "profile": ("profile", "Show the slowest operators of a run's profiled steps."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
     "init": ("remote", "Install the kit on a cluster from this machine, and check it."),
     "fetch": ("remote", "Copy a run's model, adapter or logs from the cluster to this machine."),
-    "forward": ("remote", "Forward a port of this machine to a node of a run."),
 }
 
 
 # With --host they use the connection themselves.
-_OF_THIS_MACHINE = ("fetch", "forward", "init")
+_OF_THIS_MACHINE = ("fetch", "init")
 
 # How --help groups them, with an example of each group.
 _GROUPS = {
@@ -53,7 +51,7 @@ _GROUPS = {
     ),
     "Run": (
         "cookbook submit llama70b_lora --nodes 2 --watch",
-        "submit sweep cancel resume replay clean",
+        "submit sweep cancel resume replay",
     ),
     "Look": (
         "cookbook logs last -f",
@@ -61,7 +59,7 @@ _GROUPS = {
     ),
     "Deliver": (
         "cookbook --host NAME fetch last",
-        "fetch forward",
+        "fetch",
     ),
 }
 
@@ -97,11 +95,6 @@ class _Lazy(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in names():
-            from launcher.cli import habits  # hardly any command is another tool's
-
-            if way := habits.line(args):
-                raise UsageFault(way)
         host = chosen(ctx.params.get("host"))
         if host is None or args[0] not in names() or args[0] in _OF_THIS_MACHINE:
             return super().resolve_command(ctx, args)

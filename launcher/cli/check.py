@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -16,7 +16,7 @@ from launcher.check.samples import read as read_samples
 from launcher.cli import common
 from launcher.cli.common import note
 from launcher.cli.samples import lines as sample_lines
-from launcher.do import rehearse
+from launcher.do import rehearse as rehearsal
 from launcher.do.submit import context, plan
 from launcher.recipe import load as recipe_file
 from launcher.slurm import executors
@@ -106,17 +106,12 @@ def doctor(
     """
     if overrides and not rehearse:
         raise click.UsageError(f"{overrides[0]} requires --rehearse RECIPE")
+    site = sites.load(cluster)
     if rehearse:
-        _rehearse(sites.load(cluster), rehearse, overrides, wait_s or 600, as_json)
-    findings = examination.examine(sites.load(cluster), wait_s or 3)
-    sys.exit(1 if _show(findings, as_json) else 0)
-
-
-def _rehearse(
-    site: sites.Site, name: str, overrides: tuple[str, ...], wait_s: float, as_json: bool
-) -> NoReturn:
-    folder, findings = rehearse.rehearse(site, name, overrides, wait_s, note)
-    failed = _show(findings, as_json, folder=str(folder))
+        folder, found = rehearsal.rehearse(site, rehearse, overrides, wait_s or 600, note)
+        failed = _show(found, as_json, folder=str(folder))
+    else:
+        failed = _show(examination.examine(site, wait_s or 3), as_json)
     sys.exit(1 if failed else 0)
 
 

@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher import site as sites
-from launcher.cli import completion
-from launcher.errors import UsageFault
 from launcher.run import directory
 from launcher.slurm.executors import title
-from runspec.since import FORMS, moment
 
 if TYPE_CHECKING:
     from launcher.run.directory import Run
@@ -30,20 +27,6 @@ cluster_option = click.option(
     metavar="NAME",
     help="Site settings: configs/clusters/NAME.yaml. [default: default]",
 )
-
-
-def since_option(purpose: str) -> Callable[[Command], Command]:
-    """Add --since to a command, which gets it as it was typed, and checked."""
-
-    def checked(ctx: click.Context, option: click.Parameter, given: str | None) -> str | None:
-        try:
-            moment(given or "0m")
-        except ValueError as error:
-            raise UsageFault(str(error)) from error
-        return given
-
-    help_text = f"{purpose}: {FORMS}."
-    return click.option("--since", metavar="TIME", help=help_text, callback=checked)
 
 
 def recipe_arguments(command: Command) -> Command:
@@ -61,10 +44,9 @@ def recipe_arguments(command: Command) -> Command:
         name, overrides = (words[0], words[1:]) if named else (recipe, words)
         return command(*args, recipe_name=name, overrides=overrides, **options)
 
-    metavar, complete = "[RECIPE] [KEY=VALUE]...", completion.recipes
-    called = click.argument("words", nargs=-1, metavar=metavar, shell_complete=complete)(called)
+    called = click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")(called)
     words = "Name of a recipe or of a torchtune config, or path of a YAML file."
-    return click.option("--recipe", metavar="NAME", help=words, shell_complete=complete)(called)
+    return click.option("--recipe", metavar="NAME", help=words)(called)
 
 
 def own_options(command: Command) -> Command:

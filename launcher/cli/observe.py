@@ -4,7 +4,6 @@ import sys
 
 import click
 
-from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, note, runs_root
 from launcher.errors import UnknownRun, UsageFault
 from launcher.look import logs as log_files
@@ -21,7 +20,7 @@ _COUNT = click.IntRange(min=0)
 
 
 @click.command()
-@click.argument("run", default="last", shell_complete=completion.runs)
+@click.argument("run", default="last")
 @click.option(
     "--node", "nodes", multiple=True, metavar="N", help="Logs of a node's ranks: 1, n2, all."
 )
@@ -96,17 +95,15 @@ def _show_first_error(run: Run, attempt: int | None, count: int) -> None:
     if error is None:
         note(f"no attempt of {run.name} has failed; see its state with: cookbook status {run.name}")
         return
-    click.echo(plain(f"attempt {error.attempt} of {run.name} failed: {error.message}"))
-    if error.traceback:
-        for line in error.traceback.rstrip().splitlines():
-            _print(line)
-    click.echo(f"==> {error.log}, the last {count} lines <==")
-    for line in read(error.log, tail_start(error.log, count)):
+    message, log = error
+    click.echo(plain(message))
+    click.echo(f"==> {log}, the last {count} lines <==")
+    for line in read(log, tail_start(log, count)):
         _print(line)
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...", shell_complete=completion.runs)
+@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
 @click.option(
     "--port",
     type=click.IntRange(1024, 65535),

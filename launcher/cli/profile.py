@@ -2,26 +2,21 @@
 
 import click
 
-from launcher.cli import completion
-from launcher.cli.common import cluster_option, note, runs_root
+from launcher.cli.common import cluster_option, runs_root
 from launcher.look import profile as profiles
-from launcher.look.outcome import resolved
 from launcher.run.find import find
 
 
 @click.command()
-@click.argument("run", default="last", shell_complete=completion.runs)
+@click.argument("run", default="last")
 @click.option(
     "--top", type=click.IntRange(min=1), default=8, show_default=True, help="Number of operators."
 )
 @cluster_option
 def profile(run: str, top: int, cluster: str | None) -> None:
-    """Show where the time of RUN's profiled steps goes, and what to try.
+    """Show the slowest operators of RUN's profiled steps.
 
-    Record the traces with: cookbook submit RECIPE --profile
+    Record them with: cookbook submit RECIPE --profile. cookbook tensorboard shows computation and
+    communication of each rank.
     """
-    chosen = find(runs_root(cluster), run)
-    times, faults = profiles.ranks(chosen)
-    for fault in faults:
-        note(f"skipped: {fault}")
-    click.echo("\n".join(profiles.lines(chosen, times, resolved(chosen), top)))
+    click.echo("\n".join(profiles.lines(find(runs_root(cluster), run), top)))

@@ -1,59 +1,40 @@
 """cookbook recipes"""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
-from launcher import gpus, yamlfile
 from launcher import site as sites
-from launcher.cli import completion
+from launcher import yamlfile
 from launcher.cli.common import cluster_option, note
 from launcher.errors import RecipeFault
-from launcher.recipe import entries
 from launcher.recipe import load as recipe_file
 from launcher.recipe.model import Recipe
 from launcher.recipe.needs import needs
 
 
 @click.command()
-@click.argument("name", required=False, shell_complete=completion.recipes)
-@click.option("--key", metavar="KEY", help="Explain a recipe key, such as dataset.packed.")
+@click.argument("name", required=False)
 @cluster_option
-def recipes(name: str | None, key: str | None, cluster: str | None) -> None:
-    """List the recipes, show NAME with all settings resolved, or explain a KEY."""
-    if key is not None:
-        click.echo("\n".join(_explanation(entries.explain(key))))
-        return
+def recipes(name: str | None, cluster: str | None) -> None:
+    """List the recipes, or show NAME with all settings resolved."""
     root = sites.load(cluster).root
     if name is not None:
         resolved = recipe_file.load(name).resolved(root, "RUN_DIRECTORY")
         click.echo(yamlfile.dump(resolved), nl=False)
-    else:
-        click.echo("\n".join(_table(list(_rows(root)))))
+        return
+    rows = [*_rows(root)]
+    width = max(len(row[0]) for row in rows)
+    heads = ("RECIPE", "METHOD", "NODES x GPUS", "MEMORY PER GPU", "DESCRIPTION")
+    for title, method, layout, memory, description in (heads, *rows):
+        click.echo(f"{title:<{width}}  {method:<7} {layout:<13} {memory:>14}  {description}")
+    if any(row[3] != "-" for row in rows):
+        click.echo("Memory is computed, not measured; cookbook estimate NAME shows the terms.")
 
 
-def _explanation(about: dict[str, Any]) -> Iterator[str]:
-    default = about["default"]
-    shown = default if isinstance(default, str) else json.dumps(default)
-    yield f"{about['key']}: {about['help']}"
-    yield f"  type       {about['type']}"
-    yield f"  default    {'none' if default is None else shown}"
-    yield f"  entries    {', '.join(about['entries'])}"
-    yield f"  at resume  {'may change' if about['may_change_at_resume'] else 'must be the same'}"
-    for word in ("not_used", "refused"):
-        if about[word]:
-            yield f"  {word.replace('_', ' '):<9}  {about[word]}"
-    if about["keys"]:
-        yield "  keys"
-        width = max(map(len, about["keys"]))
-        yield from (f"    {name:<{width}}  {text}" for name, text in about["keys"].items())
-
-
-def _rows(root: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the recipes that can be read; the faults of others go to standard error."""
+def _rows(root: Path) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the recipes that can be read; the faults of others go to stderr."""
     for name in recipe_file.names():
         try:
             yield _row(recipe_file.load(name), root)
@@ -62,36 +43,12 @@ def _rows(root: Path) -> Iterator[dict[str, Any]]:
                 note(f"{name} is left out: {fault}")
 
 
-def _row(recipe: Recipe, root: Path) -> dict[str, Any]:
-    """What the table says of a recipe; memory is None if nothing computes it."""
+def _row(recipe: Recipe, root: Path) -> tuple[str, ...]:
+    """What the table says of a recipe; its memory is "-" if nothing computes it."""
     resources, found = recipe.resources, None
     if recipe.entry.method:
         config = recipe.resolved(root, "run")
         found = needs(config, resources.nodes, resources.gpus_per_node)
-    peak = None if found is None else found.peak_gib
-    return {
-        "name": recipe.name,
-        "method": recipe.method,
-        "nodes": resources.nodes,
-        "gpus_per_node": resources.gpus_per_node,
-        "peak_gib": None if peak is None else round(peak, 2),
-        "smallest_gpu": None if peak is None else gpus.smallest(peak),
-        "description": recipe.description,
-    }
-
-
-def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    width = max(len(row["name"]) for row in rows)
-    yield f"{'RECIPE':<{width}}  METHOD  NODES x GPUS  MEMORY PER GPU  ON       DESCRIPTION"
-    for row in rows:
-        layout = f"{row['nodes']} x {row['gpus_per_node']}"
-        memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
-        yield (
-            f"{row['name']:<{width}}  {row['method']:<7} {layout:<13} {memory:>14}  "
-            f"{row['smallest_gpu'] or '-':<8} {row['description']}"
-        )
-    if any(row["peak_gib"] for row in rows):
-        yield (
-            "Memory is computed, not measured; cookbook estimate NAME shows the terms. ON is the "
-            "smallest GPU type with enough memory."
-        )
+    memory = "-" if found is None else f"{found.peak_gib:.1f} GiB"
+    layout = f"{resources.nodes} x {resources.gpus_per_node}"
+    return recipe.name, recipe.method, layout, memory, recipe.description

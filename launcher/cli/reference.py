@@ -22,8 +22,7 @@ usage.
 _KEYS = """\
 # The keys of a recipe
 
-Made by `python -m launcher.cli.reference keys > docs/keys.md`; do not edit it. `cookbook recipes
---key dataset.packed` explains one key.
+Made by `python -m launcher.cli.reference keys > docs/keys.md`; do not edit it.
 
 A dotted name is a key inside a block: `resources.nodes` is `nodes` under `resources:`. On the
 command line `resources.nodes=4` sets it. `null` is the same as leaving a key out. `${a.b}` is the

@@ -1,4 +1,4 @@
-"""cookbook init, fetch and forward: they use the connection themselves."""
+"""cookbook init and fetch: they use the connection themselves."""
 
 import sys
 from functools import partial
@@ -58,18 +58,6 @@ def fetch(
     from launcher.remote import client
 
     click.echo(client.fetch(_host(ctx), run, part or files.EXPORT, output, cluster))
-
-
-@click.command()
-@click.argument("run")
-@click.argument("port", type=click.IntRange(1, 65535))
-@_cluster_option
-@click.pass_context
-def forward(ctx: click.Context, run: str, port: int, cluster: str | None) -> None:
-    """Forward a port of this machine to PORT of RUN's first node, such as of Jupyter there."""
-    from launcher.remote import client
-
-    client.forward(_host(ctx), run, port, cluster, note)
 
 
 @click.command()

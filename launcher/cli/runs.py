@@ -8,7 +8,6 @@ import click
 
 from launcher import site as sites
 from launcher.check import preflight
-from launcher.cli import completion
 from launcher.cli.common import cluster_option, note, resource_options, runs_root
 from launcher.cli.status import watch_to_the_end
 from launcher.do.cancel import cancel as cancel_run
@@ -65,7 +64,7 @@ def launched(
 
 
 @click.command()
-@click.argument("run", metavar="RUN|SWEEP", shell_complete=completion.runs)
+@click.argument("run", metavar="RUN|SWEEP")
 @cluster_option
 def cancel(run: str, cluster: str | None) -> None:
     """Cancel RUN (a name, a unique part of it, a job id, or last), or a SWEEP's unfinished runs."""
@@ -77,7 +76,7 @@ def cancel(run: str, cluster: str | None) -> None:
 
 
 @click.command()
-@click.argument("run", shell_complete=completion.runs)
+@click.argument("run")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @resource_options
 @click.option("--local", is_flag=True, help="Continue on this host, without Slurm.")
@@ -104,7 +103,7 @@ def resume(
     """Resume RUN from its last complete checkpoint.
 
     Options and KEY=VALUE change its settings: other nodes, another layout, a new learning rate.
-    cookbook recipes --key KEY shows if a key may change.
+    docs/keys.md says which keys may change.
     """
     chosen = find(runs_root(cluster), run)
     options = {key: value for key, value in resources.items() if value is not None}

@@ -24,22 +24,8 @@ from launcher.slurm import executors
     metavar="FILE",
     help="The recipe's file. [default: the data's name with .yaml, here]",
 )
-@click.option(
-    "--samples",
-    type=click.IntRange(min=0),
-    default=3,
-    show_default=True,
-    metavar="N",
-    help="Number of samples to print.",
-)
 @common.cluster_option
-def start(
-    data: str,
-    model: str | None,
-    output: Path | None,
-    samples: int,
-    cluster: str | None,
-) -> None:
+def start(data: str, model: str | None, output: Path | None, cluster: str | None) -> None:
     """Write a recipe that fine-tunes MODEL on DATA, and show what it needs.
 
     DATA is a CSV, JSON lines, JSON, Parquet or text file, or prepared:NAME@SPLIT. MODEL is a
@@ -52,7 +38,7 @@ def start(
     model = model or workflow.MODEL
     site = sites.load(cluster)
     file = (output or workflow.default_file(data)).absolute()
-    made = workflow.draft(data, model, file, site, executors.choose(True), samples)
+    made = workflow.draft(data, model, file, site, executors.choose(True))
     file.write_text(made.text, encoding="utf-8")
     click.echo(made.form)
     for line in workflow.needed(made, site):

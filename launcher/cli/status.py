@@ -8,7 +8,6 @@ import sys
 import click
 
 from launcher import site as sites
-from launcher.cli import completion
 from launcher.cli.common import (
     cluster_option,
     colours,
@@ -16,16 +15,14 @@ from launcher.cli.common import (
     json_option,
     note,
     runs_root,
-    since_option,
 )
 from launcher.errors import UsageFault
 from launcher.look.status import Row, chosen, row, table
 from launcher.look.summary import story, summary
-from launcher.look.text import plain as harmless
 from launcher.look.watch import watch_all
 from launcher.plugins import hooks
 from launcher.run.directory import Run
-from launcher.run.find import every, made_since, none_yet
+from launcher.run.find import every, none_yet
 from launcher.run.states import judged
 from launcher.run.sweeps import runs_of
 
@@ -33,33 +30,22 @@ _NEWEST = 20
 
 
 @click.command()
-@click.argument("run", required=False, shell_complete=completion.runs)
+@click.argument("run", required=False)
 @flag("--all", "show_all", help=f"All runs, not only the newest {_NEWEST}.")
-@click.option("--state", "wanted", multiple=True, metavar="STATE", help="Runs in this state.")
-@since_option("Runs made since")
 @json_option
 @cluster_option
-def status(
-    run: str | None,
-    show_all: bool,
-    wanted: tuple[str, ...],
-    since: str | None,
-    as_json: bool,
-    cluster: str | None,
-) -> None:
+def status(run: str | None, show_all: bool, as_json: bool, cluster: str | None) -> None:
     """Show the newest runs, or the details of one RUN.
 
     RUN is a name, a unique part of it, a job id, or last. The name of a sweep lists its runs.
-    --state may be given more than once.
     """
     root = runs_root(cluster)
     if run is not None:
-        if wanted or since or show_all:
-            raise UsageFault("RUN is one run: leave out --all, --state and --since")
+        if show_all:
+            raise UsageFault("RUN is one run: leave out --all")
         named = runs_of(sites.load(cluster).root, [run])
         if len(named) > 1:
-            rows, _ = chosen(named, None)
-            _show(rows, as_json)
+            _show(chosen(named), as_json)
             return
         ((one, state),) = judged(named)
         if as_json:
@@ -67,18 +53,15 @@ def status(
         else:
             click.echo("\n".join(story(one, state)))
         return
-    runs = made_since(every(root), since)
+    runs = every(root)
     limit = None if show_all else _NEWEST
-    rows, torn = chosen(runs, limit, wanted)
+    rows = chosen(runs, limit)
     if rows or as_json:
         _show(rows, as_json)
     else:
-        note("no run matches" if every(root) else none_yet(root))
+        note(none_yet(root))
     if limit is not None and len(rows) == limit < len(runs):
         note(f"the newest {limit} of {len(runs)} runs; more: cookbook status --all")
-    if names := [harmless(name) for name in torn]:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        note(f"skipped in {root}, because it is not a run: {', '.join(names[:3])}{more}")
 
 
 def _show(rows: list[Row], as_json: bool) -> None:
@@ -94,7 +77,7 @@ def _paint(text: str, colour: str) -> str:
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...", shell_complete=completion.runs)
+@click.argument("wanted", nargs=-1, metavar="[RUN|SWEEP]...")
 @flag("--plain", help="Print lines instead of the live view, as in a pipe.")
 @cluster_option
 def watch(wanted: tuple[str, ...], plain: bool, cluster: str | None) -> None:

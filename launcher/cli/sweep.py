@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from launcher import site as sites
-from launcher.cli import common, completion
+from launcher.cli import common
 from launcher.cli.common import note
 from launcher.do import sweep as workflow
 from launcher.plugins import hook
@@ -21,16 +21,14 @@ from launcher.slurm.executors import Executor
 
 
 @click.command()
-@click.argument(
-    "words", nargs=-1, metavar="[NAME] [KEY=VALUE]...", shell_complete=completion.sweeps
-)
+@click.argument("words", nargs=-1, metavar="[NAME] [KEY=VALUE]...")
 @common.resource_options
 @click.option("--parallel", type=click.IntRange(min=1), help="Maximum number of concurrent runs.")
 @common.flag(
     "--dry-run", help="Print the prediction of every cell and the job arrays; submit nothing."
 )
 @common.flag("--resume", help="Restart the unfinished runs of the sweep NAME.")
-@common.flag("--local", help="Run on this host, without Slurm, and wait for the end.")
+@common.flag("--local", help="Run on this host, without Slurm, one after the other.")
 @common.flag("--no-check", help="Skip the checks that can be skipped.")
 @common.cluster_option
 def sweep(
@@ -69,10 +67,10 @@ def sweep(
         _show(planned, executor, no_check)
         return
     made = workflow.submit_sweep(planned, note, no_check)
-    if executor.arrays:
+    if executor.queued:
         _tell(made)
         return
-    _run_here(made, executor, parallel)
+    _run_here(made, executor)
 
 
 def _predicted(planned: workflow.PlannedSweep) -> Any:
@@ -93,7 +91,7 @@ def _show(
     """Print what would be submitted, and what would refuse it."""
     predicted = _predicted(planned)
     click.echo("\n".join(predicted.lines() if predicted else (c.name for c in planned.cells)))
-    for script in planned.scripts.values() if executor.arrays else ():
+    for script in planned.scripts.values() if executor.queued else ():
         click.echo(f"\n{script}", nl=False)
     for fault in workflow.faults(planned, no_check):
         note(f"warning: sweep would refuse this: {fault}")
@@ -109,9 +107,9 @@ def _tell(made: SweepDirectory) -> None:
     click.echo(f"  compare    cookbook results {made.name}   or   cookbook report {made.name}")
 
 
-def _run_here(made: SweepDirectory, executor: Executor, parallel: int | None) -> None:
+def _run_here(made: SweepDirectory, executor: Executor) -> None:
     try:
-        workflow.run_here(made, executor, note, parallel)
+        workflow.run_here(made, executor, note)
     except KeyboardInterrupt:
         note(
             "\nstopped starting runs; the running ones continue. Continue with: cookbook sweep "
@@ -125,10 +123,10 @@ def _run_here(made: SweepDirectory, executor: Executor, parallel: int | None) ->
 
 def _resume(site: sites.Site, name: str, parallel: int | None, executor: Executor) -> None:
     sweep = find(site.root, name)
-    if executor.arrays is None:
-        _run_here(sweep, executor, parallel)
+    if not executor.queued:
+        _run_here(sweep, executor)
         return
-    again = workflow.resume_sweep(sweep, executor.arrays, note, parallel)
+    again = workflow.resume_sweep(sweep, note, parallel)
     job = sweep.record["jobs"][-1]["job_id"]
     click.echo(f"resumed {len(again)} runs of {sweep.name}, the last as job array {job}")
 

@@ -1,17 +1,15 @@
 """What a user may name where a model is wanted: a run, a folder, or models:/NAME@ALIAS.
 
-A plug-in with a registry gives two hooks. "registered_model" takes the site and models:/NAME@ALIAS,
-and returns a Model, whose folder nobody has looked into; UsageFault if there is none.
-"registered_uris" takes the site and returns a URI of each registered name, for hints.
+The hook "registered_model" of a plug-in with a registry takes the site and models:/NAME@ALIAS, and
+returns a Model, whose folder nobody has looked into; UsageFault if there is none.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from launcher.check.files import whole
-from launcher.errors import UnknownRun, UsageFault
+from launcher.errors import UnknownRun, UsageFault, nearest
 from launcher.plugins import hook
 from launcher.recipe.model import Recipe
 from launcher.run import directory
@@ -78,10 +76,7 @@ def _run(site: Site, wanted: str, also: Sequence[str]) -> Run:
     except UnknownRun as error:
         if wanted == "last" or any(wanted in run.name for run in every(root)):
             raise
-        known = {name: name for name in (*also, *(run.name for run in every(root)))}
-        known |= uris_of(site) if (uris_of := hook("registered_uris")) else {}
-        nearest_name = next(iter(get_close_matches(wanted, known, n=1)), None)
-        hint = f" (did you mean {known[nearest_name]}?)" if nearest_name else ""
+        hint = nearest(wanted, [*also, *(run.name for run in every(root))])
         raise UsageFault(
             f"there is no run or model {wanted!r}{hint}: give {', '.join((*also, 'a run'))}, a "
             "folder (with a /), or models:/NAME@ALIAS; see cookbook status and cookbook registry"

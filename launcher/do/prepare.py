@@ -16,8 +16,8 @@ def missing(recipe: Recipe, cluster: Site) -> Mapping[str, Any]:
     """Return the block `prepare` if what it makes is not there yet, else {}."""
     block: Mapping[str, Any] = recipe.resolved(cluster.root, "run").get("prepare") or {}
     module = str(block.get("module", ""))
-    if block and not re.fullmatch(r"trainer(\.[a-z_]+)+", module):
-        raise RecipeFault(f"prepare.module {module!r} in {recipe.path} must be a module of trainer")
+    if block and not re.fullmatch(r"(trainer|plugins)(\.[a-z_]+)+", module):
+        raise RecipeFault(f"prepare.module {module!r} in {recipe.path} must be a module of the kit")
     return {} if Path(str(block.get("creates", ""))).exists() else block
 
 

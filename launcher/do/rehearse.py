@@ -75,7 +75,7 @@ def rehearse(
     )
     answered, report, findings = _asked(site, short, folder, wait_s)
     scene = Scene(whole.name, config, ranks, shape.layers, _gpu(report), site.network_gbits)
-    findings += rehearsal.findings(scene, report, _ended(parts, report))
+    findings += rehearsal.findings(scene, _ended(parts, report))
     if not report.yes("rehearsed"):
         message = (
             f"the job ended before all parts had run ({answered.message or 'its time was over'})"
@@ -91,7 +91,6 @@ def _asked(
 ) -> tuple[slurm.Step, NodeReport, list[Finding]]:
     """Check a node and run all parts there, as one job; return the node's findings, too."""
     ranks = short.resources.gpus_per_node
-    # Also for the check of the node, whose collectives need the recipe's settings of NCCL.
     own = {key: str(value) for key, value in (short.config.get("env") or {}).items()}
     question = Question(
         replace(site, environment=site.environment | own),
@@ -100,7 +99,6 @@ def _asked(
         venv.torch_build(),
         wait_s,
         LIMIT_S + wait_s,
-        measures=True,
     )
     settings = {
         "RANKS_PER_NODE": ranks,
@@ -181,7 +179,7 @@ def _srun(site: Site, resources: Resources) -> list[str]:
 
 def _gpu(report: NodeReport) -> gpus.Gpu | None:
     """The kind of GPU that the node shows; None without one that is known."""
-    return gpus.by_label(report.gpus[0][1]) if report.gpus else None
+    return gpus.by_label(report.gpus[0][0]) if report.gpus else None
 
 
 def _ended(parts: list[Part], report: NodeReport) -> list[Part]:

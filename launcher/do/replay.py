@@ -2,19 +2,16 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from launcher import paths, slurm, yamlfile
+from launcher import paths, yamlfile
 from launcher.errors import UsageFault
-from launcher.look import diff
 from launcher.recipe import entries
-from launcher.run import code, provenance
+from launcher.run import code
 from launcher.run.directory import Run
 from launcher.site import Site
-from launcher.venv import packages
 from runspec import files
 
 # The folder of replayed recipes, in the shared folder.
@@ -45,15 +42,14 @@ class Replay:
 
 
 def prepare(run: Run, site: Site, say: Callable[[str], None]) -> Replay:
-    """Make the code and the recipe of a run ready to be submitted, and say what is not the same.
+    """Make the code and the recipe of a run ready to be submitted, and say what cannot be the same.
 
     Raises:
         UsageFault: the run cannot be replayed.
         RunFault: the present code, if it has to be used, cannot be copied.
     """
-    record, submission = run.provenance, run.submission
     recipe = run.path / files.RECIPE
-    if not record or not recipe.is_file():
+    if not run.provenance or not recipe.is_file():
         message = f"{run.name} has no {files.PROVENANCE} and {files.RECIPE}"
         raise UsageFault(f"{message}, so it cannot be replayed: submit your own recipe")
     config = yamlfile.load(recipe)
@@ -61,14 +57,14 @@ def prepare(run: Run, site: Site, say: Callable[[str], None]) -> Replay:
         message = f"{run.name} ran its own script, which replay does not support"
         raise UsageFault(f"{message}: its code is in {run.path / files.CODE}; submit it from there")
     kit = _code(run, site, say)
-    name = str(submission.get("recipe") or "recipe")
+    name = str(run.submission.get("recipe") or "recipe")
     copy = site.root / _FOLDER / run.name / f"{name}.yaml"
     copy.parent.mkdir(parents=True, exist_ok=True)
     # The new run has a directory of its own.
     config.pop("output_dir", None)
     files.write_text(copy, yamlfile.dump(config))
-    for line in _not_the_same(run, record, config, site):
-        say(f"not the same: {line}")
+    say("not the same: nodes, the order of sums between ranks on GPUs; it begins at step 0")
+    say(f"once it is submitted, compare both runs with: cookbook diff {run.name} last")
     return Replay(kit, copy, run.name[16:-5], site)
 
 
@@ -82,36 +78,3 @@ def _code(run: Run, site: Site, say: Callable[[str], None]) -> Path:
     if used.sha256 != code.present_sha256():
         say(f"code: {used.title}, in {used.folder}")
     return used.folder
-
-
-def _not_the_same(
-    run: Run, record: dict[str, Any], config: dict[str, Any], site: Site
-) -> Iterator[str]:
-    """Yield what the new run cannot have as the old one had it."""
-    before, now = diff.packages_of(record), packages()
-    # Other versions first, then what was added and removed.
-    changed = sorted(
-        diff.mapped("packages", before, now),
-        key=lambda each: (each.before is None or each.after is None, each.name),
-    )
-    if before and changed:
-        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-        shown = (each.text.replace("  ", " ") for each in changed[:5])
-        yield f"packages: {', '.join(shown)}{more}"
-    system = {"python": sys.version.split()[0], "slurm": slurm.version()}
-    for name, version in system.items():
-        if record.get(name) != version:
-            yield f"{name} {record.get(name)} -> {version}"
-    recorded = {each["file"]: each for each in provenance.data_files(config)}
-    listed = record.get("data")
-    for each in listed if isinstance(listed, list) else []:
-        file = each.get("file") if isinstance(each, dict) else None
-        if file and recorded.get(file) != each:
-            yield f"the data in {file}, which has since been changed or removed"
-    if not isinstance(listed, list):
-        yield "possibly the data: the version of the run recorded no hash of it"
-    changes = [job["changes"] for job in run.all_jobs if job.get("changes")]
-    if changes:
-        text = "; ".join(" ".join(map(str, each)) for each in changes)
-        yield f"the first part of the run: its recipe was changed at resume ({text})"
-    yield "nodes, the order of sums between ranks on GPUs, and checkpoints: it begins at step 0"

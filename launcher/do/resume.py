@@ -13,7 +13,6 @@ import jinja2
 from launcher import paths
 from launcher import site as sites
 from launcher.check import preflight
-from launcher.do import models
 from launcher.do.submit import PlannedRun, context, plan, refuse, start
 from launcher.errors import (
     CookbookError,
@@ -287,8 +286,7 @@ def _recipe(run: Run, changes: Changes, executor: executors.Executor) -> Recipe:
     # Only what is not the kit's own trainer has paths that count from there.
     foreign = recipe.entry.own_code or recipe.entry.engine
     place = Path(str(origin)) if foreign and origin else file
-    recipe = sites.complete(replace(recipe, name=name, path=place), changes.site, executor)
-    return models.in_recipe(recipe, changes.site)
+    return sites.complete(replace(recipe, name=name, path=place), changes.site, executor)
 
 
 def _samples_per_step(recipe: Recipe, changes: Changes) -> int:

@@ -37,6 +37,8 @@ _MANY_SAMPLES = 20_000
 _VALIDATED_FROM = 200
 _GPUS = (1, 2, 4, 8)
 _NEW_TOKENS = 256
+# Samples that are printed.
+_SHOWN = 3
 _BASES = ("hub_lora", "hub_qlora")
 
 
@@ -82,15 +84,12 @@ class _Settings:
     steps_are: str = "passes over the data"
 
 
-def draft(
-    data: str, model: str, file: Path, site: Site, executor: Executor, shown: int = 3
-) -> Draft:
+def draft(data: str, model: str, file: Path, site: Site, executor: Executor) -> Draft:
     """Return a recipe for data and model, as `file` will hold it; nothing is written.
 
     Args:
         data: a file, or prepared:NAME@SPLIT.
         model: a folder, or ORGANISATION/NAME of the hub.
-        shown: how many samples are decoded.
 
     Raises:
         UsageFault: the data or the model cannot be used.
@@ -126,7 +125,7 @@ def draft(
     }
     with TemporaryDirectory() as place:
         drafts = _Drafts(Path(place) / file.name, values, Path(folder).name, site)
-        findings, datasets = drafts.samples(executor, shown)
+        findings, datasets = drafts.samples(executor)
         answer = _NEW_TOKENS * samples_answers
         settings = drafts.fitting(_by_data(_Settings(), datasets, answer))
         tokens = None
@@ -145,20 +144,7 @@ def _data(data: str) -> tuple[dict[str, Any], str]:
     """Return the dataset block and the form in words."""
     if prepared.reference(data):
         return prepared.expanded(data), f"{data}, made by cookbook prepare"
-    path = Path(data).expanduser()
-    if path.is_dir() or path.suffix.lower() not in own_data.SUFFIXES:
-        if path.suffix in (".yaml", ".yml"):
-            raise UsageFault(
-                f"{data} is a recipe or a config, and no data file: start it with cookbook submit "
-                f"{shlex.quote(data)}; for a recipe of your own see docs/coming_from.md"
-            )
-        kind = "is a folder" if path.is_dir() else "is no data file"
-        raise UsageFault(
-            f"{data} {kind}: its name must end in one of {', '.join(own_data.SUFFIXES)}; or give "
-            f"{prepared.EXAMPLE}"
-        )
-    read_data = own_data.read(data)
-    return read_data.block, read_data.summary
+    return own_data.read(data)
 
 
 @dataclass(frozen=True)
@@ -179,7 +165,7 @@ class _Drafts:
         self.path.write_text(self.text(settings), encoding="utf-8")
         return recipes.load(str(self.path), overrides)
 
-    def samples(self, executor: Executor, shown: int) -> tuple[list[Finding], list[dict[str, Any]]]:
+    def samples(self, executor: Executor) -> tuple[list[Finding], list[dict[str, Any]]]:
         """The first samples, whole: their lengths decide."""
         overrides = ["~tokenizer.max_seq_len"]
         if self.values["samples_answers"]:
@@ -187,7 +173,7 @@ class _Drafts:
             column = self.values["dataset"]["column_map"]["prompt"]
             overrides.append(f"rewards={{any: {{function: exact_match, column: {column}}}}}")
         recipe = self.load(_Settings(packed=False), *overrides)
-        return samples.read(context(plan(recipe, self.site, executor)), shown)
+        return samples.read(context(plan(recipe, self.site, executor)), _SHOWN)
 
     def needs(self, settings: _Settings, tokens: int | None = None) -> Needs | None:
         """What a draft needs for this many tokens; None if its model is not known here."""

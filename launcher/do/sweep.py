@@ -24,7 +24,6 @@ from launcher.do.submit import (
     submitted_now,
 )
 from launcher.errors import (
-    CookbookError,
     RecipeFault,
     RunFault,
     SlurmFault,
@@ -32,16 +31,16 @@ from launcher.errors import (
     UsageFault,
 )
 from launcher.recipe import load as recipes
-from launcher.recipe.needs import needs
 from launcher.recipe.override import key_of
 from launcher.recipe.sweep import Cell, Sweep
 from launcher.run import built, code, directory, sweeps
 from launcher.run.directory import Run
-from launcher.run.states import State, judged
+from launcher.run.states import State, judged, state_of
 from launcher.run.sweeps import SweepDirectory
 from launcher.site import Site
 from launcher.slurm import executors, jobs, render
-from launcher.slurm.executors import Arrays, Executor
+from launcher.slurm.executor import living_tasks, start_array
+from launcher.slurm.executors import Executor
 from runspec import files
 
 Say = Callable[[str], None]
@@ -153,23 +152,9 @@ def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
             if finding.state == "failed"
         ]
         for finding in failed:
-            # A run that does not fit comes to no checkpoint, which would need space.
-            of_memory = finding.subject == "GPU memory"
-            if not of_memory and not (finding.subject == "disk space" and not _fits(planned, run)):
+            if finding.subject != "GPU memory":
                 by_fault.setdefault(_repeatable(finding.line, run, cell), []).append(cell.name)
     return _with_cells(by_fault, len(planned.cells))
-
-
-def _fits(planned: PlannedSweep, run: PlannedRun) -> bool:
-    """Whether a run is predicted to fit, or nobody knows."""
-    site, resources = planned.site, run.recipe.resources
-    gpu = planned.sweep.gpu or site.gpu
-    try:
-        config = run.recipe.resolved(site.root, "run")
-        found = needs(config, resources.nodes, resources.gpus_per_node, gpu)
-        return found is None or found.fits
-    except CookbookError:
-        return True
 
 
 def _repeatable(fault: str, run: PlannedRun, cell: Cell) -> str:
@@ -197,7 +182,7 @@ def submit_sweep(
         built.ensure(environment, planned.site.root, say)
     kit = code.present(planned.site.root)
     made: list[Run] = []
-    token, arrays = executors.token(planned.path.name), planned.executor.arrays
+    token, arrays = executors.token(planned.path.name), planned.executor.queued
     with interrupted_later():
         try:
             for cell in planned.cells:
@@ -212,7 +197,7 @@ def submit_sweep(
             raise
         sweep.name_runs()
         if arrays:
-            _start_arrays(arrays, sweep, planned.arrays, planned.parallel)
+            _start_arrays(sweep, planned.arrays, planned.parallel)
     return sweep
 
 
@@ -240,9 +225,7 @@ def _record(planned: PlannedSweep, token: str) -> dict[str, Any]:
     }
 
 
-def _start_arrays(
-    executor: Arrays, sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parallel: int
-) -> None:
+def _start_arrays(sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parallel: int) -> None:
     """Start these tasks of a sweep's arrays; each array begins when the one before it has ended.
 
     So the limit on parallel runs holds for all of them together.
@@ -257,9 +240,7 @@ def _start_arrays(
             script, known = sweep.path / files.ARRAY_SCRIPT.format(place), {"tasks": list(tasks)}
             try:
                 earlier = {str(job["job_id"]) for job in sweep.record["jobs"]}
-                job = executor.start_array(
-                    script, record["token"], lease, earlier, tasks, parallel, after
-                )
+                job = start_array(script, record["token"], lease, earlier, tasks, parallel, after)
             except SlurmTimeout:
                 raise
             except SlurmFault as fault:
@@ -286,7 +267,7 @@ def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:
 
 
 def resume_sweep(
-    sweep: SweepDirectory, executor: Arrays, say: Say, parallel: int | None = None
+    sweep: SweepDirectory, say: Say, parallel: int | None = None
 ) -> list[dict[str, Any]]:
     """Start again the cells that have ended and are not done, each from its checkpoint.
 
@@ -300,7 +281,7 @@ def resume_sweep(
     """
     record = sweep.record
     sweep.name_runs()
-    alive = executor.living_tasks(record["token"])
+    alive = living_tasks(record["token"])
     again = [
         cell for cell, state in unfinished(sweep) if state.ended and cell["number"] not in alive
     ]
@@ -318,7 +299,7 @@ def resume_sweep(
                 {**run.submission, "array": record["token"], "task": cell["number"]},
             )
     arrays = [[task for task in tasks if task in chosen] for tasks in record["arrays"]]
-    _start_arrays(executor, sweep, arrays, parallel or int(record["parallel"]))
+    _start_arrays(sweep, arrays, parallel or int(record["parallel"]))
     return again
 
 
@@ -334,10 +315,8 @@ def _nothing_left(sweep: SweepDirectory) -> str:
     )
 
 
-def run_here(
-    sweep: SweepDirectory, executor: Executor, say: Say, parallel: int | None = None
-) -> None:
-    """Run the cells that are not done as jobs of their own, and return when all have ended.
+def run_here(sweep: SweepDirectory, executor: Executor, say: Say) -> None:
+    """Run the cells that are not done as jobs of their own, one after the other.
 
     Raises:
         UsageFault: there is none.
@@ -347,27 +326,15 @@ def run_here(
     left = [cell for cell, state in unfinished(sweep) if state.ended]
     if not left:
         raise UsageFault(_nothing_left(sweep))
-    count, limit = len(left), parallel or int(sweep.record["parallel"])
-    working: dict[str, dict[str, Any]] = {}
-    done = 0
-    while left or working:
-        while left and len(working) < limit:
-            cell = left.pop(0)
-            run = sweep.run_of(cell)
-            with (
-                directory.locked(run) as lease,
-                script_of_today(run, executor, say) as changes,
-            ):
-                start(run, executor, lease, changes)
-            working[run.name] = cell
-            say(f"started {run.name}: {cell['name']}")
-        time.sleep(0.5)
-        for run, state in judged([sweep.run_of(cell) for cell in working.values()]):
-            if not state.ended:
-                continue
-            done += 1
-            cell, detail = working.pop(run.name), f" ({state.detail})" if state.detail else ""
-            say(f"{done}/{count} {state.word}: {cell['name']}{detail}")
+    for number, cell in enumerate(left, 1):
+        run = sweep.run_of(cell)
+        with directory.locked(run) as lease, script_of_today(run, executor, say) as changes:
+            start(run, executor, lease, changes)
+        say(f"started {run.name}: {cell['name']}")
+        while not (state := state_of(run)).ended:
+            time.sleep(0.5)
+        detail = f" ({state.detail})" if state.detail else ""
+        say(f"{number}/{len(left)} {state.word}: {cell['name']}{detail}")
 
 
 def cancel_all(runs: Sequence[Run]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 from launcher.look.text import is_number
@@ -13,50 +12,23 @@ Point = tuple[float, float]
 MOST_POINTS = 2000
 
 
-@dataclass
-class Curves:
-    """A run's metrics by name, and the steps at which its attempts began."""
-
-    run: str
-    points: dict[str, list[Point]] = field(default_factory=dict)
-    attempts: list[tuple[float, str]] = field(default_factory=list)
-
-    @property
-    def last_step(self) -> float:
-        return max((line[-1][0] for line in self.points.values() if line), default=0.0)
-
-
-def read(run: Run, names: Sequence[str]) -> Curves:
-    """Return the curves of a run; a line of its metrics that is cut short is left out."""
-    curves = Curves(run.name, {name: [] for name in names})
-    times: list[Point] = []
+def read(run: Run, names: Sequence[str]) -> dict[str, list[Point]]:
+    """Return the curves that a run has, by name; a damaged line of its metrics is left out."""
+    points: dict[str, list[Point]] = {name: [] for name in names}
     for row in run.metrics:
-        step, when = row.get("step"), row.get("time")
-        if not is_number(step):
-            continue
-        if is_number(when):
-            times.append((when, step))
-        for name in names:
-            value = row.get(name)
-            if is_number(value):
-                curves.points[name].append((step, value))
-    curves.points = {name: thinned(line) for name, line in curves.points.items() if line}
-    ended = run.attempts
-    for attempt in [*ended[1:], *([run.status] if ended else [])]:
-        began = attempt.get("started")
-        if is_number(began) and attempt.get("attempt") != ended[0].get("attempt"):
-            step = next((step for when, step in times if when >= began), None)
-            mark = f"attempt {attempt.get('attempt')}"
-            if step is not None and mark not in [label for _, label in curves.attempts]:
-                curves.attempts.append((step, mark))
-    return curves
+        step = row.get("step")
+        if is_number(step):
+            for name, line in points.items():
+                if is_number(value := row.get(name)):
+                    line.append((step, value))
+    return {name: thinned(line) for name, line in points.items() if line}
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Return at most this many points: of each part of the curve its lowest and its highest one."""
-    if len(points) <= most:
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return at most MOST_POINTS points: of each part of a curve its lowest and its highest one."""
+    if len(points) <= MOST_POINTS:
         return list(points)
-    parts = most // 2 - 1  # and the ends
+    parts = MOST_POINTS // 2 - 1  # and the ends
     bounds = [len(points) * k // parts for k in range(parts + 1)]
     kept: list[Point] = []
     for begin, end in pairwise(bounds):

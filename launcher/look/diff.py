@@ -1,18 +1,15 @@
 """What is different between two runs: configuration, code, packages, data, outcome."""
 
-import difflib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from launcher import paths
-from launcher.look.outcome import configuration, outcome
-from launcher.look.text import number, percent, plain
+from launcher.look.outcome import configuration
+from launcher.look.results import compare, table
+from launcher.look.text import plain
 from launcher.run.directory import Run
-from launcher.run.states import states
-
-# Lines of a change of code that are shown.
-_SHOWN_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,6 @@ class Difference:
     name: str
     before: Any
     after: Any
-    lines: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -89,9 +85,7 @@ def _code(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Difference]
     yield from mapped("code", _some(before, ("commit",)), _some(after, ("commit",)))
     old, new = str(before.get("diff") or ""), str(after.get("diff") or "")
     if old != new:
-        lines = difflib.unified_diff(old.splitlines(), new.splitlines(), "A", "B", "", "", 0, "")
-        shown = tuple(line for line in lines if not line.startswith(("---", "+++", "@@")))
-        yield Difference("code", "uncommitted changes", _size(old), _size(new), shown)
+        yield Difference("code", "uncommitted changes", _size(old), _size(new))
     if before.get("untracked") != after.get("untracked"):
         yield Difference("code", "untracked files", _names(before), _names(after))
 
@@ -111,10 +105,8 @@ def verdict(changed: list[Difference]) -> str:
     # One commit may change many things, and so may a package; each counts as one here.
     if len(changed) == 1:
         return f"one thing changed: {changed[0].part}, {changed[0].text}"
-    parts: dict[str, int] = {}
-    for each in changed:
-        parts[each.part] = parts.get(each.part, 0) + 1
-    counted = ", ".join(f"{count} in {part}" for part, count in parts.items())
+    counts = Counter(each.part for each in changed)
+    counted = ", ".join(f"{count} in {part}" for part, count in counts.items())
     return f"{len(changed)} things changed ({counted}): the outcome cannot be attributed to one"
 
 
@@ -128,35 +120,8 @@ def lines(one: Run, other: Run) -> Iterator[str]:
         for each in changed:
             if each.part == part:
                 yield plain(f"  {each.text}")
-                yield from (plain(f"    {line}") for line in each.lines[:_SHOWN_LINES])
-                if len(each.lines) > _SHOWN_LINES:
-                    yield f"    and {len(each.lines) - _SHOWN_LINES} more lines"
     yield "outcome"
-    yield from _outcomes(one, other)
+    rows, _ = compare([one, other])
+    rows.sort(key=lambda row: bool(row["run"] != one.name))
+    yield from (f"  {line}" for line in table(rows, ()))
     yield plain(verdict(changed))
-
-
-_FIGURES = (
-    ("state", str),
-    ("step", lambda value: number(value, ",")),
-    ("val_loss", lambda value: number(value, ".4f")),
-    ("loss_last_tenth", lambda value: number(value, ".4f")),
-    ("tokens_per_second_per_gpu", lambda value: number(value, ",.1f")),
-    ("mfu", percent),
-    ("peak_measured_gib", lambda value: number(value, ".2f")),
-    ("gpu_hours", lambda value: number(value, ",.4g")),
-)
-
-
-def _outcomes(one: Run, other: Run) -> Iterator[str]:
-    known = states([one, other])
-    first, second = (outcome(run, known[run.name]) for run in (one, other))
-    for name, form in _FIGURES:
-        before, after = first[name], second[name]
-        if before is None and after is None:
-            continue
-        change = ""
-        if isinstance(before, int | float) and isinstance(after, int | float) and before:
-            change = f"  ({100 * (after - before) / abs(before):+.1f} %)"
-        values = ["-" if value is None else form(value) for value in (before, after)]
-        yield plain(f"  {name:<26} {values[0]:>12}  {values[1]:>12}{change}")

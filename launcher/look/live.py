@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,16 +31,8 @@ _STEPS, _LINES = 4000, 50
 _NOTHING = State("...", "nobody", "querying Slurm")
 # From a Run, its State and its newest logged steps, oldest first, to lines of a plug-in.
 _HOOK = "live_lines"
-# The trainer's line of a step (trainer/metrics.py), and what is left out of it first.
+# The trainer's line of a step (trainer/metrics.py).
 _STEP = re.compile(r"step +\d+/\d+  ")
-_FIELDS = (
-    re.compile(r"  grad norm +\S+"),
-    re.compile(r"  mem +\S+ GiB"),
-    re.compile(r"  epoch +\S+"),
-    re.compile(r"  lr \S+"),
-    re.compile(r"  MFU +\S+ %"),
-    re.compile(r"  +\S+ tok/s/GPU"),
-)
 
 
 class View:
@@ -94,10 +85,7 @@ class View:
         attempts = [_attempt(each) for each in run.attempts[-3:]]
         parts += [Text(each, no_wrap=True, overflow="ellipsis") for each in attempts]
         room = max(1, height - len(parts) - 2)
-        newest = [
-            fitted(line, width - 4) if _STEP.match(line) else line
-            for line in list(self._lines)[-room:]
-        ]
+        newest = list(self._lines)[-room:]
         parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in newest]
         title = Text(f"{self.run.name}  ").append(state.word, style=f"bold {colour}")
         return Panel(Group(*parts), title=title, title_align="left", border_style=colour)
@@ -145,15 +133,6 @@ class View:
         return Text(", ".join(known) or "no step is logged yet", no_wrap=True, overflow="ellipsis")
 
 
-def fitted(line: str, width: int) -> str:
-    """Return a step's line in at most `width` characters; the least important fields go first."""
-    for field in _FIELDS:
-        if len(line) <= width:
-            break
-        line = field.sub("", line, count=1)
-    return line if len(line) <= width else f"{line[: max(0, width - 1)]}…"
-
-
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return a curve in this many characters: the mean of each part, the highest bar the most."""
     count = min(width, len(values))
@@ -169,21 +148,15 @@ def _attempt(record: dict[str, Any]) -> str:
     return plain(f"attempt {record.get('attempt')} {record.get('cause')}{message}")
 
 
-def watch_live(runs: Sequence[Run], console: Console | None = None) -> list[State]:
+def watch_live(runs: Sequence[Run]) -> list[State]:
     """Show runs until they have ended; return their last states."""
-    console = console or Console()
-    states, views = States(), [View(run) for run in runs]
+    console, views = Console(), [View(run) for run in runs]
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
-            known = {run.name: states.look(run) for run in runs}
+        for known in States().followed(runs, 1.0):
             height = max(8, (console.height - 1) // len(runs))
             panels = [
                 view.panel(known[view.run.name] or _NOTHING, console.width, height)
                 for view in views
             ]
             live.update(Group(*panels), refresh=True)
-            left = [run for run in runs if not states.ended(run, known[run.name])]
-            if not left:
-                return [state for state in known.values() if state is not None]
-            states.ask(left)
-            time.sleep(1.0)
+    return [state for state in known.values() if state is not None]

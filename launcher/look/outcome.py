@@ -12,7 +12,6 @@ from launcher.recipe.needs import needs
 from launcher.run.directory import Run
 from launcher.run.states import State
 from runspec import files
-from runspec.usage import gpu_hours
 
 # Keys of a recipe that say nothing about what is trained, or differ in every run.
 _NOT_SETTINGS = ("output_dir", "description", "prepare", "share", "hub")
@@ -66,11 +65,11 @@ def outcome(run: Run, state: State, recipe: Mapping[str, Any] | None = None) -> 
     measured = [each.get("peak_memory_reserved_gb") for each in metrics]
     peaks = [value for value in measured if isinstance(value, int | float)]
     gpus = (values["node_count"] or 0) * (values["gpus_per_node"] or 0)
-    # An attempt knows the GPUs of its own allocation, which spare nodes are part of.
+    # An attempt knows the GPUs of its own allocation.
     attempts = [{"gpus": gpus, **line} for line in run.attempts]
     running = {"gpus": gpus, **run.own_status, "ended": time.time()}
     now = [running] if running.get("state") == "RUNNING" and not state.ended else []
-    hours = gpu_hours([*attempts, *now]) if attempts or now else None
+    hours = _gpu_hours([*attempts, *now]) if attempts or now else None
     return {
         "run": run.name,
         "recipe": values["recipe"],
@@ -126,3 +125,17 @@ def predicted_gib(
     except (CookbookError, KeyError, TypeError, ValueError):
         # The user's own script, a recipe of another version, or one that was edited by hand.
         return None
+
+
+def _gpu_hours(attempts: Iterable[Mapping[str, Any]]) -> float:
+    """Return the GPU-hours of lines of attempts.jsonl, those that brought nothing included.
+
+    A line without times and GPUs, from a broken record, counts nothing.
+    """
+    used = 0.0
+    for line in attempts:
+        numbers = [line.get(key) for key in ("started", "ended", "gpus")]
+        if all(isinstance(number, int | float) for number in numbers):
+            started, ended, gpus = numbers
+            used += max(0.0, ended - started) * gpus / 3600  # type: ignore[operator]
+    return used

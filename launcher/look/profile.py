@@ -1,129 +1,26 @@
-"""Where the time of a run's profiled steps goes, by rank, and one thing to try."""
+"""The slowest operators of a run's profiled steps, as torch.profiler has counted them."""
 
-from collections.abc import Iterator, Sequence
-from statistics import mean, median
-from typing import Any
+from collections.abc import Iterator
 
-from launcher.errors import RunFault, UsageFault
-from launcher.look import trace
+from launcher.errors import UsageFault
 from launcher.look.text import plain
-from launcher.look.trace import RankTime
 from launcher.run.directory import Run
-from runspec import adapters, files
-
-_PARTS = ("compute", "exposed_communication", "copies", "data_loading", "idle")
-_HEADS = ("COMPUTE", "EXPOSED COMM", "COPIES", "DATA", "IDLE")
-# A rank whose own time exceeds that of the others by this much delays them.
-_SLOW = 0.05
-# From this share on a part is worth a change of settings.
-_WORTH = {"data_loading": 0.05, "copies": 0.1, "exposed_communication": 0.15, "idle": 0.25}
+from runspec import files
 
 
-def ranks(run: Run) -> tuple[list[RankTime], list[str]]:
-    """Return where the time of each traced rank went, and what is wrong with other traces.
+def lines(run: Run, top: int) -> Iterator[str]:
+    """Yield the first operators of the first profiled rank, and where the other figures are.
 
     Raises:
-        UsageFault: the run has no trace.
-        RunFault: none of its traces can be read.
+        UsageFault: no rank has written a profile.
     """
-    paths = trace.newest(run.path / files.PROFILE)
-    if not paths:
-        raise UsageFault(
-            f"{run.name} has no profiler trace: submit its recipe again with --profile"
-        )
-    times, faults = [], []
-    for rank, path in paths.items():
-        try:
-            times.append(trace.read(path, rank))
-        except RunFault as fault:
-            faults += fault.faults
-    if not times:
-        raise RunFault(faults)
-    return times, faults
-
-
-def slowest(times: Sequence[RankTime]) -> tuple[RankTime, float] | None:
-    """Return the rank that the others wait for, and by how many seconds per step; None for one.
-
-    In a step that ends in a collective all ranks take as long as the slowest. It is the one that
-    waits least: its time less exposed communication is compared with the median of the others.
-    """
-    if len(times) < 2:
-        return None
-    last = max(times, key=lambda each: each.own / each.steps)
-    others = median(each.own / each.steps for each in times if each is not last)
-    return last, last.own / last.steps - others
-
-
-def advice(times: Sequence[RankTime], config: dict[str, Any]) -> str:
-    """Return one sentence on what to try."""
-    step_s = mean(each.total / each.steps for each in times)
-    shares = {part: mean(getattr(each, part) / each.total for each in times) for part in _PARTS}
-    slow = slowest(times)
-    if slow and slow[1] > _SLOW * step_s:
-        rank, seconds = slow
-        return (
-            f"rank {rank.rank} delays the others by {seconds * 1e3:.1f} ms per step "
-            f"({100 * seconds / step_s:.0f} %): give all ranks equal work (dataset.packed=true), "
-            "and check its node with cookbook doctor"
-        )
-    worst = max(_WORTH, key=lambda part: shares[part] / _WORTH[part])
-    share = f"{100 * shares[worst]:.0f} % of a step"
-    if shares[worst] < _WORTH[worst]:
-        change = "compile=true" if not config.get("compile") else "enable_fp8_training=true"
-        full = adapters.name_of(config.get("model") or {}) is None
-        if not times[0].on_gpu or (config.get("compile") and not full):
-            change = "fewer, larger operators (a larger batch_size)"
-        share = f"{100 * shares['compute']:.0f} % of a step is compute"
-        return f"{share}, so only faster operators help: look at the first ones above, try {change}"
-    if worst == "data_loading":
-        change = "raise num_workers"
-        return f"ranks wait for data in {share}: {change}, or put data on a faster disk"
-    if worst == "copies":
-        change = "leave fsdp_cpu_offload and enable_activation_offloading out if memory allows"
-        if not times[0].on_gpu:
-            change = "a lower precision or a larger batch_size makes them fewer"
-        return f"{share} is copies between or within memories: {change}"
-    if worst == "exposed_communication":
-        return (
-            f"ranks wait for the network in {share}: raise batch_size or "
-            "gradient_accumulation_steps, or shard within a node (data_parallel_replicate_dim = "
-            "number of nodes)"
-        )
-    if not times[0].on_gpu:
-        return f"no operator runs in {share}: Python itself uses the time; raise batch_size"
-    return f"the GPU waits for Python in {share}: try compile=true, or raise batch_size"
-
-
-def lines(run: Run, times: Sequence[RankTime], config: dict[str, Any], top: int) -> Iterator[str]:
-    """Yield the table, torch's own of the operators, the slowest rank and what to try."""
-    world = [run.asked[key] for key in ("nodes", "gpus_per_node")]
-    total = world[0] * world[1] if all(world) else None
-    traced = f"{len(times)} of {total} ranks" if total else f"{len(times)} ranks"
-    steps = f"{times[0].steps} step{'s' if times[0].steps != 1 else ''}"
-    yield f"{run.name}: {steps}, traced on {traced} ({'GPU' if times[0].on_gpu else 'CPU'})"
-    yield "RANK  STEP       " + "  ".join(f"{head:>12}" for head in _HEADS) + "      ALL COMM"
-    for each in times:
-        step = f"{each.total / each.steps * 1e3:,.1f} ms"
-        shares = [f"{100 * getattr(each, part) / each.total:.1f} %" for part in _PARTS]
-        comm = f"{100 * each.communication / each.total:.1f} %"
-        yield f"{each.rank:<5} {step:<11}" + "  ".join(f"{t:>12}" for t in (*shares, comm))
-    yield from _operators(run, times[0].rank, top)
-    if slow := slowest(times):
-        rank, seconds = slow
-        share = 100 * seconds / (rank.total / rank.steps)
-        yield (
-            f"slowest    rank {rank.rank}: {max(0.0, seconds) * 1e3:.1f} ms per step "
-            f"({max(0.0, share):.1f} %) more than the median of the others"
-        )
-    yield f"try        {advice(times, config)}"
-
-
-def _operators(run: Run, rank: int, top: int) -> Iterator[str]:
-    """Yield the first rows of torch.profiler's table, which the rank has written."""
-    path = run.path / files.PROFILE / f"summary_rank_{rank}.txt"
-    if path.is_file():
-        yield f"operators of rank {rank}, by torch.profiler ({path}):"
-        # A rule, the heads and a rule stand before them.
-        rows = path.read_text(encoding="utf-8", errors="replace").splitlines()[: 3 + top]
-        yield from (plain(row).rstrip() for row in rows)
+    tables = (run.path / files.PROFILE).glob("summary_rank_*.txt")
+    # By number: rank 10 comes after rank 2.
+    path = min(tables, key=lambda each: (len(each.name), each.name), default=None)
+    if path is None:
+        raise UsageFault(f"{run.name} has no profile: submit its recipe again with --profile")
+    yield f"{run.name}: operators by torch.profiler ({path}):"
+    # A rule, the heads and a rule stand before them.
+    rows = path.read_text(encoding="utf-8", errors="replace").splitlines()[: 3 + top]
+    yield from (plain(row).rstrip() for row in rows)
+    yield f"computation and communication of each rank: cookbook tensorboard {run.name}"

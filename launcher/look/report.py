@@ -1,4 +1,4 @@
-"""Runs as one self-contained HTML file: curves, outcome, attempts, profile, what made them."""
+"""Runs as one self-contained HTML file: curves, outcome, attempts, what made them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +9,8 @@ from typing import Any
 import jinja2
 
 from launcher import paths
-from launcher.errors import CookbookError, RunFault
-from launcher.look import curves, profile, results
-from launcher.look.curves import Curves
-from launcher.look.outcome import resolved
+from launcher.errors import RunFault
+from launcher.look import curves, results
 from launcher.look.text import plain
 from launcher.plugins import hooks
 from launcher.run.directory import Run
@@ -31,7 +29,7 @@ _CHARTS = {
     "grad_norm": "Gradient norm",
     "lr": "Learning rate",
 }
-# The first step after a start compiles, and sets no scale of these.
+# The first step after a start compiles: the slowest 5 % of the steps set no scale of these.
 _COMPILED = frozenset({"step_time_s", "tokens_per_second_per_gpu", "mfu"})
 # A chart's size in its own units, and its margins: left, right, top, bottom.
 _WIDTH, _HEIGHT = 720, 240
@@ -51,12 +49,8 @@ class Section:
     charts: Mapping[str, str] = field(default_factory=dict)
 
 
-def write(
-    runs: Sequence[Run],
-    target: Path,
-    price: float | None = None,
-) -> list[str]:
-    """Write a report of runs, the whole file or nothing; return what was passed over.
+def write(runs: Sequence[Run], target: Path, price: float | None = None) -> None:
+    """Write a report of runs, the whole file or nothing.
 
     Raises:
         RunFault: the file cannot be written.
@@ -69,25 +63,13 @@ def write(
     for parts in sections:
         for _, section in parts:
             charts |= section.charts
-    read = [curves.read(run, list(charts)) for run in ordered]
-    profiles, faults = [], []
-    for run in ordered:
-        if not (run.path / files.PROFILE).is_dir():
-            continue
-        try:
-            times, wrong = profile.ranks(run)
-            faults += wrong
-            profiles.append([*profile.lines(run, times, resolved(run), top=8)])
-        except CookbookError as error:
-            faults += error.faults
     text = _template().render(
         title=_title(ordered),
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         table=results.cells(rows, keys),
-        charts=[_chart(title, name, read) for name, title in charts.items() if _has(read, name)],
+        charts=[*_charts(charts, ordered)],
         names=[_legend(run) for run in ordered],
         attempts=[(run.name, _attempts(run)) for run in ordered],
-        profiles=profiles,
         sections=[
             shown for parts in sections if (shown := [each for each in parts if each[1].lines])
         ],
@@ -98,7 +80,6 @@ def write(
     except OSError as error:
         message = f"cannot write {target}: {error.strerror}"
         raise RunFault(f"{message}: choose another file with --output") from error
-    return faults
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -127,19 +108,37 @@ def _template() -> jinja2.Template:
     return environment.get_template(TEMPLATE)
 
 
-def _has(read: Sequence[Curves], name: str) -> bool:
-    return any(each.points.get(name) for each in read)
+def _charts(charts: Mapping[str, str], runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """Yield the charts of the metrics that a run has."""
+    read = [curves.read(run, list(charts)) for run in runs]
+    last = max((line[-1][0] for each in read for line in each.values()), default=0) or 1.0
+    for name, title in charts.items():
+        lines = [(run.name, each.get(name, [])) for run, each in zip(runs, read, strict=True)]
+        if any(points for _, points in lines):
+            yield _chart(
+                title, _span(name, [value for _, line in lines for _, value in line]), lines, last
+            )
 
 
-def _chart(title: str, name: str, read: Sequence[Curves]) -> dict[str, Any]:
-    """Return a chart's lines, marks and axes in its own units."""
-    values = [value for each in read for _, value in each.points.get(name, [])]
-    if name in _COMPILED:
-        values = [value for each in read for value in _warm(each, name)] or values
-    low, high = min(values), max(values)
+def _span(name: str, values: Sequence[float]) -> tuple[float, float]:
+    """Return the lowest and the highest value of a chart's axis."""
+    shown, slowest = sorted(values), max(1, len(values) // 20)
+    if name in _COMPILED and len(values) > 1:
+        shown = shown[:-slowest] if name == "step_time_s" else shown[slowest:]
+    low, high = shown[0], shown[-1]
     if low == high:
-        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
-    last = max(each.last_step for each in read) or 1.0
+        return low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
+    return low, high
+
+
+def _chart(
+    title: str,
+    span: tuple[float, float],
+    lines: Sequence[tuple[str, Sequence[curves.Point]]],
+    last: float,
+) -> dict[str, Any]:
+    """Return a chart's lines and axes in its own units."""
+    low, high = span
 
     def x(step: float) -> str:
         return f"{_LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last:.1f}"
@@ -155,34 +154,16 @@ def _chart(title: str, name: str, read: Sequence[Curves]) -> dict[str, Any]:
         "height": _HEIGHT,
         "left": _LEFT,
         "right": _WIDTH - _RIGHT,
-        "top": _TOP,
         "bottom": _HEIGHT - _BOTTOM,
         "lines": [
-            (
-                number,
-                each.run,
-                " ".join(f"{x(step)},{y(value)}" for step, value in each.points.get(name, [])),
-            )
-            for number, each in enumerate(read)
-        ],
-        "marks": [
-            (number, x(step), f"{label} of {each.run} begins after step {step - 1:,.0f}")
-            for number, each in enumerate(read)
-            for step, label in each.attempts
+            (number, name, " ".join(f"{x(step)},{y(value)}" for step, value in points))
+            for number, (name, points) in enumerate(lines)
         ],
         "x_ticks": [
             (x(step), f"{step:,.0f}") for step in curves.ticks(0, last, 7) if step == round(step)
         ],
         "y_ticks": [(y(value), f"{value:,.4g}") for value in curves.ticks(low, high)],
     }
-
-
-def _warm(run: Curves, name: str) -> Iterator[float]:
-    """Yield the values of a curve but those of the first logged step of each attempt."""
-    points = run.points.get(name, [])
-    starts = [0.0, *(step for step, _ in run.attempts)]
-    first = {next((step for step, _ in points if step >= start), None) for start in starts}
-    yield from (value for step, value in points if step not in first)
 
 
 def _attempts(run: Run) -> list[list[str]]:

@@ -1,12 +1,9 @@
 """Runs side by side: the settings that differ against what came of them."""
 
-import csv
-import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from launcher.errors import UsageFault, nearest
 from launcher.look.outcome import outcome, resolved, settings
 from launcher.look.text import number, percent, plain
 from launcher.run.directory import Run
@@ -32,7 +29,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 # A setting is cut to this many characters where a person reads it.
 _WIDEST = 32
-FORMATS = ("table", "csv", "json")
 
 
 def compare(runs: Sequence[Run], price: float | None = None) -> tuple[list[Result], list[str]]:
@@ -61,48 +57,22 @@ def compare(runs: Sequence[Run], price: float | None = None) -> tuple[list[Resul
     return rows, keys
 
 
-def ordered(rows: list[Result], by: str | None) -> list[Result]:
-    """Return rows sorted by a key, -key for the highest first; those that lack it come last.
-
-    By default it is val_loss if a run has one, else the mean loss of the last 10 % of the steps.
+def ordered(rows: Sequence[Result]) -> list[Result]:
+    """Return rows by their val_loss if a run has one, else by the mean loss of the last 10 % of the
+    steps, the lowest first; those that lack it come last.
     """
-    if by is None:
-        validated = any(row["val_loss"] is not None for row in rows)
-        by = "val_loss" if validated else "loss_last_tenth"
-    key, falling = by.removeprefix("-"), by.startswith("-")
-    known = [*(rows[0] if rows else ()), *(rows[0]["settings"] if rows else ())]
-    if rows and key not in known:
-        given = ", ".join(name for name in known if name != "settings")
-        raise UsageFault(f"--sort {by}: there is no such column{nearest(key, known)}: {given}")
-
-    def value(row: Result) -> Any:
-        return row[key] if key in row else row["settings"].get(key)
-
-    have = [row for row in rows if value(row) is not None]
-    mixed = len({isinstance(value(row), int | float) for row in have}) > 1
-    have.sort(key=lambda row: str(value(row)) if mixed else value(row), reverse=falling)
-    return [*have, *(row for row in rows if value(row) is None)]
+    validated = any(row["val_loss"] is not None for row in rows)
+    by = "val_loss" if validated else "loss_last_tenth"
+    return sorted(rows, key=lambda row: (row[by] is None, row[by] or 0.0))
 
 
-def shown(rows: Sequence[Result], keys: Sequence[str], form: str) -> str:
-    """Return rows as table, csv or json."""
-    if form == "json":
-        return json.dumps(list(rows), indent=1)
-    if form == "csv":
-        text = io.StringIO()
-        names = [name for name in rows[0] if name != "settings"]
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*names, *map(plain, keys)])
-        for row in rows:
-            settings = (_value(row["settings"][key]) for key in keys)
-            writer.writerow([*(_harmless(row[name]) for name in names), *map(_harmless, settings)])
-        return text.getvalue().rstrip("\n")
+def table(rows: Sequence[Result], keys: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of rows for a person to read."""
     lines = cells(rows, keys)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    for line in lines:
+        texts = (f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
+        yield "  ".join(texts).rstrip()
 
 
 def cells(rows: Sequence[Result], keys: Sequence[str]) -> list[list[str]]:
@@ -125,11 +95,3 @@ def _value(value: Any) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
-
-
-def _harmless(value: Any) -> Any:
-    """A spreadsheet would compute text that begins like a formula; a terminal obeys others."""
-    if not isinstance(value, str):
-        return value
-    value = plain(value)
-    return f"'{value}" if value[:1] in "=+@\t" else value

@@ -1,19 +1,14 @@
 """Web servers for one user on 127.0.0.1 of this host, reached through ssh."""
 
 import getpass
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from launcher.errors import PreflightFault, UsageFault
-
-# Set by a laptop's cookbook --host, which reads from the messages where to forward a port to.
-LISTENING = "COOKBOOK_LISTENING"
 
 
 def free_port(wanted: int | None, ports: range) -> int:
@@ -39,16 +34,6 @@ def tunnel(port: int, node: str | None = None) -> str:
     return f"ssh -N {through}-L {port}:127.0.0.1:{port} {user}@{node or _host()}"
 
 
-def listening(host: str, port: int, path: str = "/") -> bool:
-    """Tell a laptop's cookbook --host where a server listens, for it to forward a port there.
-
-    Returns whether this command was called by one: then nobody has to type an ssh command.
-    """
-    if LISTENING in os.environ:
-        print(f"listens on {host}:{port}{path}", file=sys.stderr, flush=True)
-    return LISTENING in os.environ
-
-
 def _host() -> str:
     name = socket.getfqdn()
     return socket.gethostname() if name.startswith("localhost") else name
@@ -62,18 +47,10 @@ def end_with_signals() -> None:
         signal.signal(number, lambda received, _: sys.exit(128 + received))
 
 
-def run(argv: Sequence[str], env: Mapping[str, str], port: int) -> int:
-    """Run a server on a port of 127.0.0.1 until it ends or is interrupted; return its exit status.
-
-    A laptop gets the address once it answers.
-    """
+def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run a server until it ends or is interrupted; return its exit status."""
     process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL)
     try:
-        while process.poll() is None and LISTENING in os.environ:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                listening("127.0.0.1", port)
-                break
-            time.sleep(0.2)
         return process.wait()
     except KeyboardInterrupt:
         return 0

@@ -2,21 +2,14 @@
 
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
-from launcher.errors import UsageFault, nearest
 from launcher.look.text import duration, number, percent, plain
 from launcher.run.directory import Run
 from launcher.run.states import State, judged
 
-# The states of runs, and those that only Slurm reports.
-_STATES = (
-    "PENDING RUNNING RETRYING REQUEUED INTERRUPTED COMPLETED FAILED CANCELLED "
-    "UNKNOWN CONFIGURING COMPLETING SUSPENDED TIMEOUT PREEMPTED NODE_FAIL OUT_OF_MEMORY BOOT_FAIL "
-    "DEADLINE"
-)
-STATES = tuple(_STATES.split(" "))
 _COLOURS = {
     "COMPLETED": "green",
     "RUNNING": "cyan",
@@ -30,8 +23,6 @@ _COLOURS = {
 }
 # From the one that is missed least, if the terminal is too narrow for all.
 _LEFT_OUT_FIRST = ("JOB", "RECIPE", "MFU", "USED", "TOK/S/GPU", "SIZE", "LEFT", "LOSS", "STEP")
-# A reason that has less room than this on its run's line stands below it.
-_REASON_ROOM = 24
 
 Row = dict[str, Any]
 
@@ -122,43 +113,14 @@ def left_s(newest: dict[str, Any], total: Any) -> float | None:
     return None
 
 
-def chosen(
-    runs: Sequence[Run],
-    limit: int | None,
-    states: Iterable[str] = (),
-) -> tuple[list[Row], list[str]]:
-    """Return the rows of the newest runs that the filters let through, oldest first.
+def chosen(runs: Sequence[Run], limit: int | None = None) -> list[Row]:
+    """Return the rows of the newest runs, oldest first; a directory without records is no run.
 
-    Args:
-        limit: the maximum number of rows; None for all.
-        states: their states, in any case.
-
-    Returns:
-        The rows, and the names of the directories that were passed over because they hold nothing.
+    limit: the maximum number of rows; None for all.
     """
-    wanted_states = {_state(word) for text in states for word in text.split(",")}
-    torn: list[str] = []
-    picked: list[Run] = []
-    for run in runs[::-1]:
-        if len(picked) == limit and not wanted_states:
-            break
-        if run.torn:
-            torn.append(run.name)
-        else:
-            picked.append(run)
-    rows = [row(run, state) for run, state in judged(picked)]
-    rows = [each for each in rows if not wanted_states or each["state"] in wanted_states]
-    rows.sort(key=lambda each: each["run"])
-    return rows[-limit:] if limit else rows, sorted(torn)
-
-
-def _state(word: str) -> str:
-    if word.strip().upper() in STATES:
-        return word.strip().upper()
-    hint = nearest(word.strip().upper(), STATES)
-    raise UsageFault(
-        f"--state {word}: there is no such state{hint}: choose one of {', '.join(STATES)}"
-    )
+    picked = islice((run for run in reversed(runs) if not run.torn), limit)
+    rows = [row(run, state) for run, state in judged([*picked])]
+    return sorted(rows, key=lambda each: str(each["run"]))
 
 
 def table(
@@ -191,10 +153,6 @@ def table(
         line, reason = "  ".join(parts), plain(each["detail"])
         if room is None or len(reason) <= room:
             yield f"{line}  {reason}".rstrip()
-            continue
-        if room >= _REASON_ROOM and len(lines := textwrap.wrap(reason, room)) <= 2:
-            yield f"{line}  {lines[0]}"
-            yield from (" " * used + more for more in lines[1:])
             continue
         yield line.rstrip()
         indent = "    "

@@ -14,7 +14,6 @@ from launcher.run.directory import Run
 from launcher.run.states import State
 from launcher.slurm.executors import title
 from runspec import files
-from runspec.weights import gives_scores
 
 
 def summary(run: Run, state: State) -> Iterator[str]:
@@ -146,21 +145,9 @@ def _results(run: Run, state: State) -> Iterator[tuple[str, str]]:
     yield "model", _if_there(run.path / files.EXPORT)
     yield "adapter", _if_there(run.path / files.EXPORT / files.ADAPTER)
     if state.word == "COMPLETED" and (run.path / files.EXPORT / "config.json").is_file():
-        yield "in Python", _loading(run.path / files.EXPORT)
-        yield "", "the whole of it, also for PEFT: docs/runs.md, The exported model"
+        yield "in Python", "docs/runs.md, The exported model"
     if state.ended and state.word != "COMPLETED":
         yield "next", f"cookbook logs {run.name}; then cookbook resume {run.name}"
-
-
-def _loading(export: Path) -> str:
-    """Return the line of Python that loads a model, or its adapter if that is all there is."""
-    try:
-        kind = "SequenceClassification" if gives_scores(export) else "CausalLM"
-    except (OSError, files.DamagedFile) as error:
-        return f"(cannot be read: {error})"
-    if any(export.glob("*.safetensors")):
-        return f'AutoModelFor{kind}.from_pretrained("{export}")'
-    return f'AutoPeftModelFor{kind}.from_pretrained("{export / files.ADAPTER}")'
 
 
 def _if_there(path: Path) -> str:

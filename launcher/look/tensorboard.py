@@ -33,7 +33,6 @@ def serve(chosen: list[Run], port: int, say: Callable[[str], None]) -> int:
         argv = [str(program), f"--logdir={folder}", "--host=127.0.0.1", f"--port={port}"]
         # The profiler's tab logs every file that it opens, and warns about float64 tensors.
         environment = {**os.environ, "TORCH_PROFILER_LOG_LEVEL": "ERROR"}
-        if servers.LISTENING not in os.environ:
-            say(f"on your own machine:  {servers.tunnel(port)}")
-            say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")
-        return servers.run([*argv, "--load_fast=false"], environment, port)
+        say(f"on your own machine:  {servers.tunnel(port)}")
+        say(f"then open:            http://127.0.0.1:{port}/   (Ctrl-C here ends it)")
+        return servers.run([*argv, "--load_fast=false"], environment)

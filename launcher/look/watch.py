@@ -3,8 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 
 from launcher.look.logs import Tail
 from launcher.look.text import plain
@@ -62,6 +61,17 @@ class States:
         self._thread = threading.Thread(target=self._ask, args=[list(runs)], daemon=True)
         self._thread.start()
 
+    def followed(self, runs: Sequence[Run], poll_s: float) -> Iterator[dict[str, State | None]]:
+        """Yield what is known of runs, by their names, again and again until all have ended."""
+        while True:
+            known = {run.name: self.look(run) for run in runs}
+            yield known
+            left = [run for run in runs if not self.ended(run, known[run.name])]
+            if not left:
+                return
+            self.ask(left)
+            time.sleep(poll_s)
+
     def _ask(self, runs: Sequence[Run]) -> None:
         before = {run.name: own_state(run) for run in runs}
         for run, state in judged(runs):
@@ -73,10 +83,8 @@ def watch_all(runs: Sequence[Run], say: Callable[[str], None], poll_s: float = 1
 
     Of several runs each line begins with the run that it is of.
     """
-    states, tails = States(), {run.name: Tail(run) for run in runs}
+    tails = {run.name: Tail(run) for run in runs}
     said: dict[str, str] = {}
-    last: dict[str, State] = {}
-    left = list(runs)
 
     def show(run: Run) -> None:
         mark = f"{run.name} | " if len(runs) > 1 else ""
@@ -84,21 +92,16 @@ def watch_all(runs: Sequence[Run], say: Callable[[str], None], poll_s: float = 1
             shown = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar its last state
             say(plain(f"{mark}{shown}"))
 
-    while True:
-        for run in list(left):
-            state = states.look(run)
+    for known in States().followed(runs, poll_s):
+        for run in runs:
+            state = known[run.name]
             if state is not None and not state.ended:
                 text = f"{state.word}{f' ({state.detail})' if state.detail else ''}"
                 if text != said.get(run.name):
                     say(plain(f"{run.name}: {text}"))
                     said[run.name] = text
             show(run)
-            if state is not None and states.ended(run, state):
-                # Once more, for what was written while the state was looked at.
-                show(run)
-                last[run.name] = replace(state)
-                left.remove(run)
-        if not left:
-            return [last[run.name] for run in runs]
-        states.ask(left)
-        time.sleep(poll_s)
+    for run in runs:
+        # Once more, for what was written while the states were looked at.
+        show(run)
+    return [state for state in known.values() if state is not None]

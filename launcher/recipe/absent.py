@@ -26,6 +26,7 @@ KEYS = {
     "conda": _PACKAGES,
     "deepspeed": "the trainer uses FSDP, not DeepSpeed: leave it out, or start a script with "
     "entry: deepspeed:SCRIPT (docs/engines.md)",
+    "notify": "Slurm's mail is resources.mail_user and resources.mail_type",
     "on_policy_share": "only entry: distill_on_policy has it (docs/methods.md)",
     "context_parallel_dim": "sequences are not split over GPUs: use tensor_parallel_dim",
     "pipeline_parallel_dim": "layers are not split over GPUs: use tensor_parallel_dim and FSDP",
@@ -44,7 +45,5 @@ def file(name: str) -> str:
         start = f"cookbook submit my_{path.stem}.yaml --nodes 1 --gpus-per-node 8"
         return f"{name} is started by a recipe: {recipe}; {start} (docs/engines.md)"
     if batch_script.is_one(path):
-        keys = batch_script.recipe(path)
-        page = "docs/coming_from.md#coming-from-your-own-sbatch-script"
-        return f"{name} is a batch script; a recipe in its place has the lines {keys} ({page})"
+        return f"{name} is a batch script: write a recipe in its place ({batch_script.PAGE})"
     return ""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher import plugins
-from launcher.errors import RecipeFault, UsageFault, nearest, nearest_key
+from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipe import absent, batch_script
 from launcher.recipe.model import Content, Entry, Recipe
 from runspec.keys.common import COMMAND, COMMON, SCRIPT
-from runspec.keys.key import REQUIRED, Fault, Key, Keys, children, may_change
+from runspec.keys.key import Fault, Key, Keys
 from runspec.keys.methods import METHODS
 from runspec.keys.train import TrainConfig
 
@@ -115,7 +115,7 @@ def find(name: str) -> Entry:
         known = ", ".join(f"{each}..." if each.endswith(":") else each for each in rows())
         raise RecipeFault(
             f"entry {name!r} is not known{nearest(prefix + colon, rows())}: it is one of {known} "
-            "(cookbook recipes --key entry)"
+            "(docs/keys.md)"
         )
     return row
 
@@ -161,23 +161,3 @@ def all_keys() -> dict[str, Key]:
 def inner_keys() -> dict[str, Keys]:
     """Return the keys of each block inside an open block of all entries."""
     return {name: keys for entry in rows().values() for name, keys in entry.inner.items()}
-
-
-def explain(name: str) -> dict[str, Any]:
-    """Return the properties of a key, as JSON values; UsageFault with a hint if it is unknown."""
-    known = all_keys()
-    if name not in known:
-        hint = nearest(name, known) or nearest_key(name, known)
-        raise UsageFault(f"there is no key {name!r}{hint}: docs/keys.md lists all keys")
-    key = known[name]
-    return {
-        "key": name,
-        "type": key.expects,
-        "default": "(required)" if key.default is REQUIRED else key.default,
-        "help": key.help,
-        "entries": [each for each, entry in rows().items() if name in entry.keys],
-        "not_used": key.unused or None,
-        "refused": key.refused or None,
-        "may_change_at_resume": may_change(known, name),
-        "keys": {inner: each.help for inner, each in children(known, name).items()},
-    }

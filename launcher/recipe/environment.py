@@ -56,8 +56,6 @@ class Environment(EnvironmentKeys):
         """What to do about a package that it lacks; {} in the text is the package."""
         if self.is_container:
             return f"use an image that has {{}}, in {self.place}"
-        if self.conda:
-            return f"conda activate {self.conda} && python -m pip install {{}}"
         if self.python and not self.dependencies:
             return f"{self.python} -m pip install {{}}"
         return f"add {{}} to environment.dependencies in {self.place}"
@@ -86,18 +84,13 @@ class Environment(EnvironmentKeys):
             return self.python
         if self.is_container:
             return "python3"
-        return "python" if self.kind == "conda" else None
+        return None
 
     @property
     def lines(self) -> list[str]:
         """The shell lines that a job runs first, on the host."""
-        lines = list(self.setup)
-        lines += [f"patiently load_module {shlex.quote(module)}" for module in self.modules]
-        if self.conda:
-            lines.append(
-                shlex.join(["patiently", "enter_conda", self.conda, self.conda_root or ""])
-            )
-        return lines
+        loads = [f"patiently load_module {shlex.quote(module)}" for module in self.modules]
+        return [*self.setup, *loads]
 
 
 def names() -> list[str]:
@@ -141,15 +134,12 @@ def environment_faults(given: Any, start: str = "") -> Iterator[Fault]:
         ("image", container),
         ("binds", container),
         ("options", container),
-        ("conda", kind == "conda"),
-        ("conda_root", kind == "conda"),
         ("dependencies", kind in ("venv", "modules")),
     ):
         if given.get(key) and not fits:
             yield Fault(f"{start}{key}", f"{start}{key} has no meaning for kind: {kind}")
-    for key, needed in (("image", container), ("conda", kind == "conda")):
-        if needed and not given.get(key):
-            yield Fault(f"{start}{key}", f"{start}{key} is missing: kind: {kind} needs it")
+    if container and not given.get("image"):
+        yield Fault(f"{start}image", f"{start}image is missing: kind: {kind} needs it")
     if given.get("python") and given.get("dependencies"):
         yield Fault(f"{start}python", f"{start}python and dependencies exclude each other")
     binds = given.get("binds")

@@ -8,7 +8,6 @@ from launcher import paths, venv, yamlfile
 from launcher.errors import RecipeFault, UsageFault, nearest
 from launcher.recipe import (
     absent,
-    air,
     entries,
     extend,
     functions,
@@ -76,8 +75,6 @@ def _as_recipe(config: dict[str, Any], path: Path, prefix: str) -> dict[str, Any
     """
     if prefix and "entry" in config:
         raise RecipeFault(f"{path} has its own entry: name the file without {prefix}")
-    if not prefix and air.is_workload(config):
-        return air.recipe(config, path)
     if row := prefix or entries.recognised(config):
         # Unchanged: the kit's launch around it. Beside `config`, `entry` may name a program.
         return {"entry": f"{row}{path.name}", "config": path.name}
@@ -164,6 +161,8 @@ def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) ->
         config["entry"] = (
             torchtune.entry_of(path, config, entries.like_torchtune) or COMMON["entry"].default
         )
+    if _method(config):
+        torchtune.normalise(config)
     functions.use_whole_paths(config, _method(config), path.parent)
     if torchtune.config_name(path):
         # It means what torchtune says, wherever the kit's own default is another.
@@ -237,12 +236,14 @@ def _place(
     """Say where the value of a key was given: an option, an override, or a line of a file."""
     if key.startswith("resources.") and key.removeprefix("resources.") in options:
         return f"the option --{key.removeprefix('resources.').replace('_', '-')}"
+    theirs = torchtune.SPELLINGS.get(key, ())
     for text in reversed(overrides):
-        if f"{key}.".startswith(f"{override.key_of(text)}."):
+        if f"{key}.".startswith(f"{override.key_of(text)}.") or override.key_of(text) in theirs:
             return f"the override {text!r}"
     while key:
         for file in files:
-            if line := yamlfile.line_of(file, key):
+            lines = (yamlfile.line_of(file, name) for name in (key, *theirs))
+            if line := next(filter(None, lines), None):
                 return f"{file}, line {line}"
         key = key.rpartition(".")[0]  # a key that is missing: the block that lacks it
     return str(files[0])

@@ -96,8 +96,7 @@ class Entry:
 
 
 # Resources that the job script asks for in its own way; the others are options of sbatch and srun.
-_OWN_WAY = {"nodes", "spare_nodes", "gpus_per_node", "gpu_type", "cpus_per_gpu"}
-_OWN_WAY |= {"exclusive", "rollout"}
+_OWN_WAY = {"nodes", "gpus_per_node", "gpu_type", "cpus_per_gpu", "exclusive", "rollout"}
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,12 @@ class Resources(ResourceKeys):
     def options(self, without: Iterable[str] = ()) -> dict[str, str]:
         """Return the options of sbatch and srun that are given, by name."""
         left_out = (*_OWN_WAY, *without)
-        given = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return {name: value for name, value in given if name not in left_out and value is not None}
+        given = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in left_out
+        }
+        return {name.replace("_", "-"): value for name, value in given.items() if value is not None}
 
     @property
     def rollout_nodes(self) -> int:
@@ -129,35 +132,13 @@ class Resources(ResourceKeys):
 
     @property
     def allocated_nodes(self) -> int:
-        """Number of nodes that the job asks Slurm for, those that generate or wait included."""
-        return self.nodes + self.rollout_nodes + self.spare_nodes
+        """Number of nodes that the job asks Slurm for, those that generate included."""
+        return self.nodes + self.rollout_nodes
 
     @property
     def time_s(self) -> int | None:
         """The time limit in seconds, None if the partition decides."""
         return None if self.time is None else time_limit_s(self.time)
-
-
-@dataclass(frozen=True)
-class Notify:
-    """Whom Slurm sends mail about a run's events."""
-
-    events: tuple[str, ...] = ("start", "end", "failure")
-    mail: str | None = None
-
-    @classmethod
-    def of(cls, block: Mapping[str, Any]) -> Notify:
-        """Return what a checked block says."""
-        given: dict[str, Any] = {key: value for key, value in block.items() if value is not None}
-        if "events" in given:
-            given["events"] = tuple(given["events"])
-        return cls(**given)
-
-    @property
-    def mail_types(self) -> list[str]:
-        """The events by Slurm's names."""
-        names = {"start": "BEGIN", "end": "END", "failure": "FAIL"}
-        return [names[event] for event in self.events]
 
 
 class Inputs(NamedTuple):
@@ -246,11 +227,6 @@ class Recipe:
             name: Path(str(path)).expanduser() if path else SECRETS.expanduser() / name
             for name, path in named.items()
         }
-
-    @property
-    def notify(self) -> Notify:
-        """Who is notified when the run starts, ends or fails."""
-        return Notify.of(self.config.get("notify") or {})
 
     @property
     def environment(self) -> Environment | None:

@@ -8,7 +8,7 @@ from launcher import yamlfile
 from launcher.errors import UsageFault, nearest_key
 from launcher.recipe import absent
 from launcher.recipe.entries import all_keys, inner_keys
-from launcher.recipe.torchtune import replace_older
+from launcher.recipe.torchtune import KEYS, replace_older
 from runspec import prepared
 from runspec.keys.key import children
 
@@ -105,7 +105,8 @@ def _is_known(config: Mapping[str, Any], parts: list[str]) -> bool:
     blocks, keys = config.get(parts[0]), inner_keys().get(parts[0])
     if keys and len(parts) == 3 and isinstance(blocks, dict) and parts[1] in blocks:
         return parts[2] in keys
-    return ".".join(parts) in all_keys()
+    key = ".".join(parts)
+    return key in KEYS or key in all_keys()
 
 
 def _unknown(

@@ -1,11 +1,11 @@
 """A data file of the user's own as a dataset block: format and columns come from its records."""
 
 import csv
+import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher import venv
 from launcher.errors import UsageFault, nearest
@@ -32,7 +32,7 @@ _READ = 200
 # Usual names of the columns of a question and of its answer; the first that a file has counts.
 _INPUTS = ("prompt", "question", "instruction", "input", "query", "user", "problem")
 _OUTPUTS = ("completion", "response", "answer", "output", "assistant", "solution", "target")
-_OF_PAIRS = ("prompt", "chosen", "rejected", "completions", "completion", "label", "tools")
+_OF_PAIRS = ("prompt", "chosen", "rejected", "completion", "label", "tools")
 _TEXTS = ("text", "content")
 _OF_CHATS = ("messages", "conversations")
 _KNOWN = (
@@ -41,25 +41,13 @@ _KNOWN = (
 )
 
 
-@dataclass(frozen=True)
-class DataFile:
-    """A file, and what was found in its first records."""
+class DataFile(NamedTuple):
+    """What was found in a file's first records."""
 
-    path: Path
-    # As datasets.load_dataset takes it.
-    source: str
-    # The format in words.
-    form: str
     # The keys of a dataset block, without packing.
     block: dict[str, Any]
-    # Columns that are not trained.
-    unused: tuple[str, ...]
-
-    @property
-    def summary(self) -> str:
-        """One line for the user."""
-        unused = f"; not used: {', '.join(self.unused)}" if self.unused else ""
-        return f"{self.path.name} has {self.form}{unused}"
+    # One line for the user.
+    summary: str
 
 
 def read(
@@ -85,9 +73,9 @@ def read(
     if preferences is None and pairs is None and _are_prompts(columns):
         return prompts(name)
     form, block, used = preferences or _form(path, records, columns, column_map, task)
-    block = _with_files(block, path, source)
-    unused = tuple(name for name in columns if name not in used)
-    return DataFile(path, source, form, block, unused)
+    unused = ", ".join(name for name in columns if name not in used)
+    not_used = f"; not used: {unused}" if unused else ""
+    return DataFile(_with_files(block, path, source), f"{path.name} has {form}{not_used}")
 
 
 def prompts(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
@@ -123,8 +111,7 @@ def prompts(name: str, column_map: Mapping[str, Any] | None = None) -> DataFile:
     others = ", ".join(each for each in columns if each != column)
     form = f"prompts (column {column})"
     form += f", and for the reward functions {others}" if others else ""
-    block = _with_files(block, path, source)
-    return DataFile(path, source, form, block, ())
+    return DataFile(_with_files(block, path, source), f"{path.name} has {form}")
 
 
 def _are_prompts(columns: list[str]) -> bool:
@@ -154,14 +141,16 @@ def _with_files(block: dict[str, Any], path: Path, source: str) -> dict[str, Any
 def _opened(name: str) -> tuple[Path, str, list[dict[str, Any]]]:
     """Return the path of a file, its kind, and its first records; UsageFault if it has none."""
     path = Path(name).expanduser().absolute()
-    if path.is_dir():
-        raise UsageFault(f"--data {name} is a folder: give a file, or {EXAMPLE}")
     source = SUFFIXES.get(path.suffix.lower())
-    if source is None:
-        known = ", ".join(SUFFIXES)
+    if path.suffix in (".yaml", ".yml"):
         raise UsageFault(
-            f"--data {name}: its name must end in one of {known}: rename or convert it, or give "
-            f"{EXAMPLE}"
+            f"{name} is a recipe or a config, and no data file: start it with cookbook submit "
+            f"{shlex.quote(name)}; for a recipe of your own see docs/coming_from.md"
+        )
+    if path.is_dir() or source is None:
+        kind = "is a folder" if path.is_dir() else "is no data file"
+        raise UsageFault(
+            f"{name} {kind}: its name must end in one of {', '.join(SUFFIXES)}; or give {EXAMPLE}"
         )
     if not path.exists():
         siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -192,7 +181,7 @@ def records_of(path: Path, source: str) -> Iterator[dict[str, Any]]:
         elif source == "text":
             yield from ({"text": line.rstrip("\n")} for line in file if line.strip())
         else:
-            yield from _json_records(path, file)
+            yield from _json_records(file)
 
 
 def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -204,7 +193,7 @@ def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
     yield from map(parse_json, done.stdout.splitlines())
 
 
-def _json_records(path: Path, file: Any) -> Iterator[dict[str, Any]]:
+def _json_records(file: Any) -> Iterator[dict[str, Any]]:
     """The objects of JSON lines, or of one JSON array."""
     lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
     for number, line in lines:
@@ -276,7 +265,7 @@ def _preferences(
     """As `_form`, for pairs of answers, or answers with labels; None if the file has none."""
     names = {**{name: name for name in _OF_PAIRS}, **(column_map or {})}
     used = {name for name in names.values() if name in columns}
-    two = {names["chosen"], names["rejected"]} <= used or names["completions"] in used
+    two = {names["chosen"], names["rejected"]} <= used
     labelled = {names["prompt"], names["completion"], names["label"]} <= used
     if pairs == "" and two and not column_map:
         raise UsageFault(

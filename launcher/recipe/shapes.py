@@ -3,7 +3,6 @@ and what can be trained of a model by it.
 """
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -27,10 +26,8 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
     The trainer is asked once for what is not in configs/descriptions, and its answer is kept in the
     user's cache. RecipeFault if the trainer refuses the model, or cannot be asked.
     """
-    top = str(model.get("_component_") or "").partition(".")[0]
-    own = venv.own_packages().get(top)
     try:
-        subject = Subject(model, folder, _digest(own) if own else "")
+        subject = Subject(model, folder)
     except (OSError, ValueError) as error:
         raise RecipeFault(f"{folder}/config.json: {error}") from error
     if subject.component == TRANSFORMERS and subject.file is None:
@@ -49,7 +46,7 @@ def shape_of(model: Mapping[str, Any], folder: Path | None) -> Shape:
         if shape := subject.find(place, fits):
             return shape
     content = _ask(subject)
-    if subject.package or own:
+    if subject.package:
         # Of any other package nobody knows whether it changes.
         subject.keep(kept, content, venv.packages())
     return _told.setdefault(subject.file_name, Shape.of(content))
@@ -70,12 +67,6 @@ def _ask(subject: Subject) -> dict[str, Any]:
         faults = [line.removeprefix(start) for line in said if line.startswith(start)]
         raise RecipeFault(faults or said[-1:])
     return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _digest(package: Path) -> str:
-    """A hash of the source of a user's package, which may change between two runs."""
-    files = sorted(package.rglob("*.py")) if package.is_dir() else [package]
-    return f"{zlib.crc32(b''.join(file.read_bytes() for file in files)):08x}"
 
 
 # What can be trained of a model -------------------------------------------------------------------
@@ -111,8 +102,8 @@ def _dora_faults(shape: Shape) -> Iterator[str]:
     if shape.experts:
         others = {n.rpartition(".")[2] for n, part in shape.names.items() if part != "experts"}
         yield (
-            "model.use_dora: is not possible for the experts; leave it out, or leave the experts "
-            f"out: model.lora_modules=[{','.join(sorted(others))}]"
+            "model.adapter: dora is not possible for the experts; leave it out, or leave the "
+            f"experts out: model.lora_modules=[{','.join(sorted(others))}]"
         )
 
 

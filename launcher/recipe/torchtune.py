@@ -5,11 +5,13 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.errors import RecipeFault
 from launcher.venv import packages, site_packages
+from runspec.adapters import own_adapters
 
 # What the method sft does in the place of these recipes, for the models that it builds.
 _OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)")
@@ -25,14 +27,68 @@ _OTHERS = {
 
 
 # The kit's key, and torchtune's for the same: whichever is given last counts.
-_SPELLINGS = {"activation_checkpointing": ("enable_activation_checkpointing", "ac_mode")}
+SPELLINGS = {
+    "activation_checkpointing": ("enable_activation_checkpointing", "ac_mode", "ac_option"),
+    "fsdp_cpu_offload": ("fsdp",),
+}
+KEYS = frozenset(("fsdp.cpu_offload", *chain.from_iterable(SPELLINGS.values())))
+# The kit's component, and torchtune's names of the same: the losses', after its last release.
+_COMPONENTS = {
+    "trainer.layers.loss.LinearCrossEntropy": (
+        "torchtune.modules.loss.LinearCrossEntropyLoss",
+        "torchtune.modules.loss.cross_entropy_loss.LinearCrossEntropyLoss",
+    ),
+    "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup": (
+        "torchtune.training.get_cosine_schedule_with_warmup",
+    ),
+}
 
 
 def replace_older(config: dict[str, Any], key: str) -> None:
     """Remove other spellings of what a key says, which is about to be set."""
-    for ours, theirs in _SPELLINGS.items():
+    key = key.partition(".")[0]
+    for ours, theirs in SPELLINGS.items():
         for other in theirs if key == ours else [ours] if key in theirs else []:
             config.pop(other, None)
+
+
+def normalise(config: dict[str, Any]) -> None:
+    """Put the kit's spelling in the place of torchtune's into a recipe of the kit's trainer.
+
+    A value that torchtune's keys cannot have stays as it is: the check of the kit's key names it.
+    """
+    block = config.get("fsdp")
+    if isinstance(block, dict) and block.keys() <= {"cpu_offload"}:
+        del config["fsdp"]
+        _take(config, "fsdp_cpu_offload", block.get("cpu_offload"))
+    flag, mode, option = (config.pop(k, None) for k in SPELLINGS["activation_checkpointing"])
+    if mode is None:
+        mode = {"True": "full", "False": "none"}.get(str(flag), flag)
+    if option is not None and mode in (None, "selective"):
+        mode = int(option) if str(option).isdigit() else option
+    _take(config, "activation_checkpointing", mode)
+    if isinstance(model := config.get("model"), dict):
+        _normalise_adapter(model)
+    for block in config.values():
+        named = block.get("_component_") if isinstance(block, dict) else None
+        for ours in (key for key, theirs in _COMPONENTS.items() if named in theirs):
+            block["_component_"] = ours
+
+
+def _normalise_adapter(model: dict[str, Any]) -> None:
+    """A builder of a base in 4 bits is that of LoRA with a key; only builders have `use_dora`."""
+    module, _, builder = str(model.get("_component_") or "").rpartition(".")
+    if module.startswith("torchtune.") and builder.startswith("qlora_"):
+        model["_component_"] = f"{module}.{builder.removeprefix('q')}"
+        _take(model, "quantize_base", True)
+    dora = own_adapters(model) and model.pop("use_dora", None)
+    if dora and model.get("adapter") in (None, "lora"):
+        model["adapter"] = "dora"
+
+
+def _take(config: dict[str, Any], key: str, value: Any) -> None:
+    if value is not None and config.get(key) is None:
+        config[key] = value
 
 
 class Stock(NamedTuple):

@@ -47,10 +47,6 @@ def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
         return
     if entry.method is None or not entry.method.samples_answers:
         yield Fault(key, f"{key}: this entry generates no answers; leave it out")
-    if given.get("spare_nodes"):
-        yield Fault(
-            key, f"{key}: not with spare_nodes: a lost node requeues the job; leave one out"
-        )
 
 
 def _secrets_faults(secrets: Any) -> Iterator[Fault]:

@@ -9,17 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from launcher import plugins
 from launcher.errors import RemoteFault, UsageFault
 from launcher.look import servers
 from launcher.remote.ssh import LOST, Connection
 from launcher.remote.tree import Tree, listed
 
-_LISTENS = re.compile(rb"listens on ([\w.-]+):(\d+)([\w./?&=%~-]*)\r?\n")
 # Ends the command there once its input is closed here, or the connection is lost.
 _WATCHED = "{ { cat; kill $$; } <&0 >/dev/null 2>&1 & exec </dev/null; }"
 # What was copied, so that the next copy removes what is no part of the kit any more.
@@ -46,7 +42,7 @@ def run(host: str, argv: list[str], say: Say) -> int:
         folder = shlex.quote(f"{root}{tree.here}")
         enter = f"mkdir -p {folder}; cd {folder}; export GIT_CEILING_DIRECTORIES={root}"
     words = [os.path.relpath(word) if word == str(output) else word for word in tree.words]
-    code = _follow(connection, enter, words, say)
+    code = _follow(connection, enter, words)
     if code == LOST:
         again = f"cookbook --host {host} status"
         raise RemoteFault(f"the connection was lost: runs there go on; see them with: {again}")
@@ -66,43 +62,22 @@ def _written(argv: list[str]) -> Path | None:
     return Path.cwd() / f"{Path(argv[1]).stem}.yaml"
 
 
-def _follow(connection: Connection, enter: str, words: list[str], say: Say) -> int:
-    """Run a command in the folder that the shell's words enter; return its status.
-
-    A port is forwarded to where the command says that a server listens.
-    """
-    command = plugins.commands().get(words[0])
-    goes_on = command is not None and command.starts_server
-    # Both say where a server listens: launcher/look/servers.py.
-    serves = goes_on or words[0] == "tensorboard"
-    if not serves and all(each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)):
+def _follow(connection: Connection, enter: str, words: list[str]) -> int:
+    """Run a command in the folder that the shell's words enter; return its status."""
+    if all(each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)):
         # ssh -t passes Ctrl-C and the size of the window on.
         script = connection.module("launcher", *words, before=enter)
         return subprocess.run(connection.argv(script, terminal=True)).returncode
-    before = f"{enter}; export COOKBOOK_LISTENING=1; {_WATCHED}"
     process = subprocess.Popen(
-        connection.argv(connection.module("launcher", *words, before=before)),
+        connection.argv(connection.module("launcher", *words, before=f"{enter}; {_WATCHED}")),
         stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE if serves else None,
         start_new_session=True,
     )
     signal.signal(signal.SIGINT, lambda *_: process.stdin and process.stdin.close())
-    forwarded = False
-    for line in process.stderr or ():
-        if not forwarded and (found := _LISTENS.fullmatch(line)):
-            where, port, path = (each.decode() for each in found.groups())
-            own = connection.forward(where, int(port))
-            say(f"open: http://127.0.0.1:{own}{path}   (Ctrl-C here closes it)")
-            forwarded = True
-        else:
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
     code = process.wait()
     if process.stdin and process.stdin.closed:
         return 130  # by Ctrl-C
     servers.end_with_signals()
-    if code == 0 and forwarded and goes_on:
-        _hold(say)  # other servers end with their command
     return code
 
 
@@ -113,37 +88,14 @@ def fetch(host: str, run: str, part: str, into: Path | None, cluster: str | None
         into: the folder for the run's files; None for one with the run's name, here.
     """
     connection = Connection(host)
-    known = _status(connection, run, cluster)
+    words = ["status", run, "--json", *(["--cluster", cluster] if cluster else [])]
+    known = json.loads(connection.output(connection.module("launcher", *words)))
     name = str(known["run"])
     if not into and not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name, re.ASCII):
         raise RemoteFault(f"the cluster names the run {name!r}, which is no folder's name: use -o")
     folder = into or Path(name)
     connection.pull(f"{known['path']}/{part}", folder / part)
     return folder
-
-
-def forward(host: str, run: str, port: int, cluster: str | None, say: Say) -> None:
-    """Forward a port of this machine to the same of a run's first node, until Ctrl-C."""
-    servers.end_with_signals()
-    connection = Connection(host)
-    known = _status(connection, run, cluster)
-    if known["state"] != "RUNNING" or not known["nodes"]:
-        raise RemoteFault(f"{known['run']} runs on no node now: see: cookbook status {run}")
-    own = connection.forward(known["nodes"][0], port)
-    say(f"open: http://127.0.0.1:{own}/   ({known['nodes'][0]}; Ctrl-C here closes it)")
-    _hold(say)
-
-
-def _status(connection: Connection, run: str, cluster: str | None) -> Any:
-    words = ["status", run, "--json", *(["--cluster", cluster] if cluster else [])]
-    return json.loads(connection.output(connection.module("launcher", *words)))
-
-
-def _hold(say: Say) -> None:
-    """Keep a port open until Ctrl-C: what listens there goes on without it."""
-    with suppress(KeyboardInterrupt):
-        signal.pause()
-    say("\nthe port is closed; what was started on the cluster continues")
 
 
 def install(host: str, source: Path, torch: str | None, say: Say) -> int:

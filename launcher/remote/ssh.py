@@ -4,7 +4,6 @@ COOKBOOK_SSH is the ssh program with its options, as GIT_SSH_COMMAND is for git.
 the cluster's side say is shown as it is.
 """
 
-import atexit
 import os
 import re
 import shlex
@@ -14,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from launcher.errors import RemoteFault
-from launcher.look import servers
 from launcher.remote import KIT
 
 # ssh's own status if the connection failed, and not the command.
@@ -95,13 +93,3 @@ class Connection:
         done = subprocess.run(argv, input=b"\0".join(map(os.fsencode, names)), stdout=2)
         if done.returncode:
             raise RemoteFault(f"rsync with {self.name} failed, for the reason above")
-
-    def forward(self, host: str, port: int) -> int:
-        """Forward a port of 127.0.0.1 to host and port as the login node sees them, while this
-        command runs; return the port: the same number, or the next that is free here."""
-        own = servers.free_port(None, range(port, port + 100))
-        rule = ["-L", f"127.0.0.1:{own}:{host}:{port}", self.name]
-        if self._quietly("-O", "forward", *rule).returncode:
-            raise RemoteFault(f"ssh cannot forward port {own} to {host}:{port}")
-        atexit.register(self._quietly, "-O", "cancel", *rule)
-        return own

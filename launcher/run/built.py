@@ -7,31 +7,18 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import paths, venv, yamlfile
 from launcher.errors import PreflightFault, RunFault
 from launcher.recipe.environment import BUILT, Environment
 from launcher.run import trust
-from launcher.run.directory import Run, runs_root
-from launcher.run.find import every
+from launcher.run.directory import Run
 from runspec import files, lock, publish
 
-# What a built environment holds besides its packages.
-_RECORD, _USED = "cookbook.json", ".cookbook-used"
+# In a built environment: its dependencies and packages.
+_RECORD = "cookbook.json"
 _WAIT_S = 3600.0
-
-
-@dataclass(frozen=True)
-class Built:
-    """A built environment: its folder, its dependencies, its size, its last use and its runs."""
-
-    path: Path
-    dependencies: list[str]
-    size: int
-    used: float
-    runs: list[str]
 
 
 def folder(environment: Environment, root: Path) -> Path:
@@ -58,25 +45,17 @@ def solve(environment: Environment) -> list[str]:
     PreflightFault holds uv's reason in one line.
     """
     _check_uv(environment)
-    done = _compile(environment, environment.pins)
-    if done.returncode and environment.pins:
-        # Without the kit's versions it may be another reason, which no pins=false would help.
-        alone = _compile(environment, pins=False)
-        if alone.returncode == 0:
-            raise PreflightFault(_reason(environment, done.stderr, pinned=True))
-        done = alone
+    done = _compile(environment)
     if done.returncode:
         raise PreflightFault(_reason(environment, done.stderr))
     return _packages(done.stdout)
 
 
-def _compile(
-    environment: Environment, pins: bool, without: str = ""
-) -> "subprocess.CompletedProcess[str]":
+def _compile(environment: Environment, without: str = "") -> "subprocess.CompletedProcess[str]":
     """Let uv solve the dependencies; without: a package that is left out, with what it needs."""
     argv = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-strip-markers"]
     argv += ["--python", str(venv.python()), "-"]
-    if pins:
+    if environment.pins:
         argv += ["--constraint", str(venv.pins())]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         if without:
@@ -115,8 +94,7 @@ def build(environment: Environment, root: Path, say: Callable[[str], None]) -> P
                     trust.close(*_checked(temporary))
             finally:
                 os.umask(before)
-            say(f"built in {time.monotonic() - began:.0f} s; cookbook environments lists it")
-        (path / _USED).touch()
+            say(f"built in {time.monotonic() - began:.0f} s: {path}")
     return path
 
 
@@ -134,7 +112,7 @@ def restore(run: Run, say: Callable[[str], None]) -> None:
         PreflightFault: as of build.
     """
     root = run.path.parent.parent
-    for digest in digests(run):
+    for digest in _digests(run):
         path = root / BUILT / str(os.geteuid()) / digest
         if (path / _RECORD).is_file():
             continue
@@ -157,7 +135,7 @@ def _fill(environment: Environment, path: Path) -> None:
         there = {(venv.plain_name(n), v.partition("+")[0]) for n, v in venv.packages().items()}
         new = {_package(line): line for line in wanted if _package(line) not in there}
         if not any(name == "torch" for name, _ in new):
-            alone = _compile(environment, True, "torch").stdout
+            alone = _compile(environment, "torch").stdout
             kept = {_package(line)[0] for line in _packages(alone)}
             new = {pair: line for pair, line in new.items() if pair[0] in kept}
         wanted = list(new.values())
@@ -199,8 +177,8 @@ def _uv(argv: Sequence[str], text: str = "") -> "subprocess.CompletedProcess[str
     return subprocess.run([str(_program()), *argv], input=text, capture_output=True, text=True)
 
 
-def _reason(environment: Environment, output: str, pinned: bool = False) -> str:
-    """Return uv's reason in one line, and what to do; pinned: the kit's versions are the reason."""
+def _reason(environment: Environment, output: str) -> str:
+    """Return uv's reason in one line, and what to do."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", output)
     if source := re.search(r"Failed to build `([^`]+)`", text):
         printed = [line.strip() for line in text.partition("\nhint:")[0].splitlines()]
@@ -218,35 +196,13 @@ def _reason(environment: Environment, output: str, pinned: bool = False) -> str:
         r"^(error: )?(No solution found when resolving dependencies\W*(cause\W*)?)?", "", text
     )
     reason = f"environment.dependencies cannot be built: {text[:600].rstrip('.')}"
-    if not pinned:
+    if not environment.pins:
         return f"{reason}: correct them in {environment.place}"
-    remedy = "leave yours out, or set environment.pins=false for an environment without them"
+    remedy = "correct yours, or set environment.pins=false for an environment without them"
     return f"{reason}; versions that you did not ask for are the kit's ({venv.pins()}): {remedy}"
 
 
-def listed(root: Path) -> list[Built]:
-    """Return this user's built environments, the one used last first."""
-    users: dict[str, list[str]] = {}
-    unknown = []  # runs that may use any of them
-    for run in every(runs_root(root)):
-        try:
-            for digest in digests(run):
-                users.setdefault(digest, []).append(run.name)
-        except OSError:
-            unknown += [] if trust.is_anothers(run.path) else [run.name]
-    environments = []
-    for file in (root / BUILT / str(os.geteuid())).glob(f"[0-9a-f]*/{_RECORD}"):
-        path = file.parent
-        content = files.peek(file)
-        size = sum(each.lstat().st_blocks * 512 for each in path.rglob("*"))
-        used = path / _USED
-        when = (used if used.exists() else file).stat().st_mtime
-        known = users.get(path.name, []) + unknown
-        environments.append(Built(path, content.get("dependencies", []), size, when, known))
-    return sorted(environments, key=lambda each: -each.used)
-
-
-def digests(run: Run) -> set[str]:
+def _digests(run: Run) -> set[str]:
     """Return which of this user's built environments a run's job script names.
 
     Raises:

@@ -147,12 +147,12 @@ def link(run_dir: Path, code: Code) -> None:
     publish.link(run_dir / files.KIT, code.folder)
 
 
-def git_state(folder: Path | None = None) -> dict[str, Any]:
-    """Return a checkout's commit, by default the kit's, and what changed since, as a diff.
+def git_state() -> dict[str, Any]:
+    """Return the commit of the kit's checkout, and what changed since, as a diff.
 
     A copy, from which cookbook replay submits or which a laptop sent, says where it comes from.
     """
-    folder = folder or paths.REPO_ROOT
+    folder = paths.REPO_ROOT
     if (known := files.read_object(folder / ORIGIN)) is not None:
         return known
     commit, diff = git(folder, "rev-parse", "HEAD"), git(folder, "diff", "HEAD")

@@ -2,13 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterable
-from datetime import UTC
 from pathlib import Path
 
 from launcher.errors import UnknownRun, nearest
 from launcher.run.directory import Run
-from runspec.since import moment
 
 _RUN_NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9][A-Za-z0-9._-]{0,63}-[0-9a-f]{4}\Z")
 
@@ -21,17 +18,6 @@ def every(root: Path) -> list[Run]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [Run(root / name) for name in sorted(names)]
-
-
-def made_since(runs: Iterable[Run], since: str | None) -> list[Run]:
-    """Return the runs that were made since a time as people type it; all of them if it is None.
-
-    A run's name begins with the time at which it was made.
-    """
-    if since is None:
-        return list(runs)
-    oldest = f"{moment(since).astimezone(UTC):%Y%m%d-%H%M%S}"
-    return [run for run in runs if run.name[: len(oldest)] >= oldest]
 
 
 def _is_run(entry: os.DirEntry[str]) -> bool:

@@ -4,11 +4,9 @@ from launcher.slurm.cluster import Node as Node
 from launcher.slurm.cluster import Nodes as Nodes
 from launcher.slurm.cluster import Partition as Partition
 from launcher.slurm.cluster import configuration as configuration
-from launcher.slurm.cluster import controllers as controllers
 from launcher.slurm.cluster import gpus_of as gpus_of
 from launcher.slurm.cluster import nodes as nodes
 from launcher.slurm.cluster import partitions as partitions
-from launcher.slurm.cluster import preempt_modes as preempt_modes
 from launcher.slurm.cluster import version as version
 from launcher.slurm.command import EXPORT as EXPORT
 from launcher.slurm.jobs import queue as queue

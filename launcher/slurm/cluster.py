@@ -1,4 +1,4 @@
-"""What Slurm says about the cluster: partitions, nodes, controllers, configuration."""
+"""What Slurm says about the cluster: partitions, nodes, configuration."""
 
 import os
 import re
@@ -74,12 +74,6 @@ def partitions(hidden: bool = False) -> dict[str, Partition]:
     return by_name
 
 
-def preempt_modes() -> dict[str, str]:
-    """Return what becomes of a partition's jobs that are preempted: OFF, CANCEL, REQUEUE ..."""
-    lines = run(["sinfo", "--noheader", "--format=%R|%M"], timeout_s=_QUICK_S).splitlines()
-    return {name.strip(): mode.strip() for name, _, mode in (line.partition("|") for line in lines)}
-
-
 def _number(text: str) -> int:
     digits = re.match(r"\d+", text)  # sinfo writes 256+ if alike nodes differ
     return int(digits.group()) if digits else 0
@@ -98,12 +92,6 @@ def nodes() -> list[Node]:
     argv = ["sinfo", "--Node", "--noheader", "--format=%N|%R|%T|%G|%E"]
     rows = (line.split("|", 4) for line in run(argv, timeout_s=_QUICK_S).splitlines())
     return [Node(*(value.strip() for value in row)) for row in rows if len(row) == 5]
-
-
-def controllers() -> dict[str, bool]:
-    """Return the controllers' hosts and whether each answers, the primary first."""
-    text = run(["scontrol", "ping"], timeout_s=_QUICK_S)
-    return {host: up == "UP" for host, up in re.findall(r" at (\S+) is (UP|DOWN)", text)}
 
 
 def configuration() -> dict[str, str]:

@@ -24,10 +24,6 @@ class SlurmExecutor:
     name = "slurm"
     queued = True
 
-    @property
-    def arrays(self) -> "SlurmExecutor":
-        return self
-
     def title(self, job_id: str | None) -> str:
         return f"job {job_id}" if job_id else "no job"
 
@@ -38,32 +34,9 @@ class SlurmExecutor:
         job_id = jobs.submit(script, token, lease, earlier)
         return {"job_id": job_id, **(here or _here())}
 
-    def start_array(
-        self,
-        script: Path,
-        token: str,
-        lease: int,
-        earlier: Collection[str],
-        tasks: Sequence[int],
-        parallel: int,
-        after: str,
-    ) -> dict[str, Any]:
-        here = _here()
-        options = [f"--array={jobs.task_list(tasks)}%{parallel}"]
-        options += [f"--dependency=afterany:{after}"] if after else []
-        job_id = jobs.submit(script, token, lease, earlier, options)
-        return {"job_id": job_id, **(here or _here())}
-
-    def living_tasks(self, array: str) -> dict[int, str]:
-        queued = _by_token(jobs.queue(all_states=True)).get(array, [])
-        # Slurm cleans up after a task that is COMPLETING: nothing of it runs.
-        over = {*jobs.ENDED, "COMPLETING"}
-        living = [job.job_id for job in queued if job.state not in over and "_" in job.job_id]
-        return {int(job_id.partition("_")[2]): job_id for job_id in living}
-
     def states(self, wanted: Sequence[Job]) -> dict[str, JobState]:
         # Recently ended jobs too: squeue would hide them, and accounting is often off.
-        queue = _by_token(jobs.queue(all_states=True))
+        queue = _by_token(jobs.queue())
         queued = {job.token: _newest(_jobs_of(job, queue), job.job_id) for job in wanted}
         known = {token: _queued(job) for token, job in queued.items() if job}
         for job in wanted:
@@ -91,6 +64,40 @@ class SlurmExecutor:
             # One of them may have ended a moment ago, which Slurm calls an error.
             if any(state != "COMPLETING" for state in _living(job).values()):
                 raise
+
+
+def start_array(
+    script: Path,
+    token: str,
+    lease: int,
+    earlier: Collection[str],
+    tasks: Sequence[int],
+    parallel: int,
+    after: str,
+) -> dict[str, Any]:
+    """Start these tasks of a job array, `parallel` at a time, as an executor's start() does a job.
+
+    Args:
+        after: the id of an array that has to end before, "" for none.
+    """
+    here = _here()
+    options = [f"--array={jobs.task_list(tasks)}%{parallel}"]
+    options += [f"--dependency=afterany:{after}"] if after else []
+    job_id = jobs.submit(script, token, lease, earlier, options)
+    return {"job_id": job_id, **(here or _here())}
+
+
+def living_tasks(array: str) -> dict[int, str]:
+    """Return the tasks of the arrays with this token that wait or run: job ids by number.
+
+    Raises:
+        SlurmFault: Slurm cannot be asked.
+    """
+    queued = _by_token(jobs.queue()).get(array, [])
+    # Slurm cleans up after a task that is COMPLETING: nothing of it runs.
+    over = {*jobs.ENDED, "COMPLETING"}
+    living = [job.job_id for job in queued if job.state not in over and "_" in job.job_id]
+    return {int(job_id.partition("_")[2]): job_id for job_id in living}
 
 
 def _here() -> dict[str, str]:
@@ -139,7 +146,7 @@ def _age(job: jobs.QueuedJob) -> int:
 
 
 def _living(job: Job) -> dict[str, str]:
-    queue = _jobs_of(job, _by_token(jobs.queue(all_states=True)))
+    queue = _jobs_of(job, _by_token(jobs.queue()))
     return {each.job_id: each.state for each in queue if each.state not in jobs.ENDED}
 
 

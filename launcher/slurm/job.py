@@ -49,45 +49,15 @@ class JobState:
     elsewhere: bool = False
 
 
-class Arrays(Protocol):
-    """What runs job arrays."""
-
-    def start_array(
-        self,
-        script: Path,
-        token: str,
-        lease: int,
-        earlier: Collection[str],
-        tasks: Sequence[int],
-        parallel: int,
-        after: str,
-    ) -> dict[str, Any]:
-        """Start these tasks of a job array, `parallel` at a time, as start() does one job.
-
-        Args:
-            after: the id of an array that has to end before, "" for none.
-        """
-
-    def living_tasks(self, array: str) -> dict[int, str]:
-        """Return the tasks of the arrays with this token that wait or run: job ids by number.
-
-        Raises:
-            SlurmFault: Slurm cannot be asked.
-        """
-
-
 class Executor(Protocol):
     """What runs job scripts: Slurm, or this host.
 
     name: as it is recorded. queued: its jobs wait in a queue, whose limits can be checked; else
-    they start on this host at once. arrays: itself if it runs job arrays, else None.
+    they start on this host at once.
     """
 
     name: str
     queued: bool
-
-    @property
-    def arrays(self) -> Arrays | None: ...
 
     def title(self, job_id: str | None) -> str:
         """Return how messages name a job: "job 4711" or "process 4711"."""

@@ -73,7 +73,7 @@ def _wait_for_token(token: str, earlier: Collection[str]) -> str | None:
         time.sleep(pause_s)
         try:
             # Any state: a short job may have ended while sbatch waited.
-            named = [job.job_id for job in queue(all_states=True) if job.comment == token]
+            named = [job.job_id for job in queue() if job.comment == token]
         except SlurmTimeout:
             continue
         # Of an array every task is listed.
@@ -113,14 +113,12 @@ def test_only(script: str) -> str:
         return run(["sbatch", "--test-only", file.name], merged=True).strip()
 
 
-def queue(all_states: bool = False) -> list[QueuedJob]:
-    """Return this user's jobs, in one question to the controller."""
+def queue() -> list[QueuedJob]:
+    """Return this user's jobs, those that ended recently too, in one question to the controller."""
     # A job's name may hold anything, even newlines: only fields that cannot are asked for. The
     # comment comes last, and a row of another form is ignored.
-    argv = ["squeue", "--noheader", "--array", f"--user={os.getuid()}"]
+    argv = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}"]
     argv.append("--format=%i|%T|%r|%N|%S|%k")
-    if all_states:
-        argv.append("--states=all")
     rows = (line.split("|", 5) for line in run(argv).splitlines())
     return [
         QueuedJob(*(value.strip() for value in row))

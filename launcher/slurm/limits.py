@@ -14,31 +14,20 @@ from launcher.slurm.command import run
 _ASSOCIATION_FIELDS = "cluster,account,partition,qos,defaultqos,defaultaccount"
 # The order is that of Limits.
 _QOS_FIELDS = (
-    "name,flags,maxwall,maxtresperjob,maxtrespernode,maxtresperuser,maxtresperaccount,"
-    "grptres,mintresperjob"
+    "name,flags,maxwall,maxtresperjob,maxtrespernode,maxtresperuser,maxtresperaccount,grptres"
 )
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Who may use a partition, and for what; None and () if it limits nothing.
+    """How large the jobs of a partition may be; None if it does not limit that.
 
-    state: UP, DOWN (jobs wait), DRAIN or INACTIVE (jobs are refused). qos: the name of the QoS
-    whose limits hold for all jobs in it.
+    qos: the name of the QoS whose limits hold for all jobs in it.
     """
 
-    state: str
-    hidden: bool
     max_nodes: int | None
     min_nodes: int
-    groups: tuple[str, ...]
-    accounts: tuple[str, ...]
-    denied_accounts: tuple[str, ...]
-    allowed_qos: tuple[str, ...]
-    denied_qos: tuple[str, ...]
     qos: str | None
-    reservation_only: bool
-    root_only: bool
 
 
 @dataclass(frozen=True)
@@ -46,8 +35,8 @@ class Limits:
     """What a QoS, an account or a user's place in an account allows; owner names it in messages.
 
     TRES by Slurm's names (node, cpu, mem in MiB, gres/gpu ...): for one job, one node of it, all
-    jobs of a user, all of an account, and all together; least: what one job has to ask for;
-    budget_min: the remaining TRES x minutes. time is a job's longest time limit, "" for none.
+    jobs of a user, all of an account, and all together; budget_min: the remaining TRES x minutes.
+    time is a job's longest time limit, "" for none.
     """
 
     owner: str
@@ -58,7 +47,6 @@ class Limits:
     user: dict[str, int] = field(default_factory=dict)
     account: dict[str, int] = field(default_factory=dict)
     together: dict[str, int] = field(default_factory=dict)
-    least: dict[str, int] = field(default_factory=dict)
     budget_min: dict[str, int] = field(default_factory=dict)
 
 
@@ -120,18 +108,9 @@ def rules() -> dict[str, Rules]:
 
 def _rules(values: dict[str, str]) -> Rules:
     return Rules(
-        state=values.get("State", "UP"),
-        hidden=values.get("Hidden") == "YES",
         max_nodes=int(most) if (most := values.get("MaxNodes", "")).isdigit() else None,
         min_nodes=int(values.get("MinNodes", "0")),
-        groups=_names(values.get("AllowGroups")),
-        accounts=_names(values.get("AllowAccounts")),
-        denied_accounts=_names(values.get("DenyAccounts")),
-        allowed_qos=_names(values.get("AllowQos")),
-        denied_qos=_names(values.get("DenyQos")),
         qos=next(iter(_names(values.get("QoS"))), None),
-        reservation_only=values.get("ReqResv") == "YES",
-        root_only=values.get("RootOnly") == "YES",
     )
 
 

@@ -25,7 +25,6 @@ class LocalExecutor:
 
     name = "local"
     queued = False
-    arrays = None
 
     def title(self, job_id: str | None) -> str:
         return f"process {str(job_id).removeprefix(LOCAL_PREFIX)}"

@@ -14,6 +14,7 @@ import jinja2
 
 from launcher import paths, slurm
 from launcher.errors import RecipeFault, RunFault
+from launcher.plugins import hook
 from launcher.recipe.environment import Environment
 from launcher.recipe.model import Recipe, Resources
 from launcher.site import Site, with_site_defaults
@@ -105,6 +106,7 @@ def job_script(
         # What the engine runs in is not what the ranks run in.
         on_host=recipe.starts_backend and not recipe.entry.on_host,
         within=within(inside),
+        tracked_run=tracked_run() if recipe.entry.per_node and recipe.tracking_address else "",
     )
     try:
         return template("job.sbatch.j2", templates).render(values)
@@ -115,6 +117,14 @@ def job_script(
             f"the run's copy of the kit is of an older version ({templates}: {error}): cookbook "
             "resume RUN --code current takes the present one"
         ) from None
+
+
+def tracked_run() -> str:
+    """Return the program, as shell text, that prints the id of a run's own run in the tracking
+    store; "" if no plug-in has one.
+    """
+    program = hook("tracked_run")
+    return program() if program else ""
 
 
 def python(inside: Environment | None, interpreter: str | None) -> str:

@@ -14,18 +14,17 @@ from launcher.slurm.command import EXPORT, environment, missing, one_line
 class Step:
     """What a short job on some nodes printed.
 
-    lines: each line with the time at which it arrived. message: srun's own messages. pending: the
-    job did not start in time.
+    message: srun's own messages. pending: the job did not start in time.
     """
 
-    lines: list[tuple[float, str]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     message: str = ""
     pending: bool = False
     exit_code: int = 0
 
     def read(self, stream: Iterable[str]) -> None:
         for line in stream:
-            self.lines.append((time.time(), line.rstrip("\n")))
+            self.lines.append(line.rstrip("\n"))
 
 
 def run_on_nodes(options: Sequence[str], script: str, wait_s: float, limit_s: float) -> Step:

@@ -50,11 +50,6 @@ def length_of(table: Any) -> Any:
     return table.answer.length() + (table.prompt.length() + 1).fill_null(0)
 
 
-def length_bucket(table: Any) -> Any:
-    """Return k for a text of 2^k - 1 to 2^(k+1) - 2 characters."""
-    return (length_of(table) + 1).log2().floor().cast("int64")
-
-
 def column(table: Any, name: str, where: str) -> Any:
     """Return a column by its name in a recipe; `text` is prompt and answer together."""
     if name == "text":

@@ -1,4 +1,4 @@
-"""Writes a training set atomically: rows by split, card, lineage and report."""
+"""Writes a training set atomically: rows by split, card and lineage."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from plugins.data.pipeline import FORMAT, Prepared, versions
 from plugins.data.query_engines.base import QueryEngine, finished, shards
 from plugins.data.rows import Rows
 from runspec import files, prepared, publish
-from runspec.prepared import BAD_ROWS, CARD, CURRENT, DATA, LINEAGE, REMOVED, REPORT
+from runspec.prepared import BAD_ROWS, CARD, CURRENT, DATA, LINEAGE, REMOVED
 
 _ROWS = "plugins.data.output:final_rows"
 
@@ -61,15 +61,7 @@ def write(
     temporary = publish.begin(folder / "new", alone=True)
     try:
         _write_rows(engine, rows, form, _are_pairs(config), temporary / DATA, work)
-        # Imported late: it needs jinja2.
-        from plugins.data import report
-
-        columns = _columns(temporary)
-        # In parallel: hashing leaves a core idle at its end, and the figures wait for disks.
-        with ThreadPoolExecutor(1) as aside:
-            counting = aside.submit(report.figures, made, engine, temporary, columns)
-            splits = _splits(temporary, engine.threads)
-            shown = counting.result()
+        splits = _splits(temporary, engine.threads)
         lost = rows.count - sum(each["rows"] for each in splits.values())
         if lost:
             raise DataError(f"{lost} rows were lost on the way to {folder}: report this")
@@ -77,7 +69,7 @@ def write(
             "format": form,
             "created": time.time(),
             "rows": rows.count,
-            "columns": columns,
+            "columns": _columns(temporary),
             "splits": splits,
             "content_sha256": files_hash(splits),
             "sources": sorted({each.source for each in made.inputs}),
@@ -85,8 +77,6 @@ def write(
         }
         lineage = _lineage(config, made, engine, str(card["content_sha256"]))
         _write_records(temporary, made, card, lineage)
-        page = report.page(folder.name, card, lineage, shown)
-        files.write_text(temporary / REPORT, page, mode=0o600)
         version = str(card["content_sha256"])[:16]
         return _publish(temporary, folder, version), card
     finally:

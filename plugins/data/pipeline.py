@@ -34,6 +34,8 @@ FORMAT = 5
 SAMPLES = 5
 _RECORD = "_step.json"
 _BAD_SHARE = 0.01
+# Characters of a sample that a record shows.
+_SHORT = 240
 _PACKAGES = ["ibis-framework", "pyarrow", "numpy", "xxhash", "jinja2", "tokenizers", "py3langid"]
 _PACKAGES += ["phonenumberslite", "python-stdnum"]
 
@@ -43,8 +45,6 @@ class Prepared:
     """The result of a recipe."""
 
     rows: Rows
-    # Before the first step.
-    start: Rows
     inputs: list[Input]
     # Of each step.
     records: list[dict[str, Any]]
@@ -78,7 +78,7 @@ def run(
     inputs = sources.find(config, base, work / "sources", threads, say, limit)
     first = _fingerprint(FORMAT, [each.sha256 for each in inputs], config["sources"], limit)
     rows, bad = _ingest(config, engine, work / f"00-read-{first}", inputs, all_keep, limit, say)
-    start, records, folders = rows, [], {}
+    records, folders = [], {}
     engine.progress.step()
     print_, seed = first, int(config.get("seed") or 0)
     for number, step in enumerate(config.get("steps") or [], 1):
@@ -91,7 +91,7 @@ def run(
         here = Work(engine, folder, options, where, seed, say)
         rows, record = _step(key, name, rows, here)
         records.append(record)
-    return Prepared(rows, start, inputs, records, bad, folders)
+    return Prepared(rows, inputs, records, bad, folders)
 
 
 def _step(key: str, name: str, before: Rows, here: Work) -> tuple[Rows, dict[str, Any]]:
@@ -267,10 +267,10 @@ def _short_row(row: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, An
     return {"id": row["_id"], "text": _short(row), **rest}
 
 
-def _short(row: Mapping[str, Any], limit: int = 240) -> str:
+def _short(row: Mapping[str, Any]) -> str:
     # Hidden first: a value that is cut in two would not be recognised.
     text = hidden("\n".join(part for part in (row.get("prompt"), row.get("answer")) if part))
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
 
 
 def _shown(samples: list[dict[str, Any]]) -> str:

@@ -198,7 +198,6 @@ def _lines(made: Mapping[str, Any]) -> Iterator[str]:
     splits = ", ".join(f"{split} {rows:,}" for split, rows in made["splits"].items())
     yield f"prepared {made['name']}: {made['rows']:,} rows ({splits}) in {made['seconds']} s"
     yield f"  folder     {made['folder']}"
-    yield f"  report     {made['folder']}/{prepared.REPORT}"
     if made["bad_rows"]:
         yield f"  bad rows   {made['bad_rows']:,}, in {made['folder']}/{prepared.BAD_ROWS}"
     first = "train" if "train" in made["splits"] else next(iter(made["splits"]))

@@ -236,7 +236,6 @@ def _spread_rows(batch: MicroBatch, module: Decoder, config: TrainConfig, world:
 def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
     length = min(config.tokenizer.get("max_seq_len") or module.max_seq_len, module.max_seq_len)
     packed, each = bool(config.dataset.get("packed")), config.documents_per_sample
-    kept = config.reference_kind == "log_probs"
     # A packed row has one sample, whose documents share it; else each is a row.
     rows = config.batch_size * (1 if packed else each)
     shape = rows, length + -length % config.row_multiple
@@ -263,7 +262,6 @@ def _batch(config: TrainConfig, module: Decoder) -> MicroBatch:
         document_index=torch.arange(total).repeat_interleave(torch.tensor(lengths)),
         samples=torch.arange(config.batch_size),
         numbers=torch.zeros(config.batch_size),
-        reference=torch.zeros(config.batch_size, each) if kept else None,
         documents_per_sample=each,
         ends=torch.tensor(ends[1:]) - 1,
     )

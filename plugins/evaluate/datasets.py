@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 from runspec.keys.fields import STREAM
 from trainer.config import component, instantiate
 from trainer.data import origin
-from trainer.data.conversations import turns_of
+from trainer.data.conversations import Chats
 from trainer.data.form import SampleForm
-from trainer.data.instructions import Chats, with_system
 from trainer.data.preferences import PAIR_COLUMNS
 from trainer.data.rows import EMPTY_QUESTION, Rows
 from trainer.data.source import opened, read_block
@@ -29,7 +28,7 @@ _PAIRS = SampleForm(preferences="trainer.data.preferences.PreferenceDataset")
 _COMPONENT_KEYS = (
     *("column_map", "column", "add_eos", "train_on_input", "new_system_prompt", "prompt", "answer"),
     *("conversation_column", "conversation_style", "tools_column", "train_on"),
-    *("train_on_reasoning", "drop_invalid"),
+    "drop_invalid",
 )
 
 
@@ -46,18 +45,10 @@ def conversations(
         ConfigError: the block cannot be opened, or has no questions; or names the rows at fault.
     """
     block = read_block(block, _PAIRS)
-    column = block.get("conversation_column", "messages")
-    name = block["_component_"].rpartition(".")[2]
-    own_form = name == "conversation_dataset" or block.get("conversation_style") == "openai"
-    rows = _rows(key, block) if own_form else opened(key, block, lambda: _chats(key, block))
+    rows = opened(key, block, lambda: _chats(key, block))
 
-    def read(index: int, row: dict[str, Any]) -> Turns:
-        if isinstance(rows, Chats):
-            turns = rows.turns(index)
-        else:
-            turns = with_system(
-                turns_of(row.get(column), column)[0], block.get("new_system_prompt")
-            )
+    def read(index: int, _: dict[str, Any]) -> Turns:
+        turns = rows.turns(index)
         if len(turns) < 2 or turns[-1]["role"] != "assistant":
             raise ConfigError("it does not end with an answer")
         if turns[-2]["role"] == "user" and not turns[-2]["content"].strip():
@@ -76,7 +67,7 @@ def pairs(
 
     def read(_: int, row: dict[str, Any]) -> dict[str, Any]:
         pair = {name: row.get(columns.get(name, name)) for name in PAIR_COLUMNS}
-        if not (pair["completions"] or (pair["chosen"] and pair["rejected"])):
+        if not (pair["chosen"] and pair["rejected"]):
             raise ConfigError("there are no chosen and rejected answers")
         return {name: value for name, value in pair.items() if value is not None}
 

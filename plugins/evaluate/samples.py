@@ -127,10 +127,8 @@ def _question(index: int, row: dict[str, Any], task: dict[str, Any]) -> Sample:
 
 def _pair(index: int, row: dict[str, Any]) -> Sample:
     """Return a record of trainer.data.preferences.PreferenceDataset; the reference is chosen."""
-    if not row.get("completions"):
-        row["chosen"], row["rejected"]
-    prompt, chosen = row.get("prompt") or "", row.get("chosen") or ""
-    return Sample(index, _text(prompt), _text(chosen), messages=(row,))
+    row["rejected"]
+    return Sample(index, _text(row.get("prompt") or ""), _text(row["chosen"]), messages=(row,))
 
 
 def _text(value: Any) -> str:

@@ -29,6 +29,6 @@ PLUGIN = Plugin(
     hooks={
         "runs_ended": "plugins.registry.launcher.importer:import_ended",
         "registered_model": "plugins.registry.launcher.registered:model",
-        "registered_uris": "plugins.registry.launcher.registered:uris",
+        "tracked_run": "plugins.registry.launcher.importer:node_program",
     },
 )

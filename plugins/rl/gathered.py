@@ -1,6 +1,5 @@
 """The whole model, its adapter merged, in transformers' own class, whose `generate` answers."""
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from runspec.description import config_file
-from runspec.storage import patiently
 from trainer.checkpoint import export, weights
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.model import Decoder
 from trainer.models import build
 from trainer.models.build import Model
+from trainer.models.folder_class import load_class, load_config
 from trainer.parallel.world import World
 from trainer.sharded import reshard
 
@@ -37,7 +36,7 @@ def faults(config: TrainConfig, on_hub: bool = False) -> list[str]:
         return [f"model.adapter: answers cannot be generated over {title}; choose another adapter"]
     if on_hub:
         return []
-    own = {module.peft_name(key) for key in weights.hub_tensors(module) if key is not None}
+    own = {key for key in weights.hub_tensors(module) if key is not None}
     own |= {name for name, _ in _stacked(module)}
     with torch.device("meta"):
         other = transformers_model(config.model_folder, torch.float32)
@@ -58,20 +57,17 @@ def _stacked(module: Decoder) -> list[tuple[str, torch.Tensor]]:
 
 def transformers_model(folder: Path, dtype: torch.dtype, layers: int | None = None) -> Any:
     """Return transformers' class of a model folder, with first values that are not used."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if (file := config_file(folder)) is None:
         raise ConfigError(
             f"{folder}/config.json is missing, which names the class that generates answers; "
             "run cookbook download"
         )
-    config = patiently(AutoConfig.from_pretrained, file)
+    config = load_config(file)
     if layers is not None:
         config.num_hidden_layers = layers
         if kinds := getattr(config, "layer_types", None):
             config.layer_types = kinds[:layers]
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return load_class(config).from_config(config, dtype=dtype)
 
 
 def _joined(
@@ -105,11 +101,8 @@ class Ends(NamedTuple):
 
 def _parts(model: Model) -> dict[str, weights.Parts]:
     """By name in the class, the parameters (plain name, parameter) in a tensor's rows."""
-    by_name = {
-        model.module.peft_name(key): parts
-        for key, parts in weights.hub_tensors(model.module).items()
-        if key is not None
-    }
+    tensors = weights.hub_tensors(model.module)
+    by_name = {key: parts for key, parts in tensors.items() if key is not None}
     return by_name | {name: [(name, parameter)] for name, parameter in _stacked(model.module)}
 
 

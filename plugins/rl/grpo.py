@@ -36,7 +36,7 @@ from runspec.keys.train import TrainConfig
 from trainer.config import instantiate
 from trainer.data import batches
 from trainer.data.batches import Batches, Data
-from trainer.data.source import Source, open_source, read_block
+from trainer.data.source import DataSpec, Source
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import token_log_probs
@@ -113,7 +113,7 @@ class PolicyOptimisation(Objective):
             return []
         try:
             tokenizer = instantiate("tokenizer", config.tokenizer)
-            source = _source("dataset", config.dataset, tokenizer)
+            source = Source(DataSpec("dataset", config.dataset, tokenizer))
             scorers = Pool(config.rewards, 1, config.reward_timeout)
         except ConfigError:
             return []  # reported by other checks
@@ -187,7 +187,7 @@ class PolicyOptimisation(Objective):
         given = [("dataset", self._prompts.inner), ("dataset_val", data.validation)]
         return {
             key: (
-                _source(key, getattr(self.config, key), self._generation.tokenizer),
+                Source(DataSpec(key, getattr(self.config, key), self._generation.tokenizer)),
                 of_key.rows.samples,
             )
             for key, of_key in given
@@ -385,7 +385,3 @@ class PolicyOptimisation(Objective):
     def validated(self) -> None:
         """Free the sampler's memory."""
         self._generation.release()
-
-
-def _source(key: str, block: dict[str, Any], tokenizer: Any) -> Source:
-    return open_source(key, read_block(block), tokenizer)

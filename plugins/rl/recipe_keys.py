@@ -45,6 +45,7 @@ class GrpoConfig(AnswerKeys, TrainConfig):
     has_reference: ClassVar[bool] = True
     samples_answers: ClassVar[bool] = True
     companion: ClassVar[str] = "plugins.rl.slurm.samplers:SamplerProcesses"
+    sampler: ClassVar[str] = "plugins.rl.sampler"
 
     rewards: dict[str, Any] = setting(
         "open block",

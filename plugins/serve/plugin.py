@@ -9,7 +9,6 @@ PLUGIN = Plugin(
             "plugins.serve.cli.serve:serve",
             "Serve a model with an OpenAI-compatible API, as a Slurm job.",
             "Deliver",
-            starts_server=True,
         ),
         "query": Command(
             "plugins.serve.cli.query:query",

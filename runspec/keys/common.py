@@ -14,9 +14,6 @@ class ResourceKeys:
     """What one run asks of Slurm; None leaves the choice to the cluster."""
 
     nodes: int = option("positive", "Number of nodes. Option: --nodes.", 1)
-    spare_nodes: int = option(
-        "count", "Additional nodes of the job: one replaces a node that fails.", 0
-    )
     gpus_per_node: int = option("positive", "GPUs per node, with one rank each.", 1)
     gpu_type: str | None = option("name", "Type of the GPUs, as in sinfo -o %G.")
     cpus_per_gpu: int | None = option(
@@ -34,6 +31,8 @@ class ResourceKeys:
     constraint: str | None = option("features", "Node features, such as h100&ib.")
     reservation: str | None = option("name", "Reservation.")
     exclude: str | None = option("nodes", "Nodes to avoid, such as gpu-[07-09].")
+    mail_user: str | None = option("address", "Address to which Slurm sends mail.")
+    mail_type: str | None = option("events", "Events of which it sends mail: BEGIN,END,FAIL.")
     exclusive: bool = option("flag", "Do not share the nodes with other jobs.", False)
     rollout: int | str = option(
         "rollout nodes",
@@ -80,13 +79,6 @@ _KEYS = (
         True,
     ),
     Key(
-        "notify",
-        "block",
-        "Slurm's mail about a run's events; the site's file may also set it.",
-    ),
-    Key("notify.events", "events", "Events to report. Default: all three."),
-    Key("notify.mail", "address", "Address to which Slurm sends mail."),
-    Key(
         "tracking",
         "tracker",
         "Where cookbook watch writes the run at its end: mlflow, for a store beside the runs, or "
@@ -123,7 +115,7 @@ _KEYS = (
     Key("hub.teacher", "repository", "The same for the folder of a teacher."),
     Key("hub.dataset", "repository", "A dataset, for nodes without internet."),
     Key("prepare", "block", "A step on the login node, before the first run."),
-    Key("prepare.module", "text", "Module of the trainer, such as trainer.demo."),
+    Key("prepare.module", "text", "Module of the kit, such as trainer.demo."),
     Key("prepare.args", "list", "Its arguments."),
     Key(
         "prepare.creates", "text", "A file that it makes; if the file exists, the step is skipped."

@@ -5,7 +5,7 @@ from typing import Any
 
 from runspec.keys.key import keys_of, option
 
-KINDS = "venv | conda | modules | pyxis | apptainer"
+KINDS = "venv | modules | pyxis | apptainer"
 CONTAINERS = ("pyxis", "apptainer")
 
 
@@ -17,10 +17,6 @@ class EnvironmentKeys:
     name: str | None = option("text", "Name of the record that the other keys are from.")
     kind: str = option(KINDS, "What contains the packages.", "venv")
     image: str | None = option("text", "Image of a container: a file, or a registry's name.")
-    conda: str | None = option("text", "Name or folder of the conda environment.")
-    conda_root: str | None = option(
-        "text", "Folder of conda. Default: that of CONDA_EXE, else ~/miniforge3."
-    )
     modules: tuple[str, ...] = option("texts", "Modules to load, in this order.")
     setup: tuple[str, ...] = option(
         "texts", "Shell lines that the job runs first, outside of a container."
@@ -34,8 +30,8 @@ class EnvironmentKeys:
     )
     python: str | None = option(
         "text",
-        "Interpreter: a path, or a name in PATH. Default: the kit's virtual environment; python "
-        "in conda, python3 in a container.",
+        "Interpreter: a path, such as that of a conda environment, or a name in PATH. Default: the "
+        "kit's virtual environment; python3 in a container.",
     )
     binds: tuple[str, ...] = option(
         "texts",

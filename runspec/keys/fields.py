@@ -41,8 +41,7 @@ class DataKeys:
             Key("data_files", "any", "Your own files: /shared/my.jsonl, or a list."),
             Key("split", "text", "Split, or a part of one: train[:95%].", "train"),
             Key("train_on_input", "flag", "Also train on the prompt tokens.", False),
-            Key("train_on", "all | last | marked", "Which answers of a conversation are trained."),
-            Key("train_on_reasoning", "flag", "Train on the answers' reasoning. Default: true."),
+            Key("train_on", "all | last", "Which answers of a conversation are trained."),
             Key(
                 "packed",
                 "flag",
@@ -167,23 +166,12 @@ class PrecisionKeys:
         "What the backward pass recomputes: none; full, every layer; n, every n-th layer; op, "
         "in each layer all but matrix products and attention. Default: none.",
     )
-    enable_activation_checkpointing: bool = changeable(
-        "flag",
-        "Same as activation_checkpointing=full.",
-        False,
-    )
-    ac_mode: str | None = changeable(
-        "none | full | selective",
-        "torchtune's form of activation_checkpointing; see ac_option.",
-    )
-    ac_option: Any = changeable("any", "With ac_mode=selective: op or n.")
     enable_activation_offloading: bool = changeable(
         "flag", "Keep inputs of recomputed layers in CPU memory.", False
     )
     compile: bool = changeable(
         "flag",
-        "torch.compile each layer, or the whole of a model of two on a CPU; the first step takes a "
-        "minute longer.",
+        "torch.compile each layer; the first step takes a minute longer.",
         False,
     )
     flash_attention: str | None = changeable(
@@ -235,11 +223,6 @@ class LayoutKeys:
     )
     fsdp_cpu_offload: bool = changeable(
         "flag", "Keep weights, gradients and optimizer state in CPU memory.", False
-    )
-    fsdp: dict[str, Any] | None = changeable(
-        "block",
-        "torchtune's older block.",
-        inner=(Key("cpu_offload", "flag", "Same as fsdp_cpu_offload.", False),),
     )
     fsdp_reshard_after_forward: bool = changeable(
         "flag", "Gather weights again for the backward pass.", True
@@ -300,7 +283,6 @@ class LoggingKeys:
             Key("warmup_steps", "count", "Steps that are recorded and dropped.", 3),
             Key("active_steps", "positive", "Steps that are recorded and kept.", 2),
             Key("num_cycles", "count", "Number of cycles; 0: until the end.", 1),
-            Key("steps", "steps", "First and last step to record, instead of cycles."),
             Key("ranks", "ranks", "Ranks to record. Default: the first of each node."),
             Key("_component_", "text", "torchtune's profiler; torch.profiler is used."),
             Key(

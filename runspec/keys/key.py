@@ -30,10 +30,6 @@ def _list(item: Test) -> Test:
     return lambda value: isinstance(value, list) and all(map(item, value))
 
 
-def _is_range(value: Any) -> bool:
-    return _list(_whole(1))(value) and len(value) == 2 and bool(value[0] <= value[1])
-
-
 def _is_component(value: Any) -> bool:
     return isinstance(value, dict) and _is_line(value.get("_component_"))
 
@@ -80,7 +76,6 @@ KINDS = {
         "all, or a list of ranks such as [0, 8]",
         lambda value: value == "all" or (value != [] and _list(_whole(0))(value)),
     ),
-    "steps": Kind("the first and the last step, counted from 1, such as [10, 12]", _is_range),
     "layers": Kind(
         "none, full, op, or a number n for every n-th layer",
         lambda value: value in ("none", "full", "op") or _whole(1)(value),
@@ -111,10 +106,7 @@ KINDS = {
         "a Hub repository such as org/name or org/name@revision",
         _text(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[A-Za-z0-9][\w./-]*)?"),
     ),
-    "events": Kind(
-        "a list of start, end and failure",
-        lambda v: v != [] and _list(lambda each: each in ("start", "end", "failure"))(v),
-    ),
+    "events": Kind("Slurm's words, such as END,FAIL or ALL", _text(r"[A-Z][A-Z0-9_,]{0,99}")),
     "address": Kind(
         "an e-mail address or a user's name",
         _text(r"[A-Za-z0-9][A-Za-z0-9._+-]*(?:@[A-Za-z0-9.-]+)?"),

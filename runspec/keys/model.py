@@ -17,8 +17,7 @@ class ModelKeys:
         "open block",
         "The model and its adapters. Without _component_ (or with transformers) the config.json "
         "in checkpointer.checkpoint_dir defines the model, and model.lora_rank trains adapters. "
-        "With a torchtune builder, a plain one trains all weights, lora_* trains adapters, and "
-        "qlora_* trains adapters on a 4-bit base.",
+        "With a torchtune builder, a plain one trains all weights, and lora_* trains adapters.",
         {"_component_": TRANSFORMERS},
         inner=(
             Key("_component_", "text", "transformers, or a builder's dotted path.", TRANSFORMERS),
@@ -66,7 +65,9 @@ class ModelKeys:
                 "Layers to train in full, in addition to the adapter: embed_tokens, lm_head "
                 "(torchtune's builders: tok_embeddings, output).",
             ),
-            Key("use_dora", "flag", "DoRA: also train a magnitude per row.", False),
+            Key(
+                "use_dora", "flag", "DoRA, for torchtune builders; for others adapter: dora.", False
+            ),
             Key(
                 "use_rslora",
                 "flag",
@@ -95,7 +96,7 @@ class ModelKeys:
             Key(
                 "quantize_base",
                 "flag",
-                "Keep the frozen base in 4 bits (NF4), as qlora_* does.",
+                "Keep the frozen base in 4 bits (NF4).",
                 False,
             ),
         ),

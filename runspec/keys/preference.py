@@ -22,10 +22,9 @@ class PreferenceConfig(TrainConfig):
         "number", "Strength of the preference; the larger, the closer to the reference.", 0.1
     )
     reference: str = changeable(
-        "auto | adapter_off | model | log_probs",
-        "The model before training: the policy with its adapter off; a frozen second model; or its "
-        "log-probabilities, computed once before the first step and stored with the tokens. auto: "
-        "adapter_off with a new adapter and one epoch, else log_probs.",
+        "auto | adapter_off | model",
+        "The model before training: the policy with its adapter off, or a frozen second model. "
+        "auto: adapter_off with a new adapter, else model.",
         "auto",
     )
 
@@ -35,11 +34,7 @@ class PreferenceConfig(TrainConfig):
         if config.get("loss") in REFERENCE_FREE:
             return ""
         wanted = str(config.get("reference") or "auto")
-        if wanted != "auto":
-            return wanted
-        without_key = super().reference_of(config)
-        once = (config.get("epochs") or 1) == 1
-        return "adapter_off" if once and without_key == "adapter_off" else "log_probs"
+        return super().reference_of(config) if wanted == "auto" else wanted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,7 @@ class TrainConfig(
         goal: what it does, in the title of a recipe that `cookbook start` writes.
         torchtune: part of the names of torchtune's scripts of the same purpose.
         companion: what the supervisor calls beside the ranks, MODULE:CLASS; "" for nothing.
+        sampler: the module that each GPU of rollout nodes runs, if the method samples answers.
     """
 
     objective: ClassVar[str] = ""
@@ -75,6 +76,7 @@ class TrainConfig(
     goal: ClassVar[str] = ""
     torchtune: ClassVar[str] = ""
     companion: ClassVar[str] = ""
+    sampler: ClassVar[str] = ""
     # Accepted because torchtune's configs hold them; they change nothing here, or are refused.
     ignored: ClassVar[tuple[Key, ...]] = (
         Key(
@@ -154,8 +156,8 @@ class TrainConfig(
     def reference_of(cls, config: Mapping[str, Any]) -> str:
         """What stands for the policy before training, by a recipe's content.
 
-        adapter_off: the policy with its adapter off; model: a frozen second model; log_probs: its
-        log-probabilities, kept beside the tokens; "": nothing does.
+        adapter_off: the policy with its adapter off; model: a frozen second model; "": nothing
+        does.
         """
         if not cls.has_reference:
             return ""
@@ -264,19 +266,13 @@ def with_train_on_input(block: Any, value: bool) -> Any:
 
 
 def recomputed(config: Mapping[str, Any]) -> int | str | None:
-    """Return what the backward pass recomputes, from the one key or from torchtune's three.
+    """Return what the backward pass recomputes, by a recipe's content.
 
     n: every n-th layer (1: all). "op": all but matrix products and softmax attention. None:
     nothing.
     """
-    mode = config.get("activation_checkpointing") or config.get("ac_mode")
-    if mode == "selective":
-        mode = config.get("ac_option")
-    if mode is None:
-        mode = "full" if config.get("enable_activation_checkpointing") else "none"
-    if mode in ("none", "full", "op"):
-        return {"none": None, "full": 1, "op": "op"}[str(mode)]
-    return int(mode) if str(mode).isdigit() else None
+    mode: int | str | None = config.get("activation_checkpointing")
+    return {"none": None, "full": 1}.get(str(mode), mode)
 
 
 def uncompiled_experts(config: Mapping[str, Any]) -> bool:

@@ -50,10 +50,10 @@ usage: $PROGRAM ${1:-up|down|status|env} [options]
 
 A real Slurm on one host, with fake GPU devices, for tests and experiments.
 
-  up      start a cluster and return when a job has run on every node. If it is already up with the
-          same shape, start only the dead daemons
+  up      start a cluster and return when every node is ready. If it is already up with the same
+          shape, start only the dead daemons
   down    cancel its jobs, stop its daemons and job steps, and remove its state folder
-  status  list its daemons, nodes and jobs; exit 0 only if every daemon runs
+  status  list its nodes and jobs; exit 0 only if every daemon runs
   env     print the shell line that makes sbatch, srun and squeue use it: eval "\$($PROGRAM env)"
 
 Options of all commands:
@@ -181,7 +181,6 @@ check_state_is_ours() {
 # --- Commands -------------------------------------------------------------------------------------
 
 cluster_up() {
-    local started=${EPOCHREALTIME/[.,]/} took_ms
     require_programs
     check_root
     take_lock
@@ -192,7 +191,7 @@ cluster_up() {
             fail "cluster '$name' is up as $(<"$state/shape"), not as $(shape);" \
                 "first: $SCRIPT down --name $name --state $root"
         if every_daemon_runs; then
-            say "cluster '$name' is already up: $(description)"
+            say "cluster '$name' is already up: $(shape)"
             return
         fi
     else
@@ -204,11 +203,8 @@ cluster_up() {
     trap abandon EXIT
     trap 'give_up slurmctld "interrupted"' INT TERM HUP
     start_cluster
-    ((!fresh)) || run_test_job
     trap - EXIT INT TERM HUP
-    took_ms=$(((${EPOCHREALTIME/[.,]/} - started) / 1000))
-    say "cluster '$name' is up after $((took_ms / 1000)).$(printf %03d $((took_ms % 1000))) s:" \
-        "$(description)"
+    say "cluster '$name' is up: $(shape)"
     say "to use it: $(use_line)"
 }
 
@@ -218,13 +214,6 @@ every_daemon_runs() {
     for ((i = 1; i <= nodes; i++)); do
         [[ $(daemon_pids slurmd "n$i") ]] || return 1
     done
-}
-
-description() {
-    local text="$nodes nodes"
-    ((nodes > 1)) || text="1 node"
-    ((!gpus)) || text+=", $gpus h100 GPUs each"
-    echo "$text"
 }
 
 use_line() { echo "eval \"\$($SCRIPT env --name $name --state $root)\""; }
@@ -244,27 +233,11 @@ cluster_down() {
 }
 
 cluster_status() {
-    local daemons=(munged slurmctld) daemon pid dead=0 i
-    if [[ ! -f $state/shape ]]; then
-        say "cluster '$name' is not up (nothing in $state); to start it:" \
-            "$SCRIPT up --name $name --state $root"
-        return 1
-    fi
+    require_running
     read -r nodes _ <<<"$(<"$state/shape")"
     nodes=${nodes#*=}
-    for ((i = 1; i <= nodes; i++)); do daemons+=("slurmd n$i"); done
-    echo "cluster $name: $(<"$state/shape")"
-    for daemon in "${daemons[@]}"; do
-        # shellcheck disable=SC2086 # daemon and node
-        pid=$(daemon_pids $daemon)
-        [[ $pid ]] || dead=1
-        printf '  %-12s %s\n' "$daemon" "${pid:-dead}"
-    done
-    echo "state and logs: $state"
-    if ((dead)); then
-        say "daemons of '$name' are dead; to start them again, pass 'up' the same shape"
-        return 1
-    fi
+    echo "cluster $name: $(<"$state/shape"); state and logs: $state"
+    every_daemon_runs || fail "daemons of '$name' are dead: 'up' with the same shape starts them again"
     require_programs
     isolated timeout 5 sinfo -o '%P %N %t %c %m %G'
     isolated timeout 5 squeue
@@ -272,9 +245,13 @@ cluster_status() {
 }
 
 cluster_env() {
-    [[ -f $conf && $(daemon_pids slurmctld) ]] ||
-        fail "cluster '$name' is not up; to start it: $SCRIPT up --name $name --state $root"
+    require_running
     echo "export SLURM_CONF=$conf"
+}
+
+require_running() {
+    [[ -f $conf && $(daemon_pids) ]] ||
+        fail "cluster '$name' is not up; to start it: $SCRIPT up --name $name --state $root"
 }
 
 main() {

@@ -42,16 +42,6 @@ missing_nodes() {
     done
 }
 
-run_test_job() {
-    local answer expected
-    expected=$(printf 'n%s\n' $(seq "$nodes") | sort)
-    answer=$(cd / && isolated timeout "$READY_TIMEOUT_S" srun --job-name=ready --partition=debug \
-        --nodes="$nodes" --ntasks-per-node=1 printenv SLURMD_NODENAME 2>"$state/log/ready.log" |
-        sort) || true
-    [[ $answer == "$expected" ]] ||
-        give_up ready "a test job on $nodes nodes answered '${answer//$'\n'/ }'"
-}
-
 give_up() { # log reason
     trap '' INT TERM HUP
     say "$PROGRAM: $2; the logs are in $state/log"

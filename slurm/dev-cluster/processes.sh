@@ -24,20 +24,11 @@ cluster_pids() {
     daemon_pids ""
     # These hide their arguments, but their working directory is the log folder of their daemon.
     for pid in $(pids_matching comm -xE 'slurmstepd|slurmscriptd'); do
-        [[ $(readlink "/proc/$pid/cwd" 2>/dev/null) != "$state/log" ]] || with_descendants "$pid"
+        [[ $(readlink "/proc/$pid/cwd" 2>/dev/null) != "$state/log" ]] || echo "$pid"
     done
     # What a job left behind has this cluster's SLURM_CONF and a node's name in its environment.
     for pid in $(pids_matching environ -zxF "SLURM_CONF=$conf"); do
         ! grep -qz '^SLURMD_NODENAME=' "/proc/$pid/environ" 2>/dev/null || echo "$pid"
-    done
-}
-
-with_descendants() {
-    local pid
-    for pid in "$@"; do
-        echo "$pid"
-        # shellcheck disable=SC2046 # one word per child
-        with_descendants $(cat "/proc/$pid/task/"*/children 2>/dev/null)
     done
 }
 

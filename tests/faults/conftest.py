@@ -1,10 +1,8 @@
 """A cluster, its user and an undisturbed run, which the tests of this folder share."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,18 +23,6 @@ def user_of(cluster: SlurmCluster, root: Path) -> Kit:
     env = {key: value for key, value in cluster.env.items() if not key.startswith("COOKBOOK_")}
     env |= {"COOKBOOK_ROOT": str(root), "XDG_CACHE_HOME": str(root / "cache")}
     return Kit(env, root)
-
-
-@contextmanager
-def site_of(user: Kit, setting: str) -> Iterator[str]:
-    """The name of a user's site with one more setting."""
-    folder = Path(user.env.get("COOKBOOK_CLUSTERS", paths.CLUSTERS))
-    path = folder / f"{setting.partition(':')[0]}-{os.getpid()}.yaml"
-    path.write_text(f"{setting}\n")
-    try:
-        yield path.stem
-    finally:
-        path.unlink()
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,28 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from launcher.paths import REPO_ROOT
-from tests.launcher.kit import Kit, checkpoints, losses, ranks_of, report, until
+from tests.conftest import SlurmCluster
+from tests.launcher.kit import (
+    Kit,
+    checkpoints,
+    command,
+    losses,
+    processes_of,
+    ranks_of,
+    report,
+    until,
+)
 
 SAVE_EVERY = 5
 SHORT = [
@@ -36,40 +50,37 @@ def rank(run: Path, number: int) -> int:
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def processes_of(run: Path) -> list[int]:
-    """Every process that has the run's folder in its environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"RUN_DIR={run}".encode() in environ and int(process.name) != os.getpid():
-            found.append(int(process.name))
-    return found
+    return psutil.Process(pid).ppid()
 
 
 def processes_of_node(node: str, job: str, state: Path) -> list[int]:
     """What dies with a node: its slurmd, the job's tasks on it and the slurmstepd above them."""
     victims = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (process / "environ").read_bytes().split(b"\0")
-            command = (process / "cmdline").read_text().replace("\0", " ")
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if f"{state}/slurm.conf -N {node}" in command:
-            victims.add(int(process.name))
-        if {f"SLURMD_NODENAME={node}".encode(), f"SLURM_JOB_ID={job}".encode()} <= set(environ):
-            victims.add(int(process.name))
-            if "slurmstepd" in Path(f"/proc/{parent}/cmdline").read_text():
-                victims.add(parent)
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        environ, argv = process.info["environ"] or {}, process.info["cmdline"] or []
+        if f"{state}/slurm.conf -N {node}" in " ".join(argv):
+            victims.add(process.pid)
+        if (environ.get("SLURMD_NODENAME"), environ.get("SLURM_JOB_ID")) == (node, job):
+            victims.add(process.pid)
+            with suppress(psutil.Error):
+                if "slurmstepd" in command(process.ppid()):
+                    victims.add(process.ppid())
     assert len(victims) >= 4, "slurmd, slurmstepd, torchrun and a rank"
     return sorted(victims)
+
+
+def kill_node(cluster: SlurmCluster, node: str, job: str) -> None:
+    """Kill all that dies with a node."""
+    for pid in processes_of_node(node, job, cluster.state):
+        os.kill(pid, signal.SIGKILL)
+
+
+def lose_node(cluster: SlurmCluster, node: str, job: str) -> None:
+    """Kill all that dies with a node, and wait until Slurm has noticed."""
+    kill_node(cluster, node, job)
+    # sinfo goes on saying "mixed*" for a while when it is asked often.
+    show = ["scontrol", "show", "node", node]
+    until(lambda: "State=DOWN" in cluster.run(show).stdout, 60)
 
 
 def ended(user: Kit, run: Path, state: str, timeout: float = 180) -> list[dict[str, Any]]:

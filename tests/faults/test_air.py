@@ -1,4 +1,4 @@
-"""The workload of Databricks' guide, unchanged, on the one-host Slurm; examples/air_fsdp.
+"""The workload of Databricks' guide, as a recipe, on the one-host Slurm; examples/air_fsdp.
 
     python -m pytest -n 0 -m named tests/faults/test_air.py
 
@@ -16,8 +16,7 @@ import pytest
 
 from launcher import paths
 from tests.faults.kit import attempts
-from tests.faults.test_engines import a_rank
-from tests.launcher.kit import Kit, report, until
+from tests.launcher.kit import Kit, ranks_of, report, until
 
 WORKLOAD = paths.REPO_ROOT / "examples" / "air_fsdp" / "train.yaml"
 TOKEN = "hf_secret_of_the_workload"
@@ -27,7 +26,7 @@ STEPS = 40
 
 
 @pytest.mark.named
-def test_the_workload_of_the_guide_runs_unchanged(user, tmp_path):
+def test_the_workload_of_the_guide_runs(user, tmp_path):
     secret = tmp_path / ".config/slurm-cookbook/secrets/my_scope/hf_token"
     secret.parent.mkdir(parents=True)
     secret.write_text(TOKEN)
@@ -42,9 +41,9 @@ def test_the_workload_of_the_guide_runs_unchanged(user, tmp_path):
     alpaca = ({"instruction": r["question"], "input": "", "output": r["answer"]} for r in rows)
     data.write_text("".join(json.dumps(row) + "\n" for row in alpaca))
     # The guide's `air run -f train.yaml --dry-run`.
-    dry = user.cookbook("submit", str(WORKLOAD), "--dry-run")
+    dry = user.cookbook("submit", str(WORKLOAD), "--dry-run", "~environment")
     assert dry.returncode == 0, dry.stderr
-    for words in ("--nodes=2", "--gpus-per-node=8", "MAX_RETRIES=1", "TIMEOUT_S=7200"):
+    for words in ("--nodes=2", "--gpus-per-node=8", "MAX_RETRIES=1", "--time=120"):
         assert words in dry.stdout
     output, store = tmp_path / "out", tmp_path / "mlflow.db"
     tiny = {"model_name": tmp_path / "model", "dataset_name": data.parent, "output_dir": output}
@@ -52,12 +51,14 @@ def test_the_workload_of_the_guide_runs_unchanged(user, tmp_path):
     _, run = user.submit(
         str(WORKLOAD),
         "--gpus-per-node=2",
+        # The kit's own environment has all of its dependencies.
+        "~environment",
         *(f"parameters.{name}={value}" for name, value in tiny.items()),
         f"tracking=sqlite:///{store}",
     )
     assert (run / "code/train.py").is_file() and not (run / "code").is_symlink(), "the snapshot"
     until(lambda: list(output.glob("step_*/.metadata")), 150, lambda: report(run))
-    os.kill(a_rank(run, "train.py"), signal.SIGKILL)
+    os.kill(ranks_of(run, "train.py")[1], signal.SIGKILL)
     state = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=200)
     assert state["state"] == "COMPLETED", report(run)
     assert len(attempts(run)) == 2 and attempts(run)[0]["cause"] == "killed", attempts(run)

@@ -1,6 +1,5 @@
 """Who or what ended an attempt, on a real Slurm: each is told apart, and has its own answer."""
 
-import contextlib
 import json
 import os
 import signal
@@ -15,18 +14,19 @@ from tests.faults.kit import (
     attempts,
     ended,
     parent,
-    processes_of,
     rank,
     trains,
 )
-from tests.launcher.kit import Kit, project, report, until
+from tests.launcher.kit import BY_SHELL, Kit, command, processes_of, project, report, until
 
 WAIT = "print('waiting', flush=True)\nimport time\ntime.sleep(600)\n"
 
 
 def waits(user: Kit, folder: Path, script: str = WAIT, **recipe) -> tuple[str, Path]:
     """A run of a script that does nothing but wait, once it does so."""
-    job, run = user.submit("--recipe", str(project(folder, script, **recipe)), "--nodes", "1")
+    job, run = user.submit(
+        "--recipe", str(project(folder, script, **BY_SHELL, **recipe)), "--nodes", "1"
+    )
     log = run / "logs" / "0" / "rank_0.log"
     until(lambda: log.exists() and "waiting" in log.read_text(), 120, lambda: report(run))
     return job, run
@@ -78,11 +78,9 @@ def test_a_scancel_of_a_requeued_job_is_recorded(user: Kit, slurm, tmp_path):
 def test_a_killed_tee_is_named_on_its_own_node(user: Kit):
     _, run = user.submit(*SHORT)
     trains(run)
-    log = f"tee\0-a\0{run}/logs/0/rank_0.log\0".encode()
-    for process in processes_of(run):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{process}/cmdline").read_bytes() == log:
-                os.kill(process, signal.SIGKILL)
+    for process in processes_of(run, "tee"):
+        if command(process) == f"tee -a {run}/logs/0/rank_0.log":
+            os.kill(process, signal.SIGKILL)
     first, second = ended(user, run, "COMPLETED")
     assert (first["cause"], first["node"]) == ("killed", "n1"), report(run)
     assert "tee or sed, which slurm/rank.sh starts for the rank's log" in first["message"]

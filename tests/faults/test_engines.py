@@ -1,418 +1,51 @@
-"""Other trainers with tiny models through real faults on the one-host Slurm; docs/engines.md.
+"""transformers' Trainer behind a stand-in of TRL's script: a hang on the one-host Slurm."""
 
-    COOKBOOK_ENGINES=FOLDER python -m pytest -n 0 -m named tests/faults/test_engines.py
-
-FOLDER holds a virtual environment for each engine, by its name: trl, litgpt, axolotl, llamafactory,
-deepspeed, automodel_cpu. Without one its tests are skipped; stand-ins of automodel and torchtitan,
-and a script of the user's own, need none. automodel_cpu is a recipe of NeMo Automodel's own parts.
-"""
-
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from launcher import paths
 from runspec import files
-from tests.faults.conftest import user_of
-from tests.faults.kit import attempts, processes_of, processes_of_node
-from tests.launcher.kit import Kit, report, until
+from tests.faults.kit import attempts
+from tests.launcher.kit import Kit, ranks_of, report, until
 
-EVERY, STEPS = 10, 60
 STANDINS = Path(__file__).parent / "standins"
-DATA = paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl"
 
 
-@dataclass(frozen=True)
-class Case:
-    """An engine: its entry, what its ranks' command line holds, its parameters and keys.
-
-    script: a file, of standins/ if it has no folder, that lies beside the recipe. in_log: it runs
-    in the kit's environment and says its losses in its log alone.
-    """
-
-    entry: str
-    program: str
-    parameters: dict[str, Any]
-    keys: dict[str, Any] = field(default_factory=dict)
-    nodes: int = 2
-    standin: bool = False
-    script: str = ""
-    in_log: bool = False
-
-
-_SCRIPT = "examples/transformers_fsdp/train.py"
-_HF = {"max_steps": STEPS, "save_steps": EVERY, "logging_steps": 1, "learning_rate": 1e-3}
-_OWN = {
-    "model": "MODEL",
-    "dataset": "DATA/qa.jsonl",
-    "steps": STEPS,
-    "save_every": EVERY,
-    "batch_size": 4,
-    "lr": 1e-3,
-}
-CASES = {
-    "trl": Case(
-        "trl:sft",
-        "hf_trainer",
-        {
-            **_HF,
-            "model_name_or_path": "MODEL",
-            "dataset_name": "DATA/trl",
-            "per_device_train_batch_size": 4,
-            "max_length": 128,
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-        },
-    ),
-    "llamafactory": Case(
-        "llamafactory:mine.yaml",
-        "hf_trainer",
-        {
-            **_HF,
-            "model_name_or_path": "MODEL",
-            "stage": "sft",
-            "do_train": True,
-            "finetuning_type": "full",
-            "template": "empty",
-            "dataset_dir": "DATA/alpaca",
-            "dataset": "qa",
-            "cutoff_len": 128,
-            "per_device_train_batch_size": 4,
-            "report_to": "none",
-        },
-        # On several ranks of a CPU its transformers 5.6 cannot load the optimizer ("cpu:0").
-        nodes=1,
-    ),
-    "axolotl": Case(
-        "axolotl:mine.yaml",
-        "hf_trainer",
-        {
-            **_HF,
-            "base_model": "MODEL",
-            "datasets": [{"path": "DATA/alpaca/data.json", "ds_type": "json", "type": "alpaca"}],
-            "dataset_prepared_path": "DATA/prepared",
-            "sequence_len": 128,
-            "micro_batch_size": 4,
-            "gradient_accumulation_steps": 1,
-            "optimizer": "adamw_torch",
-            "lr_scheduler": "cosine",
-            "bf16": False,
-            "val_set_size": 0,
-            "device_map": "cpu",
-            "special_tokens": {"pad_token": "<|endoftext|>"},
-        },
-        {"env": {"AXOLOTL_DO_NOT_TRACK": "1"}},
-        nodes=1,
-    ),
-    "litgpt": Case(
-        "litgpt:finetune_full",
-        "litgpt",
-        {
-            "checkpoint_dir": "DATA/litgpt",
-            "precision": "32-true",
-            "data": {
-                "class_path": "litgpt.data.JSON",
-                "init_args": {
-                    "json_path": "DATA/alpaca/data.json",
-                    "val_split_fraction": 0.1,
-                    "num_workers": 0,
-                },
-            },
-            "train": {
-                "save_interval": EVERY,
-                "log_interval": 1,
-                "global_batch_size": 16,
-                "micro_batch_size": 4,
-                "lr_warmup_steps": 2,
-                "max_steps": STEPS,
-                "max_seq_length": 256,
-                "epochs": 20,
-            },
-            "eval": {
-                "interval": 1000,
-                "max_iters": 1,
-                "initial_validation": False,
-                "final_validation": False,
-            },
-        },
-        nodes=1,
-    ),
-    "deepspeed": Case(
-        "deepspeed:train_deepspeed.py",
-        "train_deepspeed",
-        {
-            "train_micro_batch_size_per_gpu": 8,
-            "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_force_ds_cpu_optimizer": False,
-        },
-        {"args": ["--steps", STEPS, "--every", EVERY]},
-        script="train_deepspeed.py",
-    ),
-    "automodel": Case(
-        "automodel:mine.yaml",
-        "nemo_automodel",
-        {"step_scheduler": {"max_steps": STEPS, "ckpt_every_steps": EVERY}, "checkpoint": {}},
-        standin=True,
-    ),
-    "automodel_cpu": Case(
-        "automodel:mine.yaml",
-        "nemo_automodel",
-        {
-            "recipe": "automodel_cpu.CpuRecipe",
-            "step_scheduler": {
-                "global_batch_size": 8,
-                "local_batch_size": 4,
-                "max_steps": STEPS,
-                "num_epochs": 5,
-                "ckpt_every_steps": EVERY,
-                "save_checkpoint_every_epoch": False,
-            },
-            "model": {"pretrained_model_name_or_path": "MODEL"},
-            "dataset": {"dataset_name": "DATA/squad"},
-            "distributed": {"strategy": "fsdp2"},
-            "checkpoint": {"save_consolidated": False, "model_repo_id": "MODEL"},
-        },
-        script="automodel_cpu.py",
-    ),
-    "script": Case(
-        "script:train.py",
-        "train.py",
-        _OWN,
-        {"max_retries": 3},
-        script=_SCRIPT,
-        in_log=True,
-    ),
-    "command": Case(
-        "command",
-        "train.py",
-        _OWN,
-        {
-            "max_retries": 3,
-            "command": "torchrun --nnodes=$NUM_NODES --node-rank=$NODE_RANK "
-            "--nproc-per-node=$GPUS_PER_NODE --master-addr=$MASTER_ADDR "
-            "--master-port=$MASTER_PORT train.py",
-        },
-        script=_SCRIPT,
-        in_log=True,
-    ),
-    "torchtitan": Case(
-        "torchtitan:llama3/llama3_debugmodel",
-        "torchtitan",
-        {"training": {"steps": STEPS}, "checkpoint": {"interval": EVERY}},
-        standin=True,
-    ),
-}
-
-_LITGPT_MODEL = """
-import sys, torch
-from pathlib import Path
-from litgpt.config import Config
-from litgpt.model import GPT
-from litgpt.utils import save_config
-sizes = dict(n_layer=2, n_embd=128, n_head=4, n_query_groups=2, intermediate_size=256)
-config = Config(name="tiny", hf_config={"org": "x", "name": "tiny"}, vocab_size=1024,
-    padded_vocab_size=1024, block_size=512, rotary_percentage=1.0, parallel_residual=False,
-    bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", **sizes)
-torch.manual_seed(0)
-folder = Path(sys.argv[1])
-torch.save(GPT(config).state_dict(), folder / "lit_model.pth")
-save_config(config, folder)
-"""
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """A tiny model, and the demo's questions and answers in each engine's form."""
-    root = tmp_path_factory.mktemp("engines")
-    made = ["-m", "trainer.demo", str(root / "model"), "--dataset", str(DATA)]
-    subprocess.run([sys.executable, *made], check=True, cwd=paths.REPO_ROOT)
-    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
-    (root / "qa.jsonl").write_bytes(DATA.read_bytes())
-    for name in ("trl", "alpaca", "litgpt"):
-        (root / name).mkdir()
-    pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
-    (root / "trl/qa.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
-    told = [{"instruction": r["question"], "input": "", "output": r["answer"]} for r in rows]
-    (root / "alpaca/data.json").write_text(json.dumps(told))
-    squad = [
-        {"context": a, "question": q, "answers": {"text": [a[:20]], "answer_start": [0]}}
-        for q, a in ((row["question"], row["answer"]) for row in rows)
-    ]
-    (root / "squad").mkdir()
-    (root / "squad/train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in squad))
-    (root / "alpaca/dataset_info.json").write_text('{"qa": {"file_name": "data.json"}}')
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (root / "litgpt" / name).write_bytes((root / "model" / name).read_bytes())
-    return root
-
-
-def environment(name: str, case: Case, place: Path) -> Path:
-    """The virtual environment of an engine, or one in which a stand-in takes its name."""
-    if case.in_log:
-        return Path(sys.prefix)
-    if not case.standin:
-        venv = Path(os.environ.get("COOKBOOK_ENGINES", "/nonexistent")) / name
-        if not (venv / "bin/python").exists():
-            pytest.skip(f"COOKBOOK_ENGINES has no environment {name}")
-        if name == "litgpt" and not (place / "litgpt/lit_model.pth").exists():
-            code = ["-c", _LITGPT_MODEL, str(place / "litgpt")]
-            subprocess.run([str(venv / "bin/python"), *code], check=True)
-        return venv
+def standin(place: Path) -> Path:
+    """A virtual environment in which a stand-in has the name of TRL."""
     venv = place / "standin"
-    if not venv.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-        (packages,) = venv.glob("lib/python*/site-packages")
-        (own,) = Path(sys.prefix).glob("lib/python*/site-packages")
-        (packages / "kit.pth").write_text(f"{own}\n{STANDINS}\n")
-        # As if they were installed: else the engine's own packages would be built.
-        for package in ("nemo_automodel-0.7.0", "torchtitan-0.3.0", "trl-1.16.0"):
-            (packages / f"{package}.dist-info").mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (own,) = Path(sys.prefix).glob("lib/python*/site-packages")
+    (packages / "kit.pth").write_text(f"{own}\n{STANDINS}\n")
+    # As if it were installed: else the engine's own packages would be built.
+    (packages / "trl-1.16.0.dist-info").mkdir()
     return venv
-
-
-def submit(user: Kit, name: str, place: Path) -> tuple[Kit, str, Path]:
-    """Start a case; return its user, its job and its run."""
-    case = CASES[name]
-    venv = environment(name, case, place)
-    user = Kit({**user.env, "COOKBOOK_VENV": str(venv)}, user.root)
-    text = json.dumps(case.parameters).replace("MODEL", str(place / "model"))
-    content = {
-        "entry": case.entry,
-        "resources": {"nodes": case.nodes, "gpus_per_node": 1, "cpus_per_gpu": 1, "time": "20"},
-        "parameters": json.loads(text.replace("DATA", str(place))),
-        **case.keys,
-    }
-    folder = place / name
-    folder.mkdir(exist_ok=True)
-    (folder / "mine.yaml").write_text(yaml.safe_dump(content["parameters"]))
-    if case.script:
-        source = paths.REPO_ROOT / case.script if "/" in case.script else STANDINS / case.script
-        (folder / source.name).write_bytes(source.read_bytes())
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(content))
-    job, run = user.submit(str(path))
-    return user, job, run
-
-
-def a_rank(run: Path, program: str) -> int:
-    """The Python process of a rank: no shell that writes its log, no torchrun, no data worker."""
-    found = []
-    for pid in processes_of(run):
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        launcher = {"torch.distributed.run", "slurm.supervise"} & {*words} or "torchrun" in words[1]
-        if "python" in Path(words[0]).name and not launcher:
-            found += [pid] * (program in " ".join(words))
-    stats = {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in found}
-    return [pid for pid in found if int(stats[pid][1]) not in found][-1]
-
-
-def saved(run: Path) -> int:
-    return max(files.checkpoint_steps(run), default=0)
-
-
-def status(run: Path) -> str:
-    path = run / files.STATUS
-    return path.read_text() if path.exists() else ""
-
-
-def step(run: Path) -> int:
-    """The newest step that the run has reported."""
-    last = files.last_json_line(run / files.METRICS) or {}
-    return int(last.get("step", 0))
-
-
-def losses(run: Path) -> dict[int, float]:
-    """The loss of each step that the run has logged."""
-    rows = files.read_json_lines(run / files.METRICS)
-    for log in [] if rows else sorted(run.glob("logs/[0-9]*/rank_0.log")):
-        for each in re.finditer(r"(?m)^step (\d+)/\d+  loss (\S+)$", log.read_text()):
-            rows.append({"step": int(each[1]), "loss": float(each[2])})
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[str, dict[int, float]]:
-    """The losses of each engine without a fault, once it has run."""
-    return {}
-
-
-@pytest.mark.named
-@pytest.mark.parametrize("fault", ["killed", "time_limit", "node"])
-@pytest.mark.parametrize("name", CASES)
-def test_an_engine_loses_no_more_than_its_checkpoint_interval(
-    new_cluster, root, place, undisturbed, name, fault, record_property
-):
-    with new_cluster("engine", "--requeue-delay", "5", "--set", "SlurmdTimeout=6") as cluster:
-        if name not in undisturbed:
-            user, _, run = submit(user_of(cluster, root), name, place)
-            ended = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=400)
-            assert ended["state"] == "COMPLETED", report(run)
-            undisturbed[name] = losses(run)
-        user, job, run = submit(user_of(cluster, root), name, place)
-        until(lambda: saved(run) or "FAILED" in status(run), 240, lambda: report(run))
-        assert saved(run), report(run)
-        if fault == "killed":
-            os.kill(a_rank(run, CASES[name].program), signal.SIGKILL)
-        elif fault == "time_limit":
-            cluster.run(["scancel", "--batch", "--signal=USR1", job])
-        else:
-            node = f"n{CASES[name].nodes}"
-            for pid in processes_of_node(node, job, cluster.state):
-                os.kill(pid, signal.SIGKILL)
-            show = ["scontrol", "show", "node", node]
-            until(lambda: "State=DOWN" in cluster.run(show).stdout, 60, lambda: report(run))
-            cluster.start_dead_daemons()
-        told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=400)
-        assert told["state"] == "COMPLETED", report(run)
-        lines = attempts(run)
-        assert len(lines) > 1 and lines[-1]["cause"] == "finished", report(run)
-        if not CASES[name].in_log:
-            progress = json.loads((run / "progress.json").read_text())
-            assert progress["step"] >= STEPS and progress["state"] == "finished", progress
-            assert step(run) == STEPS, "the steps are counted as the engine's own"
-        first, logged = lines[0], losses(run)
-        assert logged.keys() == undisturbed[name].keys() == {*range(1, STEPS + 1)}
-        off = max(abs(logged[each] - undisturbed[name][each]) for each in logged)
-        line = f"{name} {fault}: {first['cause']} at checkpoint {first['checkpoint_step']}"
-        line += f", losses differ by {off} at most"
-        record_property("engine", line)
-        print(line)
-        assert first["checkpoint_step"] > 0, first
-        assert off == 0, line
-        if fault == "time_limit":
-            assert first["cause"] == "time_limit", first
 
 
 @pytest.mark.long
 def test_a_stopped_rank_of_transformers_trainer_is_found_and_every_command_works(user, tmp_path):
     """The wrapper around transformers' own Trainer; TRL's script alone is a stand-in."""
     place = tmp_path
-    venv = environment("trl", replace(CASES["trl"], standin=True), place)
-    env = {**user.env, "COOKBOOK_VENV": str(venv)}
-    user = Kit(env, user.root)
-    steps = {**_HF, "max_steps": 24, "save_steps": 8, "report_to": "none", "use_cpu": True}
+    user = Kit({**user.env, "COOKBOOK_VENV": str(standin(place))}, user.root)
+    steps = {"max_steps": 24, "save_steps": 8, "logging_steps": 1, "learning_rate": 1e-3}
+    steps |= {"report_to": "none", "use_cpu": True, "bf16": False}
     recipe = {
         "entry": "trl:sft",
         "resources": {"nodes": 2, "gpus_per_node": 1, "cpus_per_gpu": 1, "time": "20"},
-        "parameters": {"model_name_or_path": "m", "dataset_name": "d", "bf16": False, **steps},
+        "parameters": {"model_name_or_path": "m", "dataset_name": "d", **steps},
         "hang_timeout_s": 3,
         "env": {"HURRY": str(place / "hurry")},
     }
     (place / "hang.yaml").write_text(yaml.safe_dump(recipe))
     _, run = user.submit(str(place / "hang.yaml"))
-    until(lambda: saved(run), 90, lambda: report(run))
-    os.kill(a_rank(run, "hf_trainer"), signal.SIGSTOP)
+    until(lambda: files.checkpoint_steps(run), 90, lambda: report(run))
+    os.kill(ranks_of(run, "hf_trainer")[1], signal.SIGSTOP)
     (place / "hurry").touch()
     told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=120)
     assert told["state"] == "COMPLETED", report(run)

@@ -1,6 +1,5 @@
 """The same recipe in each kind of environment: killed, out of time, resumed, cancelled, served."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -18,12 +17,11 @@ from runspec.keys.environment import CONTAINERS
 from tests.conftest import SlurmCluster, running_cluster
 from tests.faults import containers
 from tests.faults.conftest import user_of
-from tests.faults.kit import SHORT, attempts, ended, processes_of, rank, trains
-from tests.launcher.check.test_environments import CONDA
-from tests.launcher.kit import Kit, ranks_of, report, until
+from tests.faults.kit import SHORT, attempts, ended, rank, trains
+from tests.launcher.kit import Kit, command, processes_of, ranks_of, report, until
 
 SHORTEST = ("pyxis", "apptainer")
-KINDS = ("venv", "conda", "modules", "pyxis", "apptainer")
+KINDS = ("venv", "modules", "pyxis", "apptainer")
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not containers.SPANK.exists() or not shutil.which("gcc"),
@@ -36,11 +34,8 @@ def place(tmp_path_factory) -> Path:
     """A folder with an image, and all that the kinds need."""
     place = tmp_path_factory.mktemp("kinds")
     containers.make(place)
-    for folder in ("modules", "etc/profile.d", "envs"):
-        (place / folder).mkdir(parents=True)
+    (place / "modules").mkdir()
     (place / "modules/llm").write_text(f"#%Module1.0\nprepend-path PATH {sys.prefix}/bin\n")
-    (place / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS={place}/envs\n{CONDA}")
-    (place / "envs/llm").symlink_to(sys.prefix)
     return place
 
 
@@ -67,7 +62,6 @@ def block(kind: str, place: Path) -> str:
     apptainer = shutil.which("apptainer") or "apptainer"
     own = {
         "venv": f"python: {sys.prefix}/bin/python",
-        "conda": f"conda: llm, conda_root: {place}",
         "modules": f"setup: [export MODULEPATH={place}/modules], modules: [llm]",
         "apptainer": f"{image}, setup: [export APPTAINER={apptainer}]",
     }
@@ -86,12 +80,6 @@ def test_the_losses_are_those_of_an_uninterrupted_run(kind, user, pyxis, place, 
     assert [line["cause"] for line in lines] == ["killed", "time_limit", "finished"], report(run)
     assert [line["restart_count"] for line in lines] == [0, 0, 1]
     undisturbed.is_equalled_by(run)
-
-
-def command(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
-    return ""
 
 
 @pytest.mark.parametrize(
@@ -121,31 +109,13 @@ def test_nothing_is_left_after_scancel(kind, user, pyxis, place, record_property
 
 @pytest.mark.named
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_evaluation_has_the_same_figures_in_it(kind, user, place, model):
-    shared = user.root / "models" / f"evaluated-{kind}"
-    shutil.copytree(model, shared)
-
-    def figures(*more: str) -> dict:
-        words = ["--watch", "tasks.likelihood.limit=64", "tasks.answers.limit=16"]
-        asked = user.cookbook("eval", str(shared), *words, "max_new_tokens=8", *more)
-        assert asked.returncode == 0, asked.stdout + asked.stderr
-        told = json.loads(user.cookbook("eval", str(shared), "--results", "--json").stdout)
-        return {**{name: task["metrics"] for name, task in told["tasks"].items()}, "": told["run"]}
-
-    before, inside = figures(), figures(block(kind, place))
-    assert inside.pop("") != before.pop("") and inside == before
-    assert inside.keys() == {"likelihood", "answers"}
-
-
-@pytest.mark.named
-@pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_serves_from_it_and_nothing_is_left(kind, user, place, model):
     # The shared folder is always bound.
     shared = shutil.copytree(model, user.root / "models" / kind)
     started = user.cookbook("serve", str(shared), "--name", kind, block(kind, place))
     assert started.returncode == 0, started.stderr
     run = next(run for run in user.runs() if f"-serve-{kind}-" in run.name)
-    (engine,) = [pid for pid in processes_of(run) if "transformers_engine" in command(pid)]
+    (engine,) = processes_of(run, "plugins.serve.transformers_backend")
     roots = {os.stat(f"/proc/{pid}/root/etc").st_ino for pid in (engine, os.getpid())}
     assert len(roots) == 1 + (kind in CONTAINERS), "the engine has the image's files"
     (front,) = ranks_of(run, "plugins.serve.server").values()

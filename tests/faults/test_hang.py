@@ -11,7 +11,7 @@ import pytest
 
 from runspec import files
 from runspec.progress import Heartbeat
-from slurm.watchdog import LEFT_S, LeftBehind, Watch, laggards, stop_limit_s
+from slurm.watchdog import Watch, laggards, stop_limit_s
 from tests.conftest import SlurmCluster
 from tests.faults.kit import SAVE_EVERY, SHORT, Undisturbed, ended, rank, trains
 from tests.launcher.kit import Kit, report
@@ -19,48 +19,50 @@ from tests.launcher.kit import Kit, report
 BEAT = {"phase": "training", "step": 7, "steps": 3, "median_step_s": 2.0}
 
 
-def looks(watch: Watch, beat: dict | None, *times: float, asked: bool = False) -> list[str | None]:
-    found = [watch.look(beat, asked, now) for now in times]
-    return [fault and fault[0] for fault in found]
-
-
-def test_no_step_within_the_time_is_a_hang():
-    watch = Watch(timeout_s=30, stop_s=100)
-    assert looks(watch, BEAT, 0, 29) == [None, None]
-    assert looks(watch, {**BEAT, "step": 8}, 31, 60) == [None, None]
-    assert looks(watch, None, 60.5) == [None]  # being written
-    assert looks(watch, {**BEAT, "step": 8}, 61) == ["Hang"]
-    slow = Watch(timeout_s=5, stop_s=100)
-    assert looks(slow, BEAT, 0, 9.9, 10) == [None, None, "Hang"]  # five steps of 2 s
+SAVING = {**BEAT, "phase": "saving", "longest_s": {"saving": 3.0}}
+FIRST = {**BEAT, "steps": 1, "median_step_s": None}
+STARTING = {"phase": "starting", "step": 0, "steps": 0, "median_step_s": None}
 
 
 @pytest.mark.parametrize(
-    "beat",
+    ("timeout_s", "beat", "well", "hangs"),
     [
-        None,
-        {**BEAT, "phase": "saving"},
-        {**BEAT, "phase": "validating"},
-        {**BEAT, "phase": "exporting"},
-        {"phase": "starting", "step": 0, "steps": 0, "median_step_s": None},
+        (30, BEAT, 29, 30),
+        (5, BEAT, 9.9, 10),  # five steps of 2 s
+        # Of the first step nobody knows how long it takes.
+        (5, FIRST, 599, 600),
+        (900, FIRST, 899, 900),
+        # A save that takes much longer than those before it.
+        (5, SAVING, 14, 15),
+        (60, SAVING, 59, 60),
+        # What is no step may take its time, and a timeout of 0 waits for ever.
+        (5, None, 3600, None),
+        (5, {**BEAT, "phase": "saving"}, 3600, None),
+        (5, {**SAVING, "phase": "validating"}, 3600, None),
+        (5, {**BEAT, "phase": "exporting"}, 3600, None),
+        (5, STARTING, 3600, None),
+        (0, BEAT, 1e6, None),
     ],
 )
-def test_what_is_no_step_may_take_its_time(beat):
-    assert looks(Watch(timeout_s=5, stop_s=100), beat, 0, 3600) == [None, None]
+def test_no_step_or_save_within_the_time_is_a_hang(timeout_s, beat, well, hangs):
+    watch = Watch(timeout_s=timeout_s, stop_s=100)
+    assert watch.look(beat, False, 0) is None and watch.look(beat, False, well) is None
+    if hangs is not None:
+        fault = watch.look(beat, False, hangs)
+        assert fault and fault[0] == "Hang"
 
 
-def test_a_save_that_takes_much_longer_than_those_before_is_a_hang():
-    saving = {**BEAT, "phase": "saving", "longest_s": {"saving": 3.0}}
-    assert looks(Watch(timeout_s=5, stop_s=100), saving, 0, 14, 15) == [None, None, "Hang"]
-    assert looks(Watch(timeout_s=60, stop_s=100), saving, 0, 59, 60) == [None, None, "Hang"]
-    told = Watch(timeout_s=5, stop_s=100)
-    assert told.look(saving, False, 0) is None
-    fault = told.look(saving, False, 20)
-    assert fault and fault[1] == (
+def test_a_step_begins_the_time_anew_and_a_slow_save_says_what_to_do():
+    watch, next_step = Watch(timeout_s=30, stop_s=100), {**BEAT, "step": 8}
+    for beat, now in ((BEAT, 0), (next_step, 31), (next_step, 60), (None, 60.5)):
+        assert watch.look(beat, False, now) is None
+    assert watch.look(next_step, False, 61)[0] == "Hang"
+    watch = Watch(timeout_s=5, stop_s=100)
+    assert watch.look(SAVING, False, 0) is None
+    assert watch.look(SAVING, False, 20)[1] == (
         "saving has not ended for 20 s after step 7 (longest before 3.00 s): the storage hangs, "
         "or is slow; if a save may take that long, raise hang_timeout_s (5 s)"
     )
-    validating = {**saving, "phase": "validating"}
-    assert looks(Watch(timeout_s=5, stop_s=100), validating, 0, 3600) == [None, None]
 
 
 def test_the_heartbeat_tells_the_longest_save(tmp_path: Path):
@@ -73,21 +75,11 @@ def test_the_heartbeat_tells_the_longest_save(tmp_path: Path):
     assert told["phase"] == "training" and 0.02 <= told["longest_s"]["saving"] < 10
 
 
-def test_a_hang_after_the_first_step_is_noticed_though_nobody_knows_a_steps_time():
-    first = {**BEAT, "steps": 1, "median_step_s": None}
-    assert looks(Watch(timeout_s=5, stop_s=100), first, 0, 599, 600) == [None, None, "Hang"]
-    assert looks(Watch(timeout_s=900, stop_s=100), first, 0, 899, 900) == [None, None, "Hang"]
-
-
-def test_a_timeout_of_none_waits_for_ever():
-    assert looks(Watch(timeout_s=0, stop_s=100), BEAT, 0, 1e6) == [None, None]
-
-
 def test_ranks_that_do_not_stop_are_given_most_of_the_lead():
     assert stop_limit_s(300) == 240 and stop_limit_s(60) == 40
     watch = Watch(timeout_s=0, stop_s=40)
-    assert looks(watch, BEAT, 100, 139, asked=True) == [None, None]
-    assert looks(watch, BEAT, 141, asked=True) == ["NotStopped"]
+    assert [watch.look(BEAT, True, now) for now in (100, 139)] == [None, None]
+    assert watch.look(BEAT, True, 141)[0] == "NotStopped"
 
 
 def test_the_one_that_lags_is_silent_or_waits_for_nobody(tmp_path: Path):
@@ -98,19 +90,6 @@ def test_the_one_that_lags_is_silent_or_waits_for_nobody(tmp_path: Path):
     assert laggards(tmp_path) == [(1, "n2", "is not waiting for the others")]
     (tmp_path / "stack_rank_2.log").write_text("n3 4711\n")
     assert laggards(tmp_path) == [(2, "n3", "does not answer")]
-
-
-def test_sruns_word_of_ranks_that_do_not_end_is_read_once_it_is_whole(tmp_path: Path):
-    log = tmp_path / "job.log"
-    log.write_text("srun: First task exited 60s ago\n")
-    watch = LeftBehind(log, log.stat().st_size)
-    with log.open("a") as file:
-        file.write("srun: error: n3: task 1\nsrun: First task")
-        file.flush()
-        assert not watch.look(0.0) and not watch.look(1000.0)
-        file.write(" exited 60s ago\n")
-    assert not watch.look(1001.0)
-    assert not watch.look(1001.0 + LEFT_S - 1) and watch.look(1001.0 + LEFT_S)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from launcher import gpus
-from launcher.check.doctor.ask import NodeReport
 from launcher.check.doctor.rehearsal import Part, Scene, findings
 from launcher.recipe import load as recipes
 from tests.launcher.kit import Kit, report
@@ -17,10 +16,6 @@ GPU = gpus.by_name("h100-80")
 WHOLE = recipes.load("llama8b_full").resolved(Path("/root"), "run")
 CUT = {**WHOLE, "first_blocks": 4}
 SCENE = Scene("llama8b_full", WHOLE, 8, 32, GPU)
-MEASURED = {
-    "collective": ["all-reduce 8 512 0.002 350.0", "all-gather 8 512 0.02 40.0"],
-    "product": ["8192 4096 14336 640.0", "8192 4096 1024 150.0"],
-}
 
 
 @pytest.mark.long
@@ -31,7 +26,6 @@ def test_a_rehearsal_runs_each_part_and_says_what_to_change(user: Kit):
     found = {each["subject"]: each for each in told["findings"]}
     folder = Path(told["folder"])
     assert done.returncode == 0, f"{told}\n{done.stderr}\n{report(folder)}"
-    assert {"all-reduce", "all-gather", "product"} <= found.keys()
     for part in ("uncompiled", "compiled"):
         assert found[part]["message"].startswith("1 block: ")
     assert "without a gap; exported" in found["resume and export"]["message"]
@@ -66,13 +60,9 @@ def test_measured_against_predicted_and_a_remedy_for_each_difference(part):
         part("compiled", 1.5 * usual.step_s, 1.2 * usual.peak_gib),
         part("resumed", 1.0, 1.0),
     ]
-    found = list(findings(SCENE, NodeReport("n1", MEASURED), parts))
+    found = list(findings(SCENE, parts))
     states = [(each.subject, each.state) for each in found]
     assert states == [
-        ("all-reduce", "ok"),
-        ("all-gather", "warning"),
-        ("product", "ok"),
-        ("product", "warning"),
         ("uncompiled", "ok"),
         ("compiled", "warning"),
         ("resume and export", "failed"),
@@ -81,9 +71,7 @@ def test_measured_against_predicted_and_a_remedy_for_each_difference(part):
     slow = found[-1]
     assert "32 blocks at this speed: 6,4" in slow.message and "predicted 9,6" in slow.message
     assert slow.remedy.startswith("plan with 1.5 times the hours of cookbook estimate llama8b_full")
-    assert found[1].message.startswith("512 MiB over 8 ranks")
-    assert found[1].remedy.startswith("nvidia-smi topo -m")
-    assert found[5].remedy.startswith("the whole recipe")
+    assert found[1].remedy.startswith("the whole recipe")
 
 
 @pytest.mark.parametrize(
@@ -101,9 +89,8 @@ def test_a_part_that_failed_names_its_remedy_and_the_others_are_told(part, error
         part("compiled", 0.1, 1.0, 1, error),
         replace(part("resumed", 0.1, 1.0), status=None),
     ]
-    report = NodeReport("n1", {"all_reduce_fault": ["NCCL is missing"]})
-    found = {each.subject: each for each in findings(SCENE, report, parts)}
-    assert found["collectives"].state == found["compiled"].state == "failed"
+    found = {each.subject: each for each in findings(SCENE, parts)}
+    assert found["compiled"].state == "failed"
     assert remedy in found["compiled"].remedy and error in found["compiled"].message
     assert found["uncompiled"].state == "ok" and found["resume and export"].state == "skipped"
     assert "whole recipe" in found

@@ -19,8 +19,8 @@ import pytest
 from plugins.serve.cli.query import ask
 from plugins.serve.launcher.endpoint import Endpoint
 from tests.faults.conftest import user_of
-from tests.faults.kit import ended, processes_of, processes_of_node
-from tests.launcher.kit import Kit, ranks_of, report, until
+from tests.faults.kit import ended, lose_node
+from tests.launcher.kit import Kit, processes_of, ranks_of, report, until
 
 
 @contextmanager
@@ -58,13 +58,8 @@ def front_of(user: Kit, run: str) -> int:
 
 def backend_of(user: Kit, run: str) -> int:
     """The process id of the backend of a run."""
-    pids = processes_of(user.root / "runs" / run)
-    (backend,) = [pid for pid in pids if b"transformers_backend" in _command(pid)]
+    (backend,) = processes_of(user.root / "runs" / run, "plugins.serve.transformers_backend")
     return backend
-
-
-def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.long
@@ -114,10 +109,7 @@ def test_a_lost_node_fails_no_request_and_its_server_comes_back(new_cluster, tmp
             )
             job = json.loads((run / "status.json").read_text())["job_id"]
             with asking(user, "two", 120):
-                for pid in processes_of_node("n2", job, cluster.state):
-                    os.kill(pid, signal.SIGKILL)
-                node = ["scontrol", "show", "node", "n2"]
-                until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
+                lose_node(cluster, "n2", job)
                 assert listed(user, "two")["ready"] == 1
                 cluster.start_dead_daemons()
             until(lambda: listed(user, "two")["ready"] == 2, 300, lambda: words_of(user))

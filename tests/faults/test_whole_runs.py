@@ -3,20 +3,17 @@
 import os
 import shutil
 import signal
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from runspec import files
 from tests.faults.conftest import user_of
 from tests.faults.kit import (
     SHORT,
     Undisturbed,
     attempts,
     ended,
-    processes_of,
-    processes_of_node,
+    lose_node,
     rank,
     trains,
 )
@@ -40,44 +37,12 @@ def test_a_killed_rank_is_named_and_costs_no_result(user: Kit, undisturbed: Undi
 
 
 @pytest.mark.long
-def test_a_killed_supervisor_costs_nothing(user: Kit, undisturbed: Undisturbed):
-    """It goes on with the ranks that run, and knows how they end."""
-    _, run = user.submit(*SHORT)
-    trains(run)
-    (pid,) = (each for each in processes_of(run) if b"slurm.supervise" in argv(each)[:5])
-    ranks = ranks_of(run)
-    os.kill(pid, signal.SIGKILL)
-    (line,) = ended(user, run, "COMPLETED")
-    assert (line["cause"], line["exit_code"]) == ("finished", 0), report(run)
-    log = (run / files.JOB_LOG).read_text()
-    assert "it is restarted" in log and "attempt 0 goes on" in log and ranks, log
-    undisturbed.is_equalled_by(run)
-
-
-def argv(pid: int) -> list[bytes]:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return []
-
-
-def step_id(pid: int) -> str:
-    """The job step that a process belongs to."""
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(v for v in variables if v.startswith(b"SLURM_STEP_ID=")).partition(b"=")[2].decode()
-
-
-@pytest.mark.long
 def test_the_warning_before_the_time_limit_saves_and_requeues(
     user: Kit, slurm, undisturbed: Undisturbed
 ):
     job, run = user.submit(*SHORT)
     trains(run)
-    steps = [step_id(rank(run, 1))]
     slurm.run(["scancel", "--batch", "--signal=USR1", job])
-    until(lambda: (run / "logs" / "1" / files.HEARTBEAT).exists(), 90, lambda: report(run))
-    steps.append(step_id(rank(run, 1)))
-    # Slurm may still hold an order to end a step of the time before, which has these numbers, too.
-    assert steps == ["0", "1"]
     first, second = ended(user, run, "COMPLETED")
     assert first["cause"] == "time_limit" and first["checkpoint_step"] > 0, first
     assert (first["restart_count"], second["restart_count"]) == (0, 1)
@@ -134,14 +99,27 @@ def test_a_lost_node_costs_no_result(root: Path, new_cluster, undisturbed: Undis
         user = user_of(cluster, root)
         job, run = user.submit(*SHORT)
         trains(run)
-        for pid in processes_of_node("n2", job, cluster.state):
-            os.kill(pid, signal.SIGKILL)
-        # sinfo goes on saying "mixed*" for a while when it is asked often.
-        node = ["scontrol", "show", "node", "n2"]
-        until(lambda: "State=DOWN" in cluster.run(node).stdout, 60, lambda: report(run))
+        lose_node(cluster, "n2", job)
         # The node comes back: up starts daemons that have died.
         cluster.start_dead_daemons()
         user.wait(run, "COMPLETED", "FAILED")
         told = attempts(run)
         assert told[-1]["cause"] == "finished" and len(told) > 1, report(run)
         undisturbed.is_equalled_by(run)
+
+
+@pytest.mark.long
+def test_a_refused_requeue_names_the_command_that_continues(
+    user: Kit, slurm, undisturbed: Undisturbed
+):
+    job, run = user.submit(*SHORT)
+    trains(run)
+    slurm.run(["scontrol", "update", f"JobId={job}", "Requeue=0"])
+    slurm.run(["scancel", "--batch", "--signal=USR1", job])
+    (line,) = ended(user, run, "FAILED")
+    assert (line["job_id"], line["cause"]) == (job, "time_limit"), report(run)
+    again = f"continue with: cookbook resume {run.name}"
+    assert again in user.status(run)["detail"]
+    assert user.cookbook("resume", run.name).returncode == 0
+    ended(user, run, "COMPLETED")
+    undisturbed.is_equalled_by(run)

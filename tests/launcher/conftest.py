@@ -33,8 +33,9 @@ def cache(tmp_path_factory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def venv(tmp_path_factory, cache) -> Path:
     """The tests' own virtual environment, whose trainer answers from forks."""
-    forked.lease(forked.TRAINER)
-    return make_venv(tmp_path_factory.mktemp("own") / "venv", forked.session())
+    # Begins its imports.
+    forked.connect(forked.TRAINER).close()
+    return make_venv(tmp_path_factory.mktemp("own") / "venv", forked.SESSION)
 
 
 @pytest.fixture
@@ -67,11 +68,12 @@ def slurm_user(slurm, tmp_path, venv) -> Kit:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
-    """The demo's model, with its tokenizer and chat template."""
+def model(shared) -> Path:
+    """The demo's model, with its tokenizer and chat template, where its runs make it too."""
     # Imported late: few tests here need torch.
     from trainer import demo
 
-    folder = tmp_path_factory.mktemp("model") / "demo-llama"
-    demo.make(folder, paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl")
+    folder = shared / "models" / "demo-llama"
+    if not folder.exists():
+        demo.make(folder, paths.REPO_ROOT / "configs/datasets/slurm_qa.jsonl")
     return folder

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from launcher.run.directory import Run
@@ -117,7 +118,7 @@ def report(run: Path) -> str:
 def losses(run: Path) -> dict[int, float]:
     """The logged loss of each step of a run."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows}
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 def checkpoints(run: Path) -> list[int]:
@@ -128,20 +129,31 @@ def checkpoints(run: Path) -> list[int]:
 def ranks_of(run: Path, program: str = "trainer.train") -> dict[int, int]:
     """The process ids of a run's ranks, by rank."""
     found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = dict(
-                pair.partition("=")[::2]
-                for pair in (process / "environ").read_text(errors="replace").split("\0")
-            )
-            command = (process / "cmdline").read_text(errors="replace")
-            rank = environ.get("RANK", "")
-        except OSError:
-            continue
-        is_rank = program in command and "bash" not in command.split("\0")[0]
-        if is_rank and environ.get("RUN_DIR") == str(run) and rank:
-            found[int(rank)] = int(process.name)
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        environ, argv = process.info["environ"] or {}, process.info["cmdline"] or [""]
+        is_rank = program in " ".join(argv) and "bash" not in argv[0]
+        if is_rank and environ.get("RUN_DIR") == str(run) and environ.get("RANK"):
+            found[int(environ["RANK"])] = process.pid
     return found
+
+
+def processes_of(run: Path, word: str = "") -> list[int]:
+    """Every process that has the run's folder in its environment, and a word in its command."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["environ", "cmdline"])
+        if (process.info["environ"] or {}).get("RUN_DIR") == str(run)
+        and (not word or word in (process.info["cmdline"] or []))
+        and process.pid != os.getpid()
+    ]
+
+
+def command(pid: int) -> str:
+    """The words that a process was started with, with blanks between them; "" if it has ended."""
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
 
 
 def model_folder(folder: Path, size: int = 8) -> Path:
@@ -153,6 +165,10 @@ def model_folder(folder: Path, size: int = 8) -> Path:
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+# Keys of a project whose script a shell starts on each node: torchrun takes seconds to start.
+BY_SHELL = {"entry": "command", "command": "python train.py"}
 
 
 def project(folder: Path, script: str, **keys: object) -> Path:

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 READ_AT_IMPORT = ("HF_HOME", "HF_HUB_", "HF_ENDPOINT", "HF_DATASETS_", "TRANSFORMERS_", "TORCH_")
 
 
-def make(folder: Path, session: str) -> Path:
-    """Make the environment; `session` names the process that forks."""
+def make(folder: Path, session: int) -> Path:
+    """Make the environment, for a session of tests/forked.py."""
     real = Path(sys.prefix)
     (folder / "bin").mkdir(parents=True)
     for path in real.iterdir():
@@ -31,7 +31,7 @@ def make(folder: Path, session: str) -> Path:
     program = folder / "bin" / "python"
     program.write_text(
         f'#!/bin/sh\ncase "$1 $2 $PYTHONPATH" in\n{asks})\n'
-        f'  exec {python} -I -S {own} {shlex.quote(session)} "$@" ;;\nesac\nexec {python} "$@"\n'
+        f'  exec {python} -I -S {own} {session} "$@" ;;\nesac\nexec {python} "$@"\n'
     )
     program.chmod(0o755)
     return folder
@@ -44,9 +44,8 @@ def main(session: str, *command: str) -> None:
     sys.path.insert(0, str(ROOT))
     from tests import forked
 
-    env = dict(os.environ)
-    os.environ["PYTEST_XDIST_TESTRUNUID"] = session
-    process = forked.Fork(forked.TRAINER, command[1], command[2:], env, 1, 2)
+    forked.SESSION = int(session)
+    process = forked.Fork(forked.TRAINER, command[1], command[2:], os.environ, 1, 2)
     status = process.wait()
     if status is not None and status < 0:
         os.kill(os.getpid(), -status)

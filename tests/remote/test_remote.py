@@ -1,4 +1,4 @@
-"""cookbook --host, through a real sshd with a second factor, and rsync."""
+"""cookbook --host, through a real sshd, and rsync."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -70,12 +69,12 @@ def run(cluster) -> Run:
 
 def test_one_authentication_serves_all_commands(cluster, project):
     cluster.hang_up()
-    before = cluster.prompts
+    before = cluster.authentications
     done = cluster.cookbook("status", "--json", cwd=project)
     assert done.returncode == 0 and json.loads(done.stdout) == [], done.stderr
     for command in (["status"], ["submit", "mine.yaml", "--dry-run"]):
         assert cluster.cookbook(*command, cwd=project).returncode == 0
-    assert cluster.prompts == before + (os.geteuid() == 0)
+    assert cluster.authentications == before + 1
 
 
 def test_a_connection_that_died_is_opened_again(cluster, project):
@@ -188,27 +187,6 @@ esac
     assert not [path for path in work.rglob("*") if path.is_symlink()]
 
 
-def test_ctrl_c_leaves_the_run(cluster, project, run):
-    process = cluster.start("watch", run.name, cwd=project)
-    assert process.stderr and process.stderr.read(1)  # it follows the log
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 130 and b"Traceback" not in err, err
-    assert run.status["state"] == "RUNNING"
-    assert _ends(f"launcher watch {run.name}")
-
-
-def test_an_early_ctrl_c_is_no_traceback(cluster, project):
-    """Whatever the command there is doing when it arrives."""
-    before = cluster.calls
-    process = cluster.start("results", cwd=project)
-    while cluster.calls == before:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
-    assert b"Traceback" not in err and process.returncode == 130, err
-
-
 def test_on_a_terminal_ssh_passes_ctrl_c_and_the_size(cluster, project, run):
     """A live view, its end by Ctrl-C, and nothing that ssh adds."""
     pid, terminal = pty.fork()
@@ -255,34 +233,6 @@ def test_a_recipe_and_a_report_come_to_this_machine(cluster, project, run):
     assert run.name in (project.parent / "r.html").read_text()
     trees = kit.paths.sent(cluster.root) / "trees"
     assert not list(trees.rglob("*.html"))
-
-
-def test_two_clients_at_once(cluster, project):
-    (project / "train.py").write_text(os.urandom(2**20).hex())
-    both = [cluster.start("submit", "mine.yaml", "--dry-run", cwd=project) for _ in range(2)]
-    for process in both:
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0 and out.startswith(b"#!/bin/bash"), err
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_port_is_forwarded_and_closed(cluster, project, run, number):
-    """Also if the terminal is closed: the open connection, which has the port, lives on."""
-    (run.path / "tensorboard").mkdir()
-    process = cluster.start("tensorboard", run.name, cwd=project)
-    assert process.stderr
-    address = ""
-    for line in process.stderr:
-        if found := re.search(rb"open: (http://\S+)", line):
-            address = found[1].decode()
-            break
-    assert json.load(urllib.request.urlopen(f"{address}data/runs")) == []
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode == 128 + number
-    assert _ends(f"launcher tensorboard {run.name}")
-    with pytest.raises(OSError):
-        urllib.request.urlopen(address)
 
 
 def test_init_copies_sets_up_and_checks(cluster, tmp_path, monkeypatch, capfd):

@@ -1,6 +1,5 @@
 """Files of a run directory are replaced whole, and damaged ones are told from missing ones."""
 
-import json
 import os
 import subprocess
 import sys
@@ -134,21 +133,3 @@ def test_the_hash_is_of_the_whole_file(tmp_path):
     path.write_bytes(b"ab" * (1 << 22))
     done = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True)
     assert files.sha256(path) == done.stdout.split()[0]
-
-
-def test_what_is_written_is_plain_json(tmp_path):
-    files.write_json(tmp_path / "x", {"a": [1, 2.5, None, "ü"]})
-    assert json.loads((tmp_path / "x").read_text()) == {"a": [1, 2.5, None, "ü"]}
-
-
-def test_each_module_can_be_imported_first() -> None:
-    """files and storage need each other."""
-    names = [f"runspec.{path.stem}" for path in Path(files.__file__).parent.glob("*.py")]
-    code = (
-        "import importlib, sys\n"
-        "for name in sys.argv[1:]:\n"
-        "    for known in [n for n in sys.modules if n.partition('.')[0] == 'runspec']:\n"
-        "        del sys.modules[known]\n"
-        "    importlib.import_module(name)\n"
-    )
-    subprocess.run([sys.executable, "-c", code, *names], check=True)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from plugins.estimate.launcher.model_flops import of_shape
 from runspec import flops
-from runspec.flops import Attention, count, of_shape, pairs, utilisation
+from runspec.flops import Attention, count, pairs, utilisation
 from runspec.shape import GatedDelta, Matrix
 from tests.model_sizes import demo, with_experts
 

@@ -39,7 +39,7 @@ PARAMETERS = {
     "DeepSeek-V3-bf16": 671_026_404_352,
     "gpt-oss-20b-BF16": 20_914_757_184,
     "gpt-oss-120b-BF16": 116_829_156_672,
-    # Not published: what trainer/demo_sums.py makes.
+    # Not published: what plugins/rl/demo_sums.py makes.
     "demo-sums": 75_840,
 }
 # As their cards have it, in billions, of those with experts: without the embedding for gpt-oss.
@@ -126,6 +126,6 @@ def test_a_description_is_kept_and_found_by_what_it_is_of(tmp_path):
 def test_adapters_and_quantisation_change_no_base_model():
     adapter = {"lora_rank": 8, "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": True}
     base = {"_component_": "torchtune.models.llama3_1.llama3_1_8b"}
-    lora = {"_component_": "torchtune.models.llama3_1.qlora_llama3_1_8b", **adapter}
+    lora = {"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b", **adapter}
     assert base_of(lora | {"use_dora": True, "quantize_base": True}) == base
     assert Subject(lora, None).find(SHIPPED).parameters == 8_030_261_248

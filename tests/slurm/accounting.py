@@ -2,12 +2,13 @@
 
 import getpass
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import psutil
 
 from tests.conftest import PROGRAMS, SlurmCluster, running_cluster
 from tests.launcher.kit import until
@@ -72,16 +73,10 @@ def accounting_cluster(name: str, *options: str) -> Iterator[SlurmCluster]:
 
 def restart_controller(cluster: SlurmCluster) -> None:
     """Have the controller read a changed slurm.conf, all of it."""
-    pid = int((cluster.state / "slurmctld.pid").read_text())
-    os.kill(pid, signal.SIGTERM)
-    until(lambda: not _command(pid), 20)
+    controller = psutil.Process(cluster.controller)
+    controller.terminate()
+    until(lambda: not controller.is_running() or controller.status() == "zombie", 20)
     cluster.start_dead_daemons()
-
-
-def _command(pid: int) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
 
 
 def _make(database: Path) -> None:

@@ -4,19 +4,17 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.launcher.kit import until
 
 CLUSTER_SH = Path(__file__).parents[2] / "slurm" / "dev-cluster" / "cluster.sh"
 JOB_SCRIPT = """#!/bin/bash
 echo "batch $SLURM_CONF home=$HOME secret=${SECRET:-none}"
 srun --ntasks-per-node=1 bash -c 'echo "step $SLURMD_NODENAME $SLURM_CONF"'
 """
-# Keeps its GPUs until the other job has written its GPU numbers too.
-GPU_JOB = """echo "$CUDA_VISIBLE_DEVICES" >gpus.$SLURM_JOB_ID
-for _ in $(seq 200); do [ "$(ls gpus.* | wc -l)" = 2 ] && exit 0; sleep 0.1; done; exit 1"""
 
 
 def cluster_sh(
@@ -39,57 +37,6 @@ def processes_of(state: Path) -> dict[int, str]:
         if int(process.name) != os.getpid() and f"{state}/" in f"{text.decode('latin1')}\n{cwd}/":
             found[int(process.name)] = text.split(b"\0")[0].decode("latin1")
     return found
-
-
-def wait_for(condition, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.05)
-
-
-def test_a_batch_job_with_a_small_environment_runs_steps_on_both_nodes(
-    slurm, tmp_path: Path
-) -> None:
-    (tmp_path / "job.sh").write_text(JOB_SCRIPT)
-    submitted = slurm.run(
-        ["sbatch", "--wait", "--nodes=2", "--export=HOME,PATH,USER", "--output=out", "job.sh"],
-        cwd=tmp_path,
-        env=slurm.env | {"SECRET": "leaked"},
-    )
-    assert submitted.returncode == 0, submitted.stderr
-    conf = slurm.state / "slurm.conf"
-    batch, *steps = (tmp_path / "out").read_text().splitlines()
-    assert batch == f"batch {conf} home={os.environ['HOME']} secret=none"
-    assert sorted(steps) == [f"step n1 {conf}", f"step n2 {conf}"]
-
-
-@pytest.mark.long
-def test_a_requeued_job_restarts_soon(slurm, tmp_path: Path) -> None:
-    # With Slurm's default it would wait two minutes.
-    job = 'echo "${SLURM_RESTART_COUNT:-0}" >>attempts; '
-    job += '[ -n "$SLURM_RESTART_COUNT" ] || { scontrol requeue "$SLURM_JOB_ID"; sleep 60; }'
-    submit = ["sbatch", "--requeue", "--output=/dev/null", f"--wrap={job}"]
-    assert slurm.run(submit, cwd=tmp_path).returncode == 0
-    attempts = tmp_path / "attempts"
-    wait_for(lambda: attempts.exists() and attempts.read_text() == "0\n1\n", timeout_s=30)
-
-
-def test_two_jobs_on_a_node_get_distinct_gpus(slurm, tmp_path: Path) -> None:
-    options = ["--nodelist=n1", "--nodes=1", "--gpus-per-node=h100:4", "--output=/dev/null"]
-    jobs = [
-        subprocess.Popen(
-            ["sbatch", "--wait", *options, f"--wrap={GPU_JOB}"],
-            cwd=tmp_path,
-            env=slurm.env,
-            stdout=subprocess.DEVNULL,
-        )
-        for _ in range(2)
-    ]
-    assert [job.wait(timeout=60) for job in jobs] == [0, 0]
-    gpus = [set(file.read_text().strip().split(",")) for file in tmp_path.glob("gpus.*")]
-    assert sorted(map(len, gpus)) == [4, 4]
-    assert gpus[0] | gpus[1] == set("01234567")
 
 
 @pytest.mark.parametrize(
@@ -135,34 +82,15 @@ def test_down_stops_only_its_own_cluster(slurm, cluster_root: Path, new_cluster)
 def test_a_second_up_changes_nothing(slurm) -> None:
     options = ["--name", slurm.name, "--state", slurm.root]
     # A job step of an earlier test may still be ending.
-    wait_for(lambda: not any("slurmstepd" in name for name in processes_of(slurm.state).values()))
+    until(lambda: "slurmstepd" not in str(processes_of(slurm.state)), 20)
     before = processes_of(slurm.state)
     again = cluster_sh("up", *options, "--requeue-delay", "5")
     assert (again.returncode, again.stdout) == (0, "")
-    assert again.stderr == "cluster 'tests' is already up: 2 nodes, 8 h100 GPUs each\n"
+    assert again.stderr == "cluster 'tests' is already up: nodes=2 gpus=8 requeue-delay=5\n"
     other_shape = cluster_sh("up", *options, "--nodes", "3")
     assert other_shape.returncode == 1
     assert f"first: {CLUSTER_SH} down --name tests --state {slurm.root}" in other_shape.stderr
     assert processes_of(slurm.state) == before
-
-
-def test_two_ups_at_once_start_one_cluster_whatever_the_shells_variables_say(
-    slurm, cluster_root: Path, new_cluster
-) -> None:
-    stray = slurm.env | {"SLURM_CLUSTERS": "elsewhere", "SBATCH_PARTITION": "absent"}
-    stray["SLURM_JOB_ID"] = "1"
-    with new_cluster("race", "--nodes", "1", "--gpus", "0"):
-        options = ["--name", "race", "--state", str(cluster_root)]
-        assert cluster_sh("down", *options, env=stray).returncode == 0
-        up = [CLUSTER_SH, "up", *options, "--nodes", "1", "--gpus", "0"]
-        both = [
-            subprocess.Popen(up, env=stray, stderr=subprocess.PIPE, text=True) for _ in range(2)
-        ]
-        messages = sorted(process.communicate(timeout=60)[1].splitlines()[0] for process in both)
-        assert messages[0].startswith("cluster 'race' is already up")
-        assert messages[1].startswith("cluster 'race' is up after")
-        use = cluster_sh("env", *options, env=stray).stdout
-        assert use == f"export SLURM_CONF={cluster_root}/race/slurm.conf\n"
 
 
 def test_an_interrupted_up_leaves_no_process(cluster_root: Path, tmp_path: Path) -> None:
@@ -180,7 +108,7 @@ def test_an_interrupted_up_leaves_no_process(cluster_root: Path, tmp_path: Path)
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_for(asked.exists)
+    until(asked.exists, 20)
     up.send_signal(signal.SIGHUP)
     sent.touch()
     _, message = up.communicate(timeout=60)
@@ -191,7 +119,7 @@ def test_an_interrupted_up_leaves_no_process(cluster_root: Path, tmp_path: Path)
 def test_down_ends_jobs_and_leaves_nothing_behind(
     cluster_root: Path, tmp_path: Path, new_cluster
 ) -> None:
-    stubborn = 'trap "" TERM; setsid sleep 600 & env -i setsid sleep 600 & touch started; sleep 600'
+    stubborn = 'trap "" TERM; setsid sleep 600 & touch started; sleep 600'
     with new_cluster("full") as cluster:
         options = ["--nodes=2", "--exclusive", "--output=/dev/null"]
         for _ in range(2):
@@ -200,37 +128,15 @@ def test_down_ends_jobs_and_leaves_nothing_behind(
         waiting = subprocess.Popen(
             ["srun", "--nodes=2", "true"], env=cluster.env, stderr=subprocess.DEVNULL
         )
-        wait_for((tmp_path / "started").exists)
-        # The one without an environment is found by its working directory.
-        wait_for(lambda: list(processes_of(cluster.state).values()).count("sleep") == 2)
+        until((tmp_path / "started").exists, 20)
         down = cluster_sh("down", "--name", "full", "--state", cluster_root)
         assert down.returncode == 0, down.stderr
         assert waiting.wait(timeout=20) != 0
-    wait_for(lambda: not processes_of(cluster_root), timeout_s=1)
+    until(lambda: not processes_of(cluster_root), 1)
     assert [entry.name for entry in cluster_root.iterdir()] == [".lock"]
     again = cluster_sh("down", "--name", "full", "--state", cluster_root)
     assert again.returncode == 0
     assert "is not up" in again.stderr
-
-
-def test_up_restarts_a_dead_daemon(cluster_root: Path, new_cluster) -> None:
-    with new_cluster("torn") as cluster:
-        options = ["--name", "torn", "--state", cluster_root]
-        daemons = {
-            pid
-            for pid in processes_of(cluster.state)
-            if (Path("/proc") / str(pid) / "comm").read_text() in ("slurmd\n", "slurmctld\n")
-        }
-        assert len(daemons) == 3
-        for pid in daemons:
-            os.kill(pid, signal.SIGKILL)
-        status = cluster_sh("status", *options)
-        assert status.returncode == 1
-        assert status.stdout.count(" dead\n") == 3
-        assert cluster_sh("up", *options).returncode == 0
-        assert cluster.run(["srun", "--nodes=2", "true"]).returncode == 0
-        status = cluster_sh("status", *options)
-        assert (status.returncode, status.stdout.count("gpu:h100:8")) == (0, 2), status.stderr
 
 
 def test_a_failed_start_shows_the_log_and_stops_its_processes(
@@ -249,92 +155,47 @@ def test_a_failed_start_shows_the_log_and_stops_its_processes(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "cluster.sh: no command: give up, down, status or env (see cluster.sh --help)"),
-        (["start"], "cluster.sh: unknown command 'start' (see cluster.sh --help)"),
-        (["up", "--nodes"], "cluster.sh: --nodes needs a value (see cluster.sh up --help)"),
-        (
-            ["up", "--gpus", "8; id"],
-            "cluster.sh: --gpus must be a whole number from 0 to 64, got '8; id' "
-            "(see cluster.sh up --help)",
-        ),
-        (
-            ["down", "--name", "../x"],
-            "cluster.sh: --name must be lower-case letters, digits and '-', got '../x' "
-            "(see cluster.sh down --help)",
-        ),
-        (
-            ["env", "--nodes", "2"],
-            "cluster.sh: --nodes is an option of 'up', not of 'env' (see cluster.sh env --help)",
-        ),
-        (
-            ["down", "--state", ""],
-            "cluster.sh: --state needs a folder (see cluster.sh down --help)",
-        ),
-        (
-            ["status", "--state", "/a b"],
-            "cluster.sh: --state must be a path of letters, digits and '/._@+-', got '/a b' "
-            "(see cluster.sh status --help)",
-        ),
-        (
-            ["up", "--set", "KillWait=2\nInclude=x"],
-            "cluster.sh: --set must be KEY=VALUE as in slurm.conf, got 'KillWait=2\nInclude=x' "
-            "(see cluster.sh up --help)",
-        ),
+        ([], "no command: give up, down, status or env (see cluster.sh --help)"),
+        (["start"], "unknown command 'start' (see cluster.sh --help)"),
+        (["up", "--nodes"], "--nodes needs a value (see cluster.sh up --help)"),
+        (["up", "--gpus", "8; id"], "--gpus must be a whole number from 0 to 64, got '8; id' (see"),
+        (["down", "--name", "../x"], "--name must be lower-case letters, digits and '-', got '../"),
+        (["env", "--nodes", "2"], "--nodes is an option of 'up', not of 'env' (see cluster.sh env"),
+        (["status", "--state", "/a b"], "--state must be a path of letters, digits and '/._@+-',"),
+        (["up", "--set", "A=2\nB=x"], "--set must be KEY=VALUE as in slurm.conf, got 'A=2\nB=x'"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_names_the_fault(arguments: list[str], message: str) -> None:
     answer = cluster_sh(*arguments)
-    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", f"{message}\n")
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr.startswith(f"cluster.sh: {message}")
 
 
-@pytest.mark.parametrize("command", [[], ["up"], ["down"], ["status"], ["env"]])
-def test_help_goes_to_stdout(command: list[str]) -> None:
-    answer = cluster_sh(*command, "--help")
-    assert (answer.returncode, answer.stderr) == (0, "")
-    assert answer.stdout.startswith(" ".join(["usage: cluster.sh", *command]))
-
-
-def test_a_state_folder_that_munge_refuses_is_reported(cluster_root: Path) -> None:
-    closed = cluster_root / "closed"
-    closed.mkdir(mode=0o700)
-    shared = cluster_root / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
+def test_a_state_folder_that_cannot_be_used_is_refused_and_not_changed(cluster_root: Path) -> None:
+    closed, shared, foreign = (cluster_root / name for name in ("closed", "shared", "foreign"))
+    for folder, mode in ((closed, 0o700), (shared, 0o777), (foreign, 0o711)):
+        folder.mkdir()
+        folder.chmod(mode)
+    owner = "nobody"
+    if os.geteuid() == 0:
+        os.chown(foreign, 65534, 65534)
+    else:
+        foreign, owner = Path("/usr"), "root"
     for folder, fault in (
         (closed / "state", f'execute permissions for all required on "{closed}"'),
         (shared, f'world-writable permissions without sticky bit set on "{shared}"'),
         (cluster_root / ("x" * 60), "is too long for unix sockets"),
+        (foreign, f"belongs to {owner}, not to you"),
     ):
         up = cluster_sh("up", "--state", folder)
-        assert up.returncode == 1
-        assert fault in up.stderr
-    assert processes_of(cluster_root) == {}
-
-
-def test_a_state_folder_of_another_user_is_refused(cluster_root: Path) -> None:
-    if os.geteuid() == 0:
-        foreign = cluster_root / "foreign"
-        foreign.mkdir(mode=0o711)
-        os.chown(foreign, 65534, 65534)
-        message = "belongs to nobody, not to you"
-    else:
-        foreign, message = Path("/usr"), "belongs to root, not to you"
-    up = cluster_sh("up", "--state", foreign)
-    assert up.returncode == 1
-    assert message in up.stderr
-
-
-@pytest.mark.parametrize("command", ["up", "down"])
-def test_a_folder_that_is_not_a_state_folder_is_not_changed(
-    cluster_root: Path, command: str
-) -> None:
+        assert up.returncode == 1 and fault in up.stderr
     work = cluster_root / "work" / "thesis.tex"
     work.parent.mkdir()
     work.write_text("dear")
-    answer = cluster_sh(command, "--name", "work", "--state", cluster_root)
-    assert answer.returncode == 1
-    assert "is not a cluster's state folder" in answer.stderr
-    assert work.read_text() == "dear"
+    for command in ("up", "down"):
+        answer = cluster_sh(command, "--name", "work", "--state", cluster_root)
+        assert answer.returncode == 1 and "is not a cluster's state folder" in answer.stderr
+    assert work.read_text() == "dear" and processes_of(cluster_root) == {}
 
 
 def test_env_and_status_without_a_cluster_say_how_to_start_one(cluster_root: Path) -> None:
@@ -367,7 +228,11 @@ def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env) -> None:
     if os.geteuid() == 0:
         os.chown(state, 65534, 65534)
         as_user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    env = plain_env | {"HOME": str(state), "PATH": "/usr/local/bin:/usr/bin:/bin"}
+    env = plain_env | {
+        "SECRET": "leaked",
+        "HOME": str(state),
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+    }
 
     def user_runs(*argv: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -85,6 +85,7 @@ def test_a_rank_that_fails_is_named_with_its_fault(torchrun, tmp_path, deed, kin
 # Rank 0 trains, rank 1 evaluates: they wait where they read their settings.
 WAITS = """
 import os, sys, time
+from pathlib import Path
 from plugins.evaluate import main as evaluate
 from trainer import config, start
 from trainer.methods.sft import SupervisedFineTuning
@@ -95,7 +96,7 @@ def load(*_):
 
 config.load = evaluate.load = load
 if os.environ["RANK"] == "0":
-    start.main(sys.argv[1:], SupervisedFineTuning)
+    start.main(Path(sys.argv[1]), SupervisedFineTuning)
 else:
     evaluate.main(sys.argv[1:])
 """

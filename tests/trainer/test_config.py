@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.recipe import torchtune
 from tests.trainer.runs import error_record, train, write_config
 from trainer import config as configs
 from trainer import train as training
@@ -27,8 +28,10 @@ OPEN = ("dataset.packed: set",)
 
 @pytest.mark.parametrize("path", STOCK, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_stock_config_is_read(path):
+    content = configs.read_yaml(path)
+    torchtune.normalise(content)
     try:
-        configs.load(path)
+        configs.parse(content)
     except ConfigError as error:
         # What is not supported is said so by the name of its key.
         assert all(fault.startswith(OPEN) for fault in error.faults), error
@@ -59,19 +62,13 @@ def test_the_stock_configs_are_all_there():
             {"data_parallel_shard_dim": 0},
             "data_parallel_shard_dim must be a whole number, 1 or more, or -1",
         ),
-        ({"ac_mode": "selective"}, "ac_option: must be op, or n to recompute every n-th layer"),
         (
-            {"ac_mode": "none", "enable_activation_checkpointing": True},
-            "ac_mode: is none and enable_activation_checkpointing is True; remove one",
-        ),
-        (
-            {"ac_mode": "selective", "ac_option": "op", "enable_activation_offloading": True},
+            {"activation_checkpointing": "op", "enable_activation_offloading": True},
             "enable_activation_offloading: moves the inputs of recomputed layers; set",
         ),
         ({"master_weights": "bf16"}, "master_weights must be fp32, got"),
         ({"profiler": {"enable": True}}, "unknown key 'profiler.enable' (did you mean enabled?)"),
         ({"profiler": {"ranks": [-1]}}, "profiler.ranks must be all, or a list of ranks"),
-        ({"profiler": {"steps": [4, 3]}}, "profiler.steps must be the first and the last step"),
         ({"collate_fn": "torch.stack"}, "collate_fn must be one of torchtune.data"),
         (
             {"row_length": 0},
@@ -118,9 +115,6 @@ def test_broken_yaml_is_named_by_line_and_column(tmp_path):
         configs.load(path)
     with pytest.raises(ConfigError, match="no such file"):
         configs.load(tmp_path / "none.yaml")
-    path.write_text("a: ${b}\n")
-    with pytest.raises(ConfigError, match="'b' not found"):
-        configs.load(path)
 
 
 @pytest.mark.parametrize(
@@ -194,17 +188,10 @@ def test_a_rank_that_fails_records_its_fault(tmp_path, model_folder, dataset):
         ({"activation_checkpointing": "full"}, 1),
         ({"activation_checkpointing": "op"}, "op"),
         ({"activation_checkpointing": 2}, 2),
-        ({"enable_activation_checkpointing": True}, 1),
-        ({"ac_mode": "full"}, 1),
-        ({"ac_mode": "none"}, None),
-        ({"ac_mode": "selective", "ac_option": "op"}, "op"),
-        ({"ac_mode": "selective", "ac_option": "3", "enable_activation_checkpointing": True}, 3),
     ],
     ids=str,
 )
-def test_one_key_says_what_torchtunes_three_say(
-    changes, recomputed, tmp_path, model_folder, dataset
-):
+def test_which_layers_are_recomputed(changes, recomputed, tmp_path, model_folder, dataset):
     config = configs.load(write_config(tmp_path, model_folder, dataset, **changes))
     assert config.activation_checkpointing == recomputed
 

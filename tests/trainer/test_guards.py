@@ -108,13 +108,16 @@ def test_all_ranks_skip_what_one_has_seen_and_chosen_ranks_are_profiled(
         dataset,
         batch_size=4,
         max_steps=3,
-        profiler={"enabled": True, "ranks": [1], "steps": [2, 3]},
+        profiler={"enabled": True, "ranks": [1], **CYCLE},
     )
     paths = pair(tmp_path, poisoned, optimizer=FUSED, batch_size=4)
     said = train(*paths, profiled, ranks=2)
     assert_skipped(tmp_path)
     assert "loss      nan" in said and "1 updates skipped" in said
     assert_profiled(tmp_path / "profiled/profile", rank=1, steps={2, 3})
+
+
+CYCLE = {"wait_steps": 0, "warmup_steps": 1, "active_steps": 2, "num_cycles": 1}
 
 
 def assert_profiled(folder: Path, rank: int, steps: set[int]) -> None:
@@ -137,8 +140,8 @@ def assert_profiled(folder: Path, rank: int, steps: set[int]) -> None:
 def test_torchtunes_profiler_keys_record_the_first_rank_of_the_node(
     tmp_path, model_folder, dataset
 ):
-    settings = {"wait_steps": 1, "warmup_steps": 1, "active_steps": 2, "num_cycles": 1}
-    settings |= {"_component_": "torchtune.training.setup_torch_profiler", "enabled": True}
+    settings = {"_component_": "torchtune.training.setup_torch_profiler", "enabled": True}
+    settings |= CYCLE | {"wait_steps": 1}
     path = write_config(tmp_path, model_folder, dataset, max_steps=5, profiler=settings)
     assert run_here(path) == 0
     assert_profiled(tmp_path / "profile", rank=0, steps={3, 4})
@@ -150,7 +153,7 @@ def test_a_rank_that_is_not_there_cannot_be_profiled(tmp_path, model_folder, dat
     world = distributed.start("cpu")
     try:
         with pytest.raises(ConfigError, match=r"ranks: there is no rank 5, the run has 1"):
-            profiler(config, world, done=0)
+            profiler(config, world)
     finally:
         distributed.stop()
 

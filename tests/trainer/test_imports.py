@@ -48,6 +48,7 @@ def test_checking_a_config_needs_no_torch():
 # The modules of a rank once the optimizer has stepped after the first loss.
 FIRST_STEP = """
 import os, sys
+from pathlib import Path
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from trainer import start
 from trainer.methods.sft import SupervisedFineTuning
@@ -58,7 +59,7 @@ class FirstStep(SupervisedFineTuning):
     def loss(self, models, batch):
         register_optimizer_step_post_hook(report)
         return super().loss(models, batch)
-sys.exit(start.main(sys.argv[1:], FirstStep))
+sys.exit(start.main(Path(sys.argv[1]), FirstStep))
 """
 
 

@@ -17,11 +17,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "full": {
         "gradient_accumulation_steps": 2,
         "batch_size": 2,
-        "ac_mode": "selective",
-        "ac_option": "op",
+        "activation_checkpointing": "op",
     },
     "lora-not-packed": {"model": lora_model(lora_dropout=0.1), "row_length": None},
-    "qlora": {"model": lora_model(quantize_base=True), "enable_activation_checkpointing": True},
+    "qlora": {"model": lora_model(quantize_base=True), "activation_checkpointing": "full"},
     "masters": {"master_weights": "fp32", "dtype": "bf16"},
 }
 # Each step is logged, and each fourth saved. The loader of the data asks for a seed at its start;
@@ -109,10 +108,9 @@ QLORA = {"model": lora_model(quantize_base=True, lora_dropout=0.1)}
 COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     # The first layer behind a frozen embedding, the others, validation; the loss with gradients
     # and without.
-    "qlora": (QLORA | VALIDATED | {"enable_activation_checkpointing": True}, 5),
-    # The loss of so many tokens of so large a vocabulary stays behind the model's graph.
+    "qlora": (QLORA | VALIDATED | {"activation_checkpointing": "full"}, 5),
     "full": (VALIDATED | {"gradient_accumulation_steps": 2, "batch_size": 3}, 4),
-    "full-by-operation": ({"ac_mode": "selective", "ac_option": "op"}, 2),
+    "full-by-operation": ({"activation_checkpointing": "op"}, 2),
     "dora-masters": (
         {"model": lora_model(use_dora=True), "master_weights": "fp32", "dtype": "bf16"},
         3,

@@ -105,12 +105,16 @@ def _other_base(
     if not copies:
         return
     source = weights.SafetensorsSource.open(config.checkpointer)
-    known = {PEFT_PREFIX + model.peft_name(key): key for key in source.shapes}
     for name, copy in copies.items():
-        key = known.get(name.removesuffix(_BASE_LAYER) + ".weight", "")
-        if not key and model.is_tied:
-            key = next(filter(None, (model.hub_name(f"{t}.weight") for t in model.tables)), "")
-        if not key or source.shapes[key] != tuple(copy.shape) or source.differs(key, copy):
+        table = name.removeprefix(PEFT_PREFIX).removesuffix(_BASE_LAYER)
+        key = model.file_name(f"{table}.weight")
+        if key not in source.shapes and model.is_tied:
+            key = next(filter(None, (weights.file_of(model, f"{t}.weight") for t in model.tables)))
+        if (
+            key not in source.shapes
+            or source.shapes[key] != tuple(copy.shape)
+            or source.differs(key, copy)
+        ):
             yield (
                 f"contains other weights of {name.removeprefix(PEFT_PREFIX)} than "
                 f"{config.model_folder}; {REMEDY}"
@@ -133,7 +137,7 @@ def _score(
 def saved_of(model: Decoder) -> dict[str, tuple[str, nn.Parameter]]:
     """What is trained whole beside the adapter, (plain name, parameter) by PEFT's name."""
     return {
-        PEFT_PREFIX + model.peft_name(model.hub_name(name) or name): (name, parameter)
+        PEFT_PREFIX + (model.hub_name(name) or name): (name, parameter)
         for name, parameter in weights.named_parameters(model)
         if model.is_saved(name)
     }

@@ -168,7 +168,7 @@ def layers_of(model: Model) -> dict[str, torch.nn.Module]:
 def write_model(model: Model, config: TrainConfig, folder: Path, world: World) -> None:
     """Write the whole weights as on the Hub; all ranks call this together."""
     layers, pieces = layers_of(model), weights.hub_pieces(model.module)
-    parts_of = {k: v for k, v in weights.hub_tensors(model.module).items() if k is not None}
+    parts_of = {k: v for k, v in weights.file_tensors(model.module).items() if k is not None}
     # By tensor of the hub, how its rows are gathered, in their order.
     steps = {
         key: [step for name, parameter in parts for step in steps_of(model, name, parameter)]
@@ -186,7 +186,7 @@ def write_model(model: Model, config: TrainConfig, folder: Path, world: World) -
     held = {
         key: buffer.dtype
         for name, buffer in model.module.held_buffers().items()
-        if (key := model.module.hub_name(name)) is not None
+        if (key := weights.file_of(model.module, name)) is not None
     }
     dtypes = dict.fromkeys(shapes, model.dtype) | held
     split = split_state_dict_into_shards_factory(

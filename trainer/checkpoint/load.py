@@ -9,12 +9,13 @@ from safetensors import SafetensorError
 from torch.distributed import ProcessGroup
 
 from trainer.checkpoint.weights import (
+    Parts,
     Piece,
     Reader,
     SafetensorsSource,
+    file_tensors,
     fill,
     hub_pieces,
-    hub_tensors,
 )
 from trainer.layers import nf4
 from trainer.model import Decoder
@@ -39,7 +40,7 @@ def load(module: Decoder, source: SafetensorsSource, world: World) -> None:
     elements = {key: math.prod(shape) for key, shape in source.shapes.items()}
     # Most weights have two bytes.
     world.limit_for(2 * sum(elements.values()))
-    parts_of, pieces = hub_tensors(module), hub_pieces(module)
+    parts_of, pieces = file_tensors(module), hub_pieces(module)
     readers: dict[str, tuple[torch.Tensor, list[ProcessGroup], float]] = {}
     shared: list[tuple[str, Reader]] = []
 
@@ -61,33 +62,41 @@ def load(module: Decoder, source: SafetensorsSource, world: World) -> None:
             if copies.reads(*readers[name][1:]):
                 _fill_own(parameter, read) if piece is None else _fill_piece(piece, read)
 
-    def read_shared() -> None:
-        fault: Exception | None = None
-        for number, (key, read) in enumerate(shared):
-            parts = parts_of[key]
-            dtypes = {torch.float32 if nf4.is_packed(each) else each.dtype for _, each in parts}
-            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-            rows = torch.zeros(source.shapes[key], dtype=dtype, device=world.device)
-            if number % world.size == world.rank:
-                try:
-                    rows.copy_(read())
-                except (OSError, SafetensorError) as error:
-                    # The others wait for this tensor, and the next ones.
-                    fault = fault or error
-            if world.size > 1:
-                dist.broadcast(rows, src=number % world.size)
-            split = rows.split([parameter.shape[0] for _, parameter in parts])
-            for (name, parameter), own in zip(parts, split, strict=True):
-                fill(parameter, module.from_hub(name, own))
-        if fault is not None:
-            raise fault
-
     with ExitStack() as opened:
         world.on_all(read_own)
-        world.on_all(read_shared)
+        world.on_all(lambda: _read_shared(module, shared, parts_of, source, world))
     for reader in readers.values():
         copies.send(*reader)
     world.limit(None)
+
+
+def _read_shared(
+    module: Decoder,
+    shared: list[tuple[str, Reader]],
+    parts_of: dict[str | None, Parts],
+    source: SafetensorsSource,
+    world: World,
+) -> None:
+    """Fill all ranks from tensors that one of them reads whole, the ranks in turn."""
+    fault: Exception | None = None
+    for number, (key, read) in enumerate(shared):
+        parts = parts_of[key]
+        dtypes = {torch.float32 if nf4.is_packed(each) else each.dtype for _, each in parts}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        rows = torch.zeros(source.shapes[key], dtype=dtype, device=world.device)
+        if number % world.size == world.rank:
+            try:
+                rows.copy_(read())
+            except (OSError, SafetensorError) as error:
+                # The others wait for this tensor, and the next ones.
+                fault = fault or error
+        if world.size > 1:
+            dist.broadcast(rows, src=number % world.size)
+        split = rows.split([parameter.shape[0] for _, parameter in parts])
+        for (name, parameter), own in zip(parts, split, strict=True):
+            fill(parameter, module.from_hub(name, own))
+    if fault is not None:
+        raise fault
 
 
 def _fill_own(parameter: torch.Tensor, read: Reader) -> None:

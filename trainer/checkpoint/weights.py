@@ -61,10 +61,10 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def hub_tensors(module: Decoder) -> dict[str | None, Parts]:
-    """By tensor of the hub, the base parameters (plain name, parameter) in its rows, in order.
+    """By tensor of transformers' class, the base parameters (plain name, parameter) in its rows.
 
-    Buffers that the hub has are among them. None has those that are in no tensor of the hub.
-    Parameters that the hub has in pieces are left out.
+    Buffers that files have are among them. None has those that are in no tensor of the class.
+    Parameters that files have in pieces are left out.
     """
     by_name: dict[str | None, Parts] = {}
     for name, parameter in named_parameters(module):
@@ -75,8 +75,20 @@ def hub_tensors(module: Decoder) -> dict[str | None, Parts]:
     return by_name
 
 
+def file_tensors(module: Decoder) -> dict[str | None, Parts]:
+    """The same by the names of the model folder's files."""
+    tensors = hub_tensors(module).items()
+    return {None if key is None else module.file_name(key): parts for key, parts in tensors}
+
+
+def file_of(module: Decoder, parameter: str) -> str | None:
+    """The files' tensor that holds a parameter; None if none does."""
+    key = module.hub_name(parameter)
+    return None if key is None else module.file_name(key)
+
+
 def hub_pieces(module: Decoder) -> dict[str, Piece]:
-    """By tensor of the hub, the parameter that it is a piece of; a parameter's are neighbours."""
+    """By tensor of the files, the parameter that it is a piece of; a parameter's are neighbours."""
     return {
         key: Piece(name, parameter, index)
         for name, parameter in named_parameters(module)
@@ -151,7 +163,7 @@ class SafetensorsSource:
 
     def of(self, module: Decoder) -> "SafetensorsSource":
         """What belongs to a model of which blocks are cut off; the rest is not read."""
-        wanted = {*hub_tensors(module), *hub_pieces(module)}
+        wanted = {*file_tensors(module), *hub_pieces(module)}
         files = {key: path for key, path in self.files.items() if key in wanted}
         return SafetensorsSource(files, {key: self.shapes[key] for key in files})
 
@@ -258,7 +270,7 @@ def with_new_rows(source: SafetensorsSource, module: Decoder, new_ids: range) ->
     """The source for a model whose embedding has rows for new tokens."""
     if not new_ids:
         return source
-    tables = frozenset(key for t in module.tables if (key := module.hub_name(f"{t}.weight")))
+    tables = frozenset(key for t in module.tables if (key := file_of(module, f"{t}.weight")))
     shapes = {
         key: (max(shape[0], module.vocab_size), *shape[1:]) if key in tables else shape
         for key, shape in source.shapes.items()
@@ -343,7 +355,7 @@ def mismatches(module: Decoder, source: SafetensorsSource, folder: Path) -> list
     """Every tensor that is missing, too many, or of another shape than the model's."""
     wanted: dict[str, tuple[int, ...]] = {}
     faults = []
-    for key, parts in hub_tensors(module).items():
+    for key, parts in file_tensors(module).items():
         if key is None:
             faults += [f"{folder}: has nothing for the model's {name}" for name, _ in parts]
         else:
@@ -375,7 +387,7 @@ def _if_missing(key: str) -> str:
 
 def _untied(module: Decoder, source: SafetensorsSource, folder: Path, head: str) -> Iterator[str]:
     """Why a file's output head is no copy of the embedding: transformers takes both then."""
-    (table,) = (module.hub_name(f"{name}.weight") for name in module.tables)
+    (table,) = (file_of(module, f"{name}.weight") for name in module.tables)
     if table is None or table not in source.shapes:
         return
     (own, _), (other, _) = (source.tensor_rows(key) for key in (head, table))

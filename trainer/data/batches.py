@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.config import TrainConfig, instantiate
 from trainer.data import checks, packing, tokenizers
 from trainer.data.form import SINGLE, SampleForm
+from trainer.data.source import DataSpec
 from trainer.data.tokenised import TokenisedDataset, open_dataset
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.model import Documents, Inputs
@@ -31,26 +32,6 @@ class Row(NamedTuple):
     counted: bool
     # Their indices.
     samples: np.ndarray
-
-
-class Samples(Protocol):
-    """Tokenised samples by index: (tokens [n], trained bool [n]) of their documents in turn.
-
-    lengths: int64 [samples]. documents: of each document, int64 [samples, documents]. numbers:
-    float64 [samples]. reference: float32 [samples, documents], see MicroBatch.
-    """
-
-    lengths: np.ndarray
-    documents: np.ndarray
-    numbers: np.ndarray
-    reference: np.ndarray | None
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-S = TypeVar("S", bound=Samples)
 
 
 class Collator:
@@ -130,7 +111,7 @@ class Collator:
         )
 
 
-class Rows(Collator, Dataset, Generic[S]):
+class Rows(Collator, Dataset):
     """The rows of batches: one document per row, or whole samples packed to one length.
 
     By index the samples of a packed row, else a sample, whose documents are a row each; ~i is i
@@ -144,7 +125,7 @@ class Rows(Collator, Dataset, Generic[S]):
 
     def __init__(
         self,
-        samples: S,
+        samples: TokenisedDataset,
         pad_id: int,
         multiple: int = 1,
         row_length: int | None = None,
@@ -172,10 +153,9 @@ class Rows(Collator, Dataset, Generic[S]):
 
     def collate(self, rows: list[Row]) -> MicroBatch:
         """As Collator.collate, with what belongs to the samples."""
-        batch, samples = super().collate(rows), self.samples
-        batch.numbers = _fp32(samples.numbers[batch.samples.numpy()])
-        if samples.reference is not None:
-            batch.reference = _fp32(samples.reference[batch.samples.numpy()])
+        batch = super().collate(rows)
+        numbers = self.samples.numbers[batch.samples.numpy()]
+        batch.numbers = torch.from_numpy(numbers.astype(np.float32))
         return batch
 
     def _documents(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -191,8 +171,38 @@ class Rows(Collator, Dataset, Generic[S]):
         return float(self.samples.lengths.sum()) / (len(self) * (self.length or 1))
 
 
-def _fp32(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.float32))
+@dataclass(frozen=True)
+class BatchSpec:
+    """How rows become the batches of steps."""
+
+    # Rows of a rank's micro-batch.
+    batch_size: int
+    # Micro-batches of a step.
+    micro_steps: int = 1
+    # Of the order; None keeps the rows' own.
+    seed: int | None = None
+    epochs: int = 1
+    max_steps_per_epoch: int | None = None
+    max_steps: int | None = None
+    # Processes that read ahead; 0 reads when a batch is asked for.
+    workers: int = 0
+    # An epoch ends with its last full global batch, if it has any.
+    drops_rest: bool = False
+
+    @classmethod
+    def of(cls, config: TrainConfig, world: World) -> "BatchSpec":
+        """That of training by `config`."""
+        workers = WORKERS_ON_GPU if world.device.type == "cuda" else 0
+        return cls(
+            config.batch_size,
+            config.gradient_accumulation_steps,
+            config.seed if config.shuffle else None,
+            config.epochs,
+            config.max_steps_per_epoch,
+            config.max_steps,
+            workers if config.num_workers is None else config.num_workers,
+            config.samples_answers,
+        )
 
 
 class Batches:
@@ -201,36 +211,17 @@ class Batches:
     Each epoch is a permutation by (seed, epoch). Nothing is dropped, unless `drops_rest`: the last
     global batch of an epoch may have fewer rows, and is filled up by masked ones, which add nothing
     to the loss. As one step takes one global batch, the step is the data position.
-
-    Args:
-        seed: of the order; None keeps the rows' own.
-        workers: processes that read ahead; 0 reads when a batch is asked for.
-        drops_rest: an epoch ends with its last full global batch, if it has any.
     """
 
-    def __init__(
-        self,
-        rows: Rows[TokenisedDataset],
-        world: World,
-        batch_size: int,
-        *,
-        micro_steps: int = 1,
-        seed: int | None = None,
-        epochs: int = 1,
-        max_steps_per_epoch: int | None = None,
-        max_steps: int | None = None,
-        workers: int = 0,
-        drops_rest: bool = False,
-    ) -> None:
+    def __init__(self, rows: Rows, world: World, spec: BatchSpec) -> None:
         self.rows, self.size = rows, len(rows)
-        self.samples_per_step = batch_size * micro_steps * world.data_size
+        self._world, self._spec = world, spec
+        self.samples_per_step = spec.batch_size * spec.micro_steps * world.data_size
         full, rest = divmod(self.size, self.samples_per_step)
-        steps = full if drops_rest and full else full + (rest > 0)
-        self.steps_per_epoch = min(steps, max_steps_per_epoch or steps)
-        steps = self.steps_per_epoch * epochs
-        self.total_steps = min(steps, max_steps or steps)
-        self._seed, self._batch_size, self._micro_steps = seed, batch_size, micro_steps
-        self._world, self._workers = world, workers
+        steps = full if spec.drops_rest and full else full + (rest > 0)
+        self.steps_per_epoch = min(steps, spec.max_steps_per_epoch or steps)
+        steps = self.steps_per_epoch * spec.epochs
+        self.total_steps = min(steps, spec.max_steps or steps)
 
     def epoch_of(self, step: int) -> int:
         """Epoch (from 0) to which the step with this index (from 0) belongs."""
@@ -242,7 +233,7 @@ class Batches:
             self.rows,
             batch_sampler=self._index_lists(step),
             collate_fn=self.rows.collate,
-            num_workers=self._workers,
+            num_workers=self._spec.workers,
             worker_init_fn=ignore_sigterm,
             pin_memory=self._world.device.type == "cuda",
             # Its own generator, so that the loader leaves the ranks' random state alone.
@@ -250,7 +241,7 @@ class Batches:
         )
         micro_batches = iter(loader)
         for _ in range(step, self.total_steps):
-            yield [next(micro_batches) for _ in range(self._micro_steps)]
+            yield [next(micro_batches) for _ in range(self._spec.micro_steps)]
 
     def state(self, step: int) -> None:
         """What a checkpoint of `step` must hold beside the step: nothing."""
@@ -292,23 +283,23 @@ class Batches:
         return checks.misfits(key, rows.samples, rows.length, vocab_size, max_seq_len)
 
     def _index_lists(self, first_step: int) -> Iterator[list[int]]:
-        epoch, world = -1, self._world
+        epoch, world, size = -1, self._world, self._spec.batch_size
         for step in range(first_step, self.total_steps):
             if self.epoch_of(step) != epoch:
                 epoch = self.epoch_of(step)
                 order = self._order(epoch)
             begin = (step % self.steps_per_epoch) * self.samples_per_step
-            for micro in range(self._micro_steps):
-                offset = begin + (micro * world.data_size + world.data_rank) * self._batch_size
-                own = order[offset : offset + self._batch_size]
+            for micro in range(self._spec.micro_steps):
+                offset = begin + (micro * world.data_size + world.data_rank) * size
+                own = order[offset : offset + size]
                 # Masked rows fill it up: every batch has one shape, for which layers are compiled
                 # once, and a rank without any row still runs the passes that the others run.
-                yield own + [~(own or order)[0]] * (self._batch_size - len(own))
+                yield own + [~(own or order)[0]] * (size - len(own))
 
     def _order(self, epoch: int) -> list[int]:
-        if self._seed is None:
+        if self._spec.seed is None:
             return list(range(self.size))
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed(self._spec.seed * 1_000_003 + epoch)
         return torch.randperm(self.size, generator=generator).tolist()
 
 
@@ -371,31 +362,14 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
     """
     tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
-    seed = config.seed if config.shuffle else None
-    training = Batches(
-        _opened("dataset", config.dataset, config, world, tokenizer, form, seed),
-        world,
-        config.batch_size,
-        micro_steps=config.gradient_accumulation_steps,
-        seed=seed,
-        epochs=config.epochs,
-        max_steps_per_epoch=config.max_steps_per_epoch,
-        max_steps=config.max_steps,
-        workers=workers(config, world),
-        drops_rest=config.samples_answers,
-    )
+    spec = BatchSpec.of(config, world)
+    rows = _opened(DataSpec("dataset", config.dataset, tokenizer, form), config, world, spec.seed)
+    training = Batches(rows, world, spec)
     own = validation(config, world, tokenizer, form)
     if own is not None:
         samples = own.rows.samples
-        world.on_all(lambda: checks.overlap(config, world, training.rows.samples, samples))
+        world.on_all(lambda: checks.overlap(world, training.rows.samples, samples))
     return Data(training, own, mismatches)
-
-
-def workers(config: TrainConfig, world: World) -> int:
-    """Processes of this rank that read ahead."""
-    if config.num_workers is not None:
-        return config.num_workers
-    return WORKERS_ON_GPU if world.device.type == "cuda" else 0
 
 
 def validation(
@@ -404,29 +378,18 @@ def validation(
     """One pass over dataset_val; None without it. Raises ConfigError as `build`."""
     if config.dataset_val is None:
         return None
-    rows = _opened("dataset_val", config.dataset_val, config, world, tokenizer, form, None)
-    return Batches(rows, world, config.batch_size_val or config.batch_size)
+    spec = DataSpec("dataset_val", config.dataset_val, tokenizer, form)
+    rows = _opened(spec, config, world, None)
+    return Batches(rows, world, BatchSpec(config.batch_size_val or config.batch_size))
 
 
-def _opened(
-    key: str,
-    block: dict[str, Any],
-    config: TrainConfig,
-    world: World,
-    tokenizer: Any,
-    form: SampleForm,
-    packing_seed: int | None,
-) -> Rows[TokenisedDataset]:
-    samples = open_dataset(key, block, config, world, tokenizer, form)
-    world.on_all(lambda: checks.targets(key, samples, world))
-    for note in samples.notes(config.tokenizer.get("max_seq_len")):
-        world.say(f"note: {key}: {note}")
-    return packed_rows(config, block, samples, tokenizer, packing_seed)
-
-
-def packed_rows(
-    config: TrainConfig, block: dict[str, Any], samples: S, tokenizer: Any, seed: int | None
-) -> Rows[S]:
-    """Rows of a dataset as its block asks for: packed, or a sample each."""
-    row_length = config.tokenizer["max_seq_len"] if block.get("packed") else None
-    return Rows(samples, getattr(tokenizer, "pad_id", 0), config.row_multiple, row_length, seed)
+def _opened(spec: DataSpec, config: TrainConfig, world: World, packing_seed: int | None) -> Rows:
+    """The rows of a dataset as its block asks for: packed, or a sample each."""
+    samples = open_dataset(spec, config, world)
+    world.on_all(lambda: checks.targets(spec.key, samples, world))
+    max_seq_len = config.tokenizer.get("max_seq_len")
+    for note in samples.notes(max_seq_len):
+        world.say(f"note: {spec.key}: {note}")
+    row_length = max_seq_len if spec.given.get("packed") else None
+    pad_id = getattr(spec.tokenizer, "pad_id", 0)
+    return Rows(samples, pad_id, config.row_multiple, row_length, packing_seed)

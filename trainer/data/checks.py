@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from trainer.config import TrainConfig
 from trainer.data.tokenised import TokenisedDataset
 from trainer.errors import ConfigError
 from trainer.parallel.world import World
 
-_APART = "take them apart, such as dataset.split=train[:95%] dataset_val.split=train[95%:]"
-ALL_SHARED = f"dataset_val: each of its samples is in dataset too; {_APART}"
+ALL_SHARED = (
+    "dataset_val: each of its samples is in dataset too; take them apart, such as "
+    "dataset.split=train[:95%] dataset_val.split=train[95%:]"
+)
 
 
 def targets(key: str, samples: TokenisedDataset, world: World) -> None:
@@ -26,12 +27,8 @@ def targets(key: str, samples: TokenisedDataset, world: World) -> None:
         )
 
 
-def overlap(
-    config: TrainConfig, world: World, training: TokenisedDataset, validation: TokenisedDataset
-) -> None:
+def overlap(world: World, training: TokenisedDataset, validation: TokenisedDataset) -> None:
     """A validation loss over samples that are trained on says nothing."""
-    if fault := shared_splits(config, training.split_sizes):
-        raise ConfigError(fault)
     equal = int(np.isin(validation.fingerprints, training.fingerprints).sum())
     if equal == len(validation):
         raise ConfigError(ALL_SHARED)
@@ -40,42 +37,6 @@ def overlap(
             f"note: dataset_val: {equal:,} of {len(validation):,} samples are the same as "
             "samples of dataset"
         )
-
-
-def shared_splits(config: TrainConfig, sizes: dict[str, int]) -> str | None:
-    """Say what splits of the same data have in common, None if nothing or if that is not known.
-
-    Args:
-        sizes: samples of each split, by its name.
-    """
-    alike = {"split": None, "packed": None}
-    given = (config.dataset, config.dataset_val or {})
-    if given[0] | alike != given[1] | alike:
-        return None
-    splits = [block.get("split", "train") for block in given]
-    shared = _shared_samples(splits[0], splits[1], sizes)
-    if not shared:
-        return None
-    return (
-        f"dataset_val: shares {shared:,} samples with dataset (split {splits[1]} and {splits[0]}); "
-        f"{_APART}"
-    )
-
-
-def _shared_samples(first: str, second: str, sizes: dict[str, int]) -> int:
-    """How many samples two splits such as train[:90%] have in common; 0 if that is not known."""
-    from datasets import ReadInstruction
-
-    try:
-        ranges = [ReadInstruction.from_spec(spec).to_absolute(sizes) for spec in (first, second)]
-    except (ValueError, AssertionError):
-        return 0
-    return sum(
-        max(0, min(a.to, b.to) - max(a.from_, b.from_))
-        for a in ranges[0]
-        for b in ranges[1]
-        if a.splitname == b.splitname
-    )
 
 
 def misfits(

@@ -4,7 +4,7 @@ A sample is {"messages": [...], "tools": [...]}: roles system, user, assistant a
 text, a list of text parts, or null beside tool calls.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from runspec.files import parse_json
@@ -14,90 +14,93 @@ from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
-TRAIN_ON = ("all", "last", "marked")
-# The key of a message that is trained with train_on: marked.
-MARK = "train"
+TRAIN_ON = ("all", "last")
 # OpenAI's key of an answer that is not to be trained (0) or is (1).
 WEIGHT = "weight"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+Turns = list[dict[str, Any]]
 
-def conversation_dataset(
-    tokenizer: HuggingFaceTokenizer,
-    *,
-    source: str,
-    conversation_column: str = "messages",
-    tools_column: str = "tools",
-    train_on: str = "all",
-    train_on_reasoning: bool = True,
-    new_system_prompt: str | None = None,
-    **rows: Any,
-) -> "Conversations":
-    """Open a dataset of conversations; `source` and the rest are those of Rows.
+
+class Chats(Rows):
+    """Conversations, tokenised when they are read: samples with `tokens` and `labels`.
 
     Args:
-        conversation_column, tools_column: where the messages are, and the schemas of their tools,
-            which a sample may leave out.
-        train_on: "all" answers, the "last" one, or those "marked" by `"train": true`.
-        train_on_reasoning: whether the reasoning before an answer is trained, too; else what
-            follows it is.
-        new_system_prompt: takes the place of every system message.
+        tokenizer: of the model's folder, or torchtune's.
+        read: a row's turns, as a chat template takes them.
+        train_on: "all" answers, or the "last" one; without those of the weight 0.
+        train_on_input: train the other turns as well.
+        new_system_prompt: takes the place of every system message; it is never trained.
+        tools_column: of the schemas of a conversation's tools, which a row may leave out.
+        rows: see Rows.
 
     Raises:
-        ConfigError: another tokenizer than the model folder's, or an unknown value.
-    """
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        raise ConfigError(
-            "dataset: conversations are rendered by the model's own chat template; leave the "
-            "tokenizer block out, so that the model folder's is used"
-        )
-    if train_on not in TRAIN_ON:
-        raise ConfigError(f"dataset.train_on: must be one of {', '.join(TRAIN_ON)}; got {train_on}")
-    columns = conversation_column, tools_column
-    chosen = train_on, train_on_reasoning
-    return Conversations(tokenizer, columns, chosen, new_system_prompt, source=source, **rows)
-
-
-class Conversations(Rows):
-    """Samples with `tokens` and `labels`, tokenised when they are read.
-
-    Args:
-        columns: of the messages and of the tools.
-        chosen: which answers are trained, and whether their reasoning is.
-        system: takes the place of every system message.
-        rows: see Rows.
+        ConfigError: an unknown value of `train_on`.
     """
 
     def __init__(
         self,
-        tokenizer: HuggingFaceTokenizer,
-        columns: tuple[str, str],
-        chosen: tuple[str, bool],
-        system: str | None,
+        tokenizer: Any,
+        read: Callable[[Mapping[str, Any]], Turns],
+        *,
+        train_on: str = "all",
+        train_on_input: bool = False,
+        new_system_prompt: str | None = None,
+        tools_column: str = "",
         **rows: Any,
     ) -> None:
+        if train_on not in TRAIN_ON:
+            known = ", ".join(TRAIN_ON)
+            raise ConfigError(f"dataset.train_on: must be one of {known}; got {train_on}")
         super().__init__(**rows)
-        self._tokenizer, self._columns = tokenizer, columns
-        self._train_on, self._reasoning = chosen
-        self._system = system
+        self._tokenizer, self._read, self._tools = tokenizer, read, tools_column
+        self._train_on, self._train_on_input = train_on, train_on_input
+        self._system = new_system_prompt
+
+    def turns(self, index: int) -> Turns:
+        """The turns of a sample."""
+        return with_system(self._read(self.row(index)), self._system)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         row = self.row(index)
-        messages, tools = (self.finite(row, column) for column in self._columns)
-        turns, marked = turns_of(messages, self._columns[0])
-        if self._system is not None:
-            kept = [i for i, turn in enumerate(turns) if turn["role"] != "system"]
-            turns = [{"role": "system", "content": self._system}, *(turns[i] for i in kept)]
-            marked = [False, *(marked[i] for i in kept)]
-        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if self._train_on == "last":
-            answers = answers[-1:]
-        elif self._train_on == "marked":
-            answers = [i for i in answers if marked[i]]
-        excluded = [turn.pop(WEIGHT, 1) == 0 for turn in turns]
-        answers = [i for i in answers if not excluded[i]]
-        schemas = schemas_of(tools, self._columns[1])
-        return labelled(self._tokenizer, turns, answers, schemas, self._reasoning)
+        turns = with_system(self._read(row), self._system)
+        weights = [turn.pop(WEIGHT, 1) for turn in turns]
+        trained = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if self._train_on_input:
+            trained = list(range(0 if self._system is None else 1, len(turns)))
+        elif self._train_on == "last":
+            trained = trained[-1:]
+        trained = [i for i in trained if weights[i]]
+        tools = self.finite(row, self._tools) if self._tools else None
+        return labelled(self._tokenizer, turns, trained, schemas_of(tools, self._tools))
+
+
+def conversation_dataset(
+    tokenizer: Any,
+    *,
+    source: str,
+    conversation_column: str = "messages",
+    tools_column: str = "tools",
+    **options: Any,
+) -> Chats:
+    """Open a dataset of conversations; see Chats and Rows.
+
+    Args:
+        conversation_column, tools_column: where the messages are, and the schemas of their tools.
+    """
+
+    def read(row: Mapping[str, Any]) -> Turns:
+        return turns_of(Rows.finite(row, conversation_column), conversation_column)
+
+    return Chats(tokenizer, read, tools_column=tools_column, source=source, **options)
+
+
+def with_system(turns: Turns, system: str | None) -> Turns:
+    """Turns with this system prompt in the place of their own; None leaves them as they are."""
+    if system is None:
+        return turns
+    own = {"role": "system", "content": system}
+    return [own, *(turn for turn in turns if turn["role"] != "system")]
 
 
 class Message:
@@ -111,7 +114,7 @@ class Message:
 
 
 def labelled(
-    tokenizer: Any, turns: list[dict[str, Any]], trained: list[int], *template: Any
+    tokenizer: Any, turns: Turns, trained: list[int], tools: list[dict[str, Any]] | None = None
 ) -> dict[str, list[int]]:
     """A conversation as `tokens` and `labels`.
 
@@ -119,11 +122,21 @@ def labelled(
         tokenizer: of the model's folder, or torchtune's, which are called with its messages.
         turns: {role, content}.
         trained: which turns are trained.
-        template: the schemas of the tools, and whether reasoning is trained; see tokenize_turns.
+        tools: the schemas of the tools.
+
+    Raises:
+        ConfigError: a turn has what torchtune's tokenizers do not know.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokens, mask = tokenizer.tokenize_turns(turns, trained, *template)
+        tokens, mask = tokenizer.tokenize_turns(turns, trained, tools)
     else:
+        for number, turn in enumerate(turns, 1):
+            if more := sorted(turn.keys() - {"role", "content"}):
+                raise ConfigError(
+                    f"message {number} ({turn['role']}) has {more[0]}, which torchtune's "
+                    "tokenizers do not know; leave the tokenizer block out, so that the model "
+                    "folder's chat template is used"
+                )
         own = [Message(**turn, masked=i not in trained) for i, turn in enumerate(turns)]
         made = tokenizer({"messages": own})
         tokens, mask = made["tokens"], made["mask"]
@@ -131,8 +144,8 @@ def labelled(
     return {"tokens": tokens, "labels": labels}
 
 
-def turns_of(messages: Any, column: str = "messages") -> tuple[list[dict[str, Any]], list[bool]]:
-    """Messages as a chat template takes them, and which of them are marked.
+def turns_of(messages: Any, column: str = "messages") -> Turns:
+    """Messages as a chat template takes them.
 
     Parts of text become one text, a null content beside tool calls an empty one, and the arguments
     of a call, which OpenAI has as a string of JSON, an object.
@@ -145,14 +158,13 @@ def turns_of(messages: Any, column: str = "messages") -> tuple[list[dict[str, An
             f"there are no messages in the column {column!r}; name another one with "
             "dataset.conversation_column"
         )
-    turns, marked = [], []
+    turns = []
     for number, message in enumerate(messages, 1):
         where = f"message {number}"
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, Mapping) else message
             raise ConfigError(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
         turn = {key: value for key, value in message.items() if value is not None}
-        marked.append(bool(turn.pop(MARK, False)))
         if calls := turn.get("tool_calls"):
             turn["tool_calls"] = [_call(call, where) for call in calls]
         else:
@@ -161,7 +173,7 @@ def turns_of(messages: Any, column: str = "messages") -> tuple[list[dict[str, An
         turn |= _reasoning(turn)
         _check_weight(turn, where)
         turns.append(turn)
-    return turns, marked
+    return turns
 
 
 def _check_weight(turn: dict[str, Any], where: str) -> None:

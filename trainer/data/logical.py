@@ -35,27 +35,43 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """All that the streams are made of."""
+
+    sources: list[TextSource]
+    # Of each source.
+    parts: list[list[shards.Part]]
+    tokenizer: Any
+    # Tokens of a row.
+    length: int
+    # Of the order; None keeps the files' own.
+    seed: int | None
+    # Rows of a step.
+    streams: int
+    # How many tokens the model knows.
+    vocab_size: float
+
+    def start(self, stream: int) -> dict[str, Any]:
+        """The state in which a stream begins: the sources' turns are not the same in all."""
+        random = np.random.default_rng([self.seed or 0, stream, len(self.sources)])
+        taken = (random.random(len(self.sources)) * self.length).astype(int).tolist()
+        places = [[0, 0, 0] for _ in self.sources]
+        return {"places": places, "taken": taken, "open": None}
+
+
 class Cursor:
-    """Where one stream is in one source.
+    """Where one stream is in one source, of whose parts it reads its own.
 
     Args:
-        parts: of the whole source.
-        stream, streams: the number of this stream, and of all; it reads parts of its own.
-        seed: of the order; None keeps the files' own.
+        source: its number in the mixture.
+        stream: the number of this stream.
         place: (pass over its parts, part, document in it), as `place` returned it.
     """
 
-    def __init__(
-        self,
-        source: TextSource,
-        parts: list[shards.Part],
-        stream: int,
-        streams: int,
-        seed: int | None,
-        place: list[int],
-    ) -> None:
-        self._source, self._parts, self._seed = source, parts, seed
-        self._stream, self._streams = stream, streams
+    def __init__(self, mixture: Mixture, source: int, stream: int, place: list[int]) -> None:
+        self._source, self._parts = mixture.sources[source], mixture.parts[source]
+        self._seed, self._stream, self._streams = mixture.seed, stream, mixture.streams
         self._pass, self._part, self._document = place
         self._texts: Iterator[str] | None = None
         self._text: str | None = None
@@ -126,23 +142,15 @@ class RowStream:
     document is one of the source whose tokens so far are least against its weight.
 
     Args:
-        cursors: of each source. weights: of each source.
-        length: tokens of a row.
-        vocab_size: how many tokens the model knows.
-        state: as `state` returned it.
+        stream: its number.
+        state: as `state` returned it, or `Mixture.start`.
     """
 
-    def __init__(
-        self,
-        cursors: list[Cursor],
-        weights: list[float],
-        tokenizer: Any,
-        length: int,
-        vocab_size: float,
-        state: dict[str, Any],
-    ) -> None:
-        self._cursors, self._weights = cursors, weights
-        self._tokenizer, self._length, self._vocab_size = tokenizer, length, vocab_size
+    def __init__(self, mixture: Mixture, stream: int, state: dict[str, Any]) -> None:
+        self._mixture = mixture
+        self._cursors = [
+            Cursor(mixture, source, stream, place) for source, place in enumerate(state["places"])
+        ]
         self._taken: list[int] = list(state["taken"])
         self._source: int | None
         self._offset: int
@@ -160,7 +168,7 @@ class RowStream:
 
     def row(self) -> Row:
         """The next row; at most one position of it is left free."""
-        pieces, room = [], self._length
+        pieces, room = [], self._mixture.length
         while room > 1:
             if self._source is None:
                 self._source, self._offset = self._next_source(), 0
@@ -180,53 +188,21 @@ class RowStream:
         return Row(pieces, True, np.arange(len(pieces)))
 
     def _next_source(self) -> int:
-        shares = [n / weight for n, weight in zip(self._taken, self._weights, strict=True)]
+        sources = self._mixture.sources
+        shares = [n / source.weight for n, source in zip(self._taken, sources, strict=True)]
         return shares.index(min(shares))
 
     def _document(self, source: int) -> np.ndarray:
         if self._tokens is None:
+            tokenizer, known = self._mixture.tokenizer, self._mixture.vocab_size
             text = self._cursors[source].text()
-            self._tokens = np.asarray(encoded(self._tokenizer, text), dtype=np.int32)
-            if (highest := int(self._tokens.max(initial=0))) >= self._vocab_size:
+            self._tokens = np.asarray(encoded(tokenizer, text), dtype=np.int32)
+            if (highest := int(self._tokens.max(initial=0))) >= known:
                 # Such as the one for images, which Gemma 3 1B's tokenizer has and its model not.
                 raise ConfigError(
                     f"dataset.sources: a document of {self._cursors[source].file} has token "
-                    f"{highest} ({self._tokenizer.token(highest)}), "
-                    f"the model knows {self._vocab_size} tokens, from 0; remove it from the text, "
+                    f"{highest} ({tokenizer.token(highest)}), "
+                    f"the model knows {known} tokens, from 0; remove it from the text, "
                     "or give the model's own tokenizer"
                 )
         return self._tokens
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """All that the streams are made of."""
-
-    sources: list[TextSource]
-    # Of each source.
-    parts: list[list[shards.Part]]
-    tokenizer: Any
-    # Tokens of a row.
-    length: int
-    # Of the order; None keeps the files' own.
-    seed: int | None
-    # Rows of a step.
-    streams: int
-    # How many tokens the model knows.
-    vocab_size: float
-
-    def start(self, stream: int) -> dict[str, Any]:
-        """The state in which a stream begins: the sources' turns are not the same in all."""
-        random = np.random.default_rng([self.seed or 0, stream, len(self.sources)])
-        taken = (random.random(len(self.sources)) * self.length).astype(int).tolist()
-        places = [[0, 0, 0] for _ in self.sources]
-        return {"places": places, "taken": taken, "open": None}
-
-    def rows(self, stream: int, state: dict[str, Any]) -> RowStream:
-        """A stream that goes on from a state."""
-        cursors = [
-            Cursor(source, parts, stream, self.streams, self.seed, place)
-            for source, parts, place in zip(self.sources, self.parts, state["places"], strict=True)
-        ]
-        weights = [source.weight for source in self.sources]
-        return RowStream(cursors, weights, self.tokenizer, self.length, self.vocab_size, state)

@@ -1,7 +1,7 @@
 """Preferences as samples: pairs of a chosen and a rejected answer, and single answers with a label.
 
 A record has a prompt, and answers, each a text or messages in OpenAI's form; tools may go with
-them. The forms are those of TRL's datasets, and ranked completions as NeMo-RL has them.
+them. The forms are those of TRL's datasets.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,11 @@ from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
-PAIR_COLUMNS = ("prompt", "chosen", "rejected", "completions", "margin", "tools")
+PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin", "tools")
 # The texts of a table.
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 SINGLE_COLUMNS = ("prompt", "completion", "label", "chosen", "rejected", "tools")
 SAME = "the chosen and the rejected answer are the same"
-# A completion of a ranked list: its text or messages, under the first of these that it has.
-TEXT_OF_RANKED = ("completion", "messages", "text", "content", "response")
-
-Turns = list[dict[str, Any]]
 
 
 class Answer(NamedTuple):
@@ -113,13 +109,13 @@ class Preferences(Rows):
             answer = [answer]
         if isinstance(answer, str):
             answer = [{"role": "assistant", "content": answer}]
-        turns, _ = turns_of(answer, "the answer")
+        turns = turns_of(answer, "the answer")
         if turns[0]["role"] not in ("assistant", "tool"):
             # A whole conversation, prompt included.
             answers = (i for i, turn in enumerate(turns) if turn["role"] == "assistant")
             begin = next(answers, len(turns))
             return Answer(turns[:begin], turns[begin:])
-        return Answer(turns_of(before, "the prompt")[0] if before else [], turns)
+        return Answer(turns_of(before, "the prompt") if before else [], turns)
 
     def _pair(self, row: Mapping[str, Any]) -> tuple[Answer, Answer]:
         """The chosen and the rejected answer of a record, behind what both have in common.
@@ -128,10 +124,7 @@ class Preferences(Rows):
             ConfigError: columns are missing, or both answers are the same.
         """
         prompt = self._value(row, "prompt")
-        if "completions" in self.names and self._value(row, "completions"):
-            chosen, rejected = _best_and_worst(self._value(row, "completions"))
-        else:
-            chosen, rejected = self._required(row, "chosen", "rejected")
+        chosen, rejected = self._required(row, "chosen", "rejected")
         if chosen == rejected:
             raise ConfigError(SAME)
         if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
@@ -149,8 +142,7 @@ class Preferences(Rows):
 class PreferenceDataset(Preferences):
     """Pairs, as torchtune's datasets of preferences give them, and a margin: 0 if there is none.
 
-    A record has `chosen` and `rejected`, and a `prompt` unless these are whole conversations; or a
-    `prompt` and `completions`, each with a `rank`, of which the best and the worst are the pair.
+    A record has `chosen` and `rejected`, and a `prompt` unless these are whole conversations.
     """
 
     names = PAIR_COLUMNS
@@ -185,22 +177,6 @@ def _split_texts(chosen: str, rejected: str) -> tuple[Answer, Answer]:
         shared = max(chosen.rfind(each, 0, shared) for each in " \n\t") + 1
     prompt = chosen[:shared]
     return Answer(prompt, chosen[shared:]), Answer(prompt, rejected[shared:])
-
-
-def _best_and_worst(completions: Any) -> tuple[Any, Any]:
-    ranks: list[Any] = [
-        each.get("rank") if isinstance(each, Mapping) else None for each in completions
-    ]
-    if None in ranks or len(set(ranks)) < 2:
-        raise ConfigError("'completions' needs at least two completions of different 'rank'")
-    answers = []
-    for rank in (min(ranks), max(ranks)):
-        ranked = completions[ranks.index(rank)]
-        name = next((name for name in TEXT_OF_RANKED if ranked.get(name) is not None), None)
-        if name is None:
-            raise ConfigError(f"a completion has none of {', '.join(TEXT_OF_RANKED)}")
-        answers.append(ranked[name])
-    return answers[0], answers[1]
 
 
 class UnpairedPreferenceDataset(Preferences):

@@ -5,48 +5,26 @@ It reads, cuts, packs and labels them by the code that training uses, and keeps 
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.config import TrainConfig, instantiate
-from trainer.data.batches import Rows, packed_rows
-from trainer.data.checks import ALL_SHARED, shared_splits
+from trainer.data.batches import Collator
+from trainer.data.checks import ALL_SHARED
 from trainer.data.form import SINGLE, SampleForm
-from trainer.data.source import Piece, Source, omission_notes, open_source, read_block
+from trainer.data.packing import pack
+from trainer.data.source import DataSpec, Piece, Source, omission_notes
 from trainer.errors import ConfigError
-from trainer.layers.batch import IGNORE_INDEX
 
 # Number of samples that are counted, and of faults whose line is named.
 FIRST = 1000
 FAULTS = 20
 # Number of training samples that are compared with those of the validation data.
 COMPARED = 20_000
-# Maximum bytes of a character in UTF-8, and so of the tokens that it is in.
-LONGEST_CHARACTER = 4
 # What decoding puts in the place of bytes that are no character, or not yet.
 INCOMPLETE = "\ufffd"
-
-
-class FirstSamples:
-    """The first samples of a dataset, as TokenisedDataset has all of them."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self.lengths = np.array([len(piece.tokens) for piece in pieces], dtype=np.int64)
-        lengths = [piece.lengths for piece in pieces]
-        self.documents = np.array(lengths, dtype=np.int64) if pieces else np.zeros((0, 1), int)
-        self.numbers = np.array([piece.number for piece in pieces])
-        self.reference: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens int32 [n], trained bool [n]) of a sample."""
-        piece = self._pieces[index]
-        return piece.tokens, piece.trained
 
 
 def previews(
@@ -72,31 +50,29 @@ def previews(
     for key in ("dataset", "dataset_val"):
         block = getattr(config, key)
         if block is not None:
+            spec = DataSpec(key, block, tokenizer, form)
             try:
-                share = form.share(block)
-                source = open_source(key, read_block(block, form), tokenizer, form, share)
-                previewed.append(_preview(source, config, block, tokenizer, count, faults))
+                source = Source(spec)
+                previewed.append(_preview(spec, source, config, count, faults))
                 sources.append(source)
             except ConfigError as error:
                 faults += error.faults
     if len(sources) == 2:
-        training, validation = sources
-        _compare(config, training, validation, previewed[1], faults)
+        _compare(sources[0], sources[1], previewed[1], faults)
     return previewed, faults
 
 
 def _compare(
-    config: TrainConfig,
-    training: Source,
-    validation: Source,
-    shown: dict[str, Any],
-    faults: list[str],
+    training: Source, validation: Source, shown: dict[str, Any], faults: list[str]
 ) -> None:
-    """Append what both hold to `faults`, if it ends the run, or to the notes of `shown`."""
-    if fault := shared_splits(config, training.split_sizes):
-        faults.append(fault)
-        return
-    same = _in_both(training, validation)
+    """Append what both hold to `faults`, if it is all, or to the notes of `shown`."""
+
+    def keys(source: Source, most: int) -> Iterator[str]:
+        rows = map(source.row, range(min(most, len(source))))
+        return (json.dumps(row, sort_keys=True, default=str) for row in rows if row is not None)
+
+    known = set(keys(training, COMPARED))
+    same = sum(key in known for key in keys(validation, FIRST))
     if same == len(validation):
         faults.append(ALL_SHARED)
     elif same:
@@ -106,163 +82,122 @@ def _compare(
         )
 
 
-def _in_both(training: Source, validation: Source) -> int:
-    """How many of the first samples of `validation` are among the first ones of `training`."""
+class _First(NamedTuple):
+    """A piece of one of the first samples."""
 
-    def keys(source: Source, most: int) -> Iterator[str]:
-        rows = map(source.row, range(min(most, len(source))))
-        return (json.dumps(row, sort_keys=True, default=str) for row in rows if row is not None)
+    piece: Piece
+    # The sample, and which of how many of its pieces this is.
+    sample: int
+    part: int
+    parts: int
 
-    known = set(keys(training, COMPARED))
-    return sum(key in known for key in keys(validation, FIRST))
 
-
-def _preview(
-    source: Source,
-    config: TrainConfig,
-    block: dict[str, Any],
-    tokenizer: Any,
-    count: int,
-    faults: list[str],
-) -> dict[str, Any]:
-    """Counts over the first samples, how full their packed rows are, and the decoded ones.
-
-    Appends to `faults` those of samples that cannot be tokenised.
-    """
-    read = min(FIRST, len(source))
-    pieces: list[Piece] = []
-    places: list[tuple[int, int, int]] = []  # sample, number and count of its pieces
+def _read(source: Source, count: int, faults: list[str]) -> tuple[list[_First], int]:
+    """The first samples, and how many cannot be tokenised; appends their faults."""
+    read: list[_First] = []
     wrong = 0
-    for index in range(read):
+    for index in range(count):
         try:
-            own = source.pieces(index)
+            pieces = source.pieces(index)
         except ConfigError as error:
             wrong += 1
             if wrong <= FAULTS:
                 faults += error.faults
             continue
-        pieces += own
-        places += [(index, number, len(own)) for number in range(1, len(own) + 1)]
+        read += [_First(each, index, part, len(pieces)) for part, each in enumerate(pieces, 1)]
     if wrong > FAULTS:
-        more = f"{wrong - FAULTS:,} more of its first {read:,} samples cannot be tokenised"
+        more = f"{wrong - FAULTS:,} more of its first {count:,} samples cannot be tokenised"
         faults.append(f"{source.key}: {more}")
-    notes = omission_notes(source.omissions, read)
-    if notes and not pieces and not wrong and read == len(source):
+    return read, wrong
+
+
+def _preview(
+    spec: DataSpec, source: Source, config: TrainConfig, count: int, faults: list[str]
+) -> dict[str, Any]:
+    """Counts over the first samples, how full their packed rows are, and the decoded ones.
+
+    Appends to `faults` those of samples that cannot be tokenised.
+    """
+    number = min(FIRST, len(source))
+    read, wrong = _read(source, number, faults)
+    notes = omission_notes(source.omissions, number)
+    if notes and not read and not wrong and number == len(source):
         faults.append(f"{source.key}: no sample can be trained: {'; '.join(notes)}")
-        wrong, notes = read, []
-    samples = FirstSamples(pieces)
-    seed = config.seed if config.shuffle and source.key == "dataset" else None
-    alone = Rows(samples, getattr(tokenizer, "pad_id", 0))
-    labels = [_labels(alone, index) for index in range(len(samples))]
-    targets = [int((own != IGNORE_INDEX).sum()) for own in labels]
-    rows = None
-    if block.get("packed") and pieces:
-        packed = packed_rows(config, block, samples, tokenizer, seed)
-        rows = {"count": len(packed), "length": packed.length, "filled": packed.filled}
+        wrong, notes = number, []
+    lengths = np.array([len(each.piece.tokens) for each in read], dtype=np.int64)
+    targets = [int(each.piece.targets.sum()) for each in read]
+    left_out = [each.piece.left_out for each in read if each.piece.left_out]
+    split = [each.sample for each in read if each.parts > 1]
     return {
         "key": source.key,
-        "component": block["_component_"],
+        "component": spec.given["_component_"],
         "samples": len(source),
-        "read": read,
+        "read": number,
         "faulty": wrong,
         "max_seq_len": config.tokenizer.get("max_seq_len"),
-        "tokens": int(samples.lengths.sum()),
-        "longest": int(samples.lengths.max(initial=0)),
+        "tokens": int(lengths.sum()),
+        "longest": int(lengths.max(initial=0)),
         "trained_tokens": sum(targets),
-        "truncated": sum(piece.left_out > 0 for piece in pieces),
-        "left_out_tokens": sum(piece.left_out for piece in pieces),
-        "split": len({index for index, _, parts in places if parts > 1}),
-        "split_into": sum(parts > 1 for _, _, parts in places),
+        "truncated": len(left_out),
+        "left_out_tokens": sum(left_out),
+        "split": len(set(split)),
+        "split_into": len(split),
         "dropped": targets.count(0),
-        "rows": rows,
+        "rows": _rows(spec, config, lengths) if spec.given.get("packed") and read else None,
         "notes": notes,
         "shown": [
             shown
-            for number in range(min(count, len(pieces)))
-            for shown in _shown(
-                source, tokenizer, pieces[number], labels[number], number, places[number]
-            )
+            for place, each in enumerate(read[:count], 1)
+            for shown in _shown(source, spec.tokenizer, each, place)
         ],
     }
 
 
-def _shown(
-    source: Source,
-    tokenizer: Any,
-    piece: Piece,
-    labels: np.ndarray,
-    number: int,
-    place: tuple[int, int, int],
-) -> Iterator[dict[str, Any]]:
-    """Each document of a sample, decoded.
+def _rows(spec: DataSpec, config: TrainConfig, lengths: np.ndarray) -> dict[str, Any]:
+    """How many packed rows the samples fill, and how far."""
+    limit = config.tokenizer["max_seq_len"]
+    # The loop has no order for dataset_val.
+    seed = config.seed if config.shuffle and spec.key == "dataset" else None
+    length = Collator(0, config.row_multiple, limit).length or limit
+    count = len(pack(lengths, limit, seed))
+    return {"count": count, "length": length, "filled": float(lengths.sum()) / (count * length)}
 
-    Args:
-        place: the sample, and which part of how many this is of it.
-    """
+
+def _shown(source: Source, tokenizer: Any, each: _First, number: int) -> Iterator[dict[str, Any]]:
+    """Each document of a sample, decoded."""
+    piece, targets = each.piece, each.piece.targets
     ends = np.cumsum(piece.lengths)
     for which, (begin, end) in enumerate(zip(ends - piece.lengths, ends, strict=True), 1):
-        own = labels[begin:end]
         yield {
-            "number": number + 1,
-            "origin": source.origin(place[0]),
-            "part": list(place[1:]) if place[2] > 1 else None,
+            "number": number,
+            "origin": source.origin(each.sample),
+            "part": [each.part, each.parts] if each.parts > 1 else None,
             "document": [which, len(ends)] if len(ends) > 1 else None,
             "tokens": int(end - begin),
-            "trained_tokens": int((own != IGNORE_INDEX).sum()),
+            "trained_tokens": int(targets[begin:end].sum()),
             "left_out_tokens": piece.left_out,
-            "spans": spans(tokenizer, piece.tokens[begin:end].tolist(), own),
+            "spans": spans(tokenizer, piece.tokens[begin:end].tolist(), targets[begin:end]),
         }
 
 
-def _labels(rows: Rows[FirstSamples], index: int) -> np.ndarray:
-    """The label of each token of a sample, as in its batch: what the token before it predicts."""
-    batch = rows.collate([rows[index]])
-    parts = []
-    for labels, length in zip(batch.labels.numpy(), batch.lengths, strict=True):
-        parts += [[IGNORE_INDEX], labels[: length - 1]]
-    return np.concatenate(parts)
-
-
-def spans(tokenizer: Any, tokens: list[int], labels: np.ndarray) -> list[dict[str, Any]]:
+def spans(tokenizer: Any, tokens: list[int], trained: np.ndarray) -> list[dict[str, Any]]:
     """A sample's text in runs of tokens that are trained, or are not.
 
-    A character whose tokens are partly trained stands whole, among the trained ones.
+    A character whose tokens are in two runs is in the second one; one that was cut is left out.
 
     Args:
-        labels: of each token itself, [tokens]; IGNORE_INDEX if it is not trained.
+        trained: bool [tokens].
     """
-    parts: list[dict[str, Any]] = []
-    for begin, end, text in _texts(tokenizer, tokens):
-        trained = bool((labels[begin:end] != IGNORE_INDEX).any())
-        if not parts or parts[-1]["trained"] != trained:
-            parts.append({"trained": trained, "text": ""})
-        parts[-1]["text"] += text
-    return parts
-
-
-def _texts(tokenizer: Any, tokens: list[int]) -> Iterator[tuple[int, int, str]]:
-    """(begin, end, text) of the fewest tokens that are whole characters, in turn.
-
-    What has no text of its own is named: a control token, or a part of a character whose rest was
-    cut off.
-    """
-    decode, names = _decoder(tokenizer), _names(tokenizer)
-    before = begin = 0
-    while begin < len(tokens):
-        # What a token adds depends on the one before it: it may have a space at its front.
-        context = decode(tokens[before:begin])
-        for end in range(begin + 1, min(begin + LONGEST_CHARACTER, len(tokens)) + 1):
-            text = decode(tokens[before:end])
-            added = text[len(context) :] if text.startswith(context) else decode(tokens[begin:end])
-            if INCOMPLETE not in added:
-                break
-        else:
-            end, added = begin + 1, ""
-        if not added:
-            added = names.get(tokens[begin], f"<token {tokens[begin]}>")
-        yield begin, end, added
-        # A part of a character would make the next one unreadable, too.
-        before, begin = (begin if INCOMPLETE not in decode(tokens[begin:end]) else end), end
+    decode = _decoder(tokenizer)
+    begins = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist()]
+    # What a token adds depends on those before it: it may have a space at its front.
+    texts = [decode(tokens[:end]).strip(INCOMPLETE) for end in [*begins, len(tokens)]]
+    runs = zip(begins, texts, texts[1:], strict=False)
+    return [
+        {"trained": bool(trained[begin]), "text": own}
+        for begin, before, text in runs
+        if (own := text[len(before) :])
+    ]
 
 
 def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
@@ -271,10 +206,3 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     wanted = {"skip_special_tokens": False, "truncate_at_eos": False}
     options = {name: value for name, value in wanted.items() if name in known}
     return lambda tokens: tokenizer.decode(tokens, **options) if tokens else ""
-
-
-def _names(tokenizer: Any) -> dict[int, str]:
-    named = getattr(tokenizer, "special_tokens", None)
-    known = {index: name for name, index in named.items()} if isinstance(named, dict) else {}
-    ends = {getattr(tokenizer, f"{name}_id", None): f"<{name}>" for name in ("bos", "eos", "pad")}
-    return ends | known

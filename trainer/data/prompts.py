@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.data.conversations import turns_of
+from trainer.data.conversations import turns_of, with_system
 from trainer.data.rows import EMPTY_QUESTION, Rows
 from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
@@ -39,14 +39,12 @@ class Prompts(Rows):
             tokens = own.encode(value, add_bos=True)
         else:
             if isinstance(value, list):
-                turns, _ = turns_of(value, self._column)
+                turns = turns_of(value, self._column)
             else:
                 turns = [{"role": "user", "content": self.texts(row, self._column)[0]}]
             if turns[-1]["role"] == "assistant":
                 raise ConfigError(f"the messages of {self._column!r} end with an answer")
-            if self._system is not None:
-                turns = [t for t in turns if t["role"] != "system"]
-                turns = [{"role": "system", "content": self._system}, *turns]
+            turns = with_system(turns, self._system)
             tokens = own.encode(own.render(turns, add_generation_prompt=True))
         ends = (own.answer_end, own.eos_id, min(own.ends, default=0))
         end = next(token for token in ends if token is not None)

@@ -7,6 +7,8 @@ sample.
 import copy
 import math
 from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,35 +43,59 @@ class Piece(NamedTuple):
     # The sample's, see SampleForm.
     number: float = 0.0
 
+    @property
+    def targets(self) -> np.ndarray:
+        """Which tokens are predicted and trained, bool [n]; nothing predicts a document's first."""
+        found = self.trained.copy()
+        found[np.cumsum((0, *self.lengths[:-1]))] = False
+        return found
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """A dataset that a config names, and how its samples are read."""
+
+    # Of the config, for messages.
+    key: str
+    # The key's content.
+    given: dict[str, Any]
+    # Its `max_seq_len` cuts documents, if it has one.
+    tokenizer: Any
+    # What the method reads of a sample.
+    form: SampleForm = SINGLE
+
+    @property
+    def shares_limit(self) -> bool:
+        """Whether max_seq_len is for all documents of a sample together."""
+        return self.form.share(self.given)
+
+    @cached_property
+    def block(self) -> dict[str, Any]:
+        """As `read_block` returns it."""
+        return read_block(self.given, self.form)
+
 
 class Source:
     """The samples of one dataset, tokenised when they are read.
 
-    Args:
-        key, block: of the config; in messages, and to name the file and line of a sample.
-        samples: by index, mappings with the `tokens` and the `labels` of a sample.
-        tokenizer: the one that `samples` calls. Its `max_seq_len` cuts documents, if it has one.
-        form: what the method reads of a sample.
-        share: whether that is the limit of all documents of a sample together.
-
     omissions: what the chat template left out of the samples that were read, in how many of them,
     and where the first of these is.
+
+    Raises:
+        ConfigError: the dataset cannot be opened, or is empty.
     """
 
-    def __init__(
-        self,
-        key: str,
-        block: dict[str, Any],
-        samples: Any,
-        tokenizer: Any,
-        form: SampleForm = SINGLE,
-        share: bool = False,
-    ) -> None:
-        self.key, self.block, self.form, self._share = key, block, form, share
-        self._samples, self._tokenizer = samples, tokenizer
+    def __init__(self, spec: DataSpec) -> None:
+        self.key, self.block, self.form = spec.key, spec.block, spec.form
+        # Its own, as reading changes the limit.
+        self._tokenizer = tokenizer = copy.copy(spec.tokenizer)
+        self._share = spec.shares_limit
+        self._samples = opened(
+            self.key, self.block, lambda: instantiate(self.key, self.block, tokenizer)
+        )
         self._limit: int | None = getattr(tokenizer, "max_seq_len", None)
         self.omissions: dict[str, tuple[int, str]] = {}
-        self.is_text = getattr(samples, "is_text", False)
+        self.is_text = getattr(self._samples, "is_text", False)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -78,12 +104,6 @@ class Source:
     def info(self) -> Any:
         """What the library `datasets` knows of the opened data; None if it did not open them."""
         return getattr(getattr(self._samples, "rows", None), "info", None)
-
-    @property
-    def split_sizes(self) -> dict[str, int]:
-        """Samples of each split of the opened data, by its name; empty if that is not known."""
-        splits = getattr(self.info, "splits", None) or {}
-        return {name: split.num_examples for name, split in splits.items()}
 
     def pieces(self, index: int) -> list[Piece]:
         """A sample, as one piece; a text that is longer than a row, as several.
@@ -188,28 +208,6 @@ def read_block(block: dict[str, Any], form: SampleForm = SINGLE) -> dict[str, An
 
         block = prepared.by_files(block, form.preferences)
     return block
-
-
-def open_source(
-    key: str,
-    block: dict[str, Any],
-    tokenizer: Any,
-    form: SampleForm = SINGLE,
-    share: bool = False,
-) -> Source:
-    """Open the dataset of a block that `read_block` returned.
-
-    Args:
-        form: what the method reads of a sample.
-        share: whether tokenizer.max_seq_len is for all documents of a sample together.
-
-    Raises:
-        ConfigError: it cannot be opened, or is empty.
-    """
-    # Its own, as `Source` changes the limit.
-    tokenizer = copy.copy(tokenizer)
-    samples = opened(key, block, lambda: instantiate(key, block, tokenizer))
-    return Source(key, block, samples, tokenizer, form, share)
 
 
 def opened(key: str, block: dict[str, Any], make: Callable[[], T]) -> T:

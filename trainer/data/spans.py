@@ -70,12 +70,8 @@ class Spans:
             )
         self.left_out = self._left_out()
 
-    def of(self, index: int, reasoning: bool) -> list[tuple[int, int]]:
-        """Begin and end (characters) of what is trained in message `index`.
-
-        Args:
-            reasoning: whether the reasoning before an answer is trained, too.
-        """
+    def of(self, index: int) -> list[tuple[int, int]]:
+        """Begin and end (characters) of what is trained in message `index`."""
         if self._turns[index]["role"] != "assistant":
             return [self._of_prompt(index)]
         runs = self._runs(index)
@@ -84,10 +80,7 @@ class Spans:
             return []
         begins = [self._begin(index, runs[0].first), *(run.first for run in runs[1:])]
         spans = [(b, self._end(index, run)) for b, run in zip(begins, runs, strict=True)]
-        if not reasoning:
-            behind = self._behind_reasoning(index)
-            spans = [(max(first, behind), last) for first, last in spans if last > behind]
-        if index + 1 == len(self._turns) and spans:
+        if index + 1 == len(self._turns):
             spans[-1] = spans[-1][0], self._with_end_token(runs[-1], spans[-1][1])
         return self._as_generated(spans)
 
@@ -106,10 +99,9 @@ class Spans:
     def _read(self, turns: Turns, ask: bool = False, **options: Any) -> Rendering:
         return self._marker.read(self._render(turns, ask, self._tools, **options)[0])
 
-    def _own(self, index: int, kind: str | None = None) -> set[int]:
+    def _own(self, index: int) -> set[int]:
         """The numbers of a message's marks."""
-        numbers = self._numbers.get(index, set())
-        return {n for n in numbers if kind in (None, self._marker.parts[n].kind)}
+        return self._numbers.get(index, set())
 
     def _left_out(self) -> set[str]:
         """What the template does not render, if the conversation can do without it."""
@@ -260,31 +252,6 @@ class Spans:
                 "set dataset.train_on_input=false"
             )
         return begin, end
-
-    def _behind_reasoning(self, index: int) -> int:
-        """Where the reasoning of an answer has ended, 0 if the text has none of it."""
-        ends = self._whole.first(self._own(index, "reasoning")).values()
-        if not ends:
-            return 0
-        end = max(ends)
-        content = self._whole.first(self._own(index, "content")).values()
-        behind = [at for at in content if at >= end]
-        if behind:
-            return min(behind)
-        # For an answer that is only a call: where its content would stand.
-        mark = self._marker.new(Part(-1, "content"))
-        number = len(self._marker.parts) - 1
-        changed = self._marked[index] | {"content": mark}
-        try:
-            other = self._read([*self._marked[:index], changed, *self._marked[index + 1 :]])
-        except ConfigError:
-            return end  # such as: no content beside a call
-        order = [n for n, _ in other.marks if n in self._own(index) or n == number]
-        at = dict(other.marks)
-        place = order.index(number) if number in order else 0
-        if not place or self._marker.parts[order[place - 1]].kind != "reasoning":
-            return end
-        return end + at[number] - at[order[place - 1]]
 
     def _as_generated(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """What of the spans the template marks as the model's, if it marks any of them."""

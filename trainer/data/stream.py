@@ -8,6 +8,7 @@ each source; a checkpoint holds them for every stream.
 
 import hashlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from runspec import files
 from runspec.keys.fields import STREAM
 from trainer.config import TrainConfig, instantiate
 from trainer.data import batches, prepared, shards, tokenizers
-from trainer.data.batches import Collator, Data, Row
-from trainer.data.logical import Mixture, TextSource, encoded
+from trainer.data.batches import BatchSpec, Collator, Data, Row
+from trainer.data.logical import Mixture, RowStream, TextSource, encoded
 from trainer.data.tokenised import tokenizer_files
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
@@ -39,7 +40,6 @@ class Stream:
 
     def __init__(self, tokenizer: Any, sources: list[TextSource]) -> None:
         self.sources, self._tokenizer = sources, tokenizer
-        self._first: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -48,15 +48,13 @@ class Stream:
         tokens = encoded(self._tokenizer, self._texts[index])
         return {"tokens": tokens, "labels": list(tokens)}
 
-    @property
+    @cached_property
     def _texts(self) -> list[str]:
-        if self._first is None:
-            self._first = []
-            for source in self.sources:
-                parts = shards.parts_of(source.files[:1], 1)[:1]
-                block = next(iter(shards.blocks(parts[0], source.column)), []) if parts else []
-                self._first += block[:SHOWN]
-        return self._first
+        texts = []
+        for source in self.sources:
+            for part in shards.parts_of(source.files[:1], 1)[:1]:
+                texts += next(shards.blocks(part, source.column), [])[:SHOWN]
+        return texts
 
 
 def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: bool = True) -> Stream:
@@ -70,7 +68,7 @@ def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: boo
         packed: rows are always packed.
 
     Raises:
-        ConfigError: a file is missing or of no known kind, or a source is described wrongly.
+        ConfigError: a file is missing or not Parquet, or a source is described wrongly.
     """
     opened: list[TextSource] = []
     faults: list[str] = []
@@ -123,7 +121,7 @@ class _Own(IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         numbers = list(self._states)[worker::workers]
-        streams = {n: self._mixture.rows(n, self._states[n]) for n in numbers}
+        streams = {n: RowStream(self._mixture, n, self._states[n]) for n in numbers}
         while True:
             try:
                 yield [(n, stream.row(), stream.state) for n, stream in streams.items()]
@@ -143,24 +141,20 @@ class StreamBatches:
         self,
         mixture: Mixture,
         world: World,
-        batch_size: int,
-        *,
-        micro_steps: int,
-        total_steps: int,
-        sha256: str,
+        spec: BatchSpec,
         collator: Collator,
-        workers: int = 0,
+        sha256: str,
     ) -> None:
         self.mixture, self._world, self._collator = mixture, world, collator
-        self._batch_size, self._sha256 = batch_size, sha256
+        self._batch_size, self._sha256 = spec.batch_size, sha256
         self.samples_per_step = mixture.streams
-        self.total_steps = self.steps_per_epoch = total_steps
+        self.total_steps = self.steps_per_epoch = int(spec.max_steps or 0)
         self.own = [
-            (micro * world.data_size + world.data_rank) * batch_size + index
-            for micro in range(micro_steps)
-            for index in range(batch_size)
+            (micro * world.data_size + world.data_rank) * spec.batch_size + index
+            for micro in range(spec.micro_steps)
+            for index in range(spec.batch_size)
         ]
-        self._workers = min(workers, len(self.own))
+        self._workers = min(spec.workers, len(self.own))
         # This rank's streams, by the number of steps that they have given rows for.
         self._states = {0: {stream: mixture.start(stream) for stream in self.own}}
 
@@ -274,7 +268,8 @@ def build(config: TrainConfig, world: World) -> Data:
         raise ConfigError(*wrong)
     tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
-    streams = config.batch_size * config.gradient_accumulation_steps * world.data_size
+    spec = BatchSpec.of(config, world)
+    streams = spec.batch_size * spec.micro_steps * world.data_size
 
     # Rank 0 alone looks at all files.
     def find() -> tuple[list[TextSource], list[list[shards.Part]], str]:
@@ -289,18 +284,9 @@ def build(config: TrainConfig, world: World) -> Data:
 
     found_there = world.on_main(find)
     sources, parts, sha256 = world.gather(found_there)[0]
-    seed = config.seed if config.shuffle else None
     length = int(config.tokenizer["max_seq_len"])
     known = tokenizers.token_rows(tokenizer, config.model_folder)
-    mixture = Mixture(sources, parts, tokenizer, length, seed, streams, known)
-    training = StreamBatches(
-        mixture,
-        world,
-        config.batch_size,
-        micro_steps=config.gradient_accumulation_steps,
-        total_steps=int(config.max_steps or 0),
-        sha256=sha256,
-        collator=Collator(getattr(tokenizer, "pad_id", 0), config.row_multiple, length),
-        workers=batches.workers(config, world),
-    )
+    mixture = Mixture(sources, parts, tokenizer, length, spec.seed, streams, known)
+    collator = Collator(getattr(tokenizer, "pad_id", 0), config.row_multiple, length)
+    training = StreamBatches(mixture, world, spec, collator, sha256)
     return Data(training, batches.validation(config, world, tokenizer), mismatches)

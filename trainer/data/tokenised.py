@@ -22,10 +22,9 @@ from runspec import files, publish, tables, weights
 from runspec.files import patient_json
 from runspec.storage import patiently
 from trainer.config import TrainConfig
-from trainer.data import origin, source
-from trainer.data.form import SINGLE, SampleForm
-from trainer.data.source import Piece, Source, omission_notes, open_source
-from trainer.errors import ConfigError, cache_written
+from trainer.data import origin
+from trainer.data.source import DataSpec, Piece, Source, omission_notes
+from trainer.errors import ConfigError
 from trainer.parallel.world import World
 
 FORMAT = 6
@@ -75,9 +74,7 @@ class TokenisedDataset:
     trained. fingerprints: a 64-bit hash of each sample's tokens and mask. sources: the index of
     each in the dataset, of which a long text has several. left_out: how many tokens were cut off
     behind it. documents: tokens of each document of each sample, int64 [samples, documents].
-    numbers: of each sample, float64 [samples]; see SampleForm. reference: float32
-    [samples, documents], what MicroBatch has of it, if a method kept it. teacher: what is kept of a
-    teacher, if a method reads it. omissions: see Source.
+    numbers: of each sample, float64 [samples]; see SampleForm. omissions: see Source.
 
     Args:
         meta: what the folder says of itself, if it has been read.
@@ -98,7 +95,6 @@ class TokenisedDataset:
             raise _damaged(folder)
         self.folder, self._block = folder, block or {}
         self.highest_token, self._highest_source = meta["highest"]
-        self.split_sizes: dict[str, int] = meta["split_sizes"]
         self.omissions: dict[str, tuple[int, str]] = meta["omissions"]
         self._read: int = meta["read"]
         try:
@@ -114,7 +110,6 @@ class TokenisedDataset:
             whole[name].copy() for name in COLUMNS
         )
         self.documents, self.numbers = whole["documents"].copy(), whole["number"].copy()
-        self.reference: np.ndarray | None = None
         self._file_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
         self._begins = np.concatenate([np.cumsum(t["length"]) - t["length"] for t in tables])
 
@@ -161,46 +156,29 @@ class TokenisedDataset:
         return hashlib.sha256(self.fingerprints.tobytes()).hexdigest()[:16]
 
 
-def open_dataset(
-    key: str,
-    block: dict[str, Any],
-    config: TrainConfig,
-    world: World,
-    tokenizer: Any,
-    form: SampleForm = SINGLE,
-) -> TokenisedDataset:
-    """The tokenised dataset that `block` names; all ranks call this together.
-
-    Args:
-        key: the config's key, for messages.
-        form: what the method reads of a sample.
+def open_dataset(spec: DataSpec, config: TrainConfig, world: World) -> TokenisedDataset:
+    """The tokenised dataset that `spec` names; all ranks call this together.
 
     Raises:
         ConfigError: the dataset cannot be opened, is empty, or a sample cannot be tokenised.
     """
-    share = form.share(block)
-    block = source.read_block(block, form)
-
-    def open_it() -> Source:
-        return open_source(key, block, tokenizer, form, share)
-
     opened: Source | None = None
 
     def find() -> tuple[Path, Any]:
         nonlocal opened
         # Data of the hub changes under one name: only the opened dataset tells its version.
-        opened = None if origin.data_files(block) else open_it()
-        folder = config.data_cache / _name(block, config.tokenizer, form, share, opened)
+        opened = None if origin.data_files(spec.block) else Source(spec)
+        folder = config.data_cache / _name(spec, config.tokenizer, opened)
         return folder, _meta(folder)
 
     folder, meta = world.from_main(find)
     if meta is None:
         # Rank 0 first, so that one process alone converts the files.
-        first = world.on_main(lambda: opened or open_it())
-        make(world.on_all(lambda: first or open_it()), folder, world)
+        first = world.on_main(lambda: opened or Source(spec))
+        make(world.on_all(lambda: first or Source(spec)), folder, world)
         meta = world.from_main(lambda: _meta(folder))
     return world.on_all(
-        lambda: patiently(lambda path: TokenisedDataset(path, meta, block), _seen(folder))
+        lambda: patiently(lambda path: TokenisedDataset(path, meta, spec.block), _seen(folder))
     )
 
 
@@ -218,23 +196,17 @@ def _damaged(path: Path, folder: str = "it") -> ConfigError:
     return ConfigError(f"data_cache_dir: {path} is damaged; delete {folder} and start again")
 
 
-def _name(
-    block: dict[str, Any],
-    tokenizer_block: dict[str, Any],
-    form: SampleForm,
-    share: bool,
-    opened: Source | None,
-) -> str:
+def _name(spec: DataSpec, tokenizer_block: dict[str, Any], opened: Source | None) -> str:
     """The folder's name: a hash of all that the tokens depend on."""
     content = {
         "format": FORMAT,
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "code": [files.sha256(Path(__file__).with_name(name)) for name in MAKERS],
         "tables": files.sha256(Path(tables.__file__)),
-        "dataset": block,
+        "dataset": spec.block,
         "tokenizer": tokenizer_block,
-        "form": [form.documents, form.number, share],
-        "data": [patiently(files.sha256, path) for path in origin.data_files(block)],
+        "form": [spec.form.documents, spec.form.number, spec.shares_limit],
+        "data": [patiently(files.sha256, path) for path in origin.data_files(spec.block)],
         "tokenizer_files": [
             patiently(files.sha256, path) for path in tokenizer_files(tokenizer_block)
         ],
@@ -281,8 +253,13 @@ def make(samples: Source, folder: Path, world: World) -> None:
 
 
 def _begin(folder: Path) -> Path:
-    with cache_written(folder.parent):
+    try:
         return publish.begin(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"data_cache_dir: {folder.parent} cannot be written to: {error.strerror}; set "
+            "data_cache_dir to a folder of your own that all nodes share"
+        ) from None
 
 
 def _publish(
@@ -302,7 +279,6 @@ def _publish(
         "highest": max((part.highest for part in parts.values()), key=lambda pair: pair[0]),
         "omissions": omissions,
         "read": len(samples),
-        "split_sizes": samples.split_sizes,
     }
     files.write_json(temporary / META, meta)
     # Another run may have been quicker, and its folder holds the same.
@@ -345,14 +321,11 @@ def _write_part(folder: Path, samples: Source, world: World) -> Part | None:
     with open(paths[0], "wb") as file:
         for done, index in enumerate(indices, 1):
             for piece in samples.pieces(index):
-                tokens, trained = piece.tokens, piece.trained
-                first = np.cumsum((0, *piece.lengths[:-1]))
-                # No token before a document's first one predicts it.
-                targets = trained.sum() - trained[first].sum()
+                tokens, targets = piece.tokens, piece.targets.sum()
                 facts = (len(tokens), targets, _fingerprint(piece), index, piece.left_out)
                 table.append((*facts, piece.lengths, piece.number))
                 highest = max(highest, (int(tokens.max()), index), key=lambda pair: pair[0])
-                file.write(np.where(trained, tokens, ~tokens).tobytes())
+                file.write(np.where(piece.trained, tokens, ~tokens).tobytes())
             if time.monotonic() - last_said > PROGRESS_EVERY_S:
                 last_said = time.monotonic()
                 world.say(

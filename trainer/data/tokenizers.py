@@ -241,7 +241,6 @@ class HuggingFaceTokenizer:
         turns: list[dict[str, Any]],
         trained: list[int],
         tools: list[dict[str, Any]] | None = None,
-        reasoning: bool = True,
     ) -> tuple[list[int], list[bool]]:
         """As `tokenize_messages`, of turns as the chat template takes them.
 
@@ -250,7 +249,6 @@ class HuggingFaceTokenizer:
         Args:
             trained: which turns are trained.
             tools: the schemas of the tools.
-            reasoning: whether an answer's reasoning is trained, too.
         """
         turns = self._as_taken(turns, tools)
         spans = Spans(self._rendered, self._encoded, self.ends, turns, tools)
@@ -260,7 +258,7 @@ class HuggingFaceTokenizer:
                 turns, trained = folded, [i - 1 for i in trained if i]
                 spans = Spans(self._rendered, self._encoded, self.ends, turns, tools)
         # A span may add an end token to the text.
-        pieces = [piece for index in trained for piece in spans.of(index, reasoning)]
+        pieces = [piece for index in trained for piece in spans.of(index)]
         encoding = self._encoded(spans.text)
         # The token with an answer's first character is trained, though it may begin before it.
         mask = [

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from runspec.storage import patiently
 from runspec.weights import base_of, gives_scores
 from trainer.data.folder import answer_end
 from trainer.errors import ConfigError
 from trainer.inference import pipeline
+from trainer.models.folder_class import load_class, load_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -30,18 +30,11 @@ def language_model(
 ) -> Any:
     """The model that answers, on `device`; all `ranks` call this together.
 
-    A larger model's text part answers in the larger model's class where it has none of its own.
-
     Raises:
         ConfigError: the model's class cannot be spread, or has fewer layers than ranks.
         OSError, ValueError: transformers cannot load it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    known = type(patiently(AutoConfig.from_pretrained, folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
-    kind = AutoModelForCausalLM if known else AutoModelForImageTextToText
-    return pipeline.load(kind, folder, dtype, device, ranks)
+    return pipeline.load(load_class(load_config(folder)), folder, dtype, device, ranks)
 
 
 def reward_model(folder: Path, dtype: str, device: torch.device) -> Any:

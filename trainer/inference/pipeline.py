@@ -15,6 +15,7 @@ import torch.distributed as dist
 from runspec.storage import patiently
 from runspec.weights import parameter_count, ranks_for
 from trainer.errors import ConfigError
+from trainer.models.folder_class import has_text_class, load_config
 from trainer.parallel.world import TIMEOUT
 
 
@@ -53,10 +54,19 @@ def load(
     """
     if ranks == 1:
         return _loaded(kind, folder, dtype=dtype, **more).to(device).eval()
-    from transformers import AutoConfig
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.distributed import DistributedConfig
 
-    config = patiently(AutoConfig.from_pretrained, folder).get_text_config()
+    whole = load_config(folder)
+    config = whole.get_text_config()
+    if kind is AutoModelForImageTextToText:
+        # transformers spreads no such class: its text part answers, if that has its own.
+        if not has_text_class(whole):
+            raise ConfigError(
+                f"{folder}: transformers cannot spread {whole.model_type}, a model of text and "
+                f"images, over {ranks} ranks; use larger GPUs, or cookbook serve with vLLM"
+            )
+        kind = AutoModelForCausalLM
     layers = int(getattr(config, "num_hidden_layers", 0))
     if not getattr(config, "base_model_pp_plan", None) or layers < ranks:
         raise ConfigError(

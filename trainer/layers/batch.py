@@ -39,9 +39,6 @@ class MicroBatch:
     numbers: torch.Tensor
     # How many of the documents that count are a sample.
     documents_per_sample: int = 1
-    # fp32 [samples, documents per sample], the log-probability of each document by the model before
-    # training; None if none were kept.
-    reference: torch.Tensor | None = None
     # int64 [documents], where the last token of each document that counts is in the flattened
     # batch; None in batches that no dataset made.
     ends: torch.Tensor | None = None

@@ -1,12 +1,8 @@
 """The loss that a config names, as an exact sum over trained tokens, without logits of all."""
 
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 
 from runspec.keys.sft import SftConfig
-from runspec.step import loss_tokens
 from trainer.config import instantiate
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
@@ -15,14 +11,6 @@ from trainer.layers.log_probs import linear_cross_entropy
 from trainer.model import Decoder
 
 SUPPORTED = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropy")
-# torchtune's configs name it so after its last release, which has no such class yet.
-LATER_NAMES = (
-    "torchtune.modules.loss.LinearCrossEntropyLoss",
-    "torchtune.modules.loss.cross_entropy_loss.LinearCrossEntropyLoss",
-)
-
-# Times the model's width: its head costs about as much as a block's linear layers.
-SMALL_VOCABULARY = 4
 
 
 class LinearCrossEntropy:
@@ -53,10 +41,7 @@ class TokenLoss:
     """
 
     def __init__(self, config: SftConfig) -> None:
-        block = config.loss
-        if block["_component_"] in LATER_NAMES:
-            block = block | {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
-        component = instantiate("loss", block)
+        component = instantiate("loss", config.loss)
         name = type(component).__name__
         if name not in SUPPORTED:
             raise ConfigError(f"loss: {name} is not supported; known: {', '.join(SUPPORTED)}")
@@ -70,28 +55,9 @@ class TokenLoss:
     def __call__(self, model: Decoder, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """Summed loss, a scalar in fp32 with a graph behind it, also if no token is trained."""
         batch = batch.to(device)
-        if model.one_graph and self._fits_graph(model, batch):
-            output = partial(self._of_all_positions, labels=batch.labels)
-            return model(batch.inputs, output=output, in_graph=True)
 
         def of_logits(made_of: Factors) -> torch.Tensor:
             made_of = made_of._replace(chunks=self._chunks)
             return linear_cross_entropy(made_of, batch.targets, self._smoothing)
 
         return through_head(model, batch, of_logits)
-
-    def _fits_graph(self, model: Decoder, batch: MicroBatch) -> bool:
-        """Whether the logits of all positions are as few as one chunk's, and soon computed."""
-        tokens, (vocabulary, dim) = batch.labels.numel(), model.embedding.weight.shape
-        chunk = loss_tokens(tokens, vocabulary, dim, self._chunks)
-        return tokens <= chunk and vocabulary <= SMALL_VOCABULARY * dim
-
-    def _of_all_positions(
-        self, model: Decoder, hidden: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
-        """The same in operators that the compiler fuses.
-
-        Positions that are not trained are masked: their number would be another in each batch.
-        """
-        logits, labels = model.unembed(hidden).flatten(0, 1), labels.flatten()
-        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self._smoothing)

@@ -146,10 +146,6 @@ class Objective(ABC):
         All ranks call this together, at every start, before a checkpoint is loaded.
         """
 
-    def first_step_fault(self, figures: Mapping[str, float | None]) -> str | None:
-        """What is wrong if the first step, before its update, has such figures."""
-        return None
-
     def before_step(
         self, models: Models, micro_batches: list[MicroBatch], step: int
     ) -> list[MicroBatch]:
@@ -178,10 +174,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
-        """The loss of one micro-batch, which is in CPU memory.
-
-        `plugins.estimate.trace` calls it on fake tensors.
-        """
+        """The loss of one micro-batch, which is in CPU memory; a trace has fake tensors."""
 
     def target_count(self, batch: MicroBatch) -> int:
         """The number by which the summed loss of a micro-batch becomes a mean."""

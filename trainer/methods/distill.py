@@ -91,28 +91,17 @@ def tokenizer_faults(
         return []
     own, other = (_tokens(patient_json(file) or {}) for file in files)
     own |= added or {}
-    common = own.keys() & other.keys()
-    differ = sorted(number for number in common if own[number] != other[number])
-    if common and not differ:
-        lacks = sorted(own.keys() - other.keys())
-        if not lacks:
-            return []
-        more = f" and {len(lacks) - 1:,} more" if len(lacks) > 1 else ""
-        key, remedy = "teacher", advice
-        if lacks[0] in (added or {}):
-            key = tokens.KEY
-            remedy = "train the teacher with the same new_tokens first, or leave them out"
-        return [
-            f"{key}: {teacher} has no token {own[lacks[0]]!r}{more}, which the student has, and "
-            f"nothing to teach of it; {remedy}"
-        ]
-    reason = (
-        f"token {differ[0]} is {other[differ[0]]!r} there and {own[differ[0]]!r} in {student}, and "
-        f"{len(differ):,} of {len(common):,} differ"
-        if differ
-        else "no token has the same number"
-    )
-    return [f"teacher: {teacher} has another tokenizer: {reason}; {advice}"]
+    differ = [number for number in sorted(own) if other.get(number) != own[number]]
+    if not differ:
+        return []
+    number = differ[0]
+    if number in (added or {}):
+        advice = "train the teacher with the same new_tokens first, or leave them out"
+    there = repr(other[number]) if number in other else "missing"
+    return [
+        f"teacher: {teacher} has another tokenizer: token {number} is {there} there and "
+        f"{own[number]!r} in {student}, and {len(differ):,} of {len(own):,} differ; {advice}"
+    ]
 
 
 def _added(config: Any) -> dict[int, str]:

@@ -10,7 +10,6 @@ from trainer.data.batches import Batches
 from trainer.data.form import SampleForm
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import document_sums, token_log_probs
-from trainer.methods import reference
 from trainer.methods.base import LossSum, Models
 from trainer.methods.preference import PreferenceObjective
 from trainer.methods.preference_losses import LOSSES, Answers, difference
@@ -33,8 +32,7 @@ class PreferenceTuning(PreferenceObjective):
 
     Figures, means over the pairs: rewards/chosen and rewards/rejected, beta times the log-ratio to
     the reference (to 1 for losses without one; of means for losses of means); rewards/margins,
-    their difference; rewards/accuracies, the share of pairs where it is above 0, and 0 as long as
-    policy and reference are the same and differ by rounding only; logps/chosen and
+    their difference; rewards/accuracies, the share of pairs where it is above 0; logps/chosen and
     logps/rejected, log-probabilities of whole answers, which may both fall while the margin grows;
     nll/chosen, the mean negative log-likelihood of a token, if it is in the loss.
     """
@@ -69,7 +67,7 @@ class PreferenceTuning(PreferenceObjective):
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         config = self.config
         batch = batch.to(self.world.device)
-        before = reference.in_step(models, batch, config)
+        before = self.reference_sums(models, batch)
         log_probs = token_log_probs(models.policy.module, batch)
         counts = document_sums(torch.ones_like(log_probs), batch).clamp_min(1)
         sums = document_sums(log_probs, batch)
@@ -85,7 +83,7 @@ class PreferenceTuning(PreferenceObjective):
             "rewards/chosen": rewards[:, 0],
             "rewards/rejected": rewards[:, 1],
             "rewards/margins": margins,
-            "rewards/accuracies": (margins > 0) & (not self.at_reference(models)),
+            "rewards/accuracies": margins > 0,
             "logps/chosen": sums[:, 0],
             "logps/rejected": sums[:, 1],
         }

@@ -11,9 +11,8 @@ from trainer.data.batches import Batches
 from trainer.data.form import SampleForm
 from trainer.layers.batch import MicroBatch
 from trainer.methods import preference_losses as losses
-from trainer.methods import reference
 from trainer.methods.base import LossSum, Models
-from trainer.methods.preference import PreferenceObjective
+from trainer.methods.preference import PreferenceObjective, answer_sums
 
 # Beyond this ratio of the labels' weights the rarer one is hardly learned (KTO's paper, 4.2).
 BALANCED = 4 / 3
@@ -69,8 +68,8 @@ class UnpairedPreferenceTuning(PreferenceObjective):
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         config = self.config
         batch = batch.to(self.world.device)
-        before = reference.in_step(models, batch, config)
-        sums = reference.sums(models.policy.module, batch)
+        before = self.reference_sums(models, batch)
+        sums = answer_sums(models.policy.module, batch)
         if before is None:
             raise RuntimeError("KTO has a reference")
         ratios = sums - before

@@ -140,10 +140,7 @@ def lay_out(
     if mesh is not None and world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
     attention.choose_kernels(module, world.device, DTYPES[config.dtype])
-    # Measured on CPUs only. FSDP and tensor parallelism work block by block; first_blocks stand
-    # for a model of more.
-    undivided = mesh is None and config.first_blocks is None
-    activations.prepare(module, config, undivided and world.device.type == "cpu")
+    activations.prepare(module, config)
     module.compiles_loss = config.compile
     if use_fsdp:
         fsdp.shard(module, mesh, DTYPES[config.dtype], config, expert_mesh)
@@ -265,9 +262,6 @@ def empty_module(
         )
     else:
         builder = component("model", block["_component_"])
-        # A qlora_* builder is the lora_* one with this keyword set.
-        preset = getattr(builder, "keywords", {}).get("quantize_base", False)
-        quantised = block.get("quantize_base", preset)
         if "quantize_base" in inspect.signature(builder).parameters:
             plain["quantize_base"] = False
         model = _adopted(instantiate("model", plain), block)

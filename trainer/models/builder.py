@@ -41,7 +41,7 @@ def frozen_fault(name: str, fault: str) -> str:
 
 
 class Builder:
-    """Makes the models of a run; `plugins.estimate.trace` has one whose models are on fake tensors.
+    """Makes the models of a run; a subclass may have them on fake tensors.
 
     Args:
         data: whose samples the models must know the tokens of.

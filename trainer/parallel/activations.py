@@ -39,7 +39,7 @@ SAVED_OPERATIONS = (
     "higher_order.flex_attention",
     # FlexAttention compiled separately: see trainer.layers.flex.kernel.
     "higher_order.inductor_compiled_code",
-    # plugins.estimate.trace has it in place of FlexAttention.
+    # A traced step has it in place of FlexAttention: see trainer.layers.traced_attention.
     "slurm_cookbook.traced_attention",
     "aten._grouped_mm",
     "slurm_cookbook.grouped",
@@ -65,11 +65,9 @@ RANGES = ("profiler._record_function_enter_new", "profiler._record_function_exit
 
 # Of a checkpoint: of its first pass, and of the one that computes it again.
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-# Measured for 2 blocks only. Of more blocks, which share code, one graph takes longer to compile.
-ONE_GRAPH_BLOCKS = 2
 
 
-def prepare(model: Decoder, config: TrainConfig, may_be_one_graph: bool = False) -> None:
+def prepare(model: Decoder, config: TrainConfig) -> None:
     """Compile the blocks of `model`, and apply activation checkpointing, as `config` says.
 
     Each block is compiled separately: all share one compiled code, of which the first block behind
@@ -80,16 +78,8 @@ def prepare(model: Decoder, config: TrainConfig, may_be_one_graph: bool = False)
     A block with activation checkpointing keeps its input only. With "op" it also keeps the results
     of matrix products, of attention and of communication, and is not compiled if its experts are
     spread over ranks; a block with linear attention still keeps its input only.
-
-    Args:
-        may_be_one_graph: a model of at most ONE_GRAPH_BLOCKS blocks without activation
-            checkpointing is compiled as one graph: nothing must stand around single blocks.
     """
     mode = config.activation_checkpointing
-    few = len(model.blocks) <= ONE_GRAPH_BLOCKS
-    if config.compile and may_be_one_graph and few and mode is None:
-        _compile_as_one(model)
-        return
     if config.compile:
         model.register_forward_pre_hook(mark_dynamic)
     by_operation = [mode == "op" and not _has_linear_attention(block) for block in model.blocks]
@@ -153,34 +143,14 @@ def _has_linear_attention(block: nn.Module) -> bool:
 
 
 def _compile(blocks: Iterable[nn.Module]) -> None:
-    _allow_variants()
+    # Enough for one length, all lengths, the first layer, validation, and kinds of attention.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     # Else numbers in which the layers of a sharded model differ, as Gemma 4's heads do, are inputs
     # of its code, and FlexAttention cannot be compiled for them (torch 2.13).
     torch._dynamo.config.skip_fsdp_guards = False
     for block in blocks:
         # Not the call: FSDP's hooks and the checkpoint's stand around it.
         block.forward = compiled(block.forward)
-
-
-def _compile_as_one(model: Decoder) -> None:
-    """Compile what makes logits, or what makes the last block's output for an `output`.
-
-    With `in_graph` an `output` is compiled with the model; see `Decoder.one_graph`.
-    """
-    _allow_variants()
-    apart, together = model.forward, compiled(model.forward)
-
-    def forward(*args: Any, in_graph: bool = False, **kwargs: Any) -> Any:
-        whole = in_graph or kwargs.get("output") is None
-        return (together if whole else apart)(*args, **kwargs)
-
-    model.__dict__.update(hidden=compiled(model.hidden), forward=forward, one_graph=True)
-    model.register_forward_pre_hook(mark_dynamic)
-
-
-def _allow_variants() -> None:
-    # Enough for one length, all lengths, the first layer, validation, and kinds of attention.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
 
 
 def mark_dynamic(model: Decoder, args: tuple[Any, ...]) -> None:

@@ -51,7 +51,7 @@ def _slurm(cluster: Site) -> tuple[list[Finding], slurm.SlurmAnswers | None]:
         remedy = "see if scontrol ping answers" if plain else ""
         unknown = [skipped(subject, _UNKNOWN) for subject in slurm.CHECKS]
         return [*(failed("Slurm", each, remedy) for each in fault.faults), *unknown], None
-    findings = slurm.controllers(site)
+    findings = slurm.controller(site)
     for subject, check in slurm.CHECKS.items():
         findings += _guarded(subject, check, site)
     return findings, site

@@ -25,7 +25,6 @@ class NodeReport:
 
     name: str
     values: dict[str, list[str]] = field(default_factory=dict)
-    skew_s: float = 0.0
     seen_here: bool = False
 
     def one(self, key: str, default: str = "") -> str:
@@ -41,19 +40,10 @@ class NodeReport:
         return [name for name, _, state in pairs if state != "down"]
 
     @property
-    def import_s(self) -> float:
-        return int(self.one("import_ms", "0")) / 1000
-
-    @property
-    def disk_gib(self) -> float | None:
-        kib = self.one("disk").rpartition(" ")[2]
-        return int(kib) / 2**20 if kib.isdigit() else None
-
-    @property
     def gpus(self) -> list[list[str]]:
-        """index, name, memory in MiB, driver and uncorrected ECC errors of each GPU."""
+        """name, memory in MiB and driver of each GPU."""
         rows = [[cell.strip() for cell in row.split(",")] for row in self.values.get("gpu", [])]
-        return [row for row in rows if len(row) == 5]
+        return [row for row in rows if len(row) == 3]
 
 
 @dataclass(frozen=True)
@@ -68,8 +58,6 @@ class Question:
     # How long the job may wait to start, and take in all.
     wait_s: float
     limit_s: float = 20
-    # The node also imports torch, and measures collectives and matrix products.
-    measures: bool = False
 
 
 def ask(
@@ -108,7 +96,6 @@ def ask(
 
 
 def _script(question: Question, folder: Path, settings: Mapping[str, object]) -> str:
-    use_gpus = bool((question.torch.cuda or question.torch.hip) and question.gpus_per_node)
     interface = question.cluster.network_interface
     exported = dict(question.cluster.environment)
     if interface:
@@ -117,9 +104,6 @@ def _script(question: Question, folder: Path, settings: Mapping[str, object]) ->
         "SHARED": folder,
         "VENV": paths.venv_root(),
         "COOKBOOK": paths.REPO_ROOT,
-        "MEASURES": "yes" if question.measures else "no",
-        "RANKS_PER_NODE": question.gpus_per_node if use_gpus else 1,
-        "ACCELERATOR": "cuda" if use_gpus else "cpu",
         **settings,
     }
     # As in a job script: the site's own variables and lines come before everything else.
@@ -130,29 +114,22 @@ def _script(question: Question, folder: Path, settings: Mapping[str, object]) ->
 
 
 def _setup(cluster: Site) -> list[str]:
-    """Return the site's job_setup, and what reports a line that fails or ends the script."""
+    """Return the site's job_setup, each line with what reports that it failed."""
     if not cluster.job_setup:
         return []
-    place = f"configs/clusters/{cluster.name}.yaml"
-    # As in slurm/supervise.sh, but the other checks go on if they can.
-    lines = [
-        """printf '@ node %s\\n' "${SLURMD_NODENAME:-$(hostname -s)}\"""",
-        "setup_failed() {",
-        "  local rc=$?",
-        "  trap - ERR EXIT",
-        """  printf '@ setup_fault %s %s\\n' "$((rc ? rc : 1))" "$SETUP_PLACE\"""",
-        "}",
-        "trap setup_failed ERR EXIT",
-    ]
+    lines = ["""printf '@ node %s\\n' "${SLURMD_NODENAME:-$(hostname -s)}\""""]
     for line in cluster.job_setup:
-        lines += [f"SETUP_PLACE={shlex.quote(f'{place}: {line!r}')}", line]
-    return [*lines, "trap - ERR EXIT", "set +eu"]
+        place = shlex.quote(f"configs/clusters/{cluster.name}.yaml: {line!r}")
+        report = f"printf '@ setup_fault %s %s\\n' $rc {place}"
+        lines += [line, f"rc=$?; [ $rc = 0 ] || {report}"]
+    # The other checks go on if they can.
+    return [*lines, "set +eu"]
 
 
 def _reports(step: slurm.Step) -> list[NodeReport]:
     """Sort lines such as '1: @ key value' by the task that wrote them."""
     reports: dict[str, NodeReport] = {}
-    for stamp, line in step.lines:
+    for line in step.lines:
         if not (match := re.match(r" *(\d+): @ (\S+) ?(.*)\Z", line)):
             continue
         task, key, value = match.groups()
@@ -160,8 +137,6 @@ def _reports(step: slurm.Step) -> list[NodeReport]:
             reports.setdefault(task, NodeReport(value))
         elif task in reports:
             reports[task].values.setdefault(key, []).append(value)
-            if key == "time" and value.isdigit():
-                reports[task].skew_s = int(value) / 1000 - stamp
     return list(reports.values())
 
 

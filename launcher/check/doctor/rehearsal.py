@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.check import Finding, failed, ok, skipped, warning
-from launcher.check.doctor.ask import NodeReport
-from launcher.gpus import REACHED, Gpu, Reached
+from launcher.gpus import Gpu
 from launcher.recipe.needs import Needs, needs
 from runspec import files
 
-# Below these shares of what is usual a finding is a warning.
-_SLOW_LINK, _SLOW_PRODUCT = 0.6, 0.8
+# Above this share of the predicted memory a finding is a warning.
 _MORE_MEMORY = 1.05
 # Exit statuses of a part: by timeout, and by slurm/rehearse.sh if no time was left.
 _LATE, _NO_TIME = (124, 137), 125
@@ -116,66 +114,11 @@ class Scene:
         return needs(config, 1, self.ranks, self.gpu.name, network_gbits=self.network_gbits)
 
 
-def findings(scene: Scene, report: NodeReport, parts: Sequence[Part]) -> Iterator[Finding]:
+def findings(scene: Scene, parts: Sequence[Part]) -> Iterator[Finding]:
     """Yield what was measured, each with its remedy."""
-    yield from _collectives(scene, report)
-    yield from _products(scene, report)
     for part in parts:
         yield from _part(scene, part)
     yield from _whole(scene, {part.name: part for part in parts})
-
-
-def _collectives(scene: Scene, report: NodeReport) -> Iterator[Finding]:
-    measured = report.values.get("collective", [])
-    if not measured:
-        fault = report.one("all_reduce_fault")
-        if fault:
-            yield failed("collectives", fault, _remedy(scene, fault))
-        else:
-            yield failed("collectives", "the node did not measure them", "see the findings above")
-        return
-    if scene.ranks == 1:
-        yield skipped("collectives", "one rank has nobody to send to")
-        return
-    slow = False
-    for line in measured:
-        name, ranks, mib, seconds, gbs = line.split()
-        message = f"{mib} MiB over {ranks} ranks in {1000 * float(seconds):.2f} ms, {gbs} GB/s"
-        usual = scene.gpu.link_gbs * REACHED if scene.gpu else None
-        # A small message takes its latency.
-        if usual and int(mib) > 100:
-            message += f"; usual {usual:.0f}"
-            slow = float(gbs) < _SLOW_LINK * usual
-        if slow:
-            remedy = (
-                "nvidia-smi topo -m shows the links: PHB or SYS between GPUs means no NVLink; ask "
-                "for PCIe ACS off in virtual machines. Until then fewer ranks per replica "
-                "(data_parallel_replicate_dim), and --network for estimates"
-            )
-            yield warning(name, message, remedy)
-        else:
-            yield ok(name, message)
-
-
-def _products(scene: Scene, report: NodeReport) -> Iterator[Finding]:
-    for line in report.values.get("product", []):
-        m, k, n, tflops = line.split()
-        message = f"[{m}, {k}] x [{k}, {n}] in bf16 at {float(tflops):,.4g} TFLOP/s"
-        if scene.gpu is None:
-            yield ok("product", f"{message}; configs/gpus.yaml has no CPUs")
-            continue
-        reached, moved = Reached.of(scene.gpu), 2 * (int(m) * int(k) + int(k) * int(n))
-        flops = 2.0 * int(m) * int(k) * int(n)
-        moved += 2 * int(m) * int(n)
-        usual_s = flops / (scene.gpu.bf16_tflops * 1e12 * reached.products)
-        usual_s += moved / (scene.gpu.memory_bandwidth_gbs * 1e9 * reached.memory)
-        usual = flops / usual_s / 1e12
-        message += f"; usual {usual:,.0f} of {scene.gpu.bf16_tflops:,.0f}"
-        if float(tflops) < _SLOW_PRODUCT * usual:
-            remedy = "nvidia-smi -q -d PERFORMANCE,POWER shows a power limit or heat"
-            yield warning("product", message, remedy)
-        else:
-            yield ok("product", message)
 
 
 def _part(scene: Scene, part: Part) -> Iterator[Finding]:

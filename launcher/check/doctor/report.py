@@ -1,6 +1,4 @@
-"""What a node's report means: files, clock, Python, GPUs, network and disk."""
-
-import re
+"""What a node's report means: files, Python, GPUs and network."""
 
 from launcher import paths
 from launcher.check import Finding, failed, ok, skipped, warning
@@ -8,10 +6,6 @@ from launcher.check.doctor.ask import NodeReport, Question
 from launcher.site import Site
 from launcher.venv import TorchBuild
 
-# munged refuses what is older than five minutes; ages and time limits go wrong much earlier.
-_SKEW_WARNING_S, _SKEW_FAULT_S = 2.0, 60.0
-# What compiled kernels, downloads' temporary files and the like take.
-_LOCAL_DISK_GIB = 10
 _SETUP = "bash setup.sh --torch BUILD (cu126, cu128, cu130: bash setup.sh --help)"
 
 
@@ -20,12 +14,9 @@ def node_findings(report: NodeReport, question: Question) -> list[Finding]:
     findings = [
         *_setup(report, question.cluster),
         _files(report, question.cluster),
-        _clock(report),
         _python(report),
         _gpus(report, question.torch, question.gpus_per_node),
-        *_faulty_gpus(report),
         _network(report, question.cluster.network_interface),
-        _disk(report),
     ]
     if report.yes("finished"):
         return findings
@@ -63,15 +54,6 @@ def _files(report: NodeReport, cluster: Site) -> Finding:
     return failed(subject, message, remedy)
 
 
-def _clock(report: NodeReport) -> Finding:
-    skew, name = report.skew_s, report.name
-    if abs(skew) < _SKEW_WARNING_S:
-        return ok("clock", f"{name} and this machine agree within {_SKEW_WARNING_S:.0f} s")
-    message = f"{name} is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine"
-    find = failed if abs(skew) >= _SKEW_FAULT_S else warning
-    return find("clock", message, "ask the site's administrators to check NTP on both")
-
-
 def _python(report: NodeReport) -> Finding:
     venv, name, subject = paths.venv_root(), report.name, "virtual environment"
     if report.one("python", "missing") == "missing":
@@ -85,7 +67,7 @@ def _python(report: NodeReport) -> Finding:
     if kind == "missing":
         return failed(subject, f"{venv} on {name} lacks {what}", "bash setup.sh")
     message = f"Python {report.one('python')} of {venv} runs on {name}; {report.one('packages')}"
-    return ok(subject, f"{message} ({report.import_s:.1f} s)")
+    return ok(subject, message)
 
 
 def _gpus(report: NodeReport, torch: TorchBuild, expected: int) -> Finding:
@@ -100,7 +82,7 @@ def _gpus(report: NodeReport, torch: TorchBuild, expected: int) -> Finding:
     if not gpus:
         message = f"nvidia-smi on {name} shows no GPU ({tool.removeprefix('fault ')})"
         return failed("GPUs", message, exclude)
-    _, kind, mib, driver, _ = gpus[0]
+    kind, mib, driver = gpus[0]
     memory = f"{int(mib) / 1024:.0f} GiB" if mib.isdigit() else "memory unknown"
     shown = f"{name} shows {len(gpus)} x {kind}, {memory}, driver {driver}"
     if len(gpus) < expected:
@@ -113,23 +95,7 @@ def _gpus(report: NodeReport, torch: TorchBuild, expected: int) -> Finding:
             f"{shown}; torch is built for {torch.platform}, which needs driver {oldest} or newer"
         )
         return failed("GPUs", message, _SETUP)
-    # Only a rehearsal imports torch.
-    sees = re.search(r" sees (\d+) GPUs", report.one("packages"))
-    if sees is not None and int(sees[1]) < len(gpus):
-        message = f"{shown}; torch, built for {torch.platform}, sees {sees[1]} of them"
-        remedy = "python -c 'import torch; torch.cuda.init()' on the node says why"
-        return failed("GPUs", message, remedy)
     return ok("GPUs", f"{shown}; torch is built for {torch.platform}")
-
-
-def _faulty_gpus(report: NodeReport) -> list[Finding]:
-    """Return the errors that GPUs report."""
-    remedy = f"exclude the node (resources.exclude={report.name}) and tell the administrators"
-    return [
-        failed("GPUs", f"GPU {gpu[0]} of {report.name} has {gpu[4]} uncorrected ECC errors", remedy)
-        for gpu in report.gpus
-        if gpu[4].isdigit() and int(gpu[4]) > 0
-    ]
 
 
 def _network(report: NodeReport, wanted: str | None) -> Finding:
@@ -153,14 +119,3 @@ def _selects(wanted: str, interface: str) -> bool:
     exact = "=" in wanted[:2]
     hit = any(interface == each or (not exact and interface.startswith(each)) for each in names)
     return hit != wanted.startswith("^")
-
-
-def _disk(report: NodeReport) -> Finding:
-    folder, free = report.one("disk").rpartition(" ")[0], report.disk_gib
-    remedy = "set TMPDIR in the site's environment: block"
-    if free is None:
-        return warning("local disk", f"df on {report.name} does not know {folder}", remedy)
-    message = f"{folder} on {report.name} has {free:.0f} GiB free for caches"
-    if free < _LOCAL_DISK_GIB:
-        return warning("local disk", message, remedy)
-    return ok("local disk", message)

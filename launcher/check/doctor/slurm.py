@@ -1,13 +1,12 @@
-"""What Slurm says of itself: controllers, partitions, accounting, the site file."""
+"""What Slurm says of itself: its partitions, accounting, and a job as the site asks for it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from launcher import slurm
 from launcher.check import Finding, failed, ok, warning
-from launcher.check.scheduler.accounting import account_faults
-from launcher.errors import SlurmFault, nearest
+from launcher.errors import SlurmFault
 from launcher.recipe.model import Resources
 from launcher.site import Site, slurm_options
 from launcher.slurm.limits import Rights
@@ -18,7 +17,6 @@ class SlurmAnswers:
     """What Slurm reported, for the checks that build on it."""
 
     cluster: Site
-    controllers: dict[str, bool]
     configuration: dict[str, str]
     partitions: dict[str, slurm.Partition]
     nodes: list[slurm.Node]
@@ -38,21 +36,15 @@ class SlurmAnswers:
 
 def ask(cluster: Site) -> SlurmAnswers:
     """Ask the controller; SlurmFault if it does not answer."""
-    up, configuration = slurm.controllers(), slurm.configuration()
+    configuration = slurm.configuration()
     rights = slurm.rights(configuration)
-    return SlurmAnswers(cluster, up, configuration, slurm.partitions(), slurm.nodes(), rights)
+    return SlurmAnswers(cluster, configuration, slurm.partitions(), slurm.nodes(), rights)
 
 
-def controllers(site: SlurmAnswers) -> list[Finding]:
-    up = [host for host, answers in site.controllers.items() if answers]
-    down = [host for host, answers in site.controllers.items() if not answers]
+def controller(site: SlurmAnswers) -> list[Finding]:
     version = site.configuration.get("SLURM_VERSION", "of an unknown version")
-    message = f"Slurm {version} of cluster {site.configuration.get('ClusterName', '?')} answers"
-    message += f" from {', '.join(up)}" if up else ""
-    if down:
-        remedy = "tell the administrators; jobs go on as long as one answers"
-        return [warning("Slurm", f"{message}; controller {', '.join(down)} is down", remedy)]
-    return [ok("Slurm", message)]
+    name, host = (site.configuration.get(key, "?") for key in ("ClusterName", "SlurmctldHost[0]"))
+    return [ok("Slurm", f"Slurm {version} of cluster {name} answers from {host}")]
 
 
 def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
@@ -77,18 +69,6 @@ def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
             yield ok(subject, message + (f"; {len(out)} cannot be used" if out else ""))
 
 
-def _preemption(site: SlurmAnswers) -> list[Finding]:
-    modes = slurm.preempt_modes()
-    ends = [name for name, mode in modes.items() if "CANCEL" in mode.upper()]
-    if not ends:
-        how = ", ".join(f"{mode} in {name}" for name, mode in modes.items())
-        return [ok("preemption", f"a preempted run continues automatically (PreemptMode: {how})")]
-    message = f"in {', '.join(ends)} Slurm cancels a preempted job (PreemptMode=CANCEL)"
-    message += ", and such a run waits for cookbook resume"
-    remedy = "sbatch --dependency=afternotok:JOB RUN/job.sbatch queues a job that continues it"
-    return [warning("preemption", message, remedy)]
-
-
 def _accounting(site: SlurmAnswers) -> list[Finding]:
     subject, rights = "accounting", site.rights
     if not slurm.keeps_accounting(site.configuration):
@@ -97,36 +77,12 @@ def _accounting(site: SlurmAnswers) -> list[Finding]:
     if rights is None:
         message = "this cluster keeps it, and sacctmgr does not answer here"
         return [warning(subject, message, "tell the administrators; runs do not need it")]
-    if not rights.mine and "associations" in rights.enforced:
-        message = "you have no account, and jobs without one are refused"
-        return [failed(subject, message, "ask the administrators for an account")]
-    if not rights.mine:
-        return [ok(subject, "it answers, and lists no account of yours; jobs run without one")]
     mine = sorted({f"{each.account}{' (default)' * each.default}" for each in rights.mine})
     qos = sorted({name for each in rights.mine for name in each.qos})
-    message = f"it answers; your accounts: {', '.join(mine)}; QoS: {', '.join(qos) or 'none'}"
+    message = f"it answers; your accounts: {', '.join(mine) or 'none'}"
+    message += f"; QoS: {', '.join(qos) or 'none'}"
     limited = "limits are enforced" if "limits" in rights.enforced else "no limits are enforced"
     return [ok(subject, f"{message}; {limited}")]
-
-
-def _site_file(site: SlurmAnswers) -> list[Finding]:
-    """Whether the partition, account and QoS of the site file exist."""
-    resources, subject = site.cluster.resources, "site file"
-    origin = f"configs/clusters/{site.cluster.name}.yaml"
-    asked = {key: resources.get(key) for key in ("partition", "account", "qos")}
-    named = ", ".join(f"{key} {value}" for key, value in asked.items() if value)
-    if not named:
-        return [ok(subject, "it names no partition, account or QoS; Slurm's own defaults apply")]
-    fix, unknown = f"fix {origin}; there are {', '.join(site.partitions)}", "there is no partition"
-    findings = [
-        failed(subject, f"{unknown} {name!r}{nearest(name, site.partitions)}", fix)
-        for name in str(asked["partition"] or "").split(",")
-        if name and name not in site.partitions
-    ]
-    account, qos = (str(asked[key]) if asked[key] else None for key in ("account", "qos"))
-    for fault in account_faults(site.rights, account, qos):
-        findings.append(replace(fault, subject=subject, remedy=f"fix {origin}; {fault.remedy}"))
-    return findings or [ok(subject, f"{named} of {origin}")]
 
 
 def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
@@ -147,8 +103,6 @@ def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
 
 CHECKS: dict[str, Callable[[SlurmAnswers], Iterable[Finding]]] = {
     "partitions": _partitions,
-    "preemption": _preemption,
     "accounting": _accounting,
-    "site file": _site_file,
     "sbatch test": _sbatch_test,
 }

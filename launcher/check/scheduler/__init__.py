@@ -16,25 +16,24 @@ _NO_SLURM = "--local: Slurm is not asked"
 def limits(context: Context) -> Iterable[Finding]:
     """Check what is asked for against the limits of partition, account, QoS and nodes.
 
-    What other jobs use now, and nodes that are down now, do not count.
+    Slurm takes a job that breaks them, and lets it wait. What it refuses at once, such as another
+    user's account, is left to sbatch. What other jobs use now, and nodes that are down now, do not
+    count.
     """
     if not context.executor.queued:
         raise Skipped(_NO_SLURM)
     known, rules, resources = context.partitions, slurm.rules(), context.resources
     wanted = resources.partition.split(",") if resources.partition else []
-    shown = ", ".join(name for name in known if partition.is_open(rules.get(name)))
-    choose = f"choose one of {shown} with --partition"
     unknown = "there is no partition {!r} on this cluster{}"
     findings = [
-        failed(SUBJECT, unknown.format(name, nearest(name, known)), choose)
+        failed(SUBJECT, unknown.format(name, nearest(name, known)), _choose())
         for name in wanted
         if name not in known
     ]
     chosen = [known[name] for name in wanted if name in known]
     chosen = chosen or [each for each in known.values() if each.default]
     if not chosen:
-        return findings or [failed(SUBJECT, "this cluster has no default partition", choose)]
-    findings += accounting.account_faults(context.rights, resources.account, resources.qos)
+        return findings or [failed(SUBJECT, "this cluster has no default partition", _choose())]
     jobs = [Job(context, each, rules.get(each.name)) for each in chosen]
     refused = [[*partition.faults(job), *accounting.limit_faults(job)] for job in jobs]
     if all(refused):  # one that takes the job is enough
@@ -42,6 +41,10 @@ def limits(context: Context) -> Iterable[Finding]:
     findings += partition.node_faults(context, chosen)
     names = (each.name if each.up else f"{each.name} (down now: jobs wait)" for each in chosen)
     return findings or [ok(SUBJECT, f"partition {', '.join(names)} takes this job")]
+
+
+def _choose() -> str:
+    return f"choose one of {', '.join(slurm.partitions())} with --partition"
 
 
 def test_only(context: Context) -> Iterable[Finding]:
@@ -59,5 +62,8 @@ def test_only(context: Context) -> Iterable[Finding]:
     except SlurmTimeout:
         raise
     except SlurmFault as fault:
-        remedy = "change what is asked for; if nodes are only down now, submit with --no-check"
+        remedy = (
+            "change what is asked for (cookbook doctor lists partitions, accounts and QoS); if "
+        )
+        remedy += "nodes are only down now, submit with --no-check"
         return [failed(subject, slurm.with_meaning(line), remedy) for line in fault.faults]

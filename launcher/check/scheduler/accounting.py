@@ -1,11 +1,10 @@
-"""Checks a job against Slurm's accounting: accounts, QoS, their limits and remaining budgets."""
+"""Checks a job against the limits and budgets of Slurm's accounting."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from launcher.check import Finding, failed
 from launcher.check.scheduler.partition import SHORTER, SUBJECT, Job
-from launcher.errors import nearest
 from launcher.slurm.limits import Limits, Rights
 
 # Slurm's trackable resources (TRES), and what changes how much of them is asked for.
@@ -18,31 +17,9 @@ _THINGS = {
 _TOGETHER = "gives all its jobs together {}"
 
 
-def account_faults(rights: Rights | None, account: str | None, qos: str | None) -> list[Finding]:
-    """Check the names of an account and a QoS, None for the user's defaults.
-
-    Only what the cluster enforces counts: otherwise Slurm takes any name.
-    """
-    if rights is None or "associations" not in rights.enforced:
-        return []
-    accounts = sorted({each.account for each in rights.mine})
-    if not accounts:
-        message = "you have no account on this cluster, which refuses jobs without one"
-        return [failed(SUBJECT, message, "ask its administrators for one")]
-    if account and account not in accounts:
-        message = f"you have no account {account!r}{nearest(account, accounts)} on this cluster"
-        return [failed(SUBJECT, message, f"choose one of {', '.join(accounts)} with --account")]
-    usable = [each for each in rights.mine if each.serves(account)]
-    names = sorted({name for each in usable for name in each.qos})
-    if qos and names and qos not in names and "qos" in rights.enforced:
-        message = f"account {usable[0].account} may not use the QoS {qos!r}{nearest(qos, names)}"
-        return [failed(SUBJECT, message, f"choose one of {', '.join(names)} with --qos")]
-    return []
-
-
 def limit_faults(job: Job) -> list[Finding]:
     """Return the limits that the job would break, each with the QoS that would allow it."""
-    over = list(_over(job, job.qos if job.usable else ""))
+    over = list(_over(job, job.qos))
     return [replace(each, remedy=f"{each.remedy}, {_otherwise(job, each, over)}") for each in over]
 
 
@@ -76,7 +53,6 @@ def _over(job: Job, qos: str) -> Iterator[Finding]:
     yield from _more(job.per_node, "node", "gives a job {} per node", place)
     yield from _more(job.tres, "user", "gives one user {}", levels)
     yield from _more(job.tres, "account", "gives one account {}", levels)
-    yield from _less(job.tres, levels)
     yield from _more(job.tres, "together", _TOGETHER, levels)
     for each in above:
         yield from _more(free, "together", _TOGETHER, [each])
@@ -104,16 +80,6 @@ def _more(asked: dict[str, int], kind: str, gives: str, levels: list[Limits]) ->
             message = f"{_amount(name, amount)} asked for, and {first.owner} {gives.format(most)}"
             _, lower = _THINGS.get(name, _THINGS["gres/gpu"])
             yield failed(SUBJECT, f"{message}: the job would never start", f"lower {lower}")
-
-
-def _less(asked: dict[str, int], levels: list[Limits]) -> Iterator[Finding]:
-    for name, amount in asked.items():
-        first = next((each for each in levels if name in each.least), None)
-        if first and amount < first.least[name]:
-            message = f"{first.owner} takes jobs of {first.least[name]} or more"
-            yield failed(
-                SUBJECT, f"{_amount(name, amount)} asked for, and {message}", "ask for more"
-            )
 
 
 def _budget(job: Job, accounts: list[Limits], safe: bool) -> Iterator[Finding]:

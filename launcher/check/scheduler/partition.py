@@ -1,7 +1,5 @@
 """What a run asks of a partition, and what the partition's rules and nodes say to that."""
 
-import grp
-import os
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -35,8 +33,6 @@ class Job:
         account = self.resources.account
         self.place = self.rights.place(account, partition.name) if self.rights else None
         self.qos = self.resources.qos or (self.place.default_qos if self.place else "")
-        # A QoS that may not be used is a fault already, and says nothing more.
-        self.usable = self.place is None or not self.place.qos or self.qos in self.place.qos
         self.per_node = tres_per_node(context)
 
     @cached_property
@@ -71,55 +67,23 @@ def megabytes(memory: str | None) -> int:
     return int(memory.rstrip("KMGT")) * int(1024 ** "KMGT".index(unit)) // 1024
 
 
-def is_open(rules: Rules | None) -> bool:
-    """Whether this user sees the partition and may use it."""
-    return rules is None or not (rules.hidden or _outside(rules.groups))
-
-
 def faults(job: Job) -> list[Finding]:
-    """Return why this partition would not take the job, or never start it."""
-    name = job.partition.name
-    reasons = [(f"partition {name} {reason}", remedy) for reason, remedy in _closed(job)]
-    reasons += _too_large(job)
+    """Return why this partition would never start the job."""
     return [
-        failed(SUBJECT, reason, f"{fix}, or choose another --partition") for reason, fix in reasons
+        failed(SUBJECT, reason, f"{fix}, or choose another --partition")
+        for reason, fix in _too_large(job)
     ]
-
-
-def _closed(job: Job) -> Iterator[tuple[str, str]]:
-    """Whether the partition is shut, or shut to this user, account or QoS."""
-    rules, rights = job.rules, job.rights
-    if rules is None:
-        return
-    if rules.state in ("DRAIN", "INACTIVE"):
-        yield f"takes no new jobs now (its state is {rules.state})", "wait"
-    if rules.root_only and os.getuid() != 0:
-        yield "is only for administrators", "ask them"
-    if rules.reservation_only and not job.resources.reservation:
-        yield "takes only jobs of a reservation", "set resources.reservation="
-    if _outside(rules.groups):
-        reason = f"is only for members of {', '.join(rules.groups)}, and you are none"
-        yield reason, "ask to become one"
-    if rights and job.place:
-        account = job.place.account
-        if not _taken(rights.lineage(account), rules.accounts, rules.denied_accounts):
-            yield _only("account", rules.accounts, account), "choose another --account"
-    by_qos = rights and job.qos and "qos" in rights.enforced and job.usable
-    if by_qos and not _taken([job.qos], rules.allowed_qos, rules.denied_qos):
-        yield _only("QoS", rules.allowed_qos, job.qos), "choose another --qos"
 
 
 def _too_large(job: Job) -> Iterator[tuple[str, str]]:
     """Whether the partition has, and gives a job, as many nodes and as much time."""
-    nodes, spare = job.resources.allocated_nodes, job.resources.spare_nodes
-    partition, rules = job.partition, job.rules
+    nodes, partition, rules = job.resources.allocated_nodes, job.partition, job.rules
     qos = job.rights.qos.get(job.qos) if job.rights else None
     flags = qos.flags if qos else frozenset()
-    with_spare = f", {spare} of them as spare_nodes" if spare else ""
-    lower = "lower --nodes or resources.spare_nodes" if spare else "lower --nodes"
+    generating, lower = "", "lower --nodes"
     if rollout := job.resources.rollout_nodes:
-        with_spare, lower = f", {rollout} of them for rollouts", f"{lower} or resources.rollout"
-    asked = f"{nodes} nodes are asked for{with_spare}, and partition {partition.name}"
+        generating, lower = f", {rollout} of them for rollouts", f"{lower} or resources.rollout"
+    asked = f"{nodes} nodes are asked for{generating}, and partition {partition.name}"
     if nodes > partition.nodes:
         yield f"{asked} has {partition.nodes}: the job would wait forever", lower
     elif rules and nodes > (rules.max_nodes or nodes) and "PartitionMaxNodes" not in flags:
@@ -130,31 +94,6 @@ def _too_large(job: Job) -> Iterator[tuple[str, str]]:
     if job.longer_than(limit) and "PartitionTimeLimit" not in flags:
         time = f"a time limit of {job.resources.time} is asked for"
         yield f"{time}, and partition {partition.name} has {limit}", SHORTER
-
-
-def _outside(groups: tuple[str, ...]) -> bool:
-    """Whether a partition is only for some groups, and this user is in none of them."""
-    if not groups or os.getuid() == 0:
-        return False
-    return all(grp_id not in (os.getgid(), *os.getgroups()) for grp_id in map(_group_id, groups))
-
-
-def _group_id(name: str) -> int:
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        return -1
-
-
-def _taken(names: list[str], allowed: tuple[str, ...], denied: tuple[str, ...]) -> bool:
-    """Whether a partition takes one of names: the job's own, then its parents'."""
-    return bool(set(names) & set(allowed)) if allowed else names[0] not in denied
-
-
-def _only(what: str, allowed: tuple[str, ...], name: str) -> str:
-    if allowed:
-        return f"takes only {what} {' or '.join(allowed)}, not {name}"
-    return f"does not take {what} {name}"
 
 
 def node_faults(context: Context, chosen: list[slurm.Partition]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from typing import Any
 from launcher.errors import UsageFault, nearest
 from launcher.look.text import plain
 from runspec import files
-from runspec.prepared import CARD, CURRENT, DATA, FOLDER, LINEAGE, REPORT, ROW_BITS, changes
+from runspec.prepared import CARD, CURRENT, DATA, FOLDER, LINEAGE, ROW_BITS, changes
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,6 @@ def story(one: PreparedSet) -> list[str]:
         f"  made     {made:%Y-%m-%d %H:%M} UTC with {lineage['engine']}",
         f"  folder   {one.path}",
     ]
-    lines += [f"  report   {one.path / REPORT}"]
     for name, split in card["splits"].items():
         share = 100 * split["rows"] / card["rows"]
         lines.append(f"  split    {name:8} {split['rows']:>12,} rows  {share:5.2f} %")

@@ -18,7 +18,7 @@ DATA = paths.REPO_ROOT / "configs" / "data"
 _PATHS = ("path", "tokenizer", "temp_dir")
 _RESOURCES = {name: key for name, key in COMMON.items() if name.startswith("resources")}
 # What a recipe of a training run asks for, and the preparation of data does not use.
-_NO_USE = ("gpus_per_node", "gpu_type", "spare_nodes")
+_NO_USE = ("gpus_per_node", "gpu_type")
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _keys(content: dict[str, Any]) -> dict[str, Any]:
 def _ask(context: Context, engine: Engine, argv: list[str]) -> dict[str, Any]:
     """Return the answer of plugins/engines/schema.py; Skipped if there is none."""
     environment, name, python = context.recipe.environment, engine.records.name, _python(context)
-    # In a container, by conda and by modules only a job's start finds the engine.
+    # In a container and by modules only a job's start finds the engine.
     if environment and (environment.is_container or "/" not in python):
         _, lines = start(environment, context, *argv)
         return _answer(lines, f"no answer in {environment.title}")

@@ -35,7 +35,7 @@ def _notes(config: Content) -> Iterable[str]:
     if own := entries.like_torchtune(name):
         yield (
             f"torchtune's own {name} runs it, and saves at the end of an epoch; the kit's own "
-            f"method is entry: {own} (cookbook recipes --key entry)"
+            f"method is entry: {own} (docs/keys.md)"
         )
 
 

@@ -16,9 +16,10 @@ Symbols as in `plugins.estimate.launcher.memory`.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from launcher.gpus import AMPERE, Gpu, Reached
+from launcher.gpus import Gpu
 from plugins.estimate.launcher.activations import expert_rows, saved_by_layer, saved_products
 from plugins.estimate.launcher.memory import state_bytes
+from plugins.estimate.launcher.reached import AMPERE, Reached
 from plugins.estimate.launcher.step_config import FP32, NF4_BYTES, StepConfig
 from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Matrix
 

@@ -118,25 +118,14 @@ class Estimate:
         return tokens, text
 
     @property
-    def _steps_h(self) -> float:
+    def hours(self) -> float:
         return self.epoch[0] / (self.rate * self.step.layout.ranks) / 3600
-
-    @property
-    def hours_before(self) -> float:
-        """Of the pass over the data before the first step, by its FLOPs."""
-        flops, took = self.step.flops, self.prediction.time
-        once = flops.once / flops.model / int(self.config.get("epochs") or 1)
-        return self._steps_h * (1 - took.generating_s / took.seconds) * once
 
     @property
     def hours_generating(self) -> float:
         """In which the ranks generate answers."""
         took = self.prediction.time
-        return self._steps_h * took.generating_s / took.seconds
-
-    @property
-    def hours(self) -> float:
-        return self._steps_h + self.hours_before
+        return self.hours * took.generating_s / took.seconds
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, sizes in GiB."""
@@ -165,7 +154,6 @@ class Estimate:
             "tokens_per_second_per_gpu_range": self.prediction.range,
             "tokens": self.epoch[0],
             "hours": self.hours,
-            "hours_before": self.hours_before,
             "hours_generating": self.hours_generating,
             "gpu_hours": self.hours * step.layout.ranks,
             "remedies": [vars(each) for each in self.remedies],

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from math import gcd
 
-from launcher.gpus import REACHED, Gpu
+from launcher.gpus import Gpu
+from plugins.estimate.launcher.reached import REACHED
 
 # Seconds of a collective, of its step within a node and of one between nodes: those of NCCL's
 # protocol Simple over NVLink (NCCL, src/graph/tuning.cc, ncclTopoTuneModel).

@@ -19,7 +19,7 @@ from runspec.keys.model import TRANSFORMERS
 from runspec.keys.train import TrainConfig, recomputed, uncompiled_experts
 from runspec.layout import Layout, LayoutError
 from runspec.shape import Shape
-from runspec.step import offloads, reduces_each
+from runspec.step import reduces_each
 from runspec.weights import parameter_count
 
 # By the trainer's names of the tables, those here.
@@ -122,7 +122,7 @@ def _saving(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "checkpointing": "full" if layers == 1 else str(layers or "none"),
         "sync_each": reduces_each(config),
-        "cpu_offload": offloads(config),
+        "cpu_offload": bool(config.get("fsdp_cpu_offload")),
         "activation_offload": bool(config.get("enable_activation_offloading")),
         "compiled": config.get("compile") is True and not uncompiled_experts(config),
         "reshard": config.get("fsdp_reshard_after_forward") is not False,
@@ -133,8 +133,7 @@ def _frozen_models(config: Mapping[str, Any], method: type[TrainConfig]) -> dict
     """The reference, and the teacher."""
     reference, teacher = method.reference_of(config), method.teacher_of(config)
     return {
-        "has_reference": reference in ("adapter_off", "model"),
-        "keeps_log_probs": reference == "log_probs",
+        "has_reference": bool(reference),
         "keeps_reference": reference == "model",
         "teacher": shape_of({}, Path(teacher)) if teacher else None,
         "teacher_quantised": config.get("teacher_quantize_base") is True,

@@ -6,7 +6,6 @@ for their memory and time.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -112,8 +111,9 @@ def _method_keys(step: StepConfig) -> str:
             return "model.lora_rank=null"
         return f"model.lora_rank={step.lora_rank} {base}"
     module, _, name = step.builder.rpartition(".")
-    prefix = {"full": "", "lora": "lora_", "dora": "lora_"}.get(step.method, "qlora_")
-    text = f"model._component_={module}.{prefix}{re.sub('^q?lora_', '', name)}"
+    prefix = "" if step.method == "full" else "lora_"
+    text = f"model._component_={module}.{prefix}{name.removeprefix('lora_')}"
+    text += " model.quantize_base=true" * step.is_quantised
     if step.method == "full" or "lora_" in name:
         return text
     # The recipe has no adapter yet.

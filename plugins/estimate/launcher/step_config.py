@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 
+from plugins.estimate.launcher.model_flops import of_shape
 from runspec import adapters
 from runspec.adapters import KINDS, Adapter
-from runspec.flops import of_shape
 from runspec.layout import Layout, StepFacts
 from runspec.shape import Block, Matrix, Part, Role, Shape
 
@@ -59,7 +59,6 @@ class StepConfig:
     frozen: tuple[str, ...] = ()  # patterns of names of parameters that are not trained
     has_reference: bool = False  # the policy's own model runs forward a second time, frozen
     adapter_only: bool = False  # the export is the adapter, although it could be merged
-    keeps_log_probs: bool = False  # of the reference, computed once before the first step
     keeps_reference: bool = False  # as a second model beside the policy
     teacher: Shape | None = None  # a frozen model that runs forward
     teacher_quantised: bool = False  # its layers are NF4
@@ -335,8 +334,6 @@ class StepConfig:
 class TokenFlops:
     """FLOPs per token if every position is trained: of the model, of the frozen models among them,
     and with what is computed again; a query sees half of the row on average, or of the window.
-
-    once: of the pass over the data before the first step, which is in none of the others.
     """
 
     def __init__(self, step: StepConfig) -> None:
@@ -344,7 +341,6 @@ class TokenFlops:
         ranks["output"] = step.lora_rank if step.lora_output else 0
         own = of_shape(step.shape, step.is_full, ranks)
         again = of_shape(step.shape, step.is_full, ranks, backward=False)
-        self.once = _forward(step.shape, step.length) if step.keeps_log_probs else 0.0
         self.frozen = sum(_forward(shape, step.length) for shape in step.frozen_passes)
         # A score head's products are few.
         output = 0.0 if step.loss == "score" else own.target

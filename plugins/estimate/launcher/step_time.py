@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launcher.gpus import REACHED, Gpu, Reached
+from launcher.gpus import Gpu
 from plugins.estimate.launcher.activations import expert_rows
 from plugins.estimate.launcher.compute import Compute
 from plugins.estimate.launcher.links import Links
+from plugins.estimate.launcher.reached import REACHED, Reached
 from plugins.estimate.launcher.step_config import StepConfig
 from plugins.estimate.launcher.tensors import Unit, units_of
 from runspec.flops import utilisation

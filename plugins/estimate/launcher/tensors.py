@@ -24,9 +24,9 @@ class Unit(NamedTuple):
     # Trained numbers of these shards.
     here: float = 0.0
 
-    def plus(self, other: Unit, times: int = 1) -> Unit:
-        """The sum with a multiple of another."""
-        return Unit(*(a + times * b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: Unit) -> Unit:
+        """The sum with another."""
+        return Unit(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Units(NamedTuple):

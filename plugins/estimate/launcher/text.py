@@ -122,13 +122,9 @@ def _time(estimate: Estimate, cost: str) -> Iterator[str]:
     cost = cost and f", {cost}"
     yield f"  {'time':<14} {time_text(hours):>14}, {hours * step.layout.ranks:.3g} GPU-hours{cost}"
     yield f"  {'for':<20} {estimate.epoch[1]}"
-    parts = {
-        "the reference's log-probabilities, once": estimate.hours_before,
-        f"answers of {step.new_tokens} tokens, generated": estimate.hours_generating,
-    }
-    for what, part in parts.items():
-        if part / hours > 1e-9:
-            yield f"  {'':<20} {100 * part / hours:.0f} % of it: {what}"
+    if (share := estimate.hours_generating / hours) > 1e-9:
+        what = f"answers of {step.new_tokens} tokens, generated"
+        yield f"  {'':<20} {100 * share:.0f} % of it: {what}"
 
 
 def _disk(estimate: Estimate) -> Iterator[str]:

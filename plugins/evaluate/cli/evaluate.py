@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from launcher import site as sites
-from launcher.cli import common, completion
+from launcher.cli import common
 from launcher.cli.common import note, tell_submitted
 from launcher.cli.runs import launched
 from launcher.cli.status import watch_to_the_end
@@ -23,7 +23,7 @@ from plugins.evaluate.launcher import evaluation as shown
 
 
 @click.command(name="eval")
-@click.argument("model", shell_complete=completion.runs)
+@click.argument("model")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--suite",

@@ -7,7 +7,6 @@ import click
 
 from launcher import paths, yamlfile
 from launcher import site as sites
-from launcher.cli import completion
 from launcher.cli.common import cluster_option, flag, json_option, note
 from launcher.do import models
 from launcher.errors import UsageFault
@@ -20,7 +19,7 @@ _ALIAS = click.Choice(registered.ALIASES)
 
 
 @click.command()
-@click.argument("model", shell_complete=completion.runs)
+@click.argument("model")
 @click.option("--as", "name", required=True, metavar="NAME", help="Name in the registry.")
 @flag("--copy", help="Copy the weights. [default: refer to their folder]")
 @json_option

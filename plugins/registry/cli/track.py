@@ -5,7 +5,6 @@ import json
 import click
 
 from launcher import site as sites
-from launcher.cli import completion
 from launcher.cli.common import cluster_option, json_option, note, runs_root
 from launcher.errors import UnknownRun
 from launcher.run.find import every, find, none_yet
@@ -14,7 +13,7 @@ from plugins.registry.launcher import store as stores
 
 
 @click.command()
-@click.argument("wanted", nargs=-1, metavar="[RUN]...", shell_complete=completion.runs)
+@click.argument("wanted", nargs=-1, metavar="[RUN]...")
 @click.option(
     "--uri",
     metavar="WHERE",

@@ -62,6 +62,11 @@ def import_ended(runs: Iterable[Run], say: Callable[[str], None]) -> None:
             say(f"warning: not tracked: {error.faults[0]}; then: cookbook track {run.name}")
 
 
+def node_program() -> str:
+    """Return what prints the id of MLflow's run of a run on a node, before it is imported."""
+    return '"$COOKBOOK/plugins/registry/mlflow_run.py"'
+
+
 def find(client: Any, run_name: str) -> Any:
     """Return MLflow's run of a run directory, None if it is not imported."""
     experiments = [each.experiment_id for each in client.search_experiments()]

@@ -3,7 +3,7 @@
 import re
 
 from launcher.do.models import Model
-from launcher.errors import CookbookError, UsageFault
+from launcher.errors import UsageFault
 from launcher.site import Site
 from plugins.registry.launcher import registry
 from plugins.registry.launcher import store as stores
@@ -25,16 +25,3 @@ def model(site: Site, uri: str) -> Model:
     with stores.client(stores.at(site.root, site.tracking), write=False) as client:
         version = registry.version(client, name, alias or number)
     return Model(version.folder, f"{name} v{version.number}", registered_as=name)
-
-
-def uris(site: Site) -> dict[str, str]:
-    """Return a URI of each registered name that has an alias; {} if the registry cannot be read."""
-    known = {}
-    try:
-        with stores.client(stores.at(site.root, site.tracking), write=False) as client:
-            for name in registry.names(client):
-                for alias in [*registry.aliases_of(client, name)][:1]:
-                    known[name] = f"models:/{name}@{alias}"
-    except CookbookError:
-        return {}
-    return known

@@ -6,8 +6,9 @@ from pathlib import Path
 import click
 
 from launcher import site as sites
-from launcher.cli.common import cluster_option, json_option, note, since_option
+from launcher.cli.common import cluster_option, json_option, note
 from launcher.look.text import plain
+from plugins.serve.cli.since import since_option
 from plugins.serve.launcher import endpoint as endpoints
 from plugins.serve.launcher import from_requests as workflow
 
@@ -23,7 +24,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 @cluster_option
 def from_requests(
     name: str,
-    since: str | None,
+    since: float | None,
     feedback: Path | None,
     as_json: bool,
     cluster: str | None,

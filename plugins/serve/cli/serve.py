@@ -4,20 +4,20 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as changed
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 
 from launcher import site as sites
-from launcher.cli import common, completion
+from launcher.cli import common
 from launcher.cli.common import note
 from launcher.do import models
 from launcher.errors import EndpointFault, UsageFault
-from launcher.look.servers import listening, tunnel
+from launcher.look.servers import tunnel
 from launcher.run.directory import Run
 from launcher.site import Site
 from launcher.slurm.executors import choose, title
 from plugins.serve import stats
+from plugins.serve.cli.since import since_option
 from plugins.serve.endpoint import reachable
 from plugins.serve.launcher import endpoint as endpoints
 from plugins.serve.launcher import gateway
@@ -27,7 +27,7 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 
 
 @click.command()
-@click.argument("given", nargs=-1, metavar="[MODEL] [KEY=VALUE]...", shell_complete=completion.runs)
+@click.argument("given", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--name", metavar="NAME", help="Name of the endpoint. [default: the registered name]")
 @click.option("--config", help="Name in configs/serve, or a path. [default: default]")
 @click.option("--replicas", type=click.IntRange(min=1), help="Jobs, one copy each. [default: 1]")
@@ -42,7 +42,7 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 @click.option("--url", metavar="NAME", help="Print the URL of an endpoint.")
 @click.option("--stop", metavar="NAME", help="Stop an endpoint's jobs and gateway.")
 @click.option("--stats", metavar="NAME", help="Show latency, throughput, errors and tokens.")
-@common.since_option("With --stats, requests since")
+@since_option("With --stats, requests since")
 @click.option(
     "--keep", metavar="NAME", help="Maintain an endpoint: alias changes, time limits, ended jobs."
 )
@@ -60,7 +60,7 @@ def serve(
     asked = [name for name in _ACTIONS if options[name] is not None]
     if listed + len(asked) + bool(given) != 1:
         raise UsageFault(f"give MODEL, or one of {_NAMED}")
-    if options["since"] and options["stats"] is None:
+    if options["since"] is not None and options["stats"] is None:
         raise UsageFault("--since requires --stats: leave it out")
     if options["once"] and options["keep"] is None:
         raise UsageFault("--once requires --keep: leave it out")
@@ -189,14 +189,12 @@ def _print_url(endpoint: Endpoint, as_json: bool, url: str = "", node: str | Non
         remedy = "serve it with bind=node, which opens it to the cluster"
         note(f"  it has no gateway on this host: {remedy}")
     note(f"  key       {endpoint.key_file}")
-    host, port = urlsplit(url).hostname, int(url.rpartition(":")[2])
-    if node or not listening(host or "127.0.0.1", port, "/v1"):
-        note(f"  laptop    {tunnel(port, node)}")
+    note(f"  laptop    {tunnel(int(url.rpartition(':')[2]), node)}")
     if not node:
         note(f'  try it    cookbook query {endpoint.name} "What is Slurm used for?"')
 
 
-def _stats(endpoint: Endpoint, since: str | None, as_json: bool) -> None:
+def _stats(endpoint: Endpoint, since: float | None, as_json: bool) -> None:
     figures = workflow.figures(endpoint, since)
     click.echo(json.dumps(figures, indent=1) if as_json else "\n".join(stats.lines(figures)))
 

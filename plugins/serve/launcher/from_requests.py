@@ -20,7 +20,6 @@ from plugins.serve import endpoint as endpoints
 from plugins.serve import journal
 from plugins.serve.launcher.endpoint import Endpoint
 from runspec import files
-from runspec.since import seconds
 
 FEEDBACK = "feedback.jsonl"
 # The words of feedback, in lower case, with which an answer may be trained on as it is.
@@ -83,12 +82,12 @@ class MadeOfRequests:
 
 
 def export(
-    site: Site, endpoint: Endpoint, since: str | None, feedback: Path | None
+    site: Site, endpoint: Endpoint, since: float | None, feedback: Path | None
 ) -> MadeOfRequests:
     """Write the answered requests of an endpoint, and a data recipe that reads them.
 
     Args:
-        since: 90m, 12h, 3d or a date; None for all.
+        since: seconds since 1970; None for all.
         feedback: JSON lines with request_id, feedback and label; None for the endpoint's own.
 
     Raises:
@@ -96,7 +95,7 @@ def export(
     """
     path = feedback or endpoint.folder / FEEDBACK
     said = Feedback(path)
-    rows = rows_of(endpoint.folder, seconds(since) if since else 0.0, said)
+    rows = rows_of(endpoint.folder, since or 0.0, said)
     if not rows:
         rejected = said.rejected.total()
         raise EndpointFault(

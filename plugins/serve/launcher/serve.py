@@ -31,7 +31,6 @@ from plugins.serve.launcher.endpoint import Deployment, Endpoint
 from plugins.serve.recipe_keys import package_of
 from runspec import adapters, files
 from runspec.keys.key import NAME, NAME_RULE
-from runspec.since import seconds
 from runspec.weights import gives_scores
 
 Say = Callable[[str], None]
@@ -305,10 +304,9 @@ def failed_start(site: Site, endpoint: Endpoint) -> str:
     return ""
 
 
-def figures(endpoint: Endpoint, since: str | None) -> dict[str, Any]:
-    """Return an endpoint's figures; EndpointFault if it has no requests."""
-    begin = seconds(since) if since else 0.0
-    found = stats.summary(journal.read(endpoint.folder / endpoints.REQUESTS, begin))
+def figures(endpoint: Endpoint, since: float | None) -> dict[str, Any]:
+    """Return an endpoint's figures since a time; EndpointFault if it has no requests."""
+    found = stats.summary(journal.read(endpoint.folder / endpoints.REQUESTS, since or 0.0))
     if not found["requests"]:
         raise EndpointFault(f"no request of {endpoint.name} is logged in that time")
     return found

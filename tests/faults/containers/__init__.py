@@ -23,11 +23,10 @@ def make(place: Path) -> None:
 
 
 def plugin(place: Path) -> Path:
-    """Make the plugin with its state in a folder; return the file for PlugStackConfig."""
-    (place / "state").mkdir()
+    """Make the plugin in a folder; return the file for PlugStackConfig."""
     _compile("pyxis.c", place / "pyxis.so", "-shared", "-fPIC")
     stack = place / "plugstack.conf"
-    stack.write_text(f"required {place}/pyxis.so {place}/state\n")
+    stack.write_text(f"required {place}/pyxis.so\n")
     return stack
 
 

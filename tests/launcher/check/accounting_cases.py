@@ -36,9 +36,6 @@ qos=time time=01:00:00
   - a time limit of 01:00:00 is asked for, and QoS time gives 00:40:00: lower --time
   = QOSMaxWallDurationPerJobLimit: its time limit is longer than your QoS allows per job: lower
     --time
-qos=least-gpus nodes=1 gpus_per_node=2
-  - 2 GPUs are asked for, and QoS least-gpus takes jobs of 4 or more
-  = QOSMinGRES: fewer GPUs than your QoS requires
 qos=strict
   - QoS strict gives one job 4
   = QOSMaxGRESPerJob: more GPUs than your QoS allows per job
@@ -52,16 +49,6 @@ account=chemistry
 account=spent
   - account spent has 0.0 GPU-hours left, and the run may take 4.0: ask
   = AssocGrpGRESMinutes: the GPUs x minutes that your account has for all its jobs are used up
-account=teory
-  - you have no account 'teory' (did you mean theory?) on this cluster: choose one of chemistry,
-  = Invalid account:
-qos=job-gpu
-  - account theory may not use the QoS 'job-gpu' (did you mean job-gpus?): choose one of
-    account-gpus,
-  = Invalid qos:
-account=users qos=time time=01:00:00
-  - account users may not use the QoS 'time': choose one of normal with --qos
-  = Invalid qos:
 partition=narrow
   - 2 nodes are asked for, and partition narrow gives a job 1: lower --nodes, or choose another
     --partition
@@ -72,25 +59,6 @@ partition=wide nodes=1
 partition=brief time=01:00:00
   - a time limit of 01:00:00 is asked for, and partition brief has 20:00: lower --time
   = Partition: the partition allows
-partition=for-chemists
-  - partition for-chemists takes only account chemistry, not theory: choose another --account,
-    or choose another --partition
-  = Job's account not permitted: the account may not use this partition
-partition=not-theory
-  - partition not-theory does not take account theory
-  = Job's account not permitted: the account may not use this partition
-partition=for-qos
-  - partition for-qos takes only QoS job-gpus or time, not normal: choose another --qos
-  = Job's QOS not permitted: the QoS may not be used here
-partition=not-qos
-  - partition not-qos does not take QoS normal
-  = Job's QOS not permitted: the QoS may not be used here
-partition=draining
-  - partition draining takes no new jobs now (its state is DRAIN): wait, or choose
-  = Required partition not available:
-partition=inactive
-  - partition inactive takes no new jobs now (its state is INACTIVE)
-  = Required partition not available:
 partition=limited
   - 8 GPUs are asked for, and QoS of-partition gives one job 2
   = QOSMaxGRESPerJob: more GPUs than
@@ -100,9 +68,6 @@ partition=limited qos=job-gpus
 partition=limited qos=over
   - 8 GPUs are asked for, and QoS over gives one job 4
   = QOSMaxGRESPerJob: more GPUs than
-partition=reserved
-  - partition reserved takes only jobs of a reservation: set resources.reservation=
-  = Access/permission denied:
 """
 
 

@@ -1,6 +1,5 @@
 """cookbook check: a line a check, every fault named, nothing queued."""
 
-import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 from launcher import check as checks
 from launcher import paths, slurm
 from launcher import site as cluster
-from launcher.check import Finding, environment, files, preflight
+from launcher.check import Finding, files, preflight
 from launcher.check import recipe as recipe_checks
 from launcher.check.scheduler import partition
 from launcher.plugins import Check, Plugin, load
@@ -60,25 +59,18 @@ def test_packages_that_are_not_the_pinned_ones_are_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("build", "driver", "gpu", "state", "told"),
+    ("build", "gpu", "state", "told"),
     [
-        ("13.0", "580.65.06", "h100-80", "ok", "is built for CUDA 13.0, for h100-80"),
-        ("13.0", "550.54.15", "h100-80", "failed", "needs NVIDIA driver 580 or newer, and this"),
-        ("12.6", "550.54.15", "h100-80", "ok", "is built for CUDA 12.6"),
-        (None, None, "h100-80", "failed", "built for CPUs, and the GPUs are h100-80: bash"),
-        ("13.0", "580.65.06", "mi300x", "failed", "bash setup.sh --torch rocm"),
-        ("13.0", None, None, "skipped", "not known which GPUs there are"),
+        ("13.0", "h100-80", "ok", "is built for CUDA 13.0, for h100-80"),
+        (None, "h100-80", "failed", "built for CPUs, and the GPUs are h100-80: bash"),
+        ("13.0", "mi300x", "failed", "bash setup.sh --torch rocm"),
+        ("13.0", None, "skipped", "not known which GPUs there are"),
     ],
 )
-def test_torch_is_a_build_for_the_gpus(build, driver, gpu, state, told, tmp_path, monkeypatch):
-    """Known without a node: the GPUs' kind, and this host's driver, where the job runs here."""
+def test_torch_is_a_build_for_the_gpus(build, gpu, state, told, tmp_path, monkeypatch):
     file = tmp_path / "lib/python3.11/site-packages/torch/version.py"
     file.parent.mkdir(parents=True)
     file.write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = {build!r}\nhip = None\n")
-    shown = tmp_path / "driver"
-    if driver:
-        shown.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat\n")
-    monkeypatch.setattr(environment, "_DRIVER", shown)
     monkeypatch.setenv("COOKBOOK_VENV", str(tmp_path))
     (finding,) = found("torch build", "llama1b_lora", [], cluster.Site(gpu=gpu))
     assert finding.state == state and told in finding.line
@@ -120,26 +112,10 @@ def test_a_model_that_is_not_whole_is_named_file_by_file(model: Path):
     assert f"lacks {second.name}, a file of the model's weights" in told
 
 
-def test_a_file_that_changed_since_its_download_is_named(model: Path):
-    files = {
-        path.name: {
-            "size": path.stat().st_size,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            "mtime_ns": path.stat().st_mtime_ns,
-        }
-        for path in model.glob("*.safetensors")
-    }
-    record = {"repo": "acme/tiny", "revision": "0123456789abcdef", "files": files}
+def test_a_download_is_named_with_its_revision(model: Path):
+    record = {"repo": "acme/tiny", "revision": "0123456789abcdef"}
     (model / "cookbook-download.json").write_text(json.dumps(record))
     assert "as downloaded from acme/tiny at 0123456789ab" in of_model(model)[0].message
-    first = sorted(model.glob("*.safetensors"))[0]
-    first.touch()
-    assert of_model(model)[0].state == "ok", "touched, and hashed to be the same"
-    content = bytearray(first.read_bytes())
-    content[-1] ^= 1
-    first.write_bytes(content)
-    (one,) = of_model(model)
-    assert f"{first.name} differs from the hub's index" in one.message
 
 
 def test_files_that_the_recipe_lists_and_the_folder_lacks_are_counted(model: Path):
@@ -172,7 +148,7 @@ def test_a_step_that_does_not_fit_the_gpu_is_told_with_what_would_help():
     (one,) = found("GPU memory", "llama8b_lora", ["batch_size=16"], small)
     assert one.state == "failed" and "usable on a100-40 (the site's file" in one.message
     assert "it would fit with activation_checkpointing=full" in one.remedy
-    changed = ["batch_size=16", "ac_mode=full"]
+    changed = ["batch_size=16", "activation_checkpointing=full"]
     assert found("GPU memory", "llama8b_lora", changed, large)[0].state == "ok"
     assert found("GPU memory", "llama8b_lora", changed)[0].state == "skipped", "no GPU is named"
 
@@ -290,43 +266,6 @@ def test_a_dataset_of_files_that_names_none_is_refused():
     (one,) = found("dataset", "demo", ["dataset.data_files="])
     assert one.state == "failed"
     assert one.message == "dataset.data_files must name the files of source json"
-
-
-def test_a_picture_in_a_message_is_refused(tmp_path):
-    parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "a"}}]
-    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat."}]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    (one,) = found(
-        "dataset",
-        "llama8b_lora",
-        [f"dataset.data_files={tmp_path / 'a.jsonl'}", "dataset.source=json"],
-    )
-    assert (
-        one.state == "failed"
-        and "has a part of type image_url in its first record; only" in one.message
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "column"),
-    [
-        ("a.jsonl", '{"question": "?", "answer": "!", "images": ["a.png"]}\n', "images"),
-        ("a.jsonl", '{"question": "?", "answer": "!", "images": []}\n', None),
-        ("a.jsonl", '\ufeff{"question": "?", "answer": "!"}\n', None),
-        ("a.csv", 'question,answer,"Image"\n?,!,a.png\n', "Image"),
-        ("a.csv", "question,answer\n?,!\n", None),
-    ],
-)
-def test_pictures_in_the_data_are_said_not_to_be_trained(tmp_path, name, text, column):
-    (tmp_path / name).write_text(text)
-    (one,) = [*found("dataset", "demo", [f"dataset.data_files={tmp_path / name}"])][:1]
-    if column is None:
-        assert one.state == "ok"
-        return
-    assert (
-        one.state == "warning" and f"has the column {column}, which is not trained" in one.message
-    )
-    assert one.remedy.endswith("for pictures and sound use axolotl or NeMo Automodel")
 
 
 def test_a_layout_that_fits_tells_its_global_batch():

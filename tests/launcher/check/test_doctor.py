@@ -10,11 +10,6 @@ from functools import partial
 import pytest
 
 from launcher import paths
-from launcher.check.doctor import report
-from launcher.check.doctor.ask import NodeReport
-from launcher.check.doctor.slurm import CHECKS, SlurmAnswers
-from launcher.site import Site
-from launcher.venv import TorchBuild
 from tests.launcher.kit import Kit, until
 
 
@@ -70,31 +65,14 @@ def test_a_site_in_order_is_found_so(slurm_user: Kit):
     status, findings = doctor(slurm_user)
     assert status == 0, findings
     found = states(findings)
-    right = "Slurm,partitions,preemption,accounting,site file,sbatch test,virtual environment,"
-    for check in f"{right}shared files,clock,network,local disk".split(","):
+    right = "Slurm,partitions,accounting,sbatch test,virtual environment,"
+    for check in f"{right}shared files,network".split(","):
         assert "ok" in found[check], (check, findings)
         assert not found[check] & {"failed", "skipped"}, (check, findings)
     assert "2 with 8 x h100" in text_of(findings, "partitions", "ok")
     assert "to start at" in text_of(findings, "sbatch test", "ok")
     # The one-host cluster's GPUs are stand-ins, which a real driver would have to answer for.
     assert found["GPUs"] <= {"warning", "ok", "failed"}
-
-
-@pytest.mark.parametrize(
-    ("mode", "state"),
-    [("CANCEL", "warning"), ("REQUEUE", "ok")],
-)
-def test_a_site_that_cancels_preempted_jobs_is_told(tmp_path, monkeypatch, mode, state):
-    program = tmp_path / "sinfo"
-    program.write_text(f"#!/bin/sh\nprintf 'debug|OFF\\nlow|{mode}\\n'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    site = SlurmAnswers(Site(name="mine"), {}, {}, {}, [], None)
-    (finding,) = CHECKS["preemption"](site)
-    assert finding.state == state
-    if state == "warning":
-        assert "in low Slurm cancels a preempted job" in finding.message
-        assert "sbatch --dependency=afternotok:JOB" in finding.remedy
 
 
 def test_no_slurm_is_one_fault_that_hides_nothing_else(user: Kit):
@@ -113,9 +91,8 @@ def test_each_wrong_setting_of_the_site_is_named(slurm_user: Kit, site, tmp_path
     )
     status, findings = doctor(slurm_user, "--cluster", name)
     assert status == 1
-    told = text_of(findings, "site file", "failed")
-    assert "there is no partition 'gpus' (did you mean gpu?)" in told and f"{name}.yaml" in told
-    assert "invalid partition" in text_of(findings, "sbatch test", "failed")
+    told = text_of(findings, "sbatch test", "failed")
+    assert "invalid partition" in told and f"fix resources: in configs/clusters/{name}.yaml" in told
     name = site("network_interface: ib7\nresources: {partition: gpu, gpu_type: h200}\n")
     status, findings = doctor(slurm_user, "--cluster", name)
     assert "Requested node configuration" in text_of(findings, "sbatch test", "failed")
@@ -148,7 +125,7 @@ def test_an_environment_that_the_node_cannot_use(slurm_user: Kit, tmp_path):
     shutil.copy(os.path.realpath(sys.executable), venv / "bin" / "python")
     status, findings = doctor(kit)
     told = text_of(findings, "virtual environment", "failed")
-    assert f"{venv} lacks torchtune, tensorboard: bash setup.sh" in told
+    assert "lacks torchtune: bash setup.sh" in told
     told = text_of(findings, "virtual environment", "warning")
     assert "setup.sh did not finish" in told and "click 7.0 (pinned" in told
 
@@ -178,30 +155,19 @@ def test_what_the_driver_says_is_checked_against_torch_and_the_request(slurm_use
         "COOKBOOK_VENV": str(venv),
     }
 
-    def gpus(driver: str, ecc: str, cuda: str) -> list[dict[str, str]]:
-        tool.write_text(f"#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 81559, {driver}, {ecc}'\n")
+    def gpus(driver: str, cuda: str) -> list[dict[str, str]]:
+        tool.write_text(f"#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, {driver}'\n")
         tool.chmod(0o755)
         (packages / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\ncuda = {cuda}\n")
         return doctor(Kit(env, slurm_user.root))[1]
 
-    found = gpus("580.65.06", "0", "'13.0'")
+    found = gpus("580.65.06", "'13.0'")
     told = "1 x NVIDIA H100 80GB HBM3, 80 GiB, driver 580.65.06; torch is built for CUDA 13.0"
     assert told in text_of(found, "GPUs", "ok") and states(found)["GPUs"] == {"ok"}
-    found = gpus("570.86.15", "3", "'13.0'")
-    told = text_of(found, "GPUs", "failed")
-    assert "needs driver 580 or newer" in told and "3 uncorrected ECC errors" in told
-    found = gpus("580.65.06", "[N/A]", "None")
+    found = gpus("570.86.15", "'13.0'")
+    assert "needs driver 580 or newer" in text_of(found, "GPUs", "failed")
+    found = gpus("580.65.06", "None")
     assert "the installed torch is built for CPUs" in text_of(found, "GPUs", "failed")
-
-
-@pytest.mark.parametrize(("seen", "state"), [("0", "failed"), ("1", "failed"), ("2", "ok")])
-def test_gpus_that_torch_does_not_see_are_told(seen, state):
-    gpus = [f"{number}, NVIDIA H100 80GB HBM3, 81559, 580.65.06, 0" for number in range(2)]
-    packages = [f"torch 2.13.0+cu130 sees {seen} GPUs"]
-    values = {"gpu_tool": ["nvidia-smi"], "gpu": gpus, "packages": packages}
-    found = report._gpus(NodeReport("n1", values), TorchBuild("2.13.0", "13.0", None), 2)
-    assert found.state == state
-    assert state == "ok" or f"built for CUDA 13.0, sees {seen} of them" in found.message
 
 
 def test_a_shared_folder_that_the_nodes_do_not_share(slurm_user: Kit, tmp_path):

@@ -1,5 +1,6 @@
 """Environments: records, their job scripts, what is found before the queue, and real runs."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -24,13 +25,6 @@ from slurm import probe
 from tests.faults import containers
 
 RUN = Path("/shared/runs/20260102-030405-demo-0a1b")
-# A stand-in of conda, which reads variables that are not set, as conda does.
-CONDA = """conda() {
-  : "$PS1$CONDA_SHLVL"
-  [ -d "$CONDA_ENVS/$2" ] || { echo "EnvironmentNameNotFound: $2" >&2; return 1; }
-  export PATH=$CONDA_ENVS/$2/bin:$PATH
-}
-"""
 
 
 def loaded(block: str, *more: str) -> Recipe:
@@ -41,7 +35,7 @@ def loaded(block: str, *more: str) -> Recipe:
     ("block", "wanted"),
     [
         ("{dependencies: [einops]}", ['exec "$ENV_PYTHON" -P -m torch.distributed.run']),
-        ("{kind: conda, conda: llm}", ["enter_conda llm ''", "find_python python"]),
+        ("{setup: [conda activate llm], python: python}", ["conda activate", "find_python python"]),
         ("{kind: modules, modules: [cuda/12.8]}", ["load_module cuda/12.8", "exec python -P"]),
         ("{prefix: [numactl, --localalloc]}", ["exec numactl --localalloc python -P"]),
         ("{srun: [--mpi=none]}", ["--export=ALL \\\n  --mpi=none \\\n  bash -c"]),
@@ -61,21 +55,17 @@ def test_a_record_becomes_lines_of_the_job_script(block, wanted):
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
-def test_a_conda_that_is_out_of_sight_for_a_moment_is_waited_for(tmp_path):
-    away, place = tmp_path / "away", tmp_path / "conda"
-    (away / "etc/profile.d").mkdir(parents=True)
-    (away / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS={tmp_path}/envs\n{CONDA}")
-    (tmp_path / "envs/own").mkdir(parents=True)
-    lines = loaded(f"{{kind: conda, conda: own, conda_root: {place}}}").environment.lines
+def test_a_module_that_is_out_of_sight_for_a_moment_is_waited_for():
     # It is there once the first try has failed.
     lines = [
         f"source {paths.REPO_ROOT}/slurm/environment.sh",
-        f"sleep() {{ mv {away} {place}; }}",
-        *lines,
+        "module() { export LOADEDMODULES=$there; }",
+        "sleep() { there=own; }",
+        *loaded("{kind: modules, modules: [own]}").environment.lines,
     ]
     script = "\n".join([*lines, "echo $?"])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-    assert done.stdout == "0\n" and done.stderr.count("there is no conda in") == 1
+    assert done.stdout == "0\n" and done.stderr.count("the module own was not loaded") == 1
 
 
 def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
@@ -94,7 +84,7 @@ def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
         ("{kind: apptainer}", "environment.image is missing"),
         ("{image: /i}", "environment.image has no meaning for kind: venv"),
         ("{kind: apptainer, image: i, binds: [data]}", "'data' is not /PATH"),
-        ("{kind: docker}", "must be one of venv, conda"),
+        ("{kind: docker}", "must be one of venv, modules"),
         ("{kind: pyxis, image: i, dependencies: [a]}", "dependencies has no meaning"),
         ("{pyhton: a}", "did you mean python"),
         ("nosuch", "there is no environment 'nosuch'"),
@@ -132,11 +122,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "an image that does not exist": ("{kind: apptainer, image: /no.sif}", "there is no image"),
     "a bind that does not exist": ("{kind: apptainer, image: i, binds: [/no]}", "there is no /no"),
     "a runtime that is not there": ("{kind: apptainer, image: i}", "not installed there"),
-    "a conda environment that does not exist": (
-        "{kind: conda, conda: nosuch, conda_root: PLACE}",
-        "conda env list",
-    ),
-    "no conda": ("{kind: conda, conda: nosuch, conda_root: /no}", "set conda_root"),
     "a failing module": ("{setup: ['module() { return 1; }'], modules: [nosuch]}", "module avail"),
     "a setup line that fails": (
         "{setup: ['false']}",
@@ -144,7 +129,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "an interpreter that does not exist": ("{python: /no/python}", "correct environment.python"),
     "another architecture": ("{python: PLACE/other}", "another architecture"),
-    "a stale container": ("{kind: pyxis, image: i, options: [--container-name=x]}", "stale"),
     "a Python without torch": ("{python: /usr/bin/python3}", "has no torch"),
     "packages in ~/.local that come first": (
         "{python: OWN/bin/python3, prefix: [env, -u, PYTHONNOUSERSITE, PYTHONUSERBASE=PLACE]}",
@@ -169,8 +153,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
 def injected(tmp_path_factory) -> dict[str, str]:
     """What the words in capitals of FAULTS stand for."""
     place = tmp_path_factory.mktemp("faults")
-    (place / "etc/profile.d").mkdir(parents=True)
-    (place / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS=/no\n{CONDA}")
     version = ".".join(map(str, sys.version_info[:2]))
     (place / f"lib/python{version}/site-packages").mkdir(parents=True)
     (place / "old/torch").mkdir(parents=True)
@@ -278,8 +260,8 @@ def test_a_dependency_by_its_address_is_built_or_says_why_not(tmp_path):
 
     said: list[str] = []
     python = built_of("own") / "bin/python"
-    listed = [each.dependencies for each in built.listed(tmp_path / "shared")]
-    assert listed == [[f"own @ file://{tmp_path}/own"]]
+    record = json.loads((python.parents[1] / "cookbook.json").read_text())
+    assert record["dependencies"] == [f"own @ file://{tmp_path}/own"]
     assert built_of("own", said.append) == python.parents[1] and said == [], "once"
     assert subprocess.run([python, "-c", "import own; assert own.VALUE"]).returncode == 0
     with pytest.raises(PreflightFault, match="No module named 'not_there': name a wheel of it"):

@@ -144,7 +144,7 @@ def test_splits_that_overlap_are_a_fault_before_the_queue(check):
     done = check("dataset_val.split=train[50%:]")
     assert done.exit_code == 1
     found = f"{'samples':<19} dataset_val: "
-    assert f"failed   {found}shares 208 samples with dataset" in done.output
+    assert f"failed   {found}each of its samples is in dataset too" in done.output
     apart = check("dataset.split=train[:50%]", "dataset_val.split=train[50%:]")
     assert apart.exit_code == 0, apart.output
     assert f"ok       {found}all 208 samples can be tokenised" in apart.output

@@ -53,7 +53,6 @@ GRPO = "submit demo_grpo rollout_engine=vllm"
             "rollout_gpus: only for vLLM; set rollout_engine=vllm",
         ),
         (GRPO, 2, "rollout_engine: vLLM generates on nodes of its own; set resources.rollout=1"),
-        ("recipes --key dataset.pakced", 2, "did you mean dataset.packed?"),
         ("submit --recipe demo --node 2", 2, "No such option"),
         ("submit demo --nodes two", 2, "'two' is not a valid integer range"),
         ("submit demo --time '1:00\n#SBATCH --uid=0'", 2, "a limit such as"),
@@ -171,18 +170,6 @@ def test_dry_run_prints_the_script_and_writes_nothing(user: Kit):
     assert not user.root.exists()
 
 
-def test_every_option_of_the_queue_reaches_the_script(user: Kit):
-    options = ["--nodes", "3", "--gpus-per-node", "4", "--time", "1-12", "--partition", "a,b"]
-    options += ["--account", "team", "--qos", "high", "--name", "mine", "resources.mem=0"]
-    script = user.cookbook("submit", "--recipe", "demo", "--dry-run", *options).stdout
-    for line in (
-        *("--nodes=3", "--gpus-per-node=4", "--cpus-per-task=4", "--time=1-12", "--partition=a,b"),
-        *("--account=team", "--qos=high", "--job-name=mine", "--mem=0"),
-    ):
-        assert f"#SBATCH {line}\n" in script
-    assert "-mine-" in script and "RANKS_PER_NODE=4" in script
-
-
 def test_data_that_are_no_json_or_lack_a_column_are_named(user: Kit, tmp_path):
     data = tmp_path / "data.jsonl"
     submit = ["submit", "--recipe", "demo", "--local", f"dataset.data_files={data}"]
@@ -212,7 +199,7 @@ def test_the_scheduler_accepts_every_recipes_script(slurm, tmp_path):
 def test_recipes_lists_and_shows(user: Kit):
     listed = user.cookbook("recipes").stdout
     assert "llama70b_lora" in listed and "2 x 8" in listed
-    assert "64.4 GiB  80 GB    Llama 3.3 70B Instruct, full" in listed
+    assert "64.4 GiB  Llama 3.3 70B Instruct, full" in listed
     shown = user.cookbook("recipes", "llama70b_lora").stdout
     assert "data_parallel_replicate_dim: 2" in shown and "${" not in shown
 
@@ -281,22 +268,3 @@ def test_a_note_names_keys_that_are_not_used(user: Kit):
         done = user.cookbook(*command, "--local", "--recipe", "demo", "optimizer_in_bwd=true")
         first = "note: keys that are not used: optimizer_in_bwd (the optimizer steps after the"
         assert done.stderr.startswith(first)
-
-
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("submit llama70b_l", {"plain,llama70b_lora"}),
-        ("submit --recipe llama70b_l", {"plain,llama70b_lora"}),
-        ("submit demo optimizer.l", {"plain,optimizer.lr="}),
-        ("sweep demo_", {"plain,demo_settings"}),
-        ("status ", {"plain,last"}),
-        ("status no_such_run", set()),
-    ],
-)
-def test_the_shell_completes_recipes_keys_sweeps_and_runs(user: Kit, typed: str, offered: set):
-    words = f"cookbook {typed}"
-    count = len(words.split()) - 1 + typed.endswith(" ")
-    given = {"COMP_WORDS": words, "COMP_CWORD": str(count), "_COOKBOOK_COMPLETE": "bash_complete"}
-    done = Kit(user.env | given, user.root).cookbook()
-    assert done.returncode == 0 and set(done.stdout.split()) == offered, done.stdout + done.stderr

@@ -142,7 +142,6 @@ def test_a_wheel_adds_a_command_a_check_and_a_method(tmp_path):
 
     assert "Greet a person." in cookbook(*here, "--help").stdout
     assert cookbook(*here, "greet", "Ada").stdout == "Good morning, Ada\n"
-    assert "gentle" in cookbook(*here, "recipes", "--key", "gentleness").stdout
     rude = cookbook(*here, "check", "demo", "seed=13")
     assert rude.returncode == 1 and "seed 13 is rude: choose another: seed=1" in rude.stdout
 

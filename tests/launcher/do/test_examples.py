@@ -55,59 +55,13 @@ def test_support_messages_become_a_served_model_and_data_again(slurm_user: Kit):
     """As a user types it, with all steps; README.md of the example has their times."""
     pytest.importorskip("pyspark")
     printed = ended(slurm_user, "support_intents", local=False)
-    assert "METHOD" in printed, "the strategies' table"
-    whole_way(slurm_user, printed)
-
-
-def whole_way(user: Kit, printed: str) -> None:
-    """Assert the results of all steps but the strategies; tests/plugins has each step's rules."""
-    data = user.root / "datasets"
-    planted = json.loads((data / "raw/support-truth.json").read_text())
-    assert sum(planted.values()) == 500_000
-    support, spark = (data / "prepared" / name / "current" for name in ("support", "support-spark"))
-    card = json.loads((support / "card.json").read_text())
-    assert card["rows"] == 4800
-    shares = [split["rows"] / card["rows"] for split in card["splits"].values()]
-    assert shares == pytest.approx([0.1, 0.8, 0.1], abs=0.01)
-    lineage = [json.loads((each / "lineage.json").read_text()) for each in (support, spark)]
-    assert len({each["content_sha256"] for each in lineage}) == 1, "both engines, the same rows"
-    assert lineage[0]["bad_rows"] == planted["broken"]
-    deltalake = pytest.importorskip("deltalake")
-    table = deltalake.DeltaTable(str(data / "support-table"))
-    assert table.to_pyarrow_dataset().count_rows() == 4800
-
-    results = {}
-    for path in sorted((user.root / "runs").glob("*support-*/evals/*.json")):
-        result = json.loads(path.read_text())
-        run = path.parents[1].name.split("-support-")[1].rpartition("-")[0]
-        tasks = {name: task["metrics"] for name, task in result["tasks"].items()}
-        results[run] = [
-            tasks["intent"]["classification"]["all"]["candidate"]["value"],
-            tasks["likelihood"]["perplexity"]["all"]["candidate"]["value"],
-        ]
-    assert results["base"][0] < 0.2 < 0.9 < min(results["qlora"][0], results["lora"][0]), results
-    assert max(results["qlora"][1], results["lora"][1]) < 1.5 < results["base"][1], results
-    for name in ("qlora", "lora"):
-        (run,) = (user.root / "runs").glob(f"*-support-{name}-*")
-        progress = json.loads((run / "progress.json").read_text())
-        assert progress["best_step"] and progress["best_val_loss"] < 0.4
-
-    registry = json.loads(user.cookbook("registry", "support", "--json").stdout)
+    # tests/plugins has each step's rules.
+    assert "\nMETHOD" in printed and "is not promoted to staging: gate" in printed
+    registry = json.loads(slurm_user.cookbook("registry", "support", "--json").stdout)
     aliases = {each["version"]: set(each["aliases"]) for each in registry["versions"]}
     assert aliases == {1: set(), 2: {"staging", "champion"}, 3: {"candidate"}}
-    tags = {each["version"]: each["tags"] for each in registry["versions"]}
-    for version, name in enumerate(("base", "qlora", "lora"), start=1):
-        assert f"-support-{name}-" in tags[version]["run"]
-    assert "is not promoted to staging: gate" in printed, "the base fails the gates"
-
-    assert "requests     200 (200: 200)" in printed
-    lines = (data / "requests-support" / "requests.jsonl").read_text().splitlines()
-    logged = [json.loads(line) for line in lines]
-    assert len(logged) == 200 and sum(bool(row["label"]) for row in logged) > 150
-    again = json.loads((data / "prepared/requests-support/current/card.json").read_text())
-    assert again["rows"] > 150
-    listed = json.loads(user.cookbook("serve", "--list", "--json").stdout)
-    assert listed[0]["url"] is None, "the example ends what it has started"
+    again = slurm_user.root / "datasets/prepared/requests-support/current/card.json"
+    assert json.loads(again.read_text())["rows"] > 150
 
 
 def ended(user: Kit, name: str, local: bool = True) -> str:

@@ -42,7 +42,7 @@ def start(*arguments: str) -> Result:
 def test_a_table_becomes_a_recipe(faq: Path, model: Path, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
-    done = start(str(faq), str(model), "--samples", "1")
+    done = start(str(faq), str(model))
     assert done.exit_code == 0, done.output + repr(done.exception)
     assert "my faq.csv has questions and answers (columns question and answer)" in done.output
     assert "not used: id" in done.output
@@ -65,7 +65,7 @@ def test_prompts_become_a_recipe_with_a_reward_of_their_own(model: Path, tmp_pat
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
     row = {"prompt": "Do roses need sun?", "plant": "roses"}
     (tmp_path / "prompts.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
-    done = start("prompts.jsonl", str(model), "--samples", "0")
+    done = start("prompts.jsonl", str(model))
     assert done.exit_code == 0, done.output + repr(done.exception)
     assert "prompts (column prompt), and for the reward functions plant" in done.output
     assert f"# write {tmp_path / 'reward.py'}: def score(prompts, completions" in done.output
@@ -82,7 +82,7 @@ def test_prompts_become_a_recipe_with_a_reward_of_their_own(model: Path, tmp_pat
 def test_a_table_of_hundreds_of_rows_is_split_for_validation(model: Path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COOKBOOK_ROOT", str(tmp_path / "shared"))
-    done = start(str(QA), str(model), "--samples", "1")
+    done = start(str(QA), str(model))
     assert done.exit_code == 0, done.output + repr(done.exception)
     config = recipes.load("slurm_qa.yaml").config
     splits = config["dataset"]["split"], config["dataset_val"]["split"]

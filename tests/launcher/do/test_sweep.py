@@ -136,7 +136,7 @@ def test_a_sweep_is_a_job_array_that_is_resumed_where_it_failed(slurm_user: Kit,
     assert (user.root / "times").read_text().splitlines()[4:] == ["late begins", "late ends"]
     left = user.cookbook("sweep", "--resume", "study")
     assert left.returncode == 2 and "every cell of" in left.stderr
-    table = user.cookbook("results", "study", "--format", "json")
+    table = user.cookbook("results", "study", "--json")
     assert {row["cell"]: row["state"] for row in json.loads(table.stdout)} == {
         "kind=small": "COMPLETED",
         "kind=large": "OUT_OF_MEMORY",

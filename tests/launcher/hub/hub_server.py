@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ class Repository:
     claimed_size: dict[str, int] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)  # times left that the connection breaks
     corrupt: dict[str, int] = field(default_factory=dict)  # times left that a byte is wrong
-    slow: set[str] = field(default_factory=set)
 
     @property
     def sha(self) -> str:
@@ -160,10 +158,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if name in repository.slow:
-            self.wfile.write(data[begin : begin + 1000])
-            self.wfile.flush()
-            time.sleep(30)
         if repository.cut.get(name):
             repository.cut[name] -= 1
             self.wfile.write(data[begin : begin + (len(data) - begin) // 2])

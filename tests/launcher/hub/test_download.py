@@ -1,9 +1,7 @@
 """cookbook download against a hub of our own: real client, real files, every fault in one line."""
 
-import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ from launcher import site as clusters
 from launcher.recipe import load as recipe_file
 from launcher.run import provenance
 from tests.launcher.hub.hub_server import Hub, Repository, serving
-from tests.launcher.kit import FAKE_TOKEN, Kit, until
+from tests.launcher.kit import FAKE_TOKEN, Kit
 
 RECIPE = """
 extends: demo
@@ -83,10 +81,6 @@ def test_a_cut_connection_a_broken_file_and_a_second_call(alice: Kit, hub: Hub, 
 
     record = json.loads((folder / "cookbook-download.json").read_text())
     assert record["repo"] == "acme/tiny-llama" and record["revision"] == model.sha
-    own = record["files"]["model.safetensors"]
-    assert own.pop("mtime_ns") == (folder / "model.safetensors").stat().st_mtime_ns
-    assert own == {"size": len(WEIGHTS), "sha256": hashlib.sha256(WEIGHTS).hexdigest()}
-    assert set(record["files"]) == names
     recipe = recipe_file.load(str(tmp_path / "tiny.yaml"))
     site = clusters.Site(shared_root=str(alice.root))
     assert provenance._model_revision(recipe, site)["revision"] == model.sha
@@ -105,7 +99,7 @@ def test_a_cut_connection_a_broken_file_and_a_second_call(alice: Kit, hub: Hub, 
     assert read.stdout.strip() == "a4", read.stderr
     assert hub.fetched().count("train.jsonl") == 1
 
-    # A byte that changed on the disk is found, and that file alone is fetched again.
+    # A byte that changed on the disk is found, and that file alone is fetched by the next call.
     hub.requests.clear()
     weights = folder / "model.safetensors"
     before = weights.stat().st_mtime
@@ -113,9 +107,10 @@ def test_a_cut_connection_a_broken_file_and_a_second_call(alice: Kit, hub: Hub, 
         file.write(bytes([WEIGHTS[0] ^ 1]))
     os.utime(weights, (before, before))  # as a disk would do it
     (folder / "config.json").unlink()
+    told = "1 of the files of acme/tiny-llama, first model.safetensors, differ from the hub's index"
+    refused(download(alice, tmp_path), told)
     done = download(alice, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "1 of 4 files differ from the hub's index: fetched again" in done.stderr
     assert sorted(hub.fetched()) == ["config.json", "model.safetensors"]
     assert weights.read_bytes() == WEIGHTS
 
@@ -135,7 +130,7 @@ def test_a_teacher_comes_with_its_student(alice: Kit, hub: Hub, tmp_path):
     tiny, large = (alice.root / "models" / name for name in ("tiny", "large"))
     assert (large / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
     done = download(alice, tmp_path, *own, "hub.teacher=acme/tiny-lama")
-    refused(done, "no model 'acme/tiny-lama' (did you mean acme/tiny-llama?): fix hub.teacher in")
+    refused(done, "no model 'acme/tiny-lama': fix hub.teacher in")
 
 
 def test_a_broken_dataset_is_fetched_again(alice: Kit, hub: Hub, tmp_path):
@@ -144,8 +139,11 @@ def test_a_broken_dataset_is_fetched_again(alice: Kit, hub: Hub, tmp_path):
     data = next((alice.root / "hf" / "hub").glob("datasets--*/snapshots/*/train.jsonl"))
     whole = data.read_bytes()
     data.write_bytes(whole[:-1] + b"x")
+    refused(
+        download(alice, tmp_path, "~hub.model"), "1 of the files of acme/questions, first train"
+    )
     done = download(alice, tmp_path, "~hub.model")
-    assert done.returncode == 0 and "1 of 1 files differ" in done.stderr
+    assert done.returncode == 0, done.stderr
     assert hub.fetched() == ["train.jsonl"] and data.read_bytes() == whole
 
 
@@ -164,10 +162,10 @@ def test_access_that_is_missing(alice: Kit, hub: Hub, tmp_path):
     token = tmp_path / "token"
     token.write_text("hf_other")
     bob = Kit({**nobody.env, "HF_TOKEN_PATH": str(token)}, alice.root)
-    refused(download(bob, tmp_path), f"{page}; the token of {token} has none yet")
+    refused(download(bob, tmp_path), f"{page}, then see whose token you use: hf auth whoami")
     old = Kit({**alice.env, "HF_TOKEN": "hf_expired"}, alice.root)
     # For model and dataset alike: one fault.
-    refused(download(old, tmp_path), "the hub does not accept the token of HF_TOKEN: make one")
+    refused(download(old, tmp_path), "the hub does not accept your token: make one")
     assert hub.fetched() == [] and not (alice.root / "models").exists()
 
 
@@ -175,7 +173,7 @@ def test_names_that_lead_nowhere_are_all_told(alice: Kit, hub: Hub, tmp_path):
     done = download(alice, tmp_path, "hub.model=acme/tiny-lama", "hub.dataset=acme/answers")
     refused(
         done,
-        "no model 'acme/tiny-lama' (did you mean acme/tiny-llama?): fix hub.model in the recipe",
+        "no model 'acme/tiny-lama': fix hub.model in the recipe",
         "no dataset 'acme/answers': fix hub.dataset in the recipe",
     )
     done = download(alice, tmp_path, "hub.model=acme/tiny-llama@v7")
@@ -200,9 +198,9 @@ def test_a_disk_too_small_and_a_hub_that_sends_wrong_bytes(alice: Kit, hub: Hub,
     model.claimed_size["model.safetensors"] = 10**18
     refused(download(alice, tmp_path), "GiB free: make room, or set COOKBOOK_ROOT")
     model.claimed_size.clear()
-    model.corrupt["model.safetensors"] = 2
+    model.corrupt["model.safetensors"] = 1
     done = download(alice, tmp_path, "~hub.dataset")
-    refused(done, "first model.safetensors, differ from the hub's index twice in a row")
+    refused(done, "first model.safetensors, differ from the hub's index, and were removed")
     assert not (alice.root / "models" / "tiny" / "cookbook-download.json").exists()
 
 
@@ -214,28 +212,3 @@ def test_no_network_and_nothing_to_download(alice: Kit, tmp_path):
     assert done.returncode == 2 and "recipe demo has no hub: block" in done.stderr
     done = download(alice, tmp_path, "hub.model=../evil")
     assert done.returncode == 2 and "a Hub repository such as org/name" in done.stderr
-
-
-def test_an_interrupted_download_ends_at_once_and_goes_on(alice: Kit, hub: Hub, tmp_path):
-    model_of(hub).slow.add("model.safetensors")
-    argv = [
-        sys.executable,
-        "-m",
-        "launcher",
-        "download",
-        str(tmp_path / "tiny.yaml"),
-        "~hub.dataset",
-    ]
-    process = subprocess.Popen(argv, env=alice.env, stderr=subprocess.PIPE, text=True)
-    folder = alice.root / "models" / "tiny"
-    until(lambda: "model.safetensors" in hub.fetched() and (folder / "README.md").exists(), 30)
-    busy = download(alice, tmp_path, "~hub.dataset")
-    refused(busy, f"another download is writing to {folder}")
-    process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=5)
-    told = f"interrupted; finished files stay: go on with: cookbook download {tmp_path}/tiny.yaml"
-    assert process.returncode == 130 and told in words
-    model_of(hub).slow.clear()
-    hub.requests.clear()
-    assert download(alice, tmp_path, "~hub.dataset").returncode == 0
-    assert "README.md" not in hub.fetched() and "model.safetensors" in hub.fetched()

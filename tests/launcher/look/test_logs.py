@@ -172,29 +172,15 @@ def test_half_a_gigabyte_is_never_read_whole(tmp_path, user: Kit):
     assert shown("-f", "--tail", "1")[1:] == ["line 4999"]
 
 
-def test_the_first_error_is_the_rank_that_failed_by_itself(tmp_path):
+def test_the_first_error_is_what_the_job_recorded(tmp_path):
     run = made(tmp_path, attempts=2)
     assert first_error(run) is None
-    for rank, kind, when in ((0, "PeerError", 1.0), (3, "ValueError", 2.0), (1, "KeyError", 3.0)):
-        error = {"rank": rank, "host": "n2", "type": kind, "time": when, "message": f"{kind}: bad"}
-        record = run.logs / f"1/error_rank_{rank}.json"
-        record.write_text(json.dumps({**error, "traceback": f"trace of {rank}"}))
-    (run.logs / "1/error_node_0.json").write_text("{")
-    found = first_error(run)
-    assert (found.attempt, found.message, found.traceback) == (
-        1,
-        "rank 3 on n2: ValueError: bad",
-        "trace of 3",
-    )
-    # It wrote nothing.
-    assert found.log == run.logs / "1/node_0.log"
+    verdict = {"attempt": 1, "cause": "killed", "message": "rank 3 on n2: Killed: by SIGKILL"}
+    verdict |= {"nodes": ["n1", "n2"], "node": "n2", "ended": 5.0}
+    (run.path / "attempts.jsonl").write_text(json.dumps(verdict) + "\n")
+    message = f"attempt 1 of {run.name} failed: killed: rank 3 on n2: Killed: by SIGKILL"
+    # The rank wrote nothing.
+    assert first_error(run) == (message, run.logs / "1/node_1.log")
     (run.logs / "1/rank_3.log").write_text("its words\n")
-    assert first_error(run).log == run.logs / "1/rank_3.log"
-    # The job's own verdict counts once it is there.
-    verdict = {"attempt": 1, "cause": "killed", "message": "rank 1 on n2: Killed: by SIGKILL"}
-    verdict |= {"nodes": ["n1", "n2"], "node": "n2"}
-    (run.path / "attempts.jsonl").write_text(json.dumps({**verdict, "ended": 5.0}) + "\n")
-    found = first_error(run)
-    assert found.message == "killed: rank 1 on n2: Killed: by SIGKILL"
-    assert found.log == run.logs / "1/node_1.log"
+    assert first_error(run) == (message, run.logs / "1/rank_3.log")
     assert first_error(run, 0) is None

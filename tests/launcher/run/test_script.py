@@ -17,7 +17,7 @@ from launcher.errors import RecipeFault
 from launcher.recipe import load as recipes
 from launcher.run import snapshot
 from launcher.slurm.executors import choose
-from tests.launcher.kit import Kit, project, ranks_of, report, until
+from tests.launcher.kit import BY_SHELL, Kit, project, ranks_of, report, until
 
 EXAMPLE = paths.REPO_ROOT / "examples/transformers_fsdp/transformers_fsdp.yaml"
 SECRET = "a-value-that-nothing-may-show"
@@ -95,7 +95,7 @@ def test_a_secret_in_an_exception_reaches_no_record(kit: Kit, tmp_path):
     words = (
         "import os\nraise ValueError('no access with', os.environ['MY_KEY'], 'hf_' + 'a' * 30)\n"
     )
-    path = project(tmp_path, words, secrets={"MY_KEY": str(secret)})
+    path = project(tmp_path, words, **BY_SHELL, secrets={"MY_KEY": str(secret)})
     _, run = kit.submit("--recipe", str(path), "--nodes", "1", "--local")
     told = kit.wait(run, "FAILED", "COMPLETED")
     assert "ValueError: ('no access with', '<MY_KEY>', '<redacted>')" in told["detail"], report(run)
@@ -173,13 +173,3 @@ def test_a_wrong_key_of_a_script_recipe_is_one_fault(tmp_path, change, told):
         recipes.load(str(path))
     (line,) = fault.value.faults
     assert told in line
-
-
-def test_what_cannot_be_copied_leaves_no_run(kit: Kit, tmp_path):
-    path = project(tmp_path, "pass\n")
-    with (path.parent / "big.bin").open("wb") as file:
-        file.truncate(snapshot.LIMIT_BYTES + 1)
-    before = kit.runs()
-    done = kit.cookbook("submit", "--recipe", str(path))
-    assert done.returncode == 1 and "a snapshot may have at most 100 MiB" in done.stderr
-    assert kit.runs() == before

@@ -180,7 +180,6 @@ ODD += ['{"step": 3, "loss": null, "time": 1e400}', '{"step": true}', f'{{"step"
         f"diff whole {NAME}",
         f"report whole {NAME} --output OUT.html",
         f"watch --plain {NAME}",
-        "clean",
     ],
 )
 def test_another_runs_damage_is_never_mine(tmp_path, user: Kit, command):

@@ -98,19 +98,6 @@ def test_what_belongs_to_a_colleague_is_used_if_the_site_names_them(tmp_path):
         with pytest.raises(RunFault, match="belongs to nobody: remove it"):
             built.is_built(environment, tmp_path)
         os.chown(planted, 0, -1)
-    # A colleague's of the same dependencies, and a colleague's private run, which cannot be read.
-    theirs = tmp_path / "environments" / str(nobody.pw_uid) / environment.digest
-    theirs.mkdir(parents=True)
-    (theirs / "cookbook.json").write_text("{}")
-    private = Run(tmp_path / "runs" / "20261122-151728-theirs-abcd")
-    private.path.mkdir(parents=True)
-    private.write("submission.json", {"recipe": "demo", "jobs": []})
-    (private.path / "job.sbatch").symlink_to("job.sbatch")
-    (listed,) = built.listed(tmp_path)
-    assert listed.path == place and listed.runs == [private.name]
-    os.chown(private.path, nobody.pw_uid, -1)
-    (listed,) = built.listed(tmp_path)
-    assert listed.path == place and listed.runs == []
     run = Run(tmp_path / "runs" / "20261122-151728-demo-abcd")
     run.path.mkdir(parents=True)
     run.write("submission.json", {"recipe": "demo", "jobs": []})

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import subprocess
 import sys
 
@@ -11,7 +10,6 @@ import pytest
 from plugins.serve import server
 from runspec.files import DamagedFile, read_json_lines
 from slurm import faults, records, retry
-from slurm.identity import own_job_id
 from slurm.retry import AttemptEnd, decide
 from trainer.errors import (
     ConfigError,
@@ -202,8 +200,7 @@ def test_shared_storage_that_fails_is_no_nodes_fault(run_dir, monkeypatch, scrip
     assert [retry.pause_s(lines[:number]) for number in range(4)] == [0, 15, 30, 60]
     assert retry.pause_s([*lines, {"cause": "error"}]) == 0
     assert retry.pause_s(lines * 9) == 240
-    assert records.choose(run_dir, ["n1", "n2"], 1) == (["n1"], [])
-    assert records.choose(run_dir, ["n2", "n1"], 1) == (["n2"], [])
+    assert records.nodes_to_leave(run_dir, ["n1", "n2"]) == []
 
 
 # What Slurm 22.05 wrote when it lost n2, which was not the first node.
@@ -231,8 +228,7 @@ def test_a_lost_node_is_named_and_left_out(run_dir, monkeypatch, recorded, nodes
     (line,) = read_json_lines(run_dir / "attempts.jsonl")
     assert (line["cause"], line["node"], line["bad_nodes"]) == ("node_failure", "n2", names)
     assert line["message"] == f"Slurm ended the job because it lost a node: {', '.join(names)}"
-    left = [host for host in hosts if host not in names]
-    assert records.choose(run_dir, hosts, len(left)) == (left, [])
+    assert retry.bad_nodes([line]) == set(names)
 
 
 MEMORY = "error: StepId=11.0 exceeded memory limit (944 > 900), being killed"
@@ -339,40 +335,6 @@ def test_an_attempt_that_could_not_record_its_end_gets_a_line(run_dir, monkeypat
     assert line["attempt"] == 0 and line["cause"] == "lost" and line["nodes"] == ["n1"]
 
 
-def test_a_process_of_this_host_that_runs_keeps_its_run(run_dir, monkeypatch):
-    records.begin(run_dir, ["n1"])  # as process 1
-    monkeypatch.setenv("JOB_PID", str(os.getpid()))
-    with pytest.raises(records.Follows, match="job local-1 still works on this run"):
-        records.begin(run_dir, ["n1"])
-
-
-@pytest.mark.parametrize(
-    ("step", "begins"), [(None, "the first step"), (10, "the checkpoint of step 10")]
-)
-def test_a_job_says_that_it_continues_an_earlier_run(run_dir, monkeypatch, capsys, step, begins):
-    records.begin(run_dir, ["n1"])
-    if step:
-        checkpoint(run_dir, step)
-    records.end(run_dir, 0, 1, max_retries=0)
-    assert capsys.readouterr().out.count("make a new run with: cookbook submit") == 0
-    monkeypatch.setenv("JOB_PID", str(os.getpid()))
-    records.begin(run_dir, ["n1"])
-    told = capsys.readouterr().out
-    assert f"continues the run of job local-1 in {run_dir}, from {begins}" in told
-    assert "make a new run with: cookbook submit" in told
-
-
-def test_a_finished_run_is_not_trained_again(run_dir):
-    (run_dir / "progress.json").write_text('{"state": "finished", "attempt": 0}')
-    cancelled = {"state": "CANCELLED", "job_id": "local-1", "attempt": 0}
-    (run_dir / "status.json").write_text(json.dumps(cancelled))
-    with pytest.raises(records.Follows) as follows:
-        records.begin(run_dir, ["n1"])
-    assert follows.value.what == "finished"
-    told = json.loads((run_dir / "status.json").read_text())
-    assert (told["job_id"], told["state"]) == (own_job_id(), "COMPLETED")
-
-
 def test_progress_of_an_attempt_before_does_not_finish_this_one(run_dir):
     (run_dir / "progress.json").write_text('{"state": "stopped", "attempt": 0}')
     records.begin(run_dir, ["n1"])
@@ -381,25 +343,6 @@ def test_progress_of_an_attempt_before_does_not_finish_this_one(run_dir):
     assert records.end(run_dir, 1, 0, 3, None) == "run"
     causes = [line["cause"] for line in read_json_lines(run_dir / "attempts.jsonl")]
     assert causes == ["stopped", "killed"]
-
-
-def test_torn_records_are_passed_over(run_dir):
-    (run_dir / "attempts.jsonl").write_text('{"attempt": 0}\n{"attem')
-    assert read_json_lines(run_dir / "attempts.jsonl") == [{"attempt": 0}]
-    (run_dir / "logs" / "error_rank_0.json").write_text("{")
-    assert faults.read_errors(run_dir / "logs") == []
-
-
-def test_a_run_whose_steps_are_not_finite_is_not_started_again(run_dir):
-    """By the trainer's own record: torchrun's exit status is 1 whatever a rank's was."""
-    records.begin(run_dir, ["n1"])
-    fault = NonFiniteLossError("step 7: not finite in 3 steps in a row")
-    write_error_record(run_dir / "logs" / "0", 1, fault)
-    assert records.end(run_dir, 0, 1, max_retries=3, job_state=None) == "failed"
-    status = json.loads((run_dir / "status.json").read_text())
-    assert status["state"] == "FAILED"
-    assert "rank 1 on " in status["message"]
-    assert "NonFiniteLossError: step 7: not finite in 3 steps in a row" in status["message"]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ def test_shellcheck_finds_nothing(cluster, tmp_path):
 
 
 def test_a_sites_values_yield_to_the_recipes(fixed):
-    rendered = script("llama70b_lora", SITE, "resources.partition=mine")
+    mail = ("resources.mail_user=me@example.org", "resources.mail_type=END,FAIL")
+    rendered = script("llama70b_lora", SITE, "resources.partition=mine", *mail)
+    assert "#SBATCH --mail-user=me@example.org\n#SBATCH --mail-type=END,FAIL\n" in rendered
     assert "#SBATCH --partition=mine\n" in rendered
     assert "#SBATCH --time=24:00:00\n" in rendered
     assert "#SBATCH --account=team\n" in rendered
@@ -142,6 +144,16 @@ def test_a_stock_torchtune_recipe_is_started_as_such(fixed, monkeypatch):
         script("demo", Site(), "entry=torchtune:full_finetune_distribute")
 
 
+def test_a_plug_in_says_what_names_the_run_in_the_tracking_store(monkeypatch):
+    workload = paths.REPO_ROOT / "examples/air_fsdp/train.yaml"
+    recipe = recipes.load(str(workload), ["tracking=sqlite:////shared/mlflow.db"])
+    asks = 'if MLFLOW_RUN_ID=$(python -P "$COOKBOOK/plugins/registry/mlflow_run.py"); then'
+    assert asks in render.job_script(recipe, Site(), RUN, "air")
+    monkeypatch.setattr(render, "hook", lambda name: None)
+    text = render.job_script(recipe, Site(), RUN, "air")
+    assert "MLFLOW_RUN_ID" not in text and "MLFLOW_TRACKING_URI" in text
+
+
 def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, monkeypatch):
     from launcher import site as cluster
 
@@ -169,12 +181,6 @@ def test_every_file_of_the_cluster_folder_loads_and_faults_are_named(tmp_path, m
     ):
         assert part in told
     assert len(fault.value.faults) == 10
-
-
-def test_spare_nodes_are_asked_for_and_wait(fixed):
-    text = script("demo", Site(), "resources.spare_nodes=1")
-    assert "#SBATCH --nodes=3\n#SBATCH --no-kill\n" in text
-    assert "export NODES=$((${SLURM_JOB_NUM_NODES:-3} - 1))\n" in text
 
 
 def test_vllm_is_on_the_rollout_nodes():

@@ -165,5 +165,5 @@ def test_a_file_of_several_tasks(tmp_path, duck, monkeypatch):
     records = [qa(f"q{n}", f"a{n}", n=str(n)) for n in range(100)]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "data.parquet", row_group_size=30)
     made = run(tmp_path, [], duck, source={"path": "data.parquet", "keep": {"n": "whole"}})
-    assert made.start.folder and len(list(made.start.folder.glob("part-*"))) == 4
+    assert made.rows.folder and len(list(made.rows.folder.glob("part-*"))) == 4
     assert {row["_id"]: row["n"] for row in rows(made, duck)} == {n + 1: n for n in range(100)}

@@ -4,16 +4,8 @@ import json
 
 import pytest
 
-from plugins.data import report
 from plugins.data.errors import DataError
 from tests.plugins.data.kit import answers, chat, lines, qa, rows, run
-
-
-def test_the_notes_of_a_step_are_shown_as_text():
-    notes = {"similar_pairs": 12345, "rows_with": {"email": 1200, "phone": 0}, "share": 0.123456}
-    shown = "similar pairs 12,345; rows with: email 1,200, phone 0; share 0.1235"
-    assert report.as_text(notes) == shown and report.as_text({}) == report.as_text(None) == ""
-    assert report.as_text({"languages": {}, "kinds": ["a", "b"]}) == "languages: none; kinds a, b"
 
 
 @pytest.mark.long

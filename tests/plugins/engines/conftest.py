@@ -1,4 +1,4 @@
-"""Containers and conda, as in the launcher's tests."""
+"""Containers, as in the launcher's tests."""
 
 from tests.launcher.check.test_environments import injected
 

@@ -3,8 +3,8 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -25,14 +25,30 @@ from runspec import files
 from runspec.engines import Records
 from slurm import records
 from slurm.watchdog import Watch
-from tests.faults.test_engines import CASES
-from tests.launcher.check.test_environments import CONDA
 from tests.launcher.recipe.test_commands import RESOURCES, planned
 from tests.launcher.recipe.test_other_tools import LITGPT, refusal, written
 
 TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d"}
 AUTOMODEL = {"model": {}, "step_scheduler": {}, "dataset": {}}
 LLAMAFACTORY = {"model_name_or_path": "org/m", "stage": "sft", "dataset": "mine"}
+# An engine's entry, what its ranks' command holds, and its own config.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "trl": ("trl:sft", "hf_trainer", {**TRL, "max_steps": 60}),
+    "llamafactory": ("llamafactory:theirs.yaml", "hf_trainer", {**LLAMAFACTORY, "max_steps": 60}),
+    "axolotl": (
+        "axolotl:theirs.yaml",
+        "hf_trainer",
+        {"base_model": "org/m", "datasets": [{"path": "org/d"}], "max_steps": 60},
+    ),
+    "litgpt": ("litgpt:finetune_full", "litgpt", {**LITGPT, "train": {"max_steps": 60}}),
+    "deepspeed": ("deepspeed:train.py", "train.py", {"train_micro_batch_size_per_gpu": 8}),
+    "automodel": (
+        "automodel:theirs.yaml",
+        "nemo_automodel",
+        {**AUTOMODEL, "step_scheduler": {"max_steps": 60}, "checkpoint": {}},
+    ),
+    "torchtitan": ("torchtitan:llama3/debug", "torchtitan", {"training": {"steps": 60}}),
+}
 
 
 @pytest.mark.parametrize(
@@ -88,16 +104,13 @@ def test_a_config_starts_in_the_folder_from_which_its_paths_count(tmp_path, monk
     assert found() == (tmp_path, [])
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.in_log])
+@pytest.mark.parametrize("name", CASES)
 def test_each_engine_is_started_with_its_own_config_in_the_runs_folders(tmp_path, name):
-    case = CASES[name]
-    prefix = case.entry.partition(":")[0]
-    if case.entry.endswith(".yaml"):
-        (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(case.parameters))
-        keys = {"entry": f"{prefix}:theirs.yaml"}
-    else:
-        keys = {"entry": case.entry, "parameters": case.parameters}
-    made = planned(tmp_path, {**keys, "resources": RESOURCES, **case.keys})
+    entry, program, parameters = CASES[name]
+    prefix, keys = entry.partition(":")[0], {"entry": entry, "parameters": parameters}
+    if entry.endswith(".yaml"):
+        (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(keys.pop("parameters")))
+    made = planned(tmp_path, {**keys, "resources": RESOURCES})
     records = Records.of(json.loads(made.contents[files.ENGINE]))
     assert records and made.recipe.max_retries == 3
     if name != "deepspeed":
@@ -106,7 +119,7 @@ def test_each_engine_is_started_with_its_own_config_in_the_runs_folders(tmp_path
         given = yaml.safe_load(made.contents[files.TRAIN])
         assert str(made.path) in json.dumps(given), "its folders are the run's"
     assert "export STOP_SIGNAL=TERM" in made.script or not records.stop
-    assert "slurm/rank.sh" in made.script and case.program in made.script
+    assert "slurm/rank.sh" in made.script and program in made.script
 
 
 def test_an_override_reaches_the_engines_file_and_an_unknown_one_does_not(tmp_path):
@@ -312,18 +325,16 @@ def test_a_damaged_engine_json_ends_the_run_with_its_name(tmp_path, monkeypatch)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["apptainer", "conda"])
+@pytest.mark.parametrize("kind", ["apptainer", "modules"])
 def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if kind == "apptainer" and (os.geteuid() or not shutil.which("gcc")):
         pytest.skip("the tests' Apptainer needs root and gcc")
-    (tmp_path / "etc/profile.d").mkdir(parents=True)
-    (tmp_path / "etc/profile.d/conda.sh").write_text(f"CONDA_ENVS={tmp_path}\n{CONDA}")
-    (tmp_path / "own").symlink_to(sys.prefix)
     own = {
         "apptainer": "image: PLACE/image, python: PREFIX/bin/python, "
         "setup: ['PATH=PLACE/bin:$PATH'], binds: ['/usr:/usr:ro', OWN, PREFIX, REPO]",
-        "conda": f"conda: own, conda_root: {tmp_path}",
+        "modules": "setup: ['module() { export LOADEDMODULES=own PATH=PREFIX/bin:$PATH; }'], "
+        "modules: [own], python: python",
     }
     block = f"{{kind: {kind}, {own[kind]}, "
     # TRL's script alone is a stand-in.

@@ -34,12 +34,12 @@ optimizer: {_component_: torch.optim.AdamW, lr: 2e-5, fused: true}
 loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
 batch_size: 8
 gradient_accumulation_steps: 1
-enable_activation_checkpointing: false
+activation_checkpointing: none
 """
 
 
 SMALLER = [
-    *("--nodes=2", "--gpu=h200-141", "batch_size=2", "enable_activation_checkpointing=true"),
+    *("--nodes=2", "--gpu=h200-141", "batch_size=2", "activation_checkpointing=full"),
     "model._component_=torchtune.models.llama3_3.lora_llama3_3_70b",
     "+model.lora_attn_modules=[q_proj, v_proj]",
 ]
@@ -77,7 +77,7 @@ def test_what_is_printed(user: Kit, recipe, golden, arguments):
 def test_each_remedy_gives_the_figure_that_its_overrides_give(user: Kit, recipe, smaller):
     found = estimated(user, recipe, *smaller)
     assert not found["fits"] and found["remedies"]
-    assert ("qlora_" in found["remedies"][-1]["overrides"]) == bool(smaller)
+    assert ("quantize_base=true" in found["remedies"][-1]["overrides"]) == bool(smaller)
     applied: list[str] = [*smaller]
     for remedy in found["remedies"]:
         if not remedy["helps"]:

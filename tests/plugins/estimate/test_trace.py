@@ -33,7 +33,7 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
     return {
         "output_dir": "run",
         "dtype": "bf16",
-        "model": block | (LORA if builder.startswith(("lora_", "qlora_")) else {}),
+        "model": block | (LORA if builder.startswith("lora_") else {}),
         "tokenizer": {"_component_": "trainer.none", "max_seq_len": 4096},
         "checkpointer": {"checkpoint_dir": "none"},
         "dataset": {"_component_": "trainer.none"},
@@ -42,7 +42,7 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4, "foreach": False},
         "loss": {"_component_": CHUNKED},
         "clip_grad_norm": 1.0,
-        "enable_activation_checkpointing": True,
+        "activation_checkpointing": "full",
     } | changes
 
 
@@ -52,14 +52,13 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
     [
         ("llama3_2.lora_llama3_2_1b", 8, {"tensor_parallel_dim": 2}),
         ("llama3_1.llama3_1_8b", 4, {"gradient_accumulation_steps": 2, "batch_size": 1}),
-        ("llama3_1.llama3_1_8b", 8, {"ac_mode": "selective", "ac_option": "op"}),
+        ("llama3_1.llama3_1_8b", 8, {"activation_checkpointing": "op"}),
         ("llama3_1.llama3_1_8b", 8, {"master_weights": "fp32"}),
     ],
     ids=["lora, tensor parallel", "full, accumulated", "op", "fp32 weights"],
 )
 def test_the_closed_form_follows_what_no_recipe_of_the_catalogue_has(model, ranks, changes) -> None:
     config = recipe(model, **changes)
-    config["enable_activation_checkpointing"] = "ac_mode" not in changes
     step = step_of(config, 1, ranks)
     found = StepMemory(replace(step, shape=step.shape.cut(3)))
     traced = trace(configs.parse(config), ranks, layers=3)

@@ -388,9 +388,6 @@ def test_a_suite_and_its_models_are_checked_together(site):
     with pytest.raises(UsageFault) as error:
         evaluate.plan(site, "models:/intent@champion", "slurm_qa", "bas")
     assert "(did you mean base?): give base, a run, a folder" in error.value.faults[0]
-    with pytest.raises(UsageFault) as error:
-        evaluate.plan(site, "intnt", "slurm_qa", None)
-    assert "did you mean models:/intent@ca" in error.value.faults[0]
     with pytest.raises(UsageFault, match=r"tasks.answers holds? ?|unknown key"):
         evaluate.plan(
             site, "models:/intent@champion", "slurm_qa", None, ["+tasks.answers.metrcs=[]"]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from plugins.rl import demo_sums
 from tests.trainer.conftest import dataset, model_folder, one_thread
-from trainer import demo_sums
 
 __all__ = ["dataset", "model_folder", "one_thread"]
 

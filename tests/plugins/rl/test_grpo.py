@@ -10,9 +10,10 @@ import torch
 import yaml
 
 from plugins.evaluate.pairs import Scorer
+from plugins.rl import demo_sums
 from plugins.rl.grpo import PolicyOptimisation
 from tests.trainer.runs import assert_same_curve, curve, finish, kill_at, metrics, start
-from trainer import check, demo_sums
+from trainer import check
 from trainer.config import read_yaml
 from trainer.data.tokenizers import hugging_face_tokenizer
 

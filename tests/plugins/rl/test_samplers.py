@@ -148,7 +148,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {"batch_size": 16, "generation_batch_size": 4}),
     "tensor": (2, TP | {"generation_batch_size": 8}),
     "lora": (1, LORA),
-    "qdora": (1, LORA | {"model": {"lora_rank": 4, "use_dora": True, "quantize_base": True}}),
+    "qdora": (1, LORA | {"model": {"lora_rank": 4, "adapter": "dora", "quantize_base": True}}),
     "lora-fsdp": (2, LORA | {"batch_size": 16}),
 }
 FAST = {"_component_": "torch.optim.AdamW", "lr": 3e-3}

@@ -123,7 +123,7 @@ def test_pefts_scale_is_kept_and_exported(settings, source, tmp_path, model_fold
 
     given, expected = of_peft(tmp_path / "peft", model_folder, **settings)
     use_dora = settings.get("use_dora", False)
-    model = {"lora_rank": 4, "lora_alpha": 8, "use_dora": use_dora}
+    model = {"lora_rank": 4, "lora_alpha": 8, "adapter": "dora" if use_dora else "lora"}
     model = lora_model(use_dora=use_dora) if source == "torchtune" else model
     path = config(tmp_path / "run", model_folder, dataset, given, model=model)
     assert check.faults(read_yaml(path), SupervisedFineTuning) == []

@@ -85,22 +85,15 @@ PLAIN = [
     {"role": "user", "content": "What is a node?"},
     {"role": "assistant", "content": " A machine. "},
     {"role": "user", "content": "And a rank?"},
-    {"role": "assistant", "content": "A process.", "train": True},
+    {"role": "assistant", "content": "A process."},
 ]
 CALLED = '<call>jobs{"user": "me"}</call><call>nodes{"idle": true}</call></s>'
-THOUGHT = {"role": "assistant", "content": "<think>Hm.</think>No."}
-ALL, ANSWERS = {"train_on": "all"}, {"train_on_reasoning": False}
 # Template, messages, the dataset's keys, and the texts that are trained.
 CASES: list[tuple[str, list[dict], dict, list[str]]] = [
-    (THINKING, CALLS, ALL, [CALLED, "Yes.</s>", "<think>Still.</think>\nYes.</s>"]),
+    (THINKING, CALLS, {"train_on": "all"}, [CALLED, "Yes.</s>", "<think>Still.</think>\nYes.</s>"]),
     (THINKING, CALLS, {"train_on": "last"}, ["<think>Still.</think>\nYes.</s>"]),
-    (INSTRUCT, PLAIN, {"train_on": "marked"}, ["A process.</s>"]),
-    (MARKED, PLAIN, ALL, ["  A machine. </s>", " A process.</s>"]),
-    # The first answers' reasoning is not in the text; the last one's is left out.
-    (THINKING, CALLS, ANSWERS, [CALLED, "Yes.</s>", "Yes.</s>"]),
-    (THINKING, [CALLS[0], CALLS[1] | {"reasoning_content": "I look."}], ANSWERS, [CALLED]),
-    # It stands in the content, with the answer behind it.
-    (MARKED, [CALLS[0], THOUGHT], ANSWERS, ["No.</s>"]),
+    (INSTRUCT, PLAIN, {"train_on": "last"}, ["A process.</s>"]),
+    (MARKED, PLAIN, {"train_on": "all"}, ["  A machine. </s>", " A process.</s>"]),
 ]
 
 
@@ -117,9 +110,7 @@ def tokenizer_of(tmp_path, model_folder):
     return make
 
 
-def opened(
-    tokenizer: Any, folder: Path, *rows: dict, **changes: Any
-) -> conversations.Conversations:
+def opened(tokenizer: Any, folder: Path, *rows: dict, **changes: Any) -> conversations.Chats:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return conversations.conversation_dataset(

@@ -1,6 +1,7 @@
 """What the model sees of a dataset: tokens, masks, packed rows, their order, and their cache."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from runspec.layout import Layout
 from tests.trainer.runs import MODEL_SIZES, llama3_tokenizer
 from trainer.config import instantiate, load
 from trainer.data import origin
-from trainer.data.batches import Batches, MicroBatch
+from trainer.data.batches import Batches, BatchSpec, MicroBatch
 from trainer.data.packing import WINDOW, pack
 from trainer.data.preferences import UnpairedPreferenceDataset
 from trainer.data.rows import Rows
@@ -133,7 +134,7 @@ def test_an_epoch_holds_each_sample_once_on_any_number_of_ranks(changes, build):
         for rank in range(ranks):
             layout = Layout(shard=ranks)
             part = distributed.World(rank, ranks, rank, torch.device("cpu"), None, layout)
-            batches = list(Batches(rows, part, 4, seed=5)._index_lists(0))
+            batches = list(Batches(rows, part, BatchSpec(4, seed=5))._index_lists(0))
             assert {len(indices) for indices in batches} == {4}, "every batch has one shape"
             order = [index for indices in batches for index in indices]
             found += [t.tobytes() for i in order if i >= 0 for t, _ in rows[i].documents]
@@ -144,14 +145,14 @@ def test_prompts_that_fill_no_step_wait_for_another_epoch(build):
     rows = build(**packed()).training.rows
     alone = distributed.World(0, 1, 0, torch.device("cpu"), None, Layout())
     size = len(rows) - 1
-    kept = Batches(rows, alone, size, seed=5, epochs=2)
-    dropped = Batches(rows, alone, size, seed=5, epochs=2, drops_rest=True)
+    spec = BatchSpec(size, seed=5, epochs=2)
+    kept, dropped = (Batches(rows, alone, replace(spec, drops_rest=d)) for d in (False, True))
     assert (kept.steps_per_epoch, kept.total_steps) == (2, 4)
     assert (dropped.steps_per_epoch, dropped.total_steps) == (1, 2)
     epochs = [set(indices) for indices in dropped._index_lists(0)]
     assert [len(epoch) for epoch in epochs] == [size, size] and epochs[0] != epochs[1]
     # The only step of an epoch is not left out.
-    assert Batches(rows, alone, size + 5, drops_rest=True).steps_per_epoch == 1
+    assert Batches(rows, alone, BatchSpec(size + 5, drops_rest=True)).steps_per_epoch == 1
 
 
 # Kinds of datasets
@@ -235,13 +236,12 @@ def test_samples_without_a_target_are_counted(build):
 @pytest.mark.parametrize(
     ("splits", "fault"),
     [
-        (("train", "train[95%:]"), r"shares 2 samples with dataset \(split train\[95%:\] and"),
+        (("train", "train[95%:]"), "each of its samples is in dataset too"),
         (("train[:50%]", "train[40:]"), None),
-        (("train[:22]", "train[20:30]"), "shares 2 samples with dataset"),
         (("train[:40]", "train[100%:]"), r"dataset_val: .*corresponds to no data"),
         (("train[:40]", "vald"), "Unknown split"),
     ],
-    ids=["whole", "apart", "part", "empty", "unknown"],
+    ids=["whole", "apart", "empty", "unknown"],
 )
 def test_validation_data_must_be_apart(splits, fault, build):
     changes = {"dataset": {"split": splits[0]}, "dataset_val": {"split": splits[1]}}

@@ -14,7 +14,7 @@ from trainer.check import faults
 from trainer.config import parse, read_yaml
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.preview import previews
-from trainer.data.source import open_source, sample
+from trainer.data.source import DataSpec, Source, sample
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.methods import preference_losses as losses
@@ -63,16 +63,8 @@ ASKED = "<|user|>Q?<|end|><|assistant|>"
         {"prompt": [USER], "chosen": answer("A."), "rejected": answer("B.")},
         {"chosen": [USER, answer("A.")], "rejected": [USER, answer("B.")]},
         {"prompt": "other", "chosen": [USER, answer("A.")], "rejected": [USER, answer("B.")]},
-        {
-            "prompt": "Q?",
-            "completions": [
-                {"completion": "C.", "rank": 1},
-                {"completion": "A.", "rank": 0},
-                {"completion": "B.", "rank": 2},
-            ],
-        },
     ],
-    ids=["texts", "messages", "message", "whole", "whole with prompt", "ranked"],
+    ids=["texts", "messages", "message", "whole", "whole with prompt"],
 )
 def test_every_form_gives_the_same_pair(row, tmp_path, model_folder):
     texts, wrong, _ = shown(tmp_path, model_folder, [row])
@@ -154,18 +146,6 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": NaN}'}
     ("component", "row", "more", "words"),
     [
         (PAIRS, {"prompt": "Q?", "chosen": "A.", "rejected": "B.", "margin": -INF}, {}, "'margin'"),
-        (
-            PAIRS,
-            {
-                "prompt": "Q?",
-                "completions": [
-                    {"completion": "A.", "rank": 1.0},
-                    {"completion": "B.", "rank": NAN},
-                ],
-            },
-            {},
-            "'completions' contains nan; numbers must be finite",
-        ),
         (UNPAIRED, {"prompt": "Q?", "completion": "A.", "label": NAN}, {}, "'label' contains nan"),
         (
             CONVERSATIONS,
@@ -193,7 +173,7 @@ def test_a_number_that_is_not_finite_is_named_by_its_line(
     block = {"_component_": component, "source": "json", "data_files": str(path), "split": split}
     form = {PAIRS: PreferenceTuning.form, UNPAIRED: UnpairedPreferenceTuning.form}.get(component)
     tokenizer = hugging_face_tokenizer(str(model_folder))
-    samples = open_source("dataset", block | more, tokenizer, form or SINGLE)
+    samples = Source(DataSpec("dataset", block | more, tokenizer, form or SINGLE))
     with pytest.raises(ConfigError, match=re.escape(words)) as told:
         samples.pieces(1)
     assert f"dataset: {path}, line 2: " in str(told.value)
@@ -216,7 +196,6 @@ def test_a_samples_number_must_be_finite():
         ({"prompt": "Q?", "chosen": " ", "rejected": "A."}, "the chosen answer is empty"),
         ({"prompt": "Q?", "chosen": "A.", "rejected": None}, "there is no 'rejected'"),
         ({"prompt": "Q?", "worse": "B."}, "there is no 'chosen' and no 'rejected'"),
-        ({"prompt": "Q?", "completions": [{"completion": "A.", "rank": 1}]}, "different 'rank'"),
         (
             {"prompt": [USER], "chosen": [TOOL], "rejected": [answer("A.")]},
             "chosen answer is empty",
@@ -294,10 +273,9 @@ def test_the_cheapest_reference_is_chosen():
     def kind(**content: Any) -> str:
         return DpoConfig.reference_of(content)
 
-    assert kind(model=LORA) == kind(model=LORA, epochs=1) == "adapter_off"
-    assert kind(model=LORA, epochs=2) == kind(model={}) == "log_probs"
+    assert kind(model=LORA) == "adapter_off" and kind(model={}) == "model"
     start = {"adapter_checkpoint": "a"}
-    assert kind(model=LORA, checkpointer=start) == "log_probs"
+    assert kind(model=LORA, checkpointer=start) == "model"
     assert kind(loss="simpo") == kind(loss="orpo", reference="model") == ""
     assert kind(model=LORA, reference="model") == "model"
 

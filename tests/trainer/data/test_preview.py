@@ -141,14 +141,11 @@ def test_a_character_is_whole_where_its_training_begins_within(model_folder):
     tokenizer = hugging_face_tokenizer(str(model_folder))
     tokens = tokenizer.encode("節點 ist")
     assert tokenizer.decode(tokens[:1]) == "\ufffd"
-    labels = np.array([IGNORE_INDEX, *tokens[1:]])
-    assert spans(tokenizer, tokens, labels) == [{"trained": True, "text": "節點 ist"}]
-    labels[3:] = IGNORE_INDEX
-    first, rest = spans(tokenizer, tokens, labels)
+    trained = np.array([False, *[True] * (len(tokens) - 1)])
+    assert spans(tokenizer, tokens, trained) == [{"trained": True, "text": "節點 ist"}]
+    trained[3:] = False
+    first, rest = spans(tokenizer, tokens, trained)
     assert first == {"trained": True, "text": "節"} and rest["text"] == "點 ist"
-    # A part of a character, where the text was cut, is shown by its id.
-    names = "".join(f"<token {token}>" for token in tokens[1:3])
-    assert spans(tokenizer, tokens[1:], labels[1:])[0] == {"trained": True, "text": names}
 
 
 def test_torchtunes_tokenizers_are_decoded_with_their_special_tokens(config_of, tmp_path):
@@ -166,7 +163,7 @@ def test_torchtunes_tokenizers_are_decoded_with_their_special_tokens(config_of, 
     assert answer["trained"] and answer["text"].startswith(said)
 
 
-def test_spaces_and_control_tokens_of_sentencepiece_are_shown(config_of, tmp_path):
+def test_spaces_of_sentencepiece_are_shown(config_of, tmp_path):
     sentences = ["ein Knoten ist ein Rechner", "ein Rang ist ein Prozess", "Slurm hat Knoten"]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences * 20),
@@ -185,8 +182,8 @@ def test_spaces_and_control_tokens_of_sentencepiece_are_shown(config_of, tmp_pat
     (found,), faults = previews(config_of(block, [{"turns": turns}], tokenizer), 1)
     assert faults == []
     prompt, answer = found["shown"][0]["spans"]
-    assert prompt["text"].startswith("<bos>") and "Was heißt 節點?" in prompt["text"]
-    assert answer["text"].split() == ["ein", "Knoten", "ist", "節<eos>"] and answer["trained"]
+    assert "Was heißt 節點?" in prompt["text"]
+    assert answer["text"].split() == ["ein", "Knoten", "ist", "節"] and answer["trained"]
 
 
 def test_every_fault_of_the_first_samples_is_named(config_of):
@@ -213,14 +210,6 @@ def test_counts_are_of_the_first_thousand(config_of):
     assert faults == [] and (found["read"], found["samples"]) == (1000, 1102)
     assert (found["dropped"], found["truncated"]) == (1, 1) and found["left_out_tokens"] > 100
     assert [sample["trained_tokens"] > 0 for sample in found["shown"]] == [False, True]
-
-
-def test_splits_that_share_samples_are_the_fault_that_ends_the_run(config_of):
-    block, _ = KINDS["instruct"]
-    config = config_of(block, [{"q": f"Warum {n}?", "a": "Darum."} for n in range(40)])
-    overlapping = {**config.dataset, "split": "train[50%:]"}
-    _, (fault,) = previews(dataclasses.replace(config, dataset_val=overlapping), 0)
-    assert fault.startswith("dataset_val: shares 20 samples with dataset (split train[50%:] and ")
 
 
 def test_validation_samples_that_are_trained_are_counted(tmp_path, config_of):

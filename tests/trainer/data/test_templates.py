@@ -126,14 +126,12 @@ def with_spaces() -> Tokenizer:
     return tokenizer
 
 
-def trained(
-    tokenizer: HuggingFaceTokenizer, messages: list[dict[str, Any]], **options: Any
-) -> list[str]:
+def trained(tokenizer: HuggingFaceTokenizer, messages: list[dict[str, Any]]) -> list[str]:
     """What is trained of all answers, decoded: a text for each run of tokens."""
-    turns, _ = turns_of(messages)
+    turns = turns_of(messages)
     answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     tools = TOOLS if any("tool_calls" in turn for turn in turns) else None
-    tokens, mask = tokenizer.tokenize_turns(turns, answers, tools, **options)
+    tokens, mask = tokenizer.tokenize_turns(turns, answers, tools)
     runs = "".join(" " if masked else "x" for masked in mask)
     return [
         tokenizer.decode(tokens[run.start() : run.end()], skip_special_tokens=False)
@@ -176,15 +174,6 @@ def test_answers_are_trained_or_refused(template, conversation, tokenizers):
         assert earlier or any(text.endswith(end) for end in ENDS[template])
         prompts = [message["content"] for message in messages if message["role"] != "assistant"]
         assert not any(prompt in text for prompt in prompts)
-
-
-@pytest.mark.parametrize("template", ENDS)
-def test_reasoning_left_out_of_training(template, tokenizers):
-    messages = CONVERSATIONS["reasoning"]
-    texts = trained(tokenizers[template], messages, reasoning=False)
-    assert not any("ponder" in text for text in texts)
-    for text, message in zip(texts, messages[1::2], strict=True):
-        assert message["content"] in text
 
 
 def test_system_prompt_stands_where_it_does_in_the_prompt(tokenizers):

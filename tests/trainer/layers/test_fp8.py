@@ -99,10 +99,10 @@ def test_sizes_that_no_gpu_multiplies_are_named():
 
 
 TP = {"tensor_parallel_dim": 2}
-COMPILED = {"compile": True, "ac_mode": "selective", "ac_option": "op"}
+COMPILED = {"compile": True, "activation_checkpointing": "op"}
 BASES: dict[str, dict[str, Any]] = {"packed": BF16, "padded": BF16 | {"row_length": None}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "packed-rowwise": (1, ROWWISE | {"enable_activation_checkpointing": True}),
+    "packed-rowwise": (1, ROWWISE | {"activation_checkpointing": "full"}),
     "packed-compiled": (1, FP8 | COMPILED),
     "packed-fsdp2-masters": (2, FP8 | {"batch_size": 2, "master_weights": "fp32"}),
     "packed-tp2": (2, ROWWISE | TP),

@@ -235,7 +235,7 @@ def test_parameters_count_as_many_weights_as_they_stand_for(runs, world):
 
 
 def test_builders_with_and_without_quantize_base(world):
-    """A qlora_* builder sets it, Qwen's know no such key, and a full builder cannot use it."""
+    """Llama's builders have it, Qwen's know no such key, and a full builder cannot use it."""
     qwen = {
         "_component_": "torchtune.models.qwen2.lora_qwen2",
         "lora_attn_modules": ["q_proj"],
@@ -244,15 +244,16 @@ def test_builders_with_and_without_quantize_base(world):
         "quantize_base": True,
         **MODEL_SIZES,
     }
-    preset = {
-        "_component_": "torchtune.models.llama3_2.qlora_llama3_2_1b",
+    llama = {
+        "_component_": "torchtune.models.llama3_2.lora_llama3_2_1b",
         "lora_attn_modules": ["q_proj"],
+        "quantize_base": True,
     }
     for block, wanted in (
         (qwen, "QLoRA"),
-        (preset, "QLoRA"),
-        (preset | {"quantize_base": False}, "LoRA"),
-        (preset | {"use_dora": True}, "QDoRA"),
+        (llama, "QLoRA"),
+        (llama | {"quantize_base": False}, "LoRA"),
+        (llama | {"use_dora": True}, "QDoRA"),
     ):
         with torch.device("meta"):
             module = models.empty_module(block)
@@ -265,7 +266,7 @@ def test_builders_with_and_without_quantize_base(world):
             models.empty_module(MODEL_SIZES | block | {"quantize_base": True})
 
 
-CHECKPOINTING = {"enable_activation_checkpointing": True}
+CHECKPOINTING = {"activation_checkpointing": "full"}
 BOTH = {"tensor_parallel_dim": 2, "batch_size": 4}
 # Layouts of METHODS: ranks, changes to the config.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -1,12 +1,12 @@
 """Every method under tensor parallelism x FSDP, and resumed on fewer ranks."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pyarrow import Table, parquet
 
 from runspec.keys.fields import STREAM
 from runspec.keys.model import TRANSFORMERS
@@ -31,7 +31,7 @@ SCORES = {"model": {"_component_": TRANSFORMERS, "lora_rank": 4, "lora_alpha": 8
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dpo-full": ("dpo", PAIRS, SLOW),
     "dpo-lora": ("dpo", PAIRS, LORA | {"reference": "adapter_off"}),
-    "kto-lora": ("kto", UNPAIRED, LORA | {"reference": "log_probs"}),
+    "kto-lora": ("kto", UNPAIRED, LORA | {"reference": "model"}),
     "reward": ("reward", PAIRS, SCORES | SLOW),
     "distill": ("distill", "", SLOW | {"row_length": 96}),
     "pretrain": ("pretrain", "", SLOW | {"z_loss": 1e-3, "num_workers": 2}),
@@ -54,9 +54,9 @@ def config_of(
         standard |= {"row_length": 64, "epochs": None}
     path = write_config(folder, source, dataset, **standard | changes)
     if method == "pretrain":
-        text = folder.parent / "text.jsonl"
-        lines = [json.dumps({"text": f"Node {i} is {'very ' * (i % 9)}far."}) for i in range(96)]
-        text.write_text("\n".join(lines))
+        text = folder.parent / "text.parquet"
+        texts = [f"Node {i} is {'very ' * (i % 9)}far." for i in range(96)]
+        parquet.write_table(Table.from_pydict({"text": texts}), text)
         content = yaml.safe_load(path.read_text())
         sources = [{"name": "own", "data_files": str(text)}]
         content["dataset"] = {"_component_": STREAM, "sources": sources}

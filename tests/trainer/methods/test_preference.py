@@ -4,14 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import preference
 from tests.trainer.methods.pairs import pairs_config, write_pairs
 from tests.trainer.runs import Runs, assert_same_curve, finish, lora_model, metrics, start
-from trainer.errors import ConfigError
-from trainer.methods import reference
 
 LORA = lora_model(lora_dropout=0.0)
 NEVER = {"_component_": "torch.optim.AdamW", "lr": 0.0}
@@ -21,15 +18,10 @@ UNPAIRED = "trainer.data.preferences.UnpairedPreferenceDataset"
 BASES: dict[str, dict[str, Any]] = {"lora": {"model": LORA, "epochs": 1}, "full": SLOW}
 # Ranks, and changes; each run says where its reference comes from.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "lora-kept": (1, {"reference": "log_probs"}),
     "lora-model": (1, {"reference": "model"}),
-    "full-model": (2, {"batch_size": 2, "reference": "model"}),
+    "full-fsdp": (2, {"batch_size": 2, "reference": "model"}),
 }
-SAID = {
-    "adapter_off": "the policy with its adapter off",
-    "log_probs": "log-probabilities of the policy before training",
-    "model": "frozen, 1,",
-}
+SAID = {"adapter_off": "the policy with its adapter off", "model": "frozen, 1,"}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +53,7 @@ def test_every_kind_of_reference_gives_the_same_run(name, runs):
         for figure in ("rewards/margins", "logps/chosen", "val_rewards/margins", "val_loss"):
             assert (figure in own) == (figure in other)
             assert own.get(figure, 0) == pytest.approx(other.get(figure, 0), rel=2e-5, abs=2e-5)
-    chosen = {"lora": "adapter_off", "full": "log_probs"}[base]
+    chosen = {"lora": "adapter_off", "full": "model"}[base]
     for run, kind in ((name, KINDS[name][1]["reference"]), (base, chosen)):
         assert f"reference  {SAID[kind]}" in runs.said[run]
         assert "5.8 tokens longer than rejected ones on average" in runs.said[run]
@@ -148,45 +140,3 @@ def test_figures_of_labelled_answers_are_means_over_their_label(tmp_path, model_
     )
     (line,) = metrics(tmp_path / "none")
     assert line[chosen] == pytest.approx(found[0][chosen], rel=1e-6) and line[rejected] is None
-
-
-def test_a_part_of_the_kept_log_probs_goes_on(tmp_path, model_folder, pairs):
-    """A start that is killed in the pass over the data leaves what it wrote."""
-    path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
-    finish(start(path, module="trainer.train dpo"))
-    (kept,) = [
-        file for file in (tmp_path / "tokens").rglob("reference_*.npy") if len(np.load(file)) == 24
-    ]
-    values = np.load(kept)
-    kept.unlink()
-    again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
-    part = again.parent / f".{kept.parent.name}_{kept.name}"
-    # What is there is not computed again.
-    done = np.where(np.arange(24)[:, None] < 20, values - 1e-3, np.float32(np.nan))
-    reference.write(part, done)
-    output = finish(start(again, module="trainer.train dpo"))
-    assert "log-probabilities of 4 samples of dataset ..." in output
-    assert np.load(kept)[:20] == pytest.approx(done[:20])
-    assert np.load(kept)[20:] == pytest.approx(values[20:], rel=1e-5)
-    assert not part.exists()
-
-
-def test_kept_log_probs_of_which_a_bit_has_changed_are_refused(tmp_path):
-    path, values = tmp_path / "kept.npy", np.arange(6, dtype=np.float32).reshape(3, 2)
-    reference.write(path, values)
-    assert (reference.read(path, (3, 2)) == values).all()
-    content = path.read_bytes()
-    for place in (0, 140, len(content) - 1):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(ConfigError, match="is damaged: delete it and start again"):
-            reference.read(path, (3, 2))
-
-
-def test_a_reference_that_is_not_the_policy_ends_the_run(tmp_path, model_folder, pairs):
-    path = config(tmp_path / "run", model_folder, pairs, **SLOW, max_steps=1)
-    finish(start(path, module="trainer.train dpo"))
-    for kept in (tmp_path / "tokens").rglob("reference_*.npy"):
-        reference.write(kept, np.load(kept) - 1.0)
-    again = config(tmp_path / "again", model_folder, pairs, **SLOW, max_steps=1)
-    output = finish(start(again, module="trainer.train dpo"), None)
-    assert "before the first update it must equal the policy" in output

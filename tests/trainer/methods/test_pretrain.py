@@ -1,6 +1,5 @@
 """Pre-training from a stream and from scratch: every token once, every layout, every resume."""
 
-import gzip
 import json
 import shutil
 from collections import Counter
@@ -52,24 +51,26 @@ CORPUS = {kind: [document(kind, n) for n in range(60)] for kind in ("web", "code
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Three sources: Parquet with small row groups, JSON lines, compressed text."""
+    """Three sources: small row groups in two files, an empty text in another column, one group."""
     folder = tmp_path_factory.mktemp("corpus")
     for part in range(2):
-        table = Table.from_pydict({"text": CORPUS["web"][part::2]})
-        parquet.write_table(table, folder / f"web-{part}.parquet", row_group_size=8)
-    lines = [json.dumps({"content": text, "id": n}) for n, text in enumerate(CORPUS["code"])]
-    (folder / "code.jsonl").write_text("\n".join([*lines, json.dumps({"content": ""}), ""]))
-    with gzip.open(folder / "books.txt.gz", "wt") as file:
-        file.write("\n".join(CORPUS["books"]) + "\n")
+        write_texts(folder / f"web-{part}.parquet", CORPUS["web"][part::2], row_group_size=8)
+    write_texts(folder / "code.parquet", [*CORPUS["code"], ""], column="content")
+    write_texts(folder / "books.parquet", CORPUS["books"])
     return folder
+
+
+def write_texts(path: Path, texts: list[str], column: str = "text", **options: Any) -> Path:
+    parquet.write_table(Table.from_pydict({column: texts}), path, **options)
+    return path
 
 
 @pytest.fixture(scope="module")
 def sources(corpus):
     return [
         {"name": "web", "data_files": str(corpus / "web-*.parquet"), "weight": 0.6},
-        {"name": "code", "data_files": str(corpus / "code.jsonl"), "column": "content"},
-        {"name": "books", "data_files": str(corpus / "books.txt.gz"), "weight": 0.4},
+        {"name": "code", "data_files": str(corpus / "code.parquet"), "column": "content"},
+        {"name": "books", "data_files": str(corpus / "books.parquet"), "weight": 0.4},
     ]
 
 
@@ -145,9 +146,10 @@ def test_every_document_is_read_once_in_each_pass(streams, sources, empty_folder
         for block, texts in zip(sources, CORPUS.values(), strict=True):
             (source,) = stream.stream_dataset(None, sources=[block]).sources
             parts = shards.parts_of(source.files, streams)
+            mixture = logical.Mixture([source], [parts], None, 0, seed, streams, 0)
             order = []
             for number in range(streams):
-                cursor = logical.Cursor(source, parts, number, streams, seed, [0, 0, 0])
+                cursor = logical.Cursor(mixture, 0, number, [0, 0, 0])
                 order.append([])
                 while True:
                     text = cursor.text()
@@ -168,7 +170,7 @@ def test_long_documents_go_on_and_no_token_is_lost(empty_folder, sources, tmp_pa
     assert max(map(len, wanted)) > 2 * LENGTH
     read = Counter[tuple[int, ...]]()
     for number in data.own:
-        rows = data.mixture.rows(number, data.mixture.start(number))
+        rows = logical.RowStream(data.mixture, number, data.mixture.start(number))
         made = [rows.row() for _ in range(60)]
         assert all(sum(len(p) for p, _ in row.documents) >= LENGTH - 1 for row in made)
         documents = documents_of(made, tokenizer.bos_id, tokenizer.eos_id)
@@ -181,7 +183,7 @@ def test_tokens_come_by_weight(empty_folder, sources, tmp_path):
     _, data = built(config(tmp_path / "run", empty_folder, sources))
     total = torch.zeros(3)
     for number in data.own:
-        rows = data.mixture.rows(number, data.mixture.start(number))
+        rows = logical.RowStream(data.mixture, number, data.mixture.start(number))
         for _ in range(200):
             rows.row()
         total += torch.tensor(rows.state["taken"])
@@ -191,8 +193,8 @@ def test_tokens_come_by_weight(empty_folder, sources, tmp_path):
 
 def test_what_is_wrong_with_sources_is_said(corpus, empty_folder, tmp_path):
     (tmp_path / "a.bin").write_text("x")
-    (tmp_path / "bad.jsonl").write_text('{"text": "a b c"}\nno json\n')
-    (tmp_path / "few.txt").write_text("one document\n")
+    write_texts(tmp_path / "other.parquet", ["a b c"], column="content")
+    write_texts(tmp_path / "few.parquet", ["one document"])
     with pytest.raises(ConfigError) as error:
         stream.stream_dataset(
             None,
@@ -213,8 +215,8 @@ def test_what_is_wrong_with_sources_is_said(corpus, empty_folder, tmp_path):
     ]
     for number, (name, words) in enumerate(
         {
-            "bad.jsonl": "not JSON",
-            "few.txt": "too few documents for 4 rows per step",
+            "other.parquet": "there is no column 'text', only content",
+            "few.parquet": "too few documents for 4 rows per step",
         }.items()
     ):
         own = [{"data_files": str(tmp_path / name)}]
@@ -246,10 +248,12 @@ def test_a_token_without_a_row_is_refused_where_a_text_has_it_only(empty_folder,
     assert check.faults(read_yaml(path), Pretraining) == []
     found, data = built(path)
     assert len(list(data.from_step(0))) == found.max_steps
-    (tmp_path / "more.txt").write_text("a document\nan <image_soft_token> here\n" * 9)
-    own = [{"data_files": str(tmp_path / "more.txt")}]
+    texts = ["a document", "an <image_soft_token> here"] * 9
+    own = [{"data_files": str(write_texts(tmp_path / "more.parquet", texts))}]
     _, data = built(config(tmp_path / "run2", folder, own))
-    with pytest.raises(ConfigError, match=rf"more.txt has token {rows} .<image_soft_token>.*knows"):
+    with pytest.raises(
+        ConfigError, match=rf"more.parquet has token {rows} .<image_soft_token>.*knows"
+    ):
         list(data.from_step(0))
 
 
@@ -311,8 +315,8 @@ def test_it_goes_on_from_trained_weights(model_folder, sources, corpus, tmp_path
     content["run_val_every_n_steps"] = 1
     content["dataset_val"] = {
         "_component_": "torchtune.datasets.text_completion_dataset",
-        "source": "json",
-        "data_files": str(corpus / "code.jsonl"),
+        "source": "parquet",
+        "data_files": str(corpus / "code.parquet"),
         "column": "content",
         "split": "train[:20]",
         "packed": True,
@@ -334,6 +338,6 @@ def test_a_check_shows_the_first_documents(empty_folder, sources, corpus, tmp_pa
     blocks = files.dataset_blocks(content)
     assert [block["name"] for _, _, block in blocks] == ["web", "code", "books"]
     assert [str(p) for _, _, b in blocks for p in files.data_files(b)] == [
-        str(corpus / "code.jsonl"),
-        str(corpus / "books.txt.gz"),
+        str(corpus / "code.parquet"),
+        str(corpus / "books.parquet"),
     ]

@@ -33,7 +33,7 @@ LORA = FULL | {"lora_rank": 4, "lora_alpha": 8}
 # By name: ranks, changes to the config.
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "lora-fsdp": (2, {"model": LORA, "batch_size": 2}),
-    "full-tensor": (2, {"tensor_parallel_dim": 2, "enable_activation_checkpointing": True}),
+    "full-tensor": (2, {"tensor_parallel_dim": 2, "activation_checkpointing": "full"}),
 }
 
 # The loss of each of 20 steps of trl.RewardTrainer 1.16 on the pairs of this file, in their order,

@@ -14,7 +14,7 @@ QLORA = LORA | {"quantize_base": True}
 ASKED: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"model": LORA},
-    "dora": {"model": LORA | {"use_dora": True}},
+    "dora": {"model": LORA | {"adapter": "dora"}},
     "qlora": {"model": QLORA},
     "packing": {"row_length": 64},
     "tensor_parallel": TP,

@@ -305,7 +305,7 @@ def test_a_checkpointer_of_another_family_is_refused(tmp_path, sources, dataset,
 TRAINED = [(name, lora) for name in ("qwen2-tied", "gemma2", "phi3") for lora in (None, LORA)]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one-tp": (2, {"tensor_parallel_dim": 2}),
-    "one-fsdp": (2, {"batch_size": 4, "enable_activation_checkpointing": True}),
+    "one-fsdp": (2, {"batch_size": 4, "activation_checkpointing": "full"}),
 }
 
 

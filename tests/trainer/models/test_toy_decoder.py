@@ -25,8 +25,8 @@ BASES: dict[str, dict[str, Any]] = {
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "full-fsdp2": (2, {"batch_size": 4, "compile": True}),
-    "full-tp2": (2, TP | {"ac_mode": "selective", "ac_option": "op"}),
-    "lora-tp2": (2, TP | {"enable_activation_checkpointing": True}),
+    "full-tp2": (2, TP | {"activation_checkpointing": "op"}),
+    "lora-tp2": (2, TP | {"activation_checkpointing": "full"}),
 }
 
 

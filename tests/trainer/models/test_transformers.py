@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from runspec.flops import of_shape
+from plugins.estimate.launcher.model_flops import of_shape
 from tests.trainer.models.transformers_cases import (
     FAMILIES,
     LARGER,
@@ -40,6 +40,8 @@ from trainer import check
 from trainer.checkpoint import export as exports
 from trainer.config import load, read_yaml
 from trainer.describe import of_block
+from trainer.errors import ConfigError
+from trainer.inference.loading import language_model
 from trainer.layers.batch import MicroBatch
 from trainer.layers.loss import TokenLoss
 from trainer.methods.sft import SupervisedFineTuning
@@ -131,7 +133,8 @@ def test_losses_and_gradients_equal_a_plain_loops(family, tmp_path, sources, dat
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
     family, use_dora, tmp_path, sources, dataset, world
 ):
-    block = LORA | {"_component_": "transformers", "use_dora": use_dora}
+    adapter = "dora" if use_dora else "lora"
+    block = LORA | {"_component_": "transformers", "adapter": adapter}
     config = load(config_of(tmp_path, sources[family], dataset, model=block))
     assert_peft_agrees(models.build(config, world), config, world)
 
@@ -143,15 +146,20 @@ def test_the_text_part_of_a_larger_model(name, tmp_path, dataset, world):
 
     source = write_larger(name, tmp_path / "source")
     whole = AutoModelForImageTextToText.from_pretrained(source, attn_implementation="eager").eval()
+    assert type(language_model(source, "auto", world.device)) is type(whole)
+    if name != "qwen3.5":
+        with pytest.raises(ConfigError, match="a model of text and images, over 2 ranks; use"):
+            language_model(source, "auto", world.device, 2)
     config = load(config_of(tmp_path, source, dataset, model=LORA))
     model = models.build(config, world)
+    assert set(model.module.linear_layers()) <= dict(whole.named_modules()).keys()
     with torch.inference_mode():
         torch.testing.assert_close(
             model.module(Inputs(TOKENS)), whole(TOKENS).logits, rtol=0, atol=1e-5
         )
     unchanged = exports.export(model, config, world)
     before, after = tensors(source), tensors(unchanged)
-    assert any("vision" in key for key in before)
+    assert any("vision" in key or "visual" in key for key in before)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
     randomise_adapter(model.module)
@@ -202,7 +210,7 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
             {"model": LORA | {"quantize_base": True}},
             "has layers with 48 inputs; set model.quantize_base=False",
         ),
-        ("mixtral", {"model": LORA | {"use_dora": True}}, "model.lora_modules=[k_proj,o_proj,q_p"),
+        ("mixtral", {"model": LORA | {"adapter": "dora"}}, "model.lora_modules=[k_proj,o_proj,q_p"),
         ("qwen3", EP, "expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"),
         ("qwen3.5", {"tensor_parallel_dim": 4}, "the model's linear_num_key_heads 2: choose"),
         ("qwen3", AUXILIARY, "router_aux_loss_coef: this model has no routers of experts that it"),

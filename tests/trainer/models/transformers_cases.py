@@ -204,6 +204,8 @@ FAMILIES["llama4"] = (
 )
 _IMAGES = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 32}
 _IMAGES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN_IMAGES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+_QWEN_IMAGES |= {"out_hidden_size": SIZES["hidden_size"]}
 # Models of text and images, whose text part is trained: kind, text part, part for images.
 LARGER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3-12b": (
@@ -218,6 +220,14 @@ LARGER: dict[str, tuple[str, str, dict[str, Any]]] = {
         "mistral3",
         "ministral3",
         {"vision_config": {"model_type": "pixtral", "head_dim": 16, **_IMAGES}},
+    ),
+    # transformers has a class for its text part alone, with other names.
+    "qwen3.5": ("qwen3_5", "qwen3.5", {"vision_config": _QWEN_IMAGES}),
+    # Its class does not scale the logits, as its text model's does.
+    "command-a-vision": (
+        "cohere2_vision",
+        "cohere2",
+        {"vision_config": {"model_type": "siglip_vision_model", **_IMAGES}},
     ),
 }
 

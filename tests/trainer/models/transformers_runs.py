@@ -24,7 +24,7 @@ DOCUMENTS = Documents(
 )
 POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)]).expand(2, -1)
 LORA = {"lora_rank": 4, "lora_alpha": 8}
-TP, CHECKPOINTED = {"tensor_parallel_dim": 2}, {"enable_activation_checkpointing": True}
+TP, CHECKPOINTED = {"tensor_parallel_dim": 2}, {"activation_checkpointing": "full"}
 BY_OPERATION = {"activation_checkpointing": "op"}
 EP = {"expert_parallel_dim": 2}
 COPIES = {"data_parallel_replicate_dim": 2, "batch_size": 1}

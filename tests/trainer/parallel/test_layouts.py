@@ -27,9 +27,9 @@ TRACED = {
 TP, COPIES = {"tensor_parallel_dim": 2}, {"data_parallel_replicate_dim": 2}
 TWICE, MASTERS = {"gradient_accumulation_steps": 2}, {"master_weights": "fp32"}
 OFFLOAD, BF16 = {"fsdp_cpu_offload": True}, {"dtype": "bf16"}
-RECOMPUTED = {"enable_activation_checkpointing": True}
-BY_OPERATION = {"ac_mode": "selective", "ac_option": "op"}
-EVERY_SECOND = {"ac_mode": "selective", "ac_option": 2}
+RECOMPUTED = {"activation_checkpointing": "full"}
+BY_OPERATION = {"activation_checkpointing": "op"}
+EVERY_SECOND = {"activation_checkpointing": 2}
 INPUTS_ON_CPU = RECOMPUTED | {"enable_activation_offloading": True}
 BASES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -54,7 +54,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
     "full-every-second": (1, EVERY_SECOND),
     "lora-by-operation": (1, BY_OPERATION),
     "full-tp2": (2, TP | FUSED),
-    "full-tp2-offload": (2, TP | {"fsdp": {"cpu_offload": True}} | BY_OPERATION),
+    "full-tp2-offload": (2, TP | {"fsdp_cpu_offload": True} | BY_OPERATION),
     "full-tp2-fsdp2": (4, TP | FUSED | TABLES | PLAN),
     "lora-tp2-masters": (2, TP | MASTERS),
     "lora-output-tp2-fsdp2": (4, TP | TWICE | RECOMPUTED),

@@ -127,7 +127,7 @@ class IA3(AdapterKind):
         settings = {"target_modules": targets, "feedforward_modules": feedforward}
         # Short names, unless other layers have them, too.
         plain = {key: sorted({n.rpartition(".")[2] for n in v}) for key, v in settings.items()}
-        every = {model.peft_name(key).removesuffix(".weight") for key in hub if key}
+        every = {key.removesuffix(".weight") for key in hub if key}
         short = tuple(f".{name}" for name in plain["target_modules"])
         alike = {name for name in every if name.endswith(short)} == set(targets)
         chosen = plain if alike and not model.carried_tensors else settings
@@ -190,5 +190,5 @@ def _places(
         own = [(name.removesuffix(".weight"), p.shape[0]) for name, p in parts]
         weights = all(name.endswith(".weight") for name, _ in parts)
         if key is not None and weights and any(name in layers for name, _ in own):
-            places[model.peft_name(key).removesuffix(".weight")] = own
+            places[key.removesuffix(".weight")] = own
     return places

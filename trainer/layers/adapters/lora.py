@@ -75,11 +75,11 @@ class LoRA(AdapterKind):
 
     def _check_experts(self, dropout: float, others: set[str]) -> None:
         """PEFT has neither for weights of several experts."""
-        given = {"use_dora": self.use_dora, "lora_dropout": dropout}
+        given = {"adapter: dora": self.use_dora, "lora_dropout:": dropout}
         if wrong := [key for key, value in given.items() if value]:
             raise ConfigError(
                 *(
-                    f"model.{key}: is not possible for the experts; leave it out, or leave the "
+                    f"model.{key} is not possible for the experts; leave it out, or leave the "
                     f"experts out: model.lora_modules=[{','.join(sorted(others))}]"
                     for key in wrong
                 )
@@ -121,7 +121,7 @@ class LoRA(AdapterKind):
             adapted = [layer for layer in own.values() if isinstance(layer, LowRankLinear)]
             if key is None or not adapted:
                 continue
-            module = model.peft_name(key).removesuffix(".weight")
+            module = key.removesuffix(".weight")
             place = PEFT_PREFIX + module
             factors = {layer: [part.cpu() for part in layer.whole()] for layer in adapted}
             a = torch.cat([factors[layer][0] for layer in adapted])
@@ -202,7 +202,7 @@ def _expert_tensors(model: Decoder, dtype: torch.dtype) -> tuple[dict[str, torch
     for name, layer in experts.layers(model):
         if not layer.adapters:
             continue
-        module = model.peft_module(plain_name(name))
+        module = plain_name(name)
         for matrix, place in lora_experts.peft_places(f"{PEFT_PREFIX}{module}").items():
             a, b = (part.cpu() for part in layer.adapters[matrix].whole())
             a, b = lora_experts.to_peft(a, b, layer.transposed)
@@ -301,7 +301,7 @@ def _usual(kind: LoRA, layers: list[nn.Module]) -> Any:
 def _places(model: Decoder, hub: Hub, layers: dict[str, nn.Module]) -> dict[str, list[str]]:
     """By module (or matrix of experts) of transformers' class, the layers whose adapter it has."""
     places = {
-        model.peft_name(key).removesuffix(".weight"): [
+        key.removesuffix(".weight"): [
             name
             for part, _ in parts
             if part.endswith(".weight") and (name := part.removesuffix(".weight")) in layers
@@ -311,7 +311,7 @@ def _places(model: Decoder, hub: Hub, layers: dict[str, nn.Module]) -> dict[str,
     }
     for name, _ in experts.layers(model):
         for matrix in experts.MATRICES if name in layers else ():
-            places[f"{model.peft_module(name)}.{matrix}"] = [name]
+            places[f"{name}.{matrix}"] = [name]
     return {place: names for place, names in places.items() if names}
 
 
@@ -333,7 +333,7 @@ def _from_peft(
     for key, parts in hub.items():
         if key is None:
             continue
-        place = PEFT_PREFIX + model.peft_name(key).removesuffix(".weight")
+        place = PEFT_PREFIX + key.removesuffix(".weight")
         a, b = tensors.get(f"{place}.lora_A.weight"), tensors.get(f"{place}.lora_B.weight")
         if a is None or b is None:
             continue
@@ -364,7 +364,7 @@ def _from_peft(
         if magnitude is not None:
             used.add(f"{place}.lora_magnitude_vector")
     for name, layer in experts.layers(model):
-        place = PEFT_PREFIX + model.peft_module(name)
+        place = PEFT_PREFIX + name
         for matrix, base in lora_experts.peft_places(place).items():
             keys = (f"{base}.lora_A.weight", f"{base}.lora_B.weight")
             if layer.adapters and all(key in tensors for key in keys):

@@ -1,4 +1,4 @@
-"""A causal language model of transformers as a `Decoder`: its parts, roles, buffers and names."""
+"""A model class of transformers as a `Decoder`: its parts, roles, buffers and names."""
 
 import math
 import re
@@ -22,7 +22,7 @@ from trainer.layers.score import ScoreHead
 from trainer.model import Decoder, Inputs, Role
 from trainer.model import plain_name as plain
 from trainer.models.transformers import experts, head, rope
-from trainer.models.transformers.names import HubNames
+from trainer.models.transformers.names import FileNames
 from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles, pattern
 
 PLACE = "checkpointer.checkpoint_dir"
@@ -31,45 +31,52 @@ LAYER_TYPES = {"full_attention", SLIDING, LINEAR, CHUNKED}
 
 
 class TransformersDecoder(Decoder):
-    """The decoder of a `...ForCausalLM`, whose parts keep their names.
+    """The text model and the output layer of a class, by the names that they have in the class.
 
-    Its base model runs as it is, all but the final norm, which `unembed` has. What the attention
+    The text model runs as it is, all but the final norm, which `unembed` has. What the attention
     layers ask for, and which norms stand before which linear layers, is seen in one forward pass on
-    the meta device, so that no list of families is needed.
+    the meta device, so that no list of families is needed. A larger model's other parts, such as
+    that for images, are left out; the export takes them from the folder.
 
     Args:
-        causal: on the meta device, with the attention function of models/transformers/attention.
-        place: if it is the text part of a larger model, the name of its base model in there.
+        whole: a `...ForCausalLM` or `...ForConditionalGeneration` on the meta device, whose text
+            model has the attention function of models/transformers/attention.
 
     Raises:
         ConfigError: it computes what the trainer cannot; one line per reason.
     """
 
-    def __init__(self, causal: PreTrainedModel, place: str | None = None) -> None:
+    def __init__(self, whole: PreTrainedModel) -> None:
         super().__init__()
-        self.title = f"transformers.{type(causal).__name__}"
-        self.config = causal.config
-        self._initialise: Callable[[nn.Module], None] = causal._init_weights
-        self._is_part = place is not None
-        self._prefix = base_name(causal)
-        self._names = HubNames(self.config.model_type, self._prefix, place)
+        self.title = f"transformers.{type(whole).__name__}"
+        self.config = whole.config.get_text_config()
+        self._is_part = self.config is not whole.config
+        base = _text_model(whole)
+        self._initialise: Callable[[nn.Module], None] = base._init_weights
+        self._prefix = _name_of(base, whole)
+        head_name = _name_of(whole.get_output_embeddings(), whole)
+        self._names = FileNames(self.config.model_type, self._prefix, head_name)
         # What a folder may hold beside the model, such as layers that predict further tokens.
-        self._others = [re.compile(p) for p in causal._keys_to_ignore_on_load_unexpected or ()]
-        base = getattr(causal, self._prefix)
+        self._others = [re.compile(p) for p in whole._keys_to_ignore_on_load_unexpected or ()]
         experts.prepare(base)
         delta.prepare(base)
-        self._held = _held_buffers(base, causal)
+        self._held = [f"{self._prefix}.{name}" for name in _held_buffers(base)]
         linear = (getattr(self.config, "layer_types", None) or []).count(LINEAR)
         self._linear = linear > 0
         # The state of others goes from token to token, whatever document it belongs to.
         self.packs = linear == len(dict(delta.layers(base)))
         self._check_parts(base)
-        self.output_softcap = getattr(self.config, "final_logit_softcapping", None)
-        self.output_multiplier = head.multiplier(self.config)
-        self._refuse(head.faults(causal, self._prefix, self.output_multiplier, self.output_softcap))
-        self.add_module(self._prefix, base)
+        scaling = head.scaling(whole, self._prefix, head_name)
+        if isinstance(scaling, str):
+            self._refuse([scaling])
+        else:
+            self.output_multiplier, self.output_softcap = scaling
+        self._put(self._prefix, base)
         self.final_norm, base.norm = base.norm, nn.Identity()
-        self.lm_head = None if self.config.tie_word_embeddings else causal.lm_head
+        self._head: str | None = None
+        if not self.config.tie_word_embeddings:
+            self._head = head_name
+            self._put(head_name, whole.get_output_embeddings())
         self.max_seq_len = _longest_row(self.config)
         rope.prepare(self)
         kinds = getattr(self.config, "layer_types", None)
@@ -83,9 +90,18 @@ class TransformersDecoder(Decoder):
             self._unsplit = ["it has layers of linear attention"]
         self._sizes = self._split_sizes()
 
+    def _put(self, name: str, module: nn.Module) -> None:
+        """Make a module a part of this one by the name that it has in the class."""
+        owner, (*above, last) = self, name.split(".")
+        for each in above:
+            if each not in owner._modules:
+                owner.add_module(each, nn.Module())
+            owner = getattr(owner, each)
+        owner.add_module(last, module)
+
     @property
     def base(self) -> nn.Module:
-        """transformers' model without its output layer."""
+        """The text model: transformers' model without its output layer."""
         return self.get_submodule(self._prefix)
 
     @property
@@ -101,7 +117,7 @@ class TransformersDecoder(Decoder):
     @property
     def output_head(self) -> nn.Module | None:
         """The output layer; None if it is tied to the embedding."""
-        return self.lm_head
+        return None if self._head is None else self.get_submodule(self._head)
 
     def use_score_head(self) -> None:
         """See `Decoder.use_score_head`; it is that of the class's ...ForSequenceClassification."""
@@ -109,7 +125,10 @@ class TransformersDecoder(Decoder):
         if self._is_part or type(self.config) not in known:
             what = "its text model is a part" if self._is_part else "transformers has no class"
             self._refuse([f"as a reward model, as {what} for sequence classification"])
-        self.lm_head = None
+        if self._head is not None:
+            owner, _, last = self._head.rpartition(".")
+            delattr(self.get_submodule(owner), last)
+            self._head = None
         self.score = ScoreHead(self.config.hidden_size)
         self._roles = {k: r for k, r in self._roles.items() if r is not Role.OUTPUT}
         self._roles["score"] = Role.SCORE
@@ -117,7 +136,7 @@ class TransformersDecoder(Decoder):
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
         """Rotary tables of old folders, and the copy of a tied output."""
-        return ("*rotary_emb.inv_freq", *((self._names.head,) if self.lm_head is None else ()))
+        return ("*rotary_emb.inv_freq", *((self._names.head,) if self._head is None else ()))
 
     def hidden(self, inputs: Inputs) -> torch.Tensor:
         """See `Decoder.hidden`."""
@@ -245,18 +264,23 @@ class TransformersDecoder(Decoder):
         else:
             others = (n for n in names if any(p.search(n) for p in self._others))
             own = {
-                self._names.of(name)
+                self._names.of(self.hub_name(name))
                 for name, _ in [*self.named_parameters(), *self.named_buffers()]
             }
             self.carried_tensors = tuple(name for name in others if name not in own)
         return []
 
-    def hub_name(self, parameter: str) -> str | None:
-        """The hub's tensor that holds a parameter."""
-        return self._names.of(parameter)
+    def hub_name(self, parameter: str) -> str:
+        """Its own name, which is the class's; the final norm's is that of the text model's norm."""
+        owner, _, last = parameter.partition(".")
+        return f"{self._prefix}.norm.{last}" if owner == "final_norm" else parameter
+
+    def file_name(self, tensor: str) -> str:
+        """See `Decoder.file_name`."""
+        return self._names.of(tensor)
 
     def hub_pieces(self, parameter: str) -> dict[str, tuple[Any, ...]]:
-        """The hub's tensors of the experts that a parameter stacks; see HubNames."""
+        """The files' tensors of the experts that a parameter stacks; see FileNames."""
         return self._names.pieces(parameter, nf4.dense_shape(self.get_parameter(parameter)))
 
     def routers(self) -> list[nn.Module]:
@@ -284,14 +308,6 @@ class TransformersDecoder(Decoder):
             if not isinstance(self.get_submodule(name.rpartition(".")[0]), nn.Conv1d)
             if not self.is_adapter(name) and not name.endswith(routed.BIAS)
         }
-
-    def peft_name(self, tensor: str) -> str:
-        """The name that transformers' class has for a tensor of the hub."""
-        return self._names.of_peft(tensor)
-
-    def peft_module(self, module: str) -> str:
-        """The name that transformers' class has for a module of this model."""
-        return self._names.of_module(module)
 
     def _check_parts(self, base: nn.Module) -> None:
         lacks = [
@@ -337,19 +353,26 @@ def _longest_row(config: Any) -> int:
     return longest_row(positions, config.attention_chunk_size, floor_scale)
 
 
-def base_name(causal: PreTrainedModel) -> str:
-    """The base model's name; some classes have the prefix of a larger model as theirs."""
-    return next(name for name in (causal.base_model_prefix, "model") if hasattr(causal, name))
+def _text_model(whole: PreTrainedModel) -> PreTrainedModel:
+    """The model of tokens without its output layer."""
+    base, inner = whole, whole.get_decoder()
+    while inner is not base:
+        base, inner = inner, inner.get_decoder()
+    # Llama 4's class for text alone looks for it by the name that it has in the larger model.
+    return base if hasattr(base, "layers") else getattr(base, "model", base)
 
 
-def _held_buffers(base: nn.Module, causal: PreTrainedModel) -> list[str]:
+def _name_of(module: nn.Module, whole: nn.Module) -> str:
+    return next(name for name, each in whole.named_modules() if each is module)
+
+
+def _held_buffers(base: PreTrainedModel) -> list[str]:
     """Names of the buffers that files hold; in fp32 where the class keeps them so, in place."""
-    kept = tuple(causal._keep_in_fp32_modules_strict or ())
-    prefix = base_name(causal)
+    kept = tuple(base._keep_in_fp32_modules_strict or ())
     names = sorted(base.state_dict().keys() - dict(base.named_parameters()).keys())
     for name in names:
         owner, _, last = name.rpartition(".")
         buffers = base.get_submodule(owner)._buffers
         if last in kept:
             buffers[last] = buffers[last].float()
-    return [f"{prefix}.{name}" for name in names]
+    return names

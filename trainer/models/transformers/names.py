@@ -1,4 +1,4 @@
-"""The hub's names for the tensors of a class of transformers, by transformers' own rules."""
+"""A model folder's names for the tensors of a class of transformers, by transformers' rules."""
 
 import re
 from collections.abc import Iterable
@@ -12,19 +12,18 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 STACKED, JOINED = ("MergeModulelist", 0), ("Concatenate", 1)
 
 
-class HubNames:
-    """From the names of a causal model's parameters to those of its folder, and to PEFT's.
+class FileNames:
+    """From the names of a class's tensors to those in the files of its folder.
 
     Args:
-        model_type: of the class; its rules of conversion are transformers'.
-        base: the name of the base model in the class.
-        place: the base model's name in a larger model, of which this is the text part; or None.
+        model_type: of the text model; its rules of conversion are transformers'.
+        base, head: the names of the text model and of the output layer in the class.
     """
 
-    def __init__(self, model_type: str, base: str, place: str | None) -> None:
-        self._base, self._place = f"{base}.", place
-        # The beginning of the hub's names for the base model's tensors.
-        self._prefix, self.head = self._base, "lm_head.weight"
+    def __init__(self, model_type: str, base: str, head: str) -> None:
+        self._base, self._head = f"{base}.", f"{head}.weight"
+        # The beginning of the files' names for the text model's tensors, and the output layer's.
+        self._prefix, self.head = self._base, self._head
         self._rules = list(get_checkpoint_conversion_mapping(model_type) or ())
 
     def find(self, names: Iterable[str], embedding: str) -> tuple[str, ...] | int:
@@ -33,7 +32,7 @@ class HubNames:
         Larger models have had more than one order of names; a text model has one.
 
         Args:
-            embedding: the parameter's name.
+            embedding: the name of its weight.
 
         Returns:
             The names that belong to the other parts, or how many text parts were found if not one.
@@ -44,21 +43,20 @@ class HubNames:
         if len(prefixes) != 1:
             return len(prefixes)
         (self._prefix,) = prefixes
-        self.head = next((name for name in names if name.endswith(self.head)), self.head)
+        head = ".".join(self._head.split(".")[-2:])
+        self.head = next((name for name in names if name.endswith(head)), self.head)
         return tuple(name for name in names if not name.startswith((self._prefix, self.head)))
 
-    def of(self, parameter: str) -> str:
-        """The hub's tensor that holds a parameter, or a buffer."""
-        if parameter.startswith("final_norm."):
-            return f"{self._prefix}norm.{parameter.removeprefix('final_norm.')}"
-        if parameter == "score.weight":
-            return parameter
-        if parameter == "lm_head.weight":
+    def of(self, tensor: str) -> str:
+        """The file's name of a tensor that has this name in the class."""
+        if tensor == self._head:
             return self.head
-        return self._renamed(self._prefix + parameter.removeprefix(self._base))
+        if not tensor.startswith(self._base):
+            return tensor
+        return self._renamed(self._prefix + tensor.removeprefix(self._base))
 
     def pieces(self, parameter: str, shape: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:
-        """The hub's tensors of the experts that a parameter stacks.
+        """The files' tensors of the experts that a parameter stacks.
 
         Each expert is a slice [outputs, inputs] of it, whose rows several tensors may share.
         """
@@ -83,23 +81,11 @@ class HubNames:
             }
         return {}
 
-    def of_peft(self, tensor: str) -> str:
-        """The name that transformers' class has for a tensor of the hub."""
-        if self._place is None or not tensor.startswith(self._prefix):
-            return tensor
-        return f"{self._place}.{tensor.removeprefix(self._prefix)}"
-
-    def of_module(self, module: str) -> str:
-        """The name of a module, such as a layer's experts, in the class that PEFT wraps."""
-        if self._place is None:
-            return module
-        return f"{self._place}.{module.removeprefix(self._base)}"
-
     def _renamed(self, name: str) -> str:
-        """A name of the class's as the hub has it, where the two differ by a word."""
+        """A name of the class's as files have it, where the two differ by a word."""
         for rule in self._rules:
             if type(rule) is WeightRenaming:
-                # The hub's word is written as a regular expression.
+                # The files' word is written as a regular expression.
                 word = re.sub(r"\\(.)", r"\1", rule.source_patterns[0])
                 name = name.replace(rule.target_patterns[0], word)
         return name

@@ -263,8 +263,8 @@ class Roles:
             self.unsplit.append(f"its embedding is a {type(embedding).__name__}")
         self._prepare_norm("final_norm")
         self._of["final_norm"] = Role.NORM
-        if self._model.output_head is not None:
-            self._of["lm_head"] = Role.OUTPUT
+        if (head := self._model.output_head) is not None:
+            self._of[next(n for n, m in self._modules.items() if m is head)] = Role.OUTPUT
 
 
 def pattern(name: str) -> str:

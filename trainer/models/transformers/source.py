@@ -7,30 +7,24 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from runspec.description import config_file
-from runspec.storage import patiently
 from trainer.checkpoint.weights import read_hf_config
 from trainer.errors import ConfigError
+from trainer.models.folder_class import load_class, load_config
 from trainer.models.transformers.attention import NAME
-from trainer.models.transformers.decoder import PLACE, TransformersDecoder, base_name
+from trainer.models.transformers.decoder import PLACE, TransformersDecoder
 
 
 def empty(folder: Path, rows: Callable[[int], int] | None = None) -> TransformersDecoder:
     """Return the model of `folder` in torch's default dtype; call it on the meta device.
 
-    The class is the one that AutoModelForCausalLM takes for its config.json. No code of the folder
-    runs.
+    The class is `load_class`'s. No code of the folder runs.
 
     Args:
         rows: from the number of rows of the embedding, as config.json says it, to that of the model
@@ -55,11 +49,15 @@ def empty(folder: Path, rows: Callable[[int], int] | None = None) -> Transformer
     text.tie_word_embeddings = config.tie_word_embeddings
     if rows is not None:
         text.vocab_size = rows(text.vocab_size)
+    attention: Any = NAME
+    if text is not config:
+        own = [key for key in config.sub_configs if getattr(config, key, None) is text]
+        attention = {"": "eager", **dict.fromkeys(own, NAME)}
     try:
-        causal = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]._from_config(
-            text, attn_implementation=NAME, dtype=torch.get_default_dtype()
+        whole = load_class(config).from_config(
+            config, attn_implementation=attention, dtype=torch.get_default_dtype()
         )
-        return TransformersDecoder(causal, None if text is config else _place(config, causal))
+        return TransformersDecoder(whole)
     except ConfigError:
         raise
     except Exception as error:
@@ -69,13 +67,6 @@ def empty(folder: Path, rows: Callable[[int], int] | None = None) -> Transformer
             f"{PLACE}: the {config.model_type} model cannot be trained: its code does not run in "
             f"the way that the trainer needs ({reason}); choose another model"
         ) from error
-
-
-def _place(config: PreTrainedConfig, causal: PreTrainedModel) -> str:
-    """The name of the text model within the class for text and images."""
-    whole = AutoModelForImageTextToText.from_config(config)
-    base = type(getattr(causal, base_name(causal)))
-    return next(name for name, module in whole.named_modules() if type(module) is base)
 
 
 def _faults(content: dict[str, Any]) -> list[str]:
@@ -117,9 +108,7 @@ def _rope_types(content: dict[str, Any]) -> set[str]:
 
 def _config(file: Path) -> PreTrainedConfig:
     try:
-        return patiently(
-            lambda path: AutoConfig.from_pretrained(path, trust_remote_code=False), file
-        )
+        return load_config(file)
     except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Make a tiny model that adds digits, right a third of the time: python -m trainer.demo_sums FOLDER
+"""Make a tiny model that adds digits: python -m plugins.rl.demo_sums FOLDER
 
 It is trained for some seconds on right sums, then on random ones until it is right in a third of
-its answers. Beside it lie the prompts of configs/recipes/demo_grpo.yaml, prompts.jsonl. Nothing is
+its answers. Beside it are the prompts of configs/recipes/demo_grpo.yaml, prompts.jsonl. Nothing is
 downloaded, and the same seed gives the same files on the same machine.
 """
 
@@ -106,7 +106,7 @@ def _trained(tokenizer: Any, seed: int, steps: int) -> Any:
 
 def main(arguments: list[str]) -> int:
     """Make the folder; exit status 0 or 1."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.demo_sums", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m plugins.rl.demo_sums", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)

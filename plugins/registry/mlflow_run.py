@@ -1,6 +1,6 @@
 """Prints the id of the run's MLflow run, which the first node makes once: mlflow_run.py
 
-A workload of Databricks' air finds it as MLFLOW_RUN_ID: mlflow.start_run() then continues it, in a
+Shell lines of the user's own find it as MLFLOW_RUN_ID: mlflow.start_run() then continues it, in a
 retry too, and cookbook track adds to it. Needs RUN_DIR, NODE_RANK and MLFLOW_TRACKING_URI, and
 mlflow in the environment of the workload; without them nothing is printed, and the status is 1.
 """
