@@ -88,12 +88,12 @@ PLAIN = [
     {"role": "assistant", "content": "A process."},
 ]
 CALLED = '<call>jobs{"user": "me"}</call><call>nodes{"idle": true}</call></s>'
-# Template, messages, the dataset's keys, and the texts that are trained.
-CASES: list[tuple[str, list[dict], dict, list[str]]] = [
-    (THINKING, CALLS, {"train_on": "all"}, [CALLED, "Yes.</s>", "<think>Still.</think>\nYes.</s>"]),
-    (THINKING, CALLS, {"train_on": "last"}, ["<think>Still.</think>\nYes.</s>"]),
-    (INSTRUCT, PLAIN, {"train_on": "last"}, ["A process.</s>"]),
-    (MARKED, PLAIN, {"train_on": "all"}, ["  A machine. </s>", " A process.</s>"]),
+# Template, messages, what `train_on` says, and the texts that are trained.
+CASES: list[tuple[str, list[dict], str, list[str]]] = [
+    (THINKING, CALLS, "all", [CALLED, "Yes.</s>", "<think>Still.</think>\nYes.</s>"]),
+    (THINKING, CALLS, "last", ["<think>Still.</think>\nYes.</s>"]),
+    (INSTRUCT, PLAIN, "last", ["A process.</s>"]),
+    (MARKED, PLAIN, "all", ["  A machine. </s>", " A process.</s>"]),
 ]
 
 
@@ -129,15 +129,15 @@ def trained_texts(tokenizer: HuggingFaceTokenizer, tokens: Any, trained: Any) ->
     return [tokenizer.decode(span, skip_special_tokens=False) for span in spans]
 
 
-@pytest.mark.parametrize(("template", "messages", "keys", "expected"), CASES)
+@pytest.mark.parametrize(("template", "messages", "train_on", "expected"), CASES)
 def test_exactly_the_chosen_answers_are_trained(
-    template, messages, keys, expected, tokenizer_of, tmp_path
+    template, messages, train_on, expected, tokenizer_of, tmp_path
 ):
     tokenizer = tokenizer_of(template)
     row = {"messages": messages, "tools": TOOLS}
     # The other row gives its calls other arguments: the table then has null for these here.
     other = {"messages": [*CALLS[:1], CALLS[1] | {"tool_calls": [call("x", '{"y": 1}')]}]}
-    tokens, trained = _sample(opened(tokenizer, tmp_path, row, other, **keys), 0, None)
+    tokens, trained = _sample(opened(tokenizer, tmp_path, row, other, train_on=train_on), 0, None)
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
     position = 0
     assert trained_texts(tokenizer, tokens, trained) == expected
