@@ -32,12 +32,10 @@ LONGEST = (
     "test_trace.py",
     "faults/",
     "test_runs.py",
-    "test_memory_layouts.py",
     "test_reshard.py",
     "test_train.py",
-    "test_tensor_parallel.py",
-    "test_accounting.py",
     "test_layouts.py",
+    "test_accounting.py",
     "test_resume.py",
     "launcher/",
 )

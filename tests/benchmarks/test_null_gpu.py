@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from benchmarks import null_gpu
 from benchmarks.null_gpu import __main__ as command
-from launcher.recipe import load as recipes
-from plugins.estimate.launcher.memory import StepMemory
-from plugins.estimate.launcher.recipe_step import step_of
 from runspec.keys.model import TRANSFORMERS
 from tests.launcher.kit import until
 from tests.model_sizes import DEMO
@@ -168,50 +164,3 @@ def test_a_served_model_answers_on_gpus(
     finally:
         os.killpg(engine.pid, signal.SIGTERM)
         engine.wait(30)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_of_an_evaluation_use_their_own_gpu(
-    ranks: int, tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each with a whole model, and each with layers of one."""
-    monkeypatch.setenv("NULL_GPU_COUNT", "2")
-    tasks = {"answers": {"kind": "generation", "metrics": ["f1"], "data": str(DATASET)}}
-    asked = {"dtype": "bf16", "device": "cuda", "candidate": str(demo_model), "max_new_tokens": 2}
-    config = tmp_path / "train.yaml"
-    config.write_text(json.dumps(asked | {"tasks": tasks, "pipeline_parallel_dim": ranks}))
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = run(*line, "-m", "tests.benchmarks.evaluated", str(config))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "used [True, False], current 0" in done.stdout
-    assert "used [False, True], current 1" in done.stdout
-    assert (tmp_path / "evals/suite.json").is_file()
-
-
-def _can_be_counted(name: str) -> bool:
-    """`allocated` generates nothing; with experts ranks read numbers of rows from the device."""
-    loaded = recipes.load(name)
-    if loaded.entry.method is None or loaded.entry_name == "grpo":
-        return False
-    config = loaded.resolved(Path("models"), "run")
-    step = step_of(config, loaded.resources.nodes, loaded.resources.gpus_per_node)
-    return not step.shape.experts
-
-
-@pytest.mark.long
-@pytest.mark.skipif(command.missing() is not None, reason=str(command.missing()))
-@pytest.mark.parametrize("name", [name for name in recipes.names() if _can_be_counted(name)])
-def test_the_estimate_matches_the_cuda_allocator(name: str, tmp_path: Path) -> None:
-    """One GPU of each unchanged recipe, layers compiled."""
-    loaded = recipes.load(name)
-    config = loaded.train_config(tmp_path, str(tmp_path / "run"))
-    file, shape = tmp_path / "train.yaml", loaded.resources
-    file.write_text(yaml.safe_dump(config))
-    command_line = [sys.executable, "-m", "tests.benchmarks.allocated", str(file)]
-    done = run(*command_line, str(shape.world_size), loaded.entry.method.objective)
-    assert done.returncode == 0, done.stderr
-    counted = json.loads(done.stdout.splitlines()[-1])["peak"]
-    step = step_of(config, shape.nodes, shape.gpus_per_node)
-    assert StepMemory(step).peak == pytest.approx(counted, rel=0.1)

@@ -16,8 +16,8 @@ from trainer.data import batches
 from trainer.data.batches import Data
 from trainer.parallel import world as distributed
 
-# Its assertions then show the numbers that differ, as those of a test file do.
-pytest.register_assert_rewrite("tests.trainer.runs")
+# Their assertions then show the numbers that differ, as those of a test file do.
+pytest.register_assert_rewrite("tests.trainer.runs", "tests.trainer.models.transformers_runs")
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,10 +1,12 @@
 """Real training runs for the tests: configs, starts under torchrun, and what they leave."""
 
+import base64
 import json
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,14 @@ def write_config(
     path = folder / "train.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
+
+
+def llama3_tokenizer(folder: Path) -> dict[str, Any]:
+    """The block of torchtune's own tokenizer, over single bytes, whose file is made in `folder`."""
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
+    (folder / "tokenizer.model").write_text("".join(lines))
+    component = "torchtune.models.llama3.llama3_tokenizer"
+    return {"_component_": component, "path": str(folder / "tokenizer.model")}
 
 
 def lora_model(**changes: Any) -> dict[str, Any]:
@@ -224,6 +234,54 @@ def assert_same_tensors(
     assert tensors.keys() == own_tensors.keys()
     for key, tensor in tensors.items():
         torch.testing.assert_close(own_tensors[key], tensor, rtol=0, atol=tolerance)
+
+
+class Runs:
+    """Runs by name, each trained when it is first asked for: runs["lora-tp2"] is its folder.
+
+    The bases run on one process. A layout, with its number of ranks, is named after the base that
+    it must equal, "BASE-LAYOUT", and changes the base's config.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: Callable[..., Path],
+        bases: Mapping[str, Mapping[str, Any]],
+        layouts: Mapping[str, tuple[int, Mapping[str, Any]]],
+        method: str = "sft",
+    ) -> None:
+        """`config` writes the train.yaml of a folder by the changes of a run."""
+        self.root, self.config, self.bases, self.layouts = root, config, bases, layouts
+        self.module = f"trainer.train {method}"
+        # What each has printed.
+        self.said: dict[str, str] = {}
+
+    def base(self, name: str) -> str:
+        return max((base for base in self.bases if f"{name}-".startswith(f"{base}-")), key=len)
+
+    def __getitem__(self, name: str) -> Path:
+        if name not in self.said:
+            ranks, changes = self.layouts.get(name, (1, {}))
+            path = self.config(self.root / name, **{**self.bases[self.base(name)], **changes})
+            with pytest.MonkeyPatch.context() as patch:
+                # Not the usual compiler, whose code for CPUs takes long.
+                patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+                started = start(path, ranks, module=self.module)
+                # Some are compiled.
+                self.said[name] = finish(started, limit_s=4 * START_LIMIT_S)
+        return self.root / name
+
+    def assert_same(
+        self, name: str, losses: float = 2e-5, norms: float = 1e-4, weights: float = 2e-4
+    ) -> None:
+        """A layout has the curve and the exports of its base, and a loss that falls."""
+        own, wanted = self[name], self[self.base(name)]
+        assert_same_curve(own, wanted, losses, norms)
+        assert metrics(own)[-1]["loss"] < metrics(own)[0]["loss"]
+        for part in ("export", "export/adapter"):
+            found, expected = tensors(own / part), tensors(wanted / part)
+            torch.testing.assert_close(found, expected, rtol=0, atol=weights)
 
 
 def progress(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What a config may hold, and one clear line for everything that is wrong with it."""
 
 import json
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -118,56 +117,9 @@ def test_broken_yaml_is_named_by_line_and_column(tmp_path):
         configs.load(tmp_path / "none.yaml")
 
 
-def stale_weights(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.norm.weight"]
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:1000].clone()
-    tensors["model.layers.9.mlp.up_proj.weight"] = tensors["lm_head.weight"][:1].clone()
-    save_file(tensors, folder / "model.safetensors")
-
-
-def other_rope(folder: Path) -> None:
-    settings = json.loads((folder / "config.json").read_text())
-    settings["rope_parameters"]["rope_theta"] = 500000.0
-    (folder / "config.json").write_text(json.dumps(settings))
-
-
-def cut_short(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-
-
-@pytest.mark.parametrize(
-    ("harm", "faults"),
-    [
-        (
-            stale_weights,
-            (
-                "tensor model.norm.weight is missing",
-                "tensor model.layers.9.mlp.up_proj.weight belongs to no part of the model",
-                "tensor lm_head.weight has shape [1000, 128], the model needs [1024, 128]",
-            ),
-        ),
-        (other_rope, ("the builder has rope_theta 10000, the model's config.json has 500000.0",)),
-        (cut_short, ("model.safetensors is damaged",)),
-        (lambda folder: (folder / "config.json").unlink(), ("config.json is missing or no JSON",)),
-        (lambda folder: shutil.rmtree(folder), ("tokenizer.json is missing",)),
-    ],
-    ids=["tensors", "rope", "damaged", "config.json", "folder"],
-)
-def test_a_model_folder_that_does_not_fit(harm, faults, tmp_path, model_folder, dataset, capfd):
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    harm(folder)
-    assert_refused(write_config(tmp_path / "run", folder, dataset), faults, capfd)
-
-
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"optimizer": {"_component_": "torch.optim.AdamW", "rate": 1}}, "refused its arguments"),
         (
             {"optimizer": {"_component_": "bitsandbytes.optim.Adam8bit"}},
             "Adam8bit needs a GPU; use torchao.optim.Adam8bit",
@@ -179,28 +131,14 @@ def test_a_model_folder_that_does_not_fit(harm, faults, tmp_path, model_folder, 
             {"model": {"_component_": "torch.nn.Identity"}},
             "returns a Identity, not a trainer.model.Decoder",
         ),
-        ({"checkpointer": {"checkpoint_dir": "/nowhere"}}, "/nowhere does not exist"),
         (
             {"dataset": {"data_files": "/nowhere.jsonl"}},
             "dataset: torchtune.datasets.instruct_dataset refused its arguments: Unable to find",
         ),
         ({"dataset": {"column_map": {"input": "q", "output": "a"}}}, "there is no column 'q'"),
         ({"tokenizer": {"max_seq_len": 4}}, "dataset: no sample has a token to train on"),
-        ({"model": {"max_seq_len": 8}}, "tokens, the model takes 8; set tokenizer.max_seq_len=8"),
     ],
-    ids=[
-        "argument",
-        "package",
-        "null",
-        "no file",
-        "layer",
-        "decoder",
-        "model",
-        "file",
-        "column",
-        "cut",
-        "long",
-    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_components_that_do_not_work(changes, fault, tmp_path, model_folder, dataset, capfd):
     path = write_config(tmp_path, model_folder, dataset)

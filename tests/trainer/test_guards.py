@@ -193,35 +193,12 @@ def test_a_run_that_never_updated_has_not_completed(tmp_path, poisoned, capfd):
     assert not (tmp_path / "export").exists() and not (tmp_path / "checkpoints").exists()
 
 
-TOKENIZER_FAULTS = {
-    "tokens": ("config", {"vocab_size": 900}, ["it has 1024 tokens, the model knows 900"]),
-    "begin": ("config", {"bos_token_id": 7}, ["its bos_id is 0, the model's 7"]),
-    "end": (
-        "generation_config",
-        {"eos_token_id": [7, 9]},
-        ["it ends a text by 4, the model by 7 or 9"],
-    ),
-    "all": (
-        "config",
-        {"vocab_size": 3, "bos_token_id": 1, "eos_token_id": 2},
-        ["it has 1024 tokens", "its eos_id is 4, the model knows 3", "its bos_id", "it ends"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TOKENIZER_FAULTS)
-def test_a_tokenizer_of_another_model_is_refused(name, tmp_path, model_folder):
-    file, changes, wanted = TOKENIZER_FAULTS[name]
-    tokenizer = hugging_face_tokenizer(str(model_folder))
-    assert faults(tokenizer, model_folder) == []
-    for other in ("config", "generation_config"):
-        source = model_folder / f"{other}.json"
-        settings = json.loads(source.read_text()) if source.is_file() else {}
-        kept = {key: value for key, value in settings.items() if key not in changes}
-        settings = kept | (changes if other == file else {})
-        (tmp_path / f"{other}.json").write_text(json.dumps(settings))
-    found = faults(tokenizer, tmp_path)
-    assert len(found) == len(wanted)
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, model_folder):
+    other = {"vocab_size": 3, "bos_token_id": 1, "eos_token_id": [2, 9]}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    found = faults(hugging_face_tokenizer(str(model_folder)), tmp_path)
+    wanted = ("it has 1024 tokens, the model knows 3", "its eos_id is 4, the model knows 3")
+    wanted += ("its bos_id is 0, the model's 1", "it ends a text by 4, the model by 2 or 9")
     for line, text in zip(found, wanted, strict=True):
         assert text in line and "give the tokenizer that belongs to" in line
 

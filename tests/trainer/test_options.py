@@ -10,14 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from runspec.keys.sft import SftConfig
-from tests.trainer.runs import (
-    assert_same_curve,
-    assert_same_tensors,
-    metrics,
-    tensors,
-    train,
-    write_config,
-)
+from tests.trainer.runs import metrics, tensors, train, write_config
 from trainer import optimizers
 from trainer.config import load
 from trainer.data import batches
@@ -165,18 +158,11 @@ def test_a_recipe_has_its_own_chat_template(model_folder, dataset, tmp_path):
 
 @pytest.mark.long
 def test_embedding_and_head_are_trained_beside_lora(model_folder, dataset, tmp_path):
-    """Over ranks, over a 4-bit base, and as PEFT and transformers load them."""
+    """Over a 4-bit base, too, and as PEFT and transformers load them."""
     lora = {"lora_rank": 4, "modules_to_save": ["embed_tokens", "lm_head"]}
-    runs = {
-        "one": (1, {"model": lora}),
-        "both": (4, {"model": lora, "tensor_parallel_dim": 2, "batch_size": 4}),
-        "nf4": (1, {"model": lora | {"quantize_base": True}}),
-    }
     changes = {"optimizer": ADAMW, "max_steps": 4}
-    for name, (ranks, more) in runs.items():
-        train(config(tmp_path / name, model_folder, dataset, **changes | more), ranks=ranks)
-    assert_same_curve(tmp_path / "both", tmp_path / "one", 2e-5, 1e-4)
-    assert_same_tensors(tmp_path / "both", tmp_path / "one", 1e-4)
+    for name, model in (("one", lora), ("nf4", lora | {"quantize_base": True})):
+        train(config(tmp_path / name, model_folder, dataset, model=model, **changes))
     export, tokens = tmp_path / "one/export", torch.arange(40).view(2, 20)
     before, merged = tensors(model_folder), tensors(export)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

@@ -161,16 +161,3 @@ def test_a_node_without_a_compiler_trains_without_it(
     told = f"note: not compiled, as the node of rank 0 lacks a C compiler ({compiler})"
     assert told in capsys.readouterr().out
     assert not trainer.config.compile and trainer.train()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_driver_sees_no_wait_either(trainer):
-    """Copies from memory that is not pinned and the like are seen by no operator's tag."""
-    for number, batches in enumerate(trainer.batches.from_step(0)):
-        torch.cuda.set_sync_debug_mode("error" if number >= 2 else "default")
-        try:
-            norm = trainer._update(trainer._backward(batches, 100)["loss"])
-            assert not trainer.guard.exceeded()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert norm.isfinite()

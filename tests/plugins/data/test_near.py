@@ -1,6 +1,5 @@
 """Near duplicates: against exact Jaccard similarity of all pairs, and datasketch's definition."""
 
-import itertools
 import random
 
 import pyarrow as pa
@@ -32,24 +31,6 @@ def jaccard(one: str, other: str, ngram: int) -> float:
         count = max(len(words) - ngram + 1, 1)
         sets.append({tuple(words[place : place + ngram]) for place in range(count)})
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
-
-
-def test_pairs_are_those_of_exact_similarity():
-    made = texts()
-    pairs = list(itertools.combinations(range(len(made)), 2))
-    table = pa.table(
-        {
-            "a": [a for a, _ in pairs],
-            "b": [b for _, b in pairs],
-            "text_a": [made[a] for a, _ in pairs],
-            "text_b": [made[b] for _, b in pairs],
-        }
-    )
-    for limit in (0.4, 0.8, 1.0):
-        found = near.similar_pairs(table, 3, limit)
-        expected = {(a, b) for a, b in pairs if jaccard(made[a], made[b], 3) >= limit - 1e-12}
-        assert set(zip(found["a"].to_pylist(), found["b"].to_pylist(), strict=True)) == expected
-        assert expected
 
 
 def test_shingles_of_short_empty_and_unspaced_texts():

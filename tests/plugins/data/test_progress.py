@@ -5,8 +5,6 @@ import re
 import threading
 from pathlib import Path
 
-import ibis
-
 from plugins.data import progress
 from plugins.data.progress import Progress
 from plugins.data.query_engines.tasks import Task
@@ -51,30 +49,3 @@ def test_rows_and_time_left_are_said(tmp_path, monkeypatch, duck):
     duck.progress.write("finished")
     ended = json.loads((tmp_path / "progress.json").read_text())
     assert ended["part"] is None and ended["saved"] == 4
-
-
-def test_duckdb_says_its_share(tmp_path, duck):
-    # What DuckDB makes itself has no share.
-    duck.write(ibis.range(1_000_000).unnest().name("n").as_table(), tmp_path / "numbers")
-    table = duck.read(tmp_path / "numbers")
-    table = table.mutate(key=table.n.cast("string").hexdigest("md5")).order_by("key")
-    shares: list[float | None] = []
-    ended = threading.Event()
-
-    def look() -> None:
-        while not ended.wait(0.005):
-            shares.append(duck._share())
-
-    watching = threading.Thread(target=look)
-    watching.start()
-    try:
-        # As often as it takes to look while it works.
-        for number in range(50):
-            duck.write(table, tmp_path / f"sorted{number}")
-            if any(share is not None and 0 < share < 1 for share in shares):
-                break
-    finally:
-        ended.set()
-        watching.join()
-    assert any(share is not None and 0 < share < 1 for share in shares)
-    assert all(share is None or 0 <= share <= 1 for share in shares)

@@ -24,7 +24,6 @@ from runspec.tokens import grown
 from tests.trainer.layers.test_adapter_kinds import FOLDER, KINDS, TORCHTUNE
 from tests.trainer.methods.pairs import pairs_config
 from tests.trainer.methods.toy_objective import ToyConfig
-from tests.trainer.methods.toy_teacher import ImitationConfig
 from tests.trainer.models import test_new_tokens
 from tests.trainer.models.test_new_tokens import folders, tagged
 from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
@@ -45,9 +44,7 @@ TOY = "tests.trainer.methods.toy_objective"
 PAIRS = "trainer.data.preferences.PreferenceDataset"
 METHODS: dict[str, type[TrainConfig]] = {
     "dpo": DpoConfig,
-    "distill": DistillConfig,
     "toy_objective": ToyConfig,
-    "toy_teacher": ImitationConfig,
 }
 
 
@@ -59,12 +56,11 @@ def world() -> Iterator[distributed.World]:
 
 
 @pytest.fixture
-def toys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Methods of somebody else are entries, too."""
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method of somebody else is an entry, too."""
     monkeypatch.setenv("COOKBOOK_COMPONENTS", TOY)
-    for name in ("toy_objective", "toy_teacher"):
-        module = f"trainer.train tests.trainer.methods.{name}:{METHODS[name].__name__}"
-        monkeypatch.setitem(entries.rows(), name, entries.method(module, METHODS[name]))
+    module = f"trainer.train {TOY}:{ToyConfig.__name__}"
+    monkeypatch.setitem(entries.rows(), "toy_objective", entries.method(module, ToyConfig))
 
 
 def wide_content(folder: Path, model_folder: Path, dataset: Path, **more: Any) -> dict[str, Any]:
@@ -81,17 +77,17 @@ def wide_content(folder: Path, model_folder: Path, dataset: Path, **more: Any) -
     return content | {"teacher": str(wide)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("entry", "changes", "held"),
     [
-        pytest.param("dpo", {"reference": "adapter_off", "model": LORA}, 0, marks=LONG),
-        pytest.param("dpo", {"reference": "model"}, 1, marks=LONG),
+        ("dpo", {"reference": "adapter_off", "model": LORA}, 0),
+        ("dpo", {"reference": "model"}, 1),
         ("toy_objective", {"activation_checkpointing": "full"}, 1),
-        pytest.param("toy_objective", {"model": LORA}, 0, marks=LONG),
     ],
-    ids=["adapter_off", "model", "toy-model", "toy-adapter_off"],
+    ids=["adapter_off", "model", "toy-model"],
 )
-@pytest.mark.usefixtures("toys")
+@pytest.mark.usefixtures("toy")
 def test_a_reference_is_counted(entry, changes, held, tmp_path, model_folder, dataset):
     component = PAIRS if entry == "dpo" else f"{TOY}.Pairs"
     path = pairs_config(tmp_path, model_folder, dataset, component, **LARGE | changes)
@@ -107,27 +103,21 @@ def test_a_reference_is_counted(entry, changes, held, tmp_path, model_folder, da
 
 
 @pytest.mark.parametrize(
-    ("entry", "ranks", "changes"),
+    "changes",
     [
-        ("distill", 2, TP | {"beta": 0.5, "temperature": 2.0}),
-        pytest.param(
-            "distill", 2, {"model": LORA, "teacher_quantize_base": True, "beta": 1.0}, marks=LONG
-        ),
-        pytest.param("toy_teacher", 1, {}, marks=LONG),
+        TP | {"beta": 0.5, "temperature": 2.0},
+        pytest.param({"model": LORA, "teacher_quantize_base": True, "beta": 1.0}, marks=LONG),
     ],
-    ids=["tensor", "nf4-fsdp", "toy"],
+    ids=["tensor", "nf4-fsdp"],
 )
-@pytest.mark.usefixtures("toys")
-def test_a_teacher_is_counted(entry, ranks, changes, tmp_path, model_folder, dataset):
+def test_a_teacher_is_counted(changes, tmp_path, model_folder, dataset):
     content = wide_content(tmp_path, model_folder, dataset, **changes)
-    if entry == "toy_teacher":
-        content["teacher_dir"] = content.pop("teacher")
-    step = step_of(content | {"entry": entry}, 1, ranks)
+    step = step_of(content | {"entry": "distill"}, 1, 2)
     found = StepMemory(step)
-    traced = trace(parse(content, METHODS[entry]), ranks)
+    traced = trace(parse(content, DistillConfig), 2)
     assert found.peak == pytest.approx(traced.peak, rel=0.1)
     assert found.terms["frozen models"] > 0
-    ratio = step.flops.model / step_of(content | {"entry": "sft"}, 1, ranks).flops.model
+    ratio = step.flops.model / step_of(content | {"entry": "sft"}, 1, 2).flops.model
     assert ratio > 1.2
 
 
@@ -168,12 +158,13 @@ def assert_states(path: Path) -> int:
     return step.shape.vocab
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
         {"model": SAVED},
-        pytest.param({"freeze": ["model.layers.*.mlp.*", "lm_head.*"]}, marks=LONG),
-        pytest.param({"model": HEAD}, marks=LONG),
+        {"freeze": ["model.layers.*.mlp.*", "lm_head.*"]},
+        {"model": HEAD},
     ],
     ids=["saved", "frozen", "head"],
 )

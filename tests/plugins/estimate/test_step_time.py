@@ -15,7 +15,7 @@ from launcher.cli import cookbook
 from launcher.errors import RecipeFault
 from launcher.recipe import load as recipes
 from launcher.recipe.shapes import shape_of
-from plugins.estimate.launcher.compute import DENSE, OTHER, Compute, grouped_by
+from plugins.estimate.launcher.compute import DENSE, OTHER, Compute
 from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.reached import Reached
 from plugins.estimate.launcher.recipe_step import step_of
@@ -73,37 +73,6 @@ def test_published_speeds_are_near_and_stand_in_the_docs():
     # The ranges that an estimate prints.
     dense = [error for row, error in zip(found, errors, strict=True) if " EP " not in row.workload]
     assert sum(error <= DENSE for error in dense) >= 0.9 * len(dense) and max(errors) < OTHER
-
-
-def test_each_term_of_the_computing_has_its_reason():
-    a100, compute = gpus.by_name("a100-80"), Compute(FULL, H100)
-    # A narrow product waits for memory: the same FLOPs in two halves take longer.
-    assert 2 * compute.product(8192, 4096, 512) > 1.05 * compute.product(8192, 4096, 1024)
-    short, long = (
-        Compute(replace(FULL, length=n, batch=8192 // n), H100).terms(SHAPE.kinds[0], False)
-        for n in (1024, 8192)
-    )
-    assert 5 < long["attention"] / short["attention"] < 8
-    experts = step_of(recipes.load("qwen3_30b_a3b_full").resolved(Path("/root"), "run"), 1, 8)
-    steps = (replace(experts, element_bytes=4), experts, experts)
-    cards = (a100, a100, H100)
-    assert list(map(grouped_by, steps, cards)) == ["a loop", "a loop", "torch"]
-    _, older, native = (
-        Compute(step, gpu).terms(experts.shape.kinds[0], False)["grouped"]
-        for step, gpu in zip(steps, cards, strict=True)
-    )
-    assert older > native
-    made = recipes.load("qwen3_5_35b_a3b_lora").resolved(Path("/root"), "run")
-    linear = Compute(step_of(made, 1, 8), H100)
-    kinds = [linear.terms(each, False) for each in linear.step.shape.kinds]
-    slow = next(terms for terms in kinds if "linear attention" in terms)
-    fast = next(terms for terms in kinds if "attention" in terms)
-    assert slow["linear attention"] > 5 * fast["attention"]
-    # NF4 is unpacked in each pass; what is not compiled reads and writes more.
-    packed = Compute(replace(LORA, method="qlora"), H100)
-    assert packed.layer(SHAPE.kinds[0])[0] > Compute(LORA, H100).layer(SHAPE.kinds[0])[0]
-    compiled = Compute(replace(FULL, compiled=True), H100)
-    assert compiled.layer(SHAPE.kinds[0]) < compute.layer(SHAPE.kinds[0])
 
 
 def test_the_sites_network_is_taken_unless_one_is_typed(user: Kit, tmp_path, monkeypatch):

@@ -1,13 +1,10 @@
 """The traced step against the closed form."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from torch._dynamo.utils import counters
 
 from launcher.recipe import load as recipes
@@ -17,10 +14,9 @@ from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.step_config import GIB
 from plugins.estimate.trace import estimate, trace
 from tests.trainer.models.transformers_cases import write
-from tests.trainer.models.transformers_runs import BY_OPERATION, EP, TP, config_of
+from tests.trainer.models.transformers_runs import BY_OPERATION, TP, config_of
 from trainer import config as configs
 
-ROOT = Path(__file__).parents[3]
 LORA = {
     "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,
@@ -101,23 +97,6 @@ def test_two_depths_tell_the_whole_model(ranks) -> None:
     assert told.weights == pytest.approx(whole.weights, abs=64)
 
 
-@pytest.mark.long
-def test_the_first_trace_of_a_process_is_as_the_next(tmp_path) -> None:
-    """An operator that is not yet imported when a layer is prepared would be recomputed."""
-    file = tmp_path / "train.yaml"
-    content = recipe("llama3_2.llama3_2_1b", activation_checkpointing="op")
-    file.write_text(yaml.safe_dump(content))
-    code = (
-        "import sys; from pathlib import Path; "
-        "from plugins.estimate import trace; from trainer import config;"
-        "c = config.load(Path(sys.argv[1]));"
-        "assert trace.trace(c, 8, 2) == trace.trace(c, 8, 2)"
-    )
-    command = [sys.executable, "-c", code, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-
-
 def test_what_cannot_be_traced_is_said() -> None:
     config = configs.parse(recipe("llama3_2.llama3_2_1b", tensor_parallel_dim=3))
     with pytest.raises(configs.ConfigError, match=r"tensor_parallel_dim 3 does not divide 8 ranks"):
@@ -151,29 +130,3 @@ def test_the_closed_form_is_within_10_percent_over_the_catalogue(name: str, tmp_
     assert stored == pytest.approx(traced["weights"], rel=0.1)
     # Beside the weights the export takes one matrix, not a layer's experts: at most 4 GiB.
     assert traced["phases"]["export"] - traced["weights"] < 4 * GIB
-
-
-@pytest.mark.long
-def test_numbers_of_sharded_layers_are_constants_of_their_code(
-    tmp_path: Path, model_folder: Path, dataset: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The heads of Gemma 4's layers differ; what changes from batch to batch is no constant."""
-    folder = write("gemma4", tmp_path / "gemma4", model_folder)
-    counters.clear()
-    with caplog.at_level("INFO", "torch.fx.experimental.symbolic_shapes"):
-        trace(configs.load(config_of(tmp_path, folder, dataset, compile=True)), 2)
-    made = [line for line in caplog.messages if line.startswith("create_symbol")]
-    assert counters["stats"]["unique_graphs"] >= 2
-    assert [line for line in made if "L['self']" in line] == []
-
-
-@pytest.mark.long
-def test_dense_layers_beside_experts_over_ranks_are_compiled_by_operation(
-    tmp_path: Path, model_folder: Path, dataset: Path
-) -> None:
-    """The first layer of DeepSeek V3 is compiled; the others, which exchange tokens, are not."""
-    folder = write("deepseek-v3", tmp_path / "model", model_folder)
-    counters.clear()
-    changes = BY_OPERATION | EP | {"compile": True}
-    trace(configs.load(config_of(tmp_path, folder, dataset, **changes)), 2)
-    assert counters["stats"]["unique_graphs"] == 1

@@ -19,7 +19,6 @@ from tests.launcher.kit import finished_run
 
 pytestmark = pytest.mark.usefixtures("fast_trainer")
 
-TRAINED = 9
 ROWS = [{"Question": f"How deep are roots of plant {n}?", "Answer": f"{n} cm."} for n in range(10)]
 
 

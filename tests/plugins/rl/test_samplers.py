@@ -193,14 +193,6 @@ def samplers(run: Path, count: int, script: str = "") -> Iterator[None]:
         monkeypatch.undo()
 
 
-def test_a_folder_that_cannot_be_looked_at_ends_no_sampler(tmp_path: Path) -> None:
-    samplers = processes.SamplerProcesses(tmp_path)
-    samplers._folder, samplers._secret = tmp_path / ("x" * 300), "secret"
-    with pytest.raises(OSError):
-        samplers._folder.exists()
-    samplers._make_again()
-
-
 @pytest.mark.parametrize(
     "case",
     [

@@ -4,12 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
 from plugins.serve import backends, parameters
 from plugins.serve.recipe_keys import SERVE
-from plugins.serve.server import Server
-from runspec import files
 from runspec.devices import visible
 
 SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "intent"}
@@ -63,13 +59,3 @@ def test_a_backend_starts_in_the_recipes_environment(monkeypatch):
     ]
     monkeypatch.delenv("COOKBOOK_BACKEND")
     assert backends.python({}) == ["env", sys.executable]
-
-
-def test_minutes_that_cannot_be_read_keep_nobody_waiting(tmp_path, capsys):
-    """The server's file would not be renewed, and a request to end it not seen."""
-    (tmp_path / files.SERVED).symlink_to(files.SERVED)
-    one = Server.__new__(Server)
-    one.state, one.ready_since, one.minutes, one.number, one.run_dir = "ready", 0.0, -1, 0, tmp_path
-    with pytest.raises(OSError):
-        one._count_minutes()
-    assert capsys.readouterr().err == "" and one.minutes == -1

@@ -146,8 +146,9 @@ def test_client_errors_are_told_as_such_by_name(tmp_path):
             body = {"prompt": ["a"] * count, "n": n}
             async with client.post(f"{url}/v1/completions", json=body) as answer:
                 assert answer.status == 400 and "lower n" in await answer.text()
-        for key in ("Bearer schlüssel", "Bearer \xff\xfe", "", "Basic eDp5"):
-            assert await raw(url, "GET", "/v1/models", b"", f"Authorization: {key}") == 401
+        for key in ("Bearer schlüssel", "Bearer \xff\xfe", "", "Basic eDp5", f"Bearer {KEY}x"):
+            for method, path in (("GET", "/v1/models"), ("POST", "/v1/models"), ("POST", CHAT)):
+                assert await raw(url, method, path, BODY, f"Authorization: {key}") == 401
         assert not backend.heard and not list(read(tmp_path / "requests"))
 
     front(tmp_path, check)

@@ -74,29 +74,11 @@ def test_an_answer_and_a_stream_are_passed_on_and_logged(tmp_path):
     front(tmp_path, check)
 
 
-def test_nobody_gets_in_without_the_key(tmp_path):
+def test_too_much_is_refused_before_it_is_read_whole(tmp_path):
     async def check(client, url, server):
-        for key in ("", "Bearer wrong", f"Bearer {KEY}x"):
-            for method, path in (("POST", CHAT), ("POST", "/v1/models"), ("GET", "/v1/models")):
-                head, body = {"Authorization": key}, ask() if method == "POST" else None
-                async with client.request(method, url + path, json=body, headers=head) as answer:
-                    assert answer.status == 401 and KEY not in await answer.text()
-        assert not server.heard and not logged(tmp_path)
-
-    front(tmp_path, check)
-
-
-def test_too_much_is_refused_in_words(tmp_path):
-    """Many bytes before they are read whole."""
-    cases = [
-        ({"data": json.dumps(ask("job " * 1_000_000))}, 413, "1,048,576 bytes"),
-        ({"data": "{", "headers": {"Content-Type": "x/y"}}, 400, "not JSON"),
-    ]
-
-    async def check(client, url, server):
-        for given, status, words in cases:
-            async with client.post(url + CHAT, **given) as answer:
-                assert (answer.status, words in await answer.text()) == (status, True), words
+        body = json.dumps(ask("job " * 1_000_000))
+        async with client.post(url + CHAT, data=body) as answer:
+            assert answer.status == 413 and "1,048,576 bytes" in await answer.text()
         assert not server.heard and not logged(tmp_path)
 
     front(tmp_path, check)

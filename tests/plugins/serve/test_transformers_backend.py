@@ -61,25 +61,3 @@ def test_a_served_model_is_not_offloaded_to_a_disk(backend, monkeypatch, tmp_pat
     assert "has 263 GiB of weights and needs 5 GPUs" in wide
     (tmp_path / "model.safetensors").unlink()
     assert backend.too_large([str(tmp_path), "--device", "auto", "--dtype", "auto"]) == ""
-
-
-def test_its_attention_does_not_make_a_graph_for_each_length(backend, monkeypatch):
-    import uvicorn
-    from transformers.cli import transformers as command
-    from transformers.cli.serving import model_manager, utils
-
-    # What it replaces in this process is put back at the end.
-    for module, name in (
-        (uvicorn, "Config"),
-        (utils, "GenerateManager"),
-        (model_manager, "ModelManager"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    found: list[bool] = []
-    monkeypatch.setattr(
-        command, "main", lambda: found.append(torch.backends.cuda.cudnn_sdp_enabled())
-    )
-    monkeypatch.setattr(sys, "argv", ["serve", "socket", "model", "--device", "cpu"])
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    backend.main()
-    assert found == [False]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 import shutil
 import signal
@@ -23,7 +22,6 @@ from tests.trainer.runs import (
     curve,
     error_record,
     finish,
-    kill_at,
     kill_rank,
     lora_model,
     metrics,
@@ -151,7 +149,7 @@ def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
     with open(killed / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "lo')
     (killed / "checkpoints/.tmp_step_12.0").mkdir()
-    train(path, attempt=1)
+    said = train(path, attempt=1)
     assert curve(killed) == curve(whole)
     losses = {line["step"]: line["val_loss"] for line in metrics(killed) if "val_loss" in line}
     assert list(losses) == [7, 14, 21, 28, 30]
@@ -159,12 +157,19 @@ def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
     # The best by validation is kept beside the last two, and exported.
     best = min(losses, key=losses.__getitem__)
     assert names == {f"step_{best}", "step_28", "step_30"}
+    assert f"exporting step {best}: its val_loss {losses[best]:.4f} is the lowest of all" in said
+    assert progress(killed)["best_step"] == best
     shard = next((killed / "checkpoints/step_30").glob("__0_*"))
     assert shard.stat().st_size < 1_000_000, "LoRA's checkpoints must not hold the base model"
 
     state = json.loads((killed / "checkpoints/step_30/trainer_state.json").read_text())
     assert state["val_loss"] == losses[30]
     assert losses[best] == pytest.approx(mean_answer_loss(killed / "export"), abs=1e-5)
+    path.write_text(path.read_text() + "export_checkpoint: last\n")
+    shutil.rmtree(killed / "export")
+    reopen(killed)
+    train(path, attempt=2)
+    assert losses[30] == pytest.approx(mean_answer_loss(killed / "export"), abs=1e-5)
 
 
 def mean_answer_loss(export: Path) -> float:
@@ -190,20 +195,6 @@ def mean_answer_loss(export: Path) -> float:
         total += F.cross_entropy(logits, answer, reduction="sum").item()
         count += len(answer)
     return total / count
-
-
-@pytest.mark.long
-def test_killed_at_a_random_step(tmp_path, model_folder, dataset):
-    changes = {"gradient_accumulation_steps": 2, "row_length": 96, "batch_size": 1}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(config(whole, model_folder, dataset, 4, **changes), ranks=4)
-    path = config(killed, model_folder, dataset, 4, **changes)
-    step = random.randint(1, STEPS - 8)
-    kill_at(path, step, ranks=4)
-    train(path, ranks=4, attempt=1)
-    assert curve(killed) == curve(whole), f"killed after step {step}"
-    name = "export/model.safetensors"
-    assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_damaged_checkpoint_falls_back_and_all_damaged_refuses(two_ranks, model_folder):

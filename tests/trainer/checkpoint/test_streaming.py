@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.trainer.runs import MODEL_SIZES, finish, start, write_config
 from trainer import config, demo
@@ -68,39 +69,12 @@ def measure(path: Path) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """A demo model of 370 MiB in a file for each layer and one for the rest."""
+    """A demo model of 370 MiB in files of 64 MB."""
     demo.make(folder, ROOT / "configs/datasets/slurm_qa.jsonl")
     sizes = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS}
-    settings = json.loads((folder / "config.json").read_text()) | sizes | {"head_dim": WIDTH // 4}
-    (folder / "config.json").write_text(json.dumps(settings))
+    settings = LlamaConfig.from_pretrained(folder, head_dim=WIDTH // 4, **sizes)
     (folder / "model.safetensors").unlink()
-    layer = {
-        "self_attn.q_proj": (WIDTH, WIDTH),
-        "self_attn.k_proj": (WIDTH // 2, WIDTH),
-        "self_attn.v_proj": (WIDTH // 2, WIDTH),
-        "self_attn.o_proj": (WIDTH, WIDTH),
-        "mlp.gate_proj": (HIDDEN, WIDTH),
-        "mlp.up_proj": (HIDDEN, WIDTH),
-        "mlp.down_proj": (WIDTH, HIDDEN),
-        "input_layernorm": (WIDTH,),
-        "post_attention_layernorm": (WIDTH,),
-    }
-    rest = {
-        "model.embed_tokens": (settings["vocab_size"], WIDTH),
-        "lm_head": (settings["vocab_size"], WIDTH),
-        "model.norm": (WIDTH,),
-    }
-    files = [
-        {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-        for index in range(LAYERS)
-    ]
-    placed = {}
-    for number, shapes in enumerate([*files, rest], start=1):
-        file = f"model-{number:05}-of-{LAYERS + 1:05}.safetensors"
-        tensors = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
-        save_file(tensors, folder / file)
-        placed |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    LlamaForCausalLM(settings).save_pretrained(folder, max_shard_size="64MB")
 
 
 @pytest.mark.long

@@ -175,26 +175,6 @@ def test_what_is_wrong_with_a_conversation_is_told(row, told, tokenizer_of, tmp_
     assert told in str(caught.value)
 
 
-def test_chat_dataset_skips_what_has_no_answer(tmp_path, model_folder, dataset, world):
-    """torchtune's name of the dataset, with the model folder's tokenizer; the demo's template."""
-    path = tmp_path / "rows.jsonl"
-    rows = [{"messages": PLAIN[:2]}, {"messages": PLAIN}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    block = {
-        "_component_": "torchtune.datasets.chat_dataset",
-        "source": "json",
-        "data_files": str(path),
-        "conversation_column": "messages",
-        "conversation_style": "openai",
-        "split": "train",
-    }
-    config = write_config(tmp_path / "run", model_folder, dataset)
-    content = load_yaml(config) | {"dataset": block}
-    config.write_text(json.dumps(content))
-    samples = batches.build(load(config), world).training.rows.samples
-    assert [count > 0 for count in samples.targets] == [False, True]
-
-
 def test_what_the_template_leaves_out_is_noted_or_refused(
     tmp_path, model_folder, dataset, world, tokenizer_of, capsys
 ):

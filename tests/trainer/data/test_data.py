@@ -1,20 +1,16 @@
 """What the model sees of a dataset: tokens, masks, packed rows, their order, and their cache."""
 
-import base64
 import json
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
 
 from runspec.layout import Layout
-from tests.trainer.runs import MODEL_SIZES
+from tests.trainer.runs import MODEL_SIZES, llama3_tokenizer
 from trainer.config import instantiate, load
 from trainer.data import origin
 from trainer.data.batches import Batches, BatchSpec, MicroBatch
@@ -104,34 +100,6 @@ def test_packed_documents_have_the_losses_of_unpacked_ones(builder, build):
     assert seen == 2 * len(rows.samples) == 2 * 44
 
 
-def test_a_packed_batch_says_where_each_document_is(build):
-    rows = build(**packed()).training.rows
-    # Of the second row each token is trained, the first of each document, too.
-    whole = [(tokens, np.ones_like(trained)) for tokens, trained in rows[1].documents]
-    chosen = [rows[0], rows[1]._replace(documents=whole)]
-    batch = rows.collate(chosen)
-    assert batch.inputs.tokens.shape == (2, ROW)
-    begins = batch.inputs.documents.cu_seqlens.tolist()
-    assert begins[0] == 0 and begins[-1] == batch.inputs.tokens.numel()
-    position = pairwise(begins)
-    given = {"labels": batch.labels, **batch.inputs._asdict()}
-    flat = {name: given[name].flatten() for name in ("tokens", "labels", "positions")}
-    for row in chosen:
-        for tokens, trained in row.documents:
-            begin, end = next(position)
-            assert flat["tokens"][begin:end].tolist() == tokens.tolist()
-            assert flat["positions"][begin:end].tolist() == list(range(end - begin))
-            wanted = np.where(trained[1:], tokens[1:], IGNORE_INDEX).tolist()
-            assert flat["labels"][begin:end].tolist() == [*wanted, IGNORE_INDEX]
-        if sum(len(tokens) for tokens, _ in row.documents) < ROW:
-            begin, end = next(position)
-            assert (flat["labels"][begin:end] == IGNORE_INDEX).all()
-    assert next(position, None) is None
-    masked = rows.collate([rows[~0]])
-    assert masked.token_count == masked.target_count == 0
-    assert torch.equal(masked.inputs.tokens[0], batch.inputs.tokens[0])
-
-
 # The order of batches
 
 
@@ -190,82 +158,14 @@ def test_prompts_that_fill_no_step_wait_for_another_epoch(build):
 # Kinds of datasets
 
 
-SHAREGPT = [
-    {"from": "system", "value": "Be brief."},
-    {"from": "human", "value": "What is a node?"},
-    {"from": "gpt", "value": "A machine."},
-    {"from": "human", "value": "And a rank?"},
-    {"from": "gpt", "value": "A process."},
-]
-ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
-OPENAI = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in SHAREGPT]
 PAIR = {"question": "What is a queue?", "answer": "A line."}
-ANSWERS = "A machine.<|end|>A process.<|end|>"
-CHAT = {"_component_": "torchtune.datasets.chat_dataset"}
-# Of each kind of file: the dataset's block, its rows, and the text that is trained.
-FILES: dict[str, tuple[dict, dict, str]] = {
-    "json": (
-        CHAT | {"conversation_column": "conversations", "conversation_style": "sharegpt"},
-        {"conversations": SHAREGPT},
-        ANSWERS,
-    ),
-    "jsonl": (
-        CHAT | {"conversation_column": "messages", "conversation_style": "openai"},
-        {"messages": OPENAI},
-        ANSWERS,
-    ),
-    "parquet": (
-        {"_component_": "torchtune.datasets.text_completion_dataset", "column": "text"},
-        {"text": "Slurm starts jobs."},
-        "<|endoftext|>Slurm starts jobs.<|end|>",
-    ),
-}
-
-
-def write_rows(folder: Path, kind: str, row: dict) -> str:
-    """Two rows in a file of one kind; its path."""
-    rows = [row, row]
-    if kind == "parquet":
-        path = folder / "rows.parquet"
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif kind == "json":
-        path = folder / "rows.json"
-        path.write_text(json.dumps(rows))
-    else:
-        path = folder / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_only_what_is_asked_for_is_trained(file, build, tmp_path, model_folder):
-    block, row, trained_text = FILES[file]
-    block = block | {
-        "source": "parquet" if file == "parquet" else "json",
-        "data_files": write_rows(tmp_path, file, row),
-        "split": "train",
-    }
-    samples = build(dataset=block).training.rows.samples
-    tokenizer = hugging_face_tokenizer(str(model_folder))
-    assert len(samples) == 2
-    tokens, trained = samples[1]
-    assert tokenizer.decode(tokens[trained].tolist(), skip_special_tokens=False) == trained_text
-    if row == {"messages": OPENAI}:
-        whole = tokenizer.render(OPENAI)
-        assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == whole
 
 
 def test_torchtunes_tokenizer_with_a_prompt_template(build, tmp_path):
     """Llama 3's own, over single bytes; its tokens are beyond the demo model's vocabulary."""
-    lines = [f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256)]
-    (tmp_path / "tokenizer.model").write_text("".join(lines))
     found = build(
-        tokenizer={
-            "_component_": "torchtune.models.llama3.llama3_tokenizer",
-            "path": str(tmp_path / "tokenizer.model"),
-            "max_seq_len": None,
-            "prompt_template": {"user": ["Q: ", "\n"], "assistant": ["A: ", ""]},
-        }
+        tokenizer=llama3_tokenizer(tmp_path)
+        | {"prompt_template": {"user": ["Q: ", "\n"], "assistant": ["A: ", ""]}}
     )
     tokens, trained = found.training.rows.samples[0]
     text = bytes(t for t in tokens.tolist() if t < 256).decode()

@@ -1,6 +1,5 @@
 """The kit's readers of torchtune's datasets against torchtune's own: tokens and labels."""
 
-import base64
 import importlib
 import json
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from trainer.config import OWN_COMPONENTS, component
+from tests.trainer.runs import llama3_tokenizer
+from trainer.config import OWN_COMPONENTS, component, instantiate
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
 
@@ -48,20 +48,14 @@ def rows_file(folder: Path, *rows: dict[str, Any]) -> dict[str, str]:
     return {"source": "json", "data_files": str(path)}
 
 
-def llama3_tokenizer(folder: Path) -> Any:
-    """torchtune's own, over single bytes."""
-    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
-    (folder / "tokenizer.model").write_text("".join(lines))
-    make = component("tokenizer", "torchtune.models.llama3.llama3_tokenizer")
-    return make(path=str(folder / "tokenizer.model"))
-
-
 @pytest.mark.parametrize("source", ["folder", "torchtune"])
 @pytest.mark.parametrize(("name", "keys", "row"), CASES)
 def test_samples_are_those_of_torchtune(name, keys, row, source, tmp_path, model_folder):
     of_folder = source == "folder"
     tokenizer = (
-        hugging_face_tokenizer(str(model_folder)) if of_folder else llama3_tokenizer(tmp_path)
+        hugging_face_tokenizer(str(model_folder))
+        if of_folder
+        else instantiate("tokenizer", llama3_tokenizer(tmp_path))
     )
     theirs = getattr(importlib.import_module("torchtune.datasets"), f"{name}_dataset")
     ours = component("dataset", f"torchtune.datasets.{name}_dataset")
@@ -80,6 +74,14 @@ def test_samples_are_those_of_torchtune(name, keys, row, source, tmp_path, model
         ([SHAREGPT[2], *SHAREGPT[1:]], "message 1 (assistant) does not follow one of the user"),
         ([SHAREGPT[1], *SHAREGPT[1:]], "messages 1 and 2 are both of the user"),
         ([*SHAREGPT[1:3], SHAREGPT[0]], "message 3 is a system message, which must come first"),
+        (
+            [SHAREGPT[1], {"from": "gpt", "value": None}],
+            "message 2 (gpt) has no text in 'value'",
+        ),
+        (
+            [SHAREGPT[1], {"from": "bot", "value": "Hm."}],
+            "message 2 is from 'bot'; known: system, ",
+        ),
         ("Hm?", "the column 'conversations' has no list of messages"),
         (None, "the column 'conversations' has no list of messages"),
     ],
@@ -94,12 +96,19 @@ def test_turns_in_another_order_are_refused(turns, told, tmp_path, model_folder)
     assert told in str(caught.value)
 
 
-def test_a_number_is_not_a_text(tmp_path, model_folder):
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (PAIR | {"output": 42}, "the column 'output' contains 42, which is not a text"),
+        (PAIR | {"output": None}, "there is no 'output'"),
+        (PAIR | {"input": " \n"}, "the question is empty"),
+    ],
+)
+def test_what_is_no_text_is_refused(row, told, tmp_path, model_folder):
     ours = component("dataset", "torchtune.datasets.instruct_dataset")
     tokenizer = hugging_face_tokenizer(str(model_folder))
-    samples = ours(tokenizer, **rows_file(tmp_path, {"input": "How many?", "output": 42}))
-    with pytest.raises(ConfigError, match="the column 'output' contains 42, which is not a text"):
-        samples[0]
+    with pytest.raises(ConfigError, match=told):
+        ours(tokenizer, **rows_file(tmp_path, row))[0]
 
 
 def test_every_name_is_one_of_torchtune():

@@ -12,7 +12,7 @@ from runspec.keys.preference import DpoConfig, KtoConfig
 from tests.trainer.methods.test_preference import LORA, PAIRS, UNPAIRED, config
 from trainer.check import faults
 from trainer.config import parse, read_yaml
-from trainer.data.form import SINGLE, SampleForm, cut_at
+from trainer.data.form import SINGLE, SampleForm
 from trainer.data.preview import previews
 from trainer.data.source import DataSpec, Source, sample
 from trainer.data.tokenizers import hugging_face_tokenizer
@@ -244,11 +244,6 @@ def test_a_prompt_that_fills_the_row_is_counted_and_left_out(tmp_path, model_fol
     assert texts[2][1].count("long") > 100 and texts[3] == [ASKED, "B.<|end|>"]
     texts, (fault,), notes = shown(tmp_path, model_folder, rows[1:2])
     assert texts == notes == [] and "no sample can be trained: the prompt leaves no room" in fault
-
-
-def test_documents_are_cut_at_one_length():
-    assert cut_at([3, 9], 10) == 7 and cut_at([9, 9], 10) == 5
-    assert cut_at([3, 4], 10) == 4 and cut_at([1, 5, 9], 9) == 4 and cut_at([8, 8], 1) == 1
 
 
 @pytest.mark.parametrize(

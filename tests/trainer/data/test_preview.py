@@ -1,6 +1,5 @@
 """What check --samples shows is what training sees: the same tokens, labels and rows, decoded."""
 
-import base64
 import dataclasses
 import json
 
@@ -10,7 +9,7 @@ import pyarrow.parquet
 import pytest
 import sentencepiece
 
-from tests.trainer.runs import write_config
+from tests.trainer.runs import llama3_tokenizer, write_config
 from trainer.config import TrainConfig, instantiate, load, read_yaml
 from trainer.data import batches
 from trainer.data.preview import previews, spans
@@ -150,13 +149,8 @@ def test_a_character_is_whole_where_its_training_begins_within(model_folder):
 
 
 def test_torchtunes_tokenizers_are_decoded_with_their_special_tokens(config_of, tmp_path):
-    lines = [f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256)]
-    (tmp_path / "tokenizer.model").write_text("".join(lines))
     block, row = KINDS["sharegpt"]
-    tokenizer = {
-        "_component_": "torchtune.models.llama3.llama3_tokenizer",
-        "path": str(tmp_path / "tokenizer.model"),
-    }
+    tokenizer = llama3_tokenizer(tmp_path)
     (found,), faults = previews(config_of(block, [row], tokenizer), 1)
     prompt, answer = found["shown"][0]["spans"][:2]
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"

@@ -1,6 +1,5 @@
 """What is trained of a sample: answers only, long texts whole, and no answer with the weight 0."""
 
-import base64
 import io
 import json
 from contextlib import redirect_stdout
@@ -12,7 +11,7 @@ import pytest
 
 from launcher.recipe import load as recipes
 from launcher.recipe import sweep, torchtune
-from tests.trainer.runs import write_config
+from tests.trainer.runs import llama3_tokenizer, write_config
 from trainer.config import load, parse, read_yaml
 from trainer.data import batches
 from trainer.data.tokenizers import hugging_face_tokenizer
@@ -141,13 +140,7 @@ def test_what_is_cut_off_an_answer_is_counted(build):
 
 def test_torchtunes_tokenizer_cuts_in_its_own_way(build, tmp_path):
     """Llama 3's ends what it cuts with its end token, as in torchtune's own recipes."""
-    lines = [f"{base64.b64encode(bytes([b])).decode()} {b}\n" for b in range(256)]
-    (tmp_path / "tokenizer.model").write_text("".join(lines))
-    tokenizer = {
-        "_component_": "torchtune.models.llama3.llama3_tokenizer",
-        "path": str(tmp_path / "tokenizer.model"),
-        "max_seq_len": 100,
-    }
+    tokenizer = llama3_tokenizer(tmp_path) | {"max_seq_len": 100}
     block = {
         "_component_": "torchtune.datasets.instruct_dataset",
         "column_map": {"input": "q", "output": "a"},
@@ -214,26 +207,3 @@ def test_a_weight_that_torchtune_would_not_see_is_refused(build):
     with pytest.raises(ConfigError) as caught:
         build([{"messages": turns(1, 0)}], CHAT | {"train_on_input": True})
     assert "line 1: message 4 (assistant) has the weight 0, which torchtune's" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("block", "row", "told"),
-    [
-        ("sharegpt", {"from": "gpt", "value": None}, "message 2 (gpt) has no text in 'value'"),
-        ("sharegpt", {"from": "bot", "value": "Hm."}, "message 2 is from 'bot'; known: system, "),
-        ("instruct", {"q": "Why?", "a": None}, "there is no 'a'"),
-        ("instruct", {"q": " \n", "a": "So."}, "the question is empty"),
-    ],
-)
-def test_what_stops_torchtunes_classes_is_named_by_line(block, row, told, build):
-    if block == "instruct":
-        column_map = {"input": "q", "output": "a"}
-        given = {"_component_": "torchtune.datasets.instruct_dataset", "column_map": column_map}
-        rows = [{"q": "Why?", "a": "So."}, row]
-    else:
-        asked, column = {"from": "human", "value": "Hm?"}, "messages"
-        given = CHAT | {"conversation_style": "sharegpt"}
-        rows = [{column: [asked, {"from": "gpt", "value": "Hm."}]}, {column: [asked, row]}]
-    with pytest.raises(ConfigError) as caught:
-        build(rows, given)
-    assert f"rows.jsonl, line 2: {told}" in str(caught.value)

@@ -1,7 +1,6 @@
 """(IA)3, prompt and prefix tuning: against PEFT's own, in every layout, resumed, exported."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,12 @@ import torch.nn.functional as F
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.runs import (
-    MODEL_SIZES,
-    assert_same_curve,
-    metrics,
-    tensors,
-    train,
-    write_config,
-)
+from tests.trainer.runs import MODEL_SIZES, Runs, metrics, tensors, train, write_config
 from trainer import check
-from trainer.checkpoint import adapter, weights
+from trainer.checkpoint import weights
 from trainer.config import load
 from trainer.data import batches
 from trainer.methods.sft import SupervisedFineTuning
-from trainer.model import Inputs
 from trainer.models import build as models
 
 FOLDER = {"_component_": "transformers"}
@@ -99,73 +90,19 @@ def test_twenty_steps_equal_pefts_module_in_a_plain_loop(
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, model_folder, dataset):
-    """Every kind on one process, on packed rows."""
-    root = tmp_path_factory.mktemp("kinds")
-    for kind in KINDS:
-        given = {"save_every_n_steps": 3} | PACKED
-        train(config(root / f"{kind}-one", model_folder, dataset, kind, **given))
-    return root
+def runs(tmp_path_factory, model_folder, dataset):
+    def write(folder: Path, **changes: Any) -> Path:
+        return config(folder, model_folder, dataset, folder.name.partition("-")[0], **changes)
 
-
-@pytest.fixture(scope="module")
-def runs(alone, model_folder, dataset):
-    """Every kind in every layout, beside those on one process."""
-    starts: dict[int, list[Path]] = {}
-    for kind in KINDS:
-        for name, (ranks, changes) in LAYOUTS.items():
-            given = {"save_every_n_steps": 3} | PACKED | changes
-            path = config(alone / f"{kind}-{name}", model_folder, dataset, kind, **given)
-            starts.setdefault(ranks, []).append(path)
-    with pytest.MonkeyPatch.context() as patch:
-        # Not the usual compiler, whose code for CPUs takes long.
-        patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-        for ranks, paths in starts.items():
-            train(*paths, ranks=ranks)
-    return alone
+    layouts = {f"{kind}-{name}": layout for kind in KINDS for name, layout in LAYOUTS.items()}
+    return Runs(tmp_path_factory.mktemp("kinds"), write, dict.fromkeys(KINDS, PACKED), layouts)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_layouts_equal_one_process(kind, runs):
-    one = runs / f"{kind}-one"
-    assert metrics(one)[-1]["loss"] < metrics(one)[0]["loss"]
-    for name in LAYOUTS:
-        assert_same_curve(runs / f"{kind}-{name}", one, 2e-5, 1e-4)
-        wanted, found = (
-            tensors(folder / "export/adapter") for folder in (one, runs / f"{kind}-{name}")
-        )
-        assert wanted.keys() == found.keys()
-        for key, tensor in wanted.items():
-            torch.testing.assert_close(found[key], tensor, rtol=0, atol=5e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.inference_mode()
-def test_peft_loads_the_export(kind, alone, world):
-    own = load(alone / f"{kind}-one/train.yaml")
-    folder = alone / f"{kind}-one/export/adapter"
-    base = AutoModelForCausalLM.from_pretrained(own.model_folder)
-    plain = base(TOKENS).logits
-    found = peft.PeftModel.from_pretrained(base, folder).eval()(TOKENS).logits[:, -20:]
-    assert (found - plain).abs().max() > 1e-2
-    own.checkpointer["adapter_checkpoint"] = str(folder)
-    model = models.build(own, world)
-    adapter.load(model, own)
-    torch.testing.assert_close(model.module.eval()(Inputs(TOKENS)), found, rtol=0, atol=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_resumes_on_other_ranks(kind, runs, tmp_path, model_folder, dataset):
-    """Four ranks' checkpoint of step 3 on two, without tensor parallelism."""
-    there, here = runs / f"{kind}-hybrid", runs / f"{kind}-one"
-    half = PACKED | HALF | {"save_every_n_steps": 3}
-    again = config(tmp_path / "c", model_folder, dataset, kind, **half)
-    shutil.copytree(there / "checkpoints/step_3", tmp_path / "c/checkpoints/step_3")
-    assert "resuming from checkpoints/step_3" in train(again, ranks=2, attempt=1)
-    wanted = [line["loss"] for line in metrics(here)]
-    assert [line["loss"] for line in metrics(tmp_path / "c")] == pytest.approx(wanted[3:], abs=2e-5)
+def test_layouts_equal_one_process(kind, layout, runs):
+    runs.assert_same(f"{kind}-{layout}")
 
 
 def test_ia3_merges_exactly(tmp_path, model_folder, dataset):

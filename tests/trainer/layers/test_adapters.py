@@ -1,7 +1,6 @@
 """A kind of adapter in one file goes through everything that the kit has, and no file knows it."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import torch
 import yaml
 from click.testing import CliRunner
 
-from launcher import paths
 from launcher.cli import cookbook
 from runspec import adapters
 from tests.model_sizes import DEMO as MODEL_SIZES
 from tests.trainer.forks import Ranks
 from tests.trainer.runs import (
-    assert_same_curve,
     finish,
     lora_model,
     metrics,
@@ -52,20 +49,6 @@ def allowed(monkeypatch):
 
 def config(folder: Path, model_folder: Path, dataset: Path, **changes: Any) -> Path:
     return write_config(folder, model_folder, dataset, **TOY | changes)
-
-
-@pytest.mark.long
-def test_it_trains_the_same_on_every_layout(tmp_path, model_folder, dataset):
-    train(config(tmp_path / "one", model_folder, dataset))
-    layouts = {
-        "fsdp": {"batch_size": 4},
-        "tensor": {"tensor_parallel_dim": 2, "activation_checkpointing": "full"},
-    }
-    for name, changes in layouts.items():
-        train(config(tmp_path / name, model_folder, dataset, **changes), ranks=2)
-        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-5, 1e-4)
-    lines = metrics(tmp_path / "one")
-    assert lines[-1]["loss"] < lines[0]["loss"]
 
 
 def test_its_file_is_loaded_again(tmp_path, model_folder, dataset):
@@ -172,15 +155,3 @@ def main(arguments: list[str]) -> int:
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
     return full_tensor(model(Inputs(TOKENS))).clone()
-
-
-def test_no_file_of_the_kit_knows_it():
-    found = subprocess.run(
-        ["git", "grep", "-l", "-i", "-e", "block_gain", "-e", "BlockGain", "-e", "toy_adapter"],
-        cwd=paths.REPO_ROOT,
-        capture_output=True,
-        text=True,
-    )
-    # The pages name its file.
-    code = {path for path in found.stdout.split() if not path.endswith(".md")}
-    assert code <= {"tests/trainer/layers/toy_adapter.py", "tests/trainer/layers/test_adapters.py"}

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torchtune.modules.loss import ForwardKLLoss, ReverseKLLoss, SymmetricKLLoss
 
@@ -112,29 +111,3 @@ def test_probabilities_that_are_zero_give_numbers(beta):
     assert found.total.item() == pytest.approx(wanted, rel=1e-4)
     (gradient,) = torch.autograd.grad(found.total, own[:1])
     assert gradient.isfinite().all()
-
-
-def split(rank: int, store: str, vocabulary: int, beta: float) -> None:
-    """One of two ranks, each with its rows of both heads."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
-    )
-    group, how = torch.distributed.group.WORLD, Divergence(beta, 1.5, 0.3)
-    tensors = inputs(vocabulary)
-    own = [tensors[0], tensors[1].chunk(2)[rank], tensors[2], tensors[3].chunk(2)[rank]]
-    student = Factors([(own[0], own[1]), (own[2], own[3])], group, chunks=2)
-    teacher = Factors([(tensors[4], tensors[5].chunk(2)[rank])], group)
-    found = distillation_loss(student, teacher, TARGETS, how)
-    wanted = ours(tensors, how)
-    torch.testing.assert_close(tuple(found), tuple(wanted))
-    gradients, whole = (torch.autograd.grad(each.total, tensors[:4]) for each in (found, wanted))
-    for gradient, expected in zip(gradients, whole, strict=True):
-        torch.distributed.all_reduce(gradient)
-        torch.testing.assert_close(gradient, expected)
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(("vocabulary", "beta"), [(30, 0.0), (26, 0.5), (34, 1.0)])
-def test_a_split_vocabulary_gives_the_same(vocabulary, beta, tmp_path):
-    mp.start_processes(split, (str(tmp_path / "store"), vocabulary, beta), 2, start_method="fork")

@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -101,29 +100,6 @@ def test_a_variable_length_kernel_gives_what_the_mask_gives(build):
             found = outputs()
         for own, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(own, other, rtol=0.02, atol=0.02)
-
-
-def operators(call: Any) -> int:
-    """How many operators of torch run, also those that other operators call."""
-    with torch.profiler.profile() as profile:
-        call()
-    return sum(event.count for event in profile.key_averages() if event.key.startswith("aten::"))
-
-
-def test_a_document_costs_a_cpu_its_attention_and_little_else():
-    """Copies of shared heads and changes of layout are made once for all documents."""
-    layer = attention.DocumentAttention(8)
-    attention.choose_kernels(layer, torch.device("cpu"), torch.float32)
-    query = torch.randn(1, 64, 4, 8, requires_grad=True)
-    key = torch.randn(1, 64, 2, 8, requires_grad=True)
-
-    def step(count: int) -> None:
-        ids = torch.arange(64, dtype=torch.int32).unsqueeze(0) // (64 // count)
-        bounds = torch.arange(0, 65, 64 // count, dtype=torch.int32)
-        layer(query, key, key, Documents(ids, bounds)).sum().backward()
-
-    few, many = (operators(partial(step, count)) for count in (4, 32))
-    assert (many - few) / 28 < 90
 
 
 @pytest.mark.parametrize("head_dim", [6, 64])

@@ -1,17 +1,10 @@
 """Experts in every layout: expert and tensor parallelism, routers, NF4, resuming."""
 
 import json
-import re
 import shutil
-from functools import partial
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from runspec import versions
 from tests.trainer.forks import Ranks
@@ -26,10 +19,10 @@ from tests.trainer.models.transformers_runs import (
     HALF,
     LORA,
     TP,
-    Runs,
-    assert_same_training,
+    Bases,
+    Layouts,
     config_of,
-    train_all,
+    runs_of,
 )
 from tests.trainer.runs import (
     assert_same_curve,
@@ -45,46 +38,41 @@ from trainer.layers.adapters.lora_experts import ExpertsLoRA, from_peft, to_peft
 from trainer.layers.balance import Balance
 from trainer.model import Inputs
 from trainer.models import build as models
-from trainer.parallel import activations, expert_parallel
 
 COPIES = {"data_parallel_replicate_dim": 2}
-ADAMW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
-RUNS: Runs = {
-    "moe": (1, "qwen3-moe", None, FULL),
-    "moe-fsdp2": (2, "qwen3-moe", "moe", FULL | HALF | CHECKPOINTED),
-    "moe-aux": (1, "qwen3-moe", None, FULL | AUXILIARY),
-    "moe-aux-ep2": (2, "qwen3-moe", "moe-aux", FULL | AUXILIARY | HALF | EP | CHECKPOINTED),
-    "moe-frozen-router": (1, "qwen3-moe", None, FULL | {"train_router": False}),
-    "moe-lora": (1, "qwen3-moe", None, ADAPTED),
-    "moe-ep2-fsdp2": (4, "qwen3-moe", "moe", FULL | {"batch_size": 1} | EP),
-    "moe-ep2-copies": (4, "qwen3-moe", "moe", FULL | {"batch_size": 1} | EP | COPIES),
-    "moe-lora-ep2": (2, "qwen3-moe", "moe-lora", ADAPTED | HALF | EP | CHECKPOINTED),
-    # Three experts have no equal parts for two ranks: each has a part of every expert.
-    "odd": (1, "mixtral", None, FULL),
-    "odd-fsdp2": (2, "mixtral", "odd", FULL | HALF | CHECKPOINTED),
-    "qlora-moe": (1, "mixtral", None, ADAPTED | {"model": LORA | {"quantize_base": True}}),
-    "qlora-moe-fsdp2": (
-        2,
-        "mixtral",
-        "qlora-moe",
-        ADAPTED | HALF | {"model": LORA | {"quantize_base": True}},
-    ),
-}
-# What their tensor parallelism has beside: sinks and biases; latent attention, and a block without
-# experts.
 # With the seed of runs.py rounding decides between two experts at the fourth step.
 OTHER_ORDER = {"seed": 7}
-RUNS |= {
-    "gpt-oss": (1, "gpt-oss", None, ADAPTED | OTHER_ORDER),
-    "gpt-oss-ep2-tp2": (2, "gpt-oss", "gpt-oss", ADAPTED | OTHER_ORDER | EP | TP),
-    "deepseek-v3": (1, "deepseek-v3", None, FULL),
+QLORA = ADAPTED | {"model": LORA | {"quantize_base": True}}
+BASES: Bases = {
+    "moe": FULL | {"family": "qwen3-moe"},
+    "moe-aux": FULL | AUXILIARY | {"family": "qwen3-moe"},
+    "moe-frozen-router": FULL | {"family": "qwen3-moe", "train_router": False},
+    "moe-lora": ADAPTED | {"family": "qwen3-moe"},
+    "moe-ia3": FULL
+    | {"family": "qwen3-moe", "model": {"adapter": "ia3"}, "save_adapter_weights_only": True},
+    "mixtral": FULL | {"family": "mixtral"},
+    "qlora": QLORA | {"family": "mixtral"},
+    # Sinks and biases; latent attention, and a block without experts.
+    "gpt-oss": ADAPTED | OTHER_ORDER | {"family": "gpt-oss"},
+    "deepseek-v3": FULL | {"family": "deepseek-v3"},
+}
+LAYOUTS: Layouts = {
+    "moe-fsdp2": (2, HALF | CHECKPOINTED),
+    "moe-aux-ep2": (2, HALF | EP | CHECKPOINTED),
+    "moe-ep2-fsdp2": (4, {"batch_size": 1} | EP),
+    "moe-ep2-copies": (4, {"batch_size": 1} | EP | COPIES),
+    "moe-lora-ep2": (2, HALF | EP | CHECKPOINTED),
+    "moe-ia3-ep2": (2, HALF | EP),
+    # Three experts have no equal parts for two ranks: each has a part of every expert.
+    "mixtral-fsdp2": (2, HALF | CHECKPOINTED),
+    "qlora-fsdp2": (2, HALF),
+    "gpt-oss-ep2-tp2": (2, EP | TP),
     # The shared experts come after the others, which are a group of FSDP's in what is recomputed.
-    "deepseek-v3-ep2": (2, "deepseek-v3", "deepseek-v3", FULL | HALF | EP | BY_OPERATION),
-    "deepseek-v3-tp2": (2, "deepseek-v3", "deepseek-v3", FULL | TP | CHECKPOINTED),
+    "deepseek-v3-ep2": (2, HALF | EP | BY_OPERATION),
+    "deepseek-v3-tp2": (2, TP | CHECKPOINTED),
 }
 if versions.sharding_fault(torch.__version__):
-    del RUNS["qlora-moe-fsdp2"]
-PAIRS = [(name, of) for name, (_, _, of, _) in RUNS.items() if of]
+    del LAYOUTS["qlora-fsdp2"]
 
 
 @pytest.fixture(scope="module")
@@ -96,49 +84,13 @@ def sources(tmp_path_factory, model_folder):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, sources, dataset):
-    """The folder in which every run lies by its name."""
-    return train_all(tmp_path_factory.mktemp("runs"), RUNS, sources, dataset)
+def runs(tmp_path_factory, sources, dataset):
+    return runs_of(tmp_path_factory.mktemp("runs"), sources, dataset, BASES, LAYOUTS)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "changes", "ranks"),
-    [
-        ("qwen3-moe", EP | COPIES | ADAMW, 4),
-        ("qwen3-moe", TP, 2),
-        ("gpt-oss", ADAPTED | COPIES | ADAMW, 2),
-    ],
-    ids=["ep2-copies", "tp2", "lora-copies"],
-)
-def test_ranks_read_model_and_checkpoint_once_between_them(
-    sources, dataset, tmp_path, model, changes, ranks
-):
-    source, run = sources[model], tmp_path / "run"
-    given = FULL | HALF | {"batch_size": 1, "max_steps": 1, "save_every_n_steps": 1} | changes
-    size = sum(tensor.nbytes for tensor in tensors(source).values())
-    restored_by_start = []
-    for _ in range(2):
-        path = config_of(run, source, dataset, **given)
-        started = Ranks("tests.trainer.checkpoint.counted_load", [str(path)], ranks)
-        output, _ = started.communicate(timeout=120)
-        assert started.returncode == 0, output
-        counts = re.findall(r"bytes read: (\d+), elements restored: (\d+)", output)
-        read, restored = (sum(map(int, each)) for each in zip(*counts, strict=True))
-        assert len(counts) == ranks and read == size, (counts, size)
-        restored_by_start.append(restored)
-        given = given | {"max_steps": 2}
-        (run / "progress.json").unlink()
-        shutil.rmtree(run / "export")
-    saved = FileSystemReader(run / "checkpoints" / "step_1").read_metadata()
-    held = {n: t for n, t in saved.state_dict_metadata.items() if not n.startswith("random")}
-    tensors_held = [t for t in held.values() if isinstance(t, TensorStorageMetadata)]
-    assert restored_by_start == [0, sum(each.size.numel() for each in tensors_held)]
-
-
-@pytest.mark.long
-def test_an_export_in_files_of_several_ranks_is_the_same(root, tmp_path):
-    one, own = root / "moe-lora-ep2", tmp_path / "moe-lora-ep2"
+def test_an_export_in_files_of_several_ranks_is_the_same(runs, tmp_path):
+    one, own = runs["moe-lora-ep2"], tmp_path / "moe-lora-ep2"
     shutil.copytree(one, own)
     shutil.rmtree(own / "export")
     (own / "progress.json").unlink()
@@ -154,16 +106,16 @@ def test_an_export_in_files_of_several_ranks_is_the_same(root, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "reference"), PAIRS, ids=[name for name, _ in PAIRS])
-def test_experts_in_every_layout_equal_the_single_process(name, reference, root):
-    assert_same_training(root / name, root / reference)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_experts_in_every_layout_equal_the_single_process(name, runs):
+    runs.assert_same(name, weights=5e-5)
 
 
 @pytest.mark.long
-def test_routers_are_balanced_or_frozen(root, sources):
+def test_routers_are_balanced_or_frozen(runs, sources):
     """The auxiliary loss lowers itself; the balance is the same whatever the layout is."""
     names = ("router_aux_loss", "router_entropy", "expert_load_max", "expert_load_min")
-    alone, spread, plain = (metrics(root / n) for n in ("moe-aux", "moe-aux-ep2", "moe"))
+    alone, spread, plain = (metrics(runs[n]) for n in ("moe-aux", "moe-aux-ep2", "moe"))
     assert alone[-1]["router_aux_loss"] < alone[0]["router_aux_loss"]
     assert alone[-1]["router_entropy"] > plain[-1]["router_entropy"]
     for line, other in zip(alone, spread, strict=True):
@@ -171,16 +123,9 @@ def test_routers_are_balanced_or_frozen(root, sources):
             assert other[name] == pytest.approx(line[name], rel=1e-4), name
     before = tensors(sources["qwen3-moe"])
     for name, frozen in (("moe", False), ("moe-frozen-router", True)):
-        after = tensors(root / name / "export")
+        after = tensors(runs[name] / "export")
         same = [torch.equal(after[k], t) for k, t in before.items() if "mlp.gate." in k]
         assert same == [frozen] * 3
-
-
-def test_rows_from_several_ranks_are_sorted_by_expert_from_their_numbers():
-    coming = torch.tensor([[2, 0, 3], [0, 0, 1], [1, 4, 0]])
-    experts_of = torch.arange(3).repeat(3).repeat_interleave(coming.flatten())
-    order = expert_parallel.by_expert(coming, len(experts_of))
-    assert torch.equal(order, experts_of.argsort(stable=True))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -236,22 +181,6 @@ def test_a_run_goes_on_with_its_experts_on_other_ranks(tmp_path, sources, datase
     assert_same_tensors(path.parent, whole.parent, 2e-4)
 
 
-class Sent(TorchDispatchMode):
-    """Counts all-to-alls: of numbers of rows, which the host waits for, and of rows."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts, self.rows = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "alltoall_base" in str(func):
-            is_rows = args[0].is_floating_point()
-            self.rows, self.counts = self.rows + is_rows, self.counts + (not is_rows)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_router_that_changes_its_choice_in_place_is_computed_again(
     world, tmp_path, sources, dataset
 ):
@@ -263,32 +192,6 @@ def test_a_router_that_changes_its_choice_in_place_is_computed_again(
         module(Inputs(torch.arange(48).view(2, 24))).square().mean().backward()
         gradients.append([p.grad for p in module.parameters()])
     assert all(map(torch.equal, *gradients))
-
-
-@pytest.mark.parametrize("mode", ["full", "op"])
-def test_the_host_waits_for_a_layers_rows_once(mode, world):
-    """Also if the layer is computed again: its rows go the same way, with the same results."""
-    torch.manual_seed(2)
-    layer = torch.nn.Module()
-    for name, shape in (("gate_up_proj", (3, 8, 16)), ("down_proj", (3, 16, 8))):
-        setattr(layer, name, torch.nn.Parameter(torch.randn(shape)))
-    experts.prepare(layer, lambda _, x: x.tanh(), transposed=False)
-    hidden, index = torch.randn(10, 16, requires_grad=True), torch.randint(3, (10, 2))
-    given = (layer, hidden, index, torch.rand(10, 2))
-    leaves = [hidden, *layer.parameters()]
-    whole = experts.forward(*given)
-    wanted = torch.autograd.grad(whole.square().sum(), leaves)
-    mesh = init_device_mesh("cpu", (world.size,))
-    layer.exchange = expert_parallel.Exchange(mesh, 1.0)
-    contexts = expert_parallel.remembered
-    if mode == "op":
-        contexts = partial(activations._contexts, contexts, activations._policy())
-    with Sent() as sent:
-        out = checkpoint(experts.forward, *given, use_reentrant=False, context_fn=contexts)
-        found = torch.autograd.grad(out.square().sum(), leaves)
-    assert (sent.counts, sent.rows) == (1, 6), "there and back: forward, again, backward"
-    assert torch.equal(out, whole)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("outputs", [24, 16])

@@ -9,12 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.trainer.runs import (
-    lora_model,
-    metrics,
-    train,
-    write_config,
-)
+from tests.trainer.runs import Runs, lora_model, metrics, train, write_config
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.layers import fp8, linear
@@ -103,50 +98,42 @@ def test_sizes_that_no_gpu_multiplies_are_named():
     ]
 
 
-# Runs by name: ranks, the run that it must be near, changes to the config.
 TP = {"tensor_parallel_dim": 2}
 COMPILED = {"compile": True, "activation_checkpointing": "op"}
-LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "full-rowwise": (1, "full-bf16", ROWWISE | {"activation_checkpointing": "full"}),
-    "full-compiled": (1, "full-bf16", FP8 | COMPILED),
-    "full-fsdp2-masters": (2, "full-bf16", FP8 | {"batch_size": 2, "master_weights": "fp32"}),
-    "full-tp2": (2, "full-bf16", ROWWISE | TP),
-    "full-tp2-not-packed": (2, "full-bf16-not-packed", FP8 | TP | {"row_length": None}),
-}
-REFERENCES: dict[str, dict[str, Any]] = {
-    "full-bf16": BF16,
-    "full-bf16-not-packed": BF16 | {"row_length": None},
+BASES: dict[str, dict[str, Any]] = {"packed": BF16, "padded": BF16 | {"row_length": None}}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "packed-rowwise": (1, ROWWISE | {"activation_checkpointing": "full"}),
+    "packed-compiled": (1, FP8 | COMPILED),
+    "packed-fsdp2-masters": (2, FP8 | {"batch_size": 2, "master_weights": "fp32"}),
+    "packed-tp2": (2, ROWWISE | TP),
+    "padded-tp2": (2, FP8 | TP | {"row_length": None}),
 }
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory, model_folder, dataset):
-    """Every layout trained in two starts, the references beside them; and what they said."""
-    root = tmp_path_factory.mktemp("fp8")
-    starts: dict[int, list[Path]] = {1: [], 2: []}
-    for name, changes in REFERENCES.items():
-        starts[1].append(write_config(root / name, model_folder, dataset, **changes))
-    for name, (ranks, _, changes) in LAYOUTS.items():
-        starts[ranks].append(write_config(root / name, model_folder, dataset, **changes))
-    return root, "".join(train(*p, ranks=n, limit_s=1200) for n, p in starts.items())
+def runs(tmp_path_factory, model_folder, dataset):
+    def config(folder: Path, **changes: Any) -> Path:
+        return write_config(folder, model_folder, dataset, **changes)
+
+    return Runs(tmp_path_factory.mktemp("fp8"), config, BASES, LAYOUTS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_is_near_bf16(name, layouts):
-    root, said = layouts
-    reference = LAYOUTS[name][1]
-    near(root / name, root / reference)
-    own, wanted = (load_file(root / r / "export/model.safetensors") for r in (name, reference))
-    assert {k: (t.shape, t.dtype) for k, t in own.items()} == {
+def test_every_layout_is_near_bf16(name, runs):
+    own, reference = runs[name], runs[runs.base(name)]
+    near(own, reference)
+    found, wanted = (load_file(run / "export/model.safetensors") for run in (own, reference))
+    assert {k: (t.shape, t.dtype) for k, t in found.items()} == {
         k: (t.shape, t.dtype) for k, t in wanted.items()
     }
-    assert "products in fp8 (tensorwise)" in said and "products in fp8 (rowwise)" in said
+    recipe = LAYOUTS[name][1].get("fp8_recipe_name", "tensorwise")
+    assert f"products in fp8 ({recipe})" in runs.said[name]
 
 
 @pytest.mark.long
-def test_a_run_in_fp8_resumes_in_fp8_only(layouts, tmp_path):
-    whole, run = layouts[0] / "full-fsdp2-masters", tmp_path / "run"
+def test_a_run_in_fp8_resumes_in_fp8_only(runs, tmp_path):
+    whole, run = runs["packed-fsdp2-masters"], tmp_path / "run"
     shutil.copytree(whole / "checkpoints", run / "checkpoints")
     text = (whole / "train.yaml").read_text().replace(str(whole), str(run))
     path = run / "train.yaml"

@@ -4,38 +4,31 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torchtune.modules.peft import DoRALinear
 
 from tests.trainer.runs import (
     MODEL_SIZES,
+    Runs,
     assert_same_curve,
     assert_same_tensors,
-    curve,
-    kill_at,
     lora_model,
     metrics,
-    train,
     write_config,
 )
 from trainer import config as configs
-from trainer import train as training
 from trainer.errors import ConfigError
 from trainer.layers import linear, nf4
-from trainer.layers.adapters import lora, lora_linear
+from trainer.layers.adapters import lora_linear
 from trainer.layers.adapters.base import method
 from trainer.models import build as models
 from trainer.parallel import tensor_parallel
 
-# fp32 on the CPU: only the order of summation differs.
-LOSS_TOLERANCE = 2e-5
-NORM_TOLERANCE = 1e-4
-WEIGHT_TOLERANCE = 2e-4
 METHODS = {
     "dora": {"use_dora": True, "apply_lora_to_output": True},
     "qlora": {"quantize_base": True},
@@ -186,31 +179,33 @@ def test_dora_layer_is_torchtunes(quantised):
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory, model_folder, dequantised_folder, dataset):
-    """Every method on one process, and LoRA on the dequantised bases; returns their folder."""
-    root = tmp_path_factory.mktemp("single")
-    for name, changes in METHODS.items():
-        path = write_config(root / name, model_folder, dataset, model=lora_model(**changes))
-        assert training.main(["sft", str(path)]) == 0
-    path = write_config(root / "dense", dequantised_folder, dataset, model=lora_model())
-    assert training.main(["sft", str(path)]) == 0
-    return root
+def runs(tmp_path_factory, model_folder, dequantised_folder, dataset):
+    """Every method, and LoRA on the dequantised base."""
+
+    def config(folder: Path, **changes: Any) -> Path:
+        source = dequantised_folder if folder.name == "dense" else model_folder
+        return write_config(folder, source, dataset, **changes)
+
+    bases = {name: {"model": lora_model(**changes)} for name, changes in METHODS.items()}
+    return Runs(
+        tmp_path_factory.mktemp("runs"), config, bases | {"dense": {"model": lora_model()}}, LAYOUTS
+    )
 
 
-def test_over_a_quantised_base_it_is_lora_on_the_dequantised_one(single):
-    assert_same_curve(single / "qlora", single / "dense", 1e-6, 1e-5)
-    assert_same_tensors(single / "qlora", single / "dense", 1e-6)
+def test_over_a_quantised_base_it_is_lora_on_the_dequantised_one(runs):
+    assert_same_curve(runs["qlora"], runs["dense"], 1e-6, 1e-5)
+    assert_same_tensors(runs["qlora"], runs["dense"], 1e-6)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_adapter_in_peft_gives_the_merged_models_logits(
-    name, single, model_folder, dequantised_folder
+    name, runs, model_folder, dequantised_folder
 ):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    assert metrics(single / name)[-1]["loss"] < metrics(single / name)[0]["loss"]
-    export = single / name / "export"
+    assert metrics(runs[name])[-1]["loss"] < metrics(runs[name])[0]["loss"]
+    export = runs[name] / "export"
     settings = json.loads((export / "adapter/adapter_config.json").read_text())
     assert settings["use_dora"] is ("dora" in name)
     folder = dequantised_folder if name.startswith("q") else model_folder
@@ -224,16 +219,8 @@ def test_adapter_in_peft_gives_the_merged_models_logits(
     assert (adapted - plain).abs().max() > 1e-3, "the adapter must have learned something"
 
 
-def test_checkpoints_hold_the_adapter_only(single):
-    metadata = FileSystemReader(single / "qdora/checkpoints/step_6").read_metadata()
-    held = {key for key in metadata.state_dict_metadata if key.startswith("model.")}
-    # 3 blocks, 7 layers in each.
-    assert len(held) == 3 * 7 * 3
-    assert all(lora.DoRA({}).owns(key) for key in held)
-
-
-def test_parameters_count_as_many_weights_as_they_stand_for(single, world):
-    config = configs.load(single / "qlora/train.yaml")
+def test_parameters_count_as_many_weights_as_they_stand_for(runs, world):
+    config = configs.load(runs["qlora"] / "train.yaml")
     model, plain = (
         models.build(replace(config, model=lora_model(**changes)), world)
         for changes in (METHODS["qlora"], {})
@@ -279,79 +266,22 @@ def test_builders_with_and_without_quantize_base(world):
             models.empty_module(MODEL_SIZES | block | {"quantize_base": True})
 
 
-# Runs on several ranks by name: ranks, method, changes to the config of `single`.
 CHECKPOINTING = {"activation_checkpointing": "full"}
-LAYOUTS = {
-    "qlora-fsdp2": (2, "qlora", {"batch_size": 2, "gradient_accumulation_steps": 2}),
-    "qlora-tp2": (2, "qlora", {"tensor_parallel_dim": 2} | CHECKPOINTING),
-    "dora-tp2-fsdp2": (4, "dora", {"tensor_parallel_dim": 2, "batch_size": 4}),
-    "qdora-tp2-fsdp2": (
-        4,
-        "qdora",
-        {"tensor_parallel_dim": 2, "batch_size": 4, "save_every_n_steps": 2} | CHECKPOINTING,
-    ),
+BOTH = {"tensor_parallel_dim": 2, "batch_size": 4}
+# Layouts of METHODS: ranks, changes to the config.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "qlora-fsdp2": (2, {"batch_size": 2, "gradient_accumulation_steps": 2}),
+    "qlora-tp2": (2, {"tensor_parallel_dim": 2} | CHECKPOINTING),
+    "dora-tp2-fsdp2": (4, BOTH),
+    "qdora-tp2-fsdp2": (4, BOTH | CHECKPOINTING),
 }
-
-
-def layout_config(folder: Path, name: str, model_folder: Path, dataset: Path) -> Path:
-    _, method, changes = LAYOUTS[name]
-    model = lora_model(**METHODS[method])
-    return write_config(folder, model_folder, dataset, model=model, **changes)
-
-
-@pytest.fixture(scope="module")
-def layouts(tmp_path_factory, model_folder, dataset):
-    """Every layout trained in two starts, and bf16 beside them; and what they said."""
-    root = tmp_path_factory.mktemp("layouts")
-    starts: dict[int, list[Path]] = {2: [], 4: []}
-    for name, (ranks, _, _) in LAYOUTS.items():
-        starts[ranks].append(layout_config(root / name, name, model_folder, dataset))
-    path = layout_config(root / "bf16", "qdora-tp2-fsdp2", model_folder, dataset)
-    path.write_text(path.read_text().replace("dtype: fp32", "dtype: bf16"))
-    starts[4].append(path)
-    return root, "".join(train(*paths, ranks=ranks) for ranks, paths in starts.items())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_curve_norm_and_weights_equal_the_single_process(name, single, layouts):
-    wanted, own = single / LAYOUTS[name][1], layouts[0] / name
-    assert len(metrics(own)) == 6
-    assert_same_curve(own, wanted, LOSS_TOLERANCE, NORM_TOLERANCE)
-    assert_same_tensors(own, wanted, WEIGHT_TOLERANCE)
-    assert_same_tensors(own, wanted, WEIGHT_TOLERANCE, "export/adapter/adapter_model.safetensors")
-
-
-@pytest.mark.long
-def test_bf16_follows_fp32_and_nothing_warns(single, layouts):
-    root, said = layouts
-    plain, short = metrics(single / "qdora"), metrics(root / "bf16")
-    assert [line["loss"] for line in short] == pytest.approx(
-        [line["loss"] for line in plain], abs=0.05
-    )
-    assert [line for line in said.splitlines() if "arning" in line] == []
-    assert "method     QDoRA, " in said and "method     DoRA, " in said
-
-
-@pytest.mark.long
-def test_a_killed_qdora_run_resumes_the_same_and_on_one_process(
-    layouts, tmp_path, model_folder, dataset
-):
-    name = "qdora-tp2-fsdp2"
-    whole, killed, alone = layouts[0] / name, tmp_path / "killed", tmp_path / "alone"
-    path = layout_config(killed, name, model_folder, dataset)
-    kill_at(path, 3, ranks=4)
-    shutil.copytree(killed, alone)
-
-    assert "resuming from checkpoints/step_" in train(path, ranks=4, attempt=1)
-    assert curve(killed) == curve(whole)
-    export = "export/model.safetensors"
-    assert (killed / export).read_bytes() == (whole / export).read_bytes()
-
-    path = write_config(alone, model_folder, dataset, model=lora_model(**METHODS["qdora"]))
-    assert "resuming from checkpoints/step_" in train(path, attempt=1)
-    assert_same_curve(alone, whole, LOSS_TOLERANCE)
-    assert_same_tensors(alone, whole, WEIGHT_TOLERANCE)
+def test_every_layout_equals_the_single_process(name, runs):
+    runs.assert_same(name)
+    assert "arning" not in runs.said[name]
 
 
 def test_blocks_that_the_ranks_do_not_divide_are_refused():

@@ -11,19 +11,12 @@ from peft import PeftModel
 
 from tests.trainer.layers.test_documents import by_document
 from tests.trainer.models.transformers_cases import reference, write
-from tests.trainer.models.transformers_runs import (
-    DOCUMENTS,
-    FIRST,
-    POSITIONS,
-    TOKENS,
-    config_of,
-)
+from tests.trainer.models.transformers_runs import DOCUMENTS, FIRST, POSITIONS, TOKENS, config_of
 from tests.trainer.runs import randomise_adapter
 from trainer.checkpoint.export import export
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.layers import attention, flex
-from trainer.layers.adapters import virtual
+from trainer.layers import attention
 from trainer.layers.adapters.base import disabled
 from trainer.layers.adapters.prefix import Prefix
 from trainer.model import Decoder, Inputs
@@ -131,29 +124,6 @@ def test_kernels_give_what_the_mask_gives(family, tmp_path, model_folder, datase
         with disabled(model):
             off = model(Inputs(TOKENS, DOCUMENTS, POSITIONS))
     torch.testing.assert_close(off, plain, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_blocks_hold_the_prefix_behind_the_row(window):
-    length, prefix = 300, 150
-    ids = (torch.arange(length) >= 200).int()[None]
-    mask = flex.block_masks(ids, {window}, prefix).by_window[window]
-    assert mask.seq_lengths == (length, 384 + prefix)
-    query, key = torch.meshgrid(torch.arange(length), torch.arange(384 + prefix), indexing="ij")
-    seen = mask.mask_mod(torch.zeros_like(query), 0, query, key)
-    position = torch.arange(length) - 200 * ids[0]
-    distance = position[:, None] + prefix - torch.arange(prefix)
-    assert torch.equal(seen[:, 384:], distance < (window or 10**6))
-    assert not seen[:, length:384].any()
-
-
-def test_places_are_those_of_documents_with_virtual_tokens():
-    bounds = torch.tensor([0, 2, 3, 7], dtype=torch.int32)
-    places = virtual.Places.of(bounds, 7, 2)
-    joined = places.joined(torch.tensor([-1, -2]), torch.arange(7))
-    assert joined.tolist() == [-1, -2, 0, 1, -1, -2, 2, -1, -2, 3, 4, 5, 6]
-    assert places.bounds.tolist() == [0, 4, 7, 13]
-    assert torch.equal(joined[places.real], torch.arange(7))
 
 
 REFUSED = {

@@ -68,6 +68,9 @@ def test_its_curve_is_that_of_a_plain_loop(beta, tmp_path, model_folder, dataset
     wanted, lines = loop(path, teacher), metrics(path.parent)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
     assert [line["loss"] for line in lines] == pytest.approx([x for x, _ in wanted], abs=1e-5)
+    parts = [(line["kd_loss"] + line["cross_entropy"]) / 2 for line in lines]
+    assert parts == pytest.approx([line["loss"] for line in lines])
+    assert all(0 <= line["top1_agreement"] <= 1 for line in lines)
     norms = [line["grad_norm"] for line in lines]
     assert norms == pytest.approx([norm for _, norm in wanted], rel=1e-4)
 

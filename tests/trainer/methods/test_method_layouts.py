@@ -1,4 +1,4 @@
-"""Every method under tensor parallelism x FSDP, resumed on fewer ranks, and with experts spread."""
+"""Every method under tensor parallelism x FSDP, and resumed on fewer ranks."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,6 @@ UNPAIRED = "trainer.data.preferences.UnpairedPreferenceDataset"
 SLOW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4}}
 LORA = {"model": lora_model(lora_dropout=0.0)}
 SCORES = {"model": {"_component_": TRANSFORMERS, "lora_rank": 4, "lora_alpha": 8}}
-SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.01}}
 # By name: method, component of data that are compared, changes to the config.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dpo-full": ("dpo", PAIRS, SLOW),
@@ -36,16 +35,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "reward": ("reward", PAIRS, SCORES | SLOW),
     "distill": ("distill", "", SLOW | {"row_length": 96}),
     "pretrain": ("pretrain", "", SLOW | {"z_loss": 1e-3, "num_workers": 2}),
-}
-FOLDER, LOW = {"_component_": TRANSFORMERS}, {"lora_rank": 4, "lora_alpha": 8}
-SPREAD = {"expert_parallel_dim": 2}
-BOTH = SPREAD | {"tensor_parallel_dim": 2}
-# As CASES, and the layouts on two ranks: a frozen copy, the policy as its reference, an adapter
-# in the experts.
-EXPERTS: dict[str, tuple[str, str, dict[str, Any], list[dict[str, Any]]]] = {
-    "dpo-full": ("dpo", PAIRS, FOLDER, [BOTH | {"reference": "model"}]),
-    "kto-lora": ("kto", UNPAIRED, FOLDER | LOW, [SPREAD]),
-    "ia3": ("sft", "", FOLDER | {"adapter": "ia3"}, [SPREAD]),
 }
 FIGURES = ("rewards/margins", "rewards/chosen", "logps/chosen", "kl", "rewards/max", "val_loss")
 FIGURES += ("val_rewards/margins", "kd_loss", "cross_entropy", "top1_agreement", "z_loss")
@@ -108,29 +97,3 @@ def test_two_by_two_equals_one_process_and_goes_on_on_two_ranks(
     reopen(tmp_path / "fewer")
     assert "resuming from checkpoints/step_2" in run("fewer", 2, attempt=1, batch_size=2)
     assert_same("fewer")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts_are_spread_in_every_method(name, tmp_path, model_folder, dataset):
-    method, component, model, layouts = EXPERTS[name]
-    source = write("qwen3-moe", tmp_path / "moe", model_folder)
-    tokenizer = {
-        "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
-        "path": str(source),
-        "max_seq_len": 64,
-    }
-    shared = SGD | {"model": model, "tokenizer": tokenizer}
-    shared |= {"checkpointer": {"checkpoint_dir": str(source)}}
-    if model.get("adapter"):
-        shared["save_adapter_weights_only"] = True
-    for index, layout in enumerate([{}, *layouts]):
-        own = shared | {"batch_size": 2 if layout is SPREAD else 4} | layout
-        path = config_of(tmp_path / str(index), source, dataset, method, component, **own)
-        finish(start(path, 2 if layout else 1, module=f"trainer.train {method}"))
-        assert_same_curve(tmp_path / str(index), tmp_path / "0", 2e-5, 1e-4)
-    first, *_, last = metrics(tmp_path / "0")
-    if method == "dpo":
-        assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
-        assert last["rewards/margins"] > 1e-3
-    assert last["loss"] != first["loss"]

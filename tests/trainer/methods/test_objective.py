@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +13,20 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from pyarrow import Table, parquet
-from safetensors.torch import load_file
 
 from launcher.cli import cookbook
 from launcher.recipe import entries
 from tests.trainer.methods.pairs import pairs_config, write_pairs
 from tests.trainer.methods.toy_objective import PreferFirst, ToyConfig
-from tests.trainer.runs import (
-    ROOT,
-    assert_same_curve,
-    curve,
-    finish,
-    kill_at,
-    lora_model,
-    metrics,
-    reopen,
-    start,
-    write_config,
-)
+from tests.trainer.runs import ROOT, lora_model, metrics
 from trainer.config import parse, read_yaml
-from trainer.data import batches
 from trainer.data.preview import previews
 from trainer.data.source import PREPARED
-from trainer.layers.batch import IGNORE_INDEX
-from trainer.parallel import world as distributed
 
 TOY = "tests.trainer.methods.toy_objective"
 MODULE = f"trainer.train {TOY}:ToyConfig"
-TEACHER = "trainer.train tests.trainer.methods.toy_teacher:ImitationConfig"
 LORA = lora_model(lora_dropout=0.0)
 PACKED_LENGTH = 96
-# By name: ranks, the run that it equals, changes to the config.
-RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
-    "lora": (1, None, {"model": LORA}),
-    "lora-packed": (1, None, {"model": LORA, "row_length": PACKED_LENGTH, "shuffle": False}),
-    "lora-tensor": (2, "lora", {"model": LORA, "tensor_parallel_dim": 2}),
-    "full": (1, None, {}),
-    "full-fsdp": (2, "full", {"batch_size": 2, "gradient_accumulation_steps": 2}),
-    "qdora": (1, None, {"model": LORA | {"use_dora": True, "quantize_base": True}}),
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,67 +46,6 @@ def config(folder: Path, model_folder: Path, pairs: Path, **changes: Any) -> Pat
     return pairs_config(folder, model_folder, pairs, f"{TOY}.Pairs", **changes)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory, model_folder, pairs):
-    """The folder in which every run lies by its name."""
-    folder = tmp_path_factory.mktemp("toy")
-    for name, (ranks, _, changes) in RUNS.items():
-        path = config(folder / name, model_folder, pairs, **changes)
-        output = finish(start(path, ranks, module=MODULE))
-        frozen = "frozen, " if name.startswith("full") else "the policy with its adapter off"
-        assert f"reference  {frozen}" in output
-    return folder
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", RUNS)
-def test_it_begins_at_its_reference_and_learns(name, root):
-    first, *_, last = metrics(root / name)
-    assert first["margin"] == first["pairs/preferred"] == 0.0, "policy and reference are the same"
-    assert first["loss"] == first["weight"] > 1
-    assert last["margin"] > 0.05 and last["loss"] < first["loss"]
-    assert last["val_margin"] > 0 and 0 < last["val_pairs/preferred"] <= 1
-    assert last["val_loss"] < 1.5
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
-def test_every_layout_equals_the_single_process(name, root):
-    wanted = root / str(RUNS[name][1])
-    assert_same_curve(root / name, wanted, 2e-5, 1e-4)
-    for own, other in zip(metrics(root / name), metrics(wanted), strict=True):
-        assert own["margin"] == pytest.approx(other["margin"], abs=2e-5)
-        assert own.get("val_margin") == pytest.approx(other.get("val_margin"), abs=2e-5)
-
-
-def test_a_packed_row_holds_whole_pairs(model_folder, pairs, tmp_path):
-    changes = {"row_length": PACKED_LENGTH, "batch_size": 2}
-    path = config(tmp_path / "packed", model_folder, pairs, **changes)
-    world = distributed.start("cpu")
-    try:
-        data = batches.build(parse(read_yaml(path), ToyConfig), world, PreferFirst.form)
-        (batch,) = next(data.training.from_step(0))
-    finally:
-        distributed.stop()
-    rows = data.training.rows
-    assert len(rows) < len(rows.samples) and rows.samples.documents.max() <= PACKED_LENGTH // 2
-    assert batch.documents_per_sample == 2 and len(batch.lengths) == 2 * batch.sample_count
-    tokens, labels = batch.inputs.tokens.flatten(), batch.labels.flatten()
-    # Padding is a document of the mask, too.
-    own = [
-        (begin, end)
-        for begin, end in pairwise(batch.inputs.documents.cu_seqlens.tolist())
-        if (labels[begin:end] != IGNORE_INDEX).any()
-    ]
-    assert [end - begin for begin, end in own] == list(batch.lengths)
-    for (first, _), (second, _) in zip(own[::2], own[1::2], strict=True):
-        assert tokens[first : first + 5].equal(tokens[second : second + 5]), "one question"
-    for position, document in zip(batch.trained, batch.document_index, strict=True):
-        begin, end = own[document]
-        assert begin <= position < end - 1
-    assert set(batch.numbers.tolist()) <= {1.0, 2.0} and len(batch.numbers) == batch.sample_count
-
-
 def test_a_prepared_set_of_pairs_is_read_by_the_methods_component(tmp_path, model_folder, pairs):
     folder = tmp_path / "prepared/mine/1/data/train"
     folder.mkdir(parents=True)
@@ -148,64 +61,6 @@ def test_a_prepared_set_of_pairs_is_read_by_the_methods_component(tmp_path, mode
     assert trained == [" Yes, it is fast.<|end|>", " No.<|end|>"]
     _, (fault,) = previews(parse(content), 1)
     assert "contains preference pairs, which this method does not train on" in fault
-
-
-@pytest.mark.long
-def test_an_adapter_that_training_goes_on_from_is_in_the_reference(
-    root, tmp_path, model_folder, pairs
-):
-    adapter = root / "lora/export/adapter/adapter_model.safetensors"
-    own = {"checkpoint_dir": str(model_folder), "adapter_checkpoint": str(adapter)}
-    changes = {"model": LORA, "checkpointer": own, "max_steps": 2, "batch_size": 4}
-    path = config(tmp_path, model_folder, pairs, **changes)
-    assert "reference  frozen, " in finish(start(path, 2, module=MODULE))
-    first, last = metrics(tmp_path)
-    assert first["margin"] == 0.0 < last["margin"]
-    # Of the model with its adapter off the policy is no longer the same.
-    assert first["loss"] == first["weight"]
-
-
-@pytest.mark.long
-def test_a_killed_run_resumes_the_same(tmp_path, model_folder, pairs):
-    changes = {"max_steps": 30, "epochs": 40, "row_length": PACKED_LENGTH, "batch_size": 2}
-    killed, whole = (
-        config(tmp_path / name, model_folder, pairs, **changes) for name in ("killed", "whole")
-    )
-    finish(start(whole, module=MODULE))
-    kill_at(killed, 5, module=MODULE)
-    content = yaml.safe_load(killed.read_text())
-    killed.write_text(yaml.safe_dump(content | {"hinge": 2.0}))
-    refused = finish(start(killed, attempt=1, module=MODULE), status=None)
-    assert "hinge may not change at resume" in refused
-    killed.write_text(yaml.safe_dump(content))
-    assert "resuming from checkpoints/step_" in finish(start(killed, attempt=2, module=MODULE))
-    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
-    tensors = [load_file(tmp_path / n / "export/model.safetensors") for n in ("killed", "whole")]
-    assert all(tensors[0][key].equal(tensor) for key, tensor in tensors[1].items())
-
-
-@pytest.mark.long
-def test_a_teacher_comes_from_another_folder(root, tmp_path, model_folder, dataset):
-    teacher = root / "full/export"
-    names = {"one": {}, "fsdp": {"batch_size": 4}, "tensor": {"tensor_parallel_dim": 2}}
-    for name, changes in names.items():
-        changes = {"teacher_dir": str(teacher), "max_steps": 4, **changes}
-        changes["optimizer"] = {"_component_": "torch.optim.AdamW", "lr": 3e-4}
-        path = write_config(tmp_path / name, model_folder, dataset, **changes)
-        output = finish(start(path, 1 if name == "one" else 2, module=TEACHER))
-        assert "teacher    frozen, " in output
-        assert_same_curve(tmp_path / name, tmp_path / "one", 2e-4)
-    lines = metrics(tmp_path / "one")
-    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
-    path = tmp_path / "one/train.yaml"
-    content = read_yaml(path)
-    for attempt, (folder, status) in enumerate({"full": 0, "lora": None}.items(), 1):
-        shutil.copytree(root / folder / "export", tmp_path / folder)
-        path.write_text(yaml.safe_dump(content | {"teacher_dir": str(tmp_path / folder)}))
-        reopen(tmp_path / "one")
-        said = finish(start(path, attempt=attempt, module=TEACHER), status)
-    # The same weights under another name went on; others do not.
-    assert "teacher_weights may not change at resume" in said
 
 
 @pytest.mark.long

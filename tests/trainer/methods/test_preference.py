@@ -4,33 +4,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import preference
 from tests.trainer.methods.pairs import pairs_config, write_pairs
-from tests.trainer.runs import (
-    assert_same_curve,
-    curve,
-    finish,
-    kill_at,
-    lora_model,
-    metrics,
-    start,
-)
+from tests.trainer.runs import Runs, assert_same_curve, finish, lora_model, metrics, start
 
 LORA = lora_model(lora_dropout=0.0)
 NEVER = {"_component_": "torch.optim.AdamW", "lr": 0.0}
 SLOW = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4}}
 PAIRS = "trainer.data.preferences.PreferenceDataset"
 UNPAIRED = "trainer.data.preferences.UnpairedPreferenceDataset"
-# By name: ranks, the run that it equals, changes to the config.
-RUNS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
-    "lora": (1, None, {"model": LORA, "epochs": 1}),
-    "lora-model": (1, "lora", {"model": LORA, "reference": "model"}),
-    "full": (1, None, SLOW),
-    "full-ranks": (2, "full", SLOW | {"batch_size": 2}),
+BASES: dict[str, dict[str, Any]] = {"lora": {"model": LORA, "epochs": 1}, "full": SLOW}
+# Ranks, and changes; each run says where its reference comes from.
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "lora-model": (1, {"reference": "model"}),
+    "full-fsdp": (2, {"batch_size": 2, "reference": "model"}),
 }
+SAID = {"adapter_off": "the policy with its adapter off", "model": "frozen, 1,"}
 
 
 @pytest.fixture(scope="module")
@@ -46,42 +37,26 @@ def config(
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, model_folder, pairs):
-    """The folder in which every run lies by its name."""
-    folder = tmp_path_factory.mktemp("preference")
-    lines = {
-        "adapter_off": "the policy with its adapter off",
-        "model": "frozen, 1,",
-    }
-    for name, (ranks, _, changes) in RUNS.items():
-        path = config(folder / name, model_folder, pairs, **changes)
-        output = finish(start(path, ranks, module="trainer.train dpo"))
-        kind = changes.get("reference", "adapter_off" if "lora" in name else "model")
-        assert f"reference  {lines[kind]}" in output
-        assert "5.8 tokens longer than rejected ones on average" in output
-    return folder
+def runs(tmp_path_factory, model_folder, pairs):
+    def write(folder: Path, **changes: Any) -> Path:
+        return config(folder, model_folder, pairs, **changes)
+
+    return Runs(tmp_path_factory.mktemp("preference"), write, BASES, KINDS, "dpo")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", RUNS)
-def test_it_begins_at_its_reference_and_learns(name, root):
-    first, *_, last = metrics(root / name)
-    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
-    # Those of another layout differ by rounding.
-    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
-    assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] == 1.0
-    assert last["val_loss"] < 0.65 and last["val_rewards/margins"] > 0.1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, (_, wanted, _) in RUNS.items() if wanted])
-def test_every_kind_of_reference_gives_the_same_run(name, root):
-    wanted = root / str(RUNS[name][1])
-    assert_same_curve(root / name, wanted, 2e-5, 1e-4)
-    for own, other in zip(metrics(root / name), metrics(wanted), strict=True):
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_reference_gives_the_same_run(name, runs):
+    base = runs.base(name)
+    assert_same_curve(runs[name], runs[base], 2e-5, 1e-4)
+    for own, other in zip(metrics(runs[name]), metrics(runs[base]), strict=True):
         for figure in ("rewards/margins", "logps/chosen", "val_rewards/margins", "val_loss"):
             assert (figure in own) == (figure in other)
             assert own.get(figure, 0) == pytest.approx(other.get(figure, 0), rel=2e-5, abs=2e-5)
+    chosen = {"lora": "adapter_off", "full": "model"}[base]
+    for run, kind in ((name, KINDS[name][1]["reference"]), (base, chosen)):
+        assert f"reference  {SAID[kind]}" in runs.said[run]
+        assert "5.8 tokens longer than rejected ones on average" in runs.said[run]
 
 
 @pytest.fixture(scope="module")
@@ -165,17 +140,3 @@ def test_figures_of_labelled_answers_are_means_over_their_label(tmp_path, model_
     )
     (line,) = metrics(tmp_path / "none")
     assert line[chosen] == pytest.approx(found[0][chosen], rel=1e-6) and line[rejected] is None
-
-
-@pytest.mark.long
-def test_a_killed_run_resumes_with_its_reference(tmp_path, model_folder, pairs):
-    changes, module = SLOW | {"batch_size": 2, "max_steps": 6}, "trainer.train kto"
-    whole, killed = (
-        config(tmp_path / name, model_folder, pairs, UNPAIRED, **changes)
-        for name in ("whole", "killed")
-    )
-    assert "reference  frozen, " in finish(start(whole, 2, module=module))
-    kill_at(killed, 4, 2, module)
-    output = finish(start(killed, 2, attempt=1, module=module))
-    assert "resuming from checkpoints/step_" in output
-    assert curve(killed.parent) == curve(whole.parent)

@@ -1,6 +1,7 @@
 """Tiny model folders, and what may be odd about one: each change is what a tool or a user does."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -173,7 +174,6 @@ SAME: dict[str, Change] = {
     "one file": lambda folder: None,
     "shards and an index": SHARDED,
     "shards of another model left over": all_of(shards(3, index=False, other=True), SHARDED),
-    "Mistral's own file beside one file": consolidated,
     "Mistral's own file beside shards": all_of(SHARDED, consolidated),
     "an index left over beside one file": shards(2, other=True),
     "another name by config.json": all_of(
@@ -187,9 +187,6 @@ NO_MAP = edit("tokenizer_config", **dict.fromkeys(MAP))
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 EVERY = "".join("{% if X %}{{ X }}{% endif %}".replace("X", f"{name}_token") for name in NAMES)
 SAME |= {
-    "special tokens in special_tokens_map.json alone": all_of(
-        NO_MAP, edit("special_tokens_map", **MAP)
-    ),
     "special tokens in special_tokens_map.json as objects": all_of(
         NO_MAP,
         edit("special_tokens_map", **{k: {"content": v, "lstrip": False} for k, v in MAP.items()}),
@@ -211,10 +208,6 @@ SAME |= {
     ),
     "no tokenizer_config.json": all_of(
         without("tokenizer_config.json"), edit("special_tokens_map", **MAP)
-    ),
-    "a template with sep_token": all_of(
-        edit("tokenizer_config", sep_token="<|sep|>"),
-        text("chat_template.jinja", "{{ sep_token }}" + CHATML),
     ),
     "a template with every special token": all_of(
         edit(
@@ -263,9 +256,7 @@ SAME |= {
         lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     ),
     "float16": cast(torch.float16, dtype="float16"),
-    "bfloat16": cast(torch.bfloat16, dtype="bfloat16"),
     "bfloat16 by the older key": cast(torch.bfloat16, dtype=None, torch_dtype="bfloat16"),
-    "float64": cast(torch.float64, dtype="float64"),
     "float32 that config.json calls bfloat16": edit("config", dtype="bfloat16"),
     "more than one dtype": tensors(
         lambda held: held.update({HEAD: held[HEAD].half(), ROWS_OF: held[ROWS_OF].bfloat16()})
@@ -282,10 +273,6 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "shards without an index": (
         all_of(SHARDED, without(INDEX)),
         ("contains model-00001-of-00002.safetensors, but neither", INDEX, "download the model"),
-    ),
-    "Mistral's own file alone": (
-        all_of(consolidated, without(WHOLE)),
-        ("contains consolidated.safetensors, but neither", "; download the model as"),
     ),
     "pickled weights": (
         all_of(text("pytorch_model.bin", ""), without(WHOLE)),
@@ -306,10 +293,6 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "tied, and a head that differs": (
         TIED,
         ("lm_head.weight differs from", "config.json ties them; set tie_word_embeddings to false"),
-    ),
-    "tied, and only the head": (
-        all_of(TIED, tensors(lambda held: held.pop(ROWS_OF))),
-        ("tensor model.embed_tokens.weight is missing", "; "),
     ),
     "a tensor of another model": (
         tensors(lambda held: held.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)})),
@@ -343,6 +326,10 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a tokenizer of a larger vocabulary": (
         edit("config", vocab_size=200),
         ("tokenizer: it has 256 tokens, the model knows 200; give the tokenizer",),
+    ),
+    "weights that are cut short": (
+        lambda folder: os.truncate(folder / WHOLE, 1000),
+        ("model.safetensors is damaged",),
     ),
     "no tokenizer.json": (
         without("tokenizer.json"),

@@ -6,28 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
-from pyarrow import Table, parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from plugins.evaluate.model import Answerer
-from plugins.rl.on_policy import OnPolicyDistillation
-from runspec.keys.fields import STREAM
 from runspec.tokens import grown, new_tokens
-from tests.trainer.methods.pairs import write_pairs
 from tests.trainer.models.transformers_cases import write
-from tests.trainer.runs import (
-    assert_same_curve,
-    assert_same_tensors,
-    finish,
-    metrics,
-    start,
-    tensors,
-    train,
-    write_config,
-)
-from trainer import check
+from tests.trainer.runs import assert_same_curve, assert_same_tensors, tensors, train, write_config
 from trainer.config import load
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
@@ -158,59 +142,3 @@ def test_new_tokens_are_trained_in_every_layout(name, folders, tagged, tmp_path)
         torch.testing.assert_close(adapted, whole(ids).logits, rtol=0, atol=2e-5)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     assert settings["modules_to_save"] == saved(name)["modules_to_save"]
-
-
-@pytest.mark.long
-def test_other_methods_train_new_tokens(folders, tagged, tmp_path):
-    """Preference tuning, pre-training from scratch, distillation."""
-    source = folders[UNTIED]
-    pairs = write_pairs(tmp_path / "pairs.jsonl")
-    pairs.write_text(pairs.read_text().replace("very ", "<very>"))
-    text = tmp_path / "text.parquet"
-    parquet.write_table(Table.from_pydict({"text": [f"<ask> {i}<very>" for i in range(64)]}), text)
-    stream = {"_component_": STREAM, "sources": [{"name": "own", "data_files": str(text)}]}
-    runs: dict[str, dict[str, Any]] = {
-        "dpo": {"model": saved(UNTIED)},
-        "pretrain": {"model": None, "from_scratch": True, "dataset_val": None},
-    }
-    for method, changes in runs.items():
-        path = config_of(tmp_path / method, source, pairs, max_steps=2, epochs=None, **changes)
-        content = yaml.safe_load(path.read_text())
-        content["dataset"] = {
-            "_component_": "trainer.data.preferences.PreferenceDataset",
-            "source": "json",
-            "data_files": str(pairs),
-            "split": "train",
-        }
-        if method == "pretrain":
-            content["dataset"] = stream
-        path.write_text(yaml.safe_dump(content))
-        finish(start(path, module=f"trainer.train {method}"))
-        export = tmp_path / method / "export"
-        rows = tensors(export)["model.embed_tokens.weight"]
-        assert len(rows) == grown(1024, 1024 + len(NEW))
-        assert json.loads((export / "config.json").read_text())["vocab_size"] == len(rows)
-    assert abs(metrics(tmp_path / "dpo")[0]["loss"] - 0.6931) < 1e-4
-    # A teacher must have learnt them; the student also answers by itself.
-    own = {"on_policy_share": 0.5, "max_steps": 4, "teacher": str(tmp_path / "dpo/export")}
-    for folder, ranks, more in (
-        ("one", 1, {"batch_size": 8}),
-        ("two", 2, {"batch_size": 4}),
-    ):
-        path = config_of(tmp_path / "distil" / folder, source, tagged, **own | more)
-        finish(start(path, ranks, module="trainer.train plugins.rl.recipe_keys:OnPolicyConfig"))
-    lines = metrics(tmp_path / "distil/one")
-    assert {line["on_policy/steps"] for line in lines} == {0, 1}
-    assert_same_curve(tmp_path / "distil/two", tmp_path / "distil/one", 2e-5, 1e-4)
-    (fault,) = check.faults(
-        yaml.safe_load(path.read_text()) | {"teacher": str(source)}, OnPolicyDistillation
-    )
-    assert "is missing there and '<ask>' in" in fault and "3 of " in fault
-    assert "train the teacher with the same new_tokens" in fault
-    # `cookbook eval` takes the adapter alone, too.
-    settings = {"dtype": "fp32", "template": "chat", "temperature": 0}
-    answerer = Answerer(tmp_path / "dpo/export/adapter", settings, torch.device("cpu"))
-    assert len(answerer.model.get_input_embeddings().weight) == grown(1024, 1027)
-    # Pairs are read with the same tokenizer.
-    assert answerer.tokenizer_folder == tmp_path / "dpo/export/adapter"
-    assert len(answerer.tokenizer) == 1027

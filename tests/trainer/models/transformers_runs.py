@@ -3,21 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from peft import PeftModel
 
 from tests.trainer.models.transformers_cases import FAMILIES, reference, write
-from tests.trainer.runs import (
-    assert_same_curve,
-    assert_same_tensors,
-    metrics,
-    train,
-    write_config,
-)
-from trainer.model import Documents
+from tests.trainer.runs import Runs, randomise_adapter, tensors, write_config
+from trainer.checkpoint import export as exports
+from trainer.config import TrainConfig
+from trainer.model import Documents, Inputs
+from trainer.parallel.world import World
 
-# By name: ranks, family, the run that it must equal, changes to the config.
-Runs = dict[str, tuple[int, str, str | None, dict[str, Any]]]
+# Changes of a config by the name of a run; and ranks with what a layout changes of its base.
+Bases, Layouts = dict[str, dict[str, Any]], dict[str, tuple[int, dict[str, Any]]]
 # Two rows of two documents each, of which one is longer than LongRoPE's first length.
 FIRST, LENGTH = 37, 90
 TOKENS = torch.randint(5, 1024, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -57,23 +54,48 @@ def logits(folder: Path, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat([model(part).logits for part in parts], 1)
 
 
-def train_all(folder: Path, runs: Runs, sources: dict[str, Path], dataset: Path) -> Path:
-    """Train every run in a folder of its name for four steps, and return `folder`."""
-    starts: dict[int, list[Path]] = {}
-    for name, (ranks, family, _, changes) in runs.items():
-        path = config_of(folder / name, sources[family], dataset, **{"max_steps": 4} | changes)
-        starts.setdefault(ranks, []).append(path)
-    with pytest.MonkeyPatch.context() as patch:
-        # Not the usual compiler, whose code for CPUs takes long.
-        patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-        for ranks, paths in starts.items():
-            train(*paths, ranks=ranks)
+def runs_of(
+    root: Path, sources: dict[str, Path], dataset: Path, bases: Bases, layouts: Layouts
+) -> Runs:
+    """Runs of four steps under `root`; a base's `family` is the model's."""
+
+    def config(folder: Path, family: str, **changes: Any) -> Path:
+        return config_of(folder, sources[family], dataset, **{"max_steps": 4} | changes)
+
+    return Runs(root, config, bases, layouts)
+
+
+def assert_equals_transformers(model: Any, config: TrainConfig, world: World) -> Path:
+    """Logits of whole and of packed rows are transformers', and its export is exact."""
+    source, changed = config.model_folder, TOKENS.clone()
+    changed[:, :FIRST] = TOKENS[:, :FIRST].flip(1)
+    with torch.inference_mode():
+        found = model.module(Inputs(TOKENS))
+        packed = model.module(Inputs(TOKENS, DOCUMENTS, POSITIONS))
+        other = model.module(Inputs(changed, DOCUMENTS, POSITIONS))
+    expected = logits(source, TOKENS)
+    assert expected.std() > 0.1, "logits so small would hide a difference"
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    apart = logits(source, TOKENS[:, :FIRST], TOKENS[:, FIRST:])
+    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
+    assert torch.equal(other[:, FIRST:], packed[:, FIRST:]), "a document sees another one"
+    assert not torch.equal(other[:, :FIRST], packed[:, :FIRST])
+    folder = exports.export(model, config, world)
+    torch.testing.assert_close(tensors(folder), tensors(source), rtol=0, atol=0)
+    assert torch.equal(logits(folder, TOKENS), expected)
     return folder
 
 
-def assert_same_training(own: Path, wanted: Path) -> None:
-    """The same curve and weights, and a loss that falls."""
-    assert len(metrics(own)) == 4
-    assert_same_curve(own, wanted, 2e-5, 1e-4)
-    assert_same_tensors(own, wanted, 5e-5)
-    assert metrics(own)[-1]["loss"] < metrics(own)[0]["loss"]
+def assert_peft_agrees(model: Any, config: TrainConfig, world: World) -> None:
+    """Its adapter in PEFT and the merged folder give its logits, and the base gives others."""
+    randomise_adapter(model.module)
+    with torch.no_grad():
+        trained = model.module(Inputs(TOKENS))
+    folder = exports.export(model, config, world)
+    with torch.inference_mode():
+        base = reference(config.model_folder).eval()
+        plain = base(TOKENS).logits
+        adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()(TOKENS).logits
+    torch.testing.assert_close(adapted, trained, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logits(folder, TOKENS), trained, rtol=0, atol=2e-5)
+    assert (adapted - plain).abs().max() > 1e-2, "the adapter must do something"

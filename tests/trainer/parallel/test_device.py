@@ -1,18 +1,13 @@
 """GPUs that torch cannot use end a run at its start: it would train on CPUs in silence."""
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
 
 from runspec import devices
 from trainer.errors import BadNodeError, ConfigError, PeerError
-from trainer.methods.preference import PreferenceObjective
-from trainer.methods.reward import RewardModelling
 from trainer.parallel import device
 from trainer.parallel import world as distributed
 
@@ -107,21 +102,6 @@ def test_attention_does_not_make_a_graph_for_each_length(asked, monkeypatch):
     torch.backends.cuda.enable_cudnn_sdp(True)
     device.choose(asked)
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
-
-
-def test_losses_of_answers_copy_no_numbers_to_the_gpu():
-    """The host would wait for each copy. A torch without CUDA refuses it, for fake tensors too."""
-    with FakeTensorMode():
-        scores, margins = torch.empty(4, device="cuda"), torch.empty(2, device="cuda")
-        batch: Any = SimpleNamespace(inputs=None, numbers=margins)
-        batch.documents_per_sample, batch.to = 2, lambda device: batch
-        models: Any = SimpleNamespace(policy=SimpleNamespace(module=lambda *_, **__: scores))
-        objective: Any = SimpleNamespace(world=SimpleNamespace(size=1, device=scores.device))
-        objective.config = SimpleNamespace(center_rewards_coefficient=0.01)
-        loss = RewardModelling.loss(objective, models, batch)
-        mean = PreferenceObjective.mean_over_data(objective, scores)
-    assert {mean.device, loss.total.device} == {scores.device}
-    assert all(each.device == scores.device for each in loss.metrics.values())
 
 
 def test_a_rank_computes_on_its_own_gpu(monkeypatch):

@@ -1,161 +1,214 @@
-"""The same training on 1, 2 and 4 ranks, with and without accumulation, is the same training."""
+"""The same training in every layout of ranks and of memory is the same training."""
 
 import json
-from dataclasses import dataclass
+import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from tests.trainer.runs import (
-    assert_same_curve,
-    assert_same_tensors,
-    curve,
-    lora_model,
-    metrics,
-    train,
-    write_config,
-)
+from tests.trainer.runs import MODEL_SIZES, Runs, lora_model, metrics, train, write_config
 
 # fp32 on the CPU: only the order of summation differs. Adam divides by the root of tiny second
 # moments in its first steps, which enlarges that difference in single weights.
 LOSS_TOLERANCE = 2e-5
 WEIGHT_TOLERANCE = 5e-4
-
-
-@dataclass(frozen=True)
-class Layout:
-    ranks: int
-    batch_size: int
-    accumulation: int
-    lora: bool = False
-    replicas: int = 1
-
-    @property
-    def name(self) -> str:
-        method = "lora" if self.lora else "full"
-        return f"{method}-{self.ranks}x{self.batch_size}x{self.accumulation}"
-
-
-LAYOUTS = [
-    Layout(1, 8, 1),
-    Layout(2, 1, 4),
+ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
+FUSED = {"optimizer": ADAMW | {"fused": True}}
+SLOW = {"max_steps": 16, "optimizer": ADAMW | {"lr": 1e-5}}
+TABLES = {"custom_sharded_layers": ["tok_embeddings", "output"]}
+PLAN = {"tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
+TRACED = {
+    "profiler": {"enabled": True, "wait_steps": 1, "warmup_steps": 1, "active_steps": 1},
+}
+TP, COPIES = {"tensor_parallel_dim": 2}, {"data_parallel_replicate_dim": 2}
+TWICE, MASTERS = {"gradient_accumulation_steps": 2}, {"master_weights": "fp32"}
+OFFLOAD, BF16 = {"fsdp_cpu_offload": True}, {"dtype": "bf16"}
+RECOMPUTED = {"activation_checkpointing": "full"}
+BY_OPERATION = {"activation_checkpointing": "op"}
+EVERY_SECOND = {"activation_checkpointing": 2}
+INPUTS_ON_CPU = RECOMPUTED | {"enable_activation_offloading": True}
+BASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"model": lora_model()},
+    "lora-output": {"model": lora_model(apply_lora_to_output=True)},
+    "tied": {
+        "model": {
+            "_component_": "torchtune.models.llama3_2.llama3_2",
+            **MODEL_SIZES,
+            "scale_factor": 1,
+        },
+        "loss": {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1},
+    },
+    "slow": SLOW,
+}
+# What equals its base: ranks, and changes of its config.
+SAME: dict[str, tuple[int, dict[str, Any]]] = {
+    "full-fsdp2": (2, {"gradient_accumulation_steps": 4}),
     # In the sixth step half of the ranks have nothing to train on.
-    Layout(4, 2, 1),
-    Layout(4, 1, 2, replicas=2),
-    Layout(1, 8, 1, lora=True),
-    Layout(2, 4, 1, lora=True),
-]
-REFERENCES = {False: "full-1x8x1", True: "lora-1x8x1"}
+    "full-fsdp4": (4, {}),
+    "lora-fsdp2": (2, {}),
+    "full-every-second": (1, EVERY_SECOND),
+    "lora-by-operation": (1, BY_OPERATION),
+    "full-tp2": (2, TP | FUSED),
+    "full-tp2-offload": (2, TP | {"fsdp_cpu_offload": True} | BY_OPERATION),
+    "full-tp2-fsdp2": (4, TP | FUSED | TABLES | PLAN),
+    "lora-tp2-masters": (2, TP | MASTERS),
+    "lora-output-tp2-fsdp2": (4, TP | TWICE | RECOMPUTED),
+    "tied-tp2-fsdp2": (4, TP),
+    "full-prefetch": (2, TWICE | INPUTS_ON_CPU | {"fsdp_prefetch": 8}),
+    "full-fsdp2-offload": (2, TWICE | OFFLOAD | MASTERS),
+    "full-copies": (4, COPIES | TWICE | TRACED | {"fsdp_reshard_after_forward": False}),
+    "full-copies-synced": (
+        4,
+        COPIES | TWICE | TRACED | OFFLOAD | {"sync_each_micro_batch": True},
+    ),
+    "lora-copies-tp2-offload": (4, COPIES | TP | OFFLOAD | INPUTS_ON_CPU),
+    "lora-four-copies": (4, {"data_parallel_replicate_dim": 4} | EVERY_SECOND),
+}
+QUICK = ("full-fsdp2", "full-fsdp4", "lora-fsdp2")
+OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "full-unchanged": (
+        4,
+        RECOMPUTED | TABLES | {"max_steps": 1, "optimizer": ADAMW | {"lr": 0.0, "fused": True}},
+    ),
+    "full-reduced": (2, {"fsdp_reduce_dtype": "bf16"}),
+    "lora-bf16": (2, BF16 | RECOMPUTED),
+    "slow-bf16": (1, BF16),
+    "slow-masters": (1, BF16 | MASTERS),
+}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, model_folder, dataset):
-    """Every layout trained, three starts in all; and on 4 ranks one that changes nothing."""
-    root = tmp_path_factory.mktemp("layouts")
-    configs: dict[int, list[Path]] = {1: [], 2: [], 4: []}
-    for layout in LAYOUTS:
-        configs[layout.ranks].append(
-            write_config(
-                root / layout.name,
-                model_folder,
-                dataset,
-                batch_size=layout.batch_size,
-                gradient_accumulation_steps=layout.accumulation,
-                data_parallel_replicate_dim=layout.replicas,
-                # The sixth step takes the 4 samples that are left of the 44.
-                max_steps=7,
-                **({"model": lora_model()} if layout.lora else {}),
-            )
-        )
-    configs[4].append(
-        write_config(
-            root / "unchanged",
-            model_folder,
-            dataset,
-            batch_size=2,
-            max_steps=1,
-            optimizer={"_component_": "torch.optim.AdamW", "lr": 0.0, "fused": True},
-            activation_checkpointing="full",
-            custom_sharded_layers=["tok_embeddings", "output"],
-        )
-    )
-    configs[2].append(
-        write_config(
-            root / "lora-bf16",
-            model_folder,
-            dataset,
-            batch_size=4,
-            max_steps=7,
-            dtype="bf16",
-            activation_checkpointing="full",
-            model=lora_model(),
-        )
-    )
-    for ranks, paths in configs.items():
-        train(*paths, ranks=ranks)
-    return {path.parent.name: path.parent for paths in configs.values() for path in paths}
+def runs(tmp_path_factory, model_folder, dataset):
+    """All runs take the same 8 samples in a step; the sixth one the 4 that are left of the 44."""
+    layouts = SAME | OTHERS
+    tied = tied_folder(tmp_path_factory.mktemp("model") / "tied", model_folder)
+
+    def config(folder: Path, **changes: Any) -> Path:
+        ranks, _ = layouts.get(folder.name, (1, {}))
+        size = 8 // (ranks // changes.get("tensor_parallel_dim", 1))
+        size //= changes.get("gradient_accumulation_steps", 1)
+        standard = {"batch_size": size, "save_every_n_steps": 0}
+        source = tied if folder.name.startswith("tied") else model_folder
+        return write_config(folder, source, dataset, **standard | changes)
+
+    return Runs(tmp_path_factory.mktemp("layouts"), config, BASES, layouts)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_curve_and_weights_equal_the_single_process(layout, folders):
-    reference, own = folders[REFERENCES[layout.lora]], folders[layout.name]
-    found = curve(own)
-    assert len(found) == 7
-    assert_same_curve(own, reference, LOSS_TOLERANCE, 1e-3)
-    assert found[-1][2] < found[0][2], "the loss must fall"
-    assert_same_tensors(own, reference, WEIGHT_TOLERANCE)
+def tied_folder(folder: Path, model_folder: Path) -> Path:
+    """The demo model with its embedding as its output, as Llama 3.2 has it."""
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
-def test_export_round_trip_is_exact(folders, model_folder):
+def losses(folder: Path) -> torch.Tensor:
+    return torch.tensor([line["loss"] for line in metrics(folder)])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n not in QUICK)) for n in SAME]
+)
+def test_it_equals_the_single_process(name, runs):
+    runs.assert_same(name, LOSS_TOLERANCE, 1e-3, WEIGHT_TOLERANCE)
+    assert len(metrics(runs[name])) == 6
+
+
+def test_export_round_trip_is_exact(runs, model_folder):
     before = load_file(model_folder / "model.safetensors")
-    after = load_file(folders["unchanged"] / "export/model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    after = load_file(runs["full-unchanged"] / "export/model.safetensors")
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def test_checkpointing_and_sharded_tables_change_nothing(folders):
-    plain, changed = metrics(folders["full-1x8x1"])[0], metrics(folders["unchanged"])[0]
+def test_checkpointing_and_sharded_tables_change_nothing(runs):
+    plain, changed = metrics(runs["full"])[0], metrics(runs["full-unchanged"])[0]
     assert changed["loss"] == pytest.approx(plain["loss"], abs=1e-6)
     assert changed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
 
 
-def test_bf16_follows_fp32_and_is_exported_as_bf16(folders):
-    plain, short = metrics(folders["lora-2x4x1"]), metrics(folders["lora-bf16"])
-    assert [line["loss"] for line in short] == pytest.approx(
-        [line["loss"] for line in plain], abs=0.05
-    )
-    export = folders["lora-bf16"] / "export"
+def test_bf16_follows_fp32_and_is_exported_as_bf16(runs):
+    assert (losses(runs["lora-bf16"]) - losses(runs["lora"])).abs().max() < 0.05
+    export = runs["lora-bf16"] / "export"
     assert {t.dtype for t in load_file(export / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((export / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_adapter_in_peft_gives_the_merged_models_logits(folders, model_folder):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    export = folders["lora-2x4x1"] / "export"
-    tokens = torch.arange(40).reshape(2, 20) * 13 % 1024
-    with torch.inference_mode():
-        base = AutoModelForCausalLM.from_pretrained(model_folder)
-        plain = base(tokens).logits
-        adapted = PeftModel.from_pretrained(base, export / "adapter").eval()(tokens).logits
-        merged = AutoModelForCausalLM.from_pretrained(export)(tokens).logits
-    torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-5)
-    assert (adapted - plain).abs().max() > 1e-3, "the adapter must have learned something"
+@pytest.mark.long
+def test_gradients_may_be_summed_in_bf16(runs):
+    difference = (losses(runs["full-reduced"]) - losses(runs["full"])).abs()
+    assert difference[0] < LOSS_TOLERANCE and difference[-1] > 0 and difference.max() < 0.02
 
 
-def test_a_line_has_the_mean_loss_since_the_line_before(tmp_path, model_folder, dataset):
-    for every in (1, 3):
-        folder = tmp_path / str(every)
-        path = write_config(
-            folder, model_folder, dataset, batch_size=4, max_steps=7, log_every_n_steps=every
+@pytest.mark.long
+def test_master_weights_keep_updates_that_bf16_loses(runs):
+    """At a small learning rate most updates are smaller than bf16's spacing."""
+    exact, short, masters = (losses(runs[n]) for n in ("slow", "slow-bf16", "slow-masters"))
+    assert (masters - exact).abs().max() < 2e-3
+    assert (short - exact).abs().max() > 0.05
+    # The first step's loss is before any update.
+    assert exact[0] - exact[-1] > 2 * (short[0] - short[-1])
+    export = load_file(runs["slow-masters"] / "export/model.safetensors")
+    assert {tensor.dtype for tensor in export.values()} == {torch.bfloat16}
+
+
+@pytest.mark.long
+def test_gradients_are_sent_once_a_step_or_within_a_copy_after_each_micro_step(runs):
+    """The sums of the loss, of tokens and of the norm are no gradients."""
+
+    def sent(name: str, operation: str) -> int:
+        """How often rank 0 sent gradients in the one step of its trace."""
+        (trace,) = (runs[name] / "profile").glob("rank_0.*")
+        return [e.get("name") for e in json.loads(trace.read_text())["traceEvents"]].count(
+            operation
         )
-        train(path, ranks=2)
-    each, lines = metrics(tmp_path / "1"), metrics(tmp_path / "3")
+
+    once, each = (partial(sent, name) for name in ("full-copies", "full-copies-synced"))
+    # One for each of three layers, embedding, output head, and the rest of the model.
+    assert once("c10d::_reduce_scatter_base_") == 6 and each("c10d::_reduce_scatter_base_") == 12
+    assert each("c10d::allreduce_") == once("c10d::allreduce_"), "copies must agree once only"
+
+
+@pytest.mark.long
+def test_the_layout_is_told_and_nothing_warns(runs):
+    for name, told in {
+        "full-tp2": "tensor parallel over 2",
+        "full-tp2-fsdp2": "FSDP over 2, tensor parallel over 2",
+        "full-copies": "4 on cpu, fp32, FSDP over 2, 2 data-parallel replicas",
+        "lora-copies-tp2-offload": "4 on cpu, fp32, 2 data-parallel replicas, tensor parallel over "
+        "2, parameters and optimizer on the CPU",
+    }.items():
+        assert runs[name] and told in runs.said[name]
+    assert "FSDP" not in runs.said["full-tp2"]
+    assert "note: tensor_parallel_plan is not used" in runs.said["full-tp2-fsdp2"]
+    for name in ("full-tp2", "full-tp2-fsdp2", "lora-output-tp2-fsdp2", "tied-tp2-fsdp2"):
+        assert runs[name] and "arning" not in runs.said[name]
+        assert "sequential all_gather" not in runs.said[name]
+
+
+@pytest.mark.long
+def test_tokens_per_second_are_shared_by_all_gpus(runs):
+    """Two ranks that split the layers see the same tokens, and count them once."""
+    lines = metrics(runs["full-tp2"])
+    for before, line in zip([{"tokens": 0}, *lines], lines, strict=False):
+        tokens = line["tokens"] - before["tokens"]
+        rate = tokens / line["step_time_s"] / 2
+        assert line["tokens_per_second_per_gpu"] == pytest.approx(rate, rel=0.05)
+
+
+def test_a_line_has_the_mean_loss_since_the_line_before(runs, tmp_path, model_folder, dataset):
+    path = write_config(tmp_path, model_folder, dataset, batch_size=4, log_every_n_steps=3)
+    train(path, ranks=2)
+    each, lines = metrics(runs["full-fsdp2"]), metrics(tmp_path)
     assert [line["loss_mean"] for line in each] == [pytest.approx(line["loss"]) for line in each]
-    assert [line["step"] for line in lines] == [1, 3, 6, 7]
+    assert [line["step"] for line in lines] == [1, 3, 6]
     losses = [line["loss"] for line in each]
-    means = [losses[0], sum(losses[1:3]) / 2, sum(losses[3:6]) / 3, losses[6]]
-    assert [line["loss_mean"] for line in lines] == pytest.approx(means)
+    means = [losses[0], sum(losses[1:3]) / 2, sum(losses[3:6]) / 3]
+    assert [line["loss_mean"] for line in lines] == pytest.approx(means, abs=LOSS_TOLERANCE)
