@@ -5,6 +5,9 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from runspec import versions
 from tests.trainer.forks import Ranks
@@ -38,6 +41,7 @@ from trainer.layers.adapters.lora_experts import ExpertsLoRA, from_peft, to_peft
 from trainer.layers.balance import Balance
 from trainer.model import Inputs
 from trainer.models import build as models
+from trainer.parallel import expert_parallel
 
 COPIES = {"data_parallel_replicate_dim": 2}
 # With the seed of runs.py rounding decides between two experts at the fourth step.
@@ -192,6 +196,44 @@ def test_a_router_that_changes_its_choice_in_place_is_computed_again(
         module(Inputs(torch.arange(48).view(2, 24))).square().mean().backward()
         gradients.append([p.grad for p in module.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+class Sent(TorchDispatchMode):
+    """Counts all-to-alls: of numbers of rows, which the host waits for, and of rows."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.rows = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "alltoall_base" in str(func):
+            is_rows = args[0].is_floating_point()
+            self.rows, self.counts = self.rows + is_rows, self.counts + (not is_rows)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_a_layers_rows_once(world):
+    """Also if the layer is computed again: its rows go the same way, with the same results."""
+    torch.manual_seed(2)
+    layer = torch.nn.Module()
+    for name, shape in (("gate_up_proj", (3, 8, 16)), ("down_proj", (3, 16, 8))):
+        setattr(layer, name, torch.nn.Parameter(torch.randn(shape)))
+    experts.prepare(layer, lambda _, x: x.tanh(), transposed=False)
+    hidden, index = torch.randn(10, 16, requires_grad=True), torch.randint(3, (10, 2))
+    given = (layer, hidden, index, torch.rand(10, 2))
+    leaves = [hidden, *layer.parameters()]
+    whole = experts.forward(*given)
+    wanted = torch.autograd.grad(whole.square().sum(), leaves)
+    layer.exchange = expert_parallel.Exchange(init_device_mesh("cpu", (world.size,)), 1.0)
+    again = {"use_reentrant": False, "context_fn": expert_parallel.remembered}
+    with Sent() as sent:
+        out = checkpoint(experts.forward, *given, **again)
+        found = torch.autograd.grad(out.square().sum(), leaves)
+    assert (sent.counts, sent.rows) == (1, 6), "there and back: forward, again, backward"
+    assert torch.equal(out, whole)
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("outputs", [24, 16])
