@@ -96,6 +96,17 @@ def test_turns_in_another_order_are_refused(turns, told, tmp_path, model_folder)
     assert told in str(caught.value)
 
 
+def test_torchtunes_tokenizers_refuse_a_call(tmp_path):
+    ours = component("dataset", "torchtune.datasets.chat_dataset")
+    call = {"tool_calls": [{"function": {"name": "jobs", "arguments": "{}"}}]}
+    row = {"turns": [OPENAI[1], {"role": "assistant", "content": "", **call}]}
+    samples = ours(llama3_tokenizer(tmp_path), **CHAT, **rows_file(tmp_path, row))
+    with pytest.raises(
+        ConfigError, match="has tool_calls, which torchtune's tokenizers do not know"
+    ):
+        samples[0]
+
+
 @pytest.mark.parametrize(
     ("row", "told"),
     [

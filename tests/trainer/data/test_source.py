@@ -203,7 +203,7 @@ def test_another_weight_is_refused_by_file_and_line(messages, told, build):
     assert f"rows.jsonl, line 2: {told}" in str(caught.value)
 
 
-def test_a_weight_that_torchtune_would_not_see_is_refused(build):
-    with pytest.raises(ConfigError) as caught:
-        build([{"messages": turns(1, 0)}], CHAT | {"train_on_input": True})
-    assert "line 1: message 4 (assistant) has the weight 0, which torchtune's" in str(caught.value)
+def test_a_weight_counts_beside_trained_prompts(build, texts):
+    samples = build([{"messages": turns(1, 0)}], CHAT | {"train_on_input": True}).rows.samples
+    (trained,) = texts(samples)
+    assert "And?" in trained and "Answer 1." in trained and "Answer 2." not in trained
