@@ -29,6 +29,7 @@ if os.environ["ATTEMPT"] == "0":
     (run / "harm.me").touch()
     while not pathlib.Path(os.environ["HARMED"]).exists(): time.sleep(0.05)
     sys.exit(1)
+while not pathlib.Path(os.environ.get("GO_ON", "/")).exists(): time.sleep(0.05)
 print("trained")
 """
 
@@ -130,8 +131,8 @@ MOMENTS = {
 def test_a_killed_supervisor_is_started_again_and_goes_on(place, plain_env, moment):
     """With the same processes: no attempt is lost by it, nor is an exit status."""
     run = made(place, TWICE, max_retries=1).path
-    harmed = place / "harmed"
-    job = start(run, plain_env, HARMED=str(harmed))
+    harmed, go_on = place / "harmed", place / "go_on"
+    job = start(run, plain_env, HARMED=str(harmed), GO_ON=str(go_on))
     if moment == "attempts.jsonl":
         harmed.touch()
     until((run / moment).exists, 30, lambda: report(run))
@@ -140,6 +141,7 @@ def test_a_killed_supervisor_is_started_again_and_goes_on(place, plain_env, mome
     before = json.loads((run / "logs" / "0" / ".child.json").read_text())
     os.kill(supervisor(job.pid), signal.SIGKILL)
     harmed.touch()
+    go_on.touch()
     assert job.wait(timeout=60) == 0, said(run)
     assert "it is restarted" in said(run)
     assert [(line["cause"], line["exit_code"]) for line in attempts(run)] == [
