@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from launcher.run import code
 from plugins.data.query_engines import base as query_engine
 from plugins.serve import endpoint
 from plugins.serve.launcher.endpoint import Endpoint
@@ -49,7 +48,6 @@ def test_a_first_read_that_fails_changes_nothing(tmp_path, model_folder, dataset
         ("tokenizer.json", lambda folder: hugging_face_tokenizer(str(folder))),
         (adapter.SETTINGS, lambda folder: adapter._settings(folder / adapter.SETTINGS)),
         (files.ENGINE, files.checkpoint_steps),
-        (code.ORIGIN, code.git_state),
         (query_engine.DONE, query_engine.finished),
         (endpoint.GATEWAY, endpoint.gateway),
         (endpoint.ENDPOINT, lambda folder: Endpoint(folder).facts),
