@@ -20,6 +20,7 @@ from tests.faults.kit import (
 from tests.launcher.kit import Kit, checkpoints, ranks_of, report, until
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_named_and_costs_no_result(user: Kit, undisturbed: Undisturbed):
     _, run = user.submit(*SHORT)
     trains(run)
