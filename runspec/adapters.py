@@ -46,7 +46,7 @@ class Adapter:
     defaults: tuple[tuple[str, int], ...] = ()
     # Each document has as many positions more as it has virtual tokens.
     lengthens: bool = False
-    # The base weights can hold it; if not, it is exported by itself only.
+    # The base weights can hold it; if not, it is exported separately only.
     merges: bool = False
     # PEFT's name of it, in adapter_config.json.
     peft_type: str = ""

@@ -71,8 +71,7 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$local_folder/inductor
 # Takes at most a second, and reports why this node is unhealthy.
 if [ "${NODE_CHECK:-yes}" = yes ]; then "$VENV/bin/python" -P -m slurm.ready || exit 1; fi
 
-# Without Slurm the nodes are processes on this host. nproc counts threads of OpenMP if it is told how many
-# there are.
+# Without Slurm the nodes are processes on this host. nproc would return OMP_NUM_THREADS if that is set.
 cpus=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-$(($(env -u OMP_NUM_THREADS nproc) / NODES))}}
 cpus=$((cpus > RANKS_PER_NODE ? cpus / RANKS_PER_NODE : 1))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus}

@@ -101,7 +101,7 @@ class Decoder(nn.Module, ABC):
     of packed rows apart. It is built on the meta device.
     """
 
-    # The transformer blocks, in order. Each is compiled, checkpointed and sharded by itself, and
+    # The transformer blocks, in order. Each is compiled, checkpointed and sharded separately, and
     # takes its input [batch, sequence, dim] as its first argument.
     blocks: nn.ModuleList
     # What the log calls it; None for the component that made it.

@@ -48,7 +48,7 @@ def needs(
     tokens: int | None = None,
     network_gbits: float | None = None,
 ) -> Needs | None:
-    """Return what a resolved recipe needs on so many GPUs; None without a plug-in that computes it.
+    """Return what a resolved recipe needs on these GPUs; None without a plug-in that computes it.
 
     Args:
         gpu: a name of configs/gpus.yaml; None for the default.

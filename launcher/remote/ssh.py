@@ -81,7 +81,7 @@ class Connection:
         self._rsync([*words, f"{start}/", f"{self.name}:{there}/"], names)
 
     def pull(self, there: str, here: Path) -> None:
-        """Copy the files of a folder there into one here. Links are left out: what comes lies in
+        """Copy the files of a folder there into one here. Links are left out: all files stay in
         that folder, whatever the other side sends."""
         here.mkdir(parents=True, exist_ok=True)
         words = ["--partial-dir=.rsync-partial", "--no-inc-recursive", "-rt"]

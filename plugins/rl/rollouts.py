@@ -303,7 +303,7 @@ def sample(generator: gathered.Generator, asked: Request, ends: gathered.Ends) -
 
 
 def at_once(config: Config, longest: int) -> int:
-    """How many answers are generated together, the longest of so many tokens with its prompt.
+    """How many answers are generated together, the longest of this many tokens with its prompt.
 
     In place of packed rows: as many as have the positions of a micro-batch.
     """

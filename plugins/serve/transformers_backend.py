@@ -4,7 +4,7 @@ transformers serve itself listens on a port, without a key. It seeds the one gen
 requests when a request comes in, while another one may draw from it, ends a text at a stop string
 that began in the prompt, and generates beyond what the model takes. Here each request has its own
 seed and its own stop strings, and ends there; one that is too long is refused. Virtual tokens of
-prompt and prefix tuning, which transformers cannot load by itself, are PEFT's to add.
+prompt and prefix tuning, which transformers cannot load, are added by PEFT.
 """
 
 import itertools

@@ -58,7 +58,7 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
     Files have at most 4 GiB (or one tensor). As many ranks as there are files write one each at a
     time. Matrices are merged and gathered one by one, of experts one of one expert: a rank needs
     the memory of the largest one beside the weights, whatever a layer's experts take. For an
-    adapter over a quantised base see `linear.merged`. By itself an adapter lies in `adapter/`; with
+    adapter over a quantised base see `linear.merged`. The adapter alone is in `adapter/`; with
     `save_adapter_weights_only` the merged weights are left out.
     """
     final = config.output_dir / files.EXPORT

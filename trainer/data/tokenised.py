@@ -34,7 +34,7 @@ COLUMNS = ("length", "targets", "fingerprint", "source", "left_out")
 TOKENS, SAMPLES = "tokens_{}.bin", "samples.npy"
 # A rank's part of the table, until all parts are put together.
 PART = "samples_{}.npy"
-# So many ranks tokenise at most.
+# The maximum number of ranks that tokenise.
 WRITERS = 64
 # What the tokens of a sample depend on besides the config and the data.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")

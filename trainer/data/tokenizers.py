@@ -223,7 +223,7 @@ class HuggingFaceTokenizer:
         """Tokens of a conversation, and for each whether it is masked (not trained on).
 
         An assistant's content and its end token are unmasked; the header before it, which the
-        template adds by itself when it asks for an answer, is masked. A message whose `masked`
+        template adds when it asks for an answer, is masked. A message whose `masked`
         is True is masked whole.
 
         Args:

@@ -125,8 +125,8 @@ def _chunk(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Figures [3, tokens] of [tokens, vocabulary] logits, which may be overwritten.
 
-    They are the divergence times temperature^2, the cross-entropy and the agreement. So many
-    tensors of the logits' size as are held bound a chunk's memory.
+    They are the divergence times temperature^2, the cross-entropy and the agreement. The
+    number of tensors of the logits' size that are kept bounds a chunk's memory.
     """
     dtype, (how, caps, group, begin) = student.dtype, settings
     heat, share = how.temperature, how.cross_entropy_share

@@ -100,7 +100,7 @@ def _mask_mod(ids: torch.Tensor, window: int | None) -> Callable[..., torch.Tens
 def _prefix_mod(
     ids: torch.Tensor, window: int | None, begin: int, prefix: int
 ) -> Callable[..., torch.Tensor]:
-    """As `_mask_mod` with `prefix` keys from the one at `begin` on; before it lies filling."""
+    """As `_mask_mod` with `prefix` keys from the one at `begin` on; padding is before it."""
     length = ids.shape[1]
     place = torch.arange(length, device=ids.device)
     begins = torch.nn.functional.pad(ids.diff(dim=1) != 0, (1, 0), value=True)

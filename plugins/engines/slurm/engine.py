@@ -28,7 +28,7 @@ from slurm.history import latest_checkpoint, read_object
 from slurm.nodes import Nodes
 
 _EVERY_S = 2.0
-# So many logged steps are looked back at for the time that one takes.
+# The time of a step is the mean of this many logged steps.
 _WINDOW = 20
 # From this number of logged steps on, the time between two is known: an engine may log seldom.
 _KNOWN = 3

@@ -38,7 +38,7 @@ class Prompt(AdapterKind):
         self._shape: tuple[int, int] = (0, 0)
 
     def add(self, model: Decoder) -> None:
-        """To the model; its embedding and its final norm are told apart by hooks."""
+        """To the model; its embedding and its final norm get hooks."""
         if sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1:
             raise ConfigError(
                 "model.adapter: prompt is not possible with this model, whose layers have "

@@ -49,7 +49,7 @@ PROBE_TOKENS = 8
 
 
 class Flow:
-    """What went into each module and came out of it, told apart by the identity of tensors.
+    """What went into each module and came out of it, distinguished by the identity of tensors.
 
     Args:
         run: `Decoder.hidden` of the model.
