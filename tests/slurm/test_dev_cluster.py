@@ -60,7 +60,7 @@ def test_sbatch_test_only_answers_like_a_gpu_cluster(
 def at_rest(cluster: SlurmCluster) -> dict[int, str]:
     """The processes of a cluster, once no job of an earlier test is ending."""
     ending = ("slurmstepd", "bash", "sleep")
-    until(lambda: not any(n.startswith(ending) for n in processes_of(cluster.state).values()), 20)
+    until(lambda: not any(n.startswith(ending) for n in processes_of(cluster.state).values()), 180)
     return processes_of(cluster.state)
 
 
