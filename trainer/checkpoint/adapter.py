@@ -109,7 +109,8 @@ def _other_base(
         table = name.removeprefix(PEFT_PREFIX).removesuffix(_BASE_LAYER)
         key = model.file_name(f"{table}.weight")
         if key not in source.shapes and model.is_tied:
-            key = next(filter(None, (weights.file_of(model, f"{t}.weight") for t in model.tables)))
+            tables = (weights.file_of(model, f"{t}.weight") for t in model.tables)
+            key = next(filter(None, tables), "")
         if (
             key not in source.shapes
             or source.shapes[key] != tuple(copy.shape)
