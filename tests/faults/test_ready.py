@@ -141,8 +141,15 @@ def test_a_wrong_product_ends_the_rank_and_no_check_is_no_check(monkeypatch):
     alone = world.start("cpu")
     try:
         assert fitness.check(alone) == ""
-        real = torch.full
-        monkeypatch.setattr(torch, "full", lambda size, value, **kw: real(size, value + 1, **kw))
+        product = torch.Tensor.__matmul__
+
+        def one_number_is_wrong(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            made = product(left, right)
+            if made.dim() == 2:
+                made[3, 5] += 2
+            return made
+
+        monkeypatch.setattr(torch.Tensor, "__matmul__", one_number_is_wrong)
         with pytest.raises(BadNodeError, match="a matrix product is wrong"):
             fitness.check(alone)
         monkeypatch.setenv("NODE_CHECK", "no")

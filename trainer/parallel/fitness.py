@@ -100,13 +100,21 @@ def faults(measured: Sequence[Fitness], compare_speed: bool) -> dict[int, str]:
 
 
 def _product(world: World, size: int, rounds: int) -> tuple[bool, float]:
-    """Return whether a product of known numbers is right, and its speed in TFLOP/s."""
+    """Return whether a product of random signs is right, and the speed of products in TFLOP/s.
+
+    The sums of the product's rows and columns are those of its factors (Huang and Abraham 1984).
+    """
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    # Powers of two are exact in every format, and so is their sum.
-    two = torch.full((size, size), 2.0, dtype=dtype, device=world.device)
-    right = bool((two @ two == 4.0 * size).all())
-    seconds = _timed(lambda: two @ two, world, rounds, _MEASURED_S[world.device.type])
-    return right, 2 * size**3 / seconds / 1e12
+    draw = torch.Generator(world.device).manual_seed(world.rank)
+    # Random numbers, because a GPU multiplies constants with less power, and so faster.
+    left, right = torch.randn(2, size, size, generator=draw, device=world.device).unbind()
+    # A sum of 1,024 signs is an integer below 256 (8 standard deviations), which bf16 holds.
+    a, b = left[:, :1024].sign(), right[:1024].sign()
+    made = (a.to(dtype) @ b.to(dtype)).float()
+    is_right = torch.equal(made.sum(1), a @ b.sum(1)) and torch.equal(made.sum(0), a.sum(0) @ b)
+    left, right = left.to(dtype), right.to(dtype)
+    seconds = _timed(lambda: left @ right, world, rounds, _MEASURED_S[world.device.type])
+    return is_right, 2 * size**3 / seconds / 1e12
 
 
 def _sum(world: World, mib: int, rounds: int) -> tuple[bool, float]:
