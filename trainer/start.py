@@ -43,6 +43,9 @@ def main(path: Path, objective: type[Objective]) -> int:
 
 def run(config: TrainConfig, attempt: int, objective: type[Objective]) -> None:
     """Train from where the last start of the run stopped, then export."""
+    if config.cudnn_deterministic_mode:
+        # cuBLAS reads it at its first product; without it torch refuses its products in this mode.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = distributed.start(config.device, vars(config))
     if world.gather(_is_finished(config))[0]:
         world.say(f"already finished: see {config.output_dir / files.EXPORT}")

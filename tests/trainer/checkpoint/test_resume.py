@@ -124,7 +124,7 @@ def test_kill_then_stop_file_then_sigterm(two_ranks, tmp_path, model_folder, dat
 def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
     tmp_path, model_folder, dataset
 ):
-    """Neither a validation pass nor workers change what the run that has none of them does."""
+    """Neither a validation pass, workers nor torch's deterministic mode change what a run does."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(config(whole, model_folder, dataset, ranks=1, lora=True, row_length=96))
     path = config(
@@ -138,6 +138,7 @@ def test_packed_lora_with_dropout_and_validation_killed_on_one_rank(
         run_val_every_n_steps=7,
         num_workers=2,
         enable_async_checkpointing=True,
+        cudnn_deterministic_mode=2,
     )
     first = start(path)
     wait_for_step(path, 10, first)
