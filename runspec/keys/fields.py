@@ -193,12 +193,6 @@ class LayoutKeys:
     expert_parallel_dim: int = changeable(
         "positive", "GPUs over which the experts of a layer are distributed.", 1
     )
-    expert_imbalance: float = changeable(
-        "ratio",
-        "Rows of the GPU whose experts are chosen most, divided by the mean of the GPUs that share "
-        "the experts. Estimates reserve memory for this ratio; training does not use it.",
-        1.5,
-    )
     data_parallel_replicate_dim: int = changeable(
         "dimension",
         "Data-parallel replicas (HSDP); -1: each GPU, or tensor-parallel group, has a whole model. "
