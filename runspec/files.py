@@ -46,15 +46,6 @@ EXIT_STATUS = ".exit_status"
 # What the trainer writes.
 PROGRESS = "progress.json"
 METRICS = "metrics.jsonl"
-# Of samplers: where they listen, and what became of them.
-ROLLOUT = ".rollout"
-SAMPLER = "sampler_{}.json"
-WEIGHTS = "weights_{}.safetensors"
-WEIGHTS_FOLDER = "weights_{}"
-ROLLOUT_SECRET = "secret"
-NO_SAMPLER = "failed.json"
-ROLLOUT_STATE = "rollout.json"
-ROLLOUTS = "rollouts.jsonl"  # of reinforcement learning: some answers of each step
 TENSORBOARD = "tensorboard"
 PROFILE = "profile"
 CHECKPOINTS = "checkpoints"

@@ -27,6 +27,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
+from plugins.estimate.launcher.activations import EXPERT_IMBALANCE
 from plugins.estimate.memory_tracker import MemoryTracker
 from trainer import groups
 from trainer.config import TrainConfig, arguments_of, load
@@ -219,7 +220,7 @@ def _count_tensors(module: Decoder, tracker: MemoryTracker) -> None:
 def _spread_rows(batch: MicroBatch, module: Decoder, config: TrainConfig, world: World) -> None:
     """Say how many rows come to this rank's experts, which fake tensors cannot tell.
 
-    It sends as many to every rank, and gets `expert_imbalance` times as many from each.
+    It sends as many to every rank, and gets EXPERT_IMBALANCE times as many from each.
     """
     from trainer.layers import experts
 
@@ -228,7 +229,7 @@ def _spread_rows(batch: MicroBatch, module: Decoder, config: TrainConfig, world:
         if layer.exchange is not None:
             ranks = world.layout.expert_parallel
             share = round(tokens * module.active_experts(name) / ranks)
-            sizes = [[share] * ranks, [round(share * config.expert_imbalance)] * ranks]
+            sizes = [[share] * ranks, [round(share * EXPERT_IMBALANCE)] * ranks]
             layer.exchange.counted = lambda *_: None
             layer.exchange.rows_per_rank = lambda *_, sizes=sizes: sizes
 

@@ -22,8 +22,7 @@ from plugins.rl import gathered, transfer
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.rollouts import sample
 from plugins.rl.samplers import Request, Sampled
-from plugins.serve import backends
-from runspec import client
+from plugins.serve import backends, client
 from runspec.devices import VISIBLE, visible
 from runspec.files import patient_json
 from runspec.processes import end_with_parent

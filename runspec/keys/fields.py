@@ -133,12 +133,10 @@ class TrainingKeys:
     router_aux_loss_coef: float = setting(
         "rate", "Weight of the load-balancing loss of the experts.", 0.0
     )
-    train_router: bool = setting(
-        "flag", "Train the router of the experts, in full fine-tuning.", True
-    )
     freeze: list[str] | None = setting(
         "texts",
-        "Patterns of names of parameters that are not trained: model.layers.[0-9].*.",
+        "Patterns of names of parameters that are not trained: model.layers.[0-9].*, or "
+        "*.mlp.gate.* for the routers of experts.",
     )
     clip_grad_norm: float | None = changeable(
         "number", "Maximum gradient norm. Default: no clipping."
@@ -195,12 +193,6 @@ class LayoutKeys:
     expert_parallel_dim: int = changeable(
         "positive", "GPUs over which the experts of a layer are distributed.", 1
     )
-    expert_imbalance: float = changeable(
-        "ratio",
-        "Rows of the GPU whose experts are chosen most, divided by the mean of the GPUs that share "
-        "the experts. Estimates reserve memory for this ratio; training does not use it.",
-        1.5,
-    )
     data_parallel_replicate_dim: int = changeable(
         "dimension",
         "Data-parallel replicas (HSDP); -1: each GPU, or tensor-parallel group, has a whole model. "
@@ -216,10 +208,6 @@ class LayoutKeys:
         "flag",
         "Reduce gradients after each micro-step: more traffic, less memory. Default: true with "
         "fsdp_cpu_offload.",
-    )
-    custom_sharded_layers: list[str] | None = changeable(
-        "texts",
-        "Further layers to shard separately; embedding and output head are, unless tied.",
     )
     fsdp_cpu_offload: bool = changeable(
         "flag", "Keep weights, gradients and optimizer state in CPU memory.", False

@@ -63,7 +63,6 @@ KINDS = {
     "number": Kind("a number above 0", _number(math.ulp(0))),
     "rate": Kind("a number, 0 or more", _number(0)),
     "share": Kind("a number above 0, 1 at most", lambda v: _number(math.ulp(0))(v) and v <= 1),
-    "ratio": Kind("a number, 1 or more", _number(1)),
     "text": Kind("one line of text", _is_line),
     "rollout nodes": Kind(
         "same, or a number of additional nodes",

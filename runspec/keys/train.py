@@ -116,6 +116,12 @@ class TrainConfig(
             unused="the trainer uses its own plan",
         ),
         Key(
+            "custom_sharded_layers",
+            "texts",
+            "Layers to shard separately.",
+            unused="each block, embedding and output head are sharded separately",
+        ),
+        Key(
             "memory_efficient_fsdp_wrap",
             "flag",
             "Shard embedding and output separately.",

@@ -122,9 +122,6 @@ def lay_out(
         module.adapter.row_multiple = config.row_multiple
     for parameter in frozen_by_name(module, config.freeze or []).values():
         parameter.requires_grad_(False)
-    if not config.train_router:
-        for router in module.routers():
-            router.requires_grad_(False)
     if config.master_weights:
         # Frozen parameters have no updates that bf16 could lose.
         for parameter in filter(attrgetter("requires_grad"), module.parameters()):
@@ -359,12 +356,6 @@ def fitting(
     cut(module, config.first_blocks)
     if module.adapter is not None:
         faults += module.adapter.fit(module, config.tokenizer)
-    names = dict(module.named_modules())
-    faults += [
-        f"custom_sharded_layers: the model has no layer {name}"
-        for name in config.custom_sharded_layers or []
-        if name not in names and not hasattr(module, str(name))
-    ]
     faults += layout_faults(module, config)
     if data_faults is not None:
         faults += data_faults(module.vocab_size, module.longest_document)

@@ -29,7 +29,7 @@ def teacher_config(config: TrainConfig, folder: str) -> TrainConfig:
         tokenizer={**config.tokenizer, "new_tokens": None},
         checkpointer={"checkpoint_dir": folder},
         router_aux_loss_coef=0.0,
-        train_router=True,
+        freeze=None,
     )
 
 
@@ -89,7 +89,6 @@ class Builder:
             "master_weights": None,
             "activation_checkpointing": None,
             "enable_activation_offloading": False,
-            "custom_sharded_layers": None,
             "fsdp_reshard_after_forward": True,
         }
         try:

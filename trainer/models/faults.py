@@ -19,10 +19,10 @@ def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
     """Return why a model from `empty` cannot be split, or use fp8, as `config` says."""
     ranks = config.tensor_parallel_dim
     faults = tensor_parallel.faults(module, ranks)
-    if (config.router_aux_loss_coef or not config.train_router) and not module.routers():
-        key = "router_aux_loss_coef" if config.router_aux_loss_coef else "train_router"
+    if config.router_aux_loss_coef and not module.routers():
         faults.append(
-            f"{key}: this model has no routers of experts that it applies to; leave it out"
+            "router_aux_loss_coef: this model has no routers of experts that it applies to; leave "
+            "it out"
         )
     faults += [*_freeze_faults(module, config), *_saved_faults(module, config.model)]
     faults += _new_token_faults(module, config)

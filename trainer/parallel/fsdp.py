@@ -74,10 +74,6 @@ def shard(
     if config.fsdp_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     tables = _tables_apart(model)
-    for name in config.custom_sharded_layers or []:
-        layer = getattr(model, name) if hasattr(model, name) else model.get_submodule(name)
-        if not any(layer is each for each in (model.embedding, model.output_head, None)):
-            fully_shard(layer, **options)
     # What stays until the backward pass is over is not gathered for it: the loss needs the head at
     # once, and the root's rest is small or was needed by the loss too.
     stays = options | {"reshard_after_forward": False}

@@ -101,7 +101,6 @@ def _rows(
         "length": int(length),
         "packed": packed,
         "accumulation": int(config.get("gradient_accumulation_steps") or 1),
-        "expert_imbalance": float(config.get("expert_imbalance") or StepConfig.expert_imbalance),
     }
 
 

@@ -248,13 +248,12 @@ BASES: Bases = {
     "phi4-mini": FULL | {"family": "phi4-mini"},
     "qwen3.5": FULL | {"family": "qwen3.5"},
 }
-TABLES = {"custom_sharded_layers": ["embedding", "output_head"]}
 LAYOUTS: Layouts = {
     "qwen3-tp2": (2, TP),
     "qwen3-hsdp": (4, COPIES),
     "gemma3-tp2": (2, TP | CHECKPOINTED),
     "granite-tp2": (2, TP),
-    "phi4-mini-fsdp2": (2, HALF | TABLES),
+    "phi4-mini-fsdp2": (2, HALF),
     "phi4-mini-tp2": (2, TP | {"compile": True}),
     "qwen3.5-fsdp2": (2, HALF | CHECKPOINTED),
     "qwen3.5-tp2": (2, TP | {"compile": True}),
