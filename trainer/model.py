@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from runspec.adapters import NUM_VIRTUAL, Adapter
-from trainer.config import TrainConfig
+from runspec.keys.train import ModelSpec
 from trainer.errors import ConfigError
 from trainer.sharded import full_tensor
 
@@ -298,7 +298,7 @@ class Decoder(nn.Module, ABC):
         own = [self.embedding, self.output_head]
         return [name for name, module in self.named_modules() if any(module is m for m in own)]
 
-    def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
+    def fit(self, hf_config: dict[str, Any], spec: ModelSpec) -> list[str]:
         """Make the model compute what config.json says; return what differs, one line per fault.
 
         It is called once, on the meta device, before the model is laid out.

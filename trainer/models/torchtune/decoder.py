@@ -10,7 +10,7 @@ from torchtune.models.gemma.rms_norm import GemmaRMSNorm
 from torchtune.modules import MultiHeadAttention, TiedLinear, TransformerDecoder
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from trainer.config import TrainConfig
+from runspec.keys.train import ModelSpec
 from trainer.errors import ConfigError
 from trainer.layers.adapters.lora_linear import LowRankLinear
 from trainer.layers.attention import DocumentAttention, Mask
@@ -157,10 +157,10 @@ class TorchtuneDecoder(Decoder, TransformerDecoder):
             "intermediate_dim": layer.mlp.w1.weight.shape[0],
         }
 
-    def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
+    def fit(self, hf_config: dict[str, Any], spec: ModelSpec) -> list[str]:
         """Make the model compute what config.json says; see models/torchtune/fit.py."""
         self._family = hub.of(hf_config)
-        return fit.fit(self, hf_config, config)
+        return fit.fit(self, hf_config, spec)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Compute each distinct rotary table once; layers with the same settings share it."""
