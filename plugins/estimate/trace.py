@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from plugins.estimate.memory_tracker import MemoryTracker
+from plugins.estimate.traced_attention import attend_as_on_a_gpu
 from runspec.keys.train import ModelSpec
 from trainer import groups
 from trainer.config import TrainConfig, arguments_of, load
@@ -37,7 +38,6 @@ from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.base import method as method_of
 from trainer.layers.batch import MicroBatch
 from trainer.layers.patch import COMPILE_BACKEND
-from trainer.layers.traced_attention import attend_as_on_a_gpu
 from trainer.methods.base import named
 from trainer.model import Decoder, Documents, Inputs
 from trainer.models import build as models
