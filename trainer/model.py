@@ -457,6 +457,12 @@ class AdapterKind(ABC):
         }
         return tensors, dict(self.settings)
 
+    def check_type(self, settings: Mapping[str, Any] | None, faults: list[str]) -> None:
+        """Add to `faults` that adapter_config.json is of another kind."""
+        given = (settings or {}).get("peft_type", self.declared.peft_type)
+        if given != self.declared.peft_type:
+            faults.append(f"is a {given} adapter, the model's is {self.declared.peft_type}")
+
     def from_peft(
         self,
         model: Decoder,

@@ -1,6 +1,5 @@
 """The model: from its config block to the meta device, over the ranks, filled from safetensors."""
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -34,11 +33,6 @@ from trainer.parallel.world import World
 warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# By the prefix of model._component_: the module whose `adopt` makes a Decoder from what such a
-# component returns. Any other component must return a Decoder itself.
-SOURCES = {"torchtune.": "trainer.models.torchtune.decoder"}
-# Makes the model that its folder's config.json names, if no component is given.
-FROM_FOLDER = "trainer.models.transformers.source"
 # (number of tokens, number of positions that the model knows) -> what in the data it cannot take.
 DataFaults = Callable[[int, int], list[str]]
 
@@ -202,11 +196,6 @@ def own_keys(block: dict[str, Any]) -> set[str]:
     return {"quantize_base", "adapter", "modules_to_save", *keys}
 
 
-def _source(block: dict[str, Any]) -> str | None:
-    name = block["_component_"]
-    return next((SOURCES[prefix] for prefix in SOURCES if name.startswith(prefix)), None)
-
-
 def empty_module(
     block: dict[str, Any],
     folder: Path | None = None,
@@ -237,7 +226,10 @@ def empty_module(
                 f"model.{unknown[0]}: is an argument of no model that a folder names; known: "
                 f"{', '.join(sorted(ours))}"
             )
-        model = importlib.import_module(FROM_FOLDER).empty(folder, rows)
+        # Imported late, as the other source: a rank is to start fast.
+        from trainer.models.transformers import source
+
+        model = source.empty(folder or Path(), rows)
     elif rows is not None:
         raise ConfigError(
             f"{tokens.KEY}: needs a model that its folder names; leave model._component_ out"
@@ -257,8 +249,10 @@ def empty_module(
 
 def _adopted(model: Any, block: dict[str, Any]) -> Decoder:
     """What a component returned as a decoder."""
-    if source := _source(block):
-        return importlib.import_module(source).adopt(model)
+    if block["_component_"].startswith("torchtune."):
+        from trainer.models.torchtune.decoder import adopt
+
+        return adopt(model)
     if not isinstance(model, Decoder):
         raise ConfigError(
             f"model: {block['_component_']} returns a {type(model).__name__}, not a "

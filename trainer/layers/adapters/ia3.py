@@ -142,7 +142,7 @@ class IA3(AdapterKind):
         faults: list[str],
     ) -> Loaded:
         """PEFT's tensors, or the model's own, by the model's names; see `AdapterKind.from_peft`."""
-        check_type(self, settings, faults)
+        self.check_type(settings, faults)
         values, used, layers = {}, set(), _layers(model)
         for place, parts in _places(model, hub, layers).items():
             key = f"{PEFT_PREFIX}{place}.ia3_l"
@@ -162,13 +162,6 @@ class IA3(AdapterKind):
                 for (name, _), own in zip(parts, rows, strict=True):
                     values[f"{name}.{OUT}"] = model.from_hub(f"{name}.weight", own)
         return Loaded(values | {n: t for n, t in tensors.items() if n not in used}, {})
-
-
-def check_type(kind: AdapterKind, settings: Mapping[str, Any] | None, faults: list[str]) -> None:
-    """Add to `faults` that adapter_config.json is of another kind."""
-    given = (settings or {}).get("peft_type", kind.declared.peft_type)
-    if given != kind.declared.peft_type:
-        faults.append(f"is a {given} adapter, the model's is {kind.declared.peft_type}")
 
 
 def _layers(model: Decoder) -> dict[str, ScaledLinear]:
