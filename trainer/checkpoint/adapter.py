@@ -15,7 +15,7 @@ from trainer.checkpoint import weights
 from trainer.errors import ConfigError
 from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.peft_config import REMEDY
-from trainer.model import PEFT_PREFIX, SCORE, Decoder, Loaded, plain_name
+from trainer.model import PEFT_PREFIX, SCORE, Decoder
 from trainer.models.build import Model
 
 KEY = "checkpointer.adapter_checkpoint"
@@ -29,25 +29,21 @@ FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 def load(model: Model, spec: ModelSpec) -> Path:
     """Fill the model's adapter from the file that `spec` names; return its path.
 
-    Each rank keeps its own part of each tensor. The adapter's scale becomes that of the layers.
+    Each rank keeps its own part of each tensor.
 
     Raises:
         ConfigError: the file cannot be read, or its adapter is not the model's: all differences.
     """
-    path, adapter = read(model.module, spec)
+    path, tensors = read(model.module, spec)
     whole = dict(saved_of(model.module).values())
     for name, parameter in (_adapter_parameters(model.module) | whole).items():
-        weights.fill(parameter, adapter.tensors[name])
-    if model.module.score_head is not None and SCORE in adapter.tensors:
-        weights.fill(model.module.score_head.weight, adapter.tensors[SCORE])
-    modules = {plain_name(name): m for name, m in model.module.named_modules()}
-    for name, attributes in adapter.attributes.items():
-        for attribute, value in attributes.items():
-            setattr(modules[name], attribute, value)
+        weights.fill(parameter, tensors[name])
+    if model.module.score_head is not None and SCORE in tensors:
+        weights.fill(model.module.score_head.weight, tensors[SCORE])
     return path
 
 
-def read(model: Decoder, spec: ModelSpec) -> tuple[Path, Loaded]:
+def read(model: Decoder, spec: ModelSpec) -> tuple[Path, dict[str, torch.Tensor]]:
     """The adapter that `spec` names, checked against `model`, which may be on the meta device.
 
     Raises:
@@ -81,7 +77,7 @@ def read(model: Decoder, spec: ModelSpec) -> tuple[Path, Loaded]:
     faults += _other_base(model, spec, tensors)
     loaded = model.adapter.from_peft(model, weights.hub_tensors(model), tensors, settings, faults)
     # Another rank shows in the shapes, too.
-    differences = _differences(_adapter_parameters(model), loaded.tensors)
+    differences = _differences(_adapter_parameters(model), loaded)
     some = (settings or {}).get("layers_to_transform")
     if differences and some is not None:
         differences = [
@@ -90,8 +86,7 @@ def read(model: Decoder, spec: ModelSpec) -> tuple[Path, Loaded]:
         ]
     if faults := faults or differences:
         raise ConfigError(*(f"{KEY}: {fault}" for fault in dict.fromkeys(faults)))
-    loaded.tensors.update(whole)
-    return path, loaded
+    return path, loaded | whole
 
 
 def _other_base(model: Decoder, spec: ModelSpec, tensors: dict[str, torch.Tensor]) -> Iterator[str]:

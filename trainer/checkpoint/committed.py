@@ -33,7 +33,6 @@ HINTS = {
     "dataset_size": "the number of samples or packed rows",
     "dataset_sha256": "the samples, or the tokenizer",
     "packed_row_length": "dataset.packed and tokenizer.max_seq_len",
-    "lora_scaling": "model.lora_alpha, or the adapter that checkpointer.adapter_checkpoint names",
     "base_weights": "checkpointer.checkpoint_dir contains other weights than the adapter's base",
     "method": "model._component_ and model.quantize_base",
 }

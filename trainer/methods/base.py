@@ -195,7 +195,6 @@ class Objective(ABC):
             "method": models.policy.method,
             "model": config.model,
             "base_weights": base,
-            **({} if adapter is None else adapter.identity(models.policy.module)),
             "freeze": config.freeze,
             "dtype": config.dtype,
             "master_weights": config.master_weights,

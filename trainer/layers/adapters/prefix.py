@@ -18,7 +18,7 @@ from trainer.layers.adapters import virtual
 from trainer.layers.adapters.base import disabled
 from trainer.layers.attention import DocumentAttention, Mask
 from trainer.layers.patch import patch_forward, replaced
-from trainer.model import Decoder, Documents, Hub, Inputs, Loaded, plain_name
+from trainer.model import Decoder, Documents, Hub, Inputs, plain_name
 from trainer.sharded import full_tensor, local, reshard
 
 KEYS, VALUES = "prefix_keys", "prefix_values"
@@ -146,22 +146,22 @@ class Prefix(virtual.VirtualTokens):
         tensors: dict[str, torch.Tensor],
         settings: Mapping[str, Any] | None,
         faults: list[str],
-    ) -> Loaded:
+    ) -> dict[str, torch.Tensor]:
         """The inverse; adds what differs to `faults`."""
         self.check_type(settings, faults)
         if PEFT_NAME not in tensors or faults:
-            return Loaded(tensors, {})
+            return tensors
         layers = _layers(model)
         whole = tensors[PEFT_NAME]
         if whole.shape[1] % (2 * len(layers)):
             faults.append(f"has {whole.shape[1]} numbers of a token, for {len(layers)} layers")
-            return Loaded({}, {})
+            return {}
         parts = iter(whole.unflatten(1, (2 * len(layers), -1)).unbind(1))
         values = {}
         for name, _ in layers:
             values[f"{name}.{KEYS}"] = model.from_hub(_projection(model, name), next(parts).T).T
             values[f"{name}.{VALUES}"] = next(parts)
-        return Loaded(values, {})
+        return values
 
 
 def _names(parameter: DTensor) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import nn
 from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers.adapters import virtual
-from trainer.model import Decoder, Documents, Hub, Inputs, Loaded
+from trainer.model import Decoder, Documents, Hub, Inputs
 from trainer.sharded import full_tensor, local
 
 NAME = "prompt_embeddings"
@@ -142,7 +142,7 @@ class Prompt(virtual.VirtualTokens):
         tensors: dict[str, torch.Tensor],
         settings: Mapping[str, Any] | None,
         faults: list[str],
-    ) -> Loaded:
+    ) -> dict[str, torch.Tensor]:
         """The inverse: PEFT's name is the model's own."""
         self.check_type(settings, faults)
-        return Loaded(tensors, {})
+        return tensors
