@@ -426,9 +426,7 @@ class Trainer:
         note = optimizers.warmup_note(self.config.lr_scheduler, last)
         if note is not None:
             self.world.say(note)
-        state = self.checkpoints.load(
-            self.model.module, self.optimizer, self.identity, self._settings()
-        )
+        state = self.checkpoints.load(self.model.module, self.optimizer, self.identity)
         if state is None:
             return TrainerState()
         if state.step > last:

@@ -9,7 +9,7 @@ from launcher.cli import cookbook
 from launcher.recipe import entries
 from runspec.keys.common import COMMON
 from runspec.keys.key import REQUIRED, Key, Keys, keys_of, may_change, table
-from runspec.keys.train import TrainConfig
+from runspec.keys.train import ModelSpec, TrainConfig
 
 _COMMANDS = """\
 # The commands
@@ -75,7 +75,7 @@ def keys() -> str:
     """Return the page of all keys; a section without a new key is left out."""
     rows, shared = entries.rows(), TrainConfig.keys()
     sections: list[tuple[str, Keys, Keys]] = [("Every recipe", COMMON, COMMON)]
-    for group in TrainConfig.__bases__:
+    for group in (*ModelSpec.__bases__, *TrainConfig.__bases__[1:]):
         title = f"Every training method of the kit. {str(group.__doc__).rstrip('.')}"
         sections.append((title, keys_of(group), shared))
     for name, row in rows.items():

@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from plugins.estimate.launcher.activations import EXPERT_IMBALANCE
 from plugins.estimate.memory_tracker import MemoryTracker
+from plugins.estimate.traced_attention import attend_as_on_a_gpu
+from runspec.keys.train import ModelSpec
 from trainer import groups
 from trainer.config import TrainConfig, arguments_of, load
 from trainer.errors import ConfigError
@@ -37,7 +39,6 @@ from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.base import method as method_of
 from trainer.layers.batch import MicroBatch
 from trainer.layers.patch import COMPILE_BACKEND
-from trainer.layers.traced_attention import attend_as_on_a_gpu
 from trainer.methods.base import named
 from trainer.model import Decoder, Documents, Inputs
 from trainer.models import build as models
@@ -100,14 +101,14 @@ class FakeBuilder(Builder):
         layers: blocks that are kept of the policy, and of models as deep as it; None keeps all.
     """
 
-    def __init__(self, config: TrainConfig, world: World, layers: int | None) -> None:
-        self.config, self.world, self.fingerprints = config, world, {}
+    def __init__(self, spec: ModelSpec, world: World, layers: int | None) -> None:
+        self.spec, self.world, self.fingerprints = spec, world, {}
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._layers, self._depth = layers, 0
 
-    def _built(self, config: TrainConfig, frozen: bool) -> models.Model:
-        module = models.cut(models.empty(config, frozen), config.first_blocks)
-        if faults := models.layout_faults(module, config):
+    def _built(self, spec: ModelSpec) -> models.Model:
+        module = models.cut(models.empty(spec), spec.first_blocks)
+        if faults := models.layout_faults(module, spec):
             raise ConfigError(*faults)
         self._depth = self._depth or len(module.blocks)
         if self._layers is not None and len(module.blocks) == self._depth:
@@ -115,20 +116,20 @@ class FakeBuilder(Builder):
         # On fake tensors torch.compile must make no kernels: it traces and partitions only.
         backend = {COMPILE_BACKEND: "aot_eager_decomp_partition"}
         with mock.patch.dict(os.environ, backend):
-            models.lay_out(module, config, self.world, frozen)
+            models.lay_out(module, spec, self.world)
         # What that compiles is counted by `_fused_chunk`.
         module.compiles_loss = False
-        attend_as_on_a_gpu(module, config.dtype)
+        attend_as_on_a_gpu(module, spec.dtype)
         with self.fake:
             module.to_empty(device=self.world.device)
         _fill_buffers(module, self.fake)
-        module.train(not frozen)
-        return models.Model(module, method_of(module), models.DTYPES[config.dtype])
+        module.train(not spec.frozen)
+        return models.Model(module, method_of(module), models.DTYPES[spec.dtype])
 
     def _load_adapter(self, model: models.Model) -> None:
         """Nothing: fake tensors have no values."""
 
-    def _fingerprint(self, config: TrainConfig) -> str:
+    def _fingerprint(self, spec: ModelSpec) -> str:
         return ""
 
 

@@ -67,7 +67,6 @@ class DataKeys:
         "text", "Folder for tokenised data. Default: runs/.data_cache."
     )
     shuffle: bool = setting("flag", "Shuffle the samples in each epoch.", True)
-    seed: int = setting("count", "Seed of the order of samples, of dropout and of new adapters.", 0)
     num_workers: int | None = changeable(
         "count", "Processes per rank that prefetch data. Default: 2 with GPUs."
     )
@@ -88,11 +87,6 @@ class TrainingKeys:
     gradient_accumulation_steps: int = setting("positive", "Micro-steps per optimizer step.", 1)
     epochs: int = changeable("positive", "Passes over the dataset.", 1)
     max_steps: int | None = changeable("positive", "Maximum number of optimizer steps.")
-    first_blocks: int | None = setting(
-        "positive",
-        "Train only the first blocks of the model, this many, for rehearsals: cookbook doctor "
-        "--rehearse.",
-    )
     max_steps_per_epoch: int | None = setting(
         "positive", "Maximum number of optimizer steps per epoch."
     )
@@ -129,14 +123,6 @@ class TrainingKeys:
             Key("warmup_ratio", "rate", "The same as a share of all steps, such as 0.03."),
             Key("decay_ratio", "rate", "Share of all steps in which get_wsd_schedule falls."),
         ),
-    )
-    router_aux_loss_coef: float = setting(
-        "rate", "Weight of the load-balancing loss of the experts.", 0.0
-    )
-    freeze: list[str] | None = setting(
-        "texts",
-        "Patterns of names of parameters that are not trained: model.layers.[0-9].*, or "
-        "*.mlp.gate.* for the routers of experts.",
     )
     clip_grad_norm: float | None = changeable(
         "number", "Maximum gradient norm. Default: no clipping."
@@ -239,9 +225,6 @@ class CheckpointKeys:
         "best | last",
         "Checkpoint to export; best: lowest validation loss, saved when it is measured. Default: "
         "best with dataset_val.",
-    )
-    save_adapter_weights_only: bool = changeable(
-        "flag", "Export the adapter, not the merged model.", False
     )
 
 

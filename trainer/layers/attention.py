@@ -102,18 +102,13 @@ class DocumentAttention(nn.Module):
         mask = with_window(mask, self.window, query.shape[1], query.device)
         return self.dense(query, key, value, mask, sinks)
 
-    @property
-    def uncompiled_on_cpu(self) -> bool:
-        """Whether this call's operators run one by one, on a CPU."""
-        return self.on_cpu and not torch.compiler.is_compiling()
-
     def _goes_one_by_one(self, sinks: torch.Tensor | None) -> bool:
         """Whether documents are computed one after another: on a CPU, which few tokens keep busy.
 
         A compiled layer has no loop over a number that each batch changes.
         """
         fits = self.softcap is None and sinks is None and not (self.training and self.dropout)
-        return fits and self.uncompiled_on_cpu
+        return fits and self.on_cpu and not torch.compiler.is_compiling()
 
     def _one_by_one(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents
@@ -210,6 +205,8 @@ class DocumentAttention(nn.Module):
         return (
             # No fused kernel caps the scores before the softmax.
             self.softcap is None
+            # FlexAttention has keys before each document.
+            and not self.prefix_length
             and not self.sinks
             and self.value_dim == self.head_dim
             and self.scale is None

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
+from runspec.keys.key import may_change
 from runspec.keys.train import TrainConfig
 from trainer.checkpoint.weights import SafetensorsSource
 from trainer.data import batches
@@ -194,12 +195,15 @@ class Objective(ABC):
             "method": models.policy.method,
             "model": config.model,
             "base_weights": base,
-            **({} if adapter is None else adapter.identity(models.policy.module)),
             "freeze": config.freeze,
             "dtype": config.dtype,
             "master_weights": config.master_weights,
             "fp8_recipe_name": config.fp8_recipe,
-            "optimizer._component_": config.optimizer["_component_"],
+            "optimizer": {
+                key: value
+                for key, value in config.optimizer.items()
+                if not may_change(TrainConfig.keys(), f"optimizer.{key}")
+            },
             "seed": config.seed,
             "shuffle": config.shuffle,
             **self.own_values(may_change=False),

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
+from runspec.keys.train import ModelSpec
 from runspec.layout import longest_row
 from trainer.checkpoint import weights
 from trainer.checkpoint.weights import named_parameters
-from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import delta, nf4
 from trainer.layers import experts as routed
@@ -250,16 +250,16 @@ class TransformersDecoder(Decoder):
                 yield f"{owner}.{name}", value
                 setattr(module, name, nn.Parameter(torch.empty(shape, device="meta")))
 
-    def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
+    def fit(self, hf_config: dict[str, Any], spec: ModelSpec) -> list[str]:
         """Find the names of a text part's tensors among those of the folder's files."""
-        if not config.reads_weights:
+        if not spec.reads_weights:
             return [f"{PLACE}: from_scratch trains no part of a larger model"] * self._is_part
         names = self.folder_tensors
         if self._is_part:
             carried = self._names.find(names, f"{self._embedding_name()}.weight")
             if isinstance(carried, int):
                 end = f"{self._embedding_name().rpartition('.')[2]}.weight"
-                return [f"{config.model_folder}: {carried} tensors are called *.{end}, not one"]
+                return [f"{spec.model_folder}: {carried} tensors are called *.{end}, not one"]
             self.carried_tensors = carried
         else:
             others = (n for n in names if any(p.search(n) for p in self._others))
