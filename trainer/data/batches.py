@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.config import TrainConfig, instantiate
 from trainer.data import checks, packing, tokenizers
 from trainer.data.form import SINGLE, SampleForm
-from trainer.data.source import DataSpec
+from trainer.data.source import Source
 from trainer.data.tokenised import TokenisedDataset, open_dataset
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.model import Documents, Inputs
@@ -363,7 +363,7 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
     tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
     spec = BatchSpec.of(config, world)
-    rows = _opened(DataSpec("dataset", config.dataset, tokenizer, form), config, world, spec.seed)
+    rows = _opened(Source("dataset", config.dataset, tokenizer, form), config, world, spec.seed)
     training = Batches(rows, world, spec)
     own = validation(config, world, tokenizer, form)
     if own is not None:
@@ -378,18 +378,18 @@ def validation(
     """One pass over dataset_val; None without it. Raises ConfigError as `build`."""
     if config.dataset_val is None:
         return None
-    spec = DataSpec("dataset_val", config.dataset_val, tokenizer, form)
-    rows = _opened(spec, config, world, None)
+    source = Source("dataset_val", config.dataset_val, tokenizer, form)
+    rows = _opened(source, config, world, None)
     return Batches(rows, world, BatchSpec(config.batch_size_val or config.batch_size))
 
 
-def _opened(spec: DataSpec, config: TrainConfig, world: World, packing_seed: int | None) -> Rows:
+def _opened(source: Source, config: TrainConfig, world: World, packing_seed: int | None) -> Rows:
     """The rows of a dataset as its block asks for: packed, or a sample each."""
-    samples = open_dataset(spec, config, world)
-    world.on_all(lambda: checks.targets(spec.key, samples, world))
+    samples = open_dataset(source, config, world)
+    world.on_all(lambda: checks.targets(source.key, samples, world))
     max_seq_len = config.tokenizer.get("max_seq_len")
     for note in samples.notes(max_seq_len):
-        world.say(f"note: {spec.key}: {note}")
-    row_length = max_seq_len if spec.given.get("packed") else None
-    pad_id = getattr(spec.tokenizer, "pad_id", 0)
+        world.say(f"note: {source.key}: {note}")
+    row_length = max_seq_len if source.given.get("packed") else None
+    pad_id = getattr(source.tokenizer, "pad_id", 0)
     return Rows(samples, pad_id, config.row_multiple, row_length, packing_seed)

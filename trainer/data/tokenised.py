@@ -23,7 +23,7 @@ from runspec.files import patient_json
 from runspec.storage import patiently
 from trainer.config import TrainConfig
 from trainer.data import origin
-from trainer.data.source import DataSpec, Piece, Source, omission_notes
+from trainer.data.source import Piece, Source, omission_notes
 from trainer.errors import ConfigError
 from trainer.parallel.world import World
 
@@ -156,29 +156,26 @@ class TokenisedDataset:
         return hashlib.sha256(self.fingerprints.tobytes()).hexdigest()[:16]
 
 
-def open_dataset(spec: DataSpec, config: TrainConfig, world: World) -> TokenisedDataset:
-    """The tokenised dataset that `spec` names; all ranks call this together.
+def open_dataset(source: Source, config: TrainConfig, world: World) -> TokenisedDataset:
+    """The tokenised samples of a dataset; all ranks call this together.
 
     Raises:
         ConfigError: the dataset cannot be opened, is empty, or a sample cannot be tokenised.
     """
-    opened: Source | None = None
 
     def find() -> tuple[Path, Any]:
-        nonlocal opened
-        # Data of the hub changes under one name: only the opened dataset tells its version.
-        opened = None if origin.data_files(spec.block) else Source(spec)
-        folder = config.data_cache / _name(spec, config.tokenizer, opened)
+        folder = config.data_cache / _name(source, config.tokenizer)
         return folder, _meta(folder)
 
     folder, meta = world.from_main(find)
     if meta is None:
         # Rank 0 first, so that one process alone converts the files.
-        first = world.on_main(lambda: opened or Source(spec))
-        make(world.on_all(lambda: first or Source(spec)), folder, world)
+        world.on_main(lambda: len(source))
+        world.on_all(lambda: len(source))
+        make(source, folder, world)
         meta = world.from_main(lambda: _meta(folder))
     return world.on_all(
-        lambda: patiently(lambda path: TokenisedDataset(path, meta, spec.block), _seen(folder))
+        lambda: patiently(lambda path: TokenisedDataset(path, meta, source.block), _seen(folder))
     )
 
 
@@ -196,22 +193,25 @@ def _damaged(path: Path, folder: str = "it") -> ConfigError:
     return ConfigError(f"data_cache_dir: {path} is damaged; delete {folder} and start again")
 
 
-def _name(spec: DataSpec, tokenizer_block: dict[str, Any], opened: Source | None) -> str:
+def _name(source: Source, tokenizer_block: dict[str, Any]) -> str:
     """The folder's name: a hash of all that the tokens depend on."""
+    files_here = origin.data_files(source.block)
+    # Data of the hub changes under one name: only the opened dataset tells its version.
+    info = None if files_here else source.info
     content = {
         "format": FORMAT,
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "code": [files.sha256(Path(__file__).with_name(name)) for name in MAKERS],
         "tables": files.sha256(Path(tables.__file__)),
-        "dataset": spec.block,
+        "dataset": source.block,
         "tokenizer": tokenizer_block,
-        "form": [spec.form.documents, spec.form.number, spec.shares_limit],
-        "data": [patiently(files.sha256, path) for path in origin.data_files(spec.block)],
+        "form": [source.form.documents, source.form.number, source.shares_limit],
+        "data": [patiently(files.sha256, path) for path in files_here],
         "tokenizer_files": [
             patiently(files.sha256, path) for path in tokenizer_files(tokenizer_block)
         ],
         # The addresses of files on the hub hold the commit.
-        "addresses": sorted(getattr(opened and opened.info, "download_checksums", None) or {}),
+        "addresses": sorted(getattr(info, "download_checksums", None) or {}),
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
