@@ -32,6 +32,10 @@ OUTPUT_DIR = replace(COMMON["output_dir"], default=REQUIRED, unused="")
 PROFILER_KEYS = {
     name: key.default for name, key in children(TrainConfig.keys(), "profiler").items()
 }
+ALL_SHARED = (
+    "dataset_val: each of its samples is in dataset too; take them apart, such as "
+    "dataset.split=train[:95%] dataset_val.split=train[95%:]"
+)
 # What the kit has under torchtune's names, so that only a recipe with one of its builders of models
 # or tokenizers imports torchtune.
 _COSINE = "get_cosine_schedule_with_warmup"
@@ -159,6 +163,8 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
             yield "run_val_every_n_steps: needs dataset_val, such as dataset_val.split=train[95%:]"
         if values["export_checkpoint"] == "best":
             yield "export_checkpoint: best needs dataset_val, such as dataset_val.split=..."
+    elif values["dataset_val"] == values["dataset"]:
+        yield ALL_SHARED
     for name in ("dataset", "dataset_val"):
         if why := names_no_files(values[name] or {}):
             yield f"{name}.{why}: set {name}.data_files="

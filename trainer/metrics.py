@@ -43,7 +43,6 @@ _GROUPS = {
         "tokens_per_second_per_gpu",
         "tflops_per_second_per_gpu",
         "mfu",
-        "hfu",
         "step_time_s",
         "data_wait_s",
         "checkpoint_blocked_s",

@@ -57,7 +57,7 @@ class Reporter:
             self._flops += metrics.model_flops(model.module, frozen=True)
         # The known peaks are bf16's.
         self._peak_tflops = metrics.peak_tflops(world.device) if config.dtype == "bf16" else None
-        self._blocked_s, self._noted_no_target = 0.0, False
+        self._blocked_s = 0.0
         self.clock = metrics.Clock(state.step)
         logs = config.output_dir / files.LOGS / str(attempt)
         self._heartbeat = Heartbeat(logs if world.is_main else None)
@@ -153,15 +153,6 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.write(record)
             self._world.say(metrics.progress_line(record, total, self._config.epochs))
-
-    def note_no_target(self, step: int) -> None:
-        """Say once that a step has no loss."""
-        if not self._noted_no_target:
-            self._noted_no_target = True
-            self._world.say(
-                f"note: step {step} has no token to train on, so it has no loss; "
-                "such samples hold no answer, or it begins after tokenizer.max_seq_len"
-            )
 
     def saved(self) -> None:
         """Report the checkpoints that were committed since the last call."""

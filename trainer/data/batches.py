@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.config import TrainConfig, instantiate
-from trainer.data import checks, packing, tokenizers
+from trainer.config import ALL_SHARED, TrainConfig, instantiate
+from trainer.data import packing, tokenizers
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.source import Source
 from trainer.data.tokenised import TokenisedDataset, open_dataset
+from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.model import Documents, Inputs
 from trainer.parallel.world import World
@@ -279,8 +280,28 @@ class Batches:
         Args:
             key: the config's, for messages.
         """
-        rows = self.rows
-        return checks.misfits(key, rows.samples, rows.length, vocab_size, max_seq_len)
+        samples, row_length = self.rows.samples, self.rows.length
+        texts: list[str] = []
+        lengths = samples.documents.max(1)
+        longest = int(lengths.argmax())
+        if row_length is not None and row_length > max_seq_len:
+            texts.append(
+                f"{key}.packed: rows of {row_length} tokens, the model takes {max_seq_len}; "
+                f"set tokenizer.max_seq_len={max_seq_len}"
+            )
+        elif lengths[longest] > max_seq_len:
+            texts.append(
+                f"{key}: {int((lengths > max_seq_len).sum()):,} of {len(samples):,} samples "
+                f"are too long: {samples.origin(longest)} has {lengths[longest]} tokens, "
+                f"the model takes {max_seq_len}; set tokenizer.max_seq_len={max_seq_len}"
+            )
+        if samples.highest_token >= vocab_size:
+            texts.append(
+                f"tokenizer: it made token {samples.highest_token} of {key}'s "
+                f"{samples.highest_origin}, the model knows {vocab_size} tokens; "
+                "leave it out, or give the model's own tokenizer"
+            )
+        return texts
 
     def _index_lists(self, first_step: int) -> Iterator[list[int]]:
         epoch, world, size = -1, self._world, self._spec.batch_size
@@ -367,9 +388,20 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
     training = Batches(rows, world, spec)
     own = validation(config, world, tokenizer, form)
     if own is not None:
-        samples = own.rows.samples
-        world.on_all(lambda: checks.overlap(world, training.rows.samples, samples))
+        _compare(world, rows.samples, own.rows.samples)
     return Data(training, own, mismatches)
+
+
+def _compare(world: World, training: TokenisedDataset, validation: TokenisedDataset) -> None:
+    """A validation loss over samples that are trained on says nothing."""
+    equal = int(np.isin(validation.fingerprints, training.fingerprints).sum())
+    if equal == len(validation):
+        raise ConfigError(ALL_SHARED)
+    if equal:
+        world.say(
+            f"note: dataset_val: {equal:,} of {len(validation):,} samples are the same as "
+            "samples of dataset"
+        )
 
 
 def validation(
@@ -386,7 +418,17 @@ def validation(
 def _opened(source: Source, config: TrainConfig, world: World, packing_seed: int | None) -> Rows:
     """The rows of a dataset as its block asks for: packed, or a sample each."""
     samples = open_dataset(source, config, world)
-    world.on_all(lambda: checks.targets(source.key, samples, world))
+    empty = int((samples.targets == 0).sum())
+    if empty == len(samples):
+        raise ConfigError(
+            f"{source.key}: no sample has a token to train on; "
+            "check the answers' column and tokenizer.max_seq_len"
+        )
+    if empty:
+        world.say(
+            f"note: {source.key}: {empty:,} of {len(samples):,} samples hold no token to train on "
+            "(no answer, or it begins after tokenizer.max_seq_len)"
+        )
     max_seq_len = config.tokenizer.get("max_seq_len")
     for note in samples.notes(max_seq_len):
         world.say(f"note: {source.key}: {note}")
