@@ -184,8 +184,16 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
 
 
 def _stream_faults(values: dict[str, Any], method: type[TrainConfig]) -> Iterator[str]:
-    if (values["dataset"] or {}).get("_component_") == STREAM and not method.streams:
-        yield "dataset: only entry: pretrain trains on a stream"
+    dataset = values["dataset"] or {}
+    if dataset.get("_component_") == STREAM:
+        if not method.streams:
+            yield "dataset: only entry: pretrain trains on a stream"
+        if not values["max_steps"]:
+            yield "max_steps: a stream has no end; set max_steps to the number of steps"
+        given = {"max_steps_per_epoch": values["max_steps_per_epoch"]}
+        given["dataset.split"] = dataset.get("split")
+        for key in (key for key, value in given.items() if value):
+            yield f"{key}: a stream has no epochs and no splits; leave it out"
     if (values["dataset_val"] or {}).get("_component_") == STREAM:
         yield (
             "dataset_val: is measured whole, so it cannot be a stream; set dataset_val._component_="

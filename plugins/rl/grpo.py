@@ -145,12 +145,8 @@ class PolicyOptimisation(Objective):
     def build_data(self) -> Data:
         """As Objective.build_data, of prompts."""
         config, world = self.config, self.world
-
-        def check() -> None:
-            if faults := self.setting_faults(config):
-                raise ConfigError(*faults)
-
-        world.on_main(check)
+        if faults := world.from_main(lambda: self.setting_faults(config)):
+            raise ConfigError(*faults)
         data = batches.build(prompt_config(config), world, self.form)
         if not isinstance(data.training, Batches):
             raise ConfigError("dataset: a stream cannot give prompts; use a dataset of files")

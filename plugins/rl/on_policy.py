@@ -29,20 +29,10 @@ Answers = list[list[int]]
 
 
 class Student:
-    """Gives answers by the trained model; all ranks call its methods together.
-
-    Raises:
-        ConfigError: transformers' class cannot take the weights.
-    """
+    """Gives answers by the trained model; all ranks call its methods together."""
 
     def __init__(self, config: OnPolicyConfig, world: World) -> None:
         self._config, self._world = config, world
-
-        def check() -> None:
-            if wrong := gathered.faults(config):
-                raise ConfigError(*wrong)
-
-        world.on_main(check)
         self._generation = Generation(config, world)
         self._clear()
 

@@ -1,9 +1,10 @@
 """The order of the training data and the batches that a rank sees; a pure function of the step."""
 
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -206,7 +207,51 @@ class BatchSpec:
         )
 
 
-class Batches:
+class TrainingBatches(ABC):
+    """The batches of a run.
+
+    steps_per_epoch, total_steps: optimizer steps. samples_per_step: over all ranks.
+    """
+
+    samples_per_step: int
+    steps_per_epoch: int
+    total_steps: int
+
+    def epoch_of(self, step: int) -> int:
+        """Epoch (from 0) to which the step with this index (from 0) belongs."""
+        return step // self.steps_per_epoch
+
+    @abstractmethod
+    def from_step(self, step: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches, one list per step, from step index `step` to the last."""
+
+    def state(self, step: int) -> Any:
+        """What a checkpoint of `step` must hold beside the step; all ranks call this together."""
+        return None
+
+    def restore(self, step: int, state: Any) -> None:  # noqa: B027, most need no more than a step
+        """Go on from what `state` returned, whatever the layout was."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What must stay the same between a checkpoint and the start that resumes it."""
+
+    @property
+    @abstractmethod
+    def described(self) -> str:
+        """What it is, in words."""
+
+    @abstractmethod
+    def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
+        """The faults that samples would cause in a model with this vocabulary and context.
+
+        Args:
+            key: the config's, for messages.
+        """
+
+
+class Batches(TrainingBatches):
     """Global batches in a fixed order, split over the ranks that see different data.
 
     Each epoch is a permutation by (seed, epoch). Nothing is dropped, unless `drops_rest`: the last
@@ -224,12 +269,7 @@ class Batches:
         steps = self.steps_per_epoch * spec.epochs
         self.total_steps = min(steps, spec.max_steps or steps)
 
-    def epoch_of(self, step: int) -> int:
-        """Epoch (from 0) to which the step with this index (from 0) belongs."""
-        return step // self.steps_per_epoch
-
     def from_step(self, step: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches, one list per step, from step index `step` to the last."""
         loader = DataLoader(
             self.rows,
             batch_sampler=self._index_lists(step),
@@ -244,15 +284,8 @@ class Batches:
         for _ in range(step, self.total_steps):
             yield [next(micro_batches) for _ in range(self._spec.micro_steps)]
 
-    def state(self, step: int) -> None:
-        """What a checkpoint of `step` must hold beside the step: nothing."""
-
-    def restore(self, step: int, state: Any) -> None:
-        """Go on at `step`: `from_step` does."""
-
     @property
     def identity(self) -> dict[str, Any]:
-        """What must stay the same between a checkpoint and the start that resumes it."""
         return {
             "dataset_size": self.size,
             "dataset_sha256": self.rows.samples.sha256,
@@ -263,7 +296,6 @@ class Batches:
 
     @property
     def described(self) -> str:
-        """What it is, in words."""
         rows = self.rows
         samples, each = rows.samples.documents.shape
         count = f"{samples:,} samples" + (f" of {each} documents" if each > 1 else "")
@@ -275,11 +307,6 @@ class Batches:
         )
 
     def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
-        """The faults that samples would cause in a model with this vocabulary and context.
-
-        Args:
-            key: the config's, for messages.
-        """
         samples, row_length = self.rows.samples, self.rows.length
         texts: list[str] = []
         lengths = samples.documents.max(1)
@@ -295,10 +322,11 @@ class Batches:
                 f"are too long: {samples.origin(longest)} has {lengths[longest]} tokens, "
                 f"the model takes {max_seq_len}; set tokenizer.max_seq_len={max_seq_len}"
             )
-        if samples.highest_token >= vocab_size:
+        highest = int(samples.highest.argmax())
+        if samples.highest[highest] >= vocab_size:
             texts.append(
-                f"tokenizer: it made token {samples.highest_token} of {key}'s "
-                f"{samples.highest_origin}, the model knows {vocab_size} tokens; "
+                f"tokenizer: it made token {samples.highest[highest]} of {key}'s "
+                f"{samples.origin(highest)}, the model knows {vocab_size} tokens; "
                 "leave it out, or give the model's own tokenizer"
             )
         return texts
@@ -327,30 +355,6 @@ class Batches:
 def ignore_sigterm(worker: int) -> None:
     """A stop reaches the ranks; the workers go on until their rank is done with them."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-class TrainingBatches(Protocol):
-    """The batches of a run; see `Batches`, which are those of a dataset."""
-
-    samples_per_step: int
-    steps_per_epoch: int
-    total_steps: int
-
-    def epoch_of(self, step: int) -> int: ...
-
-    def from_step(self, step: int) -> Iterator[list[MicroBatch]]: ...
-
-    def state(self, step: int) -> Any: ...
-
-    def restore(self, step: int, state: Any) -> None: ...
-
-    @property
-    def identity(self) -> dict[str, Any]: ...
-
-    @property
-    def described(self) -> str: ...
-
-    def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]: ...
 
 
 @dataclass(frozen=True)
