@@ -10,7 +10,9 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
+
+from typing_extensions import TypeVar
 
 from runspec import yamlrules
 from runspec.adapters import name_of
@@ -27,7 +29,7 @@ from runspec.step import reduces_each
 from runspec.storage import patiently
 from trainer.errors import ConfigError
 
-Config = TypeVar("Config", bound=TrainConfig)
+Config = TypeVar("Config", bound=TrainConfig, default=SftConfig)
 OUTPUT_DIR = replace(COMMON["output_dir"], default=REQUIRED, unused="")
 PROFILER_KEYS = {
     name: key.default for name, key in children(TrainConfig.keys(), "profiler").items()
@@ -52,15 +54,7 @@ COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers"
 OWN_PACKAGES = "COOKBOOK_COMPONENTS"
 
 
-@overload
-def load(path: Path) -> SftConfig: ...
-
-
-@overload
-def load(path: Path, method: type[Config]) -> Config: ...
-
-
-def load(path: Path, method: type[TrainConfig] = SftConfig) -> TrainConfig:
+def load(path: Path, method: type[Config] = SftConfig) -> Config:  # type: ignore[assignment]
     """Read and check `path`.
 
     Args:
@@ -93,15 +87,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-@overload
-def parse(content: dict[str, Any]) -> SftConfig: ...
-
-
-@overload
-def parse(content: dict[str, Any], method: type[Config]) -> Config: ...
-
-
-def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> TrainConfig:
+def parse(
+    content: dict[str, Any],
+    method: type[Config] = SftConfig,  # type: ignore[assignment]
+) -> Config:
     """Check a resolved config by the keys of its method.
 
     Raises:
