@@ -9,6 +9,8 @@ not depend on the number of ranks.
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,12 @@ from plugins.evaluate import shards
 from plugins.evaluate.pairs import model_of
 from plugins.evaluate.recipe_keys import EVAL, TASK
 from plugins.evaluate.result import write as write_result
-from runspec import files
+from runspec import files, progress
 from runspec.processes import end_with_torchrun
 from trainer import start
 from trainer.errors import ConfigError
 from trainer.inference import loading, pipeline
 from trainer.parallel.device import described, own
-from trainer.progress import Progress
 
 _POLL_S = 0.5
 
@@ -56,9 +57,10 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
     # The ranks of a spread model do the same shards, those that rank 0 sees.
     missing = pipeline.from_first_rank(plan.missing(), ranks)
     mine = [shard for shard in missing if ranks > 1 or shard.number % world == rank]
-    progress = Progress(plan.samples, attempt, described(device))
+    facts = {"attempt": attempt, "total_steps": plan.samples, "device": described(device)}
+    tell = partial(_tell, facts, plan, run_dir)
     if rank == 0:
-        _tell(progress, plan, run_dir)
+        tell("running")
     over = f", one model over {ranks} ranks" if ranks > 1 else ""
     print(f"rank {rank}: {len(mine)} of {len(plan.shards)} shards to do{over}", flush=True)
     for side in plan.sides:
@@ -68,22 +70,21 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
         answerer = model_of(plan.folder(side), config, device, ranks)
         for shard in left:
             if pipeline.from_first_rank((run_dir / files.STOP).exists(), ranks):
-                return _stopped(progress, run_dir, rank)
+                return _stopped(tell, rank)
             plan.compute(shard, answerer, writes=ranks == 1 or rank == 0)
             if rank == 0:
-                _tell(progress, plan, run_dir)
+                tell("running")
         del answerer
     if ranks > 1 and rank > 0:
         return True
     while rank == 0 and plan.missing():
         if (run_dir / files.STOP).exists():
-            return _stopped(progress, run_dir, rank)
-        _tell(progress, plan, run_dir)
+            return _stopped(tell, rank)
+        tell("running")
         time.sleep(_POLL_S)
     if rank == 0:
         write_result(plan, config, run_dir)
-        progress.state, progress.step = "finished", plan.samples
-        progress.write(run_dir)
+        tell("finished")
         print(f"wrote {run_dir / files.EVALS}", flush=True)
     return True
 
@@ -102,15 +103,13 @@ def _ranks(config: dict[str, Any], plan: shards.Plan, device: torch.device, worl
     return int(asked)
 
 
-def _tell(progress: Progress, plan: shards.Plan, run_dir: Path) -> None:
-    progress.step = plan.done_samples()
-    progress.write(run_dir)
+def _tell(facts: dict[str, Any], plan: shards.Plan, run_dir: Path, state: str) -> None:
+    progress.write(run_dir, {**facts, "state": state, "step": plan.done_samples()})
 
 
-def _stopped(progress: Progress, run_dir: Path, rank: int) -> bool:
+def _stopped(tell: Callable[[str], None], rank: int) -> bool:
     if rank == 0:
-        progress.state = "stopped"
-        progress.write(run_dir)
+        tell("stopped")
     print("asked to stop: what is answered is saved", flush=True)
     return False
 
