@@ -34,7 +34,7 @@ FLOORS = [
         "trainer.groups",
         "trainer.inference",
     ],
-    ["trainer.figures", "trainer.metrics", "trainer.progress", "trainer.profiling"],
+    ["trainer.figures", "trainer.metrics", "trainer.profiling"],
     ["trainer.methods"],
     ["trainer.reporting"],
     ["trainer.loop"],

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from runspec import files
+from runspec.files import patient_json
 from runspec.processes import end_with_torchrun
 from runspec.redact import redacted
 from trainer import config as configs
-from trainer import progress
 from trainer.config import TrainConfig
 from trainer.errors import TrainerError, describe, write_error_record
 from trainer.loop import Trainer
@@ -94,7 +94,7 @@ def _show_stacks_when_asked(logs: Path, rank: int) -> None:
 
 
 def _is_finished(config: TrainConfig) -> bool:
-    recorded = progress.recorded(config.output_dir)
+    recorded = patient_json(config.output_dir / files.PROGRESS) or {}
     return recorded.get("state") == "finished" and (config.output_dir / files.EXPORT).is_dir()
 
 

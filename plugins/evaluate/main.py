@@ -9,6 +9,8 @@ not depend on the number of ranks.
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,11 @@ from plugins.evaluate import shards
 from plugins.evaluate.pairs import model_of
 from plugins.evaluate.recipe_keys import EVAL, TASK
 from plugins.evaluate.result import write as write_result
-from runspec import files
+from runspec import files, progress
 from runspec.processes import end_with_torchrun
 from trainer import start
 from trainer.inference import loading
 from trainer.parallel.device import described, own
-from trainer.progress import Progress
 
 _POLL_S = 0.5
 
@@ -57,9 +58,10 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
     if rank % ranks:
         return True
     mine = [s for s in plan.missing() if s.number % (world // ranks) == rank // ranks]
-    progress = Progress(plan.samples, attempt, described(device))
+    facts = {"attempt": attempt, "total_steps": plan.samples, "device": described(device)}
+    tell = partial(_tell, facts, plan, run_dir)
     if rank == 0:
-        _tell(progress, plan, run_dir)
+        tell("running")
     over = f", one model over {ranks} GPUs" if spread else ""
     print(f"rank {rank}: {len(mine)} of {len(plan.shards)} shards to do{over}", flush=True)
     for side in plan.sides:
@@ -69,33 +71,30 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
         answerer = model_of(plan.folder(side), config, device, spread)
         for shard in left:
             if (run_dir / files.STOP).exists():
-                return _stopped(progress, run_dir, rank)
+                return _stopped(tell, rank)
             plan.compute(shard, answerer)
             if rank == 0:
-                _tell(progress, plan, run_dir)
+                tell("running")
         del answerer
     while rank == 0 and plan.missing():
         if (run_dir / files.STOP).exists():
-            return _stopped(progress, run_dir, rank)
-        _tell(progress, plan, run_dir)
+            return _stopped(tell, rank)
+        tell("running")
         time.sleep(_POLL_S)
     if rank == 0:
         write_result(plan, config, run_dir)
-        progress.state, progress.step = "finished", plan.samples
-        progress.write(run_dir)
+        tell("finished")
         print(f"wrote {run_dir / files.EVALS}", flush=True)
     return True
 
 
-def _tell(progress: Progress, plan: shards.Plan, run_dir: Path) -> None:
-    progress.step = plan.done_samples()
-    progress.write(run_dir)
+def _tell(facts: dict[str, Any], plan: shards.Plan, run_dir: Path, state: str) -> None:
+    progress.write(run_dir, {**facts, "state": state, "step": plan.done_samples()})
 
 
-def _stopped(progress: Progress, run_dir: Path, rank: int) -> bool:
+def _stopped(tell: Callable[[str], None], rank: int) -> bool:
     if rank == 0:
-        progress.state = "stopped"
-        progress.write(run_dir)
+        tell("stopped")
     print("asked to stop: what is answered is saved", flush=True)
     return False
 

@@ -36,7 +36,7 @@ from runspec.keys.train import TrainConfig
 from trainer.config import instantiate
 from trainer.data import batches
 from trainer.data.batches import Batches, Data
-from trainer.data.source import DataSpec, Source
+from trainer.data.source import Source
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import token_log_probs
@@ -113,12 +113,12 @@ class PolicyOptimisation(Objective):
             return []
         try:
             tokenizer = instantiate("tokenizer", config.tokenizer)
-            source = Source(DataSpec("dataset", config.dataset, tokenizer))
+            source = Source("dataset", config.dataset, tokenizer)
+            rows = [source.row(index) or {} for index in range(min(TRIED_ROWS, len(source)))]
             scorers = Pool(config.rewards, 1, config.reward_timeout)
         except ConfigError:
             return []  # reported by other checks
         try:
-            rows = [source.row(index) or {} for index in range(min(TRIED_ROWS, len(source)))]
             prompt, tokens = "", tokenizer.encode(TRIED_TEXT)
             scorers.score([pool.Answer(prompt, TRIED_TEXT, tokens, row) for row in rows])
             return [
@@ -145,12 +145,8 @@ class PolicyOptimisation(Objective):
     def build_data(self) -> Data:
         """As Objective.build_data, of prompts."""
         config, world = self.config, self.world
-
-        def check() -> None:
-            if faults := self.setting_faults(config):
-                raise ConfigError(*faults)
-
-        world.on_main(check)
+        if faults := world.from_main(lambda: self.setting_faults(config)):
+            raise ConfigError(*faults)
         data = batches.build(prompt_config(config), world, self.form)
         if not isinstance(data.training, Batches):
             raise ConfigError("dataset: a stream cannot give prompts; use a dataset of files")
@@ -187,7 +183,7 @@ class PolicyOptimisation(Objective):
         given = [("dataset", self._prompts.inner), ("dataset_val", data.validation)]
         return {
             key: (
-                Source(DataSpec(key, getattr(self.config, key), self._generation.tokenizer)),
+                Source(key, getattr(self.config, key), self._generation.tokenizer),
                 of_key.rows.samples,
             )
             for key, of_key in given

@@ -14,7 +14,7 @@ from trainer.check import faults
 from trainer.config import parse, read_yaml
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.preview import previews
-from trainer.data.source import DataSpec, Source, sample
+from trainer.data.source import Source, sample
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.methods import preference_losses as losses
@@ -173,7 +173,7 @@ def test_a_number_that_is_not_finite_is_named_by_its_line(
     block = {"_component_": component, "source": "json", "data_files": str(path), "split": split}
     form = {PAIRS: PreferenceTuning.form, UNPAIRED: UnpairedPreferenceTuning.form}.get(component)
     tokenizer = hugging_face_tokenizer(str(model_folder))
-    samples = Source(DataSpec("dataset", block | more, tokenizer, form or SINGLE))
+    samples = Source("dataset", block | more, tokenizer, form or SINGLE)
     with pytest.raises(ConfigError, match=re.escape(words)) as told:
         samples.pieces(1)
     assert f"dataset: {path}, line 2: " in str(told.value)
