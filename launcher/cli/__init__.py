@@ -28,7 +28,7 @@ _COMMANDS = {
     "logs": ("observe", "Show or follow a run's logs."),
     "cancel": ("runs", "Cancel a run."),
     "resume": ("runs", "Continue a run from its last checkpoint."),
-    "sweep": ("sweep", "Run a recipe with many settings, as a job array."),
+    "sweep": ("sweep", "Run a recipe with many settings, a run each."),
     "results": ("results", "Compare runs: settings, loss, speed, memory, GPU-hours, cost."),
     "report": ("results", "Write an HTML report of runs."),
     "diff": ("results", "Show the differences between two runs."),

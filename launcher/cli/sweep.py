@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -24,9 +25,7 @@ from launcher.slurm.executors import Executor
 @click.argument("words", nargs=-1, metavar="[NAME] [KEY=VALUE]...")
 @common.resource_options
 @click.option("--parallel", type=click.IntRange(min=1), help="Maximum number of concurrent runs.")
-@common.flag(
-    "--dry-run", help="Print the prediction of every cell and the job arrays; submit nothing."
-)
+@common.flag("--dry-run", help="Print the prediction of every cell; submit nothing.")
 @common.flag("--resume", help="Restart the unfinished runs of the sweep NAME.")
 @common.flag("--local", help="Run on this host, without Slurm, one after the other.")
 @common.flag("--no-check", help="Skip the checks that can be skipped.")
@@ -41,7 +40,7 @@ def sweep(
     cluster: str | None,
     **resources: str | int | None,
 ) -> None:
-    """Run a recipe with many settings, as a job array with a limit on concurrent runs.
+    """Run a recipe with many settings, with a limit on concurrent runs.
 
     NAME is a file in configs/sweeps/, or the path of your own file. KEY=VALUE overrides a key in
     every cell. Each cell is a normal run. Running out of memory is a result. Without NAME, the
@@ -59,18 +58,17 @@ def sweep(
     if resume:
         if overrides or given or dry_run or no_check:
             raise click.UsageError("--resume can be combined only with --parallel and --local")
-        _resume(site, name, parallel, executor)
+        made = find(site.root, name)
+        parallel = parallel or int(made.record["parallel"])
+        _start(made, workflow.to_resume(made), executor, parallel, again=True)
         return
     definition = sweeps_of_the_kit.load(name)
     planned = workflow.plan_sweep(definition, site, executor, overrides, given, parallel)
     if dry_run:
-        _show(planned, executor, no_check)
+        _show(planned, no_check)
         return
     made = workflow.submit_sweep(planned, note, no_check)
-    if executor.queued:
-        _tell(made)
-        return
-    _run_here(made, executor)
+    _start(made, made.cells, executor, planned.parallel)
 
 
 def _predicted(planned: workflow.PlannedSweep) -> Any:
@@ -83,52 +81,43 @@ def _predicted(planned: workflow.PlannedSweep) -> Any:
     return None if predict is None else predict(cells, planned.site.root, gpu)
 
 
-def _show(
-    planned: workflow.PlannedSweep,
-    executor: Executor,
-    no_check: bool,
-) -> None:
+def _show(planned: workflow.PlannedSweep, no_check: bool) -> None:
     """Print what would be submitted, and what would refuse it."""
     predicted = _predicted(planned)
     click.echo("\n".join(predicted.lines() if predicted else (c.name for c in planned.cells)))
-    for script in planned.scripts.values() if executor.queued else ():
-        click.echo(f"\n{script}", nl=False)
+    click.echo(
+        f"{len(planned.cells)} jobs, at most {planned.parallel} concurrently; the recipe's job "
+        f"script: cookbook submit {planned.sweep.recipe} --dry-run"
+    )
     for fault in workflow.faults(planned, no_check):
         note(f"warning: sweep would refuse this: {fault}")
 
 
-def _tell(made: SweepDirectory) -> None:
-    jobs = [job["job_id"] for job in made.record["jobs"]]
-    arrays = f"job array{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
-    count, parallel = len(made.cells), made.record["parallel"]
-    click.echo(f"submitted {made.name}: {count} runs as {arrays}, at most {parallel} concurrently")
+def _start(
+    made: SweepDirectory,
+    cells: Sequence[Mapping[str, Any]],
+    executor: Executor,
+    parallel: int,
+    again: bool = False,
+) -> None:
+    """Start the runs of cells; those on this host are followed to their end."""
+    try:
+        workflow.start_cells(made, cells, executor, parallel, note, again)
+    except KeyboardInterrupt:
+        note(
+            "\nstopped starting runs; the started ones continue. Start the others with: cookbook "
+            f"sweep --resume {made.name}{'' if executor.queued else ' --local'}"
+        )
+        sys.exit(130)
+    if not executor.queued:
+        count, left = len(made.cells), len(workflow.unfinished(made))
+        click.echo(f"{count - left} of {count} runs are done: cookbook results {made.name}")
+        sys.exit(1 if left else 0)
+    verb = "resumed" if again else "submitted"
+    click.echo(f"{verb} {made.name}: {len(cells)} runs, at most {parallel} concurrently")
     click.echo(f"  directory  {made.path}")
     click.echo(f"  follow it  cookbook watch {made.name}   or   cookbook status {made.name}")
     click.echo(f"  compare    cookbook results {made.name}   or   cookbook report {made.name}")
-
-
-def _run_here(made: SweepDirectory, executor: Executor) -> None:
-    try:
-        workflow.run_here(made, executor, note)
-    except KeyboardInterrupt:
-        note(
-            "\nstopped starting runs; the running ones continue. Continue with: cookbook sweep "
-            f"--resume {made.name} --local"
-        )
-        sys.exit(130)
-    count, left = len(made.cells), len(workflow.unfinished(made))
-    click.echo(f"{count - left} of {count} runs are done: cookbook results {made.name}")
-    sys.exit(1 if left else 0)
-
-
-def _resume(site: sites.Site, name: str, parallel: int | None, executor: Executor) -> None:
-    sweep = find(site.root, name)
-    if not executor.queued:
-        _run_here(sweep, executor)
-        return
-    again = workflow.resume_sweep(sweep, note, parallel)
-    job = sweep.record["jobs"][-1]["job_id"]
-    click.echo(f"resumed {len(again)} runs of {sweep.name}, the last as job array {job}")
 
 
 def _list(site: sites.Site) -> None:

@@ -22,7 +22,7 @@ from launcher.run import built, code, directory, provenance
 from launcher.run.directory import Run
 from launcher.site import Site, complete, with_site_defaults
 from launcher.slurm import executors, render
-from runspec import files, publish
+from runspec import files
 from runspec.keys.key import NAME, NAME_RULE
 
 
@@ -119,12 +119,11 @@ def submit(planned: PlannedRun, say: Callable[[str], None], skip: bool = False) 
     return run
 
 
-def record(planned: PlannedRun, kit: code.Code, named: bool = True, **more: Any) -> Run:
+def record(planned: PlannedRun, kit: code.Code, **more: Any) -> Run:
     """Make the directory of a planned run, or nothing.
 
     Args:
         kit: the copy of the kit's code that it uses.
-        named: False leaves it hidden, until its sweep has its name.
         more: fields of its submission.json.
     """
     recipe, cluster = planned.recipe, planned.cluster
@@ -136,7 +135,7 @@ def record(planned: PlannedRun, kit: code.Code, named: bool = True, **more: Any)
         files.SUBMISSION: files.json_text(made_of),
     }
     own_code = {".": recipe.code_root} if recipe.code_root else venv.own_packages()
-    return directory.create(planned.path, contents, kit, own_code, int(recipe.umask, 8), named)
+    return directory.create(planned.path, contents, kit, own_code, int(recipe.umask, 8))
 
 
 def submission(
@@ -167,11 +166,18 @@ def start_first(run: Run, executor: executors.Executor) -> None:
         raise
 
 
-def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[str] = ()) -> None:
+def start(
+    run: Run,
+    executor: executors.Executor,
+    lease: int,
+    changes: Sequence[str] = (),
+    after: str = "",
+) -> None:
     """Give the run's job script to an executor, and record the job. lease is that of locked().
 
     A killed command leaves "starting" in the record: there may be a job, which its comment finds.
-    changes: how the recipe was changed for this job, for the record.
+    changes: how the recipe was changed for this job, for the record. after: the id of a job that
+    has to end before it begins.
     """
     before = {**run.submission, "jobs": run.all_jobs}
     before.pop("starting", None)
@@ -185,7 +191,7 @@ def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[
         try:
             earlier = {str(job.get("job_id")) for job in before["jobs"]}
             script, token = run.path / files.JOB_SCRIPT, executors.token(run.name)
-            job = executor.start(script, token, lease, earlier)
+            job = executor.start(script, token, lease, earlier, after)
         except SlurmTimeout:
             raise
         except (SlurmFault, OSError):
@@ -233,6 +239,5 @@ def refuse(faults: list[str]) -> None:
 
 
 def discard(run: Run) -> None:
-    """Remove a run that was never started, whether it has its name already or not."""
-    for path in (run.path, publish.hidden(run.path)):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove a run that was never started."""
+    shutil.rmtree(run.path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""From a sweep to runs in a job array: plan every cell, check all, make the runs, start them."""
+"""From a sweep to its runs: plan every cell, check all, make the runs, start a job of each."""
 
 import shlex
 import time
@@ -11,7 +11,7 @@ from launcher.check import preflight
 from launcher.check.recipe import ask_ahead
 from launcher.do.cancel import cancel
 from launcher.do.prepare import prepare
-from launcher.do.resume import script_of_today
+from launcher.do.resume import resume
 from launcher.do.submit import (
     PlannedRun,
     context,
@@ -21,7 +21,6 @@ from launcher.do.submit import (
     record,
     refuse,
     start,
-    submitted_now,
 )
 from launcher.errors import (
     RecipeFault,
@@ -38,10 +37,7 @@ from launcher.run.directory import Run
 from launcher.run.states import State, judged, state_of
 from launcher.run.sweeps import SweepDirectory
 from launcher.site import Site
-from launcher.slurm import executors, jobs, render
-from launcher.slurm.executor import living_tasks, start_array
 from launcher.slurm.executors import Executor
-from runspec import files
 
 Say = Callable[[str], None]
 # A label of a run has this many characters at most; a cell's number is added to the sweep's name.
@@ -65,33 +61,6 @@ class PlannedSweep:
     def cells(self) -> list[Cell]:
         """The cells that are to run."""
         return [cell for cell in self.sweep.cells if cell.number in self.runs]
-
-    @property
-    def arrays(self) -> list[list[int]]:
-        """The cells' numbers, those together that ask Slurm for the same: a job array each."""
-        groups: dict[tuple[str, ...], list[int]] = {}
-        for number, planned in self.runs.items():
-            groups.setdefault(render.asks_slurm_for(planned.script), []).append(number)
-        return list(groups.values())
-
-    @property
-    def named_arrays(self) -> list[tuple[str, list[int]]]:
-        """The arrays, each with the name of its script."""
-        return [(files.ARRAY_SCRIPT.format(k), tasks) for k, tasks in enumerate(self.arrays)]
-
-    @property
-    def scripts(self) -> dict[str, str]:
-        """The script of each job array by its file's name."""
-        return {
-            name: render.array_script(
-                self.path / name,
-                self.runs[tasks[0]].script,
-                len(tasks),
-                jobs.task_list(tasks),
-                self.parallel,
-            )
-            for name, tasks in self.named_arrays
-        }
 
 
 def plan_sweep(
@@ -170,10 +139,7 @@ def submit_sweep(
     say: Say,
     skip: bool = False,
 ) -> SweepDirectory:
-    """Check, record and start a sweep: afterwards its runs are queued, or nothing of it is left.
-
-    Without job arrays the runs are recorded and not started; run_here() does that.
-    """
+    """Check and record a sweep with all its runs, or nothing of it; start_cells() starts them."""
     for each in planned.runs.values():
         prepare(each.recipe, planned.site, say)
     refuse(faults(planned, skip))
@@ -182,26 +148,19 @@ def submit_sweep(
         built.ensure(environment, planned.site.root, say)
     kit = code.present(planned.site.root)
     made: list[Run] = []
-    token, arrays = executors.token(planned.path.name), planned.executor.queued
     with interrupted_later():
         try:
             for cell in planned.cells:
-                known: dict[str, Any] = {"sweep": planned.path.name, "cell": cell.name}
-                known |= {"array": token, "task": cell.number} if arrays else {}
-                # A run that says which sweep it is of must not be seen before the sweep is.
-                made.append(record(planned.runs[cell.number], kit, named=False, **known))
-            sweep = sweeps.create(planned.path, _record(planned, token), planned.scripts)
+                known = {"sweep": planned.path.name, "cell": cell.name}
+                made.append(record(planned.runs[cell.number], kit, **known))
+            return sweeps.create(planned.path, _record(planned))
         except BaseException:
             for run in made:
                 discard(run)
             raise
-        sweep.name_runs()
-        if arrays:
-            _start_arrays(sweep, planned.arrays, planned.parallel)
-    return sweep
 
 
-def _record(planned: PlannedSweep, token: str) -> dict[str, Any]:
+def _record(planned: PlannedSweep) -> dict[str, Any]:
     sweep, runs = planned.sweep, planned.runs
     cells = [
         {
@@ -218,44 +177,53 @@ def _record(planned: PlannedSweep, token: str) -> dict[str, Any]:
         "recipe": sweep.recipe,
         "site": planned.site.name,
         "parallel": planned.parallel,
-        "token": token,
         "cells": cells,
-        "arrays": planned.arrays,
-        "jobs": [],
     }
 
 
-def _start_arrays(sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parallel: int) -> None:
-    """Start these tasks of a sweep's arrays; each array begins when the one before it has ended.
+def start_cells(
+    sweep: SweepDirectory,
+    cells: Sequence[Mapping[str, Any]],
+    executor: Executor,
+    parallel: int,
+    say: Say,
+    again: bool = False,
+) -> None:
+    """Start the runs of cells, each as a job of its own.
 
-    So the limit on parallel runs holds for all of them together.
+    In Slurm's queue each waits until the job `parallel` places before it has ended. Without a queue
+    they run one after the other.
+
+    Args:
+        again: they have had jobs, and continue from their checkpoints; see resume().
     """
-    record = sweep.record
-    cells = {cell["number"]: cell for cell in sweep.cells}
-    after = ""
-    with directory.locked(Run(sweep.path)) as lease:
-        for place, tasks in enumerate(arrays):
-            if not tasks:
-                continue
-            script, known = sweep.path / files.ARRAY_SCRIPT.format(place), {"tasks": list(tasks)}
-            try:
-                earlier = {str(job["job_id"]) for job in sweep.record["jobs"]}
-                job = start_array(script, record["token"], lease, earlier, tasks, parallel, after)
-            except SlurmTimeout:
-                raise
-            except SlurmFault as fault:
-                message = f"then start the remaining runs: cookbook sweep --resume {sweep.name}"
-                raise type(fault)([f"{each}; {message}" for each in fault.faults]) from fault
-            after = job["job_id"]
-            sweep.write({"jobs": [*sweep.record["jobs"], {**job, **known}]})
-            for task in tasks:
-                _record_job(sweep.run_of(cells[task]), {**job, "job_id": f"{after}_{task}"})
+    jobs: list[str] = []
+    for number, cell in enumerate(cells, 1):
+        run = sweep.run_of(cell)
+        after = jobs[-parallel] if executor.queued and len(jobs) >= parallel else ""
+        try:
+            if again:
+                resume(run, executor, say=say, after=after)
+            else:
+                with directory.locked(run) as lease:
+                    start(run, executor, lease, after=after)
+        except SlurmTimeout:
+            raise
+        except SlurmFault as fault:
+            message = f"then start the remaining runs: cookbook sweep --resume {sweep.name}"
+            raise type(fault)([f"{each}; {message}" for each in fault.faults]) from fault
+        jobs.append(str(run.job_id))
+        if not executor.queued:
+            _wait(run, f"{number}/{len(cells)}", str(cell["name"]), say)
 
 
-def _record_job(run: Run, job: Mapping[str, Any]) -> None:
-    """Record the task of an array that runs a run."""
-    jobs = [*run.all_jobs, {**job, **submitted_now(run)}]
-    run.write(files.SUBMISSION, {**run.submission, "jobs": jobs})
+def _wait(run: Run, place: str, name: str, say: Say) -> None:
+    """Wait for the end of a run on this host, and say how it ended."""
+    say(f"started {run.name}: {name}")
+    while not (state := state_of(run)).ended:
+        time.sleep(0.5)
+    detail = f" ({state.detail})" if state.detail else ""
+    say(f"{place} {state.word}: {name}{detail}")
 
 
 def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:
@@ -266,75 +234,23 @@ def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:
     return [(cell, state) for cell, state in known if state.word not in _DONE]
 
 
-def resume_sweep(
-    sweep: SweepDirectory, say: Say, parallel: int | None = None
-) -> list[dict[str, Any]]:
-    """Start again the cells that have ended and are not done, each from its checkpoint.
-
-    Their job scripts follow the site's file.
-
-    Returns:
-        Those cells; a cell that waits or runs is left alone.
+def to_resume(sweep: SweepDirectory) -> list[dict[str, Any]]:
+    """Return the cells that have ended, or were never started, and are not done.
 
     Raises:
         UsageFault: there is none.
     """
-    record = sweep.record
-    sweep.name_runs()
-    alive = living_tasks(record["token"])
-    again = [
-        cell for cell, state in unfinished(sweep) if state.ended and cell["number"] not in alive
-    ]
-    if not again:
-        raise UsageFault(_nothing_left(sweep))
-    chosen = {cell["number"] for cell in again}
-    for cell in again:
-        run = sweep.run_of(cell)
-        with directory.locked(run), script_of_today(run, executors.choose(False), say):
-            pass
-        if not run.submission.get("array"):
-            # It ran on a host without Slurm until now.
-            run.write(
-                files.SUBMISSION,
-                {**run.submission, "array": record["token"], "task": cell["number"]},
-            )
-    arrays = [[task for task in tasks if task in chosen] for tasks in record["arrays"]]
-    _start_arrays(sweep, arrays, parallel or int(record["parallel"]))
-    return again
-
-
-def _nothing_left(sweep: SweepDirectory) -> str:
     waiting = unfinished(sweep)
+    if again := [cell for cell, state in waiting if state.ended]:
+        return again
     if not waiting:
-        return (
+        raise UsageFault(
             f"every cell of {sweep.name} is done: compare them with: cookbook results {sweep.name}"
         )
-    return (
+    raise UsageFault(
         f"{len(waiting)} cells of {sweep.name} are pending or running, and the others are done: "
         f"follow them with: cookbook watch {sweep.name}"
     )
-
-
-def run_here(sweep: SweepDirectory, executor: Executor, say: Say) -> None:
-    """Run the cells that are not done as jobs of their own, one after the other.
-
-    Raises:
-        UsageFault: there is none.
-        RunFault: another command starts one of them.
-    """
-    sweep.name_runs()
-    left = [cell for cell, state in unfinished(sweep) if state.ended]
-    if not left:
-        raise UsageFault(_nothing_left(sweep))
-    for number, cell in enumerate(left, 1):
-        run = sweep.run_of(cell)
-        with directory.locked(run) as lease, script_of_today(run, executor, say) as changes:
-            start(run, executor, lease, changes)
-        say(f"started {run.name}: {cell['name']}")
-        while not (state := state_of(run)).ended:
-            time.sleep(0.5)
-        detail = f" ({state.detail})" if state.detail else ""
-        say(f"{number}/{len(left)} {state.word}: {cell['name']}{detail}")
 
 
 def cancel_all(runs: Sequence[Run]) -> list[str]:

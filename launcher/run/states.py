@@ -139,7 +139,7 @@ def _judge(run: Run, job: JobState) -> State:
     message, job_id = str(status.get("message") or ""), job.job_id or run.job_id
     if own in FINAL and (job.ended or job.state is None) and job_id == run.job_id:
         return _from_status(run)
-    if job.state is None and _not_started(run) and (job.ended or not run.job.array):
+    if job.state is None and _not_started(run):
         explanation = f"not started yet; start it with: cookbook sweep --resume {run.sweep}"
         if not (sweeps.root(run.path.parent.parent) / str(run.sweep)).is_dir():
             explanation = (

@@ -1,9 +1,6 @@
-"""A sweep's directory: which runs it has, and the job arrays that they were given.
+"""A sweep's record: <shared folder>/sweeps/<utc>-<name>-<4 hex>/sweep.json.
 
-<shared folder>/sweeps/<utc>-<name>-<4 hex>/
-    sweep.json       recipe, settings and run of each cell; the arrays
-    array_<k>.sbatch one script for the cells that ask Slurm for the same
-    tasks/<n>        a link to the run of cell n
+It has the recipe, and the settings and the run of each cell.
 """
 
 import os
@@ -62,38 +59,14 @@ class SweepDirectory:
         runs = [self.run_of(cell) for cell in self.cells]
         return [run for run in runs if run.path.is_dir()]
 
-    def name_runs(self) -> None:
-        """Give its runs their names, which they get once the sweep has its own.
-
-        Raises:
-            RunFault: one cannot be renamed.
-        """
-        for run in map(self.run_of, self.cells):
-            made = publish.hidden(run.path)
-            if made.is_dir() and not run.path.exists():
-                try:
-                    os.rename(made, run.path)
-                except OSError as error:
-                    raise RunFault(
-                        f"cannot rename {made} to {run.name}: {error.strerror}"
-                    ) from error
-
-    def write(self, change: Mapping[str, Any]) -> None:
-        """Change fields of sweep.json.
-
-        Raises:
-            RunFault: it cannot be written.
-        """
-        Run(self.path).write(files.SWEEP, {**self.record, **change})
-
 
 def root(shared: Path) -> Path:
     """Return the folder of all sweeps, in the shared folder."""
     return shared / files.SWEEPS
 
 
-def create(path: Path, record: Mapping[str, Any], scripts: Mapping[str, str]) -> SweepDirectory:
-    """Make a sweep's directory whole, or not at all; its runs are made already, and hidden.
+def create(path: Path, record: Mapping[str, Any]) -> SweepDirectory:
+    """Make a sweep's directory whole, or not at all.
 
     Raises:
         RunFault: it cannot be made.
@@ -101,12 +74,6 @@ def create(path: Path, record: Mapping[str, Any], scripts: Mapping[str, str]) ->
     try:
         with publish.folder(path, "refuse", alone=True) as temporary:
             temporary.chmod(temporary.stat().st_mode & ~0o027)
-            (temporary / files.TASKS).mkdir()
-            for cell in record["cells"]:
-                link = temporary / files.TASKS / str(cell["number"])
-                link.symlink_to(Path("..", "..", "..", "runs", cell["run"]))
-            for name, text in scripts.items():
-                files.write_text(temporary / name, text)
             files.write_json(temporary / files.SWEEP, dict(record))
     except OSError as error:
         raise RunFault(

@@ -17,8 +17,7 @@ class Job:
 
     job_id is None if nobody wrote it down: the token finds such a job in Slurm's queue. host and
     process_start (ticks since boot) are those of a job that runs without Slurm; cluster, controller
-    and slurm_conf say where Slurm has it, None if nobody wrote that down. A run of a sweep is a
-    task of a job array: array is the array's token, task its number.
+    and slurm_conf say where Slurm has it, None if nobody wrote that down.
     """
 
     token: str
@@ -28,8 +27,6 @@ class Job:
     cluster: str | None = None
     controller: str | None = None
     slurm_conf: str | None = None
-    array: str | None = None
-    task: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,13 @@ class Executor(Protocol):
         """Return how messages name a job: "job 4711" or "process 4711"."""
 
     def start(
-        self, script: Path, token: str, lease: int, earlier: Collection[str]
+        self, script: Path, token: str, lease: int, earlier: Collection[str], after: str = ""
     ) -> dict[str, Any]:
         """Start a job script and return what finds the job again: fields of a Job.
 
         lease is the open file that locks the run: it stays locked until the job is there, or
         nothing can make it any more, even if this process is killed. earlier: the ids of the jobs
-        that the run has had.
+        that the run has had. after: the id of a job that has to end before this one begins.
 
         Raises:
             SlurmFault: Slurm refused the script, and there is no job.

@@ -30,7 +30,7 @@ class LocalExecutor:
         return f"process {str(job_id).removeprefix(LOCAL_PREFIX)}"
 
     def start(
-        self, script: Path, token: str, lease: int, earlier: Collection[str]
+        self, script: Path, token: str, lease: int, earlier: Collection[str], after: str = ""
     ) -> dict[str, Any]:
         with open(script.parent / files.JOB_LOG, "ab") as log:
             process = subprocess.Popen(
