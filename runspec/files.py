@@ -65,9 +65,6 @@ ADAPTER = "adapter"
 EVALS = "evals"
 SHARDS = "shards"  # of an evaluation, in its EVALS
 SERVED = "served.json"  # of a replica: the minutes for which it has been ready
-# The directory of a sweep: its settings, and the run of each.
-SWEEPS = "sweeps"  # the folder of all sweeps
-SWEEP = "sweep.json"
 # Inside checkpoints/step_<n>: the folder counts only with the marker.
 CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"

@@ -230,7 +230,7 @@ def end(
             max_retries=max_retries,
             not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
             cause_before=str(earlier[-1].get("cause")) if earlier else None,
-            memory_is_result="SWEEP_DIR" in os.environ,
+            memory_is_result="SWEEP" in os.environ,
         )
     )
     _write_end(run_dir, {**status, "ended": now}, verdict, unfit(errors))

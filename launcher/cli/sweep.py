@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -15,8 +15,8 @@ from launcher.cli.common import note
 from launcher.do import sweep as workflow
 from launcher.plugins import hook
 from launcher.recipe import sweep as sweeps_of_the_kit
-from launcher.run.sweeps import SweepDirectory, every, find
-from launcher.run.sweeps import root as sweeps_root
+from launcher.run.directory import Run
+from launcher.run.sweeps import every, find
 from launcher.slurm import executors
 from launcher.slurm.executors import Executor
 
@@ -59,8 +59,8 @@ def sweep(
         if overrides or given or dry_run or no_check:
             raise click.UsageError("--resume can be combined only with --parallel and --local")
         made = find(site.root, name)
-        parallel = parallel or int(made.record["parallel"])
-        _start(made, workflow.to_resume(made), executor, parallel, again=True)
+        parallel = parallel or int(made[0].submission["parallel"])
+        _start(made, workflow.to_resume(made, note), executor, parallel, again=True)
         return
     definition = sweeps_of_the_kit.load(name)
     planned = workflow.plan_sweep(definition, site, executor, overrides, given, parallel)
@@ -68,7 +68,7 @@ def sweep(
         _show(planned, no_check)
         return
     made = workflow.submit_sweep(planned, note, no_check)
-    _start(made, made.cells, executor, planned.parallel)
+    _start(made, made, executor, planned.parallel)
 
 
 def _predicted(planned: workflow.PlannedSweep) -> Any:
@@ -76,7 +76,8 @@ def _predicted(planned: workflow.PlannedSweep) -> Any:
     the name of a GPU: its `lines`. None without a plug-in that predicts.
     """
     predict = hook("predicted_sweep")
-    cells = [(cell.name, planned.runs[cell.number].recipe) for cell in planned.cells]
+    named = zip(planned.sweep.cells, planned.runs, strict=True)
+    cells = [(cell.name, run.recipe) for cell, run in named]
     gpu = planned.sweep.gpu or planned.site.gpu
     return None if predict is None else predict(cells, planned.site.root, gpu)
 
@@ -84,9 +85,9 @@ def _predicted(planned: workflow.PlannedSweep) -> Any:
 def _show(planned: workflow.PlannedSweep, no_check: bool) -> None:
     """Print what would be submitted, and what would refuse it."""
     predicted = _predicted(planned)
-    click.echo("\n".join(predicted.lines() if predicted else (c.name for c in planned.cells)))
+    click.echo("\n".join(predicted.lines() if predicted else (c.name for c in planned.sweep.cells)))
     click.echo(
-        f"{len(planned.cells)} jobs, at most {planned.parallel} concurrently; the recipe's job "
+        f"{len(planned.runs)} jobs, at most {planned.parallel} concurrently; the recipe's job "
         f"script: cookbook submit {planned.sweep.recipe} --dry-run"
     )
     for fault in workflow.faults(planned, no_check):
@@ -94,30 +95,30 @@ def _show(planned: workflow.PlannedSweep, no_check: bool) -> None:
 
 
 def _start(
-    made: SweepDirectory,
-    cells: Sequence[Mapping[str, Any]],
+    runs: Sequence[Run],
+    chosen: Sequence[Run],
     executor: Executor,
     parallel: int,
     again: bool = False,
 ) -> None:
-    """Start the runs of cells; those on this host are followed to their end."""
+    """Start chosen runs of a sweep; those on this host are followed to their end."""
+    name = runs[0].sweep
     try:
-        workflow.start_cells(made, cells, executor, parallel, note, again)
+        workflow.start_runs(chosen, executor, parallel, note, again)
     except KeyboardInterrupt:
         note(
             "\nstopped starting runs; the started ones continue. Start the others with: cookbook "
-            f"sweep --resume {made.name}{'' if executor.queued else ' --local'}"
+            f"sweep --resume {name}{'' if executor.queued else ' --local'}"
         )
         sys.exit(130)
     if not executor.queued:
-        count, left = len(made.cells), len(workflow.unfinished(made))
-        click.echo(f"{count - left} of {count} runs are done: cookbook results {made.name}")
+        left = len(workflow.unfinished(runs))
+        click.echo(f"{len(runs) - left} of {len(runs)} runs are done: cookbook results {name}")
         sys.exit(1 if left else 0)
     verb = "resumed" if again else "submitted"
-    click.echo(f"{verb} {made.name}: {len(cells)} runs, at most {parallel} concurrently")
-    click.echo(f"  directory  {made.path}")
-    click.echo(f"  follow it  cookbook watch {made.name}   or   cookbook status {made.name}")
-    click.echo(f"  compare    cookbook results {made.name}   or   cookbook report {made.name}")
+    click.echo(f"{verb} {name}: {len(chosen)} runs, at most {parallel} concurrently")
+    click.echo(f"  follow it  cookbook watch {name}   or   cookbook status {name}")
+    click.echo(f"  compare    cookbook results {name}   or   cookbook report {name}")
 
 
 def _list(site: sites.Site) -> None:
@@ -129,6 +130,6 @@ def _list(site: sites.Site) -> None:
         click.echo(line[:width].rstrip())
     started = every(site.root)
     if started:
-        click.echo(f"\nstarted, in {sweeps_root(site.root)}:")
-    for made in started:
-        click.echo(f"  {made.name}")
+        click.echo("\nstarted:")
+    for name in started:
+        click.echo(f"  {name}")

@@ -25,7 +25,7 @@ from launcher.look.outcome import leaves
 from launcher.recipe import load as recipes
 from launcher.recipe import override
 from launcher.recipe.model import Recipe
-from launcher.run import built, code, provenance, sweeps, trust
+from launcher.run import built, code, provenance, trust
 from launcher.run.directory import Run, locked
 from launcher.run.states import State, living, state_of
 from launcher.site import Site
@@ -274,8 +274,7 @@ def _planned(
             raise UsageFault(faults)
     # <utc>-<label>-<4 hex>
     label = run.name[16:-5]
-    sweep_dir = sweeps.root(changes.site.root) / run.sweep if run.sweep else None
-    planned = plan(after, changes.site, executor, label, run.path, sweep_dir, templates)
+    planned = plan(after, changes.site, executor, label, run.path, run.sweep or "", templates)
     return planned, changes
 
 

@@ -62,15 +62,15 @@ def plan(
     executor: executors.Executor,
     label: str | None = None,
     path: Path | None = None,
-    sweep_dir: Path | None = None,
+    sweep: str = "",
     templates: Path = paths.TEMPLATES,
 ) -> PlannedRun:
     """Work out a run without writing anything: what submit sends and --dry-run prints.
 
     What the recipe leaves open, the site's file says, and its registry.
 
-    path: the directory of a run that is there already; None for a new one. sweep_dir: the directory
-    of the sweep that it is part of. templates: of the code that the run uses.
+    path: the run's directory; None for one with a new name. sweep: the name of the sweep that it is
+    part of. templates: of the code that the run uses.
     """
     recipe = models.in_recipe(complete(recipe, cluster, executor), cluster)
     label = label or recipe.name
@@ -89,9 +89,7 @@ def plan(
         contents[files.PARAMETERS] = files.json_text(given[files.PARAMETERS])
     if recipe.records is not None:
         contents[files.ENGINE] = files.json_text(recipe.records.as_json())
-    contents[files.JOB_SCRIPT] = render.job_script(
-        recipe, cluster, path, label, sweep_dir, templates
-    )
+    contents[files.JOB_SCRIPT] = render.job_script(recipe, cluster, path, label, sweep, templates)
     return PlannedRun(recipe, cluster, executor, path, contents)
 
 

@@ -4,7 +4,6 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from launcher.check import preflight
@@ -30,12 +29,12 @@ from launcher.errors import (
     UsageFault,
 )
 from launcher.recipe import load as recipes
+from launcher.recipe.model import Recipe
 from launcher.recipe.override import key_of
 from launcher.recipe.sweep import Cell, Sweep
 from launcher.run import built, code, directory, sweeps
 from launcher.run.directory import Run
 from launcher.run.states import State, judged, state_of
-from launcher.run.sweeps import SweepDirectory
 from launcher.site import Site
 from launcher.slurm.executors import Executor
 
@@ -48,19 +47,14 @@ _DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY"})
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """A sweep that could be started: its future directory and each cell's run."""
+    """A sweep that could be started: its name, and the run of each cell."""
 
     sweep: Sweep
     site: Site
     executor: Executor
-    path: Path
+    name: str
     parallel: int
-    runs: Mapping[int, PlannedRun]
-
-    @property
-    def cells(self) -> list[Cell]:
-        """The cells that are to run."""
-        return [cell for cell in self.sweep.cells if cell.number in self.runs]
+    runs: Sequence[PlannedRun]
 
 
 def plan_sweep(
@@ -77,21 +71,22 @@ def plan_sweep(
         overrides, options: of every cell, on top of its own.
         parallel: the maximum number of concurrent runs; None: as in its file.
     """
-    path = sweeps.root(site.root) / directory.new_name(sweep.name[:_LABEL])
-    planned: dict[int, PlannedRun] = {}
+    name = directory.new_name(sweep.name[:_LABEL])
+    planned: list[PlannedRun] = []
     faults: dict[str, list[str]] = {}
     for cell in sweep.cells:
-        label = f"{sweep.name[:_LABEL]}-{cell.number:02d}"
+        path = directory.runs_root(site.root) / sweeps.run_name(name, cell.number)
+        label = path.name[16:-5]
         try:
             recipe = recipes.load(sweep.recipe, (*cell.overrides, *overrides), options)
-            planned[cell.number] = plan(recipe, site, executor, label, sweep_dir=path)
+            planned.append(plan(recipe, site, executor, label, path, name))
         except RecipeFault as error:
             for fault in error.faults:
                 faults.setdefault(fault, []).append(cell.name)
     if faults:
         texts = _with_cells(faults, len(sweep.cells))
         raise RecipeFault([f"{fault}; the sweep is {sweep.path}" for fault in texts])
-    return PlannedSweep(sweep, site, executor, path, parallel or sweep.parallel, planned)
+    return PlannedSweep(sweep, site, executor, name, parallel or sweep.parallel, planned)
 
 
 def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:
@@ -108,88 +103,51 @@ def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
     """Return what stands in the way of the runs; that one does not fit is no fault."""
     by_fault: dict[str, list[str]] = {}
     answers: dict[str, dict[str, Any]] = {}
-    contexts = {
-        number: replace(context(run), answers=answers) for number, run in planned.runs.items()
-    }
+    contexts = [replace(context(run), answers=answers) for run in planned.runs]
     if not skip:
-        ask_ahead(contexts.values(), answers)
-    for cell in planned.cells:
-        run = planned.runs[cell.number]
-        failed = [
-            finding
-            for finding in preflight.check(contexts[cell.number], skip)
-            if finding.state == "failed"
-        ]
-        for finding in failed:
-            if finding.subject != "GPU memory":
-                by_fault.setdefault(_repeatable(finding.line, run, cell), []).append(cell.name)
-    return _with_cells(by_fault, len(planned.cells))
+        ask_ahead(contexts, answers)
+    for cell, checked in zip(planned.sweep.cells, contexts, strict=True):
+        for finding in preflight.check(checked, skip):
+            if finding.state == "failed" and finding.subject != "GPU memory":
+                fault = _repeatable(finding.line, checked.recipe, cell)
+                by_fault.setdefault(fault, []).append(cell.name)
+    return _with_cells(by_fault, len(contexts))
 
 
-def _repeatable(fault: str, run: PlannedRun, cell: Cell) -> str:
+def _repeatable(fault: str, recipe: Recipe, cell: Cell) -> str:
     """Return a fault whose command for the download names the cell's own model and dataset."""
-    command = f"cookbook download {run.recipe.given_name}"
+    command = f"cookbook download {recipe.given_name}"
     wanted = ("hub", "checkpointer", "dataset")
     own = (text for text in cell.overrides if key_of(text).partition(".")[0] in wanted)
     return fault.replace(command, " ".join([command, *map(shlex.quote, own)]))
 
 
-def submit_sweep(
-    planned: PlannedSweep,
-    say: Say,
-    skip: bool = False,
-) -> SweepDirectory:
-    """Check and record a sweep with all its runs, or nothing of it; start_cells() starts them."""
-    for each in planned.runs.values():
+def submit_sweep(planned: PlannedSweep, say: Say, skip: bool = False) -> list[Run]:
+    """Check a sweep and record all its runs, or none; start_runs() starts them."""
+    for each in planned.runs:
         prepare(each.recipe, planned.site, say)
     refuse(faults(planned, skip))
-    used = (each.recipe.environment for each in planned.runs.values())
+    used = (each.recipe.environment for each in planned.runs)
     for environment in {each.digest: each for each in used if each}.values():
         built.ensure(environment, planned.site.root, say)
     kit = code.present(planned.site.root)
+    known = {"sweep": planned.name, "parallel": planned.parallel, "cells": len(planned.runs)}
     made: list[Run] = []
     with interrupted_later():
         try:
-            for cell in planned.cells:
-                known = {"sweep": planned.path.name, "cell": cell.name}
-                made.append(record(planned.runs[cell.number], kit, **known))
-            return sweeps.create(planned.path, _record(planned))
+            for cell, run in zip(planned.sweep.cells, planned.runs, strict=True):
+                made.append(record(run, kit, **known, cell=cell.name))
         except BaseException:
-            for run in made:
-                discard(run)
+            for recorded in made:
+                discard(recorded)
             raise
+    return made
 
 
-def _record(planned: PlannedSweep) -> dict[str, Any]:
-    sweep, runs = planned.sweep, planned.runs
-    cells = [
-        {
-            "number": cell.number,
-            "name": cell.name,
-            "overrides": list(cell.overrides),
-            "run": runs[cell.number].path.name,
-        }
-        for cell in planned.cells
-    ]
-    return {
-        "sweep": sweep.name,
-        "file": str(sweep.path),
-        "recipe": sweep.recipe,
-        "site": planned.site.name,
-        "parallel": planned.parallel,
-        "cells": cells,
-    }
-
-
-def start_cells(
-    sweep: SweepDirectory,
-    cells: Sequence[Mapping[str, Any]],
-    executor: Executor,
-    parallel: int,
-    say: Say,
-    again: bool = False,
+def start_runs(
+    runs: Sequence[Run], executor: Executor, parallel: int, say: Say, again: bool = False
 ) -> None:
-    """Start the runs of cells, each as a job of its own.
+    """Start runs of a sweep, each as a job of its own.
 
     In Slurm's queue each waits until the job `parallel` places before it has ended. Without a queue
     they run one after the other.
@@ -198,8 +156,7 @@ def start_cells(
         again: they have had jobs, and continue from their checkpoints; see resume().
     """
     jobs: list[str] = []
-    for number, cell in enumerate(cells, 1):
-        run = sweep.run_of(cell)
+    for number, run in enumerate(runs, 1):
         after = jobs[-parallel] if executor.queued and len(jobs) >= parallel else ""
         try:
             if again:
@@ -210,15 +167,16 @@ def start_cells(
         except SlurmTimeout:
             raise
         except SlurmFault as fault:
-            message = f"then start the remaining runs: cookbook sweep --resume {sweep.name}"
+            message = f"then start the remaining runs: cookbook sweep --resume {run.sweep}"
             raise type(fault)([f"{each}; {message}" for each in fault.faults]) from fault
         jobs.append(str(run.job_id))
         if not executor.queued:
-            _wait(run, f"{number}/{len(cells)}", str(cell["name"]), say)
+            _wait(run, f"{number}/{len(runs)}", say)
 
 
-def _wait(run: Run, place: str, name: str, say: Say) -> None:
+def _wait(run: Run, place: str, say: Say) -> None:
     """Wait for the end of a run on this host, and say how it ended."""
+    name = run.submission.get("cell")
     say(f"started {run.name}: {name}")
     while not (state := state_of(run)).ended:
         time.sleep(0.5)
@@ -226,30 +184,29 @@ def _wait(run: Run, place: str, name: str, say: Say) -> None:
     say(f"{place} {state.word}: {name}{detail}")
 
 
-def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:
-    """Return the cells that have not come to their end, with their states."""
-    cells = {cell["run"]: cell for cell in sweep.cells}
-    known = [(cells[run.name], state) for run, state in judged(sweep.runs)]
-    known.sort(key=lambda pair: int(pair[0]["number"]))
-    return [(cell, state) for cell, state in known if state.word not in _DONE]
+def unfinished(runs: Sequence[Run]) -> list[tuple[Run, State]]:
+    """Return the runs that have not come to their end, with their states."""
+    known = {run.name: state for run, state in judged(runs)}
+    return [(run, known[run.name]) for run in runs if known[run.name].word not in _DONE]
 
 
-def to_resume(sweep: SweepDirectory) -> list[dict[str, Any]]:
-    """Return the cells that have ended, or were never started, and are not done.
+def to_resume(runs: Sequence[Run], say: Say) -> list[Run]:
+    """Return the runs of a sweep that have ended, or were never started, and are not done.
 
     Raises:
         UsageFault: there is none.
     """
-    waiting = unfinished(sweep)
-    if again := [cell for cell, state in waiting if state.ended]:
+    name, cells = runs[0].sweep, runs[0].submission.get("cells")
+    if len(runs) != cells:
+        say(f"note: {name} has {len(runs)} of its {cells} runs")
+    waiting = unfinished(runs)
+    if again := [run for run, state in waiting if state.ended]:
         return again
     if not waiting:
-        raise UsageFault(
-            f"every cell of {sweep.name} is done: compare them with: cookbook results {sweep.name}"
-        )
+        raise UsageFault(f"every run of {name} is done: compare them with: cookbook results {name}")
     raise UsageFault(
-        f"{len(waiting)} cells of {sweep.name} are pending or running, and the others are done: "
-        f"follow them with: cookbook watch {sweep.name}"
+        f"{len(waiting)} runs of {name} are pending or running, and the others are done: follow "
+        f"them with: cookbook watch {name}"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.errors import RunFault, SlurmFault, SlurmTimeout
 from launcher.slurm import cluster, jobs
-from launcher.slurm.job import Job, JobState
+from launcher.slurm.job import Job, State
 from launcher.slurm.reasons import why_pending
 
 # A controller that was busy reads the request of an sbatch that has ended within this time.
@@ -34,14 +34,14 @@ class SlurmExecutor:
         job_id = jobs.submit(script, token, lease, earlier, after)
         return {"job_id": job_id, **(here or _here())}
 
-    def states(self, wanted: Sequence[Job]) -> dict[str, JobState]:
+    def states(self, wanted: Sequence[Job]) -> dict[str, State]:
         # Recently ended jobs too: squeue would hide them, and accounting is often off.
         queue = _by_token(jobs.queue())
         queued = {job.token: _newest(queue.get(job.token, []), job.job_id) for job in wanted}
         known = {token: _queued(job) for token, job in queued.items() if job}
         for job in wanted:
             if job.token not in known and (place := _elsewhere(job)):
-                known[job.token] = JobState(None, "nobody", detail=place, elsewhere=True)
+                known[job.token] = State("", "nobody", place, elsewhere=True)
         gone = [job for job in wanted if job.token not in known]
         accounted = jobs.accounting(job.job_id for job in gone if job.job_id)
         return known | {job.token: _ended(job, accounted.get(job.job_id or "")) for job in gone}
@@ -119,13 +119,13 @@ def _newest(queued: Sequence[jobs.QueuedJob], job_id: str | None) -> jobs.Queued
     return known[-1] if known else None
 
 
-def _ended(job: Job, state: str | None) -> JobState:
+def _ended(job: Job, state: str | None) -> State:
     if state is None:
-        return JobState(None, "nobody", True, "its job is gone from the queue")
-    return JobState(state, "sacct", state in jobs.ENDED, "", job.job_id)
+        return State("", "nobody", "its job is gone from the queue", True)
+    return State(state, "sacct", "", state in jobs.ENDED, job.job_id)
 
 
-def _queued(job: jobs.QueuedJob) -> JobState:
+def _queued(job: jobs.QueuedJob) -> State:
     detail = f"on {job.nodes}" if job.nodes else ""
     if job.state in jobs.HELD or job.reason.startswith("JobHeld"):
         detail = f"{job.reason}: release it with: scontrol release {job.job_id}"
@@ -136,4 +136,4 @@ def _queued(job: jobs.QueuedJob) -> JobState:
         detail = ", ".join(parts)
     elif job.state in jobs.ENDED and job.reason not in ("", "None"):
         detail = ", ".join(filter(None, [detail, job.reason]))
-    return JobState(job.state, "squeue", job.state in jobs.ENDED, detail, job.job_id)
+    return State(job.state, "squeue", detail, job.state in jobs.ENDED, job.job_id)

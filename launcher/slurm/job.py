@@ -30,18 +30,19 @@ class Job:
 
 
 @dataclass(frozen=True)
-class JobState:
-    """An executor's knowledge of a job.
+class State:
+    """The state of a job, or of a run, and where it comes from.
 
-    state: one of Slurm's words; None if it knows nothing. source: who said so. ended: the job has
-    ended, though Slurm may requeue it a moment later. detail: why it waits or where it runs.
-    elsewhere: it belongs to another host or cluster, and only there can it be asked for.
+    word: the state that a user sees; "" if an executor knows nothing of a job. source: status.json,
+    squeue, sacct, this host or nobody. detail: why it waits, where it runs, or how it ended. ended:
+    no job runs or waits, though Slurm may requeue one a moment later. job_id: that of the newest
+    job. elsewhere: that job belongs to another host or cluster, and only there can it be asked for.
     """
 
-    state: str | None
+    word: str
     source: str
-    ended: bool = False
     detail: str = ""
+    ended: bool = False
     job_id: str | None = None
     elsewhere: bool = False
 
@@ -74,7 +75,7 @@ class Executor(Protocol):
             OSError: the script cannot be started here.
         """
 
-    def states(self, jobs: Sequence[Job]) -> Mapping[str, JobState]:
+    def states(self, jobs: Sequence[Job]) -> Mapping[str, State]:
         """Return the state of each job by its token.
 
         Raises:

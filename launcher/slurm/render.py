@@ -69,13 +69,13 @@ def job_script(
     cluster: Site,
     run_dir: Path,
     job_name: str,
-    sweep_dir: Path | None = None,
+    sweep: str = "",
     templates: Path = paths.TEMPLATES,
 ) -> str:
     """Return the whole job script of a run whose directory is run_dir.
 
     Args:
-        sweep_dir: of its sweep.
+        sweep: the name of its sweep.
         templates: those that belong to the code that the run uses.
 
     Raises:
@@ -91,7 +91,7 @@ def job_script(
         **common(cluster, resources, run_dir, job_name)
         | {"setup_lines": enter(inside, interpreter) if inside else []},
         recipe=recipe,
-        sweep_dir=sweep_dir,
+        sweep=sweep,
         gpus=gpus,
         cpus_per_task=(resources.cpus_per_gpu or 0) * resources.gpus_per_node,
         signal_lead_s=signal_lead_s(cluster, resources),

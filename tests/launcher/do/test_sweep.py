@@ -73,24 +73,20 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
 
 
 def test_words_name_a_sweep_or_a_run(tmp_path):
-    made = []
-    for number in (0, 1):
-        run = Run(tmp_path / "runs" / f"20260102-030405-study-{number:02d}-0a1b")
+    made = [Run(tmp_path / "runs" / sweeps.run_name(NAME, number)) for number in (0, 9, 10, 100)]
+    other = Run(tmp_path / "runs" / "20260102-030406-other-01-0a1b")
+    for run in (*made, other):
         run.path.mkdir(parents=True)
-        made.append(run)
-    cells = [{"number": n, "name": "x", "run": run.name} for n, run in enumerate(made)]
-    found = sweeps.create(tmp_path / "sweeps" / NAME, {"cells": cells})
-    assert (
-        sweeps.runs_of(tmp_path, ["study"])
-        == made
-        == found.runs
-        == sweeps.runs_of(tmp_path, [NAME])
-    )
+        run.write("submission.json", {"sweep": NAME} if run in made else {})
+    assert made[1].name == "20260102-030405-study-09-0a1b"
+    assert sweeps.find(tmp_path, "study") == made == sweeps.runs_of(tmp_path, [NAME])
     # A part of a run's name, and "last", mean a run.
-    assert sweeps.runs_of(tmp_path, ["study-01", "study"]) == [made[1], made[0]]
-    assert sweeps.runs_of(tmp_path, ["last"]) == [made[1]]
+    assert sweeps.runs_of(tmp_path, ["study-09", "study"]) == [made[1], made[0], *made[2:]]
+    assert sweeps.runs_of(tmp_path, ["last", "other"]) == [other]
     with pytest.raises(CookbookError, match="no run in"):
         sweeps.runs_of(tmp_path, ["nothing"])
+    with pytest.raises(CookbookError, match="no sweep is named 'other'"):
+        sweeps.find(tmp_path, "other")
 
 
 @pytest.fixture
@@ -124,7 +120,7 @@ def test_a_sweep_runs_one_at_a_time_and_is_resumed_where_it_failed(slurm_user: K
     )
     assert user.runs() == []
     name = started(user, study)
-    runs = [run.path for run in sweeps.find(user.root, name).runs]
+    runs = [run.path for run in sweeps.find(user.root, name)]
     ended = ["COMPLETED", "OUT_OF_MEMORY", "FAILED"]
     until(lambda: states(user, name) == ended, 90, lambda: "\n".join(map(report, runs)))
     # One at a time, in order, and no second try for the one without memory.
@@ -139,7 +135,7 @@ def test_a_sweep_runs_one_at_a_time_and_is_resumed_where_it_failed(slurm_user: K
     until(lambda: states(user, name)[2] == "COMPLETED", 60, lambda: report(runs[2]))
     assert (user.root / "times").read_text().splitlines()[4:] == ["late begins", "late ends"]
     left = user.cookbook("sweep", "--resume", "study")
-    assert left.returncode == 2 and "every cell of" in left.stderr
+    assert left.returncode == 2 and "every run of" in left.stderr
     table = user.cookbook("results", "study", "--json")
     assert {row["cell"]: row["state"] for row in json.loads(table.stdout)} == {
         "kind=small": "COMPLETED",
@@ -189,15 +185,14 @@ def killed_sweep(user: Kit, folder: Path, program: str, pattern: str) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-def test_a_sweep_killed_before_all_its_runs_are_made_says_what_to_do(slurm_user: Kit, tmp_path):
+def test_a_sweep_killed_before_all_its_runs_are_made_says_so(slurm_user: Kit, tmp_path):
     killed_sweep(slurm_user, tmp_path, "git", "*rev-parse*")
-    assert not list((slurm_user.root / "sweeps").glob("*"))
-    run = max((slurm_user.root / "runs").glob("[!.]*"))
+    (run,) = (slurm_user.root / "runs").glob("[!.]*")
     state = slurm_user.status(run)
-    advice = f"start it separately with: cookbook resume {run.name}, or remove it with: rm -r {run}"
-    assert state["state"] == "PENDING" and advice in state["detail"]
-    done = slurm_user.cookbook("resume", run.name)
-    assert done.returncode == 0 and f"resumed {run.name} as job " in done.stdout, done.stderr
+    assert state["state"] == "PENDING", state
+    resume = state["detail"].partition("start it with: cookbook ")[2].split()
+    done = slurm_user.cookbook(*resume)
+    assert done.returncode == 0 and "has 1 of its 5 runs" in done.stderr, done.stderr
     assert slurm_user.cookbook("cancel", run.name).returncode == 0
 
 
@@ -205,12 +200,11 @@ def test_a_sweep_killed_while_it_starts_its_jobs_is_resumed(slurm_user: Kit, slu
     slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])
     try:
         killed_sweep(slurm_user, tmp_path, "sbatch", "*--parsable*")
-        (path,) = (slurm_user.root / "sweeps").glob("[!.]*")
-        runs = sorted((slurm_user.root / "runs").iterdir(), key=lambda run: run.name[16:])
-        assert [bool(Run(run).all_jobs) for run in runs] == [True, True, False, False, False]
-        done = slurm_user.cookbook("sweep", "--resume", path.name)
-        assert done.returncode == 0 and f"resumed {path.name}: 3 runs" in done.stdout, done.stderr
-        assert states(slurm_user, path.name) == ["PENDING"] * 5
+        runs = sweeps.find(slurm_user.root, "study")
+        assert [bool(run.all_jobs) for run in runs] == [True, True, False, False, False]
+        done = slurm_user.cookbook("sweep", "--resume", "study")
+        assert done.returncode == 0 and ": 3 runs, at most 4" in done.stdout, done.stderr
+        assert states(slurm_user, "study") == ["PENDING"] * 5
     finally:
-        slurm_user.cookbook("cancel", path.name)
+        slurm_user.cookbook("cancel", "study")
         slurm.run(["scontrol", "update", "partitionname=gpu", "state=up"])
