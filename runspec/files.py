@@ -56,11 +56,6 @@ ADAPTER = "adapter"
 EVALS = "evals"
 SHARDS = "shards"  # of an evaluation, in its EVALS
 SERVED = "served.json"  # of a replica: the minutes for which it has been ready
-# The directory of a sweep: what it is, and its runs by the number of their task.
-SWEEPS = "sweeps"  # the folder of all sweeps
-SWEEP = "sweep.json"
-TASKS = "tasks"
-ARRAY_SCRIPT = "array_{}.sbatch"
 # Inside checkpoints/step_<n>: the folder counts only with the marker.
 CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"

@@ -158,9 +158,9 @@ def _end_of_earlier(
             f"cookbook cancel {run_dir.name}",
         )
     log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
-    nodes, slurm_job = job_log.lost_nodes(log), str(status.get("slurm_job_id") or before)
+    nodes = job_log.lost_nodes(log)
     if not _has_line(run_dir, status):
-        lost = ended_by_slurm(job_log.ended(log, slurm_job), nodes)
+        lost = ended_by_slurm(job_log.ended(log, str(before)), nodes)
         _append_attempt(run_dir, status, None, lost, nodes)
     fruitless = count_fruitless(run_dir)
     if fruitless > (max_retries or _MAX_LOST):
@@ -230,7 +230,7 @@ def end(
             max_retries=max_retries,
             not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
             cause_before=str(earlier[-1].get("cause")) if earlier else None,
-            memory_is_result="SWEEP_DIR" in os.environ,
+            memory_is_result="SWEEP" in os.environ,
         )
     )
     _write_end(run_dir, {**status, "ended": now}, verdict, unfit(errors))
@@ -307,9 +307,8 @@ def _why_ended(run_dir: Path, status: dict[str, Any], job_state: str | None) -> 
     """Return Slurm's final state of the job, from job.log if needed; None if the job continues."""
     if job_state not in job_log.UNCLEAR:
         return job_state
-    number = str(status.get("slurm_job_id") or status["job_id"])
     start = int(status.get("job_log_bytes", 0))
-    return job_log.wait_for_end(run_dir / files.JOB_LOG, start, number)
+    return job_log.wait_for_end(run_dir / files.JOB_LOG, start, str(status["job_id"]))
 
 
 def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:

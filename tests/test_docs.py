@@ -73,7 +73,7 @@ def test_shown_options_of_setup_and_cluster_scripts_exist():
 
 def test_the_reference_of_commands_is_current():
     expected = reference.commands()
-    assert COMMANDS.read_text() == expected, "launcher.cli.reference commands"
+    assert COMMANDS.read_text() == expected, "benchmarks.reference commands"
 
 
 def test_the_site_builds(tmp_path):

@@ -16,8 +16,9 @@ from launcher.check.samples import read as read_samples
 from launcher.cli import common
 from launcher.cli.common import note
 from launcher.cli.samples import lines as sample_lines
-from launcher.do import rehearse as rehearsal
 from launcher.do.submit import context, plan
+from launcher.errors import UsageFault
+from launcher.plugins import hook
 from launcher.recipe import load as recipe_file
 from launcher.slurm import executors
 
@@ -108,7 +109,12 @@ def doctor(
         raise click.UsageError(f"{overrides[0]} requires --rehearse RECIPE")
     site = sites.load(cluster)
     if rehearse:
-        folder, found = rehearsal.rehearse(site, rehearse, overrides, wait_s or 600, note)
+        # From the site, a recipe's name, overrides, seconds to wait and a function that says a line
+        # to the folder of the logs, and the findings.
+        rehearsed = hook("rehearse")
+        if rehearsed is None:
+            raise UsageFault("--rehearse: no plug-in that rehearses recipes is installed")
+        folder, found = rehearsed(site, rehearse, overrides, wait_s or 600, note)
         failed = _show(found, as_json, folder=str(folder))
     else:
         failed = _show(examination.examine(site, wait_s or 3), as_json)

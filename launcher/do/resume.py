@@ -25,7 +25,7 @@ from launcher.look.outcome import leaves
 from launcher.recipe import load as recipes
 from launcher.recipe import override
 from launcher.recipe.model import Recipe
-from launcher.run import built, code, provenance, sweeps, trust
+from launcher.run import built, code, provenance, trust
 from launcher.run.directory import Run, locked
 from launcher.run.states import State, living, state_of
 from launcher.site import Site
@@ -70,6 +70,7 @@ def resume(
     executor: executors.Executor | None = None,
     changes: Changes | None = None,
     say: Callable[[str], None] = lambda line: None,
+    after: str = "",
 ) -> bool:
     """Start a new job of a run; UsageFault if it is finished or a job of it is still there.
 
@@ -77,7 +78,7 @@ def resume(
 
     The job runs where the last one ran, or by the given executor. Its script follows the site's
     file. Changes are checked as submit checks a new run; if they, or the job, are refused, the run
-    stays as it was.
+    stays as it was. after: the id of a job that has to end before it begins.
     """
     with locked(run) as lease:
         if faults := run.broken():
@@ -99,9 +100,9 @@ def resume(
         if not (changes and changes.code):
             _tell_of_code(run, say)
         if changes is None:
-            with script_of_today(run, executor, say) as submission:
+            with _script_of_today(run, executor, say) as submission:
                 built.restore(run, say)
-                start(run, executor, lease, submission)
+                start(run, executor, lease, submission, after)
             return True
         if command := run.submission.get("command"):
             raise UsageFault(
@@ -116,12 +117,12 @@ def resume(
         refuse(preflight.faults(context(planned), changes.skip))
         built.ensure(planned.recipe.environment, changes.site.root, say)
         with _rewritten(run, planned.contents, planned.asked, kit):
-            start(run, executor, lease, changes.words)
+            start(run, executor, lease, changes.words, after)
         return True
 
 
 @contextmanager
-def script_of_today(
+def _script_of_today(
     run: Run, executor: executors.Executor, say: Callable[[str], None]
 ) -> Iterator[list[str]]:
     """Render the job script from the site's file as it is now; yield what changed, for the record.
@@ -273,8 +274,7 @@ def _planned(
             raise UsageFault(faults)
     # <utc>-<label>-<4 hex>
     label = run.name[16:-5]
-    sweep_dir = sweeps.root(changes.site.root) / run.sweep if run.sweep else None
-    planned = plan(after, changes.site, executor, label, run.path, sweep_dir, templates)
+    planned = plan(after, changes.site, executor, label, run.path, run.sweep or "", templates)
     return planned, changes
 
 

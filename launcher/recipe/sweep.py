@@ -25,7 +25,7 @@ _OF_CELL = table(
     Key("name", "text", "Its own name.", REQUIRED),
     Key("set", "open block", "Values of the recipe's keys."),
 )
-# Slurm's own limit of a job array is MaxArraySize, 1001 unless the site says otherwise.
+# Each is a job of its own in Slurm's queue.
 MOST_CELLS = 1000
 _PARALLEL = 4
 

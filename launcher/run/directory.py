@@ -4,7 +4,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,7 @@ class Run:
         known: dict[str, Any] = {
             key: str(newest[key]) for key in _JOB_KEYS if newest.get(key) is not None
         }
-        submission = self.submission
-        job = Job(token(self.name), **known)
-        array, task = submission.get("array"), submission.get("task")
-        if isinstance(array, str) and isinstance(task, int):
-            return replace(job, array=array, task=task)
-        return job
+        return Job(token(self.name), **known)
 
     @property
     def own_status(self) -> dict[str, Any]:
@@ -235,7 +230,6 @@ def create(
     kit: code.Code,
     own_code: Mapping[str, Path] | None = None,
     umask: int = 0o077,
-    named: bool = True,
 ) -> Run:
     """Make a run directory whole, or not at all: its files are written before it gets its name.
 
@@ -245,7 +239,6 @@ def create(
         own_code: the user's own files and folders, of which the run takes copies, by their names
             in its folder code; "." is that folder itself.
         umask: 0o077 keeps the run private, 0o027 lets the group read it.
-        named: False leaves it hidden, for whoever makes several runs at once.
 
     Raises:
         RunFault: it cannot be made there.
@@ -259,7 +252,7 @@ def create(
             # A private run may have made the folder of all runs.
             with suppress(PermissionError):
                 root.chmod(root.stat().st_mode | 0o050)
-        with publish.folder(path, "refuse" if named else None, alone=True) as folder:
+        with publish.folder(path, "refuse", alone=True) as folder:
             trust.close(folder, umask=umask)
             (folder / files.LOGS).mkdir()
             # Slurm would create it with permissions of its own.

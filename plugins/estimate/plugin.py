@@ -17,6 +17,7 @@ PLUGIN = Plugin(
     ),
     hooks={
         "needs": "plugins.estimate.launcher.estimate:Estimate",
+        "rehearse": "plugins.estimate.launcher.rehearse:rehearse",
         "predicted_sweep": "plugins.estimate.launcher.cells:PredictedSweep",
     },
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launcher import gpus
-from launcher.check.doctor.rehearsal import Part, Scene, findings
 from launcher.recipe import load as recipes
+from plugins.estimate.launcher.rehearsal import Part, Scene, findings
 from tests.launcher.kit import Kit, report
 
 GPU = gpus.by_name("h100-80")

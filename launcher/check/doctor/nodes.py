@@ -17,11 +17,11 @@ _NOT_ASKED = ("mem", "time", "exclude")
 
 def findings(site: SlurmAnswers, wait_s: float) -> list[Finding]:
     """Ask a node of the partition by a short job, which may wait so long to start."""
-    usable = [node for node in site.own_nodes if node.usable]
+    usable = [nodes for nodes in site.own_nodes if nodes.usable]
     if not usable:
         message = f"partition {site.partition} has no usable node to ask"
         return [skipped("nodes", message, "try again later, or with another --cluster")]
-    gpus = min(1, *(sum(node.gpus.values()) for node in usable))
+    gpus = min(1, *(sum(nodes.gpus.values()) for nodes in usable))
     asked = replace(Resources.of(site.cluster.resources), partition=site.partition)
     srun = slurm_options(asked, site.cluster, gpus, _NOT_ASKED)
     question = Question(site.cluster, srun, gpus, venv.torch_build(), wait_s)

@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher import gpus, paths, slurm, venv, yamlfile
+from launcher import gpus, slurm, venv, yamlfile
 from launcher import site as sites
 from launcher.check import Finding, failed, preflight
-from launcher.check.doctor import rehearsal
 from launcher.check.doctor.ask import NodeReport, Question, ask
-from launcher.check.doctor.rehearsal import Part, Scene
 from launcher.check.doctor.report import node_findings
 from launcher.do.prepare import prepare
 from launcher.do.submit import context, plan, refuse
@@ -22,6 +20,8 @@ from launcher.run import directory
 from launcher.run.directory import runs_root
 from launcher.site import Site
 from launcher.slurm import executors
+from plugins.estimate.launcher import rehearsal
+from plugins.estimate.launcher.rehearsal import Part, Scene
 from runspec import files
 from runspec.shape import Shape
 
@@ -31,7 +31,7 @@ _SPARE_S = 60
 # Number of blocks, or as many as needed to have one of each kind; number of samples.
 BLOCKS, SAMPLES = 4, 4000
 _OVERRIDES = (
-    # slurm/rehearse.sh ends each part.
+    # rehearse.sh ends each part.
     *("max_steps=1000000", "epochs=1000000", "log_every_n_steps=1"),
     *("save_every_n_steps=1000000", "keep_last_n_checkpoints=1"),
 )
@@ -108,7 +108,7 @@ def _asked(
         "HF_HOME": site.root / "hf",
         "COOKBOOK_ROOT": site.root,
     }
-    script = (paths.REPO_ROOT / "slurm" / "rehearse.sh").read_text(encoding="utf-8")
+    script = (Path(__file__).parents[1] / "rehearse.sh").read_text(encoding="utf-8")
     answered, reports = ask(question, settings, script)
     if answered.pending or not reports:
         message = answered.message or "Slurm gave no reason"

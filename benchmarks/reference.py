@@ -1,4 +1,4 @@
-"""The references: python -m launcher.cli.reference keys > docs/keys.md, and commands likewise."""
+"""The references: python -m benchmarks.reference keys > docs/keys.md, and commands likewise."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from runspec.keys.train import ModelSpec, TrainConfig
 _COMMANDS = """\
 # The commands
 
-Made by `python -m launcher.cli.reference commands > docs/commands.md`; do not edit it.
+Made by `python -m benchmarks.reference commands > docs/commands.md`; do not edit it.
 `cookbook COMMAND --help` prints the same. Results go to standard output, everything else to
 standard error; `--json` prints JSON. The exit status is 0 for success, 1 for failure, 2 for wrong
 usage.
@@ -22,7 +22,7 @@ usage.
 _KEYS = """\
 # The keys of a recipe
 
-Made by `python -m launcher.cli.reference keys > docs/keys.md`; do not edit it.
+Made by `python -m benchmarks.reference keys > docs/keys.md`; do not edit it.
 
 A dotted name is a key inside a block: `resources.nodes` is `nodes` under `resources:`. On the
 command line `resources.nodes=4` sets it. `null` is the same as leaving a key out. `${a.b}` is the
