@@ -150,7 +150,8 @@ def _fill(environment: Environment, path: Path) -> None:
         raise PreflightFault(_reason(environment, done.stderr))
     own, kit = next(path.glob("lib/python*/site-packages")), venv.site_packages()
     if environment.pins and kit:
-        (own / "_cookbook.pth").write_text(f"{kit}\n", encoding="utf-8")
+        folders = dict.fromkeys((kit, venv.torch_folder()))
+        (own / "_cookbook.pth").write_text("".join(f"{each}\n" for each in folders), "utf-8")
     content = {"dependencies": list(environment.dependencies), "packages": wanted}
     (path / _RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
