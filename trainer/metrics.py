@@ -78,7 +78,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     """The lines of a file of steps up to this one; what is no such line is left out."""
-    lines = [line for line in patiently(files.read_json_lines, path) if isinstance(line, dict)]
+    lines = patiently(files.read_json_lines, path)
     return [line for line in lines if isinstance(n := line.get("step"), int) and n <= step]
 
 
