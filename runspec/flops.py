@@ -158,8 +158,3 @@ def _products(linear: Linear, flows: bool, backward: bool) -> float:
 def tflops_per_gpu(flops: float, seconds: float, gpus: int) -> float:
     """10^12 FLOPs per second and GPU."""
     return flops / seconds / gpus / 1e12
-
-
-def utilisation(flops: float, seconds: float, gpus: int, peak_tflops: float) -> float:
-    """MFU of a step's model FLOPs; HFU of these and what is computed again."""
-    return tflops_per_gpu(flops, seconds, gpus) / peak_tflops

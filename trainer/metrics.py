@@ -239,9 +239,7 @@ class Work:
         return {
             "tokens_per_second_per_gpu": round(self.tokens / seconds / gpus, 1),
             "tflops_per_second_per_gpu": float(f"{tflops:.4g}"),
-            "mfu": None
-            if peak_tflops is None
-            else round(flops.utilisation(self.flops, seconds, gpus, peak_tflops), 4),
+            "mfu": None if peak_tflops is None else round(tflops / peak_tflops, 4),
         }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from plugins.estimate.launcher.model_flops import of_shape
 from runspec import flops
-from runspec.flops import Attention, count, pairs, utilisation
+from runspec.flops import Attention, count, pairs, tflops_per_gpu
 from runspec.shape import GatedDelta, Matrix
 from tests.model_sizes import demo, with_experts
 
@@ -49,8 +49,8 @@ def test_a_token_meets_its_active_experts_only():
     assert of_shape(sparse, full=True, ranks={}).token == 6 * 3 * met
 
 
-def test_utilisation_is_flops_over_time_and_peak():
-    assert utilisation(4e15, seconds=2.0, gpus=8, peak_tflops=500.0) == pytest.approx(0.5)
+def test_a_rate_is_flops_over_time_and_gpus():
+    assert tflops_per_gpu(4e15, seconds=2.0, gpus=8) == pytest.approx(250)
 
 
 def test_a_window_bounds_the_pairs_and_linear_attention_has_none():
