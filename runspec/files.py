@@ -70,36 +70,24 @@ TEMPORARY = ".tmp-"
 _CHECKPOINT = re.compile(r"step_(0|[1-9]\d*)")
 
 
-def checkpoint_folders(run_dir: Path) -> dict[int, int]:
-    """Return by the step in the name of each checkpoint's folder the step that its manifest says.
-
-    They differ if the folder was copied or renamed. One without a manifest that can be
-    parsed counts as its name says. Whether a checkpoint is complete is not looked at.
+def checkpoint_folders(run_dir: Path) -> list[int]:
+    """Return the steps in the names of the checkpoints' folders, complete or not, ascending.
 
     Raises:
-        OSError: the folder or a manifest cannot be read.
+        OSError: the folder cannot be read.
     """
-    folder, by_step = run_dir / CHECKPOINTS, {}
     try:
-        names = os.listdir(folder)
+        names = os.listdir(run_dir / CHECKPOINTS)
     except FileNotFoundError:
-        return {}
-    for match in filter(None, (_CHECKPOINT.fullmatch(name) for name in names)):
-        step = int(match[1])
-        try:
-            manifest = read_json(folder / match[0] / CHECKPOINT_MANIFEST)
-        except (ValueError, NotADirectoryError, IsADirectoryError):
-            manifest = None
-        said = manifest.get("step") if isinstance(manifest, dict) else None
-        by_step[step] = said if isinstance(said, int) else step
-    return dict(sorted(by_step.items()))
+        return []
+    return sorted(int(match[1]) for match in map(_CHECKPOINT.fullmatch, names) if match)
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
-    """Return the steps of the complete checkpoints, ascending; copies of others do not count.
+    """Return the steps of the complete checkpoints, ascending.
 
     Raises:
-        OSError: the folder or a manifest cannot be read.
+        OSError: the folder cannot be read.
         DamagedFile: engine.json does not hold an object.
     """
     folder = run_dir / CHECKPOINTS
@@ -108,11 +96,8 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
         if (engine := Records.of(given)) is not None:
             return engine.steps(folder)
-    return [
-        step
-        for step, said in checkpoint_folders(run_dir).items()
-        if step == said and os.path.exists(folder / f"step_{step}" / CHECKPOINT_COMPLETE)
-    ]
+    steps = checkpoint_folders(run_dir)
+    return [step for step in steps if (folder / f"step_{step}" / CHECKPOINT_COMPLETE).exists()]
 
 
 def write_text(path: Path, text: str, mode: int | None = None) -> None:

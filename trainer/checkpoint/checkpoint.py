@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from runspec import files
 from runspec.keys.key import may_change
 from runspec.keys.train import TrainConfig
 from trainer.checkpoint.committed import CommittedCheckpoints, TrainerState, hashes
@@ -141,11 +140,6 @@ class Checkpoints:
         """
         world = self._world
         damaged: dict[int, str] = {}
-        for step, said in (world.on_main(self.committed.copies) or {}).items():
-            world.say(
-                f"note: checkpoints/step_{step} is a copy of the checkpoint of step {said}, by its "
-                f"{files.CHECKPOINT_MANIFEST}, and is not used"
-            )
         for step in reversed(self.steps()):
             fault = self._agreed_fault(step)
             if fault is None:
