@@ -242,36 +242,34 @@ def peek(path: Path) -> dict[str, Any]:
         return {}
 
 
-def read_json_lines(path: Path) -> list[Any]:
-    """Return one value per line, [] if there is no file; a damaged line is left out."""
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return one object per line, [] if there is no file; any other line is left out."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    values = []
-    for line in text.splitlines():
-        try:
-            values.append(parse_json(line))
-        except ValueError:
-            continue
-    return values
+    objects = map(_object_of, text.splitlines())
+    return [each for each in objects if each is not None]
 
 
-def last_json_line(path: Path) -> Any:
-    """Return the last whole value of a JSON lines file, None if there is none in its last bytes."""
+def last_json_line(path: Path) -> dict[str, Any]:
+    """Return the last whole object of a JSON lines file, {} if its last bytes have none."""
     try:
         with open(path, "rb", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - _TAIL_BYTES))
             lines = file.read(_TAIL_BYTES).splitlines()
     except FileNotFoundError:
+        return {}
+    return next(filter(None, map(_object_of, reversed(lines))), {})
+
+
+def _object_of(line: str | bytes) -> dict[str, Any] | None:
+    try:
+        value = parse_json(line)
+    except ValueError:
         return None
-    for line in reversed(lines):
-        try:
-            return parse_json(line)
-        except ValueError:
-            continue
-    return None
+    return value if isinstance(value, dict) else None
 
 
 def append_json_line(path: Path, value: Any) -> None:

@@ -116,8 +116,3 @@ def recurrence(state: float, backward: bool = True) -> float:
 def tflops_per_gpu(flops: float, seconds: float, gpus: int) -> float:
     """10^12 FLOPs per second and GPU."""
     return flops / seconds / gpus / 1e12
-
-
-def utilisation(flops: float, seconds: float, gpus: int, peak_tflops: float) -> float:
-    """MFU of a step's model FLOPs; HFU of these and what is computed again."""
-    return tflops_per_gpu(flops, seconds, gpus) / peak_tflops

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.failure import fault
 from runspec.storage import OF_A_DISK, UNREADABLE, patiently
 from slurm import job_log
 
@@ -140,48 +141,26 @@ def describe(error: dict[str, Any]) -> str:
     return f"{where}{kind}{lines[0].removeprefix(kind)}"
 
 
-def fault(
-    message: str, kind: str = "fault", host: str | None = "", permanent: bool = True
-) -> dict[str, Any]:
-    """Return the record of a fault that was found now.
-
-    Args:
-        host: the node whose fault it is, None if it is no single one's; "" for this one.
-        permanent: a retry cannot fix it.
-    """
-    return {
-        "rank": None,
-        "host": socket.gethostname() if host == "" else host,
-        "time": time.time(),
-        "type": kind,
-        "message": message,
-        "permanent": permanent,
-    }
-
-
-def no_space(folder: Path, inodes: bool = False) -> dict[str, Any]:
-    """Return the record of a disk that is full, or that has no inodes left.
+def full_disk(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of a disk that is full, None if the run's has space.
 
     Nodes share it, so none is named.
     """
-    message = f"no space left on the filesystem of {folder}: free some, or raise the quota"
-    if inodes:
-        message = (
-            f"no inodes are left on the filesystem of {folder}, so it takes no new file: remove "
-            "files, or raise the quota of their number"
-        )
-    return fault(message, "NoSpace", None)
-
-
-def full_disk(run_dir: Path) -> dict[str, Any] | None:
-    """Return the record of a disk that is full, None if the run's has space."""
     probe = run_dir / f".probe.{os.getpid()}"
     try:
         with probe.open("xb", buffering=0) as file:
             file.write(b"0" * _LAST_BYTES)
     except OSError as error:
+        if error.errno not in OF_A_DISK:
+            return None
+        message = f"no space left on the filesystem of {run_dir}: free some, or raise the quota"
         # An empty new file needs an inode only.
-        return no_space(run_dir, not probe.exists()) if error.errno in OF_A_DISK else None
+        if not probe.exists():
+            message = (
+                f"no inodes are left on the filesystem of {run_dir}, so it takes no new file: "
+                "remove files, or raise the quota of their number"
+            )
+        return fault(message, "NoSpace", None)
     finally:
         with suppress(OSError):
             probe.unlink(missing_ok=True)

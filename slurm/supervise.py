@@ -37,7 +37,6 @@ from slurm.nodes import Nodes, head
 from slurm.recorder import NotRecorded, Recorder
 from slurm.records import Follows
 from slurm.rendezvous import port_of
-from slurm.requeue import requeue
 from slurm.retry import pause_s
 from slurm.watchdog import END_S, Watchdog
 
@@ -155,7 +154,7 @@ class Supervisor:
         if self.next == "requeue" and in_slurm():
             say("back into the queue: the next attempt continues from the last checkpoint")
             try:
-                requeue(self.record, self._nodes.left_out, lambda held: _take_term(not held))
+                self._nodes.requeue(lambda held: _take_term(not held))
                 return FINISHED
             except Follows as other:
                 self.next = other.what

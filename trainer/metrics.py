@@ -76,7 +76,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     """The lines of a file of steps up to this one; what is no such line is left out."""
-    lines = [line for line in patiently(files.read_json_lines, path) if isinstance(line, dict)]
+    lines = patiently(files.read_json_lines, path)
     return [line for line in lines if isinstance(n := line.get("step"), int) and n <= step]
 
 
@@ -226,9 +226,7 @@ class Work:
         return {
             "tokens_per_second_per_gpu": round(self.tokens / seconds / gpus, 1),
             "tflops_per_second_per_gpu": float(f"{tflops:.4g}"),
-            "mfu": None
-            if peak_tflops is None
-            else round(flops.utilisation(self.flops, seconds, gpus, peak_tflops), 4),
+            "mfu": None if peak_tflops is None else round(tflops / peak_tflops, 4),
         }
 
 

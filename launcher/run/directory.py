@@ -65,10 +65,9 @@ class Run:
     def newest_metrics(self) -> dict[str, Any]:
         """The last logged step, {} before the first; of a long file only the end is read."""
         try:
-            value = files.last_json_line(self.path / files.METRICS)
+            return files.last_json_line(self.path / files.METRICS)
         except OSError:
-            value = None
-        return value if isinstance(value, dict) else {}
+            return {}
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -173,22 +172,18 @@ class Run:
     def _read_or_fault(self, name: str) -> tuple[dict[str, Any], str]:
         path = f"{self.path}/{name}"
         try:
-            value = files.read_json(path)
+            return files.read_object(path) or {}, ""
         except OSError as error:
             return {}, f"{path} cannot be read ({error.strerror})"
-        except ValueError:
-            value = ""
-        if value is None or isinstance(value, dict):
-            return value or {}, ""
-        message = f"{path} is broken (not a JSON object)"
-        return {}, f"{message}: move it away with: mv {path} {path}.broken"
+        except files.DamagedFile:
+            message = f"{path} is broken (not a JSON object)"
+            return {}, f"{message}: move it away with: mv {path} {path}.broken"
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         try:
-            values = files.read_json_lines(self.path / name)
+            return files.read_json_lines(self.path / name)
         except OSError:
             return []
-        return [value for value in values if isinstance(value, dict)]
 
 
 @dataclass(frozen=True)

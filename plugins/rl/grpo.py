@@ -91,8 +91,6 @@ class PolicyOptimisation(Objective):
             faults.append("group_size: an answer is compared with others; set at least 2")
         if config.dataset.get("packed"):
             faults.append("dataset.packed: answers are not packed; set dataset.packed=False")
-        if config.reference_kind == "adapter_off" and not config.has_new_adapter(vars(config)):
-            faults.append("reference: adapter_off needs a new adapter; set reference=model")
         if config.overlong_tokens > config.max_new_tokens:
             faults.append("overlong_tokens: must be at most max_new_tokens")
         if config.max_staleness and config.importance_cap is None:

@@ -216,7 +216,10 @@ class CommittedCheckpoints:
             manifest = b""
         if hashlib.sha256(manifest).hexdigest().encode() != marker.strip():
             return "the manifest is missing or changed"
-        entries = json.loads(manifest)["files"]
+        content = json.loads(manifest)
+        if content["step"] != step:
+            return f"it is a copy of the checkpoint of step {content['step']}"
+        entries = content["files"]
         for name in sorted(entries)[part::parts]:
             entry, path = entries[name], folder / name
             try:

@@ -118,8 +118,7 @@ def roles(run: Run) -> str:
 
 def samples(run: Run) -> Iterator[str]:
     """Yield the newest groups of a run's answers, each with its rewards."""
-    groups = [g for g in files.read_json_lines(run.path / names.ANSWERS) if isinstance(g, dict)]
-    for group in groups[-_GROUPS:]:
+    for group in files.read_json_lines(run.path / names.ANSWERS)[-_GROUPS:]:
         yield f"step {group.get('step')}, prompt:"
         yield from _indented(group.get("prompt"))
         answers = [each for each in group.get("answers") or () if isinstance(each, dict)]

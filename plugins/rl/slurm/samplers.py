@@ -21,10 +21,10 @@ from typing import Any
 from plugins.rl import names
 from plugins.serve import client
 from runspec import files
+from runspec.failure import fault
 from slurm import allocation
 from slurm.child import Child
 from slurm.companion import Companion
-from slurm.faults import fault
 from slurm.job_log import say
 from slurm.nodes import Nodes
 

@@ -81,8 +81,8 @@ def wide_content(folder: Path, model_folder: Path, dataset: Path, **more: Any) -
 @pytest.mark.parametrize(
     ("entry", "changes", "held"),
     [
-        ("dpo", {"reference": "adapter_off", "model": LORA}, 0),
-        ("dpo", {"reference": "model"}, 1),
+        ("dpo", {"model": LORA}, 0),
+        ("dpo", {}, 1),
         ("toy_objective", {"activation_checkpointing": "full"}, 1),
     ],
     ids=["adapter_off", "model", "toy-model"],

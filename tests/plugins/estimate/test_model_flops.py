@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from plugins.estimate.launcher.model_flops import of_shape
-from runspec.flops import pairs, utilisation
+from runspec.flops import pairs, tflops_per_gpu
 from runspec.shape import GatedDelta, Matrix
 from tests.model_sizes import demo, with_experts
 
@@ -38,8 +38,8 @@ def test_a_token_meets_its_active_experts_only():
     assert of_shape(sparse, full=True, ranks={}).token == 6 * 3 * met
 
 
-def test_utilisation_is_flops_over_time_and_peak():
-    assert utilisation(4e15, seconds=2.0, gpus=8, peak_tflops=500.0) == pytest.approx(0.5)
+def test_a_rate_is_flops_over_time_and_gpus():
+    assert tflops_per_gpu(4e15, seconds=2.0, gpus=8) == pytest.approx(250)
 
 
 def test_a_window_bounds_the_pairs_and_linear_attention_has_none():

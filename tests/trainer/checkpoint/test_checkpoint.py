@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -342,3 +343,16 @@ def test_an_older_start_commits_nothing_beside_a_newer_one(tmp_path, world):
     other = Model()
     assert new.load(other.module, other.optimizer, {}).step == 2
     assert torch.equal(other.module.weight, model.module.weight)
+
+
+def test_a_copied_checkpoint_is_passed_over(tmp_path, world, capsys):
+    model, checkpoints = Model(), Checkpoints(tmp_path, world, attempt=0, keep=2)
+    for step in (1, 2):
+        model.save(checkpoints, step)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step_2", folder / "step_5")
+    state = checkpoints.load(model.module, model.optimizer, {})
+    assert state is not None and state.step == 2
+    said = "step_5 is damaged and renamed: it is a copy of the checkpoint of step 2"
+    assert said in capsys.readouterr().out
+    assert names(tmp_path) == ["damaged_step_5", "step_1", "step_2"]

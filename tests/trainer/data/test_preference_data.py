@@ -251,13 +251,11 @@ def test_a_prompt_that_fills_the_row_is_counted_and_left_out(tmp_path, model_fol
     [
         ({"label_smoothing": 0.5}, "label_smoothing: must be below 0.5"),
         ({"loss": "ipo", "label_smoothing": 0.1}, "loss=ipo does not use it"),
-        ({"loss": "simpo", "reference": "model"}, "reference: loss=simpo does not use it"),
         (
             {"loss": "simpo", "length_normalized": True},
             "length_normalized: loss=simpo does not use it",
         ),
         ({"loss": "orpo", "sft_weight": 0.1}, "sft_weight: loss=orpo does not use it"),
-        ({"reference": "adapter_off"}, "adapter_off needs an adapter"),
         ({"component": UNPAIRED, "batch_size": 1}, "batch_size: KTO compares with the other"),
     ],
 )
@@ -276,8 +274,7 @@ def test_the_cheapest_reference_is_chosen():
     assert kind(model=LORA) == "adapter_off" and kind(model={}) == "model"
     start = {"adapter_checkpoint": "a"}
     assert kind(model=LORA, checkpointer=start) == "model"
-    assert kind(loss="simpo") == kind(loss="orpo", reference="model") == ""
-    assert kind(model=LORA, reference="model") == "model"
+    assert kind(loss="simpo") == kind(loss="orpo") == ""
 
 
 def test_losses_and_gradients_are_torchtunes():
