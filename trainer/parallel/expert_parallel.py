@@ -17,18 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from runspec.layout import StepFacts
 from trainer.layers import experts
 from trainer.model import Decoder
 from trainer.sharded import local
-
-
-def faults(model: Decoder, ranks: int) -> list[str]:
-    """Return why the experts of `model` cannot be spread over `ranks`, one line per fault."""
-    if ranks == 1:
-        return []
-    counts = {getattr(layer, experts.MATRICES[0]).shape[0] for _, layer in experts.layers(model)}
-    return StepFacts(expert_parallel=ranks, experts=counts).faults()
 
 
 def split(model: Decoder, mesh: DeviceMesh, tensor_parallel: int) -> None:
