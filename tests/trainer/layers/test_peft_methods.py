@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchtune.modules.peft import DoRALinear
 
-from runspec.keys.train import ModelSpec
 from tests.trainer.runs import (
     MODEL_SIZES,
     Runs,
@@ -20,6 +19,7 @@ from tests.trainer.runs import (
     assert_same_tensors,
     lora_model,
     metrics,
+    spec_of,
     write_config,
 )
 from trainer import config as configs
@@ -288,7 +288,7 @@ def test_blocks_that_the_ranks_do_not_divide_are_refused():
     given = lora_model(quantize_base=True)
     with torch.device("meta"):
         model = models.empty_module(given)
-    spec = ModelSpec(model=given, tokenizer={}, checkpointer={}, tensor_parallel_dim=4)
+    spec = spec_of(given, tensor_parallel_dim=4)
     found = models.layout_faults(model, spec)
     assert any(
         "tensor_parallel_dim 4 does not divide 2 blocks of 64 inputs: " in fault for fault in found

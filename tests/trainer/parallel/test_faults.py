@@ -5,8 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runspec.keys.train import ModelSpec
-from tests.trainer.runs import MODEL_SIZES, error_record, lora_model, train, write_config
+from tests.trainer.runs import (
+    MODEL_SIZES,
+    error_record,
+    lora_model,
+    spec_of,
+    train,
+    write_config,
+)
 from trainer import optimizers
 from trainer.config import load
 from trainer.errors import ConfigError
@@ -36,7 +42,7 @@ def test_every_size_that_does_not_divide_is_named():
     given = TIED | {"vocab_size": 1001, "intermediate_dim": 500}
     with torch.device("meta"):
         model = models.empty_module(given)
-    spec = ModelSpec(model=given, tokenizer={}, checkpointer={}, tensor_parallel_dim=3)
+    spec = spec_of(given, tensor_parallel_dim=3)
     found = models.layout_faults(model, spec)
     for name in ("num_heads 4", "num_kv_heads 2", "intermediate_dim 500", "vocab_size 1001"):
         assert any(f"3 does not divide the model's {name}: choose" in fault for fault in found)
