@@ -9,15 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.layers import flex
-from trainer.model import Documents, Inputs
-
 # At import: activation checkpointing keeps the results of this operator, and looks for it when a
 # layer is prepared.
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
+from torch.nn.attention.varlen import varlen_attn
+
+from trainer.layers import flex
+from trainer.model import Documents, Inputs
 
 # FlashAttention-2: Ampere and later, half precision, at most 256 features per head.
 FLASH_CAPABILITY = (8, 0)
@@ -301,10 +298,8 @@ def use_flex_attention(model: nn.Module, device: torch.device) -> None:
 
 
 @cache
-def varlen_attention(window: int | None = None) -> Callable[..., torch.Tensor] | None:
-    """Return torch's variable-length attention, [tokens, heads, head_dim]; None if it has none."""
-    if varlen_attn is None:
-        return None
+def varlen_attention(window: int | None = None) -> Callable[..., torch.Tensor]:
+    """Return torch's variable-length attention, [tokens, heads, head_dim]."""
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     # The kernel always shares key heads; torch 2.13 has an option for it, and 2.11 has none.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:

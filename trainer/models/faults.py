@@ -9,16 +9,15 @@ from torch import nn
 from runspec import tokens
 from runspec.hints import nearest
 from runspec.keys.train import ModelSpec
+from runspec.layout import StepFacts
 from trainer.checkpoint import weights
-from trainer.layers import fp8
+from trainer.layers import experts, nf4
 from trainer.model import Decoder, Role
-from trainer.parallel import tensor_parallel
 
 
 def layout_faults(module: Decoder, spec: ModelSpec) -> list[str]:
     """Return why a model from `empty` cannot be split, or use fp8, as `spec` says."""
-    ranks = spec.tensor_parallel_dim
-    faults = tensor_parallel.faults(module, ranks)
+    faults = facts(module, spec).faults()
     if spec.router_aux_loss_coef and not module.routers():
         faults.append(
             "router_aux_loss_coef: this model has no routers of experts that it applies to; leave "
@@ -37,17 +36,28 @@ def layout_faults(module: Decoder, spec: ModelSpec) -> list[str]:
             f"save_adapter_weights_only: {kind.title} cannot be merged into the base weights; set "
             "save_adapter_weights_only=True"
         )
-    if spec.expert_parallel_dim > 1:
-        # Imported late, as it is seldom needed and a rank is to start fast.
-        from trainer.parallel import expert_parallel
-
-        faults += expert_parallel.faults(module, spec.expert_parallel_dim)
-    if spec.fp8_recipe is not None:
-        row = set(module.linear_layers(Role.ROW))
-        layers = {name: module.get_submodule(name) for name in module.linear_layers()}
-        wide = {layer: name in row for name, layer in layers.items() if fp8.applies(layer)}
-        faults += fp8.faults(wide, ranks)
     return faults
+
+
+def facts(module: Decoder, spec: ModelSpec) -> StepFacts:
+    """What the rules of layouts and fp8 read of a model from `empty`."""
+    rows = set(module.linear_layers(Role.ROW))
+    linear = set()
+    for name in module.linear_layers():
+        outputs, inputs = nf4.dense_shape(module.get_submodule(name).weight)
+        linear.add((inputs, outputs, name in rows))
+    routed = [getattr(layer, experts.MATRICES[0]) for _, layer in experts.layers(module)]
+    sizes = {"vocab_size": module.vocab_size, "max_seq_len": module.max_seq_len}
+    return StepFacts(
+        tensor_parallel=spec.tensor_parallel_dim,
+        expert_parallel=spec.expert_parallel_dim,
+        sizes=module.sizes() | sizes,
+        unsplit=module.split_faults(),
+        experts={len(matrix) for matrix in routed},
+        linear=linear,
+        quantised=bool(spec.model.get("quantize_base")),
+        fp8=spec.fp8_recipe is not None,
+    )
 
 
 def frozen_by_name(module: Decoder, patterns: list[str]) -> dict[str, nn.Parameter]:

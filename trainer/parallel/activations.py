@@ -39,7 +39,7 @@ SAVED_OPERATIONS = (
     "higher_order.flex_attention",
     # FlexAttention compiled separately: see trainer.layers.flex.kernel.
     "higher_order.inductor_compiled_code",
-    # A traced step has it in place of FlexAttention: see plugins.estimate.traced_attention.
+    # A traced step has it in place of FlexAttention.
     "slurm_cookbook.traced_attention",
     "aten._grouped_mm",
     "slurm_cookbook.grouped",

@@ -7,7 +7,7 @@ the whole run. This takes about two seconds, of which NCCL needs one anyway to c
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from trainer.parallel.world import World
 
 # By kind of device: rows and columns of the matrices, MiB of the all-reduce, rounds of each.
 _SIZES = {"cuda": (8192, 64, 10), "cpu": (128, 1, 1)}
-# Products are repeated for so long, and the median counts: a short stall of a GPU is no fault.
-_MEASURED_S = {"cuda": 0.3, "cpu": 0.0}
+# Products are repeated for so long, and the fastest counts: a stall of a GPU is no fault.
+_MEASURED_S = {"cuda": 0.5, "cpu": 0.0}
 # A GPU at less than this share of the median speed is at fault; good ones differ by a few per cent.
 SLOW = 0.6
 
@@ -36,14 +36,6 @@ class Fitness:
     # Bus bandwidth of the all-reduce as nccl-tests define it, 2 (n - 1) / n x bytes / time.
     gb_per_s: float
 
-    def or_better(self, other: "Fitness") -> "Fitness":
-        """The same rank after a second try: the higher speed, and right only if both were."""
-        return replace(
-            self,
-            product_is_right=self.product_is_right and other.product_is_right,
-            tflops=max(self.tflops, other.tflops),
-        )
-
 
 def check(world: World) -> str:
     """Return one line with the figures of all ranks, "" on CPUs, whose speed says little.
@@ -57,15 +49,9 @@ def check(world: World) -> str:
     kind = world.device.type
     size, mib, rounds = _SIZES[kind]
     node = os.environ.get("NODE_NAME", "this host")
-    mine = Fitness(node, *_product(world, size, rounds), *_sum(world, mib, rounds))
-    measured = world.gather(mine)
-    if kind == "cuda" and faults(measured, compare_speed=True) != faults(
-        measured, compare_speed=False
-    ):
-        # Every rank sees the same figures, so all try again.
-        right, tflops = _product(world, size, rounds)
-        again = replace(mine, product_is_right=right, tflops=tflops)
-        measured = world.gather(mine.or_better(again))
+    measured = world.gather(
+        Fitness(node, *_product(world, size, rounds), *_sum(world, mib, rounds))
+    )
     fault = faults(measured, compare_speed=kind == "cuda").get(world.rank)
     world.on_all(lambda: _raise(fault))
     if kind == "cpu":
@@ -131,13 +117,13 @@ def _sum(world: World, mib: int, rounds: int) -> tuple[bool, float]:
 
 
 def _timed(work: Callable[[], object], world: World, rounds: int, at_least_s: float = 0.0) -> float:
-    """Return the seconds of one round, the median of as many measurements as `at_least_s` holds."""
+    """Return the seconds of one round, the least of as many measurements as `at_least_s` holds."""
     clock = _gpu_seconds if world.device.type == "cuda" else _seconds
-    seconds: list[float] = []
     began = time.perf_counter()
-    while not seconds or time.perf_counter() - began < at_least_s:
-        seconds.append(clock(work, rounds) / rounds)
-    return float(np.median(seconds))
+    seconds = clock(work, rounds)
+    while time.perf_counter() - began < at_least_s:
+        seconds = min(seconds, clock(work, rounds))
+    return seconds / rounds
 
 
 def _seconds(work: Callable[[], object], rounds: int) -> float:

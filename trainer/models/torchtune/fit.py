@@ -125,7 +125,7 @@ def _refusals(given: dict[str, Any]) -> list[str]:
         )
     if given.get("use_bidirectional_attention"):
         faults.append(f"{place} has bidirectional attention; choose a causal model")
-    if kinds := set(given.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+    if kinds := set(given["layer_types"]) - {"full_attention", "sliding_attention"}:
         faults.append(f"{place} has layer types {sorted(kinds)}; choose another model")
     return faults
 
@@ -165,11 +165,9 @@ def _fit_windows(module: Decoder, given: dict[str, Any], arguments: Container[st
 
     torchtune's Mistral, Phi 3 and Qwen 2 have no windows.
     """
-    window = given["sliding_window"]
-    family, kinds = hub.FAMILIES[given["model_type"]], given.get("layer_types")
-    for index, layer in enumerate(module.layers):
-        slides = kinds[index] == "sliding_attention" if kinds else family.slides(given, index)
-        wanted, attention = window if slides else None, layer.attn.core
+    for kind, layer in zip(given["layer_types"], module.layers, strict=False):
+        wanted = given["sliding_window"] if kind == "sliding_attention" else None
+        attention = layer.attn.core
         built = attention.window
         if "sliding_window_size" in arguments and built and wanted and built != wanted:
             return [
