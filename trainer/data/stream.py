@@ -257,8 +257,7 @@ def build(config: TrainConfig, world: World) -> Data:
         content += [files.sha256(path) for path in tokenizer_files(config.tokenizer)]
         return sources, parts, hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
-    found_there = world.on_main(find)
-    sources, parts, sha256 = world.gather(found_there)[0]
+    sources, parts, sha256 = world.from_main(find)
     length = int(config.tokenizer["max_seq_len"])
     known = tokenizers.token_rows(tokenizer, config.model_folder)
     mixture = Mixture(sources, parts, tokenizer, length, spec.seed, streams, known)
