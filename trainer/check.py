@@ -26,6 +26,7 @@ from runspec.description import config_file
 from runspec.hints import nearest
 from runspec.keys.model import TRANSFORMERS
 from runspec.layout import StepFacts
+from runspec.prepared import COMPONENT
 from trainer import config as configs
 from trainer import groups, optimizers
 from trainer.checkpoint import adapter
@@ -72,6 +73,8 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
             continue  # torchtune's configs name one, and it is never called
         if key == "model" and block["_component_"] == TRANSFORMERS:
             continue  # the folder names the class
+        if block["_component_"] == COMPONENT:
+            continue  # the set's format names the component
         factory = _tried(texts, partial(configs.component, key, block["_component_"]))
         if factory is None:
             continue

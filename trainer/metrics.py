@@ -319,20 +319,6 @@ def progress_line(record: dict[str, Any], total_steps: int, epochs: int) -> str:
     )
 
 
-def totals_line(totals: dict[str, Any]) -> str:
-    """One line of a start's mean figures, as in progress.json."""
-    mfu, peak = totals["mfu"], totals["peak_memory_reserved_gb"]
-    skipped = totals["skipped_steps"]
-    return (
-        f"in {duration(totals['train_s'])}: "
-        f"{totals['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
-        f"{'' if mfu is None else f'MFU {100 * mfu:.1f} %, '}"
-        f"{'' if peak is None else f'peak memory {peak:.1f} GiB, '}"
-        f"checkpoints held it up for {totals['checkpoint_blocked_s']:.1f} s"
-        f"{f', {skipped} updates skipped' if skipped else ''}"
-    )
-
-
 def _number(value: float | None, width: int, digits: int) -> str:
     """A figure of a fixed width; None is one that was not finite."""
     return "nan".rjust(width) if value is None else f"{value:{width}.{digits}f}"

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from runspec import files, progress
 from runspec.progress import Heartbeat
@@ -46,9 +45,6 @@ class Reporter:
         self._config, self._world, self._policy = config, world, models.policy
         self._data, self._checkpoints, self._state = data, checkpoints, state
         self._attempt, self._device = attempt, described(world.device)
-        # Of this start, in GiB; empty on a CPU.
-        self._peaks: dict[str, float] = {}
-        self._reward: float | None = None
         self._metrics = world.on_main(lambda: metrics.Metrics(config.output_dir, state.step))
         frozen = [models.teacher] if models.teacher else []
         if config.reference_kind:
@@ -127,9 +123,6 @@ class Reporter:
         left = self.clock.left(total)
         own = {**metrics.memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
         highest = dict(zip(own, world.max(list(own.values())), strict=True))
-        for name in ("peak_memory_allocated_gb", "peak_memory_reserved_gb"):
-            if highest[name]:
-                self._peaks[name] = round(max(highest[name], self._peaks.get(name, 0.0)), 3)
         blocked = self._checkpoints.blocked_s - self._blocked_s
         self._blocked_s = self._checkpoints.blocked_s
         record = {
@@ -149,8 +142,6 @@ class Reporter:
             "left_s": None if left is None else round(left, 1),
             "time": round(time.time(), 3),
         }
-        if values.get("reward") is not None:
-            self._reward = values["reward"]
         if self._metrics is not None:
             self._metrics.write(record)
             self._world.say(metrics.progress_line(record, total, self._config.epochs))
@@ -161,13 +152,16 @@ class Reporter:
             self.progress("running")
             self._world.say(f"saved checkpoints/step_{step}")
 
-    def progress(self, state: str) -> dict[str, Any]:
-        """Bring progress.json up to date (rank 0); its content.
+    def progress(self, state: str) -> None:
+        """Bring progress.json up to date (rank 0).
 
         Args:
             state: running, stopped or finished.
         """
-        now, total = self._state, self.clock.total
+        if not self._world.is_main:
+            return
+        now, total, committed = self._state, self.clock.total, self._checkpoints.committed
+        best_step, best_val_loss = committed.best() or (None, None)
         rates = total.rates(self._world.size, self._peak_tflops)
         facts = {
             "state": state,
@@ -176,38 +170,25 @@ class Reporter:
             "total_steps": self._data.training.total_steps,
             # The name of rank 0's GPU, or CPU.
             "device": self._device,
+            "checkpoint_step": max(committed.steps(), default=0),
+            # The checkpoint with the lowest val_loss.
+            "best_step": best_step,
+            "best_val_loss": best_val_loss,
             # Losses are None before step 1.
             "loss_first": now.loss_first,
             "loss_last": now.loss_last,
             "skipped_steps": now.skipped_steps,
-            # Rates and peaks are of this start alone, and None until it has trained.
+            # Of this start alone, and None until it has trained.
             **(rates if total.steps else dict.fromkeys(rates)),
-            "peak_memory_allocated_gb": None,
-            "peak_memory_reserved_gb": None,
-            **self._peaks,
-            # Seconds in this start's steps, and for which they have waited for checkpoints.
-            "train_s": round(total.seconds, 3) if total.steps else None,
-            "checkpoint_blocked_s": round(self._checkpoints.blocked_s, 3),
-            # Of the last logged step, for methods that have one.
-            "reward": self._reward,
         }
-        if self._world.is_main:
-            committed = self._checkpoints.committed
-            facts["checkpoint_step"] = max(committed.steps(), default=0)
-            # The checkpoint with the lowest val_loss.
-            facts["best_step"], facts["best_val_loss"] = committed.best() or (None, None)
-            progress.write(self._config.output_dir, facts)
-        return facts
+        progress.write(self._config.output_dir, facts)
 
     def finished(self) -> None:
-        """Mark the run finished and print its totals."""
-        facts = self.progress("finished")
-        span = "not measured"
-        if facts["loss_first"] is not None and facts["loss_last"] is not None:
-            span = f"{facts['loss_first']:.4f} -> {facts['loss_last']:.4f}"
-        self._world.say(f"finished: {facts['step']} steps on {self._device}, loss {span}")
-        if facts["train_s"] is not None:
-            self._world.say(metrics.totals_line(facts))
+        """Mark the run finished."""
+        self.progress("finished")
+        first, last = self._state.loss_first, self._state.loss_last
+        span = "not measured" if first is None or last is None else f"{first:.4f} -> {last:.4f}"
+        self._world.say(f"finished: {self._state.step} steps on {self._device}, loss {span}")
 
     def flush(self) -> None:
         """Bring the metrics to the disk."""

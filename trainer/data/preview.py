@@ -99,13 +99,11 @@ def _preview(source: Source, config: TrainConfig, count: int, faults: list[str])
     split = [each.sample for each in read if each.parts > 1]
     return {
         "key": source.key,
-        "component": source.given["_component_"],
         "samples": len(source),
         "read": number,
         "faulty": wrong,
         "max_seq_len": config.tokenizer.get("max_seq_len"),
         "tokens": int(lengths.sum()),
-        "longest": int(lengths.max(initial=0)),
         "trained_tokens": sum(targets),
         "truncated": len(left_out),
         "left_out_tokens": sum(left_out),

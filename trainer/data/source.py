@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from runspec.prepared import COMPONENT
 from runspec.storage import patiently
 from trainer.config import instantiate
 from trainer.data import origin
@@ -21,8 +22,6 @@ from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
 T = TypeVar("T", bound=Sized)
-
-PREPARED = "trainer.data.prepared.prepared_dataset"
 
 # Tokens int32 [n], and bool [n], which of them are trained.
 Document = tuple[np.ndarray, np.ndarray]
@@ -193,7 +192,7 @@ def read_block(block: dict[str, Any], form: SampleForm = SINGLE) -> dict[str, An
         ConfigError: the prepared set is not there, or of another method.
     """
     block = {k: v for k, v in block.items() if k not in ("packed", "split_across_pack")}
-    if block["_component_"] == PREPARED:
+    if block["_component_"] == COMPONENT:
         from trainer.data import prepared  # other runs do not pay for it
 
         block = prepared.by_files(block, form.preferences)

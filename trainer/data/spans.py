@@ -5,7 +5,6 @@ both renderings must be the same except for the marks, which then show where eac
 begins where the prompt for it ends, and ends after its end token.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,8 +35,7 @@ class Spans:
     """Finds the spans of one conversation.
 
     Args:
-        render: (turns, ask for an answer, tools, options of the template) to a text and what the
-            template itself marks as the model's.
+        render: (turns, ask for an answer, tools, options of the template) to a text.
         encode: a text to its tokens with `ids` and `offsets`.
         ends: ids of the tokens that end an answer.
 
@@ -47,7 +45,7 @@ class Spans:
 
     def __init__(
         self,
-        render: Callable[..., tuple[str, list[tuple[int, int]]]],
+        render: Callable[..., str],
         encode: Callable[[str], "Encoding"],
         ends: frozenset[int],
         turns: Turns,
@@ -55,7 +53,7 @@ class Spans:
     ) -> None:
         self._render, self._encode, self._ends = render, encode, ends
         self._turns = turns
-        self.text, self._generated = render(turns, False, tools)
+        self.text = render(turns, False, tools)
         self._plain_tools = tools
         for prompts in (True, False):
             # Some templates look for words in prompts, which a mark may hide.
@@ -82,7 +80,7 @@ class Spans:
         spans = [(b, self._end(index, run)) for b, run in zip(begins, runs, strict=True)]
         if index + 1 == len(self._turns):
             spans[-1] = spans[-1][0], self._with_end_token(runs[-1], spans[-1][1])
-        return self._as_generated(spans)
+        return spans
 
     def _mark(self, turns: Turns, tools: Any, prompts: bool) -> None:
         self._marker = Marker(sign_for(f"{self.text}{turns}{tools}"))
@@ -97,7 +95,7 @@ class Spans:
         self._whole = self._read(self._marked)
 
     def _read(self, turns: Turns, ask: bool = False, **options: Any) -> Rendering:
-        return self._marker.read(self._render(turns, ask, self._tools, **options)[0])
+        return self._marker.read(self._render(turns, ask, self._tools, **options))
 
     def _own(self, index: int) -> set[int]:
         """The numbers of a message's marks."""
@@ -105,12 +103,8 @@ class Spans:
 
     def _left_out(self) -> set[str]:
         """What the template does not render, if the conversation can do without it."""
-        seen = Counter(number for number, _ in self._whole.marks)
-        lost = {
-            part
-            for number, part in enumerate(self._marker.parts)
-            if seen[number] < self._marker.placed[number]
-        }
+        seen = {number for number, _ in self._whole.marks}
+        lost = {part for number, part in enumerate(self._marker.parts) if number not in seen}
         answers = [i for i, turn in enumerate(self._turns) if turn["role"] == "assistant"]
         left_out, faults = set(), []
         remedy = "leave this conversation out, or train a model whose template renders it"
@@ -127,7 +121,7 @@ class Spans:
                 left_out.add(f"{LEAVES_OUT}the text beside tool calls")
             else:
                 text = kind if kind.startswith("call of ") else "content"
-                if any(seen[number] for number in self._own(index)):
+                if seen & self._own(index):
                     remedy = "give each call a message of its own, followed by its result"
                 faults.append(f"the {text} in message {index + 1} ({self._turns[index]['role']})")
         if faults:
@@ -241,7 +235,7 @@ class Spans:
         """The span of a message that is no answer, header included."""
         turns = self._turns
         texts = [
-            self._render(turns[:count], False, self._plain_tools)[0] if count else ""
+            self._render(turns[:count], False, self._plain_tools) if count else ""
             for count in (index, index + 1)
         ]
         begin, end = (self._shared(text, self.text) for text in texts)
@@ -252,16 +246,6 @@ class Spans:
                 "set dataset.train_on_input=false"
             )
         return begin, end
-
-    def _as_generated(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What of the spans the template marks as the model's, if it marks any of them."""
-        inside = [
-            (max(begin, first), min(end, last))
-            for begin, end in spans
-            for first, last in self._generated
-            if max(begin, first) < min(end, last)
-        ]
-        return inside or spans
 
     def _shared(self, one: str, other: str) -> int:
         """How many characters two texts have in common from their beginning, by whole tokens."""

@@ -30,15 +30,43 @@ SOURCE_KEYS = {"data_files", "data_dir", "column", "weight", "name"}
 
 
 class Stream:
-    """What `stream_dataset` returns: the sources; as a sequence, their first documents.
+    """The sources of a mixture; as a sequence, their first documents.
 
     The sequence is what a check shows: samples of `tokens` and `labels`, as torchtune's datasets.
+
+    Args:
+        tokenizer: with encode.
+        sources: of each data_files (a path, a pattern, a folder, or a list), or data_dir, the
+            folder of a split that cookbook prepare made; and as wanted column (text), weight (1),
+            its share of the tokens, and name.
+        packed: rows are always packed.
+
+    Raises:
+        ConfigError: a file is missing or not Parquet, or a source is described wrongly.
     """
 
     is_text = True
 
-    def __init__(self, tokenizer: Any, sources: list[TextSource]) -> None:
-        self.sources, self._tokenizer = sources, tokenizer
+    def __init__(
+        self, tokenizer: Any, *, sources: list[dict[str, Any]], packed: bool = True
+    ) -> None:
+        opened: list[TextSource] = []
+        faults: list[str] = []
+        for number, block in enumerate(sources if isinstance(sources, list) else []):
+            try:
+                opened.append(_source(f"dataset.sources.{number}", block))
+            except ConfigError as error:
+                faults += error.faults
+        if not (opened or faults):
+            faults.append("dataset.sources: must list at least one source with data_files")
+        names = [source.name for source in opened]
+        faults += [
+            f"dataset.sources: two are called {name}: give each a name"
+            for name in sorted({n for n in names if names.count(n) > 1})
+        ]
+        if faults:
+            raise ConfigError(*faults)
+        self.sources, self._tokenizer = opened, tokenizer
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -56,36 +84,8 @@ class Stream:
         return texts
 
 
-def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: bool = True) -> Stream:
-    """The sources of a mixture.
-
-    Args:
-        tokenizer: with encode.
-        sources: of each data_files (a path, a pattern, a folder, or a list), or data_dir, the
-            folder of a split that cookbook prepare made; and as wanted column (text), weight (1),
-            its share of the tokens, and name.
-        packed: rows are always packed.
-
-    Raises:
-        ConfigError: a file is missing or not Parquet, or a source is described wrongly.
-    """
-    opened: list[TextSource] = []
-    faults: list[str] = []
-    for number, block in enumerate(sources if isinstance(sources, list) else []):
-        try:
-            opened.append(_source(f"dataset.sources.{number}", block))
-        except ConfigError as error:
-            faults += error.faults
-    if not (opened or faults):
-        faults.append("dataset.sources: must list at least one source with data_files")
-    names = [source.name for source in opened]
-    faults += [
-        f"dataset.sources: two are called {name}: give each a name"
-        for name in sorted({n for n in names if names.count(n) > 1})
-    ]
-    if faults:
-        raise ConfigError(*faults)
-    return Stream(tokenizer, opened)
+# Recipes name it so.
+stream_dataset = Stream
 
 
 def _source(key: str, block: Any) -> TextSource:
@@ -257,8 +257,7 @@ def build(config: TrainConfig, world: World) -> Data:
         content += [files.sha256(path) for path in tokenizer_files(config.tokenizer)]
         return sources, parts, hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
-    found_there = world.on_main(find)
-    sources, parts, sha256 = world.gather(found_there)[0]
+    sources, parts, sha256 = world.from_main(find)
     length = int(config.tokenizer["max_seq_len"])
     known = tokenizers.token_rows(tokenizer, config.model_folder)
     mixture = Mixture(sources, parts, tokenizer, length, spec.seed, streams, known)

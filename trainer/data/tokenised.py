@@ -58,23 +58,15 @@ class TokenisedDataset:
     Source.
 
     Args:
-        meta: what the folder says of itself, if it has been read.
+        meta: what the folder says of itself.
         block: the dataset's keys, for messages.
 
     Raises:
         ConfigError: files are missing or cut short.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        meta: dict[str, Any] | None = None,
-        block: dict[str, Any] | None = None,
-    ) -> None:
-        meta = meta or _meta(folder)
-        if meta is None:
-            raise _damaged(folder)
-        self.folder, self._block = folder, block or {}
+    def __init__(self, folder: Path, meta: dict[str, Any], block: dict[str, Any]) -> None:
+        self.folder, self._block = folder, block
         self.omissions: dict[str, tuple[int, str]] = meta["omissions"]
         self._read: int = meta["read"]
         try:

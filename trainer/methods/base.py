@@ -3,7 +3,7 @@
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -57,13 +57,11 @@ class Models:
             with self._frozen(self.reference) as module:
                 yield module
 
-    @contextmanager
-    def as_teacher(self) -> Iterator[Decoder]:
+    def as_teacher(self) -> AbstractContextManager[Decoder]:
         """The teacher, for forward passes without gradients; see `as_reference`."""
         if self.teacher is None:
             raise RuntimeError("the method's config names no teacher_key")
-        with self._frozen(self.teacher) as module:
-            yield module
+        return self._frozen(self.teacher)
 
     @contextmanager
     def _frozen(self, model: Model) -> Iterator[Decoder]:
