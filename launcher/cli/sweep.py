@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
@@ -18,7 +17,7 @@ from launcher.recipe import sweep as sweeps_of_the_kit
 from launcher.run.directory import Run
 from launcher.run.sweeps import every, find
 from launcher.slurm import executors
-from launcher.slurm.executors import Executor
+from launcher.slurm.job import Executor
 
 
 @click.command()
@@ -71,24 +70,23 @@ def sweep(
     _start(made, made, executor, planned.parallel)
 
 
-def _predicted(planned: workflow.PlannedSweep) -> Any:
-    """What the hook "predicted_sweep" makes of name and recipe of each cell, the root of runs and
-    the name of a GPU: its `lines`. None without a plug-in that predicts.
+def _show(planned: workflow.PlannedSweep, no_check: bool) -> None:
+    """Print what would be submitted, and what would refuse it.
+
+    The hook "predicted_sweep" makes of name and recipe of each cell, the root of runs and the name
+    of a GPU something with `lines`.
     """
-    predict = hook("predicted_sweep")
+    predict, site = hook("predicted_sweep"), planned.site
     named = zip(planned.sweep.cells, planned.runs, strict=True)
     cells = [(cell.name, run.recipe) for cell, run in named]
-    gpu = planned.sweep.gpu or planned.site.gpu
-    return None if predict is None else predict(cells, planned.site.root, gpu)
-
-
-def _show(planned: workflow.PlannedSweep, no_check: bool) -> None:
-    """Print what would be submitted, and what would refuse it."""
-    predicted = _predicted(planned)
-    click.echo("\n".join(predicted.lines() if predicted else (c.name for c in planned.sweep.cells)))
+    if predict:
+        lines = predict(cells, site.root, planned.sweep.gpu or site.gpu).lines()
+    else:
+        lines = [name for name, _ in cells]
+    click.echo("\n".join(lines))
     click.echo(
-        f"{len(planned.runs)} jobs, at most {planned.parallel} concurrently; the recipe's job "
-        f"script: cookbook submit {planned.sweep.recipe} --dry-run"
+        f"{len(cells)} jobs, at most {planned.parallel} concurrently; the recipe's job script: "
+        f"cookbook submit {planned.sweep.recipe} --dry-run"
     )
     for fault in workflow.faults(planned, no_check):
         note(f"warning: sweep would refuse this: {fault}")

@@ -36,7 +36,7 @@ from launcher.run import built, code, directory, sweeps
 from launcher.run.directory import Run
 from launcher.run.states import State, judged, state_of
 from launcher.site import Site
-from launcher.slurm.executors import Executor
+from launcher.slurm.job import Executor
 
 Say = Callable[[str], None]
 # A label of a run has this many characters at most; a cell's number is added to the sweep's name.

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from launcher.errors import RunFault, SlurmFault
 from launcher.run.directory import Run, Snapshot, locked
-from launcher.slurm.executors import Executor, Job, executor_of
-from launcher.slurm.executors import State as State
+from launcher.slurm.executors import executor_of
+from launcher.slurm.job import Executor, Job
+from launcher.slurm.job import State as State
 from runspec import files
 from runspec.states import FINAL
 

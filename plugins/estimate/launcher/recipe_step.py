@@ -10,7 +10,7 @@ from typing import Any
 from launcher.errors import RecipeFault
 from launcher.recipe import entries
 from launcher.recipe.model import method_of
-from launcher.recipe.shapes import shape_of
+from plugins.estimate.launcher.shapes import shape_of
 from plugins.estimate.launcher.step_config import StepConfig
 from runspec import adapters, tokens
 from runspec.adapters import IA3, KINDS

@@ -15,13 +15,14 @@ from launcher.do.submit import context, plan, refuse
 from launcher.errors import RunFault, UsageFault
 from launcher.recipe import load as recipes
 from launcher.recipe.model import Recipe, Resources
-from launcher.recipe.shapes import shape_of
 from launcher.run import directory
 from launcher.run.directory import runs_root
 from launcher.site import Site
 from launcher.slurm import executors
+from launcher.slurm.job import Executor
 from plugins.estimate.launcher import rehearsal
 from plugins.estimate.launcher.rehearsal import Part, Scene
+from plugins.estimate.launcher.shapes import shape_of
 from runspec import files
 from runspec.shape import Shape
 
@@ -119,9 +120,7 @@ def _asked(
     return answered, reports[0], node_findings(reports[0], question)
 
 
-def _recipe(
-    name: str, overrides: Sequence[str], site: Site, executor: executors.Executor
-) -> Recipe:
+def _recipe(name: str, overrides: Sequence[str], site: Site, executor: Executor) -> Recipe:
     return sites.complete(recipes.load(name, overrides, {"nodes": 1}), site, executor)
 
 
@@ -146,9 +145,7 @@ def _cut(whole: Recipe, shape: Shape, given: Sequence[str]) -> list[str]:
     return overrides
 
 
-def _parts(
-    name: str, cut: list[str], site: Site, executor: executors.Executor, folder: Path
-) -> list[Part]:
+def _parts(name: str, cut: list[str], site: Site, executor: Executor, folder: Path) -> list[Part]:
     """Write the folder of each part, with its train.yaml."""
     parts = []
     for part, place, compiled in (
