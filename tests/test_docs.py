@@ -10,7 +10,8 @@ import click
 import pytest
 import yaml
 
-from launcher.cli import cookbook, reference
+from benchmarks import reference
+from launcher.cli import cookbook
 from launcher.recipe import sweep as sweeps
 from launcher.recipe.load import names
 

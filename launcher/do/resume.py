@@ -101,7 +101,7 @@ def resume(
         if not (changes and changes.code):
             _tell_of_code(run, say)
         if changes is None:
-            with _script_of_today(run, executor, say) as submission:
+            with script_of_today(run, executor, say) as submission:
                 built.restore(run, say)
                 start(run, executor, lease, submission, after)
             return True
@@ -123,7 +123,7 @@ def resume(
 
 
 @contextmanager
-def _script_of_today(
+def script_of_today(
     run: Run, executor: Executor, say: Callable[[str], None]
 ) -> Iterator[list[str]]:
     """Render the job script from the site's file as it is now; yield what changed, for the record.
