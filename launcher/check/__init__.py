@@ -45,11 +45,6 @@ failed = partial(Finding, "failed")
 skipped = partial(Finding, "skipped")
 
 
-def of_error(subject: str, error: CookbookError) -> list[Finding]:
-    """Return the faults of an error, which name their remedies themselves."""
-    return [failed(subject, fault) for fault in error.faults]
-
-
 def faults_of(findings: Iterable[Finding]) -> list[str]:
     """Return what failed, one line per fault: two checks may find the same one."""
     return list(dict.fromkeys(each.line for each in findings if each.state == "failed"))
@@ -108,7 +103,8 @@ def findings(subject: str, look: Callable[..., Iterable[Finding]], *given: objec
     except Skipped as why:
         return [skipped(subject, str(why))]
     except CookbookError as error:
-        return of_error(subject, error)
+        # They name their remedies themselves.
+        return [failed(subject, fault) for fault in error.faults]
     except (OSError, subprocess.SubprocessError) as error:
         return [failed(subject, f"could not be checked: {error}", "fix that and try again")]
 

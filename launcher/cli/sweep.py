@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import click
 
+from launcher import paths, yamlfile
 from launcher import site as sites
 from launcher.cli import common
 from launcher.cli.common import note
@@ -122,7 +123,7 @@ def _start(
 def _list(site: sites.Site) -> None:
     """Print the sweeps of the kit, and those that were started."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
-    for name in sweeps_of_the_kit.names():
+    for name in yamlfile.names(paths.SWEEPS):
         known = sweeps_of_the_kit.load(name)
         line = f"{name:<20} {len(known.cells):>3} runs  {known.description}"
         click.echo(line[:width].rstrip())

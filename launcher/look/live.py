@@ -90,10 +90,6 @@ class View:
         title = Text(f"{self.run.name}  ").append(state.word, style=f"bold {colour}")
         return Panel(Group(*parts), title=title, title_align="left", border_style=colour)
 
-    @property
-    def _newest(self) -> dict[str, Any]:
-        return self._rows[-1] if self._rows else {}
-
     def _progress(self, run: Run, state: State) -> RenderableType:
         known = row(run, state)
         step, total, left = known["step"] or 0, known["total_steps"], known["left_s"]
@@ -118,7 +114,7 @@ class View:
         return lines
 
     def _speed(self, run: Run) -> RenderableType:
-        newest = self._newest
+        newest = run.newest_metrics
         gpu, host = newest.get("peak_memory_reserved_gb"), newest.get("memory_rss_gb")
         parts = [
             number(newest.get("tokens_per_second_per_gpu"), ",.0f", " tokens/s per GPU"),

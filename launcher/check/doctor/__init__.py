@@ -24,7 +24,7 @@ def examine(cluster: Site, wait_s: float) -> list[Finding]:
     findings += findings_of("shared folder", host.shared_folder, cluster)
     about_nodes = [skipped("nodes", "Slurm does not answer, so no node was asked")]
     if site:
-        about_nodes = nodes.findings(site, wait_s)
+        about_nodes = findings_of("nodes", nodes.findings, site, wait_s)
     return [*findings, *about_nodes]
 
 
