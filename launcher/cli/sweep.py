@@ -65,13 +65,13 @@ def sweep(
     definition = sweeps_of_the_kit.load(name)
     planned = workflow.plan_sweep(definition, site, executor, overrides, given, parallel)
     if dry_run:
-        _show(planned, no_check)
+        _show(planned, executor, no_check)
         return
     made = workflow.submit_sweep(planned, note, no_check)
     _start(made, made, executor, planned.parallel)
 
 
-def _show(planned: workflow.PlannedSweep, no_check: bool) -> None:
+def _show(planned: workflow.PlannedSweep, executor: Executor, no_check: bool) -> None:
     """Print what would be submitted, and what would refuse it.
 
     The hook "predicted_sweep" makes of name and recipe of each cell, the root of runs and the name
@@ -85,10 +85,9 @@ def _show(planned: workflow.PlannedSweep, no_check: bool) -> None:
     else:
         lines = [name for name, _ in cells]
     click.echo("\n".join(lines))
-    click.echo(
-        f"{len(cells)} jobs, at most {planned.parallel} concurrently; the recipe's job script: "
-        f"cookbook submit {planned.sweep.recipe} --dry-run"
-    )
+    how = f"at most {planned.parallel} concurrently" if executor.queued else "one after the other"
+    script = f"cookbook submit {planned.sweep.recipe} --dry-run"
+    click.echo(f"{len(cells)} jobs, {how}; the recipe's job script: {script}")
     for fault in workflow.faults(planned, no_check):
         note(f"warning: sweep would refuse this: {fault}")
 
