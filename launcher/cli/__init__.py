@@ -16,7 +16,6 @@ from runspec.files import DamagedFile
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
     "start": ("start", "Write a recipe for your data and model, and show what it needs."),
-    "models": ("models", "List the model families, and what the trainer supports for each."),
     "recipes": ("recipes", "List the recipes, or show one with all settings resolved."),
     "environments": ("recipes", "List the environments in configs/environments."),
     "doctor": ("check", "Check whether this site can run the kit."),
@@ -47,7 +46,7 @@ _OF_THIS_MACHINE = ("fetch", "init")
 _GROUPS = {
     "Prepare": (
         "cookbook start faq.csv Qwen/Qwen3-8B",
-        "init start recipes models environments download check doctor",
+        "init start recipes environments download check doctor",
     ),
     "Run": (
         "cookbook submit llama70b_lora --nodes 2 --watch",

@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, tee
 from typing import Any
 
 import click
@@ -60,10 +60,8 @@ def check(
     # First, as the same start of the trainer answers for the components.
     sample_findings, shown = read_samples(checked, samples) if samples else ([], [])
     more = {"samples": shown} if samples else {}
-    refusals: list[Finding] = []
-    failed = _show(
-        chain(_noted(preflight.check(checked), refusals), sample_findings), as_json, **more
-    )
+    refusals, shown_first = tee(preflight.check(checked))
+    failed = _show(chain(shown_first, sample_findings), as_json, **more)
     if not as_json:
         for line in ["", *sample_lines(shown, common.colours()), ""] if shown else []:
             click.echo(line)
@@ -143,13 +141,6 @@ def download(
     recipe, site = recipe_file.load(recipe_name, overrides, None, data, model), sites.load(cluster)
     for record in hub.download(recipe, site, note):
         click.echo(str(record))
-
-
-def _noted(findings: Iterable[Finding], into: list[Finding]) -> Iterator[Finding]:
-    """Yield findings as they come, and keep them."""
-    for finding in findings:
-        into.append(finding)
-        yield finding
 
 
 def _show(findings: Iterable[Finding], as_json: bool, **more: Any) -> int:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
+from launcher import paths, yamlfile
 from launcher import site as sites
-from launcher import yamlfile
 from launcher.cli.common import cluster_option, note
 from launcher.errors import RecipeFault
 from launcher.recipe import environment
@@ -39,7 +39,8 @@ def recipes(name: str | None, cluster: str | None) -> None:
 def environments(cluster: str | None) -> None:
     """List the environments in configs/environments."""
     site = sites.load(cluster)
-    named = [environment.Environment.of(environment.record(each)) for each in environment.names()]
+    names = yamlfile.names(paths.ENVIRONMENTS)
+    named = [environment.Environment.of(environment.record(each)) for each in names]
     for each in named:
         default = " (default of this site)" * (each.name == site.default_environment)
         click.echo(f"{each.name:<16}  {each.kind:<9}  {each.description or ''}{default}")

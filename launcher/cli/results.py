@@ -99,9 +99,9 @@ def diff(a: str, b: str, cluster: str | None) -> None:
 def replay(run: str, dry_run: bool, local: bool, cluster: str | None) -> None:
     """Submit a new run with the recipe, code and uncommitted changes of RUN."""
     site = sites.load(cluster)
-    again = replaying.prepare(find(runs_root(cluster), run), site, note)
-    argv = again.command(dry_run, local)
-    sys.exit(subprocess.run(argv, cwd=again.code, env=again.environment()).returncode)
+    options = ["--dry-run"] * dry_run + ["--local"] * local
+    again = replaying.prepare(find(runs_root(cluster), run), site, options, note)
+    sys.exit(subprocess.run(again.argv, cwd=again.code, env=again.environment).returncode)
 
 
 @click.command()

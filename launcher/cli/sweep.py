@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
+from launcher import paths, yamlfile
 from launcher import site as sites
 from launcher.cli import common
 from launcher.cli.common import note
@@ -18,7 +18,7 @@ from launcher.recipe import sweep as sweeps_of_the_kit
 from launcher.run.directory import Run
 from launcher.run.sweeps import every, find
 from launcher.slurm import executors
-from launcher.slurm.executors import Executor
+from launcher.slurm.job import Executor
 
 
 @click.command()
@@ -65,31 +65,29 @@ def sweep(
     definition = sweeps_of_the_kit.load(name)
     planned = workflow.plan_sweep(definition, site, executor, overrides, given, parallel)
     if dry_run:
-        _show(planned, no_check)
+        _show(planned, executor, no_check)
         return
     made = workflow.submit_sweep(planned, note, no_check)
     _start(made, made, executor, planned.parallel)
 
 
-def _predicted(planned: workflow.PlannedSweep) -> Any:
-    """What the hook "predicted_sweep" makes of name and recipe of each cell, the root of runs and
-    the name of a GPU: its `lines`. None without a plug-in that predicts.
+def _show(planned: workflow.PlannedSweep, executor: Executor, no_check: bool) -> None:
+    """Print what would be submitted, and what would refuse it.
+
+    The hook "predicted_sweep" makes of name and recipe of each cell, the root of runs and the name
+    of a GPU something with `lines`.
     """
-    predict = hook("predicted_sweep")
+    predict, site = hook("predicted_sweep"), planned.site
     named = zip(planned.sweep.cells, planned.runs, strict=True)
     cells = [(cell.name, run.recipe) for cell, run in named]
-    gpu = planned.sweep.gpu or planned.site.gpu
-    return None if predict is None else predict(cells, planned.site.root, gpu)
-
-
-def _show(planned: workflow.PlannedSweep, no_check: bool) -> None:
-    """Print what would be submitted, and what would refuse it."""
-    predicted = _predicted(planned)
-    click.echo("\n".join(predicted.lines() if predicted else (c.name for c in planned.sweep.cells)))
-    click.echo(
-        f"{len(planned.runs)} jobs, at most {planned.parallel} concurrently; the recipe's job "
-        f"script: cookbook submit {planned.sweep.recipe} --dry-run"
-    )
+    if predict:
+        lines = predict(cells, site.root, planned.sweep.gpu or site.gpu).lines()
+    else:
+        lines = [name for name, _ in cells]
+    click.echo("\n".join(lines))
+    how = f"at most {planned.parallel} concurrently" if executor.queued else "one after the other"
+    script = f"cookbook submit {planned.sweep.recipe} --dry-run"
+    click.echo(f"{len(cells)} jobs, {how}; the recipe's job script: {script}")
     for fault in workflow.faults(planned, no_check):
         note(f"warning: sweep would refuse this: {fault}")
 
@@ -124,7 +122,7 @@ def _start(
 def _list(site: sites.Site) -> None:
     """Print the sweeps of the kit, and those that were started."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
-    for name in sweeps_of_the_kit.names():
+    for name in yamlfile.names(paths.SWEEPS):
         known = sweeps_of_the_kit.load(name)
         line = f"{name:<20} {len(known.cells):>3} runs  {known.description}"
         click.echo(line[:width].rstrip())

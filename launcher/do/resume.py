@@ -30,6 +30,7 @@ from launcher.run.directory import Run, locked
 from launcher.run.states import State, living, state_of
 from launcher.site import Site
 from launcher.slurm import executors
+from launcher.slurm.job import Executor
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
@@ -67,7 +68,7 @@ class Changes:
 
 def resume(
     run: Run,
-    executor: executors.Executor | None = None,
+    executor: Executor | None = None,
     changes: Changes | None = None,
     say: Callable[[str], None] = lambda line: None,
     after: str = "",
@@ -100,7 +101,7 @@ def resume(
         if not (changes and changes.code):
             _tell_of_code(run, say)
         if changes is None:
-            with _script_of_today(run, executor, say) as submission:
+            with script_of_today(run, executor, say) as submission:
                 built.restore(run, say)
                 start(run, executor, lease, submission, after)
             return True
@@ -122,8 +123,8 @@ def resume(
 
 
 @contextmanager
-def _script_of_today(
-    run: Run, executor: executors.Executor, say: Callable[[str], None]
+def script_of_today(
+    run: Run, executor: Executor, say: Callable[[str], None]
 ) -> Iterator[list[str]]:
     """Render the job script from the site's file as it is now; yield what changed, for the record.
 
@@ -149,7 +150,7 @@ def _script_of_today(
         yield [f"job.sbatch rendered again from {origin}"]
 
 
-def _rendered(run: Run, site_name: str, executor: executors.Executor) -> PlannedRun:
+def _rendered(run: Run, site_name: str, executor: Executor) -> PlannedRun:
     changes = Changes(sites.load(site_name))
     kit = code.of_run(run.path)
     templates = paths.TEMPLATES if kit is None else kit.folder / "templates"
@@ -241,7 +242,7 @@ def _refuse_unless_ended(run: Run, state: State) -> None:
 def _planned(
     run: Run,
     changes: Changes,
-    executor: executors.Executor,
+    executor: Executor,
     say: Callable[[str], None],
     templates: Path,
 ) -> tuple[PlannedRun, Changes]:
@@ -278,7 +279,7 @@ def _planned(
     return planned, changes
 
 
-def _recipe(run: Run, changes: Changes, executor: executors.Executor) -> Recipe:
+def _recipe(run: Run, changes: Changes, executor: Executor) -> Recipe:
     """Return the run's own recipe with changes, under the name of the one it was made of."""
     file, made = run.path / files.RECIPE, run.submission
     recipe = recipes.load(str(file), changes.overrides, changes.options)

@@ -21,7 +21,8 @@ from launcher.recipe.model import Recipe, Resources
 from launcher.run import built, code, directory, provenance
 from launcher.run.directory import Run
 from launcher.site import Site, complete, with_site_defaults
-from launcher.slurm import executors, render
+from launcher.slurm import render
+from launcher.slurm.job import Executor, token
 from runspec import files
 from runspec.keys.key import NAME, NAME_RULE
 
@@ -32,7 +33,7 @@ class PlannedRun:
 
     recipe: Recipe
     cluster: Site
-    executor: executors.Executor
+    executor: Executor
     path: Path
     contents: dict[str, str]
 
@@ -59,7 +60,7 @@ def asked_of(cluster: Site, resources: Resources) -> dict[str, Any]:
 def plan(
     recipe: Recipe,
     cluster: Site,
-    executor: executors.Executor,
+    executor: Executor,
     label: str | None = None,
     path: Path | None = None,
     sweep: str = "",
@@ -148,10 +149,10 @@ def submission(
         asked: as asked_of returns it.
     """
     made_of = {"recipe": recipe, "recipe_file": str(file), "site": cluster.name, "asked": asked}
-    return {"run": path.name, **made_of, "token": executors.token(path.name), "jobs": []}
+    return {"run": path.name, **made_of, "token": token(path.name), "jobs": []}
 
 
-def start_first(run: Run, executor: executors.Executor) -> None:
+def start_first(run: Run, executor: Executor) -> None:
     """Start the first job of a run; if there is none nothing of the run is left."""
     try:
         with directory.locked(run) as lease:
@@ -166,7 +167,7 @@ def start_first(run: Run, executor: executors.Executor) -> None:
 
 def start(
     run: Run,
-    executor: executors.Executor,
+    executor: Executor,
     lease: int,
     changes: Sequence[str] = (),
     after: str = "",
@@ -188,8 +189,8 @@ def start(
         run.write(files.SUBMISSION, {**before, "starting": known})
         try:
             earlier = {str(job.get("job_id")) for job in before["jobs"]}
-            script, token = run.path / files.JOB_SCRIPT, executors.token(run.name)
-            job = executor.start(script, token, lease, earlier, after)
+            script = run.path / files.JOB_SCRIPT
+            job = executor.start(script, token(run.name), lease, earlier, after)
         except SlurmTimeout:
             raise
         except (SlurmFault, OSError):

@@ -36,7 +36,7 @@ from launcher.run import built, code, directory, sweeps
 from launcher.run.directory import Run
 from launcher.run.states import State, judged, state_of
 from launcher.site import Site
-from launcher.slurm.executors import Executor
+from launcher.slurm.job import Executor
 
 Say = Callable[[str], None]
 # A label of a run has this many characters at most; a cell's number is added to the sweep's name.
@@ -51,7 +51,6 @@ class PlannedSweep:
 
     sweep: Sweep
     site: Site
-    executor: Executor
     name: str
     parallel: int
     runs: Sequence[PlannedRun]
@@ -74,8 +73,8 @@ def plan_sweep(
     name = directory.new_name(sweep.name[:_LABEL])
     planned: list[PlannedRun] = []
     faults: dict[str, list[str]] = {}
-    for cell in sweep.cells:
-        path = directory.runs_root(site.root) / sweeps.run_name(name, cell.number)
+    for number, cell in enumerate(sweep.cells):
+        path = directory.runs_root(site.root) / sweeps.run_name(name, number)
         label = path.name[16:-5]
         try:
             recipe = recipes.load(sweep.recipe, (*cell.overrides, *overrides), options)
@@ -86,7 +85,7 @@ def plan_sweep(
     if faults:
         texts = _with_cells(faults, len(sweep.cells))
         raise RecipeFault([f"{fault}; the sweep is {sweep.path}" for fault in texts])
-    return PlannedSweep(sweep, site, executor, name, parallel or sweep.parallel, planned)
+    return PlannedSweep(sweep, site, name, parallel or sweep.parallel, planned)
 
 
 def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.errors import RunFault
 from launcher.run import code, snapshot, trust
-from launcher.slurm.executors import Job, token
+from launcher.slurm.job import Job, token
 from runspec import files, lock, publish
 
 # The fields of a Job that are kept in submission.json and, those that it knows, in status.json.

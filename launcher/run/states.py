@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from launcher.errors import RunFault, SlurmFault
 from launcher.run.directory import Run, Snapshot, locked
-from launcher.slurm.executors import Executor, Job, executor_of
-from launcher.slurm.executors import State as State
+from launcher.slurm.executors import executor_of
+from launcher.slurm.job import Executor, Job
+from launcher.slurm.job import State as State
 from runspec import files
 from runspec.states import FINAL
 
@@ -122,7 +123,7 @@ def _judge(run: Run, job: State) -> State:
     message, job_id = str(status.get("message") or ""), job.job_id or run.job_id
     if own in FINAL and (job.ended or not job.word) and job_id == run.job_id:
         return _from_status(run)
-    if not job.word and _not_started(run):
+    if not job.word and run.sweep and not (run.all_jobs or run.starting):
         explanation = f"not started yet; start it with: cookbook sweep --resume {run.sweep}"
         return State("PENDING", "nobody", explanation, True)
     if not job.word and not job.ended:  # cannot be asked now
@@ -150,11 +151,6 @@ def _judge(run: Run, job: State) -> State:
         details.insert(0, "cancelled, and ending")
     detail = "; ".join(filter(None, details))
     return State(job.word, job.source, detail, job.ended, job_id)
-
-
-def _not_started(run: Run) -> bool:
-    """Whether it is a run of a sweep that has been given no job yet."""
-    return bool(run.sweep) and not (run.all_jobs or run.starting)
 
 
 def _is_cancelled(run: Run, job_id: str | None) -> bool:

@@ -18,7 +18,7 @@ from launcher.plugins import hook
 from launcher.recipe.environment import Environment
 from launcher.recipe.model import Recipe, Resources
 from launcher.site import Site, with_site_defaults
-from launcher.slurm.executors import token
+from launcher.slurm.job import token
 from runspec import files
 
 # The trainer may need the cluster's signal_lead_s to finish a step and write a checkpoint; a short

@@ -1,4 +1,4 @@
-"""Estimates of memory, time and disk."""
+"""Estimates of memory, time and disk, their rehearsal on a node, and the models they know."""
 
 from launcher.plugins import Check, Command, Plugin
 
@@ -8,6 +8,11 @@ PLUGIN = Plugin(
         "estimate": Command(
             "plugins.estimate.cli.estimate:estimate",
             "Compute the memory, time and disk that a recipe needs.",
+            "Prepare",
+        ),
+        "models": Command(
+            "plugins.estimate.cli.models:models",
+            "List the model families, and what the trainer supports for each.",
             "Prepare",
         ),
     },

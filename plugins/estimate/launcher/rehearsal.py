@@ -37,11 +37,6 @@ _REMEDIES = (
     (("ConfigError", "does not exist", "is missing"), "fix that; cookbook check {recipe}"),
     (("No space left", "Disk quota"), "make room, or set COOKBOOK_ROOT to a larger filesystem"),
 )
-_TITLES = {
-    "uncompiled": "uncompiled",
-    "compiled": "compiled",
-    "resumed": "resume and export",
-}
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ def findings(scene: Scene, parts: Sequence[Part]) -> Iterator[Finding]:
 
 
 def _part(scene: Scene, part: Part) -> Iterator[Finding]:
-    title = _TITLES[part.name]
+    title = "resume and export" if part.name == "resumed" else part.name
     if part.status is None or part.status == _NO_TIME:
         yield skipped(title, "no time was left for it", "again, with fewer first_blocks")
         return

@@ -20,7 +20,7 @@ from launcher import site
 from launcher.do.resume import Changes, resume
 from launcher.errors import CookbookError
 from launcher.run.directory import Run
-from launcher.slurm.executors import token
+from launcher.slurm.job import token
 from tests.conftest import SlurmCluster
 from tests.launcher.kit import Kit, until
 

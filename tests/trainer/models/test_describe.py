@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from launcher.cli import cookbook
 from launcher.recipe import load as recipes
-from launcher.recipe.shapes import families, support
+from plugins.estimate.launcher.shapes import families, support
 from runspec.description import SHIPPED, Subject
 from runspec.files import read_json
 from runspec.shape import Attention, Shape, Vector
