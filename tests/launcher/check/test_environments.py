@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -266,3 +267,27 @@ def test_a_dependency_by_its_address_is_built_or_says_why_not(tmp_path):
     assert subprocess.run([python, "-c", "import own; assert own.VALUE"]).returncode == 0
     with pytest.raises(PreflightFault, match="No module named 'not_there': name a wheel of it"):
         built_of("broken")
+
+
+def test_dependencies_come_from_the_folder_of_a_site_without_internet(tmp_path, monkeypatch):
+    """With uv's settings as setup.sh --from writes them."""
+    kit = tmp_path / "kit"
+    kit.mkdir()
+    for path in Path(sys.prefix).iterdir():
+        (kit / path.name).symlink_to(path)
+    (kit / "uv.toml").write_text(f'no-index = true\nfind-links = ["{tmp_path}"]\n')
+    monkeypatch.setenv("COOKBOOK_VENV", str(kit))
+    with zipfile.ZipFile(tmp_path / "carried_here-1.0-py3-none-any.whl", "w") as wheel:
+        about = "carried_here-1.0.dist-info"
+        wheel.writestr("carried_here.py", "")
+        wheel.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: carried_here\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+    path = built.build(Environment(dependencies=("carried-here",)), tmp_path / "shared", print)
+    assert json.loads((path / "cookbook.json").read_text())["packages"] == ["carried-here==1.0"]
+    with pytest.raises(PreflightFault, match=r"left-behind.*: bash setup\.sh --bundle FOLDER"):
+        built.build(Environment(dependencies=("left-behind",)), tmp_path / "shared", print)
