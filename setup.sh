@@ -22,6 +22,8 @@ in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
                       by the driver of this host; without one, pip's own build, for CUDA 13
   --torch VERSION     another torch version, 2.11 to 2.13, with or without a build: 2.12.0+cu126
                       (default: the one in constraints.txt)
+  --torch system      the torch that a Python of this machine has: of a module, a container, conda. It
+                      stays as it is; all other packages are the environment's own
   --torch-index URL   where to get torch, instead of PyTorch's index of the build: a mirror of it, or
                       a folder of wheels
   --dry-run           show which build is chosen and how pip is called, and change nothing
@@ -45,7 +47,7 @@ die() {
   exit "${2:-1}"
 }
 
-WANT=env TORCH='' TORCH_INDEX='' DRY_RUN='' EXTRAS=()
+WANT=env TORCH='' TORCH_INDEX='' DRY_RUN='' EXTRAS=() SYSTEM=''
 BUILDS='^(cpu|cu[0-9]{3}|rocm([0-9.]+)?)$'
 while [ $# -gt 0 ]; do
   case $1 in
@@ -74,8 +76,8 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[[ -z $TORCH || $TORCH =~ $BUILDS || $TORCH =~ ^2\.1[1-3]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
-  die "--torch $TORCH: give a build (cu126, cu128, cu130, rocm, cpu) or a version: this kit supports torch 2.11 to 2.13; write it as 2.11.0 or 2.11.0+cu128" 2
+[[ -z $TORCH || $TORCH = system || $TORCH =~ $BUILDS || $TORCH =~ ^2\.1[1-3]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
+  die "--torch $TORCH: give a build (cu126, cu128, cu130, rocm, cpu), system or a version: this kit supports torch 2.11 to 2.13; write it as 2.11.0 or 2.11.0+cu128" 2
 [[ $REPO$VENV != *[[:space:]]* ]] ||
   die "the path of the checkout or of COOKBOOK_VENV contains a space, which job scripts cannot handle: move it"
 
@@ -115,6 +117,48 @@ find_python() {
     seen="$seen $candidate is $version;"
   done
   die "no Python 3.11, 3.12 or 3.13 found (${seen:-no python3 at all}): install one, or 'module load' one, or set COOKBOOK_PYTHON to one"
+}
+
+# Prints the version and the folder of a Python's torch, or why the kit cannot use it.
+torch_of() {
+  PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH} "$1" - 2>&1 <<'PY'
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from runspec import versions
+
+if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+    sys.exit(f"is Python {sys.version_info[0]}.{sys.version_info[1]}, not 3.11 to 3.13")
+try:
+    import torch
+
+    # What pip compares: a build's mark, such as +cu130, may be missing in it.
+    version = metadata.version("torch")
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+if fault := versions.fault("torch", version):
+    sys.exit(fault)
+print(version, Path(torch.__file__).resolve().parents[1])
+PY
+}
+
+# For --torch system: sets SYSTEM, the first Python whose torch the kit can use, TORCH, its version, and TORCH_FOLDER.
+find_torch() {
+  local candidate found seen='' before=''
+  # The environment of an earlier call sees that torch.
+  if [ -n "$(compgen -G "$VENV/lib/python3*/site-packages/cookbook-torch.pth")" ]; then before=$VENV/bin/python; fi
+  for candidate in ${COOKBOOK_PYTHON:-$before python3 python python3.13 python3.12 python3.11}; do
+    version_of "$candidate" >/dev/null || continue
+    if found=$(torch_of "$candidate"); then
+      SYSTEM=$(command -v "$candidate")
+      read -r TORCH TORCH_FOLDER < <(tail -n 1 <<<"$found")
+      say "torch $TORCH of $SYSTEM is used, in $TORCH_FOLDER"
+      return
+    fi
+    seen="$seen; $candidate: $(tail -n 1 <<<"$found")"
+  done
+  die "--torch system: no Python here has a torch for this kit$seen: 'module load' it, activate its conda environment, or set COOKBOOK_PYTHON to the interpreter that has it"
 }
 
 check_disk() {
@@ -158,6 +202,10 @@ choose_torch() {
     fi
   fi
   TORCH_CHOICE="${TORCH:-default} $TORCH_INDEX"
+  if [ "$TORCH" = system ]; then
+    find_torch
+    return
+  fi
   if [[ $TORCH =~ $BUILDS ]]; then
     build=$TORCH TORCH=''
   elif [[ $TORCH = *+* ]]; then
@@ -174,11 +222,17 @@ choose_torch() {
 }
 
 make_venv() {
-  local python
+  local python version own
   if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-    case $(version_of "$VENV/bin/python") in 3.11 | 3.12 | 3.13) return ;; esac
+    version=$(version_of "$VENV/bin/python") own=$VENV/lib/python$version/site-packages
+    # Of two torches the environment's own would count, so one with the other kind is made again.
+    if [ -n "$SYSTEM" ]; then
+      if [ "$version" = "$(version_of "$SYSTEM")" ] && [ ! -d "$own/torch" ]; then return; fi
+    elif [[ $version =~ ^3[.]1[123]$ ]] && [ ! -f "$own/cookbook-torch.pth" ]; then
+      return
+    fi
   fi
-  python=$(find_python)
+  python=${SYSTEM:-$(find_python)}
   if ! "$python" -c 'import ensurepip' 2>/dev/null; then
     # Debian ships this part of Python as a separate package.
     can_install || die "$python cannot create virtual environments: install python3-venv, or set COOKBOOK_PYTHON to another"
@@ -325,6 +379,8 @@ fi
 check_disk
 choose_torch
 make_venv
+# For pip, too: torch counts as installed, and with its version as a constraint it stays.
+[ -z "$SYSTEM" ] || printf '%s\n' "$TORCH_FOLDER" >"$(echo "$VENV"/lib/python3*/site-packages)/cookbook-torch.pth"
 if [[ $WANT = test* ]]; then install_packages dev; else install_packages; fi
 compile_kit
 # What is started from here on must not keep the lock.

@@ -8,9 +8,11 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.launcher.kit import until
 
@@ -104,6 +106,21 @@ def test_torchs_build_follows_the_driver_or_the_option(driver, arguments, wheel,
         assert "--index-url" not in done.stderr
     elif not done.returncode:
         assert f"--index-url https://download.pytorch.org/{wheel}\n" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_torch_that_is_there_is_found_by_an_import(tmp_path):
+    folder, version = Path(torch.__file__).parents[1], metadata.version("torch")
+    bare = tmp_path / "python3"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    env = {"COOKBOOK_VENV": str(tmp_path / "venv")}
+    done = setup("--dry-run", "--torch", "system", **env, COOKBOOK_PYTHON=sys.executable)
+    assert f"torch {version} of {sys.executable} is used, in {folder}\n" in done.stderr
+    assert f"torch=={version} takes the place" in done.stderr
+    done = setup("--torch", "system", **env, COOKBOOK_PYTHON=str(bare))
+    assert done.returncode == 1 and f"{bare}: ModuleNotFoundError" in done.stderr
+    assert "set COOKBOOK_PYTHON to the interpreter that has it" in done.stderr
     assert not (tmp_path / "venv").exists()
 
 
