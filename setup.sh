@@ -23,8 +23,10 @@ in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
   --torch BUILD       the build of torch, for the nodes' driver: cu126 (NVIDIA driver 525 or newer),
                       cu128 (570, with torch 2.11), cu130 (580), rocm or rocm7.2 (AMD), cpu. Default:
                       by the driver of this host; without one, pip's own build, for CUDA 13
-  --torch VERSION     another torch version, 2.11 to 2.13, with or without a build: 2.12.0+cu126
+  --torch VERSION     another torch version, 2.11 to 2.15, with or without a build: 2.12.0+cu126
                       (default: the one in constraints.txt)
+  --torch system      the torch that a Python of this machine has: of a module, a container, conda. It
+                      stays as it is; all other packages are the environment's own
   --torch-index URL   where to get torch, instead of PyTorch's index of the build: a mirror of it, or
                       a folder of wheels
   --dry-run           show which build is chosen and how pip is called, and change nothing
@@ -58,7 +60,7 @@ die() {
   exit "${2:-1}"
 }
 
-WANT=env TORCH='' TORCH_INDEX='' DRY_RUN='' EXTRAS=() BUNDLE='' FROM='' PYTHON='' ARCH='' RECIPES=()
+WANT=env TORCH='' TORCH_INDEX='' SYSTEM='' DRY_RUN='' EXTRAS=() BUNDLE='' FROM='' PYTHON='' ARCH='' RECIPES=()
 PYTHONS='3.11 3.12 3.13'
 BUILDS='^(cpu|cu[0-9]{3}|rocm([0-9.]+)?)$'
 while [ $# -gt 0 ]; do
@@ -98,14 +100,15 @@ while [ $# -gt 0 ]; do
 done
 if [ -n "$BUNDLE" ]; then
   [ "$FROM$DRY_RUN$WANT" = env ] || die "--bundle installs nothing: give it without --from, --demo, --test and --dry-run" 2
+  [ "$TORCH" != system ] || die "--torch system is for the cluster: give --bundle --torch none, and there --from FOLDER" 2
   [[ ${PYTHON:-3.12}/${ARCH:-x86_64} =~ ^3\.1[1-3]/(x86_64|aarch64)$ ]] || die "--python takes 3.11, 3.12 or 3.13, and --arch x86_64 or aarch64" 2
 elif [[ $PYTHON$ARCH${RECIPES[*]-} != '' || $TORCH = none ]]; then
   die "--python, --arch, --recipe and --torch none are for --bundle FOLDER" 2
 elif [ -n "$FROM" ]; then
-  [[ $WANT != test* && -z $TORCH$TORCH_INDEX ]] || die "--from has the torch that --bundle chose, and no packages for tests: give it without --torch and --test" 2
+  [[ $WANT != test* && $TORCH$TORCH_INDEX =~ ^(system)?$ ]] || die "--from has the torch that --bundle chose, and no packages for tests: give it without --test, and without --torch or with --torch system" 2
 fi
-[[ -z $TORCH || $TORCH = none || $TORCH =~ $BUILDS || $TORCH =~ ^2\.1[1-3]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
-  die "--torch $TORCH: give a build (cu126, cu128, cu130, rocm, cpu) or a version: this kit supports torch 2.11 to 2.13; write it as 2.11.0 or 2.11.0+cu128" 2
+[[ $TORCH =~ ^(none|system)?$ || $TORCH =~ $BUILDS || $TORCH =~ ^2\.1[1-5]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
+  die "--torch $TORCH: give a build (cu126, cu128, cu130, rocm, cpu), system, or a version: this kit supports torch 2.11 to 2.15; write it as 2.11.0 or 2.11.0+cu128" 2
 [[ $REPO$VENV != *[[:space:]]* ]] ||
   die "the path of the checkout or of COOKBOOK_VENV contains a space, which job scripts cannot handle: move it"
 
@@ -145,6 +148,48 @@ find_python() {
   [ -z "$FROM" ] ||
     die "$FROM is for Python $PYTHONS, which is not found here (${seen:- no python3 at all}): 'module load' it, set COOKBOOK_PYTHON to it, or, where there is network, name yours with --python: $(field "$FROM" command)"
   die "no Python 3.11, 3.12 or 3.13 found (${seen:-no python3 at all}): install one, or 'module load' one, or set COOKBOOK_PYTHON to one"
+}
+
+# Prints the version and the folder of a Python's torch, or why the kit cannot use it.
+torch_of() {
+  PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH} "$1" - 2>&1 <<'PY'
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from runspec import versions
+
+try:
+    import torch
+
+    # What pip compares: a build's mark, such as +cu130, may be missing in it.
+    version = metadata.version("torch")
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+if fault := versions.fault("torch", version):
+    sys.exit(fault)
+print(version, Path(torch.__file__).resolve().parents[1])
+PY
+}
+
+# For --torch system: sets SYSTEM, the first Python whose torch the kit can use, TORCH, its version, and TORCH_FOLDER.
+find_torch() {
+  local candidate version found seen='' before=''
+  # The environment of an earlier call sees that torch.
+  if [ -n "$(compgen -G "$VENV/lib/python3*/site-packages/cookbook-torch.pth")" ]; then before=$VENV/bin/python; fi
+  for candidate in ${COOKBOOK_PYTHON:-$before python3 python python3.13 python3.12 python3.11}; do
+    version=$(version_of "$candidate") || continue
+    if [[ " $PYTHONS " != *" $version "* ]]; then
+      found="is Python $version, not ${PYTHONS// / or }"
+    elif found=$(torch_of "$candidate"); then
+      SYSTEM=$(command -v "$candidate")
+      read -r TORCH TORCH_FOLDER < <(tail -n 1 <<<"$found")
+      say "torch $TORCH of $SYSTEM is used, in $TORCH_FOLDER"
+      return
+    fi
+    seen="$seen; $candidate: $(tail -n 1 <<<"$found")"
+  done
+  die "--torch system: no Python here has a torch for this kit$seen: 'module load' it, activate its conda environment, or set COOKBOOK_PYTHON to the interpreter that has it"
 }
 
 check_disk() {
@@ -194,6 +239,10 @@ choose_torch() {
 name_torch() {
   local build=''
   TORCH_CHOICE="${TORCH:-default} $TORCH_INDEX"
+  if [ "$TORCH" = system ]; then
+    find_torch
+    return
+  fi
   if [[ $TORCH =~ $BUILDS ]]; then
     build=$TORCH TORCH=''
   elif [[ $TORCH = *+* ]]; then
@@ -210,11 +259,17 @@ name_torch() {
 }
 
 make_venv() {
-  local python
+  local python version own
   if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-    case $(version_of "$VENV/bin/python") in 3.11 | 3.12 | 3.13) return ;; esac
+    version=$(version_of "$VENV/bin/python") own=$VENV/lib/python$version/site-packages
+    # Of two torches the environment's own would count, so one with the other kind is made again.
+    if [ -n "$SYSTEM" ]; then
+      if [ "$version" = "$(version_of "$SYSTEM")" ] && [ ! -d "$own/torch" ]; then return; fi
+    elif [[ $version =~ ^3[.]1[123]$ ]] && [ ! -f "$own/cookbook-torch.pth" ]; then
+      return
+    fi
   fi
-  python=$(find_python)
+  python=${SYSTEM:-$(find_python)}
   if ! "$python" -c 'import ensurepip' 2>/dev/null; then
     # Debian ships this part of Python as a separate package.
     can_install || die "$python cannot create virtual environments: install python3-venv, or set COOKBOOK_PYTHON to another"
@@ -471,7 +526,7 @@ check_bundle() {
   [ -f "$FROM/bundle.txt" ] || die "$FROM is not a folder of setup.sh --bundle: see docs/offline.md"
   FROM=$(cd "$FROM" && pwd -P)
   [[ $FROM != *[[:space:]]* ]] || die "the path $FROM contains a space: move the folder"
-  PYTHONS=$(field "$FROM" python) ARCH=$(field "$FROM" arch) TORCH=$(field "$FROM" torch) have=$(field "$FROM" parts)
+  PYTHONS=$(field "$FROM" python) ARCH=$(field "$FROM" arch) TORCH=${TORCH:-$(field "$FROM" torch)} have=$(field "$FROM" parts)
   again="make one where there is network: $(field "$FROM" command)"
   [ -f "$FROM/SHA256SUMS" ] || die "$FROM is not complete: ${again/make one/repeat}"
   [ "$ARCH" = "$own" ] || die "$FROM is for $ARCH, and this machine is $own: ${again/--arch $ARCH/--arch $own}"
@@ -486,11 +541,8 @@ check_bundle() {
     [[ " $have " = *" $part "* ]] || die "$FROM lacks the part $part: add it where there is network: $(field "$FROM" command) --with $part"
   done
   read -r -a EXTRAS <<<"$have"
-  if [ "$TORCH" = none ]; then
-    TORCH=$("$VENV/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null) ||
-      die "$FROM has no torch, and $VENV does not see one: make it from the Python that has torch: python$PYTHONS -m venv --system-site-packages $VENV"
-  fi
   TORCH=${TORCH#default}
+  [ "$TORCH" != none ] || TORCH=system
   name_torch
   say "checking the hashes of $(grep -c '' "$FROM/SHA256SUMS") files in $FROM"
   # A file without a hash is named, too: pip might choose it.
@@ -521,11 +573,13 @@ fi
 check_disk
 [ -n "$FROM" ] || choose_torch
 make_venv
+# For pip, too: torch counts as installed, and with its version as a constraint it stays.
+[ -z "$SYSTEM" ] || printf '%s\n' "$TORCH_FOLDER" >"$(echo "$VENV"/lib/python3*/site-packages)/cookbook-torch.pth"
 if [[ $WANT = test* ]]; then install_packages dev; else install_packages; fi
 if [ -n "$FROM" ]; then
   # uv builds the dependencies of recipes from the same folder, and takes the torch that is there.
   printf 'no-index = true\nfind-links = ["%s/wheels"]\n' "$FROM" >"$VENV/uv.toml"
-  [ "$(field "$FROM" torch)" != none ] || printf 'override-dependencies = ["%s"]\n' "$NO_TORCH" >>"$VENV/uv.toml"
+  [ -z "$SYSTEM" ] || printf 'override-dependencies = ["%s"]\n' "$NO_TORCH" >>"$VENV/uv.toml"
 fi
 compile_kit
 # What is started from here on must not keep the lock.

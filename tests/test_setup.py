@@ -11,9 +11,11 @@ import platform
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.launcher.kit import until
 
@@ -45,8 +47,8 @@ def installed() -> dict[str, str]:
         (["--dmeo"], "unknown option '--dmeo'"),
         (["--demo", "--test"], "give one of"),
         (["--torch"], "--torch needs a value"),
-        (["--torch", "1.13"], "supports torch 2.11 to 2.13"),
-        (["--torch", "2.13.0; rm -rf x"], "supports torch 2.11 to 2.13"),
+        (["--torch", "1.13"], "supports torch 2.11 to 2.15"),
+        (["--torch", "2.13.0; rm -rf x"], "supports torch 2.11 to 2.15"),
         (["--with"], "--with needs a name"),
         (["--with", "dev"], "unknown part 'dev': --with accepts "),
         (["--with", ""], "unknown part '': --with accepts "),
@@ -189,6 +191,19 @@ def test_a_folder_for_another_python_is_refused_with_the_command_for_this_one(ca
     done = setup(*arguments, **fresh)
     assert done.returncode == 1 and f"is for Python {other}, which" in done.stderr
     assert f"{sys.executable} is {own}" in done.stderr and not (tmp_path / "venv").exists()
+def test_a_torch_that_is_there_is_found_by_an_import(tmp_path):
+    folder, version = Path(torch.__file__).parents[1], metadata.version("torch")
+    bare = tmp_path / "python3"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    env = {"COOKBOOK_VENV": str(tmp_path / "venv")}
+    done = setup("--dry-run", "--torch", "system", **env, COOKBOOK_PYTHON=sys.executable)
+    assert f"torch {version} of {sys.executable} is used, in {folder}\n" in done.stderr
+    assert f"torch=={version} takes the place" in done.stderr
+    done = setup("--torch", "system", **env, COOKBOOK_PYTHON=str(bare))
+    assert done.returncode == 1 and f"{bare}: ModuleNotFoundError" in done.stderr
+    assert "set COOKBOOK_PYTHON to the interpreter that has it" in done.stderr
+    assert not (tmp_path / "venv").exists()
 
 
 def test_a_second_run_changes_nothing_and_ends_with_the_next_command(installed, slurm):
