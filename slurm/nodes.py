@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from slurm import allocation, job_log, records
+from slurm import allocation, records
 from slurm.identity import in_slurm
 from slurm.job_log import say
 from slurm.recorder import Recorder, seconds
@@ -60,7 +60,7 @@ class Nodes:
             self.hosts, self.rollout_hosts = [host], [host] * self._rollout_count
             return
         self._await_controller()
-        hosts = job_log.hosts(os.environ["SLURM_JOB_NODELIST"])
+        hosts = allocation.hosts_of(os.environ["SLURM_JOB_NODELIST"])
         if bad := self._record(records.nodes_to_leave, hosts, self._silent):
             if allocation.has_enough_without(bad):
                 why = "attempts on it failed or it does not answer"

@@ -193,7 +193,6 @@ class Supervisor:
         """Set the variables of an attempt, which the nodes need."""
         self._attempt = number
         os.environ |= {
-            "ATTEMPT": str(number),
             "COOKBOOK_ATTEMPT": str(number),
             "LOGS": str(self.run_dir / files.LOGS / str(number)),
             "HEAD_PORT": str(port_of(own_job_id(), number)),
@@ -204,14 +203,14 @@ class Supervisor:
         if not in_slurm():
             return ["bash", f"{os.environ['COOKBOOK']}/slurm/local_nodes.sh", *program]
         log = f"--output={self._logs}/node_%t.log"
-        own = [f"--job-name=attempt-{os.environ['ATTEMPT']}", log, "--open-mode=append"]
+        own = [f"--job-name=attempt-{os.environ['COOKBOOK_ATTEMPT']}", log, "--open-mode=append"]
         # A step that lost a node, or that a restarted controller still lists, keeps its resources.
         beside = ["--overlap", "--mem=0"]
         return ["srun", *own, *beside, *self._nodes.on_hosts, *self._options, *program]
 
     def _watch(self, child: Child) -> int:
         """Look at the attempt until its command has ended; return the exit status."""
-        number = int(os.environ["ATTEMPT"])
+        number = int(os.environ["COOKBOOK_ATTEMPT"])
         looking: list[Watchdog | Companion] = [self._companion]
         # An entry that does not report its steps has none.
         if "HANG_TIMEOUT_S" in os.environ:
@@ -275,7 +274,7 @@ class Supervisor:
         """Have the companion begin with the attempt."""
         own = [option for option in self._options if not option.startswith(_OF_ATTEMPTS)]
         step = ["srun", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1", *own]
-        number = int(os.environ["ATTEMPT"])
+        number = int(os.environ["COOKBOOK_ATTEMPT"])
         self._companion.begin(number, self._nodes, step if in_slurm() else [])
 
 

@@ -129,7 +129,7 @@ def environment_faults(given: Any, start: str = "") -> Iterator[Fault]:
         ("image", container),
         ("binds", container),
         ("options", container),
-        ("dependencies", kind in ("venv", "modules")),
+        ("dependencies", not container),
     ):
         if given.get(key) and not fits:
             yield Fault(f"{start}{key}", f"{start}{key} has no meaning for kind: {kind}")

@@ -152,7 +152,7 @@ class GrpoConfig(AnswerKeys, TrainConfig):
             key = "tokenizer.new_tokens"
             message = "vLLM starts with the model's folder, which has no weights for new tokens"
             yield Fault(key, f"{key}: {message}; set rollout_engine=transformers, or leave it out")
-        if _block(config, "resources").get("rollout") not in (None, "same"):
+        if _block(config, "resources").get("rollout"):
             return
         if with_vllm:
             yield Fault(

@@ -34,11 +34,11 @@ class ResourceKeys:
     mail_user: str | None = option("word", "Address to which Slurm sends mail.")
     mail_type: str | None = option("word", "Events of which it sends mail: BEGIN,END,FAIL.")
     exclusive: bool = option("flag", "Do not share the nodes with other jobs.", False)
-    rollout: int | str = option(
-        "rollout nodes",
-        "What generates the answers of entry: grpo. same: the GPUs that train, in turns. A "
-        "number: that many additional nodes in the same job, with a sampler on each GPU.",
-        "same",
+    rollout: int = option(
+        "count",
+        "Additional nodes in the same job that generate the answers of entry: grpo, with a sampler "
+        "on each GPU. 0: the GPUs that train generate, in turns.",
+        0,
     )
 
 

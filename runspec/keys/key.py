@@ -64,10 +64,6 @@ KINDS = {
     "rate": Kind("a number, 0 or more", _number(0)),
     "share": Kind("a number above 0, 1 at most", lambda v: _number(math.ulp(0))(v) and v <= 1),
     "text": Kind("one line of text", _is_line),
-    "rollout nodes": Kind(
-        "same, or a number of additional nodes",
-        lambda value: value == "same" or _whole(1)(value),
-    ),
     "fp32": Kind("fp32", lambda value: value == "fp32"),
     "list": Kind("a list", _is(list)),
     "texts": Kind("a list of strings", _list(_is_line)),

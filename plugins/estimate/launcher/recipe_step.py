@@ -153,7 +153,7 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
             "new_tokens": int(most),
             "keeps_sampled": True,
             "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
-            "apart": apart not in (None, "same"),
+            "apart": bool(apart),
         }
     keys, own = method.keys(), ("on_policy_share", "max_new_tokens")
     if own[0] not in keys:

@@ -37,7 +37,7 @@ def loaded(block: str, *more: str) -> Recipe:
     [
         ("{dependencies: [einops]}", ['exec "$ENV_PYTHON" -P -m torch.distributed.run']),
         ("{setup: [conda activate llm], python: python}", ["conda activate", "find_python python"]),
-        ("{kind: modules, modules: [cuda/12.8]}", ["load_module cuda/12.8", "exec python -P"]),
+        ("{modules: [cuda/12.8]}", ["load_module cuda/12.8", "exec python -P"]),
         ("{prefix: [numactl, --localalloc]}", ["exec numactl --localalloc python -P"]),
         ("{srun: [--mpi=none]}", ["--export=ALL \\\n  --mpi=none \\\n  bash -c"]),
         ("{variables: {A: 1 2}}", ["export A='1 2'"]),
@@ -62,7 +62,7 @@ def test_a_module_that_is_out_of_sight_for_a_moment_is_waited_for():
         f"source {paths.REPO_ROOT}/slurm/environment.sh",
         "module() { export LOADEDMODULES=$there; }",
         "sleep() { there=own; }",
-        *loaded("{kind: modules, modules: [own]}").environment.lines,
+        *loaded("{modules: [own]}").environment.lines,
     ]
     script = "\n".join([*lines, "echo $?"])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
@@ -85,7 +85,7 @@ def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
         ("{kind: apptainer}", "environment.image is missing"),
         ("{image: /i}", "environment.image has no meaning for kind: venv"),
         ("{kind: apptainer, image: i, binds: [data]}", "'data' is not /PATH"),
-        ("{kind: docker}", "must be one of venv, modules"),
+        ("{kind: docker}", "must be one of venv, pyxis"),
         ("{kind: pyxis, image: i, dependencies: [a]}", "dependencies has no meaning"),
         ("{pyhton: a}", "did you mean python"),
         ("nosuch", "there is no environment 'nosuch'"),
