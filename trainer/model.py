@@ -478,5 +478,10 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
+def pattern(name: str) -> str:
+    """A name with * in place of its block's number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def _last(name: str) -> str:
     return name.rpartition(".")[2]

@@ -19,11 +19,11 @@ from trainer.errors import ConfigError
 from trainer.layers import delta, nf4
 from trainer.layers import experts as routed
 from trainer.layers.score import ScoreHead
-from trainer.model import Decoder, Inputs, Role
+from trainer.model import Decoder, Inputs, Role, pattern
 from trainer.model import plain_name as plain
 from trainer.models.transformers import experts, head, rope
 from trainer.models.transformers.names import FileNames
-from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles, pattern
+from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles
 
 PLACE = "checkpointer.checkpoint_dir"
 CHUNKED = "chunked_attention"

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.layers import delta
 from trainer.layers import experts as routed
-from trainer.model import Decoder, Inputs, Role
+from trainer.model import Decoder, Inputs, Role, pattern
 from trainer.models.transformers.attention import Observer
 
 # A style of transformers' tensor-parallel plans, and the role that does the same; where a plan
@@ -265,11 +265,6 @@ class Roles:
         self._of["final_norm"] = Role.NORM
         if (head := self._model.output_head) is not None:
             self._of[next(n for n, m in self._modules.items() if m is head)] = Role.OUTPUT
-
-
-def pattern(name: str) -> str:
-    """A module's name with * in place of its block's number."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _is_norm(module: nn.Module) -> bool:
