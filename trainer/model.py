@@ -252,7 +252,7 @@ class Decoder(nn.Module, ABC):
 
         These are the layers that `quantize_base` and fp8 change, not the embedding and the output.
         """
-        prefix = next(name for name, module in self.named_modules() if module is self.blocks)
+        prefix = name_of(self.blocks, self)
         wanted = [pattern for pattern, role in self.roles().items() if role in roles]
         return [
             name
@@ -476,6 +476,16 @@ class AdapterKind(ABC):
 def plain_name(name: str) -> str:
     """A parameter's name without the part that activation checkpointing adds."""
     return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def name_of(module: nn.Module, whole: nn.Module) -> str:
+    """The name of a module in a larger one."""
+    return next(name for name, each in whole.named_modules() if each is module)
+
+
+def pattern(name: str) -> str:
+    """A name with * in place of its block's number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _last(name: str) -> str:

@@ -35,12 +35,11 @@ from trainer import groups
 from trainer.config import TrainConfig, arguments_of, load
 from trainer.errors import ConfigError
 from trainer.layers import log_probs
-from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.base import method as method_of
 from trainer.layers.batch import MicroBatch
 from trainer.layers.patch import COMPILE_BACKEND
 from trainer.methods.base import named
-from trainer.model import Decoder, Documents, Inputs
+from trainer.model import Decoder, Documents, Inputs, pattern
 from trainer.models import build as models
 from trainer.models.builder import Builder
 from trainer.parallel import gradients
@@ -206,7 +205,7 @@ def _gather_all(model: models.Model) -> None:
 
     seen, layers = set(), export.layers_of(model)
     for name, parameter in weights.named_parameters(model.module):
-        kind = kind_of_layer(name), parameter.shape
+        kind = pattern(name), parameter.shape
         if kind not in seen and not model.module.is_adapter(name):
             seen.add(kind)
             export.gather(model, layers, export.steps_of(model, name, parameter)[0])

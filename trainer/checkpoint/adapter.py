@@ -13,9 +13,8 @@ from runspec.files import DamagedFile, patient_json
 from runspec.keys.train import ModelSpec
 from trainer.checkpoint import weights
 from trainer.errors import ConfigError
-from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.peft_config import REMEDY
-from trainer.model import PEFT_PREFIX, SCORE, Decoder
+from trainer.model import PEFT_PREFIX, SCORE, Decoder, pattern
 from trainer.models.build import Model
 
 KEY = "checkpointer.adapter_checkpoint"
@@ -175,12 +174,12 @@ def _adapter_parameters(module: Decoder) -> dict[str, nn.Parameter]:
 
 def _differences(own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> list[str]:
     """One line per kind of layer that only one of the two has, or that has another rank."""
-    missing = {kind_of_layer(name) for name in own.keys() - tensors.keys()}
-    surplus = {kind_of_layer(name) for name in tensors.keys() - own.keys()}
+    missing = {pattern(name) for name in own.keys() - tensors.keys()}
+    surplus = {pattern(name) for name in tensors.keys() - own.keys()}
     faults = [f"has nothing for the model's {kind}" for kind in sorted(missing)]
     faults += [f"contains {kind}, the model has none" for kind in sorted(surplus)]
     shapes = {
-        kind_of_layer(name): (list(tensors[name].shape), list(parameter.shape))
+        pattern(name): (list(tensors[name].shape), list(parameter.shape))
         for name, parameter in own.items()
         if name in tensors and tensors[name].shape != parameter.shape
     }

@@ -128,15 +128,8 @@ def _read(folder: Path, tensors: dict[str, Any], world: World, own: dict[str, An
         for key in place[:-1]:
             holder = holder[key]
         holder[place[-1]] = read[place[0]][".".join(place[1:])]
-    # A step count of each parameter, say: together, instead of one by one.
-    small = {place for place, each in shared.items() if each.numel() == 1 and groups[place]}
-    mine = {place: shared[place] for place in small if copies.reads(groups[place], shares[place])}
-    values = {place: value for part in world.gather(mine) for place, value in part.items()}
     for place, each in shared.items():
-        if place in small:
-            each.copy_(values[place])
-        else:
-            copies.send(each, groups[place], shares[place])
+        copies.send(each, groups[place], shares[place])
     world.limit(None)
 
 

@@ -14,9 +14,8 @@ from torch import nn
 from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers import linear, nf4
-from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.linear import AdaptedLinear, Own
-from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, Role, plain_name
+from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, Role, pattern, plain_name
 from trainer.sharded import full_tensor
 
 OUT, IN = "ia3_out", "ia3_in"
@@ -152,7 +151,7 @@ class IA3(AdapterKind):
             by_input = _by_input(parts, layers)
             if (tensors[key].shape[0] == 1) != by_input:
                 faults.append(
-                    f"scales the {'outputs' if by_input else 'inputs'} of {kind_of_layer(place)}, "
+                    f"scales the {'outputs' if by_input else 'inputs'} of {pattern(place)}, "
                     f"the model its {'inputs' if by_input else 'outputs'}"
                 )
             elif by_input:

@@ -11,10 +11,9 @@ from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers import experts
 from trainer.layers.adapters import lora_experts, peft_config
-from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
 from trainer.layers.adapters.peft_config import PeftConfig
-from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, plain_name
+from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, pattern, plain_name
 from trainer.sharded import full_tensor
 
 # By module of transformers' class: its adapter's rank.
@@ -251,7 +250,7 @@ def _differences(kind: LoRA, model: Decoder, hub: Hub, settings: PeftConfig) -> 
     routed = [name for name, _ in experts.layers(model) if name in layers]
     places += [f"{name}.{matrix}" for name in routed for matrix in experts.MATRICES]
     other = [p for p in places if not math.isclose(settings.scaling_of(p), layer.scaling)]
-    for place in dict.fromkeys(map(kind_of_layer, () if faults else other)):
+    for place in dict.fromkeys(map(pattern, () if faults else other)):
         yield (
             f"rank_pattern and alpha_pattern scale {place} otherwise than other layers, which is "
             f"not supported; {peft_config.REMEDY}"
@@ -302,7 +301,7 @@ def _from_peft(
                     part = magnitude[row : row + rows]
                     own_tensors[f"{name}.magnitude"] = model.from_hub(f"{name}.weight", part)
             elif int(block.count_nonzero()):
-                faults.append(f"contains an adapter for {kind_of_layer(name)}, the model has none")
+                faults.append(f"contains an adapter for {pattern(name)}, the model has none")
             row += rows
         if magnitude is not None:
             used.add(f"{place}.lora_magnitude_vector")
