@@ -21,7 +21,7 @@ from safetensors import safe_open
 from plugins.rl import gathered, transfer
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.rollouts import sample
-from plugins.rl.samplers import Request, Sampled
+from plugins.rl.samplers import Request, RolloutError, Sampled
 from plugins.serve import backends
 from runspec import client
 from runspec.devices import VISIBLE, visible
@@ -29,7 +29,6 @@ from runspec.files import patient_json
 from runspec.processes import end_with_parent
 from trainer.checkpoint import adapter
 from trainer.config import instantiate
-from trainer.errors import RolloutError
 from trainer.models.build import DTYPES
 
 # vLLM's health answers at once, or it hangs.
