@@ -21,13 +21,12 @@ from safetensors import safe_open
 from plugins.rl import gathered, transfer
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.rollouts import sample
-from plugins.rl.samplers import Request, Sampled
+from plugins.rl.samplers import Request, RolloutError, Sampled
 from plugins.serve import backends, client
 from runspec.files import patient_json
 from runspec.processes import end_with_parent
 from trainer.checkpoint import adapter
 from trainer.config import instantiate
-from trainer.errors import RolloutError
 from trainer.models.build import DTYPES
 
 # vLLM's health answers at once, or it hangs.

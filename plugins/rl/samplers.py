@@ -20,13 +20,26 @@ from plugins.rl import names, transfer
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.serve import client
 from runspec import files
-from trainer.errors import RolloutError
+from trainer.errors import TrainerError
 from trainer.models.build import Model
 from trainer.parallel.world import World
 
 POLL_S = 0.2
 # A request that a sampler answers with an error is asked so often in all.
 TRIES = 3
+
+
+class RolloutError(TrainerError):
+    """The rollout nodes do not answer; a later attempt may find others.
+
+    node: that of the sampler at fault; None if it is not one sampler's.
+    """
+
+    permanent = False
+
+    def __init__(self, message: str, node: str | None = None) -> None:
+        super().__init__(message)
+        self.node = node
 
 
 class Sampled(NamedTuple):

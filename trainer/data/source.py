@@ -71,7 +71,7 @@ class Source:
         self.key, self.given, self.form, self.tokenizer = key, given, form, tokenizer
         self.block = read_block(given, form)
         # Whether max_seq_len is for all documents of a sample together.
-        self.shares_limit = form.share(given)
+        self.shares_limit = form.count > 1 and bool(given.get("packed"))
         self.omissions: dict[str, tuple[int, str]] = {}
         # Its own, as reading changes the limit.
         self._tokenizer = copy.copy(tokenizer)

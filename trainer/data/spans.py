@@ -89,9 +89,6 @@ class Spans:
             for index, turn in enumerate(turns)
         ]
         self._tools = [self._marker.tool(tool) for tool in tools] if tools and prompts else tools
-        self._numbers: dict[int, set[int]] = {}
-        for number, part in enumerate(self._marker.parts):
-            self._numbers.setdefault(part.message, set()).add(number)
         self._whole = self._read(self._marked)
 
     def _read(self, turns: Turns, ask: bool = False, **options: Any) -> Rendering:
@@ -99,7 +96,7 @@ class Spans:
 
     def _own(self, index: int) -> set[int]:
         """The numbers of a message's marks."""
-        return self._numbers.get(index, set())
+        return {n for n, part in enumerate(self._marker.parts) if part.message == index}
 
     def _left_out(self) -> set[str]:
         """What the template does not render, if the conversation can do without it."""

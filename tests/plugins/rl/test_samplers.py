@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from plugins.rl import names
-from plugins.rl.samplers import Request, Samplers, _Asked
+from plugins.rl.samplers import Request, RolloutError, Samplers, _Asked
 from plugins.rl.slurm import samplers as processes
 from runspec import files
 from slurm import faults
@@ -24,7 +24,7 @@ from tests.plugins.rl.test_grpo import MODULE, TP, config
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start
 from tests.vllm_stand_in import vllm_python
-from trainer.errors import RolloutError, write_error_record
+from trainer.errors import write_error_record
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 WORLD: Any = SimpleNamespace(data_rank=0)
