@@ -434,7 +434,7 @@ fetch() {
   # pip checks the hash of each file, those of an earlier call, too. Few packages at a time: what is complete is kept.
   PYTHONUNBUFFERED=1 xargs -n 8 "${pip[@]}" download --no-input --no-deps --prefer-binary --dest "$FOLDER/wheels" \
     --implementation cp --python-version "$PYTHON.5" "${PLATFORMS[@]}" <"$list" 2>"$log" |
-    while read -r verb file; do if [[ $verb = Downloading && $file != *.metadata* ]]; then say "  $file"; fi; done ||
+    while read -r verb file; do if [[ $verb = Downloading && $file != *.metadata* ]]; then say "  ${file##*/}"; fi; done ||
     die "$(grep -i '^error' "$log" | head -n 3): fix the cause (network, proxy, disk), then repeat this command: it goes on"
   for source in "$FOLDER"/wheels/*.tar.gz "$FOLDER"/wheels/*.zip; do
     [ -f "$source" ] || continue
@@ -447,7 +447,7 @@ fetch() {
 }
 
 make_bundle() {
-  local line before python parts extras=()
+  local line before python parts number extras=()
   git -C "$REPO" rev-parse --quiet --verify HEAD >/dev/null || die "$REPO is not a git checkout: clone it with git, and run this there"
   mkdir -p "$BUNDLE/wheels" || die "cannot write $BUNDLE: name a folder that you own"
   FOLDER=$(cd "$BUNDLE" && pwd -P)
@@ -474,6 +474,22 @@ make_bundle() {
   { "$python" -m venv "$WORK/venv" &&
     "$WORK/venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-input --constraint "$REPO/constraints.txt" uv --editable "$REPO"; } ||
     die "uv, which chooses the versions, could not be installed: see above"
+  for number in "${!RECIPES[@]}"; do
+    "$WORK/venv/bin/python" - "${RECIPES[number]}" >"$WORK/$number.txt" <<'PY' || exit
+import sys
+
+from launcher.errors import CookbookError
+from launcher.recipe import load
+
+try:
+    environment = load.load(sys.argv[1]).environment
+except CookbookError as error:
+    sys.exit("\n".join(f"error: {fault}" for fault in error.faults))
+if environment and environment.dependencies:
+    print("-c constraints.txt" * environment.pins, *environment.dependencies, sep="\n")
+PY
+    [ -s "$WORK/$number.txt" ] || say "${RECIPES[number]} has no dependencies: the kit's packages are enough"
+  done
   PLATFORMS=() OPTIONS=(--python "$WORK/venv/bin/python")
   # pip takes no version of glibc: these are all that 2.28 runs, the newest first.
   for line in $(seq 28 -1 5 | sed 's/^/manylinux_2_/') manylinux2014 manylinux2010 manylinux1 linux; do PLATFORMS+=(--platform "${line}_$ARCH"); done
@@ -491,21 +507,8 @@ make_bundle() {
   printf '%s\n' '-c constraints.txt' setuptools wheel >"$WORK/kit.txt"
   for line in cluster ${parts[@]+"${parts[@]}"}; do extras+=(--extra "$line"); done
   fetch "the kit" "$REPO/pyproject.toml" "${extras[@]}" "$WORK/kit.txt"
-  for line in ${RECIPES[@]+"${RECIPES[@]}"}; do
-    "$WORK/venv/bin/python" - "$line" >"$WORK/recipe.txt" <<'PY' || exit
-import sys
-
-from launcher.errors import CookbookError
-from launcher.recipe import load
-
-try:
-    environment = load.load(sys.argv[1]).environment
-except CookbookError as error:
-    sys.exit("\n".join(f"error: {fault}" for fault in error.faults))
-if environment and environment.dependencies:
-    print("-c constraints.txt" * environment.pins, *environment.dependencies, sep="\n")
-PY
-    if [ -s "$WORK/recipe.txt" ]; then fetch "$line" "$WORK/recipe.txt"; else say "$line has no dependencies: the kit's packages are enough"; fi
+  for number in "${!RECIPES[@]}"; do
+    [ ! -s "$WORK/$number.txt" ] || fetch "${RECIPES[number]}" "$WORK/$number.txt"
   done
   # A clone and not an archive: if the cluster has git, runs record the commit.
   git clone --quiet --depth 1 "file://$REPO" "$WORK/slurm-cookbook"

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -204,6 +205,42 @@ def test_a_torch_that_is_there_is_found_by_an_import(tmp_path):
     assert done.returncode == 1 and f"{bare}: ModuleNotFoundError" in done.stderr
     assert "set COOKBOOK_PYTHON to the interpreter that has it" in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.named
+def test_a_folder_is_made_with_a_network_and_used_without_one(tmp_path):
+    """Downloads 400 MB; then in a network namespace without interfaces, with a dependency."""
+    if subprocess.run(["unshare", "-rn", "true"]).returncode:
+        pytest.skip("this machine allows no network namespace")
+    folder, recipe = tmp_path / "carried", tmp_path / "own.yaml"
+    recipe.write_text("extends: demo\nepochs: 1\nenvironment: {dependencies: [word2number]}\n")
+    # A folder of wheels that pip is told of, such as that of a machine for tests.
+    wheels = os.environ.get("PIP_FIND_LINKS")
+    torch = ["--torch-index", wheels] if wheels else ["--torch", "cpu"]
+    own = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    make = ["--bundle", str(folder), "--python", own, "--recipe", str(recipe), *torch]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("COOKBOOK_")}
+    env |= {"TMPDIR": str(tmp_path), "COOKBOOK_PYTHON": sys.executable}
+    first = subprocess.Popen(["bash", ROOT / "setup.sh", *make], env=env, start_new_session=True)
+    until(lambda: any((folder / "wheels").glob("*.whl")), 600)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert "is not complete: repeat" in setup("--from", str(folder)).stderr
+    done = setup(*make, timeout=1800, **env)
+    assert done.returncode == 0, done.stderr
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
+    subprocess.run(["tar", "xzf", folder / "slurm-cookbook.tar.gz"], cwd=tmp_path, check=True)
+    lines = f"""ip link set lo up && cd slurm-cookbook && bash setup.sh --from {folder} &&
+      .venv/bin/cookbook submit {recipe} --nodes 1 --local --watch"""
+    done = subprocess.run(
+        ["unshare", "-rn", "bash", "-c", lines],
+        cwd=tmp_path,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and " COMPLETED after" in done.stdout + done.stderr, done.stderr
 
 
 def test_a_second_run_changes_nothing_and_ends_with_the_next_command(installed, slurm):
