@@ -189,7 +189,7 @@ find_torch() {
     fi
     seen="$seen; $candidate: $(tail -n 1 <<<"$found")"
   done
-  die "--torch system: no Python here has a torch for this kit$seen: 'module load' it, activate its conda environment, or set COOKBOOK_PYTHON to the interpreter that has it"
+  die "no Python here has a torch for this kit$seen: 'module load' it, activate its conda environment, or set COOKBOOK_PYTHON to the interpreter that has it"
 }
 
 check_disk() {
