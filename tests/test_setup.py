@@ -192,6 +192,8 @@ def test_a_folder_for_another_python_is_refused_with_the_command_for_this_one(ca
     done = setup(*arguments, **fresh)
     assert done.returncode == 1 and f"is for Python {other}, which" in done.stderr
     assert f"{sys.executable} is {own}" in done.stderr and not (tmp_path / "venv").exists()
+
+
 def test_a_torch_that_is_there_is_found_by_an_import(tmp_path):
     folder, version = Path(torch.__file__).parents[1], metadata.version("torch")
     bare = tmp_path / "python3"
