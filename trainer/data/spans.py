@@ -35,7 +35,8 @@ class Spans:
     """Finds the spans of one conversation.
 
     Args:
-        render: (turns, ask for an answer, tools, options of the template) to a text.
+        render: (turns, ask for an answer, tools, options of the template) to a text and what the
+            template itself marks as the model's.
         encode: a text to its tokens with `ids` and `offsets`.
         ends: ids of the tokens that end an answer.
 
@@ -45,7 +46,7 @@ class Spans:
 
     def __init__(
         self,
-        render: Callable[..., str],
+        render: Callable[..., tuple[str, list[tuple[int, int]]]],
         encode: Callable[[str], "Encoding"],
         ends: frozenset[int],
         turns: Turns,
@@ -53,7 +54,7 @@ class Spans:
     ) -> None:
         self._render, self._encode, self._ends = render, encode, ends
         self._turns = turns
-        self.text = render(turns, False, tools)
+        self.text, self._generated = render(turns, False, tools)
         self._plain_tools = tools
         for prompts in (True, False):
             # Some templates look for words in prompts, which a mark may hide.
@@ -80,7 +81,7 @@ class Spans:
         spans = [(b, self._end(index, run)) for b, run in zip(begins, runs, strict=True)]
         if index + 1 == len(self._turns):
             spans[-1] = spans[-1][0], self._with_end_token(runs[-1], spans[-1][1])
-        return spans
+        return self._as_generated(spans)
 
     def _mark(self, turns: Turns, tools: Any, prompts: bool) -> None:
         self._marker = Marker(sign_for(f"{self.text}{turns}{tools}"))
@@ -92,7 +93,7 @@ class Spans:
         self._whole = self._read(self._marked)
 
     def _read(self, turns: Turns, ask: bool = False, **options: Any) -> Rendering:
-        return self._marker.read(self._render(turns, ask, self._tools, **options))
+        return self._marker.read(self._render(turns, ask, self._tools, **options)[0])
 
     def _own(self, index: int) -> set[int]:
         """The numbers of a message's marks."""
@@ -232,7 +233,7 @@ class Spans:
         """The span of a message that is no answer, header included."""
         turns = self._turns
         texts = [
-            self._render(turns[:count], False, self._plain_tools) if count else ""
+            self._render(turns[:count], False, self._plain_tools)[0] if count else ""
             for count in (index, index + 1)
         ]
         begin, end = (self._shared(text, self.text) for text in texts)
@@ -243,6 +244,16 @@ class Spans:
                 "set dataset.train_on_input=false"
             )
         return begin, end
+
+    def _as_generated(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What of the spans the template marks as the model's, if it marks any of them."""
+        inside = [
+            (max(begin, first), min(end, last))
+            for begin, end in spans
+            for first, last in self._generated
+            if max(begin, first) < min(end, last)
+        ]
+        return inside or spans
 
     def _shared(self, one: str, other: str) -> int:
         """How many characters two texts have in common from their beginning, by whole tokens."""

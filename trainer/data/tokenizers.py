@@ -238,12 +238,12 @@ class HuggingFaceTokenizer:
             tools: the schemas of the tools.
         """
         turns = self._as_taken(turns, tools)
-        spans = Spans(self.render, self._encoded, self.ends, turns, tools)
+        spans = Spans(self._rendered, self._encoded, self.ends, turns, tools)
         if SYSTEM_PROMPT in spans.left_out:
             folded = self._with_system_prompt(turns, tools)
             if folded is not None:
                 turns, trained = folded, [i - 1 for i in trained if i]
-                spans = Spans(self.render, self._encoded, self.ends, turns, tools)
+                spans = Spans(self._rendered, self._encoded, self.ends, turns, tools)
         # A span may add an end token to the text.
         pieces = [piece for index in trained for piece in spans.of(index)]
         encoding = self._encoded(spans.text)
@@ -271,28 +271,32 @@ class HuggingFaceTokenizer:
         turns: list[dict[str, Any]],
         add_generation_prompt: bool = False,
         tools: list[dict[str, Any]] | None = None,
-        **options: Any,
     ) -> str:
-        """The text that the model's chat template makes of {role, content} turns.
+        """The text that the model's chat template makes of {role, content} turns."""
+        return self._rendered(turns, add_generation_prompt, tools)[0]
 
-        Args:
-            options: of the template, in the place of its arguments.
-        """
+    def _rendered(
+        self,
+        turns: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and begin and end of what the template marks as the model's."""
         template = self._template_for(tools)
         from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils import chat_template_utils as templates
 
         try:
             # Not by render_jinja_template, which lets no other date in. The compiled one is cached.
-            return str(
-                templates._compile_jinja_template(template).render(
-                    messages=turns,
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    strftime_now=TEMPLATE_DATE.strftime,
-                    **{**self._own.special_tokens_map, **self._arguments, **options},
-                )
+            return templates._render_with_assistant_indices(
+                templates._compile_jinja_template(template),
+                turns,
+                tools,
+                None,
+                add_generation_prompt,
+                strftime_now=TEMPLATE_DATE.strftime,
+                **{**self._own.special_tokens_map, **self._arguments, **options},
             )
         except TemplateSyntaxError as error:
             raise ConfigError(f"tokenizer: the chat template is broken: {error}") from None

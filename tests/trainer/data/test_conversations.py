@@ -48,7 +48,11 @@ INSTRUCT = """
 {%- if m.role == 'user' %}[INST]{{ ns.system if loop.index0 == ns.last }}{{ m.content }}[/INST]
 {%- elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}
 {%- endfor %}"""
-NO_CALLS = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+MARKED = """
+{%- for m in messages %}<s>{{ m.role }}:
+{%- if m.role == 'assistant' %}{% generation %} {{ m.content }}</s>{% endgeneration %}
+{%- else %} {{ m.content }}</s>{% endif %}
+{%- endfor %}"""
 TOOLS = [{"type": "function", "function": {"name": "jobs", "parameters": {"type": "object"}}}]
 
 
@@ -89,6 +93,7 @@ CASES: list[tuple[str, list[dict], str, list[str]]] = [
     (THINKING, CALLS, "all", [CALLED, "Yes.</s>", "<think>Still.</think>\nYes.</s>"]),
     (THINKING, CALLS, "last", ["<think>Still.</think>\nYes.</s>"]),
     (INSTRUCT, PLAIN, "last", ["A process.</s>"]),
+    (MARKED, PLAIN, "all", ["  A machine. </s>", " A process.</s>"]),
 ]
 
 
@@ -196,7 +201,7 @@ def test_what_the_template_leaves_out_is_noted_or_refused(
         )
     (shown,), faults = previews(load(config), 1)
     assert faults == [] and [f"note: dataset: {text}" for text in shown["notes"]] == [note]
-    tokenizer_of(NO_CALLS)
+    tokenizer_of(MARKED)
     with pytest.raises(ConfigError) as caught:
         batches.build(load(config), world)
     assert str(caught.value) == (
