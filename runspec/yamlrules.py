@@ -16,6 +16,9 @@ _NUMBERS = {
     ),
 }
 _REPLACED = (*_NUMBERS, "tag:yaml.org,2002:timestamp")
+# Nothing of ours is so deep. libyaml's binding calls itself for each level, and ends the process
+# at some 30,000.
+_DEEPEST = 200
 
 
 def loader(yaml: Any) -> Any:
@@ -23,6 +26,10 @@ def loader(yaml: Any) -> Any:
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
     class Loader(base):  # type: ignore[misc]
+        def __init__(self, stream: str) -> None:
+            _check_depth(yaml, base, stream)
+            super().__init__(stream)
+
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for key_node, _ in node.value:
@@ -41,3 +48,16 @@ def loader(yaml: Any) -> Any:
     for tag, pattern in _NUMBERS.items():
         Loader.add_implicit_resolver(tag, re.compile(pattern), list("-+.0123456789"))
     return Loader
+
+
+def _check_depth(yaml: Any, base: Any, text: str) -> None:
+    """Raise yaml's own error if a text is nested too deeply to be read."""
+    if sum(map(text.count, "[{-?:")) < _DEEPEST:
+        return  # each level needs one of them
+    depth = 0
+    for event in yaml.parse(text, Loader=base):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            problem = f"it is nested deeper than {_DEEPEST} levels"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)

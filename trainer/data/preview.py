@@ -104,6 +104,7 @@ def _preview(source: Source, config: TrainConfig, count: int, faults: list[str])
         "faulty": wrong,
         "max_seq_len": config.tokenizer.get("max_seq_len"),
         "tokens": int(lengths.sum()),
+        "longest": int(lengths.max(initial=0)),
         "trained_tokens": sum(targets),
         "truncated": len(left_out),
         "left_out_tokens": sum(left_out),
