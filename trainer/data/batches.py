@@ -145,13 +145,10 @@ class Rows(Collator, Dataset):
         return len(self._begins) - 1
 
     def __getitem__(self, index: int) -> Row:
-        members = self.members(index if index >= 0 else ~index)
+        row = index if index >= 0 else ~index
+        members = self._order[self._begins[row] : self._begins[row + 1]]
         documents = [document for member in members for document in self._documents(int(member))]
         return Row(documents, index >= 0, members)
-
-    def members(self, row: int) -> np.ndarray:
-        """The indices of the samples in a row."""
-        return self._order[self._begins[row] : self._begins[row + 1]]
 
     def collate(self, rows: list[Row]) -> MicroBatch:
         """As Collator.collate, with what belongs to the samples."""
