@@ -158,14 +158,14 @@ def start_runs(
     for number, run in enumerate(runs, 1):
         after = jobs[-parallel] if executor.queued and len(jobs) >= parallel else ""
         try:
-            if again:
-                resume(run, executor, say=say, after=after)
-            else:
+            if not again:
                 with directory.locked(run) as lease:
                     start(run, executor, lease, after=after)
+            elif not resume(run, executor, say=say, after=after):
+                continue
         except SlurmTimeout:
             raise
-        except SlurmFault as fault:
+        except (SlurmFault, RunFault) as fault:
             message = f"then start the remaining runs: cookbook sweep --resume {run.sweep}"
             raise type(fault)([f"{each}; {message}" for each in fault.faults]) from fault
         jobs.append(str(run.job_id))
