@@ -280,7 +280,7 @@ install_packages() {
   say "installing the pinned packages (some minutes; log in $log)"
   if ! pip_install "$constraints" "$extra" >"$log" 2>&1; then
     grep -iE '^ *error' "$log" | tail -n 5 >&2 || tail -n 5 "$log" >&2
-    die "the packages could not be installed: see $log, fix the cause (network, proxy, disk, or a build of torch that does not exist: --torch), then run this again"
+    die "the packages could not be installed: see $log, fix the cause (network, proxy, disk, or a build of torch that does not exist: --torch), then run this again; on a cluster without internet: --from FOLDER (docs/offline.md)"
   fi
   "$VENV/bin/python" - <<'PY' >>"$log" 2>&1 || die "the installed packages do not work: see the end of $log"
 import torch, torchtune, transformers, tensorboard, launcher, trainer
