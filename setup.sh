@@ -456,7 +456,7 @@ PY
     [ ! -s "$WORK/$number.txt" ] || fetch "${RECIPES[number]}" "$WORK/$number.txt"
   done
   # A clone and not an archive: if the cluster has git, runs record the commit.
-  git clone --quiet --depth 1 "file://$REPO" "$WORK/slurm-cookbook"
+  git -c advice.detachedHead=false clone --quiet --depth 1 "file://$REPO" "$WORK/slurm-cookbook"
   git -C "$WORK/slurm-cookbook" remote remove origin
   COPYFILE_DISABLE=1 tar -C "$WORK" -czf "$FOLDER/slurm-cookbook.tar.gz" slurm-cookbook
   (cd "$FOLDER" && hashes bundle.txt slurm-cookbook.tar.gz wheels/*.whl >SHA256SUMS.new && mv SHA256SUMS.new SHA256SUMS)
@@ -490,7 +490,7 @@ check_bundle() {
   done
   read -r -a EXTRAS <<<"$have"
   if [ "$TORCH" = none ]; then
-    TORCH=$("$VENV/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null) ||
+    TORCH=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null) ||
       die "$FROM has no torch, and $VENV does not see one: make it from the Python that has torch: python$PYTHONS -m venv --system-site-packages $VENV"
   fi
   TORCH=${TORCH#default}
