@@ -369,7 +369,8 @@ fetch() {
   local name=$1 list=$WORK/list log=$WORK/log pip=("$WORK/venv/bin/python" -m pip --disable-pip-version-check) verb file source
   shift
   say "choosing the versions for $name"
-  # A build's own index also has other packages, in a few versions only.
+  # A build's own index also has other packages, in a few versions only. Of each Python a patch release that clusters
+  # have: 3.11.0 is too old for some packages.
   "$WORK/venv/bin/uv" pip compile --quiet --no-header --no-annotate --index-strategy unsafe-first-match \
     --python-version "$PYTHON.5" --python-platform "$ARCH-manylinux_2_28" "${OPTIONS[@]}" "$@" >"$list" 2>"$log" ||
     die "no versions of the packages of $name fit together for Python $PYTHON on $ARCH: $(tr -s ' \n' ' ' <"$log")"
