@@ -419,7 +419,7 @@ make_bundle() {
   python=$(find_python)
   { "$python" -m venv "$WORK/venv" &&
     "$WORK/venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-input --constraint "$REPO/constraints.txt" uv --editable "$REPO"; } ||
-    die "uv, which chooses the versions, could not be installed: see above"
+    die "uv, which chooses the versions, could not be installed: see above: fix the cause (network, proxy), then repeat this command"
   for number in "${!RECIPES[@]}"; do
     "$WORK/venv/bin/python" - "${RECIPES[number]}" >"$WORK/$number.txt" <<'PY' || exit
 import sys
