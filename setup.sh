@@ -335,7 +335,7 @@ install_packages() {
   say "installing the pinned packages (some minutes; log in $log)"
   if ! pip_install "$constraints" "$extra" >"$log" 2>&1; then
     grep -iE '^ *error' "$log" | tail -n 5 >&2 || tail -n 5 "$log" >&2
-    die "the packages could not be installed: see $log, fix the cause (network, proxy, disk, or a build of torch that does not exist: --torch), then run this again"
+    die "the packages could not be installed: see $log, fix the cause (network, proxy, disk, or a build of torch that does not exist: --torch), then run this again; on a cluster without internet: --from FOLDER (docs/offline.md)"
   fi
   "$VENV/bin/python" - <<'PY' >>"$log" 2>&1 || die "the installed packages do not work: see the end of $log"
 import torch, torchtune, transformers, tensorboard, launcher, trainer
@@ -424,7 +424,8 @@ fetch() {
   local name=$1 list=$WORK/list log=$WORK/log pip=("$WORK/venv/bin/python" -m pip --disable-pip-version-check) verb file source
   shift
   say "choosing the versions for $name"
-  # A build's own index also has other packages, in a few versions only.
+  # A build's own index also has other packages, in a few versions only. Of each Python a patch release that clusters
+  # have: 3.11.0 is too old for some packages.
   "$WORK/venv/bin/uv" pip compile --quiet --no-header --no-annotate --index-strategy unsafe-first-match \
     --python-version "$PYTHON.5" --python-platform "$ARCH-manylinux_2_28" "${OPTIONS[@]}" "$@" >"$list" 2>"$log" ||
     die "no versions of the packages of $name fit together for Python $PYTHON on $ARCH: $(tr -s ' \n' ' ' <"$log")"
@@ -473,7 +474,7 @@ make_bundle() {
   python=$(find_python)
   { "$python" -m venv "$WORK/venv" &&
     "$WORK/venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-input --constraint "$REPO/constraints.txt" uv --editable "$REPO"; } ||
-    die "uv, which chooses the versions, could not be installed: see above"
+    die "uv, which chooses the versions, could not be installed: see above: fix the cause (network, proxy), then repeat this command"
   for number in "${!RECIPES[@]}"; do
     "$WORK/venv/bin/python" - "${RECIPES[number]}" >"$WORK/$number.txt" <<'PY' || exit
 import sys
@@ -511,7 +512,7 @@ PY
     [ ! -s "$WORK/$number.txt" ] || fetch "${RECIPES[number]}" "$WORK/$number.txt"
   done
   # A clone and not an archive: if the cluster has git, runs record the commit.
-  git clone --quiet --depth 1 "file://$REPO" "$WORK/slurm-cookbook"
+  git -c advice.detachedHead=false clone --quiet --depth 1 "file://$REPO" "$WORK/slurm-cookbook"
   git -C "$WORK/slurm-cookbook" remote remove origin
   COPYFILE_DISABLE=1 tar -C "$WORK" -czf "$FOLDER/slurm-cookbook.tar.gz" slurm-cookbook
   (cd "$FOLDER" && hashes bundle.txt slurm-cookbook.tar.gz wheels/*.whl >SHA256SUMS.new && mv SHA256SUMS.new SHA256SUMS)

@@ -144,7 +144,8 @@ def carried(tmp_path) -> Path:
 
 
 def test_a_folder_of_wheels_is_installed_without_an_index(carried, tmp_path):
-    done = setup("--from", str(carried), "--dry-run", COOKBOOK_VENV=str(tmp_path / "venv"))
+    fresh = {"COOKBOOK_VENV": str(tmp_path / "venv"), "COOKBOOK_PYTHON": sys.executable}
+    done = setup("--from", str(carried), "--dry-run", **fresh)
     assert done.returncode == 0, done.stderr
     pip = [line for line in done.stderr.splitlines() if line.startswith("+ ")]
     assert pip and all(f"--no-index --find-links {carried}/wheels" in line for line in pip)
@@ -172,7 +173,8 @@ def test_a_folder_that_does_not_fit_is_refused_before_anything_is_installed(
         path.unlink()
     else:
         path.write_text(re.sub(*change, path.read_text() if path.exists() else ""))
-    done = setup("--from", str(carried), "--with", "data", COOKBOOK_VENV=str(tmp_path / "venv"))
+    fresh = {"COOKBOOK_VENV": str(tmp_path / "venv"), "COOKBOOK_PYTHON": sys.executable}
+    done = setup("--from", str(carried), "--with", "data", **fresh)
     assert done.returncode == 1 and message in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("error: ")]) == 1
     assert list(tmp_path.iterdir()) == [carried]
