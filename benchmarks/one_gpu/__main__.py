@@ -70,17 +70,16 @@ def main(arguments: list[str]) -> int:
         command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name(0))"]
         card = subprocess.check_output(command, text=True).strip()
     today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    name = f"one_gpu_{re.sub('[^a-z0-9]+', '_', card.lower())}_{today}.json"
+    name = re.sub("[^a-z0-9]+", "_", card.lower())
+    path = options.out.absolute() / f"one_gpu_{name}_{today}.json"
     base = options.work or Path(tempfile.gettempdir())
     base.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f"one-gpu-{options.what}-", dir=base.absolute()))
-    budget_s = options.budget_s or BUDGET_S[options.what]
-    path = options.out.absolute() / name
     os.environ |= ENVIRONMENT | {"COOKBOOK_ROOT": str(work / "root")}
-    call = Call(path, work, options, budget_s)
+    call = Call(path, work, options, options.budget_s or BUDGET_S[options.what])
     line = shlex.join(["python", "-m", "benchmarks.one_gpu", *arguments])
     call.note(options.what, card=card, command=f"`{line}`", commit=train.commit(), date=today)
-    call.note(options.what, torch=torch.__version__, budget_s=budget_s)
+    call.note(options.what, torch=torch.__version__, budget_s=call.budget_s)
     try:
         RUN[options.what](call)
     finally:

@@ -33,27 +33,30 @@ def run(call: Call) -> None:
     folder, log = call.work / "models", call.work / "models.log"
     made = call.fork("benchmarks.one_gpu.models", [str(folder)], RUN_S, log, CPU)
     call.record("models", ok=made["status"] == 0, **made | {"said": ""})
-    chosen = [case for case in CASES if call.starts(f"case {case.name}", 0)]
-    against = {case.against for case in chosen}
+    wanted = [
+        (case, dtype, _compared(case, dtype))
+        for case in CASES
+        if call.starts(f"case {case.name}", 0)
+        for dtype in case.dtypes
+    ]
+    named = {case.name: case for case in CASES}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) * 3 // 4)) as pool:
         others = [
             pool.submit(call.guarded, f"resume {name}", resume, call, name) for name in RESUMED
         ]
         others.append(pool.submit(call.guarded, "cookbook submit", submit, call))
-        runs = {
-            (case.name, side, dtype): pool.submit(train, call, case, side, dtype)
-            for case in CASES
-            if case in chosen or case.name in against
-            for dtype in case.dtypes
-            for side in (("own", "cpu") if case.against == CPU else ("own",))
-        }
-        for case in chosen:
-            expected = (case.name, "cpu") if case.against == CPU else (case.against, "own")
-            for dtype in case.dtypes:
-                pair = [runs[*key, dtype].result() for key in ((case.name, "own"), expected)]
-                compare(call, case, dtype, *pair)
+        keys = dict.fromkeys(key for *_, pair in wanted for key in pair)
+        runs = {key: pool.submit(train, call, named[key[0]], *key[1:]) for key in keys}
+        for case, dtype, pair in wanted:
+            compare(call, case, dtype, *(runs[key].result() for key in pair))
         for other in others:
             other.result()
+
+
+def _compared(case: Case, dtype: str) -> tuple[tuple[str, str, str], ...]:
+    """Two runs, each by its case, its side and its dtype."""
+    other = (case.name, "cpu") if case.against == CPU else (case.against, "own")
+    return (case.name, "own", dtype), (*other, dtype)
 
 
 def train(call: Call, case: Case, side: str, dtype: str) -> dict[str, Any]:
