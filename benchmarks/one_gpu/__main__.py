@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
         command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name(0))"]
         card = subprocess.check_output(command, text=True).strip()
     today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    name = re.sub("[^a-z0-9]+", "_", card.lower())
+    name = re.sub("[^a-z0-9]+", "_", card.lower()).strip("_")
     path = options.out.absolute() / f"one_gpu_{name}_{today}.json"
     base = options.work or Path(tempfile.gettempdir())
     base.mkdir(parents=True, exist_ok=True)
