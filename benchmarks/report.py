@@ -110,7 +110,7 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"{report['date']}, commit {report['commit'] or 'unknown'}, `{report['command']}`",
         "",
-        f"- {_hardware(machine)}",
+        f"- {hardware(machine)}",
         "- " + ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v),
         "- Limits measured in this run: matrix product "
         + ", ".join(f"{v:.4g} TFLOP/s {k}" for k, v in machine["matmul_tflops"].items())
@@ -119,14 +119,20 @@ def markdown(report: dict[str, Any]) -> str:
         CONVENTION,
     ]
     for part in report["workloads"]:
-        lines += ["", f"## {part['workload']}", "", _setup(part), ""]
-        lines += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-        lines += [_row(row) for row in part["rows"]]
-        lines += ["", *(f"- {row['engine']}: {n}" for row in part["rows"] for n in _notes(row))]
+        lines += section(part["workload"], part)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _hardware(machine: dict[str, Any]) -> str:
+def section(title: str, part: dict[str, Any]) -> list[str]:
+    """The lines of one workload."""
+    lines = ["", f"## {title}", "", _setup(part), ""]
+    lines += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+    lines += [_row(row) for row in part["rows"]]
+    return [*lines, "", *(f"- {row['engine']}: {n}" for row in part["rows"] for n in _notes(row))]
+
+
+def hardware(machine: dict[str, Any]) -> str:
+    """GPU, driver and CPU as a line."""
     cpu = f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}"
     if machine["gpu"] is None:
         return f"CPU: {cpu}"
@@ -179,6 +185,9 @@ def _notes(row: dict[str, Any]) -> list[str]:
         notes = ["versions: " + ", ".join(versions)]
     else:
         notes = [f"{row['status']}: {row['reason']}"]
+    if "peak_gib" in (found := row.get("estimate", {})):
+        speed = f"{found['tokens_per_second_per_gpu']:,.0f} tok/s/GPU"
+        notes.append(f"estimate for {found['gpu']}: {found['peak_gib']:.2f} GiB, {speed}")
     if row.get("differences"):
         notes.append("differs from ours: " + ", ".join(row["differences"]))
     return notes + [f"earlier attempt: {text}" for text in row.get("before", [])]

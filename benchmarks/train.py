@@ -7,7 +7,7 @@ Each engine (one file in benchmarks/peers/) runs in its own process. All start f
 weights, generated from a seed, train on the same packed rows, and are timed over the same steps.
 train.json and train.md in --out are updated after every engine. Nothing is downloaded.
 --peers ours:compile=false passes settings to an engine, under the engine's own names;
---python litgpt=/path/bin/python selects its Python interpreter.
+--python transformers=/path/bin/python selects its Python interpreter.
 """
 
 import argparse
@@ -37,10 +37,7 @@ PEERS = (
     "ours",
     "torchtune",
     "transformers",
-    "unsloth",
     "transformers:torch_compile=true",
-    "litgpt",
-    "automodel",
 )
 # No engine is started with less time left; and time kept for writing the results.
 MIN_START_S, RESERVE_S = 30.0, 10.0
@@ -93,9 +90,15 @@ def _absolute(path: str) -> str:
 
 
 class Comparison:
-    """One run of the benchmark: its options, time limits and report."""
+    """One run of the benchmark: its options, time limits and report.
 
-    def __init__(self, options: argparse.Namespace, work: Path) -> None:
+    Args:
+        machine: what benchmarks.machine has measured; None measures it now.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, work: Path, machine: dict[str, Any] | None = None
+    ) -> None:
         self.options, self.work = options, work
         self.end = time.monotonic() + options.budget_s - RESERVE_S
         self.deadline = self.end
@@ -104,10 +107,10 @@ class Comparison:
         self.pythons = {name: _absolute(path) for name, path in options.python}
         self.report: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "commit": _commit(),
+            "commit": commit(),
             "command": shlex.join(["python", "-m", "benchmarks.train", *sys.argv[1:]]),
             "convention": report.CONVENTION,
-            "machine": self._machine(),
+            "machine": machine or self._machine(),
             "workloads": [],
         }
 
@@ -118,10 +121,10 @@ class Comparison:
             now = time.monotonic()
             self.deadline = now + (self.end - now) / (len(names) - number)
             self._workload(name)
-            self._write()
+            self.write()
 
     def _workload(self, name: str) -> None:
-        job = self._job(name)
+        job = self.job(name)
         began = time.monotonic()
         prepared = workloads.prepare(job)
         print(f"{name}: weights and data generated in {time.monotonic() - began:.1f} s", flush=True)
@@ -142,10 +145,11 @@ class Comparison:
                 row |= report.measured(row, job, prepared, self.report["machine"])
             part["rows"].append(row)
             report.compare(part["rows"], job)
-            self._write()
+            self.write()
             print(report.summary(row), flush=True)
 
-    def _job(self, name: str) -> Job:
+    def job(self, name: str) -> Job:
+        """The job of a workload, without settings of an engine."""
         options = self.options
         overrides = {k: getattr(options, k) for k in ("batch_size", "sequence", "dtype")}
         dtype = options.dtype or workloads.WORKLOADS[name].dtype
@@ -165,8 +169,7 @@ class Comparison:
 
     def _measure(self, label: str, job: Job, expected_s: float) -> dict[str, Any]:
         """Run one engine; if it fails and a setting may fix that, try again with the setting."""
-        peer, *pairs = label.split(":")
-        settings = {k: yaml.safe_load(v) for k, _, v in (pair.partition("=") for pair in pairs)}
+        peer, settings = parsed(label)
         before: list[str] = []
         while True:
             left = self.deadline - time.monotonic()
@@ -221,10 +224,17 @@ class Comparison:
         )
         return json.loads(done.stdout.splitlines()[-1])
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Bring the report to the disk, after each engine."""
         self.options.out.mkdir(parents=True, exist_ok=True)
         engine.write_json(self.options.out / "train.json", self.report)
         (self.options.out / "train.md").write_text(report.markdown(self.report), encoding="utf-8")
+
+
+def parsed(label: str) -> tuple[str, dict[str, Any]]:
+    """Name and settings of NAME:KEY=VALUE..."""
+    peer, *pairs = label.split(":")
+    return peer, {k: yaml.safe_load(v) for k, _, v in (pair.partition("=") for pair in pairs)}
 
 
 def _environment(work: Path, device: str, ranks: int) -> dict[str, str]:
@@ -242,7 +252,8 @@ def _environment(work: Path, device: str, ranks: int) -> dict[str, str]:
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """What git says of this checkout; None without git."""
     if shutil.which("git") is None:
         return None
     done = subprocess.run(

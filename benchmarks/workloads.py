@@ -230,6 +230,8 @@ WORKLOADS = {
     "llama1b_lora": Workload(LLAMA_1B, "lora", 4),
     "qwen3_30b_a3b_lora": Workload(QWEN3_30B_A3B, "lora", 1),
     "qwen3_30b_a3b_full": Workload(QWEN3_30B_A3B, "full", 1),
+    # As many blocks of it as one GPU holds with ease.
+    "qwen3_4blocks_lora": Workload(replace(QWEN3_30B_A3B, layers=4), "lora", 2),
     **{f"tiny_{m}": Workload(TINY, m, 2, sequence=128, dtype="fp32") for m in METHODS},
     **{
         f"tinymoe_{m}": Workload(TINY_MOE, m, 2, sequence=128, dtype="fp32")

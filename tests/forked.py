@@ -220,7 +220,7 @@ def main(arguments: list[str]) -> None:
     status = importlib.import_module(module).main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
-    if preload == TRAINER:
+    if preload != LAUNCHER:
         # As the trainer's own modules end: no clean-up of a broken process group.
         os._exit(status or 0)
 

@@ -168,8 +168,7 @@ def main(
     run: Callable[[Job], dict[str, Any]],
     *,
     packages: tuple[str, ...],
-    ranks: str | None = None,
-    packs: bool = True,
+    ranks: str,
     fallback: dict[str, Any] | None = None,
 ) -> None:
     """Run the job given on the command line and write result.json into its folder.
@@ -177,9 +176,8 @@ def main(
     Args:
         run: takes a Job and returns `Recorder.result`; raises Skip if it cannot run the job.
         packages: packages whose versions are reported.
-        ranks: how several ranks are started: "torchrun" (it calls `run` on each rank), "itself"
-            (`run` starts them), or None (jobs with several ranks are skipped).
-        packs: whether the engine separates the documents of a packed row in attention.
+        ranks: how several ranks are started: "torchrun" (it calls `run` on each rank), or "itself"
+            (`run` starts them).
         fallback: settings to try if `run` fails on a GPU without them.
     """
     job = read_job(sys.argv[1])
@@ -189,10 +187,6 @@ def main(
         os.execv(sys.executable, command)
     result: dict[str, Any] = {"status": "ok"}
     try:
-        if job.ranks > 1 and ranks is None:
-            raise Skip("this benchmark runs it in one process only")
-        if job.documents == "packed" and not packs:
-            raise Skip("cannot separate the documents of a packed row; try --documents whole")
         result |= run(job)
     except (Skip, ImportError) as error:
         result |= {"status": "skipped", "reason": _first_line(error)}
@@ -214,7 +208,7 @@ def main(
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kill a process that leads its own session, and all its children."""
+    """Kill a process, its session if it leads one, and all its children."""
     try:
         # torchrun's ranks have sessions of their own.
         ranks = psutil.Process(process.pid).children(recursive=True)
@@ -222,6 +216,7 @@ def end(process: subprocess.Popen) -> None:
         ranks = []
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
             rank.kill()

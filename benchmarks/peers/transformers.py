@@ -117,14 +117,12 @@ def arguments(job: Job) -> dict[str, Any]:
     }
 
 
-def fit(job: Job, model: torch.nn.Module, collate: Any) -> tuple[Recorder, dict[str, Any]]:
-    """Train with transformers.Trainer; returns the recorder and the arguments.
-
-    Args:
-        collate: makes a batch from samples of `Rows`.
-    """
+def run(job: Job) -> dict[str, Any]:
+    """Train the model with transformers.Trainer; several ranks use DDP."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+    if job.ranks > 1 and job.method == "full":
+        raise engine.Skip("full fine-tuning on several ranks is not implemented in this benchmark")
     recorder, used = Recorder(job), arguments(job)
 
     class Steps(TrainerCallback):
@@ -135,21 +133,13 @@ def fit(job: Job, model: torch.nn.Module, collate: Any) -> tuple[Recorder, dict[
                 recorder.step(logs["loss"], logs["grad_norm"])
 
     trainer = Trainer(
-        model=model,
+        model=base_model(job),
         args=TrainingArguments(**used),
         train_dataset=Rows(job),
-        data_collator=collate,
+        data_collator=collator(flat=attention(job) == FLASH),
         callbacks=[Steps()],
     )
     trainer.train()
-    return recorder, used
-
-
-def run(job: Job) -> dict[str, Any]:
-    """Train the model; several ranks use DDP."""
-    if job.ranks > 1 and job.method == "full":
-        raise engine.Skip("full fine-tuning on several ranks is not implemented in this benchmark")
-    recorder, used = fit(job, base_model(job), collator(flat=attention(job) == FLASH))
     return recorder.result(
         attention=attention(job),
         compile=used["torch_compile"],

@@ -22,13 +22,20 @@ def compare(out: Path, *arguments: str) -> tuple[dict, str]:
 
 @pytest.mark.long
 def test_an_engine_is_measured_or_skipped_with_a_reason(tmp_path: Path) -> None:
-    peers = ["ours", "litgpt"]
+    peers = ["ours", "torchtune"]
     found, page = compare(
-        tmp_path, "--workload", "tiny_lora", "--peers", *peers, "--steps", "2", "--warmup-steps=2"
+        tmp_path,
+        "--workload",
+        "tinymoe_lora",
+        "--peers",
+        *peers,
+        "--steps",
+        "2",
+        "--warmup-steps=2",
     )
     own, skipped = found["workloads"][0]["rows"]
     assert own["differences"] == [] and own["speedup_of_ours"] == 1
-    assert skipped["status"] == "skipped" and "--documents whole" in skipped["reason"]
+    assert skipped["status"] == "skipped" and "no builder" in skipped["reason"]
     rate = own["tokens_per_second_per_gpu"]
     assert rate * sum(s["seconds"] for s in own["steps"][2:]) == pytest.approx(512, rel=0.1)
     machine = found["machine"]
@@ -39,7 +46,7 @@ def test_an_engine_is_measured_or_skipped_with_a_reason(tmp_path: Path) -> None:
     assert own["mfu"] is None and own["peak_allocated_gib"] is None
     (row,) = [line for line in page.splitlines() if line.startswith("| ours")]
     assert row.endswith("| yes |")
-    assert "| ours | compile off" in page and "\n- litgpt: skipped: cannot separate" in page
+    assert "| ours | compile off" in page and "\n- torchtune: skipped: it has no builder" in page
 
 
 def test_the_same_seed_makes_the_same_weights_and_rows(tmp_path: Path) -> None:
