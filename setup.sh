@@ -467,7 +467,7 @@ make_bundle() {
   printf '%s\n' "python $PYTHON" "arch $ARCH" "torch ${TORCH_CHOICE%% *}" "pins $(pins)" "parts ${parts[*]-}" \
     "command bash setup.sh --bundle FOLDER --python $PYTHON --arch $ARCH${TORCH:+ --torch ${TORCH_CHOICE%% *}}${parts[*]+ ${parts[*]/#/--with }}" >"$FOLDER/bundle.txt"
   say "$FOLDER: for Linux on $ARCH with glibc 2.28 or newer, Python $PYTHON, torch ${TORCH_CHOICE%% *}${parts[*]+, with ${parts[*]}}"
-  [ -n "$TORCH" ] || say "torch is pip's own build, for CUDA 13 (NVIDIA driver 580 or newer); if the nodes have an older driver: --torch cu126"
+  [ -n "$TORCH$TORCH_INDEX" ] || say "torch is pip's own build, for CUDA 13 (NVIDIA driver 580 or newer); if the nodes have an older driver: --torch cu126"
   [ -z "$(git -C "$REPO" status --porcelain)" ] || say "warning: what is not committed in $REPO is left out"
   WORK=$(mktemp -d)
   trap 'rm -rf "$WORK"' EXIT
