@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
         return 1
     card = options.device
     if card == "cuda":
-        # In a process of its own: CUDA takes memory of the GPU here, and no fork could use it.
+        # In a process of its own, because CUDA takes memory of the GPU.
         command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name(0))"]
         card = subprocess.check_output(command, text=True).strip()
     today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")

@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.one_gpu import cases
 from benchmarks.one_gpu.cases import CASES, Case
-from benchmarks.one_gpu.parts import ASKS_DRIVER, CPU, Call
+from benchmarks.one_gpu.parts import CPU, Call
 from benchmarks.peers import ours
 from benchmarks.peers.engine import Job
 
@@ -29,9 +29,10 @@ SUBMIT = ("submit", "demo", "--local", "--watch", "--nodes", "1", "epochs=4")
 
 def run(call: Call) -> None:
     """All parts, side by side; each is written down as it ends."""
-    os.environ[ASKS_DRIVER] = "1"
+    # Of the process that forks.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     folder, log = call.work / "models", call.work / "models.log"
-    made = call.fork("benchmarks.one_gpu.models", [str(folder)], RUN_S, log, CPU)
+    made = call.start("benchmarks.one_gpu.models", [str(folder)], RUN_S, log, CPU)
     call.record("models", ok=made["status"] == 0, **made | {"said": ""})
     wanted = [
         (case, dtype, _compared(case, dtype))
@@ -103,7 +104,7 @@ def write(call: Call, name: str, case: Case, device: str, dtype: str) -> Path:
 def start(call: Call, folder: Path, method: str, device: str, **options: Any) -> dict[str, Any]:
     """Start the trainer, as a job does, on the run in this folder."""
     arguments = [cases.METHODS[method][0], str(folder / "train.yaml")]
-    return call.fork("trainer.train", arguments, RUN_S, folder / "log", device, **options)
+    return call.start("trainer.train", arguments, RUN_S, folder / "log", device, **options)
 
 
 def curve(folder: Path) -> list[tuple[float, float]]:
@@ -174,7 +175,7 @@ def resume(call: Call, name: str) -> None:
     )
     if name == "lora":
         asked = [str(killed / "export"), "What is Slurm used for?", "--max-new-tokens", "24"]
-        found = call.fork("trainer.generate", asked, RUN_S, killed / "generated", device)
+        found = call.start("trainer.generate", asked, RUN_S, killed / "generated", device)
         call.record("generate", ok=found["status"] == 0, **found)
         command = [
             call.options.peft_python,

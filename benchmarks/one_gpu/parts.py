@@ -20,8 +20,6 @@ from tests.forked import ROOT, Fork
 
 CPU = "cpu"
 PRELOADED = "benchmarks.one_gpu.preloaded"
-# torch then asks the driver's library whether there is a GPU, and a fork can still use CUDA.
-ASKS_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
 POLL_S, RESERVE_S, LOG_LINES = 0.05, 5.0, 6
 # By so much a trial's limits are longer.
 TRIAL = 10
@@ -41,6 +39,7 @@ class Call:
     work: Path
     options: argparse.Namespace
     budget_s: float
+    gpu: str = field(default_factory=lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -95,16 +94,20 @@ class Call:
             self.record(part, ok=False, status=None, log=[repr(error)])
 
     def run(
-        self, command: Sequence[str], limit_s: float, log: Path, **variables: str
+        self,
+        command: Sequence[str],
+        limit_s: float,
+        log: Path,
+        until: Callable[[], bool] = lambda: False,
+        **variables: str,
     ) -> dict[str, Any]:
         """Run a command from the root of the checkout; see `_ended`."""
-        log.parent.mkdir(parents=True, exist_ok=True)
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": self.gpu} | variables
         with open(log, "ab") as file:
-            env = os.environ | variables
             process = subprocess.Popen(command, stdout=file, stderr=file, env=env, cwd=ROOT)
-        return self._ended(process, limit_s, log)
+        return self._ended(process, limit_s, log, until)
 
-    def fork(
+    def start(
         self,
         module: str,
         arguments: Sequence[str],
@@ -114,27 +117,24 @@ class Call:
         until: Callable[[], bool] = lambda: False,
         **variables: str,
     ) -> dict[str, Any]:
-        """Run main(arguments) of a module in a fork of the imported trainer; see `_ended`."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        if device == CPU:
-            variables["CUDA_VISIBLE_DEVICES"] = ""
-        env = os.environ | variables
-        env.pop(ASKS_DRIVER, None)
-        with open(log, "ab") as file:
-            process = Fork(PRELOADED, module, arguments, env, file, file)
-        result = self._ended(process, limit_s, log, until)
-        if device != CPU and result["status"] not in (0, None):
-            # Perhaps an import has used CUDA before the fork; a fault of the run comes again.
+        """Run main(arguments) of a module; on a CPU in a fork of the imported trainer.
+
+        No fork can use a GPU: torchao's import looks at it, which starts CUDA.
+        """
+        variables["OMP_NUM_THREADS"] = "1"
+        if device != CPU:
             command = [sys.executable, "-m", module, *arguments]
-            return self.run(command, limit_s, log, **variables)
-        return result
+            return self.run(command, limit_s, log, until, **variables)
+        with open(log, "ab") as file:
+            process = Fork(PRELOADED, module, arguments, os.environ | variables, file, file)
+        return self._ended(process, limit_s, log, until)
 
     def _ended(
         self,
         process: subprocess.Popen | Fork,
         limit_s: float,
         log: Path,
-        until: Callable[[], bool] = lambda: False,
+        until: Callable[[], bool],
     ) -> dict[str, Any]:
         """Exit status (None if it was killed), seconds, and the last line that it has written.
 

@@ -1,4 +1,4 @@
-"""What the runs of `correct` import, for the process that tests/forked.py forks."""
+"""What the CPU's runs of `correct` import, for the process that tests/forked.py forks."""
 
 from importlib import import_module
 

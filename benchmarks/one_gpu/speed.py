@@ -14,7 +14,7 @@ from benchmarks import train
 from benchmarks.one_gpu.parts import Call
 from benchmarks.peers import ours
 from benchmarks.peers.engine import Job
-from launcher.gpus import DEFAULT, by_label
+from launcher.gpus import DEFAULT, by_label, by_name
 
 STEPS, TINY_STEPS, WARMUP_STEPS = 8, 3, 4
 # Less than an engine starts in.
@@ -125,16 +125,15 @@ def _options(call: Call, part: Part) -> Any:
 
 def estimate(call: Call, job: Job, card: str | None) -> dict[str, Any]:
     """What `cookbook estimate` says of this very run: GiB and tokens/s of a GPU."""
-    known = by_label(card or "")
+    known = by_label(card or DEFAULT) or by_name(DEFAULT)
     recipe = ours.train_config(job, call.work / "estimated")
     recipe |= {"entry": "sft", "resources": {"nodes": 1, "gpus_per_node": 1}}
     path = call.work / "estimated.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    log = call.work / "logs" / "estimate.json"
+    log = call.work / "estimate.json"
     log.unlink(missing_ok=True)
-    gpu = ("--gpu", known.name if known else DEFAULT)
-    command = [sys.executable, "-m", "launcher", "estimate", str(path), *gpu, "--json"]
-    done = call.run(command, SHORTEST_S, log)
+    asked = [sys.executable, "-m", "launcher", "estimate", str(path), "--gpu", known.name, "--json"]
+    done = call.run(asked, SHORTEST_S, log)
     if done["status"] != 0:
         return done
     found = json.loads(log.read_text(encoding="utf-8"))
