@@ -328,6 +328,7 @@ install_packages() {
   fi
   rm -f "$stamp"
   constraints=$REPO/constraints.txt
+  rm -f "$VENV/constraints.txt"
   if [ -n "$TORCH" ]; then
     constraints=$VENV/constraints.txt
     constraints_of_torch >"$constraints"
