@@ -105,7 +105,7 @@ def test_a_reference_is_counted(entry, changes, held, tmp_path, model_folder, da
 @pytest.mark.parametrize(
     "changes",
     [
-        TP | {"beta": 0.5, "temperature": 2.0},
+        pytest.param(TP | {"beta": 0.5, "temperature": 2.0}, marks=LONG),
         pytest.param({"model": LORA, "teacher_quantize_base": True, "beta": 1.0}, marks=LONG),
     ],
     ids=["tensor", "nf4-fsdp"],
