@@ -100,8 +100,10 @@ def recipe_config(job: Job) -> dict[str, Any]:
         },
         "optimizer_in_bwd": False,
         "lr_scheduler": {
-            "_component_": "transformers.get_constant_schedule_with_warmup",
+            # Without cycles it is constant after the warm-up; transformers' takes no number of steps.
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
             "num_warmup_steps": engine.LR_WARMUP_STEPS,
+            "num_cycles": 0.0,
         },
         "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
         "clip_grad_norm": engine.CLIP,
