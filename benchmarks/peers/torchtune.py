@@ -100,7 +100,7 @@ def recipe_config(job: Job) -> dict[str, Any]:
         },
         "optimizer_in_bwd": False,
         "lr_scheduler": {
-            # Without cycles it is constant after the warm-up; transformers' takes no number of steps.
+            # Constant after the warm-up. transformers' own takes no number of steps.
             "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
             "num_warmup_steps": engine.LR_WARMUP_STEPS,
             "num_cycles": 0.0,
